@@ -1,0 +1,28 @@
+"""Tilesmith: transformer kernels for PyTorch. `tilesmith.optimize(model)` makes a model faster and leaner."""
+
+from __future__ import annotations
+
+import importlib
+
+from tilesmith._exports import EXPORTS
+
+__version__ = "0.1.0"
+__all__ = [*EXPORTS, "__version__"]
+
+
+def __getattr__(name: str):
+    home = EXPORTS.get(name)
+    if home is not None:
+        value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
+    try:
+        return importlib.import_module(f"tilesmith.{name}")
+    except ModuleNotFoundError as missing:
+        if missing.name != f"tilesmith.{name}":
+            raise
+    raise AttributeError(f"module 'tilesmith' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,10 @@
+"""The public names and their homes. Resolved at first use, so that `import tilesmith` costs nothing and loads no Triton."""
+
+EXPORTS = {
+    "explain": "tilesmith.engine",
+    "optimize": "tilesmith.models",
+    "optimize_kernel": "tilesmith.engine",
+    "register_kernel": "tilesmith.engine",
+    "undo": "tilesmith.models",
+    "use": "tilesmith.engine",
+}

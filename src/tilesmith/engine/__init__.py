@@ -1,0 +1,25 @@
+"""The engine: declare an op once, register kernels for it, choose one with reasons, tune it, time it."""
+
+from tilesmith.engine.case import Case, T, cases
+from tilesmith.engine.choice import Choice, use
+from tilesmith.engine.kernel import Kernel, Space, optimize_kernel, register_kernel
+from tilesmith.engine.launch import launch
+from tilesmith.engine.op import Op, explain, ops
+from tilesmith.engine.table import Table
+
+__all__ = [
+    "Case",
+    "Choice",
+    "Kernel",
+    "Op",
+    "Space",
+    "T",
+    "Table",
+    "cases",
+    "explain",
+    "launch",
+    "ops",
+    "optimize_kernel",
+    "register_kernel",
+    "use",
+]

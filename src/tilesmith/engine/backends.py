@@ -1,0 +1,50 @@
+"""What each backend needs from the machine, said as reasons."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+
+import torch
+
+REFERENCE = "reference"
+
+
+@lru_cache(maxsize=1)
+def triton_missing() -> str | None:
+    """Why Triton cannot be used in this process, or None. Does not import it."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton, or a torch build that brings it)"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def _needs_triton(device: torch.device, pinned: bool) -> str | None:
+    if device.type == "cpu" and interpreting():
+        return triton_missing() if pinned else "Triton's CPU interpreter is for debugging; it serves only pinned calls"
+    if device.type not in ("cuda", "xpu"):
+        return f"the tensors are on {device.type}; Triton kernels need a GPU that Triton reaches"
+    return triton_missing()
+
+
+def _needs_hopper(device: torch.device, pinned: bool) -> str | None:
+    if device.type != "cuda" or torch.version.hip:
+        return f"the tensors are on {device.type}; Hopper kernels need an NVIDIA GPU of compute capability 9.0"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}; Hopper kernels need 9.0"
+    return triton_missing()
+
+
+_NEEDS = {"triton": _needs_triton, "triton_split": _needs_triton, "hopper": _needs_hopper}
+
+
+def missing(backend: str, device: torch.device, pinned: bool = False) -> str | None:
+    """Why `backend` cannot serve tensors on `device`, or None when it can be asked."""
+    need = _NEEDS.get(backend)
+    return need(device, pinned) if need is not None else None

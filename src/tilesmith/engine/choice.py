@@ -1,0 +1,116 @@
+"""Choice: which kernel serves a call and why. The dispatch rule, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilesmith.engine.backends import REFERENCE, missing
+from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.settings import settings
+
+log = logging.getLogger("tilesmith")
+
+_PINS: ContextVar[dict[str, str] | None] = ContextVar("tilesmith_pins", default=None)
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that serves a call, why, and why not those of higher rank."""
+
+    kernel: Kernel
+    because: str
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.kernel.op} -> {self.kernel.backend} ({self.because})"]
+        lines += [f"  not {backend}: {'; '.join(reasons)}" for backend, reasons in self.rejected]
+        return "\n".join(lines + ([f"  {self.note}"] if self.note else []))
+
+
+def pins() -> dict[str, str]:
+    """Op name -> backend pinned in this context (by `use`, else by the environment)."""
+    here = _PINS.get()
+    return dict(settings().pins) if here is None else here
+
+
+@torch.compiler.assume_constant_result
+def pinned(name: str) -> str:
+    """The backend pinned for the op `name` in this context, or "". torch.compile keeps the pin of its trace."""
+    here = _PINS.get()
+    if here is None:
+        for op, backend in settings().pins:
+            if op == name:
+                return backend
+        return ""
+    return here.get(name, "")
+
+
+@contextlib.contextmanager
+def use(**backends: str) -> Iterator[None]:
+    """Pin ops to backends inside the `with`: `with use(rms_norm="triton"): ...`.
+
+    The pin holds for calls made inside, their backward included wherever it runs, if the backward op has that backend;
+    pin `<op>_vjp` to choose it apart. A pinned kernel that rejects a call raises NotImplementedError with its reasons.
+    Raises ValueError for an unknown op or backend.
+    """
+    from tilesmith.engine.op import ops
+
+    for name, backend in backends.items():
+        op = ops().get(name)
+        if op is None:
+            raise ValueError(f"use(): unknown op {name!r}; known: {', '.join(sorted(ops()))}")
+        if backend not in op.backends():
+            raise ValueError(f"use(): {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
+    token = _PINS.set({**pins(), **backends})
+    try:
+        yield
+    finally:
+        _PINS.reset(token)
+
+
+def choose(op: Any, call: Any, pin: str, device: Any) -> Choice:
+    """Apply the rule: the pinned kernel or an error; else the highest rank whose rejects(call) is empty."""
+    if pin:
+        reasons = _reasons(op, pin, call, device)
+        if reasons:
+            raise NotImplementedError(f"{op.name} is pinned to {pin}, which cannot serve this call: {'; '.join(reasons)}")
+        return Choice(op.kernel(pin), "pinned")
+    rejected = []
+    for backend in op.backends():
+        absent = missing(backend, device)
+        if absent:
+            rejected.append((backend, (absent,)))
+    present = [op.kernel(b) for b in op.backends() if b not in dict(rejected)]
+    for kernel in sorted(present, key=lambda k: -k.rank):
+        reasons = tuple(kernel.rejects(call))
+        if not reasons:
+            choice = Choice(kernel, f"rank {kernel.rank}, the highest that accepts", tuple(rejected))
+            _tell(choice, device)
+            return choice
+        rejected.append((kernel.backend, reasons))
+    raise NotImplementedError(f"no kernel serves this call of {op.name}: {rejected}")
+
+
+def _reasons(op: Any, backend: str, call: Any, device: Any) -> list[str]:
+    if backend not in op.backends():
+        return [f"{op.name} has no kernel {backend!r}; it has: {', '.join(op.backends())}"]
+    absent = missing(backend, device, pinned=True)
+    return [absent] if absent else list(op.kernel(backend).rejects(call))
+
+
+def _tell(choice: Choice, device: Any) -> None:
+    log.info("%s", choice)
+    name = choice.kernel.op
+    if choice.kernel.backend == REFERENCE and choice.rejected and device.type != "cpu" and name not in _warned:
+        _warned.add(name)
+        warnings.warn(f"tilesmith: {choice} (the reference is correct but slow here)", stacklevel=2)

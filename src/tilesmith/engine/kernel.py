@@ -1,0 +1,175 @@
+"""Kernel: one way to do an op. `register_kernel` adds one, `optimize_kernel` gives it a configuration."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine.settings import settings
+from tilesmith.engine.table import Table
+from tilesmith.hardware.detect import arch_of
+
+
+def _accept(call: Any) -> Sequence[str]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an op.
+
+    fn: callable with the reference's signature. rank: higher is tried first; the reference has 0.
+    rejects: metadata of a call -> sentences that say why this kernel cannot serve it; empty means it can.
+    """
+
+    op: str
+    backend: str
+    fn: Callable[..., Any]
+    rank: int
+    rejects: Callable[[Any], Sequence[str]] = _accept
+
+
+@dataclass(frozen=True)
+class Space:
+    """The configurations of a kernel.
+
+    dims: op arguments -> named sizes on which the best configuration depends.
+    default: (dims, arch, dtype) -> configuration (a NamedTuple), used where no tuning row is near.
+    choices: field of the configuration -> values that `tilesmith tune` tries.
+    """
+
+    dims: Callable[..., Mapping[str, int]]
+    default: Callable[[Mapping[str, int], Any, torch.dtype], Any]
+    choices: Mapping[str, tuple] = field(default_factory=dict)
+
+
+def optimize_kernel(
+    num_warps: int | None = None, num_stages: int | None = None, debug: bool = False, *, space: Space | None = None
+):
+    """Give a kernel its configuration: pinned (`num_warps`, `num_stages`) or looked up in a `space`.
+
+    The decorated function receives it as the keyword `config` if its signature has one: a mapping of the pinned values,
+    or the configuration type of the space. With `debug=True` (or TILESMITH_DEBUG=1) the device is synchronised after
+    each launch and a FloatingPointError names the output that holds a NaN no input holds. Works above or below
+    `register_kernel`.
+
+    Raises TypeError when a space is given together with pinned values, ValueError for values below 1.
+    """
+    pinned = {k: v for k, v in (("num_warps", num_warps), ("num_stages", num_stages)) if v is not None}
+    if space is not None and pinned:
+        raise TypeError(f"optimize_kernel takes a space or pinned values, got both: {sorted(pinned)}")
+    for name, value in pinned.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+
+    def decorate(fn):
+        wants_config = "config" in inspect.signature(fn).parameters
+
+        if space is not None:
+            if not wants_config:
+                raise TypeError(f"{fn.__name__} has a space but no parameter `config` to receive the choice")
+            configure = _Configure(fn, space)
+            run = functools.wraps(fn)(lambda *args: fn(*args, config=configure(args)))
+            run.configure = configure
+        else:
+            run = functools.wraps(fn)(
+                (lambda *args, **kw: fn(*args, config=pinned, **kw)) if wants_config else (lambda *a, **kw: fn(*a, **kw))
+            )
+        if debug or settings().debug:
+            run = _checked(fn, run)
+        registered = getattr(fn, "tilesmith_kernel", None)
+        if registered is not None:
+            _replace(registered, run)
+        return run
+
+    return decorate
+
+
+class _Configure:
+    """Op arguments -> configuration: forced by the tuner, else nearest tuning row, else the default."""
+
+    def __init__(self, fn, space: Space):
+        self.fn, self.space, self.forced = fn, space, None
+        self._found: dict[Any, Any] = {}
+
+    def __call__(self, args: tuple) -> Any:
+        if self.forced is not None:
+            return self.forced
+        first = next(a for a in args if isinstance(a, Tensor))
+        dims = self.space.dims(*args)
+        key = (first.dtype, first.device, *dims.values())
+        config = self._found.get(key)
+        if config is None:
+            if len(self._found) >= 4096:  # varlen training meets ever new sizes; start over rather than grow
+                self._found.clear()
+            config = self._found[key] = self._look_up(dims, arch_of(first.device), first.dtype)
+        return config
+
+    def _look_up(self, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> Any:
+        default = self.space.default(dims, arch, dtype)
+        row = Table.of(self.fn.__module__, arch.name).nearest(self.fn.__name__, dtype, dims)
+        return default if row is None else type(default)(**{**default._asdict(), **row.config})
+
+    def forget(self) -> None:
+        self._found.clear()
+
+
+def _checked(fn, run):
+    @functools.wraps(fn)
+    def checked(*args, **kwargs):
+        out = run(*args, **kwargs)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if tensors and tensors[0].device.type != "cpu":
+            torch.accelerator.synchronize(tensors[0].device)
+        clean = not any(t.is_floating_point() and t.isnan().any() for t in tensors)
+        for i, o in enumerate(out if isinstance(out, tuple) else (out,)):
+            if clean and isinstance(o, Tensor) and o.is_floating_point() and o.isnan().any():
+                raise FloatingPointError(f"{fn.__name__}: output {i} holds NaN though no input does")
+        return out
+
+    return checked
+
+
+def _replace(registered: Kernel, run) -> None:
+    from tilesmith.engine.op import ops
+
+    op = ops()[registered.op]
+    run.tilesmith_kernel = op.replace_kernel(registered.backend, run)
+
+
+def register_kernel(
+    name: str, *, backend: str | None = None, rank: int = 50, rejects: Callable[[Any], Sequence[str]] = _accept
+):
+    """Register the decorated function as a kernel of the op `name`; returns the function unchanged.
+
+    A known name adds a kernel: its parameters and returns must have the types of the op's reference, else TypeError
+    names both. An unknown name declares a new op with the function as its reference (gradients by autograd through
+    it). A function that torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and
+    shown by `explain`, without dispatch.
+
+    backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
+    rejects: call metadata -> list of sentences; an empty list accepts.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"a kernel's name must be an identifier, got {name!r}")
+
+    def add(fn):
+        from tilesmith.engine.op import Op, declare_plain, ops
+
+        op = ops().get(name)
+        if op is not None:
+            fn.tilesmith_kernel = op.add_kernel(Kernel(name, backend or "custom", fn, rank, rejects))
+        else:
+            try:
+                Op(fn, name=name)
+            except (TypeError, ValueError) as problem:
+                declare_plain(name, fn, str(problem))
+        return fn
+
+    return add

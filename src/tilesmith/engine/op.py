@@ -1,0 +1,288 @@
+"""Op: what is computed. Declared once, from its reference; everything else is derived."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema
+
+from tilesmith.engine import sharding as sharding_rules
+from tilesmith.engine.autograd import Gradient, register_loop_vmap
+from tilesmith.engine.backends import REFERENCE
+from tilesmith.engine.choice import Choice, choose, pinned
+from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.metadata import describer
+
+LIBRARY = Library("tilesmith", "FRAGMENT")
+_OPS: dict[str, Op] = {}
+_PLAIN: dict[str, tuple[Callable[..., Any], str]] = {}
+
+
+def ops() -> dict[str, Op]:
+    """Every declared op by name, the library's own families included."""
+    importlib.import_module("tilesmith.ops").load()
+    return _OPS
+
+
+def declare_plain(name: str, fn: Callable[..., Any], why: str) -> None:
+    """Keep a function that torch cannot type: found by name, never dispatched."""
+    _PLAIN[name] = (fn, why)
+
+
+class Op:
+    """An operation with a reference, a gradient and any number of kernels.
+
+    reference: typed PyTorch function; gives the signature, the docstring, the schema and the CPU meaning.
+    fake: same arguments -> empty outputs with shapes, dtypes and strides; None runs the reference on fake tensors.
+    vjp: the Op of the backward. Its parameters name what they are: ``d<output>`` an incoming gradient, an input or
+        output of this op (then saved), or ``output_mask``. None: gradients by recomputing the reference.
+    outputs: their names; public: how many of them, from the left, users get (the rest exist for the gradient).
+    kernels: backend -> module that registers its kernels when imported, or the kernels' functions register themselves.
+    check: raises on bad arguments, before any launch. describe: arguments -> hashable metadata for `rejects`.
+    alias: input -> input whose gradient is the same values (``{"residual": "x"}``).
+    mutates: names of the arguments that the op writes. decompose: plain function traced in place of the op under
+    torch.compile. autocast: names of the tensors cast to the autocast dtype while autocast is on. fold: tensor
+    arguments whose leading dims are free, so that vmap adds rows instead of looping. sharding: DTensor rule ("rows").
+    """
+
+    def __init__(
+        self,
+        reference: Callable[..., Any],
+        *,
+        name: str | None = None,
+        fake: Callable[..., Any] | None = None,
+        vjp: Op | None = None,
+        outputs: Sequence[str] = ("out",),
+        public: int | None = None,
+        kernels: Mapping[str, str] | None = None,
+        check: Callable[..., None] | None = None,
+        describe: Callable[..., Any] | None = None,
+        alias: Mapping[str, str] | None = None,
+        mutates: Sequence[str] = (),
+        decompose: Callable[..., Any] | None = None,
+        autocast: Sequence[str] = (),
+        fold: Sequence[str] = (),
+        sharding: str | None = None,
+    ):
+        self.name = name or reference.__name__
+        if self.name in _OPS:
+            raise ValueError(f"op {self.name!r} is already declared")
+        self.reference, self.vjp, self.outputs = reference, vjp, tuple(outputs)
+        self.public = len(self.outputs) if public is None else public
+        self.check, self.decompose, self.mutates = check, decompose, tuple(mutates)
+        self.alias, self.fold, self.sharding = dict(alias or {}), tuple(fold), sharding
+        self.signature = inspect.signature(reference)
+        self.parameters = tuple(self.signature.parameters)
+        self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
+        self.types = infer_schema(reference, mutates_args=self.mutates)
+        if "Tensor" not in self.types.partition("->")[0]:
+            raise TypeError(f"{self.name} takes no tensor, so there is nothing to dispatch on")
+        self.__doc__, self.__name__, self.__signature__ = reference.__doc__, self.name, self.signature
+        self.__module__ = reference.__module__
+        self.autocast = tuple(self.parameters.index(n) for n in autocast)
+        self._describe = describe or describer(self.name, self.parameters)
+        self._modules = dict(kernels or {})
+        self._kernels: dict[str, Kernel] = {}
+        self._select = lru_cache(maxsize=512)(lambda call, pin, device: choose(self, call, pin, device))
+        self._define(fake or reference)
+        self.add_kernel(Kernel(self.name, REFERENCE, reference, 0))
+        self.gradient = Gradient(self) if not self.mutates else None
+        _OPS[self.name] = self
+
+    def _define(self, fake: Callable[..., Any]) -> None:
+        head, arrow, returns = self.types.partition(" ->")
+        LIBRARY.define(f"{self.name}{head[:-1]}, *, str pin='') ->{returns}")
+        LIBRARY.impl(self.name, self._boundary, "CompositeExplicitAutograd")
+        qualified = f"tilesmith::{self.name}"
+        torch.library.register_fake(qualified, lambda *args, pin="": fake(*self.complete(args)), lib=LIBRARY)
+        self.handle = getattr(torch.ops.tilesmith, self.name).default
+        if not self.mutates:
+            register_loop_vmap(self, qualified, LIBRARY)
+
+    # kernels ------------------------------------------------------------------------------------------------------
+
+    def add_kernel(self, kernel: Kernel) -> Kernel:
+        """Add a kernel; TypeError when its types are not the reference's, ValueError when its rank is taken."""
+        if kernel.backend != REFERENCE:
+            types = infer_schema(_without_config(kernel.fn), mutates_args=self.mutates)
+            if types != self.types:
+                raise TypeError(f"kernel {kernel.backend!r} of {self.name} has types {types}; the op has {self.types}")
+            for other in self._kernels.values():
+                if other.rank == kernel.rank and other.backend != kernel.backend:
+                    raise ValueError(f"{self.name}: {kernel.backend} and {other.backend} both have rank {kernel.rank}")
+        self._kernels[kernel.backend] = kernel
+        self._select.cache_clear()
+        return kernel
+
+    def replace_kernel(self, backend: str, fn: Callable[..., Any]) -> Kernel:
+        """Put another function behind a registered kernel (used when a decorator is applied after registration)."""
+        old = self._kernels[backend]
+        self._kernels[backend] = Kernel(old.op, old.backend, fn, old.rank, old.rejects)
+        self._select.cache_clear()
+        return self._kernels[backend]
+
+    def backends(self) -> tuple[str, ...]:
+        """Names of this op's kernels, those not yet imported included."""
+        return tuple(dict.fromkeys((*self._modules, *self._kernels)))
+
+    def kernel(self, backend: str) -> Kernel:
+        """The kernel of a backend; imports its module at the first need."""
+        if backend not in self._kernels:
+            importlib.import_module(self._modules[backend])
+            if backend not in self._kernels:
+                raise RuntimeError(f"{self._modules[backend]} registers no kernel {backend!r} for {self.name}")
+        return self._kernels[backend]
+
+    # calls --------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != len(self.parameters):
+            args = self.bind(args, kwargs)
+        if self.check is not None:
+            self.check(*args)
+        if self.autocast:
+            args = self._autocast(args)
+        pin = pinned(self.name)
+        if torch.compiler.is_compiling():
+            if self.decompose is not None and not pin:
+                return self.decompose(*args)
+            return self._public(self.handle(*args, pin=pin))
+        if self.gradient is not None and torch.is_grad_enabled() and self.gradient.needed(args):
+            return self._public(self.gradient.apply(pin, args))
+        return self._public(self.run(args, pin))
+
+    def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """All arguments by position; TypeError as Python raises it for a missing, repeated or unknown one."""
+        if len(args) > len(self.parameters):
+            raise TypeError(f"{self.name}() takes {len(self.parameters)} arguments, got {len(args)}")
+        full = list(args)
+        rest = dict(kwargs)
+        for name in self.parameters[len(args) :]:
+            if name in rest:
+                full.append(rest.pop(name))
+            elif name in self.defaults:
+                full.append(self.defaults[name])
+            else:
+                raise TypeError(f"{self.name}() misses the argument {name!r}")
+        if rest:
+            again = [n for n in rest if n in self.parameters]
+            what = f"got {again[0]!r} twice" if again else f"has no parameter {next(iter(rest))!r}"
+            raise TypeError(f"{self.name}() {what}; its parameters are {', '.join(self.parameters)}")
+        return tuple(full)
+
+    def run(self, args: tuple, pin: str = "") -> Any:
+        """All outputs, without autograd: straight to the kernel for plain tensors, else through torch's dispatcher."""
+        if _plain(args):
+            return self._execute(args, pin)
+        if self.sharding is not None:
+            sharding_rules.ensure(self, args)
+        return self.handle(*args, pin=pin)
+
+    def complete(self, args: tuple) -> tuple:
+        """Arguments as torch's dispatcher hands them over, with the trailing defaults that it leaves out."""
+        return args + tuple(self.defaults[n] for n in self.parameters[len(args) :])
+
+    def _boundary(self, *args: Any, pin: str = "") -> Any:
+        return self._execute(self.complete(args), pin)
+
+    def _execute(self, args: tuple, pin: str) -> Any:
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        choice = self._select(self._describe(*args), pin, device)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return choice.kernel.fn(*args)
+        return choice.kernel.fn(*args)
+
+    def _public(self, outs: Any) -> Any:
+        if not isinstance(outs, tuple | list):
+            return outs
+        return outs[0] if self.public == 1 else tuple(outs[: self.public])
+
+    def _autocast(self, args: tuple) -> tuple:
+        kind = next(a.device.type for a in args if isinstance(a, Tensor))
+        if not torch.is_autocast_enabled(kind):
+            return args
+        to = torch.get_autocast_dtype(kind)
+        return tuple(
+            a.to(to) if i in self.autocast and isinstance(a, Tensor) and a.dtype in _LOWERED else a
+            for i, a in enumerate(args)
+        )
+
+    def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice:
+        """Which kernel would serve this call, and why not the others. Runs nothing."""
+        args = self.bind(args, kwargs)
+        if self.check is not None:
+            self.check(*args)
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        choice = self._select(self._describe(*args), pinned(self.name), device)
+        if compiled and self.decompose is not None:
+            note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
+            return Choice(choice.kernel, choice.because, choice.rejected, note)
+        if compiled:
+            return Choice(choice.kernel, choice.because, choice.rejected, "under torch.compile: one opaque call")
+        return choice
+
+    def __repr__(self) -> str:
+        return f"Op({self.name}{self.signature}, kernels={list(self.backends())})"
+
+    def __reduce__(self):
+        return (_find, (self.name,))
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def _find(name: str) -> Op:
+    return ops()[name]
+
+
+_LOWERED = (torch.float32, torch.float16, torch.bfloat16)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
+
+
+def _plain(args: tuple) -> bool:
+    if _modes() or _functorch() is not None:
+        return False
+    for a in args:
+        if isinstance(a, Tensor) and type(a) not in _PLAIN_TYPES:
+            return False
+    return True
+
+
+def _without_config(fn: Callable[..., Any]) -> Callable[..., Any]:
+    inner = inspect.unwrap(fn)
+    signature = inspect.signature(inner)
+    if "config" not in signature.parameters:
+        return inner
+
+    def shown():
+        raise NotImplementedError
+
+    shown.__signature__ = signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "config"])
+    return shown
+
+
+def explain(op: str | Op, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice | str:
+    """Why a call is served as it is: `explain("rms_norm", x, weight)`; without arguments, the op's kernels.
+
+    Raises ValueError for an unknown name.
+    """
+    name = op.name if isinstance(op, Op) else op
+    found = ops().get(name)
+    if found is None and name in _PLAIN:
+        return f"{name}: a plain callable ({_PLAIN[name][1]}); called as it is, never dispatched"
+    if found is None:
+        raise ValueError(f"unknown op {name!r}; known: {', '.join(sorted([*ops(), *_PLAIN]))}")
+    if args or kwargs:
+        return found.explain(*args, compiled=compiled, **kwargs)
+    return f"{name}{found.signature}: kernels {', '.join(found.backends())}"
+
+

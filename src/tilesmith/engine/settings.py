@@ -1,0 +1,60 @@
+"""Every environment variable that the library reads, under one prefix, read once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+PREFIX = "TILESMITH_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for.
+
+    pins: ``TILESMITH_USE="rms_norm=triton,attention=reference"``: the backend that must serve an op.
+    cache_dir: ``TILESMITH_CACHE_DIR``: where tuning rows found on this machine are kept as JSON.
+    tune: ``TILESMITH_TUNE=1``: tune a kernel at its first call with a size that no row covers.
+    debug: ``TILESMITH_DEBUG=1``: synchronise after each kernel and check its outputs for NaN.
+    require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.
+    """
+
+    pins: tuple[tuple[str, str], ...]
+    cache_dir: Path
+    tune: bool
+    debug: bool
+    require_all: bool
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(PREFIX + name, "").lower() not in ("", "0", "false", "no")
+
+
+def _pins(text: str) -> tuple[tuple[str, str], ...]:
+    pins = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, equals, backend = part.partition("=")
+        if not equals or not name.strip() or not backend.strip():
+            raise ValueError(f"{PREFIX}USE must be a comma-separated list of op=backend, got {part!r}")
+        pins.append((name.strip(), backend.strip()))
+    return tuple(pins)
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tilesmith"
+
+
+@lru_cache(maxsize=1)
+def settings() -> Settings:
+    """The settings of this process."""
+    cache = os.environ.get(PREFIX + "CACHE_DIR")
+    return Settings(
+        pins=_pins(os.environ.get(PREFIX + "USE", "")),
+        cache_dir=Path(cache) if cache else _default_cache(),
+        tune=_flag("TUNE"),
+        debug=_flag("DEBUG"),
+        require_all=_flag("REQUIRE_ALL"),
+    )

@@ -1,0 +1,55 @@
+"""DTensor rules: an op that works row by row is never gathered when its rows are sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+_registered: set[str] = set()
+
+
+def ensure(op: Any, args: tuple) -> None:
+    """Register the op's DTensor rule at its first call with a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    if op.name not in _registered and any(isinstance(a, DTensor) for a in args):
+        _registered.add(op.name)
+        _RULES[op.sharding](op)
+
+
+def _rows(op: Any) -> None:
+    """Tensors named in `fold` may be sharded along any dim but the last; the rest replicate.
+
+    An output of a vjp that is the gradient of a replicated tensor is a partial sum over the row shards.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    @register_sharding(op.handle)
+    def strategies(*specs, **kwargs):
+        first = next(s for n, s in zip(op.parameters, specs) if n in op.fold)
+        found = []
+        for dim in [None, *range(first.ndim - 1)]:
+            row = Replicate() if dim is None else Shard(dim)
+            whole = Replicate() if dim is None else Partial()
+            outs = [row if _row_output(op, n) else whole for n in op.outputs]
+            ins = [
+                None if not hasattr(s, "placements") and not isinstance(s, Tensor) else row if _row_input(op, n) else Replicate()
+                for n, s in zip(op.parameters, specs)
+            ]
+            found.append((outs, [*ins, *([None] * (len(specs) - len(ins)))]))
+        return found
+
+
+def _row_input(op: Any, name: str) -> bool:
+    return name in op.fold
+
+
+def _row_output(op: Any, name: str) -> bool:
+    if not op.name.endswith("_vjp"):
+        return True
+    return name[1:] in op.fold
+
+
+_RULES = {"rows": _rows}

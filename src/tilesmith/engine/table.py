@@ -1,0 +1,82 @@
+"""Table: tuning rows as data, each with the measurement that made it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilesmith.engine.settings import settings
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured configuration of a kernel: sizes, the choice, its time, and what it ran on."""
+
+    kernel: str
+    dtype: str
+    dims: Mapping[str, int]
+    config: Mapping[str, Any]
+    median_us: float
+    spread: float
+    torch: str
+    triton: str
+    driver: str
+    date: str
+
+
+NEAR = 2.0  # rows further than this factor away (geometric mean over the dims) say nothing about a size
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one op family on one architecture: shipped ones first, then those tuned on this machine."""
+
+    rows: tuple[Row, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(module: str, arch: str) -> Table:
+        """Rows for the family of `module` (a kernel module such as tilesmith.ops.norm.triton) on `arch`."""
+        package = module.rpartition(".")[0]
+        rows = []
+        if package.startswith("tilesmith."):
+            shipped = resources.files(package) / "tuning" / f"{arch}.json"
+            if shipped.is_file():
+                rows += json.loads(shipped.read_text())
+        local = user_file(package, arch)
+        if local.is_file():
+            rows += json.loads(local.read_text())
+        return Table(tuple(Row(**row) for row in rows))
+
+    def nearest(self, kernel: str, dtype: torch.dtype, dims: Mapping[str, int]) -> Row | None:
+        """The row of `kernel` and `dtype` nearest to `dims` in log space, or None when none is near."""
+        best, best_distance = None, math.log(NEAR)
+        for row in self.rows:
+            if row.kernel == kernel and row.dtype == str(dtype).removeprefix("torch.") and row.dims.keys() == dims.keys():
+                logs = [math.log(max(row.dims[k], 1) / max(dims[k], 1)) for k in dims]
+                distance = math.sqrt(sum(d * d for d in logs) / max(len(logs), 1))
+                if distance <= best_distance:  # a later row, tuned on this machine, wins a tie
+                    best, best_distance = row, distance
+        return best
+
+
+def user_file(package: str, arch: str) -> Path:
+    """Where rows tuned on this machine are kept."""
+    return settings().cache_dir / "tuning" / f"{package}.{arch}.json"
+
+
+def save(path: Path, rows: list[Row]) -> None:
+    """Write rows as JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
+    part.replace(path)
+    Table.of.cache_clear()

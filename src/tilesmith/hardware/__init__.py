@@ -1,0 +1,29 @@
+"""What the devices are: a table of facts, limits for portable kernels, detection. The bottom layer."""
+
+import importlib
+
+_HOMES = {
+    "Arch": "tilesmith.hardware.detect",
+    "Facts": "tilesmith.hardware.facts",
+    "Limits": "tilesmith.hardware.limits",
+    "arch_named": "tilesmith.hardware.detect",
+    "arch_of": "tilesmith.hardware.detect",
+    "detect_available_devices": "tilesmith.hardware.detect",
+    "facts": "tilesmith.hardware.facts",
+    "limits_of": "tilesmith.hardware.limits",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,59 @@
+"""The ops by name. A family is imported when one of its names is first used; its kernels when they are first needed."""
+
+from __future__ import annotations
+
+import importlib
+
+_FAMILIES = {
+    "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "merge_attention_vjp", "Mask", "Score"),
+    "tilesmith.ops.cache.op": ("kv_cache_append",),
+    "tilesmith.ops.gate.op": (
+        "geglu",
+        "geglu_vjp",
+        "gelu",
+        "gelu_vjp",
+        "silu",
+        "silu_vjp",
+        "swiglu",
+        "swiglu_vjp",
+    ),
+    "tilesmith.ops.loss.op": (
+        "cross_entropy",
+        "cross_entropy_vjp",
+        "linear_cross_entropy",
+        "linear_cross_entropy_vjp",
+    ),
+    "tilesmith.ops.norm.op": (
+        "add_layer_norm",
+        "add_layer_norm_vjp",
+        "add_rms_norm",
+        "add_rms_norm_vjp",
+        "layer_norm",
+        "layer_norm_vjp",
+        "rms_norm",
+        "rms_norm_vjp",
+    ),
+    "tilesmith.ops.rotary.op": ("rope", "rope_vjp"),
+}
+_HOMES = {name: home for home, names in _FAMILIES.items() for name in names}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def load() -> None:
+    """Declare the ops of every family."""
+    for home in _FAMILIES:
+        importlib.import_module(home)

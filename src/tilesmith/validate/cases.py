@@ -1,0 +1,154 @@
+"""Run the kernels of an op on its cases: values and every gradient, outputs poisoned beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, Op, cases, ops, use
+from tilesmith.engine.backends import REFERENCE, missing
+from tilesmith.validate.budget import Budget, compare
+
+
+@dataclass(frozen=True)
+class Result:
+    """One kernel on one case in one dtype: its worst output or gradient, by error over budget."""
+
+    op: str
+    kernel: str
+    case: str
+    dtype: torch.dtype
+    passed: bool
+    error: float
+    budget: float
+    message: str = ""
+
+
+def run_cases(
+    names: Sequence[str] | None = None, device: torch.device | str = "cpu", tags: Sequence[str] = ("test",)
+) -> Iterator[Result]:
+    """Check every kernel of the named ops (default: all) that this device can run on the cases with one of `tags`."""
+    device = torch.device(device)
+    if device.type != "cpu":
+        tags = (*tags, "gpu")
+    for name in names or sorted(ops()):
+        op = ops()[name]
+        for case in cases(name):
+            if not case.tags.intersection(tags):
+                continue
+            for dtype in case.dtypes:
+                for backend in backends_on(op, device):
+                    yield check(op, backend, case, device, dtype)
+
+
+def backends_on(op: Op, device: torch.device) -> list[str]:
+    """The op's backends that can be asked on `device`, the reference last."""
+    found = [b for b in op.backends() if b != REFERENCE and missing(b, device) is None]
+    return [*found, REFERENCE]
+
+
+def check(op: Op, backend: str, case: Case, device: torch.device | str, dtype: torch.dtype) -> Result:
+    """One kernel on one case against the fp64 oracle.
+
+    The oracle is the reference in fp64, its gradients by autograd through it. The yardstick is the reference, and its
+    vjp, in the case's dtype. A pinned kernel that rejects the case passes with its reasons as the message.
+    """
+    device = torch.device(device)
+    arguments = case.build(device, dtype, case.generator())
+    args = op.bind((), arguments)
+    try:
+        with use(**_pin(op, backend)), poisoned():
+            got = outputs_and_gradients(op, args)
+    except NotImplementedError as refusal:
+        return Result(op.name, backend, case.name, dtype, True, 0.0, 0.0, f"rejects: {refusal}")
+    with use(**_pin(op, REFERENCE)):
+        same = outputs_and_gradients(op, args)
+    exact = oracle(op, args)
+    worst = Budget(0.0, 0.0)
+    for key in exact:
+        budget = compare(got[key], same[key], exact[key])
+        if not budget.passed and not budget.message:
+            budget = Budget(budget.error, budget.allowed, f"{key} is off by {budget.error:.3g}, allowed {budget.allowed:.3g}")
+            return _result(op, backend, case, dtype, budget, False)
+        if budget.message:
+            budget = Budget(budget.error, budget.allowed, f"{key}: {budget.message}")
+            return _result(op, backend, case, dtype, budget, False)
+        worst = max(worst, budget, key=lambda b: b.ratio)
+    return _result(op, backend, case, dtype, worst, True)
+
+
+def _result(op: Op, backend: str, case: Case, dtype: torch.dtype, budget: Budget, passed: bool) -> Result:
+    return Result(op.name, backend, case.name, dtype, passed, budget.error, budget.allowed, budget.message)
+
+
+def _pin(op: Op, backend: str) -> dict[str, str]:
+    pins = {op.name: backend}
+    if op.vjp is not None and backend in op.vjp.backends():
+        pins[op.vjp.name] = backend
+    return pins
+
+
+def outputs_and_gradients(op: Op, args: tuple) -> dict[str, Tensor]:
+    """Public outputs of a call and, for every argument that asks for one, its gradient under fixed random cotangents."""
+    leaves = {n: a for n, a in zip(op.parameters, args) if isinstance(a, Tensor) and a.requires_grad}
+    if op.mutates:
+        args = tuple(a.clone() if n in op.mutates else a for n, a in zip(op.parameters, args))
+    outs = op(*args)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    named = dict(zip(op.outputs, outs))
+    named |= {f"{n} (written)": a for n, a in zip(op.parameters, args) if n in op.mutates}
+    named |= _gradients([o for o in outs if o.requires_grad], leaves)
+    return {n: t.detach() for n, t in named.items()}
+
+
+def oracle(op: Op, args: tuple) -> dict[str, Tensor]:
+    """The same in fp64, through the reference as plain PyTorch: gradients by autograd, not by the vjp."""
+    wide = tuple(_wide(a, n in op.mutates) for n, a in zip(op.parameters, args))
+    leaves = {n: a for n, a in zip(op.parameters, wide) if isinstance(a, Tensor) and a.requires_grad}
+    outs = op.reference(*wide)
+    outs = (outs if isinstance(outs, tuple) else (outs,))[: op.public]
+    named = dict(zip(op.outputs, outs))
+    named |= {f"{n} (written)": a for n, a in zip(op.parameters, wide) if n in op.mutates}
+    named |= _gradients([o for o in outs if o.requires_grad], leaves)
+    return {n: t.detach() for n, t in named.items()}
+
+
+def _wide(a: Any, copied: bool) -> Any:
+    if not isinstance(a, Tensor):
+        return a
+    if a.is_floating_point():
+        return a.detach().to(torch.float64, copy=True).requires_grad_(a.requires_grad)
+    return a.clone() if copied else a
+
+
+def _gradients(outs: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not outs or not leaves:
+        return {}
+    generator = torch.Generator().manual_seed(17)
+    cotangents = []
+    for o in outs:
+        drawn = torch.randn(o.shape, generator=generator, dtype=torch.float32)
+        # a bf16 grid is exact in every dtype, so the oracle and the kernel get the same cotangent
+        cotangents.append(drawn.to(torch.bfloat16).to(o.device, o.dtype))
+    finite = [torch.where(o.detach().isfinite(), c, 0) for o, c in zip(outs, cotangents)]
+    grads = torch.autograd.grad(outs, list(leaves.values()), finite, allow_unused=True)
+    return {f"d{n}": g if g is not None else torch.zeros_like(leaves[n]) for n, g in zip(leaves, grads)}
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, memory that torch allocates uninitialised holds NaN, so that an output left unwritten shows."""
+    was, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warn)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
