@@ -31,6 +31,11 @@ class Gradient:
             self.targets = tuple(position[n[1:]] for n in op.vjp.outputs)
             self.twins = tuple((position[a], position[of]) for a, of in op.alias.items())
         self.hidden = len(op.outputs) > op.public
+        self.refusal = ""
+        if self.kept_outputs and op.vjp.gradient is not None:
+            op.vjp.gradient.refusal = (
+                f"{op.vjp.name} cannot be differentiated apart from {op.name}: it reads outputs of it as constants"
+            )
         self.eager, self.transformed = self._make_functions()
         self._register()
 
@@ -65,18 +70,20 @@ class Gradient:
         """Gradients of all arguments of the op, None where not needed."""
         if all(g is None for g in grads[: self.op.public]) or not any(needs):
             return (None,) * len(needs)
-        if self.plan is None or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
+        if self.refusal:
+            raise NotImplementedError(self.refusal)
+        if self.plan is None or _differentiated_again():
             return self.through_reference(ctx, grads, needs)
-        return self.through_vjp(ctx, grads, needs)
+        return self.through_vjp(ctx, grads, needs, self.op.vjp.run)
 
-    def through_vjp(self, ctx: Any, grads: tuple, needs: tuple) -> tuple:
+    def through_vjp(self, ctx: Any, grads: tuple, needs: tuple, run: Any) -> tuple:
         vjp = self.op.vjp
         args, outs = self.restore(ctx)
         wanted = [needs[t] or any(needs[twin] for twin, of in self.twins if of == t) for t in self.targets]
         values = {"grad": grads, "input": args, "output": outs}
         call = tuple(wanted if kind == "mask" else values[kind][i] for kind, i in self.plan)
         pin = ctx.pin if ctx.pin and ctx.pin in vjp.backends() else pinned(vjp.name)
-        got = vjp.run(call, pin)
+        got = run(call, pin)
         result: list[Any] = [None] * len(needs)
         for target, want, grad in zip(self.targets, wanted, got if isinstance(got, tuple | list) else (got,)):
             if want and needs[target]:
@@ -90,10 +97,12 @@ class Gradient:
         op = self.op
         args, _ = self.restore(ctx)
         lost = [op.parameters[i] for i in self.tensors if ctx.dtypes[i] is not None and args[i] is None]
-        if lost:
+        if lost and self.kept_outputs:
             raise NotImplementedError(
                 f"double backward of {op.name} needs its inputs {', '.join(lost)}, which its backward does not keep"
             )
+        if lost:  # then the gradient does not depend on them: the vjp's own reference can be differentiated
+            return self.through_vjp(ctx, grads, needs, lambda call, pin: op.vjp.reference(*call))
         wanted = [i for i in self.tensors if needs[i]]
 
         def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -166,6 +175,14 @@ class Gradient:
         from tilesmith.engine.op import LIBRARY
 
         torch.library.register_autograd(f"tilesmith::{op.name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def _differentiated_again() -> bool:
+    """Whether what a backward computes will itself be differentiated: create_graph, or a nested functorch gradient."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    stack = torch._C._functorch.get_interpreter_stack()
+    return not stack or sum(level.key() == torch._C._functorch.TransformType.Grad for level in stack) > 1
 
 
 def _types(op: Any) -> list[str]:

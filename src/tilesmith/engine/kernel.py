@@ -92,10 +92,13 @@ def optimize_kernel(
 
 
 class _Configure:
-    """Op arguments -> configuration: forced by the tuner, else nearest tuning row, else the default."""
+    """Op arguments -> configuration: forced by the tuner, else nearest tuning row, else the default.
+
+    arch: None, or an architecture in place of the device's, to compile for a GPU that is not here.
+    """
 
     def __init__(self, fn, space: Space):
-        self.fn, self.space, self.forced = fn, space, None
+        self.fn, self.space, self.forced, self.arch = fn, space, None, None
         self._found: dict[Any, Any] = {}
 
     def __call__(self, args: tuple) -> Any:
@@ -108,7 +111,7 @@ class _Configure:
         if config is None:
             if len(self._found) >= 4096:  # varlen training meets ever new sizes; start over rather than grow
                 self._found.clear()
-            config = self._found[key] = self._look_up(dims, arch_of(first.device), first.dtype)
+            config = self._found[key] = self._look_up(dims, self.arch or arch_of(first.device), first.dtype)
         return config
 
     def _look_up(self, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _offline: Callable[..., None] | None = None
+_compiled: dict[tuple, _Compiled] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -16,7 +17,62 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if _offline is not None:
         _offline(kernel, args, constants)
         return
-    kernel[grid](*args, **constants)
+    key = _key(kernel, args, constants) if torch.cuda.is_initialized() else None
+    found = _compiled.get(key) if key is not None else None
+    if found is None or found.hooked():
+        compiled = kernel[grid](*args, **constants)
+        if key is not None and found is None:
+            _remember(key, kernel, compiled, len(args), constants)
+        return
+    # Triton's own launch binds and specialises every argument again, which costs more than the driver's launch
+    x, y, z = (*grid, 1, 1)[:3]
+    found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *args, *found.rest)
+
+
+class _Compiled:
+    """A compiled kernel with everything of a launch that does not change between calls of one specialisation."""
+
+    def __init__(self, compiled: Any, rest: tuple):
+        from triton import knobs
+
+        launcher = compiled.run
+        self.function, self.rest, self.runtime = compiled.function, rest, knobs.runtime
+        constant = (compiled.packed_metadata, None, None, None)  # launch metadata and hooks: only while profiling
+        scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+        if scratch == [0, 0] and hasattr(launcher, "launch"):
+            self.run, self.head = launcher.launch, (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *constant)
+        else:
+            self.run, self.head = launcher, constant
+
+    def hooked(self) -> bool:
+        """Whether a profiler listens to launches; then Triton's own launch tells it."""
+        return bool(self.runtime.launch_enter_hook.calls or self.runtime.launch_exit_hook.calls)
+
+
+def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
+    """What Triton specialises a kernel on (types, alignment, 1 and multiples of 16), or None if it is not covered."""
+    key: list[Any] = [kernel, torch._C._cuda_getDevice()]
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            key.append(a.dtype if a.data_ptr() & 15 == 0 else (a.dtype,))
+        elif type(a) is int:
+            fits = -0x80000000 <= a <= 0x7FFFFFFF
+            key.append(1 if a == 1 else (2 if a & 15 == 0 else 3) + (0 if fits else 4))
+        elif type(a) in (float, bool) or a is None:
+            key.append(type(a))
+        else:
+            return None
+    key.extend(constants.items())
+    return tuple(key)
+
+
+def _remember(key: tuple, kernel: Any, compiled: Any, given: int, constants: dict[str, Any]) -> None:
+    from triton.compiler import CompiledKernel
+
+    if isinstance(compiled, CompiledKernel):
+        parameters = kernel.signature.parameters
+        rest = tuple(constants[n] if n in constants else parameters[n].default for n in kernel.arg_names[given:])
+        _compiled[key] = _Compiled(compiled, rest)
 
 
 @contextlib.contextmanager

@@ -180,6 +180,8 @@ class Op:
         """All outputs, without autograd: straight to the kernel for plain tensors, else through torch's dispatcher."""
         if _plain(args):
             return self._execute(args, pin)
+        if _functorch() is not None and self.gradient is not None:
+            return self.gradient.transformed.apply(pin, *args)
         if self.sharding is not None:
             sharding_rules.ensure(self, args)
         return self.handle(*args, pin=pin)

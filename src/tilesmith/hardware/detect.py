@@ -14,7 +14,9 @@ from tilesmith.hardware.facts import Facts, facts, nearest, table
 
 @dataclass(frozen=True, eq=False)
 class Arch:
-    """Facts about one device, one object a device: compared by identity, so it is a cheap part of a key. Bytes, bytes per second; 0 where nobody says.
+    """Facts about one device, in bytes and bytes per second; 0 where nobody says.
+
+    There is one object a device, compared by identity, so that it is a cheap part of a key.
 
     name: "sm90", "gfx942", "pvc", "apple", "cpu"; the key of tuning tables. kind: cuda, hip, xpu, mps or cpu, or the
     type of a device that the library does not know. sms: multiprocessors, compute units or cores. shared_memory: what
@@ -51,6 +53,7 @@ def arch_of(device: torch.device | str) -> Arch:
     return _probe(device.type, device.index or 0)
 
 
+@lru_cache(maxsize=64)
 def arch_named(name: str) -> Arch:
     """The Arch of `name` from the table alone, for a machine that does not have it. Raises ValueError if unknown."""
     row = facts(name)

@@ -1,0 +1,1 @@
+"""Numbers with provenance: ops and models beside their peers, in one process, interleaved."""

@@ -1,0 +1,169 @@
+"""One training step (forward and backward) of a whole model: PyTorch, torch.compile, Liger, and optimised by us."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tilesmith.bench.document import document
+from tilesmith.bench.run import reason
+from tilesmith.engine.timing import interleave, launches, peak_memory
+
+LLAMA = "transformers.models.llama.modeling_llama"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama model and of a batch."""
+
+    name: str
+    hidden: int
+    inter: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    batch: int
+    tokens: int
+
+
+SHAPES = {
+    "1.5b": Shape("Llama, 1.5 B parameters", 2048, 8192, 16, 32, 8, 128256, 4, 4096),
+    "1.5b-long": Shape("Llama, 1.5 B parameters", 2048, 8192, 16, 32, 8, 128256, 1, 16384),
+    "tiny": Shape("Llama, tiny", 64, 128, 2, 4, 2, 512, 2, 64),
+}
+PROVIDERS = ("pytorch", "compile", "liger", "liger+compile", "tilesmith", "tilesmith+compile")
+
+
+def run(
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    optimize: Callable[[torch.nn.Module], object],
+    command: str,
+    only: tuple[str, ...] = PROVIDERS,
+    rounds: int = 5,
+    progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """The document: for each provider time, tokens/s, peak memory (weights included) and kernels of one step.
+
+    optimize: makes ours out of the plain model, in place.
+    """
+    head = {"model": shape.name, "batch": shape.batch, "tokens": shape.tokens, "sizes": asdict(shape)}
+    ids = torch.randint(shape.vocab, (shape.batch, shape.tokens), device=device)
+    steps: dict[str, Callable[[], None]] = {}
+    weights: dict[str, int] = {}
+    rows = []
+    for provider in only:
+        progress(f"building {provider}")
+        try:
+            model = _build(provider, shape, device, dtype, optimize)
+            weights[provider] = sum(p.nbytes for p in model.parameters())
+            step = _step(model, ids)
+            step()
+            steps[provider] = step
+        except Exception as problem:  # whatever a peer throws is its row; ours must not throw
+            if provider == "tilesmith":
+                raise
+            rows.append({**head, "provider": provider, "error": reason(problem)})
+        _free(device)
+    memory = {name: weights[name] + peak_memory(step, device) for name, step in steps.items()}
+    kernels = {name: launches(step, device) for name, step in steps.items()}
+    progress("timing")
+    timings = interleave(rounds, {name: (lambda step=step: _timed(step, device)) for name, step in steps.items()})
+    for name, timing in timings.items():
+        row = {**head, "provider": name, "us": round(timing.median_us), "spread": round(timing.spread, 4)}
+        row |= {"tokens_per_s": shape.batch * shape.tokens / timing.median_us * 1e6, "peak_bytes": memory[name]}
+        row |= {"kernels": kernels[name]}
+        if "pytorch" in timings:
+            row["times_pytorch"] = round(timings["pytorch"].median_us / timing.median_us, 3)
+        rows.append(row)
+    return document("model", device, command, rows, dtype=str(dtype).removeprefix("torch."), rounds=rounds)
+
+
+def _build(provider: str, shape: Shape, device: torch.device, dtype: torch.dtype, optimize) -> torch.nn.Module:
+    """A model with the same weights for every provider."""
+    kind, _, compiled = provider.partition("+")
+    with _private_copy(LLAMA) as modeling:
+        config = modeling.LlamaConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=shape.inter,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            vocab_size=shape.vocab,
+            max_position_embeddings=32768,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+        torch.manual_seed(0)
+        with device:
+            model = modeling.LlamaForCausalLM(config).to(dtype)
+        if kind == "liger":
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+            apply_liger_kernel_to_llama(model=model)
+    if kind == "tilesmith":
+        optimize(model)
+    if compiled or kind == "compile":
+        model.compile(dynamic=False)
+    return model
+
+
+@contextlib.contextmanager
+def _private_copy(name: str) -> Iterator[ModuleType]:
+    """The module loaded once more, in its own place while the block runs, so that patches to it touch nobody else."""
+    original = importlib.import_module(name)
+    package, _, leaf = name.rpartition(".")
+    spec = importlib.util.find_spec(name)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = copy
+    setattr(sys.modules[package], leaf, copy)
+    try:
+        spec.loader.exec_module(copy)
+        yield copy
+    finally:
+        sys.modules[name] = original
+        setattr(sys.modules[package], leaf, original)
+
+
+def _step(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return step
+
+
+def _timed(step: Callable[[], None], device: torch.device, times: int = 3) -> float:
+    """µs of one step. A step before the clock starts fills the allocator's pools, which are emptied afterwards."""
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    step()
+    if module is not None:
+        module.synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        step()
+    if module is not None:
+        module.synchronize()
+    spent = time.perf_counter() - start
+    _free(device)
+    return spent / times * 1e6
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()

@@ -1,0 +1,256 @@
+"""Who else computes each op: plain PyTorch, torch.compile, Liger, Quack, FlashAttention, cuDNN.
+
+An adapter takes the op's arguments by name and returns a callable without arguments. It raises `Missing` where the peer
+does not offer what the arguments ask for, and ImportError where it is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilesmith.bench import peers_attention
+from tilesmith.bench.missing import Missing, only
+from tilesmith.engine import Op, ops
+
+Call = Callable[[], Any]
+Adapter = Callable[[Mapping[str, Any]], Call]
+OURS = "tilesmith"
+
+
+def providers(name: str) -> dict[str, Adapter]:
+    """The adapters for an op, ours first."""
+    op = ops()[name]
+    ours = {OURS: lambda args: lambda: op(**args)}
+    if name == "attention":
+        return {**ours, **peers_attention.PEERS}
+    eager = EAGER.get(name, reference(op))
+    return {
+        **ours,
+        "pytorch": lambda args: lambda: eager(**args),
+        "compile": lambda args: _compiled(eager, args),
+        **PEERS.get(name, {}),
+    }
+
+
+def reference(op: Op) -> Callable[..., Any]:
+    """The op's reference, returning what users get. Stands for eager PyTorch where PyTorch has no function for it."""
+
+    def run(**args):
+        out = op.reference(**args)
+        if not isinstance(out, tuple):
+            return out
+        return out[0] if op.public == 1 else out[: op.public]
+
+    return run
+
+
+def _compiled(eager: Callable[..., Any], args: Mapping[str, Any]) -> Call:
+    compiled = torch.compile(lambda tensors: eager(**{**args, **tensors}), dynamic=False)
+    tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
+    return lambda: compiled(tensors)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting="fp32"):
+    if offset or casting != "fp32":
+        return reference(ops()["rms_norm"])(x=x, weight=weight, eps=eps, offset=offset, casting=casting)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _layer_norm(x, weight=None, bias=None, eps=1e-5):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting="fp32"):
+    total = x + residual
+    return _rms_norm(total, weight, eps, offset, casting), total
+
+
+def _add_layer_norm(x, residual, weight=None, bias=None, eps=1e-5):
+    total = x + residual
+    return _layer_norm(total, weight, bias, eps), total
+
+
+def _swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def _geglu(gate, up, approximate="tanh"):
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def _rope(q, k, cos, sin, positions=None, offsets=None, cu_seqlens=None, offset=0, interleaved=False):
+    half = cos.shape[-1]
+    if positions is not None or offsets is not None or cu_seqlens is not None or offset or interleaved:
+        args = {"positions": positions, "offsets": offsets, "cu_seqlens": cu_seqlens, "offset": offset}
+        return reference(ops()["rope"])(q=q, k=k, cos=cos, sin=sin, interleaved=interleaved, **args)
+    cos, sin = (torch.cat((a, a), -1)[..., : q.shape[-2], :].to(q.dtype) for a in (cos, sin))
+    cos, sin = (a[:, None] if a.ndim == 3 else a for a in (cos, sin))
+
+    def turn(x):
+        head, rest = x[..., : 2 * half], x[..., 2 * half :]
+        turned = head * cos + torch.cat((-head[..., half:], head[..., :half]), -1) * sin
+        return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+    return turn(q), None if k is None else turn(k)
+
+
+EAGER: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "add_rms_norm": _add_rms_norm,
+    "add_layer_norm": _add_layer_norm,
+    "swiglu": _swiglu,
+    "geglu": _geglu,
+    "rope": _rope,
+}
+
+
+def _liger_rms_norm(args):
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    casting = {"llama": "llama", "fp32": "gemma"}[args.get("casting", "fp32")]
+    offset, eps = args.get("offset", 0.0), args.get("eps", 1e-6)
+    return lambda: LigerRMSNormFunction.apply(args["x"], args["weight"], eps, offset, casting, False)
+
+
+def _liger_layer_norm(args):
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    if args.get("bias") is None:
+        raise Missing("Liger's LayerNorm needs a bias")
+    return lambda: LigerLayerNormFunction.apply(args["x"], args["weight"], args["bias"], args.get("eps", 1e-5))
+
+
+def _liger_add_rms_norm(args):
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    x, residual = (args[n] for n in list(args)[:2])
+    casting = {"llama": "llama", "fp32": "gemma"}[args.get("casting", "fp32")]
+    return lambda: LigerFusedAddRMSNormFunction.apply(
+        x, residual, args["weight"], args.get("eps", 1e-6), args.get("offset", 0.0), casting, False
+    )
+
+
+def _liger_softmax(args):
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return lambda: LigerSoftmaxFunction.apply(args["x"])
+
+
+def _liger_swiglu(args):
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    # Its backward overwrites the saved inputs: a repeated backward moves the same bytes on other numbers.
+    return lambda: LigerSiLUMulFunction.apply(args["gate"], args["up"])
+
+
+def _liger_geglu(args):
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+    only(args, "Liger", approximate="tanh")
+    return lambda: LigerGELUMulFunction.apply(args["gate"], args["up"])
+
+
+def _liger_rope(args):
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    only(args, "Liger", interleaved=False, offset=0)
+    if any(args.get(name) is not None for name in ("positions", "offsets", "cu_seqlens")):
+        raise Missing("Liger's RoPE has no positions, offsets or packed rows")
+    cos, sin = (torch.cat((args[n], args[n]), -1)[..., : args["q"].shape[2], :] for n in ("cos", "sin"))
+    cos, sin = (a if a.ndim == 3 else a[None] for a in (cos, sin))
+    return lambda: LigerRopeFunction.apply(args["q"], args["k"], cos, sin)
+
+
+def _liger_cross_entropy(args):
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    named = _loss_options(args, "Liger", "ignore_index", "label_smoothing", "reduction", "softcap")
+    return lambda: liger_cross_entropy(args["logits"], args["target"], **named)
+
+
+def _liger_linear_cross_entropy(args):
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    named = _loss_options(args, "Liger", "ignore_index", "label_smoothing", "reduction", "softcap")
+    return lambda: liger_fused_linear_cross_entropy(args["x"], args["weight"], args["target"], **named)
+
+
+def _loss_options(args, peer: str, *offered: str) -> dict[str, Any]:
+    """The peer's keywords out of the op's arguments; Missing where an option that is on is not offered."""
+    tensors = ("x", "logits", "weight", "target")
+    for name, value in args.items():
+        if name not in (*tensors, *offered) and value not in (None, 0.0, False) and value is not None:
+            raise Missing(f"{peer} has no {name}")
+    return {name: args[name] for name in offered if args.get(name) is not None}
+
+
+def _quack_rms_norm(args):
+    from quack import rmsnorm
+
+    offset, eps = args.get("offset", 0.0), args.get("eps", 1e-6)
+    x = args["x"]
+    return lambda: rmsnorm(_rows(x), args["weight"], eps=eps, weight_offset=offset).view(x.shape)
+
+
+def _quack_add_rms_norm(args):
+    from quack import rmsnorm
+
+    x, residual = (args[n] for n in list(args)[:2])
+    eps, offset = args.get("eps", 1e-6), args.get("offset", 0.0)
+    return lambda: rmsnorm(x, args["weight"], residual=residual, eps=eps, weight_offset=offset, prenorm=True)
+
+
+def _quack_softmax(args):
+    from quack import softmax
+
+    x = args["x"]
+    return lambda: softmax(_rows(x)).view(x.shape)
+
+
+def _quack_cross_entropy(args):
+    from quack import cross_entropy
+
+    named = _loss_options(args, "Quack", "ignore_index", "reduction")
+    return lambda: cross_entropy(args["logits"], args["target"], **named)
+
+
+def _quack_linear_cross_entropy(args):
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    named = _loss_options(args, "Quack", "ignore_index", "reduction")
+    return lambda: chunked_linear_cross_entropy(args["x"], args["weight"], args["target"], **named)
+
+
+def _quack_rope(args):
+    from quack.rotary import apply_rotary
+
+    if args.get("positions") is not None or args.get("offset"):
+        raise Missing("Quack's rotary takes no positions")
+    q, k = (None if args[n] is None else args[n].transpose(1, 2) for n in ("q", "k"))
+    named = {"interleaved": args.get("interleaved", False), "seqlen_offsets": args.get("offsets")}
+    if args["cos"].ndim != 2:
+        raise Missing("Quack's rotary takes one table for all rows")
+    return lambda: tuple(apply_rotary(x, args["cos"], args["sin"], **named).transpose(1, 2) for x in (q, k))
+
+
+PEERS: dict[str, dict[str, Adapter]] = {
+    "rms_norm": {"liger": _liger_rms_norm, "quack": _quack_rms_norm},
+    "layer_norm": {"liger": _liger_layer_norm},
+    "add_rms_norm": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
+    "softmax": {"liger": _liger_softmax, "quack": _quack_softmax},
+    "swiglu": {"liger": _liger_swiglu},
+    "geglu": {"liger": _liger_geglu},
+    "rope": {"liger": _liger_rope, "quack": _quack_rope},
+    "cross_entropy": {"liger": _liger_cross_entropy, "quack": _quack_cross_entropy},
+    "linear_cross_entropy": {"liger": _liger_linear_cross_entropy, "quack": _quack_linear_cross_entropy},
+}

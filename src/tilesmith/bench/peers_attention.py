@@ -1,0 +1,108 @@
+"""Peers of attention: SDPA with its own choice, FlashAttention 2, cuDNN, FlashAttention 4, compiled FlexAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilesmith.bench.missing import Missing, absent, only
+
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "prefix_lengths", "q_documents", "k_documents", "page_table")
+_BLOCKS = ("block_offsets", "block_indices", "q_scale", "k_scale", "v_scale")
+
+
+def _sdpa(args: Mapping[str, Any], peer: str, backend: SDPBackend | None) -> Callable[[], Any]:
+    absent(args, peer, *_PACKED, *_BLOCKS, "alibi", "sinks", "softcap", "dropout_p")
+    only(args, peer, window_left=-1, window_right=-1)
+    q, k, v = args["q"], args["k"], args["v"]
+    bias, mask, causal = args.get("bias"), args.get("mask"), args.get("causal", False)
+    if (bias is not None and (mask is not None or causal)) or (mask is not None and causal):
+        raise Missing(f"{peer} takes one of bias, mask and causal")
+    allowed = bias if bias is not None else mask
+    if causal and q.shape[2] != k.shape[2]:
+        from torch.nn.attention.bias import causal_lower_right
+
+        allowed, causal = causal_lower_right(q.shape[2], k.shape[2]), False
+    named = {"attn_mask": allowed, "is_causal": causal, "scale": args.get("scale")}
+
+    def call():
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **named)
+
+    def pinned():
+        with sdpa_kernel(backend):
+            return call()
+
+    return call if backend is None else pinned
+
+
+def _flash_attention_4(args: Mapping[str, Any]) -> Callable[[], Any]:
+    from flash_attn.cute import flash_attn_func
+
+    peer = "FlashAttention 4"
+    absent(args, peer, *_PACKED, *_BLOCKS, "alibi", "bias", "mask", "dropout_p")
+    q, k, v = (args[name].transpose(1, 2) for name in ("q", "k", "v"))
+    window = tuple(None if args.get(side, -1) < 0 else args[side] for side in ("window_left", "window_right"))
+    named = {"causal": args.get("causal", False), "softcap": args.get("softcap", 0.0), "window_size": window}
+    named |= {"softmax_scale": args.get("scale"), "learnable_sink": args.get("sinks")}
+
+    def call():
+        out = flash_attn_func(q, k, v, **named)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(args: Mapping[str, Any]) -> Callable[[], Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    peer = "this adapter of FlexAttention"
+    absent(args, peer, *_PACKED, *_BLOCKS, "bias", "mask", "sinks", "dropout_p")
+    q, k, v = args["q"], args["k"], args["v"]
+    if q.device.type == "cpu" and any(t.requires_grad for t in (q, k, v)):
+        raise Missing("FlexAttention has no backward on a CPU")
+    shift = k.shape[2] - q.shape[2]
+    causal, left, right = args.get("causal", False), args.get("window_left", -1), args.get("window_right", -1)
+    softcap, alibi = args.get("softcap", 0.0), args.get("alibi")
+
+    def visible(b, h, i, j):
+        seen = j >= 0
+        if causal:
+            seen = seen & (j <= i + shift)
+        if left >= 0:
+            seen = seen & (j >= i + shift - left)
+        if right >= 0:
+            seen = seen & (j <= i + shift + right)
+        return seen
+
+    def score(s, b, h, i, j):
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        return s - alibi[h] * (i + shift - j).abs() if alibi is not None else s
+
+    masked = causal or left >= 0 or right >= 0
+    blocks = create_block_mask(visible, None, None, q.shape[2], k.shape[2], device=q.device) if masked else None
+    named = {"score_mod": score if softcap or alibi is not None else None, "block_mask": blocks}
+    named |= {"scale": args.get("scale"), "enable_gqa": q.shape[1] != k.shape[1]}
+    flex = _compiled_flex()
+    return lambda: flex(q, k, v, **named)
+
+
+PEERS: dict[str, Callable[[Mapping[str, Any]], Callable[[], Any]]] = {
+    "pytorch": lambda args: _sdpa(args, "SDPA", None),
+    "flash2": lambda args: _sdpa(args, "SDPA's FlashAttention", SDPBackend.FLASH_ATTENTION),
+    "cudnn": lambda args: _sdpa(args, "cuDNN's SDPA", SDPBackend.CUDNN_ATTENTION),
+    "flash4": _flash_attention_4,
+    "flex": _flex,
+}

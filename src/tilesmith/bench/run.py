@@ -1,0 +1,268 @@
+"""Measure an op beside its peers: every provider on every case, forward and backward apart, rounds interleaved."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith.bench.document import document
+from tilesmith.bench.missing import Missing
+from tilesmith.bench.peers import OURS, providers
+from tilesmith.engine import Case, Op, cases, ops
+from tilesmith.engine.timing import Timing, measure, peak_memory
+
+# A loss computes its gradient where it likes: in the forward (Liger), or in the backward. Only the sum compares.
+TOGETHER = frozenset({"cross_entropy", "linear_cross_entropy"})
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device reached in this process: bytes/s of a large copy (read + write), FLOP/s of a large matmul."""
+
+    copy: float
+    matmul: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """One provider on one case: how to run it forward, and the tensors whose gradients the backward computes."""
+
+    forward: Callable[[], Any]
+    inputs: tuple[Tensor, ...]
+
+    def once(self) -> Any:
+        """The outputs, without a graph."""
+        with torch.no_grad():
+            return self.forward()
+
+    def backward(self) -> Callable[[], Any]:
+        """A callable that computes the gradients of one kept forward again and again."""
+        outputs = differentiable(self.forward())
+        gradients = [torch.randn_like(out) for out in outputs]
+        return lambda: torch.autograd.grad(outputs, self.inputs, gradients, retain_graph=True, allow_unused=True)
+
+    def both(self) -> Callable[[], Any]:
+        """A callable that runs forward and backward."""
+
+        def step():
+            outputs = differentiable(self.forward())
+            return torch.autograd.grad(outputs, self.inputs, list(map(torch.ones_like, outputs)), allow_unused=True)
+
+        return step
+
+
+def differentiable(outputs: Any) -> list[Tensor]:
+    """The outputs that a gradient can come from."""
+    flat = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    return [out for out in flat if isinstance(out, Tensor) and out.requires_grad]
+
+
+def run(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    command: str,
+    tag: str = "bench",
+    only: Sequence[str] = (),
+    named: Sequence[str] = (),
+    rounds: int = 5,
+    progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """The document of one op: for each case with `tag`, pass and provider a row with time, rate, memory or a reason.
+
+    only: providers to measure; named: cases to run, whatever their tags; empty means all. A peer that is missing or
+    fails is a row with a reason; ours raises. ValueError when no case is left.
+    """
+    wanted = [c for c in cases(name) if (c.name in named if named else tag in c.tags) and dtype in c.dtypes]
+    if not wanted:
+        known = ", ".join(c.name for c in cases(name) if dtype in c.dtypes)
+        raise ValueError(
+            f"no {_name(dtype)} case of {name} is {' or '.join(named) or 'tagged ' + tag}; there are: {known}"
+        )
+    rows = []
+    for case in wanted:
+        progress(case.name)
+        rows += _case_rows(ops()[name], case, device, dtype, only, rounds)
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
+    limits = ceilings(device)
+    return document(
+        name,
+        device,
+        command,
+        rows,
+        dtype=_name(dtype),
+        rounds=rounds,
+        ceilings={"copy": limits.copy, "matmul": limits.matmul},
+    )
+
+
+@lru_cache(maxsize=8)
+def ceilings(device: torch.device) -> Ceilings:
+    """Measured once a process: a copy of 1 GiB and a bf16 matmul of 8192³ (on a CPU 64 MiB and fp32 1024³)."""
+    small = device.type == "cpu"
+    count, side = (2**24, 1024) if small else (2**29, 8192)
+    dtype = torch.float32 if small else torch.bfloat16
+    source = torch.randn(count, device=device, dtype=dtype)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    times = measure({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}, device, budget_ms=50)
+    return Ceilings(
+        copy=2 * source.nbytes / times["copy"].median_us * 1e6, matmul=2 * side**3 / times["matmul"].median_us * 1e6
+    )
+
+
+def _case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    torch._dynamo.reset()  # each case is compiled anew: dynamo gives up on a function after a few recompilations
+    args = case.build(device, dtype, case.generator(device))
+    inputs = tuple(v for v in args.values() if isinstance(v, Tensor) and v.requires_grad)
+    head = {"case": case.name, "dtype": _name(dtype), "shapes": shapes(args)}
+    calls: dict[str, Call] = {}
+    rows = []
+    expected = None
+    differences: dict[str, float] = {}
+    for provider, adapter in providers(op.name).items():
+        if only and provider not in (OURS, *only):
+            continue
+        try:
+            call = Call(adapter(args), inputs)
+            out = call.once()
+        except Exception as problem:  # whatever a peer throws is its row; ours must not throw
+            if provider == OURS:
+                raise
+            rows.append({**head, "pass": "forward", "provider": provider, "error": reason(problem)})
+            continue
+        expected = out if expected is None else expected
+        differences[provider] = difference(out, expected)
+        calls[provider] = call
+        del out
+    del expected
+    measured = measure({n: c.once for n, c in calls.items()}, device, rounds=rounds)
+    for provider, timing in measured.items():
+        row = {**head, "pass": "forward", "provider": provider, "difference": differences[provider]}
+        rows.append({**row, **figures(timing, _work(op, args, None), device)})
+    if inputs and op.vjp is not None:
+        rows += _backward_rows(op, args, calls, head, device, rounds)
+    return compared(rows)
+
+
+def _backward_rows(op: Op, args, calls: Mapping[str, Call], head, device, rounds: int) -> list[dict[str, Any]]:
+    what = "forward+backward" if op.name in TOGETHER else "backward"
+    ready, rows, peaks = {}, [], {}
+    for provider, call in calls.items():
+        try:
+            ready[provider] = call.both() if op.name in TOGETHER else call.backward()
+            ready[provider]()
+            peaks[provider] = peak_memory(call.both(), device)
+        except Exception as problem:  # as above
+            if provider == OURS:
+                raise
+            ready.pop(provider, None)
+            rows.append({**head, "pass": what, "provider": provider, "error": reason(problem)})
+    work = _work(op, args, calls[OURS])
+    for provider, timing in measure(ready, device, rounds=rounds).items():
+        row = {**head, "pass": what, "provider": provider, "peak_bytes": peaks[provider]}
+        rows.append({**row, **figures(timing, work, device)})
+    return rows
+
+
+def _work(op: Op, args: Mapping[str, Any], gradient_of: Call | None) -> dict[str, float]:
+    """Minimal bytes and FLOPs of the forward, or (with `gradient_of`) of what the backward row runs."""
+    module = importlib.import_module(op.reference.__module__.rpartition(".")[0] + ".cases")
+    named = dict(args)
+    if gradient_of is not None:
+        named |= _gradient_arguments(op, gradient_of)
+    wanted = [op.name] if gradient_of is None else [op.vjp.name]
+    if gradient_of is not None and op.name in TOGETHER:
+        wanted = [op.name, op.vjp.name]
+    work = {}
+    for kind, table in (("bytes", "bytes_moved"), ("flops", "flops")):
+        formulas = [getattr(module, table, {}).get(name) for name in wanted]
+        if all(formulas):
+            work[kind] = sum(formula(**_accepted(formula, named)) for formula in formulas)
+    return work
+
+
+def _gradient_arguments(op: Op, call: Call) -> dict[str, Any]:
+    out = call.once()
+    outputs = out if isinstance(out, tuple) else (out,)
+    named = dict(zip(op.outputs, outputs))
+    return {**named, **{f"d{name}": value for name, value in named.items()}}
+
+
+def _accepted(formula: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(formula).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(named)
+    return {name: value for name, value in named.items() if name in parameters}
+
+
+def figures(timing: Timing, work: Mapping[str, float], device: torch.device) -> dict[str, Any]:
+    """Time, spread, rates and the share of the ceiling that bounds this work."""
+    limits = ceilings(device)
+    found: dict[str, Any] = {"us": round(timing.median_us, 3), "spread": round(timing.spread, 4)}
+    floors = {}
+    if work.get("bytes"):
+        found["TB/s"] = float(f"{work['bytes'] / timing.median_us / 1e6:.4g}")
+        floors["copy"] = work["bytes"] / limits.copy * 1e6
+    if work.get("flops"):
+        found["TFLOP/s"] = float(f"{work['flops'] / timing.median_us / 1e6:.4g}")
+        floors["matmul"] = work["flops"] / limits.matmul * 1e6
+    if floors:
+        bound = max(floors, key=floors.__getitem__)
+        found |= {"bound": bound, "of_ceiling": round(floors[bound] / timing.median_us, 4)}
+    return found
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of one case with, in ours, how many times faster it is than the fastest peer of the same pass."""
+    for row in rows:
+        rivals = [r for r in rows if r["pass"] == row["pass"] and r["provider"] != OURS and "us" in r]
+        if row["provider"] == OURS and "us" in row and rivals:
+            best = min(rivals, key=lambda r: r["us"])
+            row |= {"best_peer": best["provider"], "times_best_peer": round(best["us"] / row["us"], 4)}
+    return rows
+
+
+def difference(out: Any, expected: Any) -> float | None:
+    """Norm of the difference over norm of the expected, over all outputs that both have; None if shapes differ."""
+    pairs = list(zip(*((o if isinstance(o, tuple | list) else (o,)) for o in (out, expected))))
+    pairs = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    if any(a.shape != b.shape for a, b in pairs):
+        return None
+    gap = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    size = sum(float(b.double().square().sum()) for _, b in pairs)
+    return float(f"{(gap / size) ** 0.5:.3g}") if size else 0.0
+
+
+def reason(problem: Exception) -> str:
+    """Why a peer has no figure, in one line."""
+    if isinstance(problem, ModuleNotFoundError):
+        return f"{(problem.name or str(problem)).partition('.')[0]} is not installed"
+    text = str(problem).strip().split("\n")[0][:200]
+    return text if isinstance(problem, Missing) else f"{type(problem).__name__}: {text}"
+
+
+def shapes(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the tensors and values of the other arguments that are on."""
+    shown = {n: list(v.shape) if isinstance(v, Tensor) else v for n, v in args.items()}
+    return {n: v for n, v in shown.items() if v is not None and v is not False}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def benchable(tag: str = "bench") -> Iterator[str]:
+    """Names of the ops that have a case with `tag`."""
+    for name in sorted(ops()):
+        if not name.endswith("_vjp") and any(tag in case.tags for case in cases(name)):
+            yield name

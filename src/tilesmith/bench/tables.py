@@ -1,0 +1,126 @@
+"""Markdown tables out of result files, written between markers of a README.
+
+A marker names a result file under the results folder: `<!-- bench:sm90/rms_norm -->`, closed by `<!-- /bench -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tilesmith.bench.document import load
+from tilesmith.bench.peers import OURS
+
+MARKED = re.compile(r"(<!-- bench:(?P<what>[\w./-]+) -->\n)(?P<body>.*?)(<!-- /bench -->)", re.DOTALL)
+EQUAL = 1.02  # times within 2 % count as equal
+
+
+def fill(text: str, results: Path) -> str:
+    """`text` with a fresh table between each pair of markers. Raises FileNotFoundError naming a missing result."""
+
+    def table(match: re.Match[str]) -> str:
+        path = results / f"{match['what']}.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"marker bench:{match['what']} needs {path}, which does not exist")
+        return f"{match[1]}{markdown(load(path))}{match[4]}"
+
+    return MARKED.sub(table, text)
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The table of one document, with a line under it that says how it was measured."""
+    table = _TABLES.get(document["subject"], _op_table)(document)
+    return f"{table}\n\n{provenance(document)}\n"
+
+
+def provenance(document: Mapping[str, Any]) -> str:
+    """Hardware, versions, date and command, in one line."""
+    hardware, versions = document["hardware"], document["versions"]
+    listed = ", ".join(f"{name} {versions[name]}" for name in versions if name not in ("python", "tilesmith"))
+    dtype = f"{document['dtype']}, " if "dtype" in document else ""
+    rounds = f"median of {document['rounds']} interleaved rounds, " if "rounds" in document else ""
+    return f"<sub>{hardware['name']}, {dtype}{rounds}{listed}; {document['date']}; `{document['command']}`</sub>"
+
+
+def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table whose first `left` columns are aligned left and the others right."""
+    rule = [":--" if i < left else "--:" for i in range(len(columns))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *rows))
+
+
+def _op_table(document: Mapping[str, Any]) -> str:
+    rows = document["rows"]
+    names = list(dict.fromkeys(row["provider"] for row in rows if "us" in row))
+    names = [OURS] * (OURS in names) + [name for name in names if name != OURS]
+    lines = []
+    for case, what in dict.fromkeys((row["case"], row["pass"]) for row in rows):
+        group = {row["provider"]: row for row in rows if (row["case"], row["pass"]) == (case, what)}
+        times = {name: group[name]["us"] for name in names if "us" in group.get(name, {})}
+        best = min(times.values(), default=0.0)
+        shown = [_bold(_us(times[n]), times[n] <= best * EQUAL) if n in times else "–" for n in names]
+        ours = group.get(OURS, {})
+        lines.append((label(next(iter(group.values()))), what, *shown, rate(ours), _share(ours), _times(ours)))
+    return grid(
+        ("case", "pass", *(f"{name}, µs" for name in names), "rate", "of ceiling", "× best peer"), lines, left=2
+    )
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """What tells a case from its siblings: the size of its first tensor, and its options."""
+    sizes = next((v for v in row["shapes"].values() if isinstance(v, list)), [])
+    options = (n if v is True else f"{n} {v}" for n, v in row["shapes"].items() if _is_option(n, v))
+    return " ".join(("×".join(map(str, sizes)) or row["case"], *options))
+
+
+def _is_option(name: str, value: Any) -> bool:
+    return value is True or (isinstance(value, int) and value > 0 and name not in ("block_q", "block_k"))
+
+
+def _model_table(document: Mapping[str, Any]) -> str:
+    lines = []
+    for row in document["rows"]:
+        name = f"{row['model']}, {row['batch']}×{row['tokens']}"
+        if "error" in row:
+            lines.append((name, row["provider"], row["error"], "", "", ""))
+            continue
+        memory = f"{row['peak_bytes'] / 1e9:.1f}"
+        speed = f"{row['tokens_per_s']:,.0f}"
+        lines.append((name, row["provider"], f"{row['us'] / 1e3:.1f}", speed, memory, f"{row['times_pytorch']:.2f}"))
+    return grid(("model", "", "ms a step", "tokens/s", "peak GB", "× PyTorch"), lines, left=2)
+
+
+def _host_table(document: Mapping[str, Any]) -> str:
+    lines = [
+        (row["provider"], row["pass"], f"{row['us']:.1f}" if "us" in row else row["error"]) for row in document["rows"]
+    ]
+    return grid(("", "pass", "µs of host time a call"), lines, left=2)
+
+
+_TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"model": _model_table, "host": _host_table}
+
+
+def _us(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _bold(text: str, best: bool) -> str:
+    return f"**{text}**" if best else text
+
+
+def rate(row: Mapping[str, Any]) -> str:
+    """The rate of the resource that bounds this row's work: of its arithmetic or of its minimal traffic."""
+    unit = "TFLOP/s" if row.get("bound") == "matmul" else "TB/s"
+    if unit not in row:
+        return "–"
+    value = row[unit]
+    return f"{value:.3g} {unit}" if value >= 0.1 else f"{value * 1e3:.3g} {unit.replace('T', 'G', 1)}"
+
+
+def _share(row: Mapping[str, Any]) -> str:
+    return f"{row['of_ceiling']:.0%}" if "of_ceiling" in row else "–"
+
+
+def _times(row: Mapping[str, Any]) -> str:
+    return f"{row['times_best_peer']:.2f}" if "times_best_peer" in row else "–"

@@ -1,0 +1,194 @@
+"""What attention and merge_attention refuse: errors that name the argument, what came and what is allowed."""
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias, mask, alibi, sinks, seed, cu_seqlens_q, cu_seqlens_k, kv_lengths,
+    prefix_lengths, q_documents, k_documents, block_offsets, block_indices, block_offsets_t, block_indices_t, page_table,
+    q_scale, k_scale, v_scale, scale, causal, window_left, window_right, softcap, dropout_p,
+    max_seqlen_q, max_seqlen_k, block_q, block_k, deterministic,
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError for arguments of `attention` that do not fit together."""
+    batch, heads, tokens, keys = _check_values(q, k, v, page_table, k_scale, v_scale, q_scale)
+    _check_numbers(scale, window_left, window_right, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
+    documents = batch
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        documents = _check_packed(batch, q, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table)
+    if page_table is not None:
+        _integers("page_table", page_table, q, (documents, None))
+        if kv_lengths is None and cu_seqlens_q is not None:
+            raise ValueError("attention: kv_lengths is needed with cu_seqlens_q and page_table: documents end inside pages")
+    for name, x in (("kv_lengths", kv_lengths), ("prefix_lengths", prefix_lengths)):
+        if x is not None:
+            _integers(name, x, q, (documents,))
+    if (q_documents is None) != (k_documents is None):
+        raise ValueError("attention: q_documents and k_documents go together; one of them is None")
+    if q_documents is not None:
+        _integers("q_documents", q_documents, q, (batch, tokens))
+        _integers("k_documents", k_documents, q, (batch, keys))
+    if mask is not None:
+        _check_plane("mask", mask, q, (torch.bool,), (batch, heads, tokens, keys))
+    if bias is not None:
+        _check_plane("bias", bias, q, (q.dtype, torch.float32), (batch, heads, tokens, keys))
+    if alibi is not None:
+        _floating("alibi", alibi, q)
+        if tuple(alibi.shape) not in ((heads,), (batch, heads)):
+            raise ValueError(f"attention: alibi must be [{heads}] or [{batch}, {heads}], got {list(alibi.shape)}")
+    if sinks is not None:
+        _floating("sinks", sinks, q)
+        if tuple(sinks.shape) != (heads,):
+            raise ValueError(f"attention: sinks must be [{heads}], one for each query head, got {list(sinks.shape)}")
+    if dropout_p > 0.0 and seed is None:
+        raise ValueError("attention: seed must be given with dropout_p > 0: an int64 tensor [2] = (seed, offset)")
+    if seed is not None:
+        _same_device("seed", seed, q)
+        if seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
+            raise ValueError(f"attention: seed must be int64 [2] = (seed, offset), got {seed.dtype} {list(seed.shape)}")
+    if block_offsets is not None or block_indices is not None:
+        lists = (block_offsets, block_indices), (block_offsets_t, block_indices_t)
+        _check_blocks(q, k, keys, lists, block_q, block_k)
+
+
+def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, int, int, int]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"attention: {name} must have 4 dims [batch, heads, tokens, head dim], got {list(x.shape)}")
+        small = x.dtype.itemsize == 1 and x.dtype not in (torch.bool, torch.uint8)
+        if x.dtype not in FLOATS and not small:
+            raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"attention: q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    for name, x, factor in (("q", q, q_scale), ("k", k, k_scale), ("v", v, v_scale)):
+        if factor is None and (x.dtype.itemsize == 1 or x.dtype != q.dtype):
+            raise TypeError(
+                f"attention: {name} has dtype {x.dtype} and q {q.dtype}; give q, k and v one dtype, "
+                f"or an 8-bit {name} with {name}_scale"
+            )
+        if factor is not None:
+            _floating(f"{name}_scale", factor, q)
+            if factor.ndim != 3 or any(n not in (1, m) for n, m in zip(factor.shape, x.shape)):
+                raise ValueError(
+                    f"attention: {name}_scale must be {list(x.shape[:3])}, where any dim may be 1, got {list(factor.shape)}"
+                )
+    batch, heads, tokens, dim = q.shape
+    rows, kv_heads, keys, _ = k.shape
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"attention: v must have k's batch, heads and tokens {list(k.shape[:3])}, got {list(v.shape[:3])}")
+    if k.shape[3] != dim:
+        raise ValueError(f"attention: k must have q's head dim {dim}, got {k.shape[3]}")
+    if dim == 0 or v.shape[3] == 0:
+        raise ValueError(f"attention: the head dims of q and v must be positive, got {dim} and {v.shape[3]}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"attention: k has {kv_heads} heads, which does not divide the {heads} heads of q")
+    if page_table is None and rows != batch:
+        raise ValueError(f"attention: k must have q's batch size {batch}, got {rows}")
+    if page_table is not None:
+        if page_table.ndim != 2:
+            raise ValueError(f"attention: page_table must be [batch, pages], got {list(page_table.shape)}")
+        keys *= page_table.numel() // max(batch, 1)
+    return batch, heads, tokens, keys
+
+
+def _check_numbers(scale, window_left, window_right, softcap, dropout_p, max_seqlen_q, max_seqlen_k) -> None:
+    if scale is not None and not 0.0 < scale < math.inf:
+        raise ValueError(f"attention: scale must be a positive number, got {scale}; put a sign into q")
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"attention: softcap must be 0 (none) or a positive number, got {softcap}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"attention: dropout_p must be in [0, 1), got {dropout_p}")
+    for name, width in (("window_left", window_left), ("window_right", window_right)):
+        if width < -1:
+            raise ValueError(f"attention: {name} must be -1 (unlimited) or a number of keys, got {width}")
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length < 0:
+            raise ValueError(f"attention: {name} must be 0 (unknown) or a length, got {length}")
+
+
+def _check_packed(batch, q, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table) -> int:
+    if batch != 1:
+        raise ValueError(f"attention: with cu_seqlens_q the batch size must be 1 (tokens are packed), got {batch}")
+    if cu_seqlens_q is None:
+        raise ValueError("attention: cu_seqlens_k needs cu_seqlens_q")
+    if (cu_seqlens_k is None) == (page_table is None):
+        raise ValueError("attention: with cu_seqlens_q give either cu_seqlens_k, or page_table and kv_lengths")
+    _integers("cu_seqlens_q", cu_seqlens_q, q, (None,))
+    if cu_seqlens_q.numel() < 2:
+        raise ValueError(f"attention: cu_seqlens_q must hold at least 2 numbers (documents + 1), got {cu_seqlens_q.numel()}")
+    if cu_seqlens_k is not None:
+        _integers("cu_seqlens_k", cu_seqlens_k, q, tuple(cu_seqlens_q.shape))
+    return cu_seqlens_q.numel() - 1
+
+
+def _check_plane(name, x, q, dtypes, shape) -> None:
+    _same_device(name, x, q)
+    if x.dtype not in dtypes:
+        allowed = " or ".join(dict.fromkeys(str(d) for d in dtypes))
+        raise TypeError(f"attention: {name} must be {allowed}, got {x.dtype}")
+    if x.ndim != 4 or any(n not in (1, m) for n, m in zip(x.shape, shape)):
+        raise ValueError(f"attention: {name} must be {list(shape)}, where any dim may be 1, got {list(x.shape)}")
+
+
+def _check_blocks(q, k, keys, lists, block_q, block_k) -> None:
+    if block_q < 1 or block_k < 1:
+        raise ValueError(f"attention: block_q and block_k must be positive with block lists, got {block_q} and {block_k}")
+    counts = -(-q.shape[2] // block_q) + 1, -(-keys // block_k) + 1
+    for (offsets, indices), count, end in zip(lists, counts, ("", "_t")):
+        if (offsets is None) != (indices is None) or (not end and offsets is None):
+            raise ValueError(f"attention: block_offsets{end} and block_indices{end} go together; one of them is None")
+        if offsets is None:
+            continue
+        _integers(f"block_offsets{end}", offsets, q, (None, None, count))
+        _integers(f"block_indices{end}", indices, q, (None,))
+        if offsets.shape[0] not in (1, q.shape[0]) or offsets.shape[1] not in (1, q.shape[1], k.shape[1]):
+            raise ValueError(
+                f"attention: block_offsets{end} must be [{q.shape[0]} or 1, {q.shape[1]}, {k.shape[1]} or 1, {count}], "
+                f"got {list(offsets.shape)}"
+            )
+
+
+def _same_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"attention: {name} is on {x.device}, q on {q.device}; move them to one device")
+
+
+def _floating(name: str, x: Tensor, q: Tensor) -> None:
+    _same_device(name, x, q)
+    if not x.is_floating_point():
+        raise TypeError(f"attention: {name} must be floating point, got {x.dtype}")
+
+
+def _integers(name: str, x: Tensor, q: Tensor, shape: tuple) -> None:
+    _same_device(name, x, q)
+    if x.dtype != torch.int32:
+        raise TypeError(f"attention: {name} must be int32, got {x.dtype}")
+    if x.ndim != len(shape) or any(m is not None and n != m for n, m in zip(x.shape, shape)):
+        wanted = ", ".join("any" if m is None else str(m) for m in shape)
+        raise ValueError(f"attention: {name} must be [{wanted}], got {list(x.shape)}")
+
+
+def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Raise ValueError or TypeError for arguments of `merge_attention` that do not fit together."""
+    for name, x in (("out_a", out_a), ("out_b", out_b)):
+        if x.dtype not in FLOATS:
+            raise TypeError(f"merge_attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
+        if x.dtype != out_a.dtype:
+            raise TypeError(f"merge_attention: out_b must have out_a's dtype {out_a.dtype}, got {x.dtype}")
+        if x.ndim < 2 or x.shape != out_a.shape:
+            raise ValueError(
+                f"merge_attention: out_a and out_b must be [..., head dim] of one shape, got {name} {list(x.shape)}"
+            )
+    wanted = torch.float64 if out_a.dtype == torch.float64 else torch.float32
+    for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if x.dtype != wanted:
+            raise TypeError(f"merge_attention: {name} must be {wanted}, got {x.dtype}")
+        if x.shape != out_a.shape[:-1]:
+            raise ValueError(f"merge_attention: {name} must be {list(out_a.shape[:-1])}, got {list(x.shape)}")
+    devices = {x.device for x in (out_a, lse_a, out_b, lse_b)}
+    if len(devices) > 1:
+        raise ValueError(f"merge_attention: all tensors must be on one device, got {sorted(map(str, devices))}")

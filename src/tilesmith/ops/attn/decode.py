@@ -1,0 +1,414 @@
+"""attention for few query tokens over a long cache: the keys split over programs, their results combined (Triton)."""
+
+import functools
+import inspect
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.tiles import LN2, LOG2E, tanh
+
+
+@triton.jit
+def _load(rows, columns, held, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of keys or values. rows: pointers [BLOCK_N, 1]. columns: [1, BLOCK]. held: which rows may be read."""
+    if MASKED:
+        return tl.load(rows + columns, mask=held[:, None] & (columns < COLUMNS), other=0.0)
+    if BLOCK != COLUMNS:
+        return tl.load(rows + columns, mask=columns < COLUMNS, other=0.0)
+    return tl.load(rows + columns)
+
+
+@triton.jit
+def _page(pages_ptr, columns, begin, end, PAGE_SIZE: tl.constexpr):
+    """The pages of slots; 0 for slots outside [begin, end), whose entries may name no page."""
+    return tl.load(pages_ptr + columns // PAGE_SIZE, mask=(columns >= begin) & (columns < end), other=0)
+
+
+@triton.jit
+def _skip(step, gap, gap_size, MASKED: tl.constexpr):
+    """Where a step of a walk begins: a masked walk jumps over the gap."""
+    if MASKED:
+        return step + tl.where(step >= gap, gap_size, 0)
+    return step
+
+
+@triton.jit
+def _walk(
+    acc, total, top, q, lo, hi, gap, gap_size, begin, end, row_begin, row_end,
+    k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, pages_ptr, score_scale, softcap,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over slots. MASKED: some row does not see some of them, and [lo, hi) has a gap cut out of it."""
+    slots = tl.arange(0, BLOCK_N)
+    features = tl.arange(0, BLOCK_D)[None, :]
+    features_v = tl.arange(0, BLOCK_DV)[None, :]
+    if pages_ptr is not None:
+        next_page = _page(pages_ptr, _skip(lo, gap, gap_size, MASKED) + slots, begin, end, PAGE_SIZE)
+    for step in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
+        first = _skip(step, gap, gap_size, MASKED)
+        columns = first + slots
+        # What lies outside [begin, end) may be unwritten memory or a page that was given back: it is never loaded.
+        held = (columns >= begin) & (columns < end)
+        if pages_ptr is not None:
+            # Looked up one step ahead: loads that depend on a load of the same step are not pipelined as deeply.
+            page = next_page.to(tl.int64)
+            next_page = _page(pages_ptr, _skip(step + BLOCK_N, gap, gap_size, MASKED) + slots, begin, end, PAGE_SIZE)
+            slot = (columns % PAGE_SIZE).to(tl.int64)
+            k_rows = k_ptr + (page * k_page + slot * k_slot)[:, None]
+            v_rows = v_ptr + (page * v_page + slot * v_slot)[:, None]
+        else:
+            k_rows = k_ptr + tl.cast(first, tl.int64) * k_slot + (slots.to(tl.int64) * k_slot)[:, None]
+            v_rows = v_ptr + tl.cast(first, tl.int64) * v_slot + (slots.to(tl.int64) * v_slot)[:, None]
+        k = _load(k_rows, features, held, DIM, BLOCK_D, MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+        if SOFTCAP:
+            scores = tanh(scores, q.dtype == tl.float32) * softcap
+        if MASKED:
+            seen = (columns[None, :] >= row_begin[:, None]) & (columns[None, :] < row_end[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        v = _load(v_rows, features_v, held, DIM_V, BLOCK_DV, MASKED)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit
+def _join(lse, sink):
+    """A sink's logit joins the denominator: the share that stays with the keys, and the new lse."""
+    top = tl.maximum(lse, sink)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    keys = tl.exp(lse - shift)
+    both = keys + tl.exp(sink - shift)
+    return keys / tl.where(both == 0.0, 1.0, both), shift + tl.log(both)
+
+
+@triton.jit
+def _attention_split_kernel(
+    q_ptr, q_row, q_head, q_token, k_ptr, k_page, k_head, k_slot, v_ptr, v_page, v_head, v_slot,
+    out_ptr, out_split, out_row, out_head, out_token, lse_ptr, lse_split,
+    sinks_ptr, lengths_ptr, pages_ptr, pages_row,
+    scale, softcap, slots, tokens, kv_heads, tiles, splits, window_left, window_right,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (batch row, kv head, tile, split): a tile of rows, which are pairs (token, query head of that kv head),
+    over a share of the keys. Writes a normalised result and its lse. Strides of q, k and v count UNIT elements."""
+    split = tl.program_id(0) % splits
+    tile = tl.program_id(0) // splits % tiles
+    head = tl.program_id(0) // splits // tiles % kv_heads
+    batch = (tl.program_id(0) // splits // tiles // kv_heads).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    query_head = (head * GROUP + row % GROUP).to(tl.int64)
+    real = token < tokens
+    first_token = tile * BLOCK_M // GROUP
+    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, tokens - 1)
+
+    length = slots
+    if lengths_ptr is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), slots)
+    # The last token stands at the last key. A row sees begin <= row_begin <= slot < row_end <= end; every row of the
+    # tile sees every_begin <= slot < every_end.
+    shift = length - tokens
+    begin = 0
+    every_begin = 0
+    row_begin = tl.zeros([BLOCK_M], tl.int32)
+    if LEFT:
+        begin = tl.maximum(shift + first_token - window_left, 0)
+        every_begin = tl.maximum(shift + last_token - window_left, 0)
+        row_begin = tl.maximum(shift + token - window_left, 0)
+    end = length
+    every_end = length
+    row_end = tl.zeros([BLOCK_M], tl.int32) + length
+    if RIGHT:
+        end = tl.minimum(tl.maximum(shift + last_token + window_right + 1, 0), length)
+        every_end = tl.minimum(tl.maximum(shift + first_token + window_right + 1, 0), length)
+        row_end = tl.minimum(shift + token + window_right + 1, length)
+
+    base = begin // BLOCK_N
+    blocks = tl.maximum(tl.cdiv(end, BLOCK_N) - base, 0)
+    lo = (base + blocks * split // splits) * BLOCK_N
+    hi = tl.minimum((base + blocks * (split + 1) // splits) * BLOCK_N, end)
+    every_begin = tl.cdiv(every_begin, BLOCK_N) * BLOCK_N
+    every_end = every_end // BLOCK_N * BLOCK_N
+
+    features = tl.arange(0, BLOCK_D)[None, :]
+    q_at = batch * (q_row * UNIT) + query_head * (q_head * UNIT) + token.to(tl.int64) * (q_token * UNIT)
+    q = tl.load(q_ptr + q_at[:, None] + features, mask=real[:, None] & (features < DIM), other=0.0)
+    k_ptr += head.to(tl.int64) * (k_head * UNIT)
+    v_ptr += head.to(tl.int64) * (v_head * UNIT)
+    if pages_ptr is not None:
+        pages_ptr += batch * pages_row
+    else:
+        k_ptr += batch * (k_page * UNIT)
+        v_ptr += batch * (v_page * UNIT)
+
+    # Scores are kept in base 2; a softcap takes them in its own unit first.
+    score_scale = scale / softcap if SOFTCAP else scale * LOG2E
+    softcap *= LOG2E
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # First the stretch that every row sees in full, pipelined and unmasked; then what is left on both sides of it.
+    full_lo = tl.minimum(tl.maximum(lo, every_begin), hi)
+    full_hi = tl.minimum(tl.maximum(full_lo, every_end), hi)
+    acc, total, top = _walk(
+        acc, total, top, q, full_lo, full_hi, 0, 0, begin, end, row_begin, row_end,
+        k_ptr, k_page * UNIT, k_slot * UNIT, v_ptr, v_page * UNIT, v_slot * UNIT, pages_ptr, score_scale, softcap,
+        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, SOFTCAP, False, STAGES,
+    )  # fmt: skip
+    full = full_hi - full_lo
+    acc, total, top = _walk(
+        acc, total, top, q, lo, hi - full, full_lo, full, begin, end, row_begin, row_end,
+        k_ptr, k_page * UNIT, k_slot * UNIT, v_ptr, v_page * UNIT, v_slot * UNIT, pages_ptr, score_scale, softcap,
+        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, SOFTCAP, True, 1,
+    )  # fmt: skip
+
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    lse = (top + tl.log2(total)) * LN2
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + query_head, mask=real, other=float("-inf")).to(tl.float32)
+        share, lse = _join(lse, sink)
+        out *= share[:, None]
+    lse_at = split.to(tl.int64) * lse_split + (batch * kv_heads * GROUP + query_head) * tokens + token
+    tl.store(lse_ptr + lse_at, lse, mask=real)
+    out_at = split.to(tl.int64) * out_split + batch * out_row + query_head * out_head + token.to(tl.int64) * out_token
+    features_v = tl.arange(0, BLOCK_DV)[None, :]
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at[:, None] + features_v, out, mask=real[:, None] & (features_v < DIM_V))
+
+
+@triton.jit
+def _attention_combine_kernel(
+    part_out_ptr, part_lse_ptr, sinks_ptr, out_ptr, out_row, out_head, out_token, lse_ptr, rows, tokens, heads, splits,
+    DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program (batch row, query head, token): the mean of the splits' results, weighted by exp(lse)."""
+    row = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, BLOCK_SPLITS)
+    part_lse = tl.load(part_lse_ptr + every.to(tl.int64) * rows + row, mask=every < splits, other=float("-inf"))
+    top = tl.max(part_lse, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    features = tl.arange(0, BLOCK_DV)
+    total = 0.0
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for first in tl.range(0, splits, CHUNK):
+        chunk = first + tl.arange(0, CHUNK)
+        at = chunk.to(tl.int64) * rows + row
+        weights = tl.exp(tl.load(part_lse_ptr + at, mask=chunk < splits, other=float("-inf")) - top)
+        mask = (chunk < splits)[:, None] & (features < DIM_V)[None, :]
+        part = tl.load(part_out_ptr + at[:, None] * DIM_V + features[None, :], mask=mask, other=0.0)
+        total += tl.sum(weights, 0)
+        acc += tl.sum(part * weights[:, None], 0)
+    out = acc / tl.where(total == 0.0, 1.0, total)
+    lse = top + tl.log(total)
+    head = row // tokens % heads
+    if sinks_ptr is not None:
+        share, lse = _join(lse, tl.load(sinks_ptr + head).to(tl.float32))
+        out *= share
+    tl.store(lse_ptr + row, lse)
+    out_at = out_ptr + row // tokens // heads * out_row + head * out_head + row % tokens * out_token
+    tl.store(out_at + features, out.to(out_ptr.dtype.element_ty), mask=features < DIM_V)
+
+
+class SplitConfig(NamedTuple):
+    """block_m: rows of a tile, pairs of token and query head. block_n: keys of a step. per_sm: programs that share an SM,
+    by which the number of splits is chosen."""
+
+    block_m: int
+    block_n: int
+    per_sm: int
+    num_warps: int
+    num_stages: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _splits(tiles: int, blocks: int, programs: int, traffic: float) -> int:
+    """The number of splits with the shortest schedule, counted in steps of one block of keys.
+
+    tiles: over all batch rows and kv heads. blocks: of keys, for each tile. programs: how many run at a time. traffic:
+    what writing and reading back one tile's partial result costs, in steps.
+    """
+
+    def cost(splits: int) -> float:
+        walk = -(-tiles * splits // programs) * (-(-blocks // splits) + 1)  # + 1: a program's start and end
+        return walk if splits == 1 else walk + 2 + tiles * splits / programs * traffic  # + 2: the second launch
+
+    return min(range(1, max(1, min(128, blocks)) + 1), key=cost)
+
+
+_PARAMETERS = tuple(inspect.signature(reference.attention).parameters)
+
+
+def _slots(k: Tensor, page_table: Tensor | None) -> int:
+    return k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
+
+
+def _dims(*args) -> dict[str, int]:
+    call = dict(zip(_PARAMETERS, args))
+    q, k = call["q"], call["k"]
+    keys = _slots(k, call["page_table"])
+    if call["window_left"] >= 0:
+        keys = min(keys, q.shape[2] + call["window_left"])
+    rows = q.shape[2] * (q.shape[1] // k.shape[1])
+    return {"heads": q.shape[0] * k.shape[1], "rows": rows, "keys": keys, "dim": max(q.shape[3], call["v"].shape[3])}
+
+
+def _default(dims, arch, dtype) -> SplitConfig:
+    block_m, block_d = max(16, triton.next_power_of_2(dims["rows"])), triton.next_power_of_2(max(16, dims["dim"]))
+    if dtype == torch.float32:
+        # Products in full float32 run without tensor cores and hold whole rows in registers.
+        return _fit(SplitConfig(16, 16, 1, 8, 2), block_d, arch, dtype)
+    if block_m >= 64:
+        block_m = min(block_m, 128 if block_d <= 128 else 64)
+        config = SplitConfig(block_m, 64, 2, 4 if block_m * block_d <= 64 * 128 else 8, 3)
+    elif dims["heads"] * dims["keys"] > 2048 * max(1, arch.sms):
+        config = SplitConfig(block_m, 128, 2, 4, 2)
+    else:
+        config = SplitConfig(block_m, 128, 1, 8, 3)
+    return _fit(config, block_d, arch, dtype)
+
+
+def _fit(config: SplitConfig, block_d: int, arch, dtype) -> SplitConfig:
+    """The configuration made small enough for the shared memory of the device."""
+    room = arch.shared_memory or 49_152
+    grouped = arch.kind == "cuda" and arch.capability[0] >= 9 and config.block_m >= 64 and dtype.itemsize == 2
+
+    def needed(c: SplitConfig) -> int:
+        # Warp-group products read tiles where they lie until they are done: one more in flight, but no copy of p.
+        keys = 2 * c.block_n * (c.num_stages if grouped else c.num_stages - 1)
+        return c.per_sm * ((keys + c.block_m) * block_d + (0 if grouped else c.block_m * c.block_n)) * dtype.itemsize
+
+    while needed(config) > room and config.block_n > 16:
+        if config.per_sm > 1:
+            config = config._replace(per_sm=1)
+        elif config.num_stages > 2:
+            config = config._replace(num_stages=2)
+        else:
+            config = config._replace(block_n=config.block_n // 2)
+    return config
+
+
+SPLIT_SPACE = Space(
+    default=_default,
+    dims=_dims,
+    choices={
+        "block_m": (16, 32, 64, 128),
+        "block_n": (32, 64, 128),
+        "per_sm": (1, 2, 3),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4),
+    },
+)
+
+
+def _reasons(call) -> list[str]:
+    unserved = ("bias", "mask", "alibi", "seed", "cu_seqlens_q", "prefix_lengths", "q_documents", "block_offsets")
+    reasons = [f"{name} is given" for name in unserved if getattr(call, name) is not None]
+    reasons += [f"{name} is given" for name in ("q_scale", "k_scale", "v_scale") if getattr(call, name) is not None]
+    if call.rows > 128 and call.page_table is None:
+        reasons.append("T * H / G is more than 128: this kernel is for few query tokens")
+    if call.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reasons.append(f"q is {call.q.dtype}; float16, bfloat16 and float32 are served")
+    for name in ("q", "v"):
+        if getattr(call, name).cols > 256:
+            reasons.append(f"{name} has head dim {getattr(call, name).cols}; up to 256 is served")
+    reasons += [f"{name}'s last stride is not 1" for name in ("q", "k", "v") if not getattr(call, name).unit]
+    return reasons
+
+
+@register_kernel("attention", backend="triton_split", rank=30, rejects=_reasons)
+@optimize_kernel(space=SPLIT_SPACE)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    block_offsets: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_offsets_t: Tensor | None = None,
+    block_indices_t: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_q: int = 0,
+    block_k: int = 0,
+    deterministic: bool = False,
+    *,
+    config: SplitConfig,
+) -> tuple[Tensor, Tensor]:
+    """One pass over the keys in as many splits as fill the device, and a second one that combines them."""
+    batch, heads, tokens, dim = q.shape
+    kv_heads, page_size, dim_v = k.shape[1], k.shape[2], v.shape[3]
+    out = reference.out_like(q, dim_v)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
+    group, slots, right = heads // kv_heads, _slots(k, page_table), 0 if causal else window_right
+    tiles = triton.cdiv(group * tokens, config.block_m)
+    seen = slots if window_left < 0 else min(slots, min(tokens, config.block_m // group + 1) + window_left)
+    splits = _splits(
+        batch * kv_heads * tiles, triton.cdiv(seen, config.block_n), max(1, arch_of(q.device).sms) * config.per_sm,
+        8 * config.block_m * dim_v / (config.block_n * (dim + dim_v) * k.element_size()),
+    )  # fmt: skip
+    part_out, part_lse, part_strides = out, lse, (0, *out.stride()[:3])
+    if splits > 1:
+        part_out = torch.empty((splits, batch, heads, tokens, dim_v), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((splits, batch, heads, tokens), dtype=torch.float32, device=q.device)
+        part_strides = part_out.stride()[:4]
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    # In units of 8 elements the compiler sees that rows start on 16 bytes, also where D is 72 or 200.
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    strides = tuple(stride // unit for stride in strides)
+    block_dv = triton.next_power_of_2(max(16, dim_v))
+    launch(
+        _attention_split_kernel, (batch * kv_heads * tiles * splits,),
+        q, *strides[:3], k, *strides[3:6], v, *strides[6:], part_out, *part_strides, part_lse, lse.numel(),
+        sinks if splits == 1 else None, kv_lengths, page_table, 0 if page_table is None else page_table.stride(0),
+        dim**-0.5 if scale is None else scale, softcap, slots, tokens, kv_heads, tiles, splits, window_left, right,
+        GROUP=group, DIM=dim, DIM_V=dim_v, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_D=triton.next_power_of_2(max(16, dim)), BLOCK_DV=block_dv, PAGE_SIZE=page_size,
+        LEFT=0 <= window_left < slots, RIGHT=0 <= right < tokens - 1, SOFTCAP=softcap > 0.0, UNIT=unit,
+        STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            _attention_combine_kernel, (lse.numel(),),
+            part_out, part_lse, sinks, out, *out.stride()[:3], lse, lse.numel(), tokens, heads, splits,
+            DIM_V=dim_v, BLOCK_DV=block_dv, BLOCK_SPLITS=triton.next_power_of_2(splits), CHUNK=16, num_warps=4,
+        )  # fmt: skip
+    return out, lse

@@ -1,0 +1,143 @@
+"""Mask and Score: which keys a query sees and what is added to its scores, as data that lowers to tensors and numbers.
+
+Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads, N packed documents.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.attn import reference
+
+
+class Blocks(NamedTuple):
+    """Block lists: which blocks of `block_k` keys each block of `block_q` queries sees, as compressed rows.
+
+    offsets int32 [B|1, H|G|1, ceil(T / block_q) + 1] and indices int32: row r sees the key blocks
+    indices[offsets[r] : offsets[r + 1]], ascending; rows lie one after another in (batch, head, block) order.
+    offsets_t, indices_t: the same by key blocks, [B|1, H|G|1, ceil(S / block_k) + 1]; gradients need them.
+    """
+
+    offsets: Tensor
+    indices: Tensor
+    block_q: int
+    block_k: int
+    offsets_t: Tensor | None = None
+    indices_t: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys each query sees: those that everything given here agrees on.
+
+    Positions are aligned bottom right: the last query and the last valid key have the same one.
+
+    causal: no key behind the query. window: (left, right) keys around the query, -1 unlimited; one number w means
+    (w, w), or (w, 0) if causal. prefix: int32 [B], keys before it are seen whatever causal and window say. documents:
+    int32 ids [B, T] for queries and keys alike, or a pair ([B, T], [B, S]); only equal ids see each other. dense: bool,
+    broadcastable to [B, H, T, S], True may attend. blocks: block lists.
+    """
+
+    causal: bool = False
+    window: int | tuple[int, int] | None = None
+    prefix: Tensor | None = None
+    documents: Tensor | tuple[Tensor, Tensor] | None = None
+    dense: Tensor | None = None
+    blocks: Blocks | None = None
+
+    def lower(self) -> dict[str, Any]:
+        """The arguments of the op that say the same; what is not restricted is left out."""
+        lowered: dict[str, Any] = {}
+        if self.causal:
+            lowered["causal"] = True
+        if self.window is not None:
+            window = self.window
+            if isinstance(window, int):
+                window = (window, 0 if self.causal else window)
+            lowered["window_left"], lowered["window_right"] = window
+        if self.prefix is not None:
+            lowered["prefix_lengths"] = self.prefix
+        if self.documents is not None:
+            pair = self.documents if isinstance(self.documents, tuple) else (self.documents, self.documents)
+            lowered["q_documents"], lowered["k_documents"] = pair
+        if self.dense is not None:
+            lowered["mask"] = _four_dims(self.dense)
+        if self.blocks is not None:
+            b = self.blocks
+            lowered |= {"block_offsets": b.offsets, "block_indices": b.indices, "block_q": b.block_q, "block_k": b.block_k}
+            lowered |= {"block_offsets_t": b.offsets_t, "block_indices_t": b.indices_t}
+        return lowered
+
+    def materialize(
+        self,
+        tokens: int,
+        keys: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        device: torch.device | str | None = None,
+        kv_lengths: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+    ) -> Tensor:
+        """The mask as a bool tensor [B, H|1, T, S]; `batch` and `heads` must be given where a tensor here has them.
+
+        device: where, if no tensor here says; "cpu" if None. The other arguments are those of `attention`.
+        """
+        lowered = self.lower()
+        for name in ("block_offsets_t", "block_indices_t"):
+            lowered.pop(name, None)
+        given = [x for x in (*lowered.values(), kv_lengths, cu_seqlens_q) if isinstance(x, Tensor)]
+        device = given[0].device if given else torch.device(device or "cpu")
+        return reference.visibility(
+            batch, heads, tokens, keys, device, kv_lengths=kv_lengths,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **lowered,
+        )[2]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """How scores are made from q . k.
+
+    scale: factor, 1/sqrt(head dim) if None. softcap: c > 0 bends a scaled score s to c * tanh(s / c). alibi: slopes [H] or
+    [B, H], fp32; slope * |distance| is taken off. bias: added, broadcastable to [B, H, T, S]; it gets a gradient.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    alibi: Tensor | None = None
+    bias: Tensor | None = None
+
+    def lower(self) -> dict[str, Any]:
+        """The arguments of the op that say the same; what is not asked for is left out."""
+        lowered: dict[str, Any] = {}
+        if self.scale is not None:
+            lowered["scale"] = float(self.scale)
+        if self.softcap:
+            lowered["softcap"] = float(self.softcap)
+        if self.alibi is not None:
+            lowered["alibi"] = self.alibi
+        if self.bias is not None:
+            lowered["bias"] = _four_dims(self.bias)
+        return lowered
+
+    def materialize(self, tokens: int, keys: int, *, device: torch.device | str | None = None) -> Tensor:
+        """What is added to the scaled and capped scores, fp32 [B|1, H|1, T, S]: ALiBi and bias, zeros without them."""
+        given = self.bias if self.alibi is None else self.alibi
+        device = torch.device(device or "cpu") if given is None else given.device
+        term = torch.zeros(1, 1, tokens, keys, device=device)
+        if self.alibi is not None:
+            query, key = torch.arange(tokens, device=device), torch.arange(keys, device=device)
+            distance = (query[:, None] + (keys - tokens) - key).abs()
+            slopes = self.alibi if self.alibi.ndim == 2 else self.alibi.unsqueeze(0)
+            term = term - slopes.float()[:, :, None, None] * distance
+        if self.bias is not None:
+            term = term + _four_dims(self.bias).float()
+        return term
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """x with dims of size 1 in front, so that it has four."""
+    return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape)) if x.ndim < 4 else x

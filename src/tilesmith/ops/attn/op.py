@@ -1,0 +1,143 @@
+"""The attention family: what attention and merge_attention are, which kernels they have, and the door to them.
+
+Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads (H % G == 0), D head dim of q and k, Dv head dim
+of v, N packed documents.
+"""
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Op
+from tilesmith.engine.metadata import describer
+from tilesmith.ops import philox
+from tilesmith.ops.attn import checks, reference
+from tilesmith.ops.attn.mask import Mask, Score
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return reference.out_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+def _fake_vjp(dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any):
+    bias, sinks, wanted = rest[0], rest[3], rest[-1]
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    gradients += [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias, sinks)]
+    return tuple(dx if want else q.new_empty(0) for dx, want in zip(gradients, wanted))
+
+
+def _describer(op_name: str, function):
+    """Metadata of a call: a field per parameter, and what a kernel for few queries or for pages wants to know.
+
+    rows: query rows of a kv head (T * H / G), rounded up to a power of two, at most 1024. page_size: 0 without pages.
+    Lengths of documents are left out: they differ from step to step.
+    """
+    import inspect
+
+    parameters = tuple(inspect.signature(function).parameters)
+    plain = describer(op_name, parameters)
+    skipped = [parameters.index(name) for name in ("max_seqlen_q", "max_seqlen_k")]
+    at_q, at_k, at_pages = (parameters.index(name) for name in ("q", "k", "page_table"))
+    kind = namedtuple(f"{op_name}_call", [*parameters, "arch", "rows", "page_size"])
+
+    def describe(*args: Any) -> Any:
+        args = list(args)
+        for i in skipped:
+            args[i] = 0
+        q, k = args[at_q], args[at_k]
+        rows = max(1, q.shape[2] * (q.shape[1] // max(1, k.shape[1])))
+        return kind(*plain(*args), min(1024, 1 << (rows - 1).bit_length()), 0 if args[at_pages] is None else k.shape[2])
+
+    return describe
+
+
+attention_vjp = Op(
+    reference.attention_vjp,
+    fake=_fake_vjp,
+    outputs=("dq", "dk", "dv", "dbias", "dsinks"),
+    describe=_describer("attention_vjp", reference.attention_vjp),
+    kernels={"triton": "tilesmith.ops.attn.triton_vjp"},
+)
+
+attention_op = Op(
+    reference.attention,
+    fake=_fake,
+    vjp=attention_vjp,
+    outputs=("out", "lse"),
+    check=checks.check_attention,
+    describe=_describer("attention", reference.attention),
+    autocast=("q", "k", "v"),
+    kernels={"triton": "tilesmith.ops.attn.triton", "triton_split": "tilesmith.ops.attn.decode"},
+)
+
+merge_attention = Op(
+    reference.merge_attention,
+    fake=lambda out_a, lse_a, out_b, lse_b: (torch.empty_like(out_a), lse_a.new_empty(lse_a.shape)),
+    vjp=Op(
+        reference.merge_attention_vjp,
+        fake=lambda dout, dlse, *rest: tuple(torch.empty_like(x) if w else x.new_empty(0) for x, w in zip(rest, rest[-1])),
+        outputs=("dout_a", "dlse_a", "dout_b", "dlse_b"),
+        kernels={"triton": "tilesmith.ops.attn.merge"},
+    ),
+    outputs=("out", "lse"),
+    check=checks.check_merge,
+    kernels={"triton": "tilesmith.ops.attn.merge"},
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = Mask(),
+    score: Score = Score(),
+    *,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    kv_lengths: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    deterministic: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention: (out [B, H, T, Dv], lse [B, H, T]), both differentiable.
+
+    q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv]; query head h reads kv head h // (H // G). fp64, fp32, fp16 or bf16,
+    any strides ([B, T, H, D] memory seen through `transpose(1, 2)` is served in place). D and Dv may differ.
+
+    mask: which keys a query sees. score: how scores are made. sinks [H]: one more logit in the softmax's denominator.
+    dropout_p: probability to drop a probability; seed int64 [2] fixes which (else drawn from the device's generator).
+    cu_seqlens_q, cu_seqlens_k int32 [N + 1]: B = 1 and N documents lie one after another on the token axes.
+    kv_lengths int32 [B]: how many keys of a cache are valid. page_table int32 [B, pages]: k and v are pages
+    [num_pages, G, page_size, D | Dv] of a cache. q_scale, k_scale, v_scale: factors of quantised values, shaped like the
+    tensor without its last dim. deterministic: the same bits in every run, also of gradients; None follows
+    `torch.are_deterministic_algorithms_enabled()`.
+
+    out has q's dtype and memory order, lse is fp32 (fp64 for fp64), the natural logarithm of the softmax's denominator.
+    A query that sees no key gets out 0, lse -inf and zero gradients; NaN in keys that nobody sees reaches nothing.
+    Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit.
+    The meaning in full: `tilesmith.ops.attn.reference.attention`. Source: Dao, "FlashAttention-2", 2023.
+    """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"attention: mask must be a Mask, got {type(mask).__name__}; a bool tensor goes in Mask(dense=...)")
+    if not isinstance(score, Score):
+        raise TypeError(f"attention: score must be a Score, got {type(score).__name__}; a bias goes in Score(bias=...)")
+    if dropout_p > 0.0 and seed is None:
+        seed = philox.draw_seed(q.device)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    q, k, v = (x if x.ndim == 0 or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return attention_op(
+        q, k, v, sinks=sinks, seed=seed, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_lengths=kv_lengths,
+        page_table=page_table, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, dropout_p=float(dropout_p),
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic, **mask.lower(), **score.lower(),
+    )  # fmt: skip

@@ -1,0 +1,407 @@
+"""Attention in plain PyTorch, any device: the meaning of `attention` and `merge_attention` and of their gradients.
+
+Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads (H % G == 0), D head dim of q and k, Dv head
+dim of v, N packed documents.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops import philox
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    block_offsets: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_offsets_t: Tensor | None = None,
+    block_indices_t: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_q: int = 0,
+    block_k: int = 0,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over the visible keys, and the logarithm of its denominator.
+
+    Values
+      q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv]: fp64, fp32, fp16 or bf16, one dtype, last stride 1, else any strides;
+        query head h reads kv head h // (H // G). k and v may be float8 or int8 with `k_scale`, `v_scale`; so may q.
+      page_table [B, pages] int32: k and v are then [num_pages, G, page_size, D | Dv] and S = pages * page_size; entries of
+        pages that hold no valid key are not read.
+      q_scale, k_scale, v_scale fp32: factors of q, k and v, shaped like the tensor without its last dim, any dim may be 1.
+    Score of query i and key j
+      s = (q_i . k_j) * scale * q_scale * k_scale; scale is 1/sqrt(D) if None
+      s = softcap * tanh(s / softcap) if softcap > 0
+      s = s - alibi * |position of i - position of j|, alibi [H] or [B, H], fp32
+      s = s + bias, bias [B|1, H|1, T|1, S|1], of q's dtype or fp32
+    Visible: key j for query i, where everything given agrees. Positions are aligned bottom right: the last query and
+    the last valid key have the same one, p_i = i + (valid keys) - T and p_j = j.
+      causal: p_j <= p_i. window_left, window_right: p_i - left <= p_j <= p_i + right; -1 is unlimited.
+      prefix_lengths [B] int32: keys with p_j < prefix are visible whatever causal and the window say.
+      mask bool, broadcastable to [B, H, T, S] dim by dim: True may attend.
+      q_documents [B, T], k_documents [B, S] int32: equal ids see each other.
+      kv_lengths [B] int32: the number of valid keys of each row.
+      cu_seqlens_q, cu_seqlens_k [N + 1] int32, from 0: B = 1, documents lie one after another on the token axes; each
+        attends to itself with its own positions; prefix_lengths and kv_lengths are then [N]. Tokens behind the last
+        document see nothing. With `page_table` [N, pages] only cu_seqlens_q is given, and kv_lengths.
+        max_seqlen_q, max_seqlen_k: the longest document, 0 if unknown; they never change a value.
+      block_offsets [B|1, H|G|1, ceil(T / block_q) + 1] int32, block_indices int32: row r of blocks sees the key blocks
+        block_indices[block_offsets[r] : block_offsets[r + 1]], ascending; rows lie one after another in
+        (batch, head, block) order. The same transposed (query blocks of a key block), for gradients: `*_t`.
+    Softmax
+      lse = log(sum over visible j of exp(s) + exp(sinks)), natural logarithm; sinks [H]: one more logit in the
+        denominator. p = exp(s - lse).
+      dropout_p: p is zeroed or divided by 1 - dropout_p, by the bits that `tilesmith.ops.philox` draws for `seed` (int64
+        [2]) at the linear index of [B, H, T, S]; lse knows nothing of it.
+      out = sum of p * v * v_scale.
+    A row that sees no key: out 0, lse -inf (or sinks), gradients 0. Keys that no query sees and queries that see no key
+    may hold NaN or inf; neither reaches any output. A score of -inf counts as not visible.
+
+    Returns out [B, H, T, Dv] in q's dtype (bf16 for an 8-bit q), in memory [B, T, H, Dv] if q's head stride is smaller
+    than its token stride, else contiguous; lse [B, H, T] fp32 (fp64 for fp64), contiguous.
+    Everything is computed in fp32 (fp64 for fp64) and rounded once. `deterministic` never changes a value here.
+    """
+    shape = _shape(q, k, v, page_table)
+    values = _Values(q, k, v, page_table, q_scale, k_scale, v_scale)
+    position_q, position_k, visible = visibility(
+        *shape, q.device, mask, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths, q_documents, k_documents,
+        block_offsets, block_indices, page_table, causal, window_left, window_right, block_q, block_k,
+    )  # fmt: skip
+    values.hide(visible)
+    scores, _ = _scores(values, bias, alibi, position_q, position_k, visible, scale, softcap)
+    lse = torch.logsumexp(scores, -1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    p = _probabilities(scores, lse)
+    if dropout_p > 0.0:
+        p = p * _dropout(seed, p, dropout_p)
+    out = (p @ values.v).to(torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
+    return (out.transpose(1, 2).contiguous().transpose(1, 2) if q.stride(1) < q.stride(2) else out), lse
+
+
+def attention_vjp(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    kv_lengths: Tensor | None,
+    prefix_lengths: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    block_offsets: Tensor | None,
+    block_indices: Tensor | None,
+    block_offsets_t: Tensor | None,
+    block_indices_t: Tensor | None,
+    page_table: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_q: int,
+    block_k: int,
+    deterministic: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv, dbias, dsinks) of `attention`; those that `output_mask` leaves out are empty.
+
+    dout [B, H, T, Dv] and dlse [B, H, T]: None counts as zero. dq, dk and dv have the memory order of q, k and v
+    (`torch.empty_like`), dbias and dsinks are contiguous; each has the dtype of its input.
+    """
+    shape = _shape(q, k, v, page_table)
+    values = _Values(q, k, v, page_table, q_scale, k_scale, v_scale)
+    position_q, position_k, visible = visibility(
+        *shape, q.device, mask, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths, q_documents, k_documents,
+        block_offsets, block_indices, page_table, causal, window_left, window_right, block_q, block_k,
+    )  # fmt: skip
+    values.hide(visible)
+    scores, slope = _scores(values, bias, alibi, position_q, position_k, visible, scale, softcap)
+    lse = lse.to(values.q.dtype)
+    p = _probabilities(scores, lse)
+    seen = visible.any(-1, keepdim=True)
+    dout = torch.where(seen, 0.0 if dout is None else dout.to(p.dtype), 0.0).expand(out.shape)
+    # the softmax's own gradient and that of lse meet in one number a row
+    delta = (dout * out.to(p.dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - torch.where(lse > float("-inf"), dlse.to(p.dtype), 0.0)
+    dropped = _dropout(seed, p, dropout_p) if dropout_p > 0.0 else 1.0
+    ds = p * ((dout @ values.v.transpose(-1, -2)) * dropped - delta.unsqueeze(-1))
+    dscaled = ds * slope
+
+    wants_q, wants_k, wants_v, wants_bias, wants_sinks = output_mask
+    none = q.new_empty(0)
+    dq = torch.empty_like(q).copy_((dscaled @ values.k) * values.q_factor) if wants_q else none
+    dk = values.fold(dscaled.transpose(-1, -2) @ values.q, k, values.k_factor) if wants_k else none
+    dv = values.fold((p * dropped).transpose(-1, -2) @ dout, v, values.v_factor) if wants_v else none
+    dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous() if wants_bias and bias is not None else none
+    dsinks = none
+    if wants_sinks and sinks is not None:
+        share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+        share = torch.where(lse > float("-inf"), share, 0.0)  # a sink of -inf over a row without keys: 0, not NaN
+        dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+    return dq, dk, dv, dbias, dsinks
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from the attention over each.
+
+    out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] fp32 (fp64 for fp64): the results of `attention` over each
+    set. lse = log(exp(lse_a) + exp(lse_b)), out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse). A side with lse
+    -inf counts for nothing, whatever its `out` holds; two such sides give out 0 and lse -inf.
+
+    Returns (out [..., Dv] with the memory order of out_a (`torch.empty_like`), lse [...] contiguous), computed in fp32.
+    """
+    lse, share_a, share_b = _shares(lse_a, lse_b)
+    acc = lse.dtype
+    out = torch.where(share_a > 0, share_a * out_a.to(acc), 0.0) + torch.where(share_b > 0, share_b * out_b.to(acc), 0.0)
+    return torch.empty_like(out_a).copy_(out), lse.contiguous()
+
+
+def merge_attention_vjp(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dout_a, dlse_a, dout_b, dlse_b) of `merge_attention`; those that `output_mask` leaves out are empty."""
+    _, share_a, share_b = _shares(lse_a, lse_b)
+    acc = share_a.dtype
+    a = torch.where(share_a > 0, out_a.to(acc), 0.0)
+    b = torch.where(share_b > 0, out_b.to(acc), 0.0)
+    dout = torch.zeros_like(a) if dout is None else dout.to(acc)
+    dlse = torch.zeros_like(share_a) if dlse is None else dlse.to(acc).unsqueeze(-1)
+    # out is a convex combination, so moving one lse moves out along a - b
+    pull = share_a * share_b * (dout * (a - b)).sum(-1, keepdim=True)
+    gradients = (
+        (out_a, dout * share_a),
+        (lse_a, (share_a * dlse + pull).squeeze(-1)),
+        (out_b, dout * share_b),
+        (lse_b, (share_b * dlse - pull).squeeze(-1)),
+    )
+    return tuple(
+        torch.empty_like(x).copy_(dx) if wanted else x.new_empty(0)
+        for (x, dx), wanted in zip(gradients, output_mask, strict=True)
+    )
+
+
+def out_like(q: Tensor, head_dim: int) -> Tensor:
+    """An empty `out` for q: [B, H, T, head_dim], in memory [B, T, H, head_dim] where q's head stride is the smaller."""
+    batch, heads, tokens, _ = q.shape
+    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    if q.stride(1) < q.stride(2):
+        return q.new_empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
+    return q.new_empty(batch, heads, tokens, head_dim, dtype=dtype)
+
+
+def visibility(
+    batch: int,
+    heads: int,
+    tokens: int,
+    keys: int,
+    device: torch.device,
+    mask: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    block_offsets: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    block_q: int = 0,
+    block_k: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of queries [B|1, T] and of keys [B|1, S], and which key each query sees: bool [B, H|1, T, S].
+
+    The arguments are those of `attention`; `keys` is S, counted over all documents if a page table holds several.
+    """
+    t, s = torch.arange(tokens, device=device), torch.arange(keys, device=device)
+    if cu_seqlens_q is None:
+        lengths = torch.full((batch,), keys, device=device) if kv_lengths is None else kv_lengths.long()
+        row_q = row_k = torch.arange(batch, device=device)[:, None]
+        position_q, position_k = t + (lengths - tokens)[:, None], s[None, :]
+        together = torch.ones(1, tokens, 1, dtype=torch.bool, device=device)
+    else:
+        row_q, local_q, length_q = _packed(t, cu_seqlens_q)
+        if page_table is None:
+            row_k, position_k, length_k = _packed(s, cu_seqlens_k)
+            lengths = cu_seqlens_k.diff().long() if kv_lengths is None else kv_lengths.long()
+        else:
+            row_k, position_k, lengths = s // (keys // len(page_table)), s % (keys // len(page_table)), kv_lengths.long()
+        position_q, position_k = (local_q + lengths[row_q] - length_q)[None], position_k[None]
+        together = ((row_q[:, None] == row_k) & (t < cu_seqlens_q[-1])[:, None])[None]
+        row_q, row_k = row_q[None], row_k[None]
+        if page_table is None:
+            together = together & (s < cu_seqlens_k[-1])
+
+    distance = position_q[:, :, None] - position_k[:, None, :]
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        visible = visible & (distance >= 0)
+    if window_left >= 0:
+        visible = visible & (distance <= window_left)
+    if window_right >= 0:
+        visible = visible & (distance >= -window_right)
+    if prefix_lengths is not None:
+        visible = visible | (position_k < prefix_lengths[row_k]).unsqueeze(1)
+    visible = visible & together & (position_k < lengths[row_k]).unsqueeze(1)
+    if q_documents is not None:
+        visible = visible & (q_documents.unsqueeze(2) == k_documents.unsqueeze(1))
+    visible = visible.unsqueeze(1)
+    if mask is not None:
+        visible = visible & mask
+    if block_offsets is not None:
+        visible = visible & _dense_blocks(block_offsets, block_indices, heads, tokens, keys, block_q, block_k)
+    return position_q, position_k, visible.expand(batch, -1, tokens, keys)
+
+
+def _packed(index: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Document of each packed token (the last one for tokens behind it), its place in it, and the document's length."""
+    starts = cu_seqlens[:-1].long()
+    row = torch.searchsorted(cu_seqlens[1:].long(), index, right=True).clamp(max=len(starts) - 1)
+    return row, index - starts[row], cu_seqlens.diff().long()[row]
+
+
+def _dense_blocks(offsets, indices, heads: int, tokens: int, keys: int, block_q: int, block_k: int) -> Tensor:
+    """Block lists as a bool mask [B|1, H, T, S]."""
+    rows, columns = -(-tokens // block_q), -(-keys // block_k)
+    batch, lists, _ = offsets.shape
+    dense = torch.zeros(batch * lists * rows + 1, columns, dtype=torch.bool, device=offsets.device)
+    entry = torch.arange(len(indices), device=offsets.device)
+    ends = offsets[..., 1:].flatten().long().contiguous()
+    row = torch.searchsorted(ends, entry, right=True)  # entries behind the last list fall into the spare row
+    dense[row, torch.where(row < len(ends), indices.long(), 0)] = True
+    dense = dense[:-1].view(batch, lists, rows, columns).repeat_interleave(heads // lists, 1)
+    return dense.repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)[:, :, :tokens, :keys]
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None) -> tuple[int, int, int, int]:
+    batch, heads, tokens, _ = q.shape
+    return batch, heads, tokens, k.shape[2] if page_table is None else page_table.numel() // batch * k.shape[2]
+
+
+class _Values:
+    """q, k and v in the accumulation dtype, scaled, out of their pages, one kv head for each query head."""
+
+    def __init__(self, q, k, v, page_table, q_scale, k_scale, v_scale):
+        acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.page_table, self.packed = page_table, page_table is not None and len(page_table) != len(q)
+        self.q_factor = self.k_factor = self.v_factor = 1.0
+        self.group = q.shape[1] // k.shape[1]
+        if q_scale is not None:
+            self.q_factor = q_scale.to(acc).unsqueeze(-1)
+        if k_scale is not None:
+            self.k_factor = k_scale.to(acc).unsqueeze(-1)
+        if v_scale is not None:
+            self.v_factor = v_scale.to(acc).unsqueeze(-1)
+        self.q = q.to(acc) * self.q_factor
+        self.k = self._unfold(k.to(acc) * self.k_factor)
+        self.v = self._unfold(v.to(acc) * self.v_factor)
+
+    def hide(self, visible: Tensor) -> None:
+        """Zero what nobody sees, so that NaN in padding stays there."""
+        seen = visible.any(-2).unsqueeze(-1)
+        self.q = torch.where(visible.any(-1).unsqueeze(-1), self.q, 0.0)
+        self.k = torch.where(seen, self.k, 0.0)
+        self.v = torch.where(seen, self.v, 0.0)
+
+    def fold(self, gradient: Tensor, like: Tensor, factor) -> Tensor:
+        """The gradient of k or v from that of its unfolded form: heads of a group summed, keys back into their pages."""
+        gradient = gradient.unflatten(1, (-1, self.group)).sum(2)
+        if self.page_table is not None:
+            batch, pages = self.page_table.shape
+            if self.packed:
+                gradient = gradient.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)
+            gradient = gradient.unflatten(2, (pages, -1)).transpose(1, 2).flatten(0, 1)
+            table = self.page_table.flatten().long().clamp(0, len(like) - 1)
+            gradient = gradient.new_zeros(like.shape).index_add(0, table, gradient)
+        return torch.empty_like(like).copy_(gradient * factor)
+
+    def _unfold(self, x: Tensor) -> Tensor:
+        if self.page_table is not None:
+            x = x[self.page_table.long().clamp(0, max(len(x) - 1, 0))].transpose(1, 2).flatten(2, 3)
+            if self.packed:
+                x = x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return x.repeat_interleave(self.group, 1)
+
+
+def _scores(values: _Values, bias, alibi, position_q, position_k, visible, scale, softcap) -> tuple[Tensor, Tensor | float]:
+    """Scores, -inf where not visible, and their derivative by q . k."""
+    slope = values.q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (values.q @ values.k.transpose(-1, -2)) * slope
+    if softcap > 0.0:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = bent * softcap, slope * (1.0 - bent * bent)
+    if alibi is not None:
+        distance = (position_q[:, :, None] - position_k[:, None, :]).abs().unsqueeze(1)
+        scores = scores - alibi.to(scores.dtype)[..., None, None] * distance
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    return torch.where(visible, scores, float("-inf")), slope
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    return torch.where(scores > float("-inf"), torch.exp(scores - lse.unsqueeze(-1)), 0.0)
+
+
+def _dropout(seed: Tensor, p: Tensor, dropout_p: float) -> Tensor:
+    """The factor of each probability: 0 or 1 / (1 - dropout_p)."""
+    return philox.keep_mask(seed, tuple(p.shape), dropout_p).to(p.dtype) / (1.0 - dropout_p)
+
+
+def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The merged lse [...] and each side's share of it [..., 1]."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    alive = lse > float("-inf")
+    share_a = torch.where(alive, torch.exp(lse_a - lse), 0.0).unsqueeze(-1)
+    share_b = torch.where(alive, torch.exp(lse_b - lse), 0.0).unsqueeze(-1)
+    return lse, share_a, share_b

@@ -1,0 +1,384 @@
+"""What the Triton attention kernels share: device functions on tiles, and the arguments of a launch.
+
+16-bit scores live in units of log 2, so that exp2 needs no further factor; fp32 ones (EXACT) in natural units, where
+their difference from lse loses no digits. Each query sees a range of keys (causal, window,
+lengths and packed documents are all bounds of that range), so a tile of queries walks at most four stretches of keys:
+prefix, partly visible, fully visible, partly visible; only the fully visible one, which is most of the work, runs
+without mask arithmetic. The gradient by keys walks queries in the same way.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilesmith.ops import philox
+from tilesmith.ops.philox_triton import random_bits, random_bits_by_four
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(1 << 30)  # beyond every token
+
+
+@triton.jit
+def tanh(x, EXACT: tl.constexpr):
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    y = (1.0 - e) / (1.0 + e)
+    y = tl.where(x < 0, -y, y)
+    if EXACT:  # 1 - e loses digits near 0, which a large softcap would multiply
+        z = x * x
+        series = x * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
+        y = tl.where(z < 0.0625, series, y)
+    return y
+
+
+@triton.jit
+def unit(EXACT: tl.constexpr):
+    """What one natural unit of score is in the kernels' units."""
+    return 1.0 if EXACT else LOG2E
+
+
+@triton.jit
+def power(x, EXACT: tl.constexpr):
+    """exp of a score."""
+    if EXACT:
+        return tl.exp(x)
+    return tl.exp2(x)
+
+
+@triton.jit
+def load_slope(alibi_ptr, strides, batch, head, EXACT: tl.constexpr):
+    return tl.load(alibi_ptr + batch * strides[0] + head * strides[1]).to(tl.float32) * unit(EXACT)
+
+
+@triton.jit
+def find_document(cu_ptr, documents, index):
+    """The last document that starts at or before each token."""
+    low = index * 0
+    high = low + documents
+    width = documents
+    while width > 1:
+        middle = (low + high) // 2
+        after = tl.load(cu_ptr + middle) <= index
+        low = tl.where(after, middle, low)
+        high = tl.where(after, high, middle)
+        width = (width + 1) // 2
+    return low
+
+
+@triton.jit
+def span(document, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, tokens, keys):
+    """Where the queries of a document (or batch row) end, where its keys begin and end, where its prefix ends."""
+    q_begin = 0
+    q_end = tokens
+    k_begin = 0
+    k_end = keys
+    if cu_q_ptr is not None:
+        q_begin = tl.load(cu_q_ptr + document)
+        q_end = tl.load(cu_q_ptr + document + 1)
+        k_begin = tl.load(cu_k_ptr + document)
+        k_end = tl.load(cu_k_ptr + document + 1)
+    if lengths_ptr is not None:
+        k_end = tl.minimum(k_end, k_begin + tl.load(lengths_ptr + document))
+    prefix_end = k_begin
+    if prefix_ptr is not None:
+        prefix_end = tl.minimum(k_end, k_begin + tl.load(prefix_ptr + document))
+    return q_begin, q_end, k_begin, k_end, prefix_end
+
+
+@triton.jit
+def key_range(row, shift, k_begin, k_end, prefix_end, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """First and last (exclusive) key that each query sees; with LEFT, the prefix comes on top."""
+    lo = k_begin + row * 0
+    hi = k_end + row * 0
+    if RIGHT:
+        hi = tl.minimum(hi, row + shift + right + 1)
+    if LEFT:
+        lo = tl.maximum(lo, row + shift - left)
+    else:
+        hi = tl.maximum(hi, prefix_end)
+    return lo, hi
+
+
+@triton.jit
+def query_range(
+    col, shift, q_begin, q_end, prefix_end, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr
+):
+    """First and last (exclusive) query that sees each key."""
+    lo = q_begin + col * 0
+    hi = q_end + col * 0
+    if RIGHT:
+        lo = tl.maximum(lo, col - shift - right)
+    if LEFT:
+        hi = tl.minimum(hi, col - shift + left + 1)
+    if PREFIX:
+        lo = tl.where(col < prefix_end, q_begin, lo)
+        hi = tl.where(col < prefix_end, q_end, hi)
+    return lo, hi
+
+
+@triton.jit
+def stretches(outer_lo, full_lo, full_hi, BLOCK: tl.constexpr):
+    """Begin of the walk, begin and end of its fully visible blocks; blocks start at multiples of 16."""
+    begin = outer_lo // 16 * 16
+    full_begin = begin + tl.cdiv(tl.maximum(full_lo - begin, 0), BLOCK) * BLOCK
+    full_end = begin + tl.maximum(full_hi - begin, 0) // BLOCK * BLOCK
+    return begin, full_begin, tl.maximum(full_begin, full_end)
+
+
+@triton.jit
+def key_walk(
+    start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr, left, right,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What a tile of queries needs to know to walk the keys: each row's range, and where the stretches begin and end."""
+    rows = start + tl.arange(0, BLOCK_M)
+    if cu_q_ptr is not None:
+        document = find_document(cu_q_ptr, documents, rows)
+        _, q_end, k_begin, k_end, prefix_end = span(document, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, tokens, keys)
+        real = rows < tl.load(cu_q_ptr + documents)
+        shift = k_end - q_end
+        lo, hi = key_range(rows, shift, k_begin, k_end, prefix_end, left, right, LEFT, RIGHT)
+        lo = tl.where(real, lo, FAR)
+        hi = tl.where(real, hi, 0)
+        prefix_begin = tl.where(real, k_begin, FAR)
+        prefix_end = tl.where(real, prefix_end, 0)
+        first_prefix, last_prefix = tl.min(prefix_begin, 0), tl.max(prefix_end, 0)
+        outer_lo, full_lo, outer_hi, full_hi = tl.min(lo, 0), tl.max(lo, 0), tl.max(hi, 0), tl.min(hi, 0)
+    else:
+        _, q_end, k_begin, k_end, end = span(batch, None, None, lengths_ptr, prefix_ptr, tokens, keys)
+        move = k_end - q_end
+        lo, hi = key_range(rows, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
+        outer_lo, full_hi = key_range(start, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
+        last = tl.minimum(start + BLOCK_M, tokens) - 1
+        full_lo, outer_hi = key_range(last, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
+        shift = rows * 0 + move
+        prefix_begin, prefix_end = rows * 0, rows * 0 + end
+        first_prefix, last_prefix = start * 0, start * 0 + end
+    if bounds_ptr is not None:
+        bounds_ptr += (batch * tl.cdiv(tokens, BLOCK_M) + start // BLOCK_M) * 2
+        outer_lo = tl.maximum(outer_lo, tl.load(bounds_ptr))
+        outer_hi = tl.minimum(outer_hi, tl.load(bounds_ptr + 1))
+    begin, full_begin, full_end = stretches(outer_lo, full_lo, full_hi, BLOCK_N)
+    if prefix_ptr is not None and LEFT:  # the prefix may overlap the walk, and reach beyond its end
+        outer_lo = tl.minimum(outer_lo, tl.maximum(begin, first_prefix))
+        outer_hi = tl.maximum(outer_hi, last_prefix)
+    return (rows, lo, hi, shift, prefix_begin, prefix_end, first_prefix, last_prefix,
+            outer_lo, outer_hi, begin, full_begin, full_end)  # fmt: skip
+
+
+@triton.jit
+def load_tile(
+    ptr, desc, batch, head, first, stride, lo, hi,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BULK: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none. BULK: by the tensor memory accelerator.
+    CHECKED: only rows in [lo, hi) are read."""
+    if BULK:
+        return tl.reshape(desc.load([batch, head, first, 0]), (BLOCK, BLOCK_D))
+    row = tl.arange(0, BLOCK)
+    col = tl.arange(0, BLOCK_D)
+    tile = ptr + first.to(tl.int64) * stride + (row.to(tl.int64) * stride)[:, None] + col[None, :]
+    if CHECKED:
+        held = ((first + row >= lo) & (first + row < hi))[:, None]
+        if DIM != BLOCK_D:
+            held = held & (col < DIM)[None, :]
+        return tl.load(tile, mask=held, other=0.0)
+    if DIM != BLOCK_D:
+        return tl.load(tile, mask=(col < DIM)[None, :], other=0.0)
+    return tl.load(tile)
+
+
+@triton.jit
+def load_plane(ptr, strides, rows, cols, tokens, keys, other):
+    """Elements (rows, cols) of one head's [T, S] tensor with any strides, 0 among them."""
+    held = (rows < tokens) & (cols < keys)
+    return tl.load(ptr + rows.to(tl.int64) * strides[2] + cols.to(tl.int64) * strides[3], mask=held, other=other)
+
+
+@triton.jit
+def attention_scores(
+    qk, rows, cols, shift, bias_ptr, bias_strides, slope, tokens, keys, inner, outer,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Scores, and tanh of the softcap (whose square the gradient needs)."""
+    bent = qk
+    if SOFTCAP:
+        bent = tanh(qk * inner, EXACT)
+    score = bent * outer
+    if ALIBI:
+        score -= slope * tl.abs(rows + shift - cols).to(tl.float32)
+    if bias_ptr is not None:
+        score += load_plane(bias_ptr, bias_strides, rows, cols, tokens, keys, 0.0).to(tl.float32) * unit(EXACT)
+    return score, bent
+
+
+@triton.jit
+def keep_tile(
+    seed_ptr, head_row, start_m, start_n, tokens, keys, drop_below,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_FOUR: tl.constexpr,
+):  # fmt: skip
+    """Which probabilities [BLOCK_M, BLOCK_N] survive dropout. head_row: batch * heads + head."""
+    row = head_row.to(tl.int64) * tokens + (start_m + tl.arange(0, BLOCK_M))
+    if BY_FOUR:  # one Philox call for four neighbours: rows of the index start at multiples of four
+        counter = (row * (keys // 4))[:, None] + (start_n // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+        bits = random_bits_by_four(seed_ptr, counter)
+    else:
+        bits = random_bits(seed_ptr, (row * keys)[:, None] + (start_n + tl.arange(0, BLOCK_N))[None, :])
+    return bits >= drop_below.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def schedule(blocks, heads, section, LAST_FIRST: tl.constexpr):
+    """Program -> (block, head). Heads whose operands fit in L2 together form a section; inside it all heads' longest
+    blocks come first, so that the short ones fill the end."""
+    pid = tl.program_id(0)
+    number = pid // (section * blocks)
+    inside = pid - number * (section * blocks)
+    width = tl.minimum(section, heads - number * section)
+    block = inside // width
+    head = number * section + inside - block * width
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block, head
+
+
+def launch_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    alibi: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    kv_lengths: Tensor | None,
+    prefix_lengths: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> dict:
+    """The arguments that forward and gradients share, by the kernels' parameter names."""
+    batch, heads, tokens, dim = q.shape
+    keys = k.shape[2]
+    scale = dim**-0.5 if scale is None else scale
+    if causal:
+        window_right = 0
+    left, right = 0 <= window_left < keys - 1, 0 <= window_right < max(tokens - 1, 1)
+    sparse = mask is not None or q_documents is not None
+    packed, lengths = cu_seqlens_q is not None, kv_lengths is not None
+    whole = (batch, heads, tokens, keys)
+    mask = None if mask is None else mask.view(torch.uint8).expand(whole)
+    dropped = philox.threshold(dropout_p)
+    return {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": bias, "mask_ptr": mask,
+        "alibi_ptr": alibi, "seed_ptr": seed if dropout_p > 0.0 else None,
+        "cu_q_ptr": cu_seqlens_q, "cu_k_ptr": cu_seqlens_k, "lengths_ptr": kv_lengths, "prefix_ptr": prefix_lengths,
+        "q_documents_ptr": None if q_documents is None else q_documents.contiguous(),
+        "k_documents_ptr": None if k_documents is None else k_documents.contiguous(),
+        "q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride(),
+        "bias_strides": None if bias is None else bias.expand(whole).stride(),
+        "mask_strides": None if mask is None else mask.stride(),
+        "alibi_strides": None if alibi is None else alibi.expand(batch, heads).stride(),
+        "batches": batch, "heads": heads, "group": heads // k.shape[1], "tokens": tokens, "keys": keys,
+        "documents": cu_seqlens_q.numel() - 1 if packed else 0,
+        "inner": scale / softcap if softcap > 0.0 else 0.0,
+        "outer": (softcap if softcap > 0.0 else scale) * (1.0 if q.dtype == torch.float32 else LOG2E.value),
+        "window_left": window_left, "window_right": window_right,
+        "drop_below": dropped - 2**32 if dropped >= 2**31 else dropped, "keep_scale": 1.0 / (1.0 - dropout_p),
+        "DIM": dim, "DIM_V": v.shape[3], "BLOCK_D": _padded(dim), "BLOCK_DV": _padded(v.shape[3]),
+        "LEFT": left, "RIGHT": right, "SOFTCAP": softcap > 0.0, "DROPOUT": dropout_p > 0.0, "BY_FOUR": keys % 4 == 0,
+        "PADDED": packed or lengths or (right and tokens > keys) or (left and keys > tokens),
+        "SPARSE": sparse, "CLEAN": sparse or (packed and lengths) or (left and keys > tokens and prefix_lengths is not None),
+    }  # fmt: skip
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
+    """A descriptor of x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows, where x allows one."""
+    item = x.element_size()
+    # the stride of a dim of size 1 is never used, but must be legal
+    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:3], x.stride()[:3])]
+    legal = all(s > 0 and s * item % 16 == 0 for s in strides) and x.data_ptr() % 16 == 0 and x.numel() > 0
+    if not legal:
+        return None
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _padded(x.shape[3])])
+
+
+def descriptors(arch, tensors: tuple[Tensor, Tensor], rows: int) -> tuple:
+    """Descriptors of two tensors that a kernel streams, or (None, None) where it must use pointers."""
+    if arch.kind != "cuda" or arch.capability < (9, 0) or tensors[0].element_size() != 2:
+        return None, None
+    found = tuple(descriptor(x, rows) for x in tensors)
+    return found if None not in found else (None, None)
+
+
+def document_bounds(own: Tensor | None, other: Tensor | None, block: int, other_block: int) -> Tensor | None:
+    """For each block of `own` [B, X], the first and last (exclusive) token of `other` [B, Y] whose id can be in it.
+
+    int32 [B, blocks, 2]; exact to the block where ids ascend, else only a bound.
+    """
+    if own is None or own.numel() == 0 or other.numel() == 0:
+        return None
+    while other.shape[1] > 4096 * other_block:  # the table below has blocks x other blocks entries
+        other_block *= 2
+    low, high = _extremes(own, block)
+    other_low, other_high = _extremes(other, other_block)
+    meets = (low[:, :, None] <= other_high[:, None, :]) & (high[:, :, None] >= other_low[:, None, :])
+    begin = torch.arange(0, other.shape[1], other_block, dtype=torch.int32, device=own.device)
+    first = torch.where(meets, begin, FAR.value).amin(-1)
+    last = torch.where(meets, begin + other_block, 0).amax(-1)
+    return torch.stack((first, last.clamp(max=other.shape[1])), -1)
+
+
+def section(streamed: Tensor, also_streamed: Tensor, share: int, arch) -> int:
+    """How many program heads to work on together, so that the two tensors that their programs stream stay in half of the
+    L2 cache. share: program heads that stream the same head of the tensors."""
+    batch, heads, tokens, _ = streamed.shape
+    size = tokens * (streamed.shape[3] + also_streamed.shape[3]) * streamed.element_size()
+    fitting = arch.l2 // 2 // max(size, 1) if arch.l2 else batch * heads
+    return max(1, min(fitting, batch * heads)) * share
+
+
+def sizes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, int]:
+    """Sizes on which the best tiles depend. causal is 8 or 1: far apart, since tuning rows are looked up by ratio."""
+    return {
+        "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
+        "value_dim": v.shape[3], "causal": 8 if causal else 1,
+    }  # fmt: skip
+
+
+def rejects(call) -> list[str]:
+    """Why these kernels cannot serve a call of attention or attention_vjp."""
+    reasons = []
+    if call.page_table is not None:
+        reasons.append("page_table: paged keys and values are not read")
+    if call.block_offsets is not None:
+        reasons.append("block_offsets: block lists are not walked")
+    if call.q_scale is not None or call.k_scale is not None or call.v_scale is not None:
+        reasons.append("q_scale, k_scale, v_scale: quantised values are not read")
+    if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
+    for name, x in (("q", call.q), ("v", call.v)):
+        if x.cols % 8 or not 16 <= x.cols <= 256:
+            reasons.append(f"{name} has head dim {x.cols}; multiples of 8 from 16 to 256 are served")
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if not x.unit:
+            reasons.append(f"{name} has a last stride other than 1")
+    return reasons
+
+
+def _extremes(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    places = torch.arange(triton.cdiv(ids.shape[1], block) * block, device=ids.device).clamp(max=ids.shape[1] - 1)
+    blocks = ids[:, places].unflatten(1, (-1, block))
+    return blocks.amin(-1), blocks.amax(-1)
+
+
+def _padded(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))

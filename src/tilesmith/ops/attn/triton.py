@@ -1,0 +1,269 @@
+"""Triton kernel of attention's forward."""
+
+import inspect
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.attn import reference, tiles
+from tilesmith.ops.attn.tiles import (
+    LN2, attention_scores, keep_tile, key_walk, load_plane, load_slope, load_tile, power, schedule, unit,
+)  # fmt: skip
+
+
+@triton.jit
+def _attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr,
+    bias_ptr, mask_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
+    q_documents_ptr, k_documents_ptr, bounds_ptr,
+    q_strides, k_strides, v_strides, out_strides, bias_strides, mask_strides, alibi_strides,
+    batches, heads, group, tokens, keys, documents, section,
+    inner, outer, window_left, window_right, drop_below, keep_scale,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
+    CLEAN: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head. PADDED: keys outside the tile's range may hold NaN. SPARSE: any key may be
+    hidden. CLEAN: keys that no query of the tile sees may hold NaN, wherever they are."""
+    PLAIN: tl.constexpr = bias_ptr is None and alibi_ptr is None and not SOFTCAP
+    PREFIX_ON_TOP: tl.constexpr = prefix_ptr is not None and LEFT
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    block, head_row = schedule(tl.cdiv(tokens, BLOCK_M), batches * heads, section, True)
+    batch = head_row // heads
+    head = head_row - batch * heads
+    kv_head = head // group
+    start = block * BLOCK_M
+    (rows, lo, hi, shift, prefix_begin, prefix_end, first_prefix, last_prefix,
+     outer_lo, outer_hi, begin, full_begin, full_end) = key_walk(
+        start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
+        window_left, window_right, LEFT, RIGHT, BLOCK_M, BLOCK_N)  # fmt: skip
+    if SPARSE:
+        full_begin = begin
+        full_end = begin
+
+    long_batch = batch.to(tl.int64)
+    q_ptr += long_batch * q_strides[0] + head.to(tl.int64) * q_strides[1]
+    k_ptr += long_batch * k_strides[0] + kv_head.to(tl.int64) * k_strides[1]
+    v_ptr += long_batch * v_strides[0] + kv_head.to(tl.int64) * v_strides[1]
+    q = load_tile(q_ptr, None, batch, head, start, q_strides[2], 0, tokens, DIM, BLOCK_M, BLOCK_D, False, True)
+    if bias_ptr is not None:
+        bias_ptr += long_batch * bias_strides[0] + head.to(tl.int64) * bias_strides[1]
+    if mask_ptr is not None:
+        mask_ptr += long_batch * mask_strides[0] + head.to(tl.int64) * mask_strides[1]
+    slope = 0.0
+    if alibi_ptr is not None:
+        slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
+    if q_documents_ptr is not None:
+        q_document = tl.load(q_documents_ptr + long_batch * tokens + rows, mask=rows < tokens, other=0)
+
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks_ptr is not None:
+        top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * unit(EXACT)
+        total += 1.0
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    for part in tl.static_range(4):
+        if (part == 0 and PREFIX_ON_TOP) or (part == 1 and (LEFT or cu_q_ptr is not None)) or (part == 2) or (part == 3):
+            walk_lo = outer_lo
+            walk_hi = outer_hi
+            if part == 0:
+                walk_lo = first_prefix
+                walk_hi = tl.minimum(last_prefix, begin)
+                walk_begin = first_prefix // 16 * 16
+                walk_end = walk_hi
+            elif part == 1:
+                walk_begin = begin
+                walk_end = tl.minimum(full_begin, outer_hi)
+            elif part == 2:
+                walk_begin = full_begin
+                walk_end = full_end
+            else:
+                walk_begin = full_end
+                walk_end = outer_hi
+            for first in tl.range(walk_begin, walk_end, BLOCK_N):
+                first = tl.multiple_of(first, 16)
+                cols = (first + tl.arange(0, BLOCK_N))[None, :]
+                k = load_tile(
+                    k_ptr, k_desc, batch, kv_head, first, k_strides[2], walk_lo, walk_hi,
+                    DIM, BLOCK_N, BLOCK_D, BULK and (part == 2 or not PADDED), part != 2,
+                )  # fmt: skip
+                score = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if not PLAIN:
+                    score, _ = attention_scores(
+                        score, rows[:, None], cols, shift[:, None], bias_ptr, bias_strides, slope, tokens, keys,
+                        inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
+                    )  # fmt: skip
+                if part != 2:
+                    visible = cols < hi[:, None]
+                    if LEFT or cu_q_ptr is not None:
+                        visible = visible & (cols >= lo[:, None])
+                    if PREFIX_ON_TOP:
+                        visible = visible | ((cols >= prefix_begin[:, None]) & (cols < prefix_end[:, None]))
+                    if part == 0:
+                        visible = visible & (cols < walk_hi)
+                    if mask_ptr is not None:
+                        visible = visible & (load_plane(mask_ptr, mask_strides, rows[:, None], cols, tokens, keys, 0) != 0)
+                    if q_documents_ptr is not None:
+                        k_document = tl.load(k_documents_ptr + long_batch * keys + cols, mask=cols < keys, other=0)
+                        visible = visible & (q_document[:, None] == k_document)
+                    score = tl.where(visible, score, float("-inf"))
+                if PLAIN:
+                    new_top = tl.maximum(top, tl.max(score, 1) * outer)
+                else:
+                    new_top = tl.maximum(top, tl.max(score, 1))
+                base = new_top
+                if part != 2 or bias_ptr is not None:
+                    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                if PLAIN:
+                    p = power(score * outer - base[:, None], EXACT)
+                else:
+                    p = power(score - base[:, None], EXACT)
+                decay = power(top - base, EXACT)
+                top = new_top
+                total = total * decay + tl.sum(p, 1)
+                acc = acc * decay[:, None]
+                if DROPOUT:
+                    keep = keep_tile(seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
+                    p = tl.where(keep, p, 0.0)
+                v = load_tile(
+                    v_ptr, v_desc, batch, kv_head, first, v_strides[2], walk_lo, walk_hi,
+                    DIM_V, BLOCK_N, BLOCK_DV, BULK and (part == 2 or not PADDED), part != 2,
+                )  # fmt: skip
+                if CLEAN and part != 2:
+                    v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+
+    dead = total == 0.0
+    acc = acc * (keep_scale / tl.where(dead, 1.0, total))[:, None]
+    lse = tl.where(dead, 1.0, total)
+    lse = top + tl.log(lse) if EXACT else (top + tl.log2(lse)) * LN2
+    lse = tl.where(dead, float("-inf"), lse)
+    held = rows < tokens
+    tl.store(lse_ptr + head_row.to(tl.int64) * tokens + rows, lse, mask=held)
+    cols = tl.arange(0, BLOCK_DV)
+    out_ptr += long_batch * out_strides[0] + head.to(tl.int64) * out_strides[1]
+    out_ptr += rows.to(tl.int64)[:, None] * out_strides[2] + cols[None, :]
+    tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=held[:, None] & (cols < DIM_V)[None, :])
+
+
+_CAUSAL = list(inspect.signature(reference.attention).parameters).index("causal")
+
+
+class AttentionConfig(NamedTuple):
+    """Queries and keys of a tile; warps and pipeline stages of a program."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _dims(*args) -> dict[str, int]:
+    return tiles.sizes(*args[:3], args[_CAUSAL])
+
+
+def _default(dims, arch, dtype) -> AttentionConfig:
+    wide = triton.next_power_of_2(max(dims["dim"], dims["value_dim"], 16))
+    if arch.kind not in ("cuda", "hip", "xpu"):
+        return AttentionConfig(32, 32, 4, 1)
+    if dtype == torch.float32:
+        config = AttentionConfig(64, 32, 8 if wide > 64 else 4, 2)
+    elif arch.kind == "cuda" and arch.capability[0] == 9:
+        config = AttentionConfig(128, 128 if wide <= 128 else 64, 8, 2)
+    elif wide <= 128:
+        config = AttentionConfig(128, 64, 4 if wide <= 64 else 8, 3 if arch.kind == "cuda" else 1)
+    else:
+        config = AttentionConfig(64, 32, 4, 2 if arch.kind == "cuda" else 1)
+    if dims["tokens"] < config.block_m:
+        config = config._replace(block_m=max(16, triton.next_power_of_2(dims["tokens"])), num_warps=4)
+    return _fit(config, wide * dtype.itemsize, arch.shared_memory)
+
+
+def _fit(config: AttentionConfig, row_bytes: int, shared_memory: int) -> AttentionConfig:
+    """Fewer stages, then smaller tiles, until queries and staged keys and values fit in shared memory."""
+    while shared_memory and (config.block_m + 2 * config.num_stages * config.block_n) * row_bytes > shared_memory - 1024:
+        if config.num_stages > 1:
+            config = config._replace(num_stages=config.num_stages - 1)
+        elif config.block_n > 16:
+            config = config._replace(block_n=config.block_n // 2)
+        elif config.block_m > 16:
+            config = config._replace(block_m=config.block_m // 2)
+        else:
+            break
+    return config
+
+
+ATTENTION_SPACE = Space(
+    default=_default,
+    dims=_dims,
+    choices={"block_m": (64, 128, 256), "block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+)
+
+
+@register_kernel("attention", backend="triton", rank=20, rejects=tiles.rejects)
+@optimize_kernel(space=ATTENTION_SPACE)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    block_offsets: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_offsets_t: Tensor | None = None,
+    block_indices_t: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_q: int = 0,
+    block_k: int = 0,
+    deterministic: bool = False,
+    *,
+    config: AttentionConfig,
+) -> tuple[Tensor, Tensor]:
+    """One program for each tile of queries."""
+    batch, heads, tokens, _ = q.shape
+    out = reference.out_like(q, v.shape[3])
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
+    arch = arch_of(q.device)
+    k_desc, v_desc = tiles.descriptors(arch, (k, v), config.block_n)
+    arguments = tiles.launch_arguments(
+        q, k, v, bias, mask, alibi, seed, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths,
+        q_documents, k_documents, scale, causal, window_left, window_right, softcap, dropout_p,
+    )  # fmt: skip
+    launch(
+        _attention_fwd_kernel,
+        (triton.cdiv(tokens, config.block_m) * batch * heads,),
+        **arguments,
+        k_desc=k_desc, v_desc=v_desc, out_ptr=out, lse_ptr=lse, sinks_ptr=sinks, out_strides=out.stride(),
+        bounds_ptr=tiles.document_bounds(q_documents, k_documents, config.block_m, config.block_n),
+        section=tiles.section(k, v, heads // k.shape[1], arch), BULK=k_desc is not None,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out, lse

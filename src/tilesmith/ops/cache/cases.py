@@ -1,0 +1,118 @@
+"""Example inputs of kv_cache_append."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+
+SMALL = frozenset({"test", "interpret"})
+BENCH = frozenset({"gpu", "bench", "tune"})
+
+
+def _lengths(*values: int):
+    """Token counts for the rows, repeated from `values`."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        repeats = -(-shape[0] // len(values))
+        return torch.tensor(values * repeats, device=device)[: shape[0]].int()
+
+    return init
+
+
+def _pages(num_pages: int):
+    """A page table that owns different pages in every entry; its very last entry is -1, no page."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        count = shape[0] * shape[1]
+        table = torch.randperm(num_pages, generator=generator, device=generator.device)[:count].int()
+        table[-1:] = -1
+        return table.view(*shape).to(device)
+
+    return init
+
+
+def _angles(function):
+    """cos or sin of the Llama angles, theta 10000, for the first shape[-2] positions."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        inverse = 10000.0 ** (-torch.arange(shape[-1], dtype=torch.float64, device=device) / max(1, shape[-1]))
+        angle = torch.arange(shape[-2], dtype=torch.float64, device=device)[:, None] * inverse
+        return function(angle).float().expand(shape).clone()
+
+    return init
+
+
+def _append(
+    batch: int,
+    tokens: int,
+    kv_heads: int,
+    dim: int,
+    slots: int,
+    *,
+    lengths: tuple[int, ...] = (3,),
+    q_heads: int = 0,
+    rotated: int = 0,
+    positions: int | None = None,
+    pages: int = 0,
+    interleaved: bool = False,
+    layout: str = "contiguous",
+    angle_dtype: torch.dtype | None = None,
+) -> dict:
+    """Arguments of one call. slots: a page's where `pages` (of a row) is given. positions None: angles by token."""
+    num_pages = batch * pages + 1
+    cache = T(num_pages if pages else batch, kv_heads, slots, dim, grad=False, layout=layout)
+    new = T(batch, kv_heads, tokens, dim, grad=False, layout=layout)
+    angles = (batch, tokens, rotated // 2) if positions is None else (positions, rotated // 2)
+    args = {"k_cache": cache, "v_cache": cache, "k": new, "v": new}
+    args["lengths"] = T(batch, dtype=torch.int32, grad=False, init=_lengths(*lengths))
+    args["q"] = T(batch, q_heads, tokens, dim, grad=False, layout=layout) if q_heads else None
+    args["cos"] = T(*angles, dtype=angle_dtype, grad=False, init=_angles(torch.cos)) if rotated else None
+    args["sin"] = T(*angles, dtype=angle_dtype, grad=False, init=_angles(torch.sin)) if rotated else None
+    args["page_table"] = T(batch, pages, dtype=torch.int32, grad=False, init=_pages(num_pages)) if pages else None
+    args["interleaved"] = interleaved
+    return args
+
+
+CASES: dict[str, list[Case]] = {
+    "kv_cache_append": [
+        Case("plain", _append(2, 3, 2, 16, 11), SMALL),
+        Case("rotated", _append(2, 3, 2, 16, 11, q_heads=6, rotated=16, positions=11), SMALL),
+        Case("rotated_per_token", _append(3, 2, 1, 24, 9, q_heads=2, rotated=24), SMALL),
+        Case(
+            "partial", _append(2, 3, 2, 40, 11, q_heads=4, rotated=12, positions=16, angle_dtype=torch.float32), SMALL
+        ),
+        Case("interleaved", _append(2, 3, 2, 16, 11, q_heads=6, rotated=16, positions=11, interleaved=True), SMALL),
+        Case("interleaved_partial", _append(1, 4, 3, 22, 7, q_heads=3, rotated=14, interleaved=True), SMALL),
+        Case("keys_only_rotated", _append(2, 1, 2, 8, 5, rotated=8, positions=5), SMALL),
+        Case("paged", _append(2, 5, 2, 16, 4, lengths=(2, 5), q_heads=4, rotated=16, positions=12, pages=3), SMALL),
+        Case("page_of_one", _append(2, 3, 1, 8, 1, lengths=(0, 2), pages=6), SMALL),
+        Case("dropped", _append(4, 4, 2, 8, 6, lengths=(-2, 0, 5, 9)), SMALL),
+        Case("dropped_paged", _append(3, 4, 2, 8, 3, lengths=(-1, 4, 8), pages=2), SMALL),
+        Case("strided", _append(2, 3, 2, 24, 11, q_heads=4, rotated=24, positions=11, layout="strided"), SMALL),
+        Case("transposed", _append(2, 3, 2, 24, 11, q_heads=4, rotated=24, positions=11, layout="transposed"), SMALL),
+        Case("one_feature", _append(2, 2, 1, 1, 5), SMALL),
+        Case("no_tokens", _append(2, 0, 2, 8, 5, q_heads=2, rotated=8), SMALL),
+        Case("no_rows", _append(0, 2, 2, 8, 5, q_heads=2, rotated=8), SMALL),
+        Case("no_slots", _append(2, 2, 2, 8, 0, lengths=(0,)), SMALL),
+        Case("far", _append(2, 3, 8, 128, 1_100_000, lengths=(1_099_998,)), frozenset({"gpu"}), (torch.bfloat16,)),
+        Case("decode", _append(32, 1, 8, 128, 8192, lengths=(4000,), q_heads=64, rotated=128, positions=8192), BENCH),
+        Case("speculate", _append(8, 8, 8, 128, 8192, lengths=(4000,), q_heads=64, rotated=128, positions=8192), BENCH),
+        Case("prefill", _append(2, 8192, 8, 128, 8192, lengths=(0,), q_heads=32, rotated=128, positions=8192), BENCH),
+        Case("prefill_paged", _append(2, 8192, 8, 128, 16, lengths=(0,), q_heads=32, rotated=128, pages=513), BENCH),
+    ]
+}
+
+
+def _bytes(k_cache: Tensor, k: Tensor, q: Tensor | None = None, cos: Tensor | None = None, **_: object) -> int:
+    """Keys and values read and written, queries read and written, one angle row a token read twice (cos and sin)."""
+    moved = 2 * k.numel() * (k.element_size() + k_cache.element_size())
+    if q is not None:
+        moved += 2 * q.numel() * q.element_size()
+    if cos is not None:
+        moved += 2 * k.shape[0] * k.shape[2] * cos.shape[-1] * cos.element_size()
+    return moved
+
+
+bytes_moved = {"kv_cache_append": _bytes}

@@ -1,0 +1,96 @@
+"""What kv_cache_append means, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+
+def kv_cache_append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    q: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    page_table: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """Write new keys and values into a KV cache in place, rotating keys and queries on the way.
+
+    Token ``t`` of row ``b`` has position ``lengths[b] + t``. Its key and value go to that slot of the row's cache; with
+    ``cos`` and ``sin`` the key is rotated first (RoPE, arXiv:2104.09864), and so is ``q``.
+
+    A token whose slot lies outside the cache (a negative position, a position past the last slot, a page-table entry
+    that names no page) is dropped. ``lengths`` itself is not advanced. If two tokens name the same slot (a page that
+    rows share), which of them stays is undefined.
+
+    Args:
+        k_cache, v_cache: [B, G, S, D], or [num_pages, G, page_size, D] with ``page_table``; changed in place. Any
+            strides, as long as no two elements share memory.
+        k, v: [B, G, T, D] new keys and values; cast to the caches' dtypes.
+        lengths: [B] int32 or int64, tokens already in each row's cache; read on the device.
+        q: [B, H, T, D] queries to rotate, only with ``cos`` and ``sin``.
+        cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, T, R / 2] or
+            [1, T, R / 2] for each token. The first R <= D features are rotated, the others pass through. A position
+            that the table does not hold gives NaN.
+        page_table: [B, pages] int32 or int64; slot ``s`` of row ``b`` is slot ``s % page_size`` of page
+            ``page_table[b, s // page_size]``.
+        interleaved: features (2i, 2i + 1) form a pair; otherwise (i, i + R / 2).
+
+    Returns:
+        The rotated queries with q's shape, dtype and memory order (dense, as ``torch.empty_like`` lays it out), or an
+        empty tensor of k's dtype if ``q`` is None.
+
+    The rotation is computed in at least float32 and rounded once, to the dtype of the cache or of ``q``. There is no
+    gradient: a tensor that requires one raises ValueError while grad mode is on, as do wrong shapes; wrong dtypes raise
+    TypeError.
+    """
+    batch, _, tokens, _ = k.shape
+    position = lengths[:, None].long() + torch.arange(tokens, device=k.device)
+    if cos is not None and sin is not None:
+        cos, sin = _angles(cos, position), _angles(sin, position)
+    rows, columns, page, slot = _destinations(k_cache, position, page_table)
+    k_cache[page, :, slot] = _rotate(k, cos, sin, interleaved).to(k_cache.dtype)[rows, :, columns]
+    v_cache[page, :, slot] = v.to(v_cache.dtype)[rows, :, columns]
+    if q is None:
+        return k.new_empty(0)
+    return torch.empty_like(q).copy_(_rotate(q, cos, sin, interleaved))
+
+
+def _destinations(cache: Tensor, position: Tensor, page_table: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Row and column of the tokens that have a place in the cache, with that place: page and slot."""
+    if page_table is None:
+        page_table = torch.arange(cache.shape[0], device=cache.device)[:, None]
+    page_size = cache.shape[2]
+    capacity = page_table.shape[1] * page_size
+    rows, columns = torch.nonzero((position >= 0) & (position < capacity), as_tuple=True)
+    slots = position[rows, columns]
+    page = page_table[rows, slots // max(page_size, 1)].long()
+    held = (page >= 0) & (page < cache.shape[0])
+    return rows[held], columns[held], page[held], slots[held] % max(page_size, 1)
+
+
+def _angles(table: Tensor, position: Tensor) -> Tensor:
+    """The angles of [B, T] positions as [B or 1, T, R / 2], NaN where the table holds none."""
+    if table.ndim == 3:
+        return table
+    held = (position >= 0) & (position < table.shape[0])
+    return table[position.clamp(0, table.shape[0] - 1)].where(held[..., None], float("nan"))
+
+
+def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
+    """x [B, heads, T, D] with its first R features rotated by [B or 1, T, R / 2] angles, in at least float32."""
+    if cos is None or sin is None:
+        return x
+    acc = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos[:, None].to(acc), sin[:, None].to(acc)
+    pairs = cos.shape[-1]
+    rotated, passed = x.to(acc).split([2 * pairs, x.shape[-1] - 2 * pairs], dim=-1)
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        first, second = rotated[..., :pairs], rotated[..., pairs:]
+    halves = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
+    return torch.cat((turned, passed), dim=-1)

@@ -1,0 +1,128 @@
+"""What the activations and gated activations mean, in plain PyTorch.
+
+All compute in at least float32 and round once, to the dtype of their input. Backward passes recompute the activation
+from the saved inputs.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TANH_SLOPE = math.sqrt(8 / math.pi)
+TANH_CUBIC = 0.044715
+
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), element by element (SiLU or Swish, arXiv:1702.03118).
+
+    Args:
+        x: any shape and strides, floating.
+
+    Returns a contiguous tensor of x's shape and dtype. Raises TypeError for other dtypes.
+    """
+    return _silu(_wide(x)).to(x.dtype).contiguous()
+
+
+def silu_vjp(dout: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `silu`: dx, contiguous, in x's dtype."""
+    return (_wide(dout) * _silu_slope(_wide(x))).to(x.dtype).contiguous()
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x Phi(x), Phi the distribution function of the standard normal, element by element (GELU, arXiv:1606.08415).
+
+    Args:
+        x: any shape and strides, floating.
+        approximate: "none": Phi through erf. "tanh": Phi(x) = (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+
+    Returns a contiguous tensor of x's shape and dtype. Raises TypeError for other dtypes, ValueError for another
+    ``approximate``.
+    """
+    return _gelu(_wide(x), approximate).to(x.dtype).contiguous()
+
+
+def gelu_vjp(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
+    """Gradient of `gelu`: dx, contiguous, in x's dtype."""
+    return (_wide(dout) * _gelu_slope(_wide(x), approximate)).to(x.dtype).contiguous()
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, element by element (SwiGLU without its projections, arXiv:2002.05202).
+
+    Args:
+        gate, up: [..., F] of one shape and dtype, any strides; halves of a packed [..., 2F] projection are not copied.
+
+    Returns a contiguous tensor of gate's shape and dtype. The product is taken before rounding. Raises ValueError or
+    TypeError where gate and up differ in shape, dtype or device, or are not floating.
+    """
+    return (_silu(_wide(gate)) * _wide(up)).to(gate.dtype).contiguous()
+
+
+def swiglu_vjp(dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Gradients of `swiglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False."""
+    wide = _wide(gate)
+    return _gated_vjp(dout, gate, up, _silu(wide), _silu_slope(wide), output_mask)
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+    """gelu(gate, approximate) * up, element by element (GeGLU without its projections, arXiv:2002.05202).
+
+    Args:
+        gate, up: [..., F] of one shape and dtype, any strides; halves of a packed [..., 2F] projection are not copied.
+        approximate: "tanh" or "none", as in `gelu`.
+
+    Returns a contiguous tensor of gate's shape and dtype. The product is taken before rounding. Raises ValueError or
+    TypeError where gate and up differ in shape, dtype or device, or are not floating, and for another ``approximate``.
+    """
+    return (_gelu(_wide(gate), approximate) * _wide(up)).to(gate.dtype).contiguous()
+
+
+def geglu_vjp(
+    dout: Tensor, gate: Tensor, up: Tensor, approximate: str, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `geglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False."""
+    wide = _wide(gate)
+    return _gated_vjp(dout, gate, up, _gelu(wide, approximate), _gelu_slope(wide, approximate), output_mask)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(x)
+    return sigmoid + x * sigmoid * (1 - sigmoid)
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    return x * _normal_cdf(x, approximate)
+
+
+def _gelu_slope(x: Tensor, approximate: str) -> Tensor:
+    cdf = _normal_cdf(x, approximate)
+    if approximate == "none":
+        density = torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    else:
+        density = cdf * (1 - cdf) * (TANH_SLOPE * (1 + 3 * TANH_CUBIC * x * x))
+    return cdf + x * density
+
+
+def _normal_cdf(x: Tensor, approximate: str) -> Tensor:
+    if approximate == "none":
+        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    # (1 + tanh(z)) / 2 is sigmoid(2 z), which does not cancel where tanh(z) is near -1.
+    return torch.sigmoid(TANH_SLOPE * (x + TANH_CUBIC * x * x * x))
+
+
+def _gated_vjp(
+    dout: Tensor, gate: Tensor, up: Tensor, value: Tensor, slope: Tensor, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    dgate = (_wide(dout) * _wide(up) * slope).to(gate.dtype).contiguous() if output_mask[0] else gate.new_empty(0)
+    dup = (_wide(dout) * value).to(up.dtype).contiguous() if output_mask[1] else up.new_empty(0)
+    return dgate, dup

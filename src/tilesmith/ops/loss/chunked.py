@@ -1,0 +1,206 @@
+"""linear_cross_entropy in plain PyTorch, chunk by chunk, with its gradients in the same pass: any device, least memory."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import register_kernel
+from tilesmith.ops.loss import chunks
+from tilesmith.ops.loss.reduction import check_labels, loss_factor, token_grads, undivided_token_grads
+from tilesmith.ops.loss.reference import Terms
+
+CPU_BLOCK = 2**18  # elements swept at a time: 1 MiB of fp32, which stays in the level-2 cache between the sweeps
+ACCELERATOR_BLOCK = 2**24
+
+
+@register_kernel("linear_cross_entropy", backend="chunked", rank=10)
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+    chunk_tokens: int = 0,
+    accumulate_fp32: bool = True,
+    grad_mask: Sequence[bool] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Chunks of tokens, swept in place by PyTorch's own element-wise ops."""
+    check_labels(target, weight.shape[0], ignore_index)
+    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    return chunks.linear_cross_entropy(
+        STEPS, x, weight, target, bias, class_weight, terms, reduction, chunk_tokens, accumulate_fp32, grad_mask
+    )
+
+
+@register_kernel("linear_cross_entropy_vjp", backend="chunked", rank=10)
+def linear_cross_entropy_vjp(
+    dloss: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    divisors: Tensor,
+    x_grad: Tensor,
+    weight_grad: Tensor,
+    bias_grad: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float,
+    softcap: float,
+    reduction: str,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The saved gradients times the loss's, or the same walk with the logits computed again."""
+    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    return chunks.linear_cross_entropy_vjp(
+        STEPS, dloss, x, weight, target, bias, class_weight, lse, divisors, (x_grad, weight_grad, bias_grad),
+        terms, reduction, chunk_tokens, accumulate_fp32, output_mask,
+    )  # fmt: skip
+
+
+def _forward(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    losses: Tensor,
+    lse: Tensor,
+    divisors: Tensor,
+    terms: Terms,
+    grad: bool,
+) -> None:
+    token_grad, z_grad = undivided_token_grads(losses, divisors)
+    for rows in _blocks(logits):
+        z, slope = _scores(logits[rows], losses.dtype, terms, grad)
+        block = _Block(z, target[rows], class_weight, terms)
+        peak = z.amax(-1, keepdim=True)
+        chosen = z.gather(-1, block.label)[:, 0]
+        total = block.weighted_sum(z) if terms.label_smoothing else None
+        sums = z.sub_(peak).exp_().sum(-1)
+        block_lse = peak[:, 0] + sums.log()
+        losses[rows] = block.losses(block_lse, chosen, total)
+        lse[rows] = torch.where(block.counted, block_lse, 0.0)
+        if grad:
+            block.finish_gradient(block_lse, sums, token_grad[rows], z_grad[rows], slope)
+            _store(z, logits[rows])
+
+
+def _backward(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    dloss: Tensor,
+    divisors: Tensor,
+    terms: Terms,
+) -> None:
+    token_grad, z_grad = token_grads(dloss, divisors, dloss.shape, "mean" if divisors.numel() else "none")
+    for rows in _blocks(logits):
+        z, slope = _scores(logits[rows], lse.dtype, terms, True)
+        block = _Block(z, target[rows], class_weight, terms)
+        # Where the target is ignored lse is 0, and exp(z) could overflow.
+        z.sub_(torch.where(block.counted, lse[rows], float("inf"))[:, None]).exp_()
+        block.finish_gradient(lse[rows], None, token_grad[rows], z_grad[rows], slope)
+        _store(z, logits[rows])
+
+
+def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype) -> Tensor:
+    factor = loss_factor(dloss, divisors, "mean" if divisors.numel() else "sum")
+    if grad.dtype == factor.dtype == dtype:
+        return grad * factor
+    out = torch.empty_like(grad, dtype=dtype)
+    flat_out, flat = out.view(-1), grad.view(-1)
+    # A scalar tensor would be rounded to half precision before the product, so the product is taken in fp32.
+    for start in range(0, flat.numel(), ACCELERATOR_BLOCK):
+        part = slice(start, start + ACCELERATOR_BLOCK)
+        flat_out[part] = flat[part].to(factor.dtype) * factor
+    return out
+
+
+STEPS = chunks.LogitSteps(_forward, _backward, _scale)
+
+
+class _Block:
+    """A block of logits that is overwritten, first by exponentials, then by gradients. Vectors have one value a token."""
+
+    def __init__(self, z: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms):
+        self.z, self.terms, self.classes = z, terms, z.shape[1]
+        self.counted = target != terms.ignore_index
+        self.valid = (target >= 0) & (target < self.classes)
+        self.label = target.clamp(0, self.classes - 1).long()[:, None]
+        self.weights = None if class_weight is None else class_weight.to(z.dtype)
+
+    def weighted_sum(self, z: Tensor) -> Tensor:
+        return z.sum(-1) if self.weights is None else z @ self.weights
+
+    def losses(self, lse: Tensor, chosen: Tensor, total: Tensor | None) -> Tensor:
+        """Cross-entropies from the label's score and, for label smoothing, the (weighted) sum of all scores."""
+        losses = lse - chosen
+        if self.weights is not None:
+            losses = losses * self.weights[self.label[:, 0]]
+        if total is not None:
+            smoothing = self.terms.label_smoothing
+            losses = (1 - smoothing) * losses + smoothing / self.classes * (lse * self.all_weights() - total)
+        return torch.where(self.counted, torch.where(self.valid, losses, float("nan")), 0.0)
+
+    def all_weights(self) -> Tensor | int:
+        return self.classes if self.weights is None else self.weights.sum()
+
+    def finish_gradient(
+        self, lse: Tensor, sums: Tensor | None, token_grad: Tensor, z_grad: Tensor, slope: Tensor | None
+    ) -> None:
+        """Turn z, which holds exp(score − lse), or that times `sums`, into the gradient."""
+        z, terms = self.z, self.terms
+        nothing = torch.where(self.counted, torch.where(self.valid, 1.0, float("nan")), 0.0).to(z.dtype)
+        upstream = torch.where(self.counted, token_grad, 0.0) * nothing * terms.scale
+        hit = upstream * (1 - terms.label_smoothing)
+        if self.weights is not None:
+            hit = hit * self.weights[self.label[:, 0]]
+        every = upstream * (terms.label_smoothing / self.classes)
+        every_probability = hit + every * self.all_weights()
+        if terms.z_loss:
+            square = torch.where(self.counted, 2 * terms.z_loss * lse * z_grad, 0.0)
+            every_probability = every_probability + square * nothing * terms.scale
+        z.mul_((every_probability if sums is None else every_probability / sums)[:, None])
+        if terms.label_smoothing and self.weights is None:
+            z.sub_(every[:, None])
+        elif terms.label_smoothing:
+            z.addcmul_(every[:, None], self.weights, value=-1)
+        z.scatter_add_(-1, self.label, -hit[:, None])
+        if slope is not None:
+            z.mul_(slope)
+
+
+def _scores(logits: Tensor, acc: torch.dtype, terms: Terms, grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Scaled and capped logits, in place where the dtype allows, and the soft cap's derivative."""
+    z = logits.to(acc)
+    if terms.scale != 1:
+        z.mul_(terms.scale)
+    if not terms.softcap:
+        return z, None
+    z.div_(terms.softcap).tanh_()
+    slope = 1 - z * z if grad else None
+    return z.mul_(terms.softcap), slope
+
+
+def _store(z: Tensor, logits: Tensor) -> None:
+    if z.data_ptr() != logits.data_ptr():
+        logits.copy_(z)
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    tokens, classes = logits.shape
+    elements = CPU_BLOCK if logits.device.type == "cpu" else ACCELERATOR_BLOCK
+    step = max(1, elements // classes)
+    return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))

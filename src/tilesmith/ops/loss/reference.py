@@ -1,0 +1,272 @@
+"""What the losses and their gradients are, in plain PyTorch: the oracle of every kernel, and cross_entropy on a CPU."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.loss.reduction import (
+    check_labels,
+    divisors_of,
+    loss_factor,
+    reduce_losses,
+    token_grads,
+    undivided_token_grads,
+)
+
+
+class Terms(NamedTuple):
+    """What the loss of one token is made of; see `cross_entropy`."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    scale: float
+    softcap: float
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy between logits and class labels, as torch.nn.functional.cross_entropy defines it, and more.
+
+    With z = scale · logits, or softcap · tanh(scale · logits / softcap) where softcap > 0, lse = log Σ exp(z), s =
+    label_smoothing and w the class weights (all 1 without `weight`), a token with label t costs
+
+        (1 − s) · w[t] · (lse − z[t]) + (s / V) · Σ_c w[c] · (lse − z[c]) + z_loss · lse²
+
+    and nothing where t is ignore_index. "none" returns the tokens' costs, "sum" their sum. "mean" divides the first two
+    terms by the sum of w[t] over counted tokens and the third by their number; without counted tokens it is NaN, and the
+    gradient is 0. Everything is computed in fp32 (fp64 for fp64 logits).
+
+    logits: [..., V], floating; the classes are the last dim, also where torch would have them second. target: [...],
+    int64 or int32. weight: [V], floating; it receives no gradient. label_smoothing: 0 to 1. z_loss, softcap: 0 or more.
+
+    Returns the loss, fp32: a scalar, or [...] for "none". The gradient has logits' shape and dtype and is contiguous.
+    Saved beside it: lse [...] (0 where the target is ignored) and, for "mean", the two divisors.
+
+    Raises IndexError on a CPU for a label outside 0 … V − 1 that is not ignore_index; elsewhere, where asking would wait
+    for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments of another
+    form than said here.
+
+    Source: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2204.02311 (z loss); Gemma Team,
+    arXiv:2408.00118 (soft cap); Milakov and Gimelshein, arXiv:1805.02867 (one pass over the logits).
+    """
+    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    check_labels(target, logits.shape[-1], ignore_index)
+    loss, lse = token_losses(logits, target, weight, terms)
+    divisors = divisors_of(target, weight, ignore_index, logits.shape[-1], loss.dtype, reduction)
+    return reduce_losses(loss, lse, divisors, z_loss, reduction), lse, divisors
+
+
+def cross_entropy_vjp(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    divisors: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float,
+    softcap: float,
+    reduction: str,
+    output_mask: Sequence[bool],
+) -> Tensor:
+    """The gradient dlogits of `cross_entropy`, rounded once, to logits' dtype."""
+    if not output_mask[0]:
+        return logits.new_empty(0)
+    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    token_grad, z_grad = token_grads(dloss, divisors, target.shape, reduction)
+    return logit_grads(logits, target, weight, lse, token_grad, z_grad, terms).to(logits.dtype).contiguous()
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+    chunk_tokens: int = 0,
+    accumulate_fp32: bool = True,
+    grad_mask: Sequence[bool] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`cross_entropy` of x · weightᵀ + bias, whose logits are never whole in memory (but in the reference itself).
+
+    The products are computed in x's dtype: a weight or bias of another dtype is cast to it first, as autocast would, and
+    the logits are rounded to it, as a linear layer's output is. Gradients have their input's own dtype.
+
+    x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. class_weight: [V], without gradient. The other
+    loss arguments, and what raises: see `cross_entropy`.
+
+    Kernels walk over chunks of tokens: logits of a chunk, its loss, its gradients, in one pass, so a gradient costs no
+    second product. chunk_tokens: tokens of a chunk; 0 lets the library choose by `chunks.tokens_per_chunk`.
+    accumulate_fp32: whether the weight's gradient is summed over chunks in fp32, which takes 4·V·K bytes beside a
+    half-precision result when there is more than one chunk; else in weight's dtype, with one rounding a chunk.
+    grad_mask: which gradients (x, weight, bias) to compute along with the loss; None: those that autograd will ask for. A
+    gradient that is wanted later but was not computed here, as with reduction "none", costs a second product of the logits.
+
+    Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none". Saved beside it: lse [...], the divisors of
+    "mean", and the gradients of the undivided sum of losses (x's in its dtype, weight's likewise but fp32 for fp16, since
+    such sums leave fp16's range, bias's in fp32), each empty where not computed.
+    """
+    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    check_labels(target, weight.shape[0], ignore_index)
+    logits = _linear(x, weight, bias)
+    loss, lse = token_losses(logits, target, class_weight, terms)
+    divisors = divisors_of(target, class_weight, ignore_index, weight.shape[0], loss.dtype, reduction)
+    grad_mask = gradients_now(grad_mask, reduction)
+    token_grad, z_grad = undivided_token_grads(loss, divisors)
+    dlogits = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms) if any(grad_mask) else loss
+    x_grad, weight_grad, bias_grad = _linear_grads(dlogits, x, weight, grad_mask)
+    return (
+        reduce_losses(loss, lse, divisors, z_loss, reduction),
+        lse,
+        divisors,
+        x_grad.to(x.dtype),
+        weight_grad.to(saved_dtype(weight)),
+        bias_grad.to(loss.dtype),
+    )
+
+
+def linear_cross_entropy_vjp(
+    dloss: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    divisors: Tensor,
+    x_grad: Tensor,
+    weight_grad: Tensor,
+    bias_grad: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float,
+    softcap: float,
+    reduction: str,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of `linear_cross_entropy`.
+
+    Where the forward computed them they are multiplied by dloss over the divisor; the others come from the logits anew.
+    """
+    if already_computed(x, weight, bias, (x_grad, weight_grad, bias_grad), output_mask):
+        factor = loss_factor(dloss, divisors, reduction)
+        saved = (x_grad, weight_grad, bias_grad)
+        grads = tuple(g.to(factor.dtype) * factor if m else g.new_empty(0) for g, m in zip(saved, output_mask))
+    else:
+        terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+        logits = _linear(x, weight, bias)
+        token_grad, z_grad = token_grads(dloss, divisors, target.shape, reduction)
+        dlogits = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms)
+        grads = _linear_grads(dlogits, x, weight, output_mask)
+    dx, dweight, dbias = grads
+    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype)
+
+
+def token_losses(logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Each token's cross-entropy without its z term, and lse; both 0 where the target is ignored."""
+    z = _scores(logits, terms)
+    counted, valid, label = _labels(target, logits.shape[-1], terms.ignore_index)
+    lse = z.logsumexp(-1)
+    chosen = z.gather(-1, label[..., None])[..., 0]
+    losses = lse - chosen
+    if weight is not None:
+        losses = losses * weight.to(z.dtype)[label]
+    if terms.label_smoothing:
+        misses = lse[..., None] - z
+        every = misses.sum(-1) if weight is None else (misses * weight.to(z.dtype)).sum(-1)
+        losses = (1 - terms.label_smoothing) * losses + terms.label_smoothing / logits.shape[-1] * every
+    losses = torch.where(valid, losses, float("nan"))
+    return torch.where(counted, losses, 0.0), torch.where(counted, lse, 0.0)
+
+
+def logit_grads(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    token_grad: Tensor,
+    z_grad: Tensor,
+    terms: Terms,
+) -> Tensor:
+    """The loss's gradient with respect to logits, in fp32 (fp64), from its gradients with respect to tokens' terms."""
+    z = _scores(logits, terms)
+    classes = logits.shape[-1]
+    counted, valid, label = _labels(target, classes, terms.ignore_index)
+    weights = z.new_ones(classes) if weight is None else weight.to(z.dtype)
+    token_grad, z_grad = token_grad.to(z.dtype), z_grad.to(z.dtype)
+    hit = token_grad * (1 - terms.label_smoothing) * weights[label]
+    every = token_grad * (terms.label_smoothing / classes)
+    grad = (z - lse[..., None]).exp() * (hit + every * weights.sum() + 2 * terms.z_loss * lse * z_grad)[..., None]
+    grad = grad - every[..., None] * weights
+    grad = grad.scatter_add(-1, label[..., None], -hit[..., None])
+    if terms.softcap:
+        grad = grad * (1 - (z / terms.softcap).square())
+    grad = torch.where(valid[..., None], grad * terms.scale, float("nan"))
+    return torch.where(counted[..., None], grad, 0.0)
+
+
+def _scores(logits: Tensor, terms: Terms) -> Tensor:
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * terms.scale
+    return terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
+
+
+def _labels(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether each token counts, whether its label is a class, and a label that can be looked up in any case."""
+    valid = (target >= 0) & (target < classes)
+    return target != ignore_index, valid, target.clamp(0, classes - 1).long()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    acc = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(acc) @ weight.to(x.dtype).to(acc).t()
+    return (logits if bias is None else logits + bias.to(x.dtype).to(acc)).to(x.dtype)
+
+
+def _linear_grads(dlogits: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    rows = dlogits.flatten(0, -2) if dlogits.ndim > 1 else dlogits[None]
+    acc = dlogits.dtype
+    empty = dlogits.new_empty(0)
+    dx = dlogits @ weight.to(x.dtype).to(acc) if mask[0] else empty
+    dweight = rows.t() @ x.to(acc).reshape(-1, x.shape[-1]) if mask[1] else empty
+    return dx, dweight, rows.sum(0) if mask[2] else empty
+
+
+def gradients_now(grad_mask: Sequence[bool] | None, reduction: str) -> tuple[bool, ...]:
+    """Which gradients the forward computes: none for "none", whose tokens' weights only the backward knows."""
+    return (False, False, False) if grad_mask is None or reduction == "none" else tuple(grad_mask)
+
+
+def saved_dtype(weight: Tensor) -> torch.dtype:
+    """In what dtype the gradient of the undivided sum is kept: fp16 cannot hold it."""
+    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
+
+
+def already_computed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Sequence[Tensor], output_mask: Sequence[bool]
+) -> bool:
+    """Whether the forward left every gradient that `output_mask` asks for."""
+    inputs = (x, weight, bias)
+    return all(not m or (t is not None and g.ndim == t.ndim and g.shape == t.shape) for t, g, m in zip(inputs, saved, output_mask))

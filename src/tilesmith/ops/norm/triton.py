@@ -1,0 +1,627 @@
+"""The norms in Triton: two forward kernels (rows held in registers, or swept twice), a backward, its companions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
+
+# Pointers that are None stand for tensors that a call does not have; Triton compiles a variant without them.
+# Outputs are packed: the stride of their rows is `cols`.
+
+
+@triton.jit
+def _round(value, like_ptr):
+    """fp32 `value` as it reads back after a store through `like_ptr`."""
+    return value.to(like_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _scale(xhat, weight_ptr, bias_ptr, y_ptr, col, inside, offset, LLAMA: tl.constexpr):
+    """xhat · (weight + offset) + bias; LLAMA rounds as the reference's casting="llama" does."""
+    if LLAMA:
+        xhat = _round(xhat, y_ptr)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32) + offset
+        if LLAMA and weight_ptr.dtype == y_ptr.dtype:
+            weight = _round(weight, weight_ptr)
+        xhat = xhat * weight
+    if bias_ptr is not None:
+        xhat = xhat + tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    return xhat
+
+
+@triton.jit
+def _norm_fwd_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
+    rows, cols, x_stride, residual_stride, eps, offset,
+    CENTER: tl.constexpr, LLAMA: tl.constexpr, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile of whole rows, read once, held in registers. CENTER: layer norm, else RMS. EVEN: cols == BLOCK_COLS."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK_COLS)[None, :]
+    row_inside = first + row < rows
+    col_inside = tl.full([1, BLOCK_COLS], True, tl.int1) if EVEN else col < cols
+    inside = row_inside & col_inside
+    x = tl.load(x_ptr + first * x_stride + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(
+            residual_ptr + first * residual_stride + (row * residual_stride + col), mask=inside, other=0.0
+        )
+        x = _round(x + residual.to(tl.float32), s_ptr)
+        tl.store(s_ptr + first * cols + (row * cols + col), x, mask=inside)
+    if CENTER:
+        mean = tl.sum(x, 1, keep_dims=True) / cols
+        tl.store(mean_ptr + first + row, mean, mask=row_inside)
+        x = tl.where(col_inside, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / cols + eps)
+    tl.store(rstd_ptr + first + row, rstd, mask=row_inside)
+    y = _scale(x * rstd, weight_ptr, bias_ptr, y_ptr, col, col_inside, offset, LLAMA)
+    tl.store(y_ptr + first * cols + (row * cols + col), y, mask=inside)
+
+
+@triton.jit
+def _norm_fwd_wide_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
+    rows, cols, x_stride, residual_stride, eps, offset,
+    CENTER: tl.constexpr, LLAMA: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One row a program, swept twice in blocks: statistics, then y from what the L2 cache still holds of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    y_ptr += row * cols
+    if residual_ptr is not None:
+        residual_ptr += row * residual_stride
+        s_ptr += row * cols
+    lane = tl.arange(0, BLOCK_COLS)
+    mean = tl.zeros([BLOCK_COLS], tl.float32)
+    squares = tl.zeros([BLOCK_COLS], tl.float32)
+    for start in tl.range(0, cols, BLOCK_COLS, num_stages=STAGES):
+        col = start + lane
+        inside = col < cols
+        x = tl.load(x_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            x = _round(x + tl.load(residual_ptr + col, mask=inside, other=0.0).to(tl.float32), s_ptr)
+            tl.store(s_ptr + col, x, mask=inside)
+        if CENTER:  # Welford in every lane: no difference of large sums where the mean exceeds the deviation
+            delta = x - mean
+            mean += tl.where(inside, delta * (BLOCK_COLS / (start + BLOCK_COLS)), 0.0)
+            squares += tl.where(inside, delta * (x - mean), 0.0)
+        else:
+            squares += x * x
+    row_mean = 0.0
+    if CENTER:
+        count = ((cols - lane + BLOCK_COLS - 1) // BLOCK_COLS).to(tl.float32)
+        row_mean = tl.sum(mean * count, 0) / cols
+        squares += count * (mean - row_mean) * (mean - row_mean)
+        tl.store(mean_ptr + row, row_mean)
+    rstd = tl.rsqrt(tl.sum(squares, 0) / cols + eps)
+    tl.store(rstd_ptr + row, rstd)
+    if residual_ptr is not None:
+        tl.debug_barrier()  # the second sweep reads s, which other threads of this program stored
+        x_ptr = s_ptr
+    for start in tl.range(0, cols, BLOCK_COLS, num_stages=STAGES):
+        col = start + lane
+        inside = col < cols
+        xhat = (tl.load(x_ptr + col, mask=inside, other=0.0).to(tl.float32) - row_mean) * rstd
+        tl.store(y_ptr + col, _scale(xhat, weight_ptr, bias_ptr, y_ptr, col, inside, offset, LLAMA), mask=inside)
+
+
+@triton.jit
+def _norm_bwd_rows_kernel(
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dot_ptr, sum_ptr,
+    cols, dy_stride, x_stride, offset,
+    BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One wide row a program: the means of dxhat · xhat and, for layer norm, of dxhat."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    dy_ptr += row * dy_stride
+    lane = tl.arange(0, BLOCK_COLS)
+    mean = 0.0
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
+    dot = tl.zeros([BLOCK_COLS], tl.float32)
+    total = tl.zeros([BLOCK_COLS], tl.float32)
+    for start in tl.range(0, cols, BLOCK_COLS, num_stages=STAGES):
+        col = start + lane
+        inside = col < cols
+        x = tl.load(x_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        dxhat = tl.load(dy_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            dxhat *= tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32) + offset
+        dot += dxhat * (x - mean)
+        total += dxhat
+    tl.store(dot_ptr + row, tl.sum(dot, 0) * tl.load(rstd_ptr + row) / cols)
+    if mean_ptr is not None:
+        tl.store(sum_ptr + row, tl.sum(total, 0) / cols)
+
+
+@triton.jit
+def _norm_bwd_kernel(
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dot_ptr, sum_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    rows, cols, dy_stride, ds_stride, x_stride, offset,
+    EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of columns a program; it walks every num_programs(1)-th tile of rows, from the last to the first.
+
+    Sums for dweight and dbias stay in registers; each program writes one partial row of them. The loop is pipelined:
+    tiles to come are copied while this one is worked on. Without dot_ptr the block holds whole rows and takes its means
+    itself; with it (and sum_ptr for layer norm) they were found by a first pass over the rows in ascending order, so
+    the descending order meets what that pass left in the L2 cache. EVEN: cols is a multiple of BLOCK_COLS.
+    """
+    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    col_inside = tl.full([1, BLOCK_COLS], True, tl.int1) if EVEN else col < cols
+    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+    x_at = row * x_stride + col
+    dy_at = row * dy_stride + col
+    ds_at = row * ds_stride + col
+    dx_at = row * cols + col
+    # 64 bytes of weight a thread would spill beside the sums at 16,384 columns; there it is read again for each tile
+    hold_weight: tl.constexpr = BLOCK_COLS <= 8192
+    if weight_ptr is not None and hold_weight:
+        weight = tl.load(weight_ptr + col, mask=col_inside, other=0.0).to(tl.float32) + offset
+    dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    tiles = tl.cdiv(rows, BLOCK_ROWS)
+    for step in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        first = (tiles - 1 - step).to(tl.int64) * BLOCK_ROWS
+        row_inside = first + row < rows
+        inside = col_inside if BLOCK_ROWS == 1 else row_inside & col_inside
+        x = tl.load(x_ptr + first * x_stride + x_at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + first * dy_stride + dy_at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + first + row, mask=row_inside, other=0.0)
+        if mean_ptr is not None:
+            x = tl.where(col_inside, x - tl.load(mean_ptr + first + row, mask=row_inside, other=0.0), 0.0)
+        xhat = x * rstd
+        if dweight_ptr is not None:
+            dweight += dy * xhat
+        if dbias_ptr is not None:
+            dbias += dy
+        if dx_ptr is not None:
+            dxhat = dy
+            if weight_ptr is not None:
+                if not hold_weight:
+                    weight = tl.load(weight_ptr + col, mask=col_inside, other=0.0).to(tl.float32) + offset
+                dxhat = dy * weight
+            if dot_ptr is not None:
+                dot = tl.load(dot_ptr + first + row, mask=row_inside, other=0.0)
+            else:
+                dot = tl.sum(dxhat * xhat, 1, keep_dims=True) / cols
+            dx = dxhat - xhat * dot
+            if mean_ptr is not None:
+                if sum_ptr is not None:
+                    dx -= tl.load(sum_ptr + first + row, mask=row_inside, other=0.0)
+                else:
+                    dx -= tl.sum(dxhat, 1, keep_dims=True) / cols
+            dx *= rstd
+            if ds_ptr is not None:
+                dx += tl.load(ds_ptr + first * ds_stride + ds_at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + first * cols + dx_at, dx, mask=inside)
+    partial = tl.program_id(1).to(tl.int64) * cols + col
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + partial, tl.sum(dweight, 0, keep_dims=True), mask=col_inside)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + partial, tl.sum(dbias, 0, keep_dims=True), mask=col_inside)
+
+
+@triton.jit
+def _sum_block(partial_ptr, out_ptr, partials, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    lane = tl.arange(0, BLOCK_ROWS)[:, None]
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for start in tl.range(0, partials, BLOCK_ROWS, num_stages=3):
+        row = start + lane
+        total += tl.load(partial_ptr + (row.to(tl.int64) * cols + col), mask=(row < partials) & (col < cols), other=0.0)
+    tl.store(out_ptr + col, tl.sum(total, 0, keep_dims=True), mask=col < cols)
+
+
+@triton.jit
+def _norm_bwd_sum_kernel(
+    dweight_partial_ptr, dbias_partial_ptr, dweight_ptr, dbias_ptr, partials, cols,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Partial rows of both sums, [partials, cols] fp32, added in a fixed order and cast."""
+    if dweight_ptr is not None:
+        _sum_block(dweight_partial_ptr, dweight_ptr, partials, cols, BLOCK_ROWS, BLOCK_COLS)
+    if dbias_ptr is not None:
+        _sum_block(dbias_partial_ptr, dbias_ptr, partials, cols, BLOCK_ROWS, BLOCK_COLS)
+
+
+class ForwardConfig(NamedTuple):
+    """tile: elements a program works on at once, in whole rows (at least one). block_cols: 0 holds rows in registers
+    (up to MAX_HELD columns), else they are swept in blocks of so many columns by `num_stages` deep pipelines."""
+
+    tile: int
+    block_cols: int
+    num_warps: int
+    num_stages: int
+
+
+class BackwardConfig(NamedTuple):
+    """As ForwardConfig, where `tile` also counts the elements of a block of a wide row; programs: how many at most."""
+
+    tile: int
+    block_cols: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+MAX_HELD = 32_768  # columns; registers spill before that, and compiling wider tiles takes minutes
+SWEEP = 4_096  # columns of a block of the pass that finds the means of wide rows, by 8 warps of 32 lanes
+
+
+def _blocks(cols: int, config: ForwardConfig | BackwardConfig) -> tuple[int, int]:
+    """(block_rows, block_cols); block_cols < cols: the wide kernels."""
+    width = config.block_cols
+    if not width or width >= cols:
+        width = triton.next_power_of_2(cols) if cols <= MAX_HELD else 8192
+    return max(1, config.tile // width), width
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    center: bool,
+    llama: bool,
+    config: ForwardConfig,
+) -> tuple[Tensor | None, ...]:
+    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`."""
+    order = row_order(x)
+    y = empty_rows(x, order)
+    s = None if residual is None else empty_rows(x, order, residual.dtype)
+    mean = empty_row_values(x, order, torch.float32) if center else None
+    rstd = empty_row_values(x, order, torch.float32)
+    x2, residual2 = rows(x, order), None if residual is None else rows(residual, order)
+    count, cols = x2.shape
+    block_rows, block_cols = _blocks(cols, config)
+    if count:
+        tensors = (x2, residual2, _packed(weight), _packed(bias), y, s, mean, rstd)
+        numbers = (count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset)
+        flags = {"CENTER": center, "LLAMA": llama, "BLOCK_COLS": block_cols, "num_warps": config.num_warps}
+        if block_cols < cols:
+            launch(_norm_fwd_wide_kernel, (count,), *tensors, *numbers, STAGES=config.num_stages, **flags)
+        else:
+            grid = (triton.cdiv(count, block_rows),)
+            launch(_norm_fwd_kernel, grid, *tensors, *numbers, EVEN=block_cols == cols, BLOCK_ROWS=block_rows, **flags)
+    return y, s, mean, rstd
+
+
+def _backward(
+    dy: Tensor | None,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    output_mask: Sequence[bool],
+    config: BackwardConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias), each empty where `output_mask` says it is not needed. With mean: of layer norm."""
+    order = row_order(x)
+    dx = empty_rows(x, order) if output_mask[0] else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if output_mask[1] else None
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if output_mask[2] else None
+    if dy is None:
+        for sums in (dweight, dbias):
+            if sums is not None:
+                sums.zero_()
+        if dx is not None:
+            dx.zero_() if ds is None else dx.copy_(ds)
+    else:
+        _launch_backward(dy, ds, x, weight, mean, rstd, offset, dx, dweight, dbias, order, config)
+    return tuple(x.new_empty(0) if t is None else t for t in (dx, dweight, dbias))
+
+
+def _launch_backward(
+    dy: Tensor,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    order: tuple[int, ...] | None,
+    config: BackwardConfig,
+) -> None:
+    x, dy = rows(x, order), rows(dy, order)
+    ds = None if ds is None or dx is None else rows(ds, order)
+    weight, rstd = _packed(weight), row_values(rstd, order)
+    mean = None if mean is None else row_values(mean, order)
+    count, cols = x.shape
+    block_rows, block_cols = _blocks(cols, config)
+    dot = total = None
+    if block_cols < cols and dx is not None and count:
+        dot = x.new_empty(count, dtype=torch.float32)
+        total = None if mean is None else torch.empty_like(dot)
+        launch(
+            _norm_bwd_rows_kernel, (count,), dy, x, weight, mean, rstd, dot, total,
+            cols, dy.stride(0), x.stride(0), offset, BLOCK_COLS=SWEEP, STAGES=config.num_stages, num_warps=8,
+        )  # fmt: skip
+    blocks, partials = triton.cdiv(cols, block_cols), _partials(count, cols, block_rows, block_cols, config.programs)
+    sums = [None if t is None else t.new_empty(partials, cols, dtype=torch.float32) for t in (dweight, dbias)]
+    if count and (dx is not None or dweight is not None or dbias is not None):
+        launch(
+            _norm_bwd_kernel, (blocks, partials), dy, ds, x, weight, mean, rstd, dot, total, dx, *sums,
+            count, cols, dy.stride(0), 0 if ds is None else ds.stride(0), x.stride(0), offset,
+            EVEN=cols % block_cols == 0, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+    if dweight is not None or dbias is not None:
+        tall = min(64, triton.next_power_of_2(max(partials, 1)))
+        flags = {"BLOCK_ROWS": tall, "BLOCK_COLS": 2048 // tall}
+        launch(_norm_bwd_sum_kernel, (triton.cdiv(cols, 2048 // tall),), *sums, dweight, dbias, partials, cols, **flags)
+
+
+def _partials(count: int, cols: int, block_rows: int, block_cols: int, programs: int) -> int:
+    """Programs along the rows: enough to fill the device, yet 4 rows each so that partial sums stay a small part of the
+    traffic, and none with a tile less than its neighbours if that frees a whole program."""
+    tiles = triton.cdiv(count, block_rows)
+    most = max(1, programs // triton.cdiv(cols, block_cols))
+    each = max(1, triton.cdiv(4, block_rows), triton.cdiv(tiles, most))
+    return triton.cdiv(tiles, each)
+
+
+def _packed(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
+
+
+def _reasons(call: Any) -> list[str]:
+    return [
+        f"{name} has dtype {facts.dtype}; these kernels serve float16, bfloat16 and float32"
+        for name, facts in call._asdict().items()
+        if getattr(facts, "dtype", None) not in (None, torch.float16, torch.bfloat16, torch.float32)
+    ]
+
+
+def _dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
+    """rows and cols of `like`, and bytes: how many each column needs of the tensors read."""
+    cols = like.shape[-1]
+    return {
+        "rows": like.numel() // cols,
+        "cols": cols,
+        "bytes": sum(t.element_size() for t in read if t is not None),
+    }
+
+
+def _stages(tile: int, dims: Mapping[str, int], shared_memory: int, most: int) -> int:
+    """Stages whose buffers (one fewer than stages) fit shared memory beside what reductions need."""
+    return max(1, min(most, 1 + (shared_memory - 12_288) // (tile * dims["bytes"])))
+
+
+def _narrowed(tile: int, dims: Mapping[str, int], programs: int) -> int:
+    """`tile`, halved while it leaves programs without work."""
+    while tile > 1024 and dims["rows"] * dims["cols"] < tile * programs:
+        tile //= 2
+    return tile
+
+
+def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> ForwardConfig:
+    """64 bytes of a 16-bit row a thread, so that several programs share an SM; rows too wide for that are swept by few
+    programs, or the rows in flight would not stay in the L2 cache until the second sweep."""
+    lanes = max(arch.warp, 16)
+    if dims["cols"] > 16_384:
+        return ForwardConfig(8192, 8192, max(1, 512 // lanes), _stages(8192, dims, arch.shared_memory, 3))
+    width = triton.next_power_of_2(dims["cols"])
+    tile = max(width, _narrowed(4096, dims, max(arch.sms, 1)))
+    return ForwardConfig(tile, 0, max(1, tile // 32 // lanes), 1)
+
+
+def _backward_default(dims: Mapping[str, int], arch: Any, center: bool) -> BackwardConfig:
+    """Sums, a tile of x and one of dy stay within the registers without spilling: 16 elements a thread (8 for the two
+    sums of layer norm over narrow rows), two programs an SM up to 4,096 columns. Checked with ptxas for sm_90."""
+    lanes, sms = max(arch.warp, 16), max(arch.sms, 1)
+    if dims["cols"] > (8192 if center else 16_384):
+        tile, block_cols = 4096, 1024
+    else:
+        width, block_cols = triton.next_power_of_2(dims["cols"]), 0
+        tile = max(width, _narrowed(2048 if center else 4096, dims, 2 * sms))
+    threads = max(min(256, tile // 8), tile // 16)
+    per_sm = max(1, 512 // threads)
+    stages = _stages(tile, dims, arch.shared_memory // per_sm, 4)
+    return BackwardConfig(tile, block_cols, max(1, threads // lanes), stages, per_sm * sms)
+
+
+FORWARD_CHOICES = {
+    "tile": (2048, 4096, 8192),
+    "block_cols": (0, 4096, 8192),
+    "num_warps": (4, 8, 16, 32),
+    "num_stages": (1, 3),
+}
+BACKWARD_CHOICES = {
+    "tile": (2048, 4096, 8192),
+    "block_cols": (0, 512, 1024),
+    "num_warps": (4, 8, 16, 32),
+    "num_stages": (2, 3, 4),
+    "programs": (132, 264, 396, 528),
+}
+
+
+@register_kernel("rms_norm", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, weight, eps, offset, casting: _dims(x, x, weight),
+        default=_forward_default,
+        choices=FORWARD_CHOICES,
+    )
+)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    *,
+    config: ForwardConfig,
+) -> tuple[Tensor, Tensor]:
+    """y and rstd of `rms_norm`."""
+    y, _, _, rstd = _forward(x, None, weight, None, eps, offset, False, casting == "llama", config)
+    return y, rstd
+
+
+@register_kernel("rms_norm_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dy, x, weight, rstd, offset, output_mask: _dims(x, dy, x, weight),
+        default=lambda dims, arch, dtype: _backward_default(dims, arch, center=False),
+        choices=BACKWARD_CHOICES,
+    )
+)
+def rms_norm_vjp(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    output_mask: Sequence[bool],
+    *,
+    config: BackwardConfig,
+) -> tuple[Tensor, Tensor]:
+    """dx and dweight of `rms_norm`."""
+    mask = (*output_mask, False)
+    return _backward(dy, None, x, weight, None, None, rstd, offset, mask, config)[:2]
+
+
+@register_kernel("layer_norm", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, weight, bias, eps: _dims(x, x, weight, bias), default=_forward_default, choices=FORWARD_CHOICES
+    )
+)
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: ForwardConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean and rstd of `layer_norm`."""
+    y, _, mean, rstd = _forward(x, None, weight, bias, eps, 0.0, True, False, config)
+    return y, mean, rstd
+
+
+@register_kernel("layer_norm_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: _dims(x, dy, x, weight),
+        default=lambda dims, arch, dtype: _backward_default(dims, arch, center=True),
+        choices=BACKWARD_CHOICES,
+    )
+)
+def layer_norm_vjp(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    output_mask: Sequence[bool],
+    *,
+    config: BackwardConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight and dbias of `layer_norm`."""
+    return _backward(dy, None, x, weight, bias, mean, rstd, 0.0, output_mask, config)
+
+
+@register_kernel("add_rms_norm", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, residual, weight, eps, offset, casting: _dims(x, x, residual, weight),
+        default=_forward_default,
+        choices=FORWARD_CHOICES,
+    )
+)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    *,
+    config: ForwardConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, s and rstd of `add_rms_norm`."""
+    y, s, _, rstd = _forward(x, residual, weight, None, eps, offset, False, casting == "llama", config)
+    return y, s, rstd
+
+
+@register_kernel("add_rms_norm_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dy, ds, s, weight, rstd, offset, output_mask: _dims(s, dy, ds, s, weight),
+        default=lambda dims, arch, dtype: _backward_default(dims, arch, center=False),
+        choices=BACKWARD_CHOICES,
+    )
+)
+def add_rms_norm_vjp(
+    dy: Tensor | None,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    output_mask: Sequence[bool],
+    *,
+    config: BackwardConfig,
+) -> tuple[Tensor, Tensor]:
+    """dresidual and dweight of `add_rms_norm`."""
+    mask = (*output_mask, False)
+    return _backward(dy, ds, s, weight, None, None, rstd, offset, mask, config)[:2]
+
+
+@register_kernel("add_layer_norm", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, residual, weight, bias, eps: _dims(x, x, residual, weight, bias),
+        default=_forward_default,
+        choices=FORWARD_CHOICES,
+    )
+)
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    config: ForwardConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, s, mean and rstd of `add_layer_norm`."""
+    return _forward(x, residual, weight, bias, eps, 0.0, True, False, config)
+
+
+@register_kernel("add_layer_norm_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dy, ds, s, weight, bias, mean, rstd, output_mask: _dims(s, dy, ds, s, weight),
+        default=lambda dims, arch, dtype: _backward_default(dims, arch, center=True),
+        choices=BACKWARD_CHOICES,
+    )
+)
+def add_layer_norm_vjp(
+    dy: Tensor | None,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    output_mask: Sequence[bool],
+    *,
+    config: BackwardConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dresidual, dweight and dbias of `add_layer_norm`."""
+    return _backward(dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask, config)

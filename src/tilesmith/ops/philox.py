@@ -1,0 +1,70 @@
+"""Philox4x32-10 in plain PyTorch: the random bits that every dropout of the library draws, on every backend.
+
+An element's bits depend on nothing but the seed tensor and the element's linear index, so a backward, another tile
+shape or another device draws the same ones. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+(SC 2011); known-answer vectors in the Random123 distribution.
+"""
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+LOW = 0xFFFFFFFF
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """An int64 tensor [2] = (seed, offset) from the default generator of `device`, without waiting for the device."""
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def threshold(p: float) -> int:
+    """The least uint32 that is kept at drop probability `p`: round(p * 2**32), at most 2**32 - 1."""
+    return min(round(p * 2**32), LOW)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """The four uint32 words of Philox4x32-10 for each counter, as int64 tensors. Words in and out lie in [0, 2**32)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + WEYL[0]) & LOW, (k1 + WEYL[1]) & LOW
+    return c0, c1, c2, c3
+
+
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low word of the 64-bit product of two 32-bit words, in int64 arithmetic that never leaves 63 bits."""
+    low = a * (b & 0xFFFF)
+    middle = a * (b >> 16) + (low >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def random_bits(seed: Tensor, index: Tensor) -> Tensor:
+    """The uint32 of each linear element index (int64, >= 0), as int64 in [0, 2**32).
+
+    seed: int64 [2] = (seed, offset). The key is the seed's low and high word; the counter is the low and high word of
+    index // 4, then those of the offset; index % 4 picks one of the four words.
+    """
+    seed, offset = seed.to(index.device)
+    counter = index // 4
+    words = philox(
+        (counter & LOW, (counter >> 32) & LOW, (offset & LOW).expand_as(counter), ((offset >> 32) & LOW).expand_as(counter)),
+        (seed & LOW, (seed >> 32) & LOW),
+    )
+    return torch.stack(words, -1).gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1)
+
+
+def keep_mask(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
+    """Which elements of a tensor of `shape` survive dropout with probability `p`: bool, on the seed's device.
+
+    The linear index runs over `shape` in row-major order, whatever the strides of the tensor in question.
+    """
+    count = 1
+    for size in shape:
+        count *= size
+    index = torch.arange(count, dtype=torch.int64, device=seed.device)
+    return (random_bits(seed, index) >= threshold(p)).view(shape)

@@ -1,0 +1,162 @@
+"""Example inputs of rope."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+
+SMALL = frozenset({"test", "interpret"})
+BENCH = frozenset({"gpu", "bench", "tune"})
+
+
+def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """[B, H, T, D] over memory in [B, T, H, D] order, as a projection leaves it."""
+    batch, heads, tokens, dim = shape
+    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
+
+
+def _packed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """[B, H, T, D] inside a [B, T, 2H, D] projection that holds other heads too."""
+    batch, heads, tokens, dim = shape
+    return _tokens_first(generator, (batch, 2 * heads, tokens, dim), device)[:, heads:]
+
+
+def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """bfloat16 heads so far apart that a 32-bit offset of the second one overflows."""
+    _, heads, tokens, dim = shape
+    step = 2**31 + 8
+    base = torch.empty(step * (heads - 1) + tokens * dim, dtype=torch.bfloat16, device=device)
+    view = base.as_strided(shape, (step, step, dim, 1))
+    return view.copy_(torch.randn(*shape, generator=generator, device=device))
+
+
+def _angles(function: Callable[[Tensor], Tensor], repeated: str = ""):
+    """cos or sin for the first shape[-2] positions, theta 10000; "halves" or "pairs" is a view of a table that holds
+    each angle twice."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        pairs = shape[-1]
+        inverse = 10000.0 ** (-torch.arange(pairs, dtype=torch.float64, device=device) / max(1, pairs))
+        angle = torch.arange(shape[-2], dtype=torch.float64, device=device)[:, None] * inverse
+        table = function(angle).float().expand(shape)
+        if repeated == "halves":
+            return torch.cat((table, table), dim=-1)[..., :pairs]
+        if repeated == "pairs":
+            return table.repeat_interleave(2, dim=-1)[..., ::2]
+        return table.clone()
+
+    return init
+
+
+def _integers(*values: int):
+    """The values, repeated until the shape is full."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        count = torch.Size(shape).numel()
+        return torch.tensor(values * (-(-count // len(values))), device=device)[:count].view(*shape).int()
+
+    return init
+
+
+def _rope(
+    batch: int,
+    q_heads: int,
+    k_heads: int | None,
+    tokens: int,
+    dim: int,
+    *,
+    rotated: int | None = None,
+    table: int | None = None,
+    per_token: int = 0,
+    repeated: str = "",
+    angle_dtype: torch.dtype | None = torch.float32,
+    layout: str = "contiguous",
+    init: str | Callable = _tokens_first,
+    **others: object,
+) -> dict:
+    """Arguments of one call. table: P of [P, R/2] angles, T if None; per_token: rows of [rows, T, R/2] angles."""
+
+    def states(heads: int) -> T:
+        return T(batch, heads, tokens, dim, layout=layout, init=init)
+
+    pairs = (dim if rotated is None else rotated) // 2
+    shape = (per_token, tokens, pairs) if per_token else (tokens if table is None else table, pairs)
+    return {
+        "q": states(q_heads),
+        "k": None if k_heads is None else states(k_heads),
+        "cos": T(*shape, dtype=angle_dtype, grad=False, init=_angles(torch.cos, repeated)),
+        "sin": T(*shape, dtype=angle_dtype, grad=False, init=_angles(torch.sin, repeated)),
+        **others,
+    }
+
+
+def _ints(*shape: int, values: Sequence[int]) -> T:
+    return T(*shape, dtype=torch.int32, grad=False, init=_integers(*values))
+
+
+DOCUMENTS = _ints(5, values=(0, 3, 3, 9, 11))
+
+CASES: dict[str, list[Case]] = {
+    "rope": [
+        Case("plain", _rope(2, 4, 2, 5, 16), SMALL),
+        Case("interleaved", _rope(2, 4, 2, 5, 16, interleaved=True), SMALL),
+        Case("q_only", _rope(2, 3, None, 5, 16), SMALL),
+        Case("many_blocks", _rope(2, 9, 3, 37, 16), frozenset({"test"})),
+        Case("heads_first", _rope(2, 3, 1, 5, 16, init="normal"), SMALL),
+        Case("partial", _rope(1, 2, 1, 4, 40, rotated=16), SMALL),
+        Case("partial_interleaved", _rope(1, 2, 1, 4, 40, rotated=10, interleaved=True), SMALL),
+        Case("dim_80", _rope(1, 2, 1, 3, 80), SMALL),
+        Case("dim_96_interleaved", _rope(1, 2, 1, 3, 96, interleaved=True), SMALL),
+        Case("odd_dim", _rope(1, 2, 1, 3, 17), SMALL),
+        Case("nothing_rotated", _rope(1, 2, 1, 3, 8, rotated=0), SMALL),
+        Case("one_pair", _rope(1, 1, 1, 3, 2), SMALL),
+        Case("angles_in_run_dtype", _rope(2, 2, 1, 5, 16, angle_dtype=None), SMALL),
+        Case("angles_repeated", _rope(2, 2, 1, 5, 16, per_token=2, repeated="halves", angle_dtype=None), SMALL),
+        Case("angles_repeated_pairs", _rope(2, 2, 1, 5, 16, per_token=1, repeated="pairs", interleaved=True), SMALL),
+        Case("offset", _rope(1, 2, 1, 4, 16, table=9, offset=5), SMALL),
+        Case("offsets", _rope(3, 2, 1, 2, 16, table=9, offsets=_ints(3, values=(0, 7, 3))), SMALL),
+        Case("both_offsets", _rope(2, 2, 1, 1, 16, table=9, offsets=_ints(2, values=(4, 0)), offset=2), SMALL),
+        Case("positions", _rope(2, 2, 1, 5, 16, table=9, positions=_ints(2, 5, values=(8, 0, 3))), SMALL),
+        Case("positions_shared", _rope(2, 2, 1, 5, 16, table=9, positions=_ints(5, values=(8, 0, 3))), SMALL),
+        Case("packed", _rope(1, 2, 1, 11, 16, cu_seqlens=DOCUMENTS), SMALL),
+        Case("packed_past_the_end", _rope(1, 2, 1, 13, 16, cu_seqlens=DOCUMENTS), SMALL),
+        Case(
+            "packed_offsets",
+            _rope(1, 2, 1, 11, 16, table=20, cu_seqlens=DOCUMENTS, offsets=_ints(4, values=(1, 2, 9)), offset=3),
+            SMALL,
+        ),
+        Case("strided", _rope(2, 2, 1, 5, 24, layout="strided", init="normal"), SMALL),
+        Case("transposed", _rope(2, 2, 1, 5, 24, layout="transposed", init="normal"), SMALL),
+        Case("inside_projection", _rope(2, 3, 3, 5, 16, init=_packed), SMALL),
+        Case("one_token", _rope(4, 8, 2, 1, 16), SMALL),
+        Case("no_tokens", _rope(2, 2, 1, 0, 16), SMALL),
+        Case("no_rows", _rope(0, 2, 1, 4, 16), SMALL),
+        Case("no_key_heads", _rope(1, 2, 0, 4, 16), SMALL),
+        Case("far", _rope(1, 2, None, 64, 128, init=_far), frozenset({"gpu"}), (torch.bfloat16,)),
+        Case("llama_4x4096", _rope(4, 32, 8, 4096, 128), BENCH),
+        Case("llama_1x16384", _rope(1, 32, 8, 16384, 128), BENCH),
+        Case("dim64_8x2048", _rope(8, 64, 8, 2048, 64), BENCH),
+        Case("per_token_4x4096", _rope(4, 32, 8, 4096, 128, per_token=1, repeated="halves", angle_dtype=None), BENCH),
+        Case("interleaved_4x4096", _rope(4, 32, 8, 4096, 128, interleaved=True), BENCH),
+        Case("partial_4x4096", _rope(4, 32, 8, 4096, 128, rotated=64), BENCH),
+        Case("decode_128", _rope(128, 32, 8, 1, 128, table=8192, offsets=_ints(128, values=(4000, 17))), BENCH),
+    ],
+}
+
+
+def _moved(x: Tensor | None) -> int:
+    """x read and written."""
+    return 0 if x is None else 2 * x.numel() * x.element_size()
+
+
+def _angle_bytes(cos: Tensor, tokens: int) -> int:
+    """cos and sin read once, as many of their rows as a row of the batch has tokens."""
+    return 2 * cos.shape[-1] * cos.element_size() * min(tokens, cos.shape[-2]) * (cos.shape[0] if cos.ndim == 3 else 1)
+
+
+bytes_moved = {
+    "rope": lambda q, k, cos: _moved(q) + _moved(k) + _angle_bytes(cos, q.shape[2]),
+    "rope_vjp": lambda q, k, cos: _moved(q) + _moved(k) + _angle_bytes(cos, q.shape[2]),
+}

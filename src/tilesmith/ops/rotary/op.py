@@ -1,0 +1,187 @@
+"""The rotary family: what rope is, what it accepts and which kernels it has.
+
+Legend: B batch rows, T tokens of a row, H query heads, G key heads, D head dim, R <= D rotated features of a head,
+P positions of an angle table, N packed documents.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Op
+from tilesmith.ops.rotary import reference
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
+
+
+def _fake_vjp(
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    wanted = [d if want else None for d, want in zip((dq_out, dk_out), output_mask, strict=True)]
+    given = next((d for d in wanted if d is not None), cos)
+    dq, dk = (given.new_empty(0) if d is None else torch.empty_like(d) for d in wanted)
+    return dq, dk
+
+
+def _check(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+) -> None:
+    shape, dtype, device = q.shape, q.dtype, q.device
+    if len(shape) != 4:
+        raise ValueError(f"rope: q has shape {tuple(shape)}; it must be [B, H, T, D]")
+    if not dtype.is_floating_point:
+        raise TypeError(f"rope: q has dtype {dtype}; it must be a floating dtype")
+    if k is not None:
+        if k.ndim != 4 or k.shape != (shape[0], k.shape[1], shape[2], shape[3]):
+            needed = f"[{shape[0]}, G, {shape[2]}, {shape[3]}]"
+            raise ValueError(f"rope: k has shape {tuple(k.shape)}; for this q it must be {needed}")
+        if k.dtype != dtype:
+            raise TypeError(f"rope: k has dtype {k.dtype}, q has {dtype}; they must agree")
+        if k.device != device:
+            raise ValueError(f"rope: k is on {k.device}, q on {device}; move them to one device")
+    table = cos.shape
+    _check_angles(shape, device, table, cos, sin)
+    if len(table) == 3:
+        _check_no_position(positions, offsets, cu_seqlens, offset)
+    elif positions is not None:
+        _check_positions(shape, device, positions, offsets, cu_seqlens, offset)
+    elif offset < 0:
+        raise ValueError(f"rope: offset is {offset}; it must be 0 or more")
+    elif offsets is None and cu_seqlens is None:
+        if shape[2] + offset > table[0]:
+            raise ValueError(
+                f"rope: cos holds {table[0]} positions; {shape[2]} tokens from offset {offset} need {shape[2] + offset}"
+            )
+    else:
+        _check_starts(shape, device, offsets, cu_seqlens)
+
+
+def _check_angles(shape: Sequence[int], device: torch.device, table: Sequence[int], cos: Tensor, sin: Tensor) -> None:
+    if sin.shape != table or sin.dtype != cos.dtype:
+        raise ValueError(
+            f"rope: sin is {tuple(sin.shape)} {sin.dtype}, cos {tuple(table)} {cos.dtype}; they must agree"
+        )
+    if not cos.dtype.is_floating_point:
+        raise TypeError(f"rope: cos has dtype {cos.dtype}; it must be a floating dtype")
+    if cos.device != device or sin.device != device:
+        raise ValueError(f"rope: cos is on {cos.device}, sin on {sin.device}, q on {device}; move them to one device")
+    batch, _, tokens, dim = shape
+    if not (len(table) == 2 or (len(table) == 3 and table[0] in (1, batch) and table[1] == tokens)):
+        raise ValueError(
+            f"rope: cos has shape {tuple(table)}; it must be [positions, R/2], [1, {tokens}, R/2] "
+            f"or [{batch}, {tokens}, R/2]"
+        )
+    if 2 * table[-1] > dim:
+        raise ValueError(
+            f"rope: cos has {table[-1]} angles, which rotate {2 * table[-1]} features, but D is {dim}; "
+            "give one angle for each pair: cos[..., : R // 2] or cos[..., ::2] of a table that holds each angle twice"
+        )
+
+
+def _check_no_position(
+    positions: Tensor | None, offsets: Tensor | None, cu_seqlens: Tensor | None, offset: int
+) -> None:
+    given = {"positions": positions, "offsets": offsets, "cu_seqlens": cu_seqlens, "offset": offset or None}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"rope: {name} is given, but cos has three dims and so is already the angle of each token; "
+                "give cos and sin as [positions, R/2] tables"
+            )
+
+
+def _check_positions(
+    shape: Sequence[int],
+    device: torch.device,
+    positions: Tensor,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+) -> None:
+    for name, value in {"offsets": offsets, "cu_seqlens": cu_seqlens, "offset": offset or None}.items():
+        if value is not None:
+            raise ValueError(f"rope: {name} is given with positions, which are final; add it to them instead")
+    _check_integers("positions", positions, device)
+    batch, _, tokens, _ = shape
+    if positions.shape not in ((tokens,), (1, tokens), (batch, tokens)):
+        raise ValueError(
+            f"rope: positions has shape {tuple(positions.shape)}; it must be [{tokens}] or [{batch}, {tokens}]"
+        )
+
+
+def _check_starts(
+    shape: Sequence[int], device: torch.device, offsets: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    rows, what = shape[0], "row"
+    if cu_seqlens is not None:
+        _check_integers("cu_seqlens", cu_seqlens, device)
+        if rows != 1:
+            raise ValueError(f"rope: cu_seqlens is given with a batch of {rows}; pack the documents in one row, B = 1")
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+            raise ValueError(
+                f"rope: cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be [N + 1] for N >= 1 documents"
+            )
+        rows, what = cu_seqlens.shape[0] - 1, "document"
+    if offsets is not None:
+        _check_integers("offsets", offsets, device)
+        if offsets.shape != (rows,):
+            raise ValueError(
+                f"rope: offsets has shape {tuple(offsets.shape)}; it must be [{rows}], one for each {what}"
+            )
+
+
+def _check_integers(name: str, value: Tensor, device: torch.device) -> None:
+    if value.dtype not in INTEGERS:
+        raise TypeError(f"rope: {name} has dtype {value.dtype}; it must be int32 or int64")
+    if value.device != device:
+        raise ValueError(f"rope: {name} is on {value.device}, q on {device}; move them to one device")
+
+
+rope_vjp = Op(
+    reference.rope_vjp,
+    fake=_fake_vjp,
+    outputs=("dq", "dk"),
+    kernels={"triton": "tilesmith.ops.rotary.triton"},
+)
+
+rope = Op(
+    reference.rope,
+    fake=_fake,
+    vjp=rope_vjp,
+    outputs=("q_out", "k_out"),
+    public=2,
+    check=_check,
+    kernels={"triton": "tilesmith.ops.rotary.triton"},
+)

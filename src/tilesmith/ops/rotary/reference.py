@@ -1,0 +1,121 @@
+"""What rotary position embedding means, in plain PyTorch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of features of queries and keys by angles that grow with the position (RoPE, arXiv:2104.09864).
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin). The first R features of a head form R/2 pairs; the other D - R
+    are copied.
+
+    The position of token t in row b is the first of: ``positions[b, t]`` if given; with ``cu_seqlens``, the index of t
+    inside its document; t. ``offset`` and ``offsets`` are added to the last two. A position that the table does not
+    hold gives NaN.
+
+    Args:
+        q: [B, H, T, D], any strides (memory in [B, T, H, D] order is the usual case).
+        k: [B, G, T, D] of q's dtype, or None.
+        cos, sin: one angle per pair, [P, R/2] indexed by position, or [B, T, R/2] or [1, T, R/2] for each token, which
+            leaves no use for a position. Any floating dtype and strides: of tables that hold each angle twice, pass the
+            view ``cos[..., : R // 2]`` (halves repeated) or ``cos[..., ::2]`` (neighbours repeated).
+        positions: [B, T] or [T] int32 or int64.
+        offsets: [B] int32 or int64, one for each row; with ``cu_seqlens`` one for each document.
+        cu_seqlens: [N + 1] int32 or int64 starting at 0: document n of the one packed row (B = 1) is the tokens
+            cu_seqlens[n] up to cu_seqlens[n + 1]. Tokens past the last boundary continue the last document.
+        offset: added to every position.
+        interleaved: features (2i, 2i + 1) form a pair (GPT-J); otherwise (i, i + R/2) (GPT-NeoX, Llama).
+
+    Returns:
+        (q_out, k_out), each with the shape, dtype and memory order of its input (dense, as ``torch.empty_like`` lays it
+        out); k_out is an empty tensor if ``k`` is None.
+
+    Computed in at least float32 and rounded once. Code that rounds each product to the model's dtype (Hugging Face's
+    ``apply_rotary_pos_emb`` in bfloat16) differs by up to its own rounding. cos and sin get no gradient.
+
+    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset.
+    """
+    cos, sin = _angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
+    return _rotate(q, cos, sin, interleaved), q.new_empty(0) if k is None else _rotate(k, cos, sin, interleaved)
+
+
+def rope_vjp(
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rope`: the incoming ones rotated by the opposite angles.
+
+    Either incoming gradient may be None (undefined, hence zero); its place in the result is an empty tensor, as where
+    ``output_mask`` is False. The memory order is that of the incoming gradient.
+    """
+    dq_out, dk_out = (d if wanted else None for d, wanted in zip((dq_out, dk_out), output_mask, strict=True))
+    given = dq_out if dq_out is not None else dk_out
+    if given is None:
+        return cos.new_empty(0), cos.new_empty(0)
+    cos, sin = _angles(given, cos, sin, positions, offsets, cu_seqlens, offset)
+    dq, dk = (given.new_empty(0) if d is None else _rotate(d, cos, -sin, interleaved) for d in (dq_out, dk_out))
+    return dq, dk
+
+
+def _angles(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    """The angles of every token of x, [B or 1, T, R/2]; NaN at positions that the table does not hold."""
+    if cos.ndim == 3:
+        return cos, sin
+    if positions is None:
+        positions = torch.arange(x.shape[2], device=x.device)
+        if cu_seqlens is not None:
+            document = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
+            document = document.clamp(0, cu_seqlens.shape[0] - 2)
+            positions = positions - cu_seqlens[document]
+            offsets = None if offsets is None else offsets[document]
+        elif offsets is not None:
+            offsets = offsets[:, None]
+        positions = positions + (offset if offsets is None else offsets + offset)
+    positions = positions.long() if positions.ndim == 2 else positions.long()[None]
+    held = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
+    positions = positions.clamp(0, cos.shape[0] - 1)
+    return cos[positions].where(held, float("nan")), sin[positions].where(held, float("nan"))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, heads, T, D] with its first R features rotated by the angles [B or 1, T, R/2], in x's memory order."""
+    acc = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos[:, None].to(acc), sin[:, None].to(acc)
+    pairs = cos.shape[-1]
+    rotated, rest = x.to(acc).tensor_split((2 * pairs,), dim=-1)
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        first, second = rotated[..., :pairs], rotated[..., pairs:]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.empty_like(x).copy_(torch.cat((turned, rest), dim=-1))

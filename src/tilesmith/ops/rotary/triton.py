@@ -1,0 +1,264 @@
+"""rope and rope_vjp in Triton: one launch rotates queries and keys, by the angles or, backward, by their opposites."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+
+
+@triton.jit
+def _positions(
+    row, tokens, positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step,
+    cu_seqlens_ptr, cu_seqlens_step, offset, num_tokens, documents, search_steps,
+    POSITIONS: tl.constexpr, OFFSETS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """int64 positions of a block of tokens."""
+    if POSITIONS:
+        entry = positions_ptr + row * positions_row + tokens.to(tl.int64) * positions_token
+        return tl.load(entry, mask=tokens < num_tokens, other=0).to(tl.int64)
+    position = tokens.to(tl.int64) + offset
+    if PACKED:
+        # The last document that starts at or before the token, by halving [low, high].
+        low = tl.zeros_like(tokens)
+        high = low + (documents - 1)
+        for _ in range(search_steps):
+            middle = (low + high + 1) // 2
+            after = tl.load(cu_seqlens_ptr + middle.to(tl.int64) * cu_seqlens_step) > tokens
+            high = tl.where(after, middle - 1, high)
+            low = tl.where(after, low, middle)
+        document = low.to(tl.int64)
+        position -= tl.load(cu_seqlens_ptr + document * cu_seqlens_step).to(tl.int64)
+        if OFFSETS:
+            position += tl.load(offsets_ptr + document * offsets_step).to(tl.int64)
+    elif OFFSETS:
+        position += tl.load(offsets_ptr + row * offsets_step).to(tl.int64)
+    return position
+
+
+@triton.jit(do_not_specialize=("offset", "num_positions", "documents", "search_steps"))
+def _rope_kernel(
+    q_ptr, q_row, q_head, q_token, q_dim, q_out_ptr, q_out_row, q_out_head, q_out_token, q_out_dim,
+    k_ptr, k_row, k_head, k_token, k_dim, k_out_ptr, k_out_row, k_out_head, k_out_token, k_out_dim,
+    cos_ptr, sin_ptr, cos_row, sin_row,
+    positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, cu_seqlens_ptr, cu_seqlens_step,
+    offset, num_positions, num_tokens, token_blocks, q_heads, k_heads, head_blocks, documents, search_steps,
+    COS_POSITION: tl.constexpr, COS_PAIR: tl.constexpr, SIN_POSITION: tl.constexpr, SIN_PAIR: tl.constexpr,
+    PER_TOKEN: tl.constexpr, POSITIONS: tl.constexpr, OFFSETS: tl.constexpr, PACKED: tl.constexpr,
+    OPPOSITE: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Program: a block of tokens of one row, a block of heads of q or, after those, of k. Neighbours share tokens."""
+    program = tl.program_id(0)
+    head_block = program % head_blocks
+    token_block = (program // head_blocks) % token_blocks
+    row = (program // head_blocks // token_blocks).to(tl.int64)
+
+    q_blocks = tl.cdiv(q_heads, BLOCK_HEADS)
+    is_q = head_block < q_blocks
+    num_heads = tl.where(is_q, q_heads, k_heads)
+    x_ptr = tl.where(is_q, q_ptr, k_ptr) + row * tl.where(is_q, q_row, k_row)
+    y_ptr = tl.where(is_q, q_out_ptr, k_out_ptr) + row * tl.where(is_q, q_out_row, k_out_row)
+    x_dim = tl.where(is_q, q_dim, k_dim).to(tl.int64)
+    y_dim = tl.where(is_q, q_out_dim, k_out_dim).to(tl.int64)
+
+    tokens = token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    heads = tl.where(is_q, head_block, head_block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    inside = (tokens[:, None, None] < num_tokens) & (heads[None, :, None] < num_heads)
+    lines = tokens.to(tl.int64)[:, None, None]
+    head = heads.to(tl.int64)[None, :, None]
+    x_ptr += head * tl.where(is_q, q_head, k_head) + lines * tl.where(is_q, q_token, k_token)
+    y_ptr += head * tl.where(is_q, q_out_head, k_out_head)
+    y_ptr += lines * tl.where(is_q, q_out_token, k_out_token)
+
+    # The tile is asked for before the angles, so that its longer way from DRAM overlaps with theirs.
+    cols = tl.arange(0, BLOCK_PAIRS)[None, None, :]
+    if INTERLEAVED:
+        # Whole lines are loaded and split in registers: accesses with a stride of two elements would not coalesce.
+        both = tl.arange(0, 2 * BLOCK_PAIRS)[None, None, :]
+        mask = inside & (both < 2 * PAIRS)
+        x = tl.load(x_ptr + both * x_dim, mask=mask, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, (BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS, 2)))
+    else:
+        mask = inside & (cols < PAIRS)
+        first = tl.load(x_ptr + cols * x_dim, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(x_ptr + (PAIRS + cols) * x_dim, mask=mask, other=0.0).to(tl.float32)
+
+    if PER_TOKEN:
+        position = tokens.to(tl.int64)
+    else:
+        position = _positions(
+            row, tokens, positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step,
+            cu_seqlens_ptr, cu_seqlens_step, offset, num_tokens, documents, search_steps, POSITIONS, OFFSETS, PACKED,
+        )  # fmt: skip
+    # Every head of the tile asks for its angles again: loads of one shape share one layout, and L1 serves the repeats.
+    # With [tokens, 1, pairs] angles the whole tile changes threads through shared memory, there and back.
+    position = tl.broadcast_to(position[:, None, None], (BLOCK_TOKENS, BLOCK_HEADS, 1))
+    held = (position >= 0) & (position < num_positions) & (cols < PAIRS)
+    cos_ptr += row * cos_row + position * COS_POSITION + cols * COS_PAIR
+    sin_ptr += row * sin_row + position * SIN_POSITION + cols * SIN_PAIR
+    cos = tl.load(cos_ptr, mask=held, other=float("nan")).to(tl.float32)
+    sin = tl.load(sin_ptr, mask=held, other=float("nan")).to(tl.float32)
+    if OPPOSITE:
+        sin = -sin
+
+    y_first = (first * cos - second * sin).to(q_out_ptr.dtype.element_ty)
+    y_second = (second * cos + first * sin).to(q_out_ptr.dtype.element_ty)
+    if INTERLEAVED:
+        y = tl.reshape(tl.join(y_first, y_second), (BLOCK_TOKENS, BLOCK_HEADS, 2 * BLOCK_PAIRS))
+        tl.store(y_ptr + both * y_dim, y, mask=mask)
+    else:
+        tl.store(y_ptr + cols * y_dim, y_first, mask=mask)
+        tl.store(y_ptr + (PAIRS + cols) * y_dim, y_second, mask=mask)
+    if DIM > 2 * PAIRS:
+        rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, None, :]
+        mask = inside & (rest < DIM)
+        tl.store(y_ptr + rest * y_dim, tl.load(x_ptr + rest * x_dim, mask=mask), mask=mask)
+
+
+class RopeConfig(NamedTuple):
+    """block_tokens, block_heads: the tile of one program."""
+
+    block_tokens: int
+    block_heads: int
+    num_warps: int
+
+
+def _rotate(
+    q: Tensor | None,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    opposite: bool,
+    config: RopeConfig,
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k, either of which may be absent; an absent one yields an empty tensor."""
+    given = q if q is not None else k
+    if given is None:
+        return cos.new_empty(0), cos.new_empty(0)
+    q_out, k_out = (given.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k))
+    batch, _, num_tokens, dim = given.shape
+    q_heads, k_heads = (0 if x is None else x.shape[1] for x in (q, k))
+    head_blocks = triton.cdiv(q_heads, config.block_heads) + triton.cdiv(k_heads, config.block_heads)
+    token_blocks = triton.cdiv(num_tokens, config.block_tokens)
+    if batch * token_blocks * head_blocks * dim == 0:
+        return q_out, k_out
+    pairs, documents = cos.shape[-1], 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    # Absent tensors are stood in for by one that is never read through them.
+    q, q_write = (k, k_out) if q is None else (q, q_out)
+    k, k_write = (q, q_out) if k is None else (k, k_out)
+    by_position, by_row, by_document = (cos if x is None else x for x in (positions, offsets, cu_seqlens))
+    launch(
+        _rope_kernel, (batch * token_blocks * head_blocks,),
+        q, *q.stride(), q_write, *q_write.stride(), k, *k.stride(), k_write, *k_write.stride(),
+        cos, sin, _row_stride(cos, 3), _row_stride(sin, 3),
+        by_position, _row_stride(by_position, 2), by_position.stride(-1), by_row, by_row.stride(0),
+        by_document, by_document.stride(0),
+        offset, cos.shape[-2], num_tokens, token_blocks, q_heads, k_heads, head_blocks,
+        documents, (documents - 1).bit_length(),
+        COS_POSITION=cos.stride(-2), COS_PAIR=cos.stride(-1), SIN_POSITION=sin.stride(-2), SIN_PAIR=sin.stride(-1),
+        PER_TOKEN=cos.ndim == 3, POSITIONS=positions is not None, OFFSETS=offsets is not None,
+        PACKED=cu_seqlens is not None, OPPOSITE=opposite, INTERLEAVED=interleaved, PAIRS=pairs, DIM=dim,
+        BLOCK_TOKENS=config.block_tokens, BLOCK_HEADS=config.block_heads,
+        BLOCK_PAIRS=triton.next_power_of_2(max(1, pairs)),
+        BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * pairs)), num_warps=config.num_warps,
+    )  # fmt: skip
+    return q_out, k_out
+
+
+def _wanted(dq_out: Tensor | None, dk_out: Tensor | None, output_mask: Sequence[bool]) -> list[Tensor | None]:
+    return [d if want else None for d, want in zip((dq_out, dk_out), output_mask, strict=True)]
+
+
+def _row_stride(x: Tensor, ndim: int) -> int:
+    """The stride over batch rows, 0 where all rows share x."""
+    return x.stride(0) if x.ndim == ndim and x.shape[0] > 1 else 0
+
+
+def _reasons(call) -> list[str]:
+    return _double_reasons({"q": call.q, "cos": call.cos})
+
+
+def _vjp_reasons(call) -> list[str]:
+    return _double_reasons({"dq_out": call.dq_out, "dk_out": call.dk_out, "cos": call.cos})
+
+
+def _double_reasons(tensors: dict) -> list[str]:
+    return [
+        f"{name} is float64; this kernel computes in float32"
+        for name, x in tensors.items()
+        if x is not None and x.dtype == torch.float64
+    ]
+
+
+def _dims(q, k, *_) -> dict[str, int]:
+    shapes = [x.shape for x in (q, k) if x is not None] or [(0, 0, 0, 0)]
+    batch, _, tokens, dim = shapes[0]
+    return {"tokens": batch * tokens, "heads": sum(shape[1] for shape in shapes), "dim": dim}
+
+
+def _vjp_dims(dq_out, dk_out, *rest) -> dict[str, int]:
+    return _dims(*_wanted(dq_out, dk_out, rest[-1]))
+
+
+def _default(dims, arch, dtype) -> RopeConfig:
+    # 4,096 elements a program: two 16-byte accesses a thread for each half of a bfloat16 head.
+    lines = max(1, 4096 // triton.next_power_of_2(max(1, dims["dim"])))
+    heads = min(8, lines, triton.next_power_of_2(max(1, dims["heads"])))
+    if dims["tokens"] * dims["heads"] <= 4 * heads * arch.sms:  # few tokens: spread them over the device
+        return RopeConfig(block_tokens=1, block_heads=heads, num_warps=1)
+    return RopeConfig(block_tokens=lines // heads, block_heads=heads, num_warps=4)
+
+
+CHOICES = {"block_tokens": (1, 2, 4, 8, 16), "block_heads": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)}
+ROPE_SPACE = Space(default=_default, dims=_dims, choices=CHOICES)
+ROPE_VJP_SPACE = Space(default=_default, dims=_vjp_dims, choices=CHOICES)
+
+
+@register_kernel("rope", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=ROPE_SPACE)
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+    *,
+    config: RopeConfig,
+) -> tuple[Tensor, Tensor]:
+    """Launch over (row, block of tokens, block of heads of q and k)."""
+    return _rotate(q, k, cos, sin, positions, offsets, cu_seqlens, offset, interleaved, False, config)
+
+
+@register_kernel("rope_vjp", backend="triton", rank=20, rejects=_vjp_reasons)
+@optimize_kernel(space=ROPE_VJP_SPACE)
+def rope_vjp(
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    output_mask: Sequence[bool],
+    *,
+    config: RopeConfig,
+) -> tuple[Tensor, Tensor]:
+    """The same launch with opposite angles."""
+    dq_out, dk_out = _wanted(dq_out, dk_out, output_mask)
+    return _rotate(dq_out, dk_out, cos, sin, positions, offsets, cu_seqlens, offset, interleaved, True, config)

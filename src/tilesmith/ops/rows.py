@@ -1,0 +1,52 @@
+"""Tensors as rows: [..., N] as [M, N] in the order in which rows lie in memory, copied only where strides force it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def row_order(x: Tensor) -> tuple[int, ...] | None:
+    """The dims of `x`, outermost in memory first and the last dim last; None where that is their logical order.
+
+    Heads moved in front of tokens, [B, H, T, D] over memory laid out [B, T, H, D], give (0, 2, 1, 3).
+    """
+    if x.ndim <= 2 or x.is_contiguous():
+        return None
+    lead = tuple(sorted(range(x.ndim - 1), key=lambda d: -x.stride(d)))
+    return None if lead == tuple(range(x.ndim - 1)) else (*lead, x.ndim - 1)
+
+
+def rows(x: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
+    """`x` as [M, N] with a last stride of 1: a view where its rows lie at one stride, else a contiguous copy.
+
+    order: dims to walk, from `row_order` of this tensor or of the one whose rows these belong to.
+    """
+    if order is not None:
+        x = x.permute(order)
+    if x.ndim != 2:
+        x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def empty_rows(x: Tensor, order: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor of x's shape whose rows are packed in `order`: `rows(result, order)` is contiguous."""
+    if order is None:
+        return x.new_empty(x.shape, dtype=dtype)
+    return torch.empty_permuted(x.shape, order, dtype=dtype or x.dtype, device=x.device)
+
+
+def empty_row_values(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor of shape x.shape[:-1], one value a row, packed in `order`."""
+    if order is None:
+        return x.new_empty(x.shape[:-1], dtype=dtype)
+    return torch.empty_permuted(x.shape[:-1], order[:-1], dtype=dtype, device=x.device)
+
+
+def row_values(values: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """One value a row, shape [...], as a contiguous [M] in the same order as `rows`."""
+    if order is not None:
+        values = values.permute(order[:-1])
+    return values.reshape(-1).contiguous()

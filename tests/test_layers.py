@@ -1,0 +1,160 @@
+"""The house rules: a layer imports only lower ones, strings that name modules are right, importing costs little."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilesmith
+from tilesmith.engine import ops
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "tilesmith"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+DOORS = {"core", "utils", "flash_attention", "cli"}
+BACKENDS = {"triton", "hopper", "portable"}
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path) -> set[str]:
+    """Absolute names of everything that a file imports, also inside functions; `from a import b` gives a and a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _backend(path: Path) -> str | None:
+    """The backend that a kernel file is for: triton for triton.py and for triton_split.py."""
+    name = path.stem.split("_")[0]
+    return name if name in BACKENDS else None
+
+
+def _layers() -> list[set[str]]:
+    """The layer table of pyproject.toml, top first."""
+    from tilesmith.hardware.facts import tomllib
+
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (table,) = (c["layers"] for c in contracts if c["id"] == "layers")
+    return [{name.strip(" ()") for name in row.split("|")} for row in table]
+
+
+def _level(module: str) -> int:
+    """0 is the bottom layer. KeyError for a module that no layer holds."""
+    package = module.split(".")[1]
+    levels = {name: i for i, row in enumerate(reversed(_layers())) for name in row}
+    return levels[package]
+
+
+def test_import_contracts():
+    from importlinter.cli import lint_imports
+
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_module)
+def test_nobody_imports_a_door(path):
+    names = _imports(path)
+    home = _module(path).split(".")[1:2]
+    foreign = {
+        n for n in names if n.startswith("tilesmith.") and n.split(".")[1] in DOORS and n.split(".")[1:2] != home
+    }
+    assert not foreign
+    # `import tilesmith` or `from tilesmith import optimize` would reach any layer through the lazy names.
+    behind = {
+        n for n in names if n.startswith("tilesmith.") and n.count(".") == 1 and n.split(".")[1] in tilesmith.EXPORTS
+    }
+    assert not behind
+    plain = {node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)}
+    assert all(alias.name != "tilesmith" for node in plain for alias in node.names)
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(PACKAGE / "ops") and _backend(p)], ids=_module)
+def test_backends_never_import_one_another(path):
+    kernels = {n for n in _imports(path) if n.startswith("tilesmith.ops.")}
+    assert not {n for n in kernels if n.split(".")[-1].split("_")[0] in BACKENDS - {_backend(path)}}
+
+
+@pytest.mark.parametrize(("name", "home"), tilesmith.EXPORTS.items())
+def test_exported_names_lead_home(name, home):
+    assert _level(home) >= 0
+    assert getattr(importlib.import_module(home), name) is getattr(tilesmith, name)
+
+
+def _lazy_names() -> list[tuple[str, str]]:
+    """Packages that resolve names lazily, and those names."""
+    found = []
+    for path in SOURCES:
+        if path.name == "__init__.py" and path != PACKAGE / "__init__.py":
+            package = importlib.import_module(_module(path)) if "def __getattr__" in path.read_text() else None
+            found += [(package.__name__, name) for name in getattr(package, "__all__", [])]
+    return found
+
+
+@pytest.mark.parametrize(("package", "name"), _lazy_names())
+def test_lazy_names_resolve(package, name):
+    assert getattr(importlib.import_module(package), name) is not None
+
+
+@pytest.mark.parametrize("name", sorted(ops()))
+def test_kernel_modules_are_the_family_s_own(name):
+    op = ops()[name]
+    family = op.reference.__module__.rpartition(".")[0]
+    for backend, module in op._modules.items():
+        assert module.startswith(f"{family}."), f"{name}/{backend} lives in another family: {module}"
+        assert importlib.util.find_spec(module) is not None, f"{name}/{backend}: there is no {module}"
+        assert _level(module) == _level(family)
+
+
+def _in_fresh_process(code: str) -> dict:
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout)
+
+
+IMPORT_COST = """
+import json, sys, time
+import torch
+start = time.perf_counter()
+import tilesmith
+spent = time.perf_counter() - start
+print(json.dumps({"seconds": spent, "triton": "triton" in sys.modules}))
+"""
+
+
+def test_importing_costs_little_and_loads_no_triton():
+    measured = [_in_fresh_process(IMPORT_COST) for _ in range(3)]
+    assert min(m["seconds"] for m in measured) < 0.3
+    assert not any(m["triton"] for m in measured)
+
+
+def test_declaring_every_op_loads_no_triton():
+    code = (
+        "import json, sys; from tilesmith.engine import ops; print(json.dumps([len(ops()), 'triton' in sys.modules]))"
+    )
+    count, triton = _in_fresh_process(code)
+    assert count
+    assert not triton
+
+
+def test_the_bare_import_loads_no_torch():
+    assert _in_fresh_process("import json, sys, tilesmith; print(json.dumps('torch' in sys.modules))") is False
+
+
+def test_every_file_says_what_it_is():
+    silent = [_module(path) for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent

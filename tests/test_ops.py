@@ -1,0 +1,321 @@
+"""The one harness: every op, every kernel, every case. An op is tested by having cases, not by having a test file."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilesmith.engine import cases, ops, use
+from tilesmith.engine.backends import REFERENCE, interpreting, missing
+from tilesmith.validate import check
+from tilesmith.validate.cases import outputs_and_gradients
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type != "cpu"
+
+
+def _kernels(op):
+    """Backends to check here: all that run on this device, Triton's on a CPU through the interpreter."""
+    return [b for b in op.backends() if missing(b, DEVICE, pinned=True) is None]
+
+
+def _interpreted(backend):
+    return not ON_GPU and interpreting() and backend.startswith("triton")
+
+
+def _runs(name):
+    """(case, dtype, backend) triples of one op."""
+    op = ops()[name]
+    for case, backend in itertools.product(cases(name), _kernels(op)):
+        wanted = {"interpret"} if _interpreted(backend) else {"test", "gpu"} if ON_GPU else {"test"}
+        if not case.tags & wanted:
+            continue
+        for dtype in case.dtypes:
+            # the interpreter computes bf16 products from the raw bits
+            if not (_interpreted(backend) and dtype is torch.bfloat16):
+                yield pytest.param(name, case, dtype, backend, id=f"{name}-{backend}-{case.name}-{str(dtype)[6:]}")
+
+
+def _small(name):
+    """The first test case of an op, in fp32: what the structural tests use."""
+    found = [c for c in cases(name) if "test" in c.tags and torch.float32 in c.dtypes]
+    return found[0] if found else None
+
+
+NAMES = [n for n in sorted(ops()) if cases(n)]
+RUNS = [run for name in NAMES for run in _runs(name)]
+DIFFERENTIABLE = [n for n in NAMES if ops()[n].vjp is not None]
+
+
+def _arguments(name, dtype=torch.float32):
+    op, case = ops()[name], _small(name)
+    return op, op.bind((), case.build(DEVICE, dtype, case.generator()))
+
+
+@pytest.mark.parametrize(("name", "case", "dtype", "backend"), RUNS)
+def test_values_and_gradients(name, case, dtype, backend):
+    result = check(ops()[name], backend, case, DEVICE, dtype)
+    assert result.passed, result.message
+
+
+@pytest.mark.parametrize("name", sorted(ops()))
+def test_every_op_has_cases(name):
+    base = name.removesuffix("_vjp")
+    assert cases(base), f"{base} has no cases"
+    if not name.endswith("_vjp"):
+        assert {"test"} & set().union(*(c.tags for c in cases(base)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name):
+    op, args = _arguments(name)
+    torch.library.opcheck(op.handle, args, {"pin": ""})
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_opcheck_of_the_vjp(name):
+    op, args = _arguments(name)
+    seen = []
+    execute = op.vjp._execute
+    op.vjp._execute = lambda a, pin: (seen.append(a), execute(a, pin))[1]
+    try:
+        outputs_and_gradients(op, args)
+    finally:
+        del op.vjp._execute
+    args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in seen[0])
+    torch.library.opcheck(op.vjp.handle, args, {"pin": ""})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_whole_and_dynamic(name):
+    op, args = _arguments(name)
+    expected = outputs_and_gradients(op, args)
+    compiled = torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager", dynamic=True)
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    work = tuple(a.clone() if n in op.mutates else a for n, a in zip(op.parameters, args))
+    outs = compiled(*work)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    for out, want in zip(outs, (expected[n] for n in op.outputs[: op.public])):
+        torch.testing.assert_close(out, want, equal_nan=True)
+    if leaves and op.gradient is not None:
+        grads = torch.autograd.grad([o for o in outs if o.requires_grad], leaves, _cotangents(outs), allow_unused=True)
+        named = [n for n, a in zip(op.parameters, args) if isinstance(a, Tensor) and a.requires_grad]
+        for n, grad in zip(named, grads):
+            torch.testing.assert_close(grad if grad is not None else torch.zeros_like(expected[f"d{n}"]), expected[f"d{n}"])
+
+
+def _cotangents(outs):
+    generator = torch.Generator().manual_seed(17)
+    drawn = [
+        torch.randn(o.shape, generator=generator).to(torch.bfloat16).to(o.device, o.dtype) for o in outs if o.requires_grad
+    ]
+    kept = [o for o in outs if o.requires_grad]
+    return [torch.where(o.detach().isfinite(), c, 0) for o, c in zip(kept, drawn)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exports(name):
+    op, args = _arguments(name)
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors):
+            given = iter(tensors)
+            return op(*(next(given) if isinstance(a, Tensor) else a for a in args))
+
+    tensors = tuple(a.detach() for a in args if isinstance(a, Tensor))
+    if op.mutates:
+        pytest.skip("export of an op that writes its arguments needs buffers")
+    program = torch.export.export(Module(), tensors)
+    if op.decompose is None:
+        assert op.handle in [node.target for node in program.graph.nodes]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors_tell_shape_dtype_and_strides(name):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    op, args = _arguments(name)
+    work = tuple(a.detach().clone() if n in op.mutates else a for n, a in zip(op.parameters, args))
+    mode = FakeTensorMode()
+    with torch.no_grad(), mode:
+        faked = op.handle(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+    faked = faked if isinstance(faked, tuple) else (faked,)
+    for backend in _kernels(op):
+        if op.kernel(backend).rejects(op._describe(*args)):
+            continue
+        with torch.no_grad():
+            real = op.run(work, backend)
+        real = real if isinstance(real, tuple) else (real,)
+        for n, fake, out in zip(op.outputs, faked, real):
+            assert (tuple(fake.shape), fake.dtype, fake.stride()) == (tuple(out.shape), out.dtype, out.stride()), (backend, n)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_functional_gradient_equals_autograd(name):
+    op, args = _arguments(name)
+    positions = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad)
+    plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+
+    def total(*a):
+        outs = op(*a)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        return sum(torch.where(o.isfinite(), o, 0).sum() for o in outs if o.is_floating_point())
+
+    functional = torch.func.grad(total, argnums=positions)(*plain)
+    leaves = [args[i] for i in positions]
+    eager = torch.autograd.grad(total(*args), leaves, allow_unused=True)
+    for f, e, leaf in zip(functional, eager, leaves):
+        torch.testing.assert_close(f, e if e is not None else torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_vmap_equals_a_loop(name):
+    op, args = _arguments(name)
+    plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    first = next(i for i, a in enumerate(plain) if isinstance(a, Tensor) and a.is_floating_point())
+    batch = torch.stack([plain[first], plain[first].flip(0)])
+
+    def one(x):
+        return op(*plain[:first], x, *plain[first + 1 :])
+
+    mapped = torch.func.vmap(one)(batch)
+    looped = [one(b) for b in batch]
+    if isinstance(mapped, tuple):
+        for m, *each in zip(mapped, *looped):
+            torch.testing.assert_close(m, torch.stack(each), equal_nan=True)
+    else:
+        torch.testing.assert_close(mapped, torch.stack(looped), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_double_backward_is_right_or_refused(name):
+    op, args = _arguments(name, torch.float64)
+    if not all(a.dtype is torch.float64 for a in args if isinstance(a, Tensor) and a.requires_grad):
+        args = tuple(a.double().detach().requires_grad_() if isinstance(a, Tensor) and a.requires_grad else a for a in args)
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+
+    def second(fn):
+        outs = fn(*args)
+        outs = (outs if isinstance(outs, tuple) else (outs,))[: op.public]
+        outs = [o for o in outs if o.requires_grad]
+        cotangents = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype, device=o.device).view(o.shape) for o in outs]
+        cotangents = [torch.where(o.detach().isfinite(), c, 0).requires_grad_() for o, c in zip(outs, cotangents)]
+        grads = torch.autograd.grad(outs, leaves, cotangents, create_graph=True, allow_unused=True)
+        total = sum(g.square().sum() for g in grads if g is not None)
+        return torch.autograd.grad(total, [*leaves, *cotangents], allow_unused=True)
+
+    try:
+        with use(**{name: REFERENCE}):
+            got = second(op)
+    except NotImplementedError as refusal:
+        assert name in str(refusal)
+        return
+    for g, want in zip(got, second(op.reference)):
+        if want is None:
+            assert g is None or not g.any()
+        else:
+            torch.testing.assert_close(g, want)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_nested_functional_gradients_are_right_or_refused(name):
+    op, args = _arguments(name)
+    args = tuple(a.detach().double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    first = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point())
+
+    def second(fn):
+        def total(x):
+            outs = fn(*args[:first], x, *args[first + 1 :])
+            out = (outs if isinstance(outs, tuple) else (outs,))[0]
+            return torch.where(out.isfinite(), out, 0).sin().sum()
+
+        return torch.func.grad(lambda x: torch.func.grad(total)(x).square().sum())(args[first])
+
+    try:
+        got = second(op)
+    except NotImplementedError as refusal:
+        assert name in str(refusal)
+        return
+    torch.testing.assert_close(got, second(op.reference))
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_a_pin_around_the_forward_holds_for_the_backward(name):
+    op, args = _arguments(name)
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    for backend in _kernels(op):
+        if backend not in op.vjp.backends():
+            continue
+        ran = []
+        kernel = op.vjp.kernel(backend)
+        op.vjp.replace_kernel(backend, lambda *a, k=kernel: (ran.append(backend), k.fn(*a))[1])
+        try:
+            with use(**{name: backend}):
+                try:
+                    outs = op(*args)
+                except NotImplementedError:
+                    continue
+            outs = [o for o in (outs if isinstance(outs, tuple) else (outs,)) if o.requires_grad]
+            torch.autograd.grad(outs, leaves, [torch.ones_like(o) for o in outs], allow_unused=True)
+        finally:
+            op.vjp.replace_kernel(backend, kernel.fn)
+        assert ran == [backend]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_runs_are_bitwise_equal(name):
+    op, args = _arguments(name)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        first, second = outputs_and_gradients(op, args), outputs_and_gradients(op, args)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for n in first:
+        assert torch.equal(first[n].nan_to_num(nan=3.0), second[n].nan_to_num(nan=3.0)), n
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_are_left_alone(name):
+    op, args = _arguments(name)
+    for backend in _kernels(op):
+        if op.kernel(backend).rejects(op._describe(*args)):
+            continue
+        before = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
+        with use(**{name: backend}):
+            outputs_and_gradients(op, args)
+        for n, was, now in zip(op.parameters, before, args):
+            if isinstance(now, Tensor):
+                torch.testing.assert_close(now.detach(), was, rtol=0, atol=0, equal_nan=True, msg=n)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_kernel_is_refused_by_name(name):
+    with pytest.raises(ValueError, match="no kernel 'nowhere'"), use(**{name: "nowhere"}):
+        pass
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_captures_in_a_cuda_graph(name):
+    op, args = _arguments(name)
+    plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    with torch.no_grad():
+        expected = op(*(a.clone() if n in op.mutates else a for n, a in zip(op.parameters, plain)))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = op(*plain)
+        graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(captured, expected, equal_nan=True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_on_the_device_of_its_tensors(name):
+    op, case = ops()[name], _small(name)
+    args = op.bind((), case.build(torch.device("cuda", 1), torch.float32, case.generator()))
+    with torch.cuda.device(0):
+        for n, t in outputs_and_gradients(op, args).items():
+            assert t.device.index == 1, n
