@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,18 @@ OP = "rms_norm"
 ROWS, COLUMNS = 8, 128
 
 
-def run(device: torch.device, dtype: torch.dtype, *, command: str, rounds: int = 9) -> dict[str, Any]:
-    """The document: µs of host time of a forward, and of a forward and backward, for every provider."""
+def run(
+    device: torch.device, dtype: torch.dtype, *, command: str, only: Sequence[str] = (), rounds: int = 9
+) -> dict[str, Any]:
+    """The document: µs of host time of a forward, and of a forward and backward, for every provider or `only` some."""
     x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(COLUMNS, device=device, dtype=dtype, requires_grad=True)
     forward: dict[str, Callable[[], Any]] = {}
     both: dict[str, Callable[[], Any]] = {}
     rows = []
     for provider, adapter in providers(OP).items():
+        if only and provider not in (OURS, *only):
+            continue
         try:
             call = Call(adapter({"x": x, "weight": weight, "eps": 1e-6}), (x, weight))
             call.both()()

@@ -54,6 +54,7 @@ class Gradient:
         ctx.save_for_backward(*[args[i] for i in self.kept_inputs], *[outs[i] for i in self.kept_outputs])
         ctx.scalars = [None if isinstance(a, Tensor) else a for a in args]
         ctx.dtypes = [a.dtype if isinstance(a, Tensor) else None for a in args]
+        ctx.empty = [isinstance(a, Tensor) and a.numel() == 0 for a in args]
         ctx.pin = pin
 
     def restore(self, ctx: Any) -> tuple[list[Any], dict[int, Tensor]]:
@@ -86,6 +87,8 @@ class Gradient:
         got = run(call, pin)
         result: list[Any] = [None] * len(needs)
         for target, want, grad in zip(self.targets, wanted, got if isinstance(got, tuple | list) else (got,)):
+            if want and grad.numel() == 0 and not ctx.empty[target]:
+                continue  # a placeholder: no gradient came in for the outputs that this input reaches
             if want and needs[target]:
                 result[target] = grad
             for twin, of in self.twins:

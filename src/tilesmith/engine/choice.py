@@ -10,8 +10,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.settings import settings
@@ -43,7 +41,6 @@ def pins() -> dict[str, str]:
     return dict(settings().pins) if here is None else here
 
 
-@torch.compiler.assume_constant_result
 def pinned(name: str) -> str:
     """The backend pinned for the op `name` in this context, or "". torch.compile keeps the pin of its trace."""
     here = _PINS.get()
@@ -53,6 +50,10 @@ def pinned(name: str) -> str:
                 return backend
         return ""
     return here.get(name, "")
+
+
+# What torch.compiler.assume_constant_result sets, without its import of torch._dynamo, which costs a second.
+pinned._dynamo_marked_constant = True
 
 
 @contextlib.contextmanager

@@ -12,31 +12,34 @@ _offline: Callable[..., None] | None = None
 _compiled: dict[tuple, _Compiled] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """kernel[grid](*args, **constants): run-time arguments by position, constexprs and options by keyword."""
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+    """kernel[grid](*args, **named), without binding and specialising every argument again at each call.
+
+    What Triton specialises on (types, 16-byte alignment, integers that are 1 or multiples of 16, constexprs, options) is
+    the key to the kernel that it compiled; the driver's launcher is called directly.
+    """
     if _offline is not None:
-        _offline(kernel, args, constants)
+        _offline(kernel, args, named)
         return
-    key = _key(kernel, args, constants) if torch.cuda.is_initialized() else None
+    key, values = _key(kernel, args, named) if torch.cuda.is_initialized() else (None, ())
     found = _compiled.get(key) if key is not None else None
     if found is None or found.hooked():
-        compiled = kernel[grid](*args, **constants)
+        compiled = kernel[grid](*args, **named)
         if key is not None and found is None:
-            _remember(key, kernel, compiled, len(args), constants)
+            _remember(key, compiled)
         return
-    # Triton's own launch binds and specialises every argument again, which costs more than the driver's launch
     x, y, z = (*grid, 1, 1)[:3]
-    found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *args, *found.rest)
+    found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *values)
 
 
 class _Compiled:
     """A compiled kernel with everything of a launch that does not change between calls of one specialisation."""
 
-    def __init__(self, compiled: Any, rest: tuple):
+    def __init__(self, compiled: Any):
         from triton import knobs
 
         launcher = compiled.run
-        self.function, self.rest, self.runtime = compiled.function, rest, knobs.runtime
+        self.function, self.runtime = compiled.function, knobs.runtime
         constant = (compiled.packed_metadata, None, None, None)  # launch metadata and hooks: only while profiling
         scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
         if scratch == [0, 0] and hasattr(launcher, "launch"):
@@ -49,30 +52,65 @@ class _Compiled:
         return bool(self.runtime.launch_enter_hook.calls or self.runtime.launch_exit_hook.calls)
 
 
-def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
-    """What Triton specialises a kernel on (types, alignment, 1 and multiples of 16), or None if it is not covered."""
-    key: list[Any] = [kernel, torch._C._cuda_getDevice()]
-    for a in args:
-        if isinstance(a, torch.Tensor):
-            key.append(a.dtype if a.data_ptr() & 15 == 0 else (a.dtype,))
-        elif type(a) is int:
-            fits = -0x80000000 <= a <= 0x7FFFFFFF
-            key.append(1 if a == 1 else (2 if a & 15 == 0 else 3) + (0 if fits else 4))
-        elif type(a) in (float, bool) or a is None:
-            key.append(type(a))
+def _key(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple[tuple | None, list[Any]]:
+    """The key of a launch and all arguments in the order of the kernel's signature; None where it is not covered."""
+    signature = _signatures.get(kernel)
+    if signature is None:
+        signature = _signatures[kernel] = _signature(kernel)
+    names, constant, defaults = signature
+    values = list(args)
+    for name in names[len(args) :]:
+        if name in named:
+            values.append(named[name])
+        elif name in defaults:
+            values.append(defaults[name])
         else:
-            return None
-    key.extend(constants.items())
-    return tuple(key)
+            return None, values
+    key: list[Any] = [kernel, torch._C._cuda_getDevice()]
+    for value, fixed in zip(values, constant):
+        kind = value if fixed else _kind(value)
+        if kind is _UNKNOWN:
+            return None, values
+        key.append(kind)
+    key += [item for item in named.items() if item[0] not in names]
+    return tuple(key), values
 
 
-def _remember(key: tuple, kernel: Any, compiled: Any, given: int, constants: dict[str, Any]) -> None:
+_UNKNOWN = object()
+_signatures: dict[Any, tuple[list[str], list[bool], dict[str, Any]]] = {}
+
+
+def _signature(kernel: Any) -> tuple[list[str], list[bool], dict[str, Any]]:
+    parameters = kernel.signature.parameters
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    return kernel.arg_names, [p.is_constexpr for p in kernel.params], defaults
+
+
+def _kind(value: Any) -> Any:
+    """What Triton specialises one run-time argument on."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype if value.data_ptr() & 15 == 0 else (value.dtype,)
+    kind = type(value)
+    if kind is int:
+        if value == 1:
+            return 1
+        return (2 if value & 15 == 0 else 3) + (0 if -0x80000000 <= value <= 0x7FFFFFFF else 4)
+    if kind is float or kind is bool or value is None:
+        return kind
+    if isinstance(value, tuple):
+        kinds = tuple(_kind(v) for v in value)
+        return _UNKNOWN if _UNKNOWN in kinds else kinds
+    if kind.__name__ == "TensorDescriptor":
+        aligned = value.base.data_ptr() & 15 == 0
+        return (kind, value.base.dtype, aligned, tuple(value.block_shape), value.padding)
+    return _UNKNOWN
+
+
+def _remember(key: tuple, compiled: Any) -> None:
     from triton.compiler import CompiledKernel
 
     if isinstance(compiled, CompiledKernel):
-        parameters = kernel.signature.parameters
-        rest = tuple(constants[n] if n in constants else parameters[n].default for n in kernel.arg_names[given:])
-        _compiled[key] = _Compiled(compiled, rest)
+        _compiled[key] = _Compiled(compiled)
 
 
 @contextlib.contextmanager
@@ -83,63 +121,22 @@ def compiling_for(target: Any, compiled: list[Any]) -> Iterator[None]:
     """
     global _offline
     previous = _offline
-    _offline = lambda kernel, args, constants: compiled.append((kernel.__name__, _compile(kernel, args, constants, target)))
+    _offline = lambda kernel, args, named: compiled.append((kernel.__name__, _compile(kernel, args, named, target)))
     try:
         yield
     finally:
         _offline = previous
 
 
-def _compile(kernel: Any, args: tuple, constants: dict[str, Any], target: Any) -> Any:
+def _compile(kernel: Any, args: tuple, named: dict[str, Any], target: Any) -> Any:
+    """What Triton's own launch would compile for these arguments, if `target` were the device."""
     import triton
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
 
-    names = kernel.arg_names
-    given = dict(zip(names, args))
-    constexprs = {n: v for n, v in constants.items() if n in names}
-    options = {n: v for n, v in constants.items() if n not in names}
-    signature, attributes = {}, {}
-    for i, name in enumerate(names):
-        value = given.get(name)
-        if name in constexprs or (name in given and value is None):
-            signature[name] = "constexpr"
-            constexprs.setdefault(name, value)
-        elif name in given and isinstance(value, int) and not isinstance(value, bool) and value == 1:
-            signature[name], constexprs[name] = "constexpr", 1
-        elif name in given:
-            signature[name] = _type(value)
-            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "constexpr"
-            constexprs[name] = kernel.signature.parameters[name].default
-    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constexprs.items()}, attrs=attributes)
-    return triton.compile(source, target=target, options=options)
-
-
-_TYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-}
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return "*" + _TYPES[value.dtype]
-    if isinstance(value, bool):
-        return "i1"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    if isinstance(value, float):
-        return "fp32"
-    raise TypeError(f"cannot tell the Triton type of {type(value).__name__}")
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*args, **named)
+    options, signature, constexprs, attributes = kernel._pack_args(backend, named, bound, specialization, options)
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)

@@ -48,7 +48,7 @@ class Op:
     alias: input -> input whose gradient is the same values (``{"residual": "x"}``).
     mutates: names of the arguments that the op writes. decompose: plain function traced in place of the op under
     torch.compile. autocast: names of the tensors cast to the autocast dtype while autocast is on. fold: tensor
-    arguments whose leading dims are free, so that vmap adds rows instead of looping. sharding: DTensor rule ("rows").
+    arguments whose leading dims are free, so that vmap adds rows instead of looping. sharding: DTensor rule ("rows", "elementwise").
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""DTensor rules: an op that works row by row is never gathered when its rows are sharded."""
+"""DTensor rules: an op that works row by row, or element by element, is never gathered when those are sharded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def ensure(op: Any, args: tuple) -> None:
         _RULES[op.sharding](op)
 
 
-def _rows(op: Any) -> None:
-    """Tensors named in `fold` may be sharded along any dim but the last; the rest replicate.
+def _rows(op: Any, last: bool = False) -> None:
+    """Tensors named in `fold` may be sharded along any dim (the last too, if `last`); the rest replicate.
 
     An output of a vjp that is the gradient of a replicated tensor is a partial sum over the row shards.
     """
@@ -30,7 +30,7 @@ def _rows(op: Any) -> None:
     def strategies(*specs, **kwargs):
         first = next(s for n, s in zip(op.parameters, specs) if n in op.fold)
         found = []
-        for dim in [None, *range(first.ndim - 1)]:
+        for dim in [None, *range(first.ndim - (not last))]:
             row = Replicate() if dim is None else Shard(dim)
             whole = Replicate() if dim is None else Partial()
             outs = [row if _row_output(op, n) else whole for n in op.outputs]
@@ -52,4 +52,9 @@ def _row_output(op: Any, name: str) -> bool:
     return name[1:] in op.fold
 
 
-_RULES = {"rows": _rows}
+def _elementwise(op: Any) -> None:
+    """As rows, where the last dim is like any other."""
+    _rows(op, last=True)
+
+
+_RULES = {"rows": _rows, "elementwise": _elementwise}

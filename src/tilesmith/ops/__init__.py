@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 _FAMILIES = {
-    "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "merge_attention_vjp", "Mask", "Score"),
+    "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "Mask", "Score"),
     "tilesmith.ops.cache.op": ("kv_cache_append",),
     "tilesmith.ops.gate.op": (
         "geglu",

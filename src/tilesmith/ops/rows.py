@@ -34,14 +34,14 @@ def rows(x: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
 def empty_rows(x: Tensor, order: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor of x's shape whose rows are packed in `order`: `rows(result, order)` is contiguous."""
     if order is None:
-        return x.new_empty(x.shape, dtype=dtype)
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.empty_permuted(x.shape, order, dtype=dtype or x.dtype, device=x.device)
 
 
 def empty_row_values(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor of shape x.shape[:-1], one value a row, packed in `order`."""
     if order is None:
-        return x.new_empty(x.shape[:-1], dtype=dtype)
+        return torch.empty(x.shape[:-1], dtype=dtype, device=x.device)
     return torch.empty_permuted(x.shape[:-1], order[:-1], dtype=dtype, device=x.device)
 
 

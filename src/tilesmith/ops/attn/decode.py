@@ -96,7 +96,19 @@ def _join(lse, sink):
     return keys / tl.where(both == 0.0, 1.0, both), shift + tl.log(both)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "slots",
+        "tokens",
+        "kv_heads",
+        "tiles",
+        "splits",
+        "window_left",
+        "window_right",
+        "pages_row",
+        "lse_split",
+    )
+)
 def _attention_split_kernel(
     q_ptr, q_row, q_head, q_token, k_ptr, k_page, k_head, k_slot, v_ptr, v_page, v_head, v_slot,
     out_ptr, out_split, out_row, out_head, out_token, lse_ptr, lse_split,
@@ -193,7 +205,7 @@ def _attention_split_kernel(
     tl.store(out_ptr + out_at[:, None] + features_v, out, mask=real[:, None] & (features_v < DIM_V))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "tokens", "heads", "splits"))
 def _attention_combine_kernel(
     part_out_ptr, part_lse_ptr, sinks_ptr, out_ptr, out_row, out_head, out_token, lse_ptr, rows, tokens, heads, splits,
     DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
@@ -227,8 +239,8 @@ def _attention_combine_kernel(
 
 
 class SplitConfig(NamedTuple):
-    """block_m: rows of a tile, pairs of token and query head. block_n: keys of a step. per_sm: programs that share an SM,
-    by which the number of splits is chosen."""
+    """block_m: rows of a tile (pairs of token and query head). block_n: keys of a step. per_sm: programs that share an
+    SM, by which the number of splits is chosen."""
 
     block_m: int
     block_n: int
@@ -271,12 +283,18 @@ def _dims(*args) -> dict[str, int]:
 
 def _default(dims, arch, dtype) -> SplitConfig:
     block_m, block_d = max(16, triton.next_power_of_2(dims["rows"])), triton.next_power_of_2(max(16, dims["dim"]))
+    if arch.kind not in ("cuda", "hip", "xpu"):
+        return SplitConfig(16, 16, 8, 4, 1)  # the interpreter: small tensors, which are to be split all the same
     if dtype == torch.float32:
         # Products in full float32 run without tensor cores and hold whole rows in registers.
-        return _fit(SplitConfig(16, 16, 1, 8, 2), block_d, arch, dtype)
-    if block_m >= 64:
-        block_m = min(block_m, 128 if block_d <= 128 else 64)
-        config = SplitConfig(block_m, 64, 2, 4 if block_m * block_d <= 64 * 128 else 8, 3)
+        config = SplitConfig(16, 16, 1, 8, 2)
+    elif arch.kind == "hip" and arch.warp == 32:
+        # 256 registers a thread and none to spare: tiles twice as high or wide spill 56 to 290 of them.
+        config = SplitConfig(min(block_m, 32), 32, 1, 8, 2) if block_d <= 128 else SplitConfig(16, 16, 1, 8, 2)
+    elif block_m >= 64 and block_d > 128:
+        config = SplitConfig(64, 32, 1, 8, 3)
+    elif block_m >= 64:
+        config = SplitConfig(64, 64, 2, 4, 3) if block_m == 64 else SplitConfig(128, 64, 1, 8, 3)
     elif dims["heads"] * dims["keys"] > 2048 * max(1, arch.sms):
         config = SplitConfig(block_m, 128, 2, 4, 2)
     else:
@@ -378,6 +396,7 @@ def attention(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
+    sinks, kv_lengths, page_table = (None if x is None else x.contiguous() for x in (sinks, kv_lengths, page_table))
     group, slots, right = heads // kv_heads, _slots(k, page_table), 0 if causal else window_right
     tiles = triton.cdiv(group * tokens, config.block_m)
     seen = slots if window_left < 0 else min(slots, min(tokens, config.block_m // group + 1) + window_left)
@@ -398,7 +417,7 @@ def attention(
     launch(
         _attention_split_kernel, (batch * kv_heads * tiles * splits,),
         q, *strides[:3], k, *strides[3:6], v, *strides[6:], part_out, *part_strides, part_lse, lse.numel(),
-        sinks if splits == 1 else None, kv_lengths, page_table, 0 if page_table is None else page_table.stride(0),
+        sinks if splits == 1 else None, kv_lengths, page_table, 0 if page_table is None else page_table.shape[1],
         dim**-0.5 if scale is None else scale, softcap, slots, tokens, kv_heads, tiles, splits, window_left, right,
         GROUP=group, DIM=dim, DIM_V=dim_v, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(max(16, dim)), BLOCK_DV=block_dv, PAGE_SIZE=page_size,

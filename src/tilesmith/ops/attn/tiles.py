@@ -119,53 +119,75 @@ def query_range(
 
 
 @triton.jit
-def stretches(outer_lo, full_lo, full_hi, BLOCK: tl.constexpr):
-    """Begin of the walk, begin and end of its fully visible blocks; blocks start at multiples of 16."""
-    begin = outer_lo // 16 * 16
+def stretches(begin, outer_hi, full_lo, full_hi, SPARSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Begin and end of the fully visible blocks of a walk that starts at `begin`."""
+    if SPARSE:
+        return begin, begin
     full_begin = begin + tl.cdiv(tl.maximum(full_lo - begin, 0), BLOCK) * BLOCK
-    full_end = begin + tl.maximum(full_hi - begin, 0) // BLOCK * BLOCK
-    return begin, full_begin, tl.maximum(full_begin, full_end)
+    full_end = begin + tl.maximum(tl.minimum(full_hi, outer_hi) - begin, 0) // BLOCK * BLOCK
+    empty = full_end <= full_begin
+    return tl.where(empty, begin, full_begin), tl.where(empty, begin, full_end)
 
 
 @triton.jit
 def key_walk(
     start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr, left, right,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries needs to know to walk the keys: each row's range, and where the stretches begin and end."""
+    """What a tile of queries needs to know to walk the keys: each row's range, and where the stretches begin and end.
+
+    The walk has blocks at begin, begin + BLOCK_N, ... end, without those in [skip, skip + skipped) (between a prefix and a
+    window). Those in [full_begin, full_end) need no mask. Keys outside [lo, hi) of the tile are never seen.
+    """
     rows = start + tl.arange(0, BLOCK_M)
     if cu_q_ptr is not None:
         document = find_document(cu_q_ptr, documents, rows)
         _, q_end, k_begin, k_end, prefix_end = span(document, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, tokens, keys)
         real = rows < tl.load(cu_q_ptr + documents)
         shift = k_end - q_end
-        lo, hi = key_range(rows, shift, k_begin, k_end, prefix_end, left, right, LEFT, RIGHT)
-        lo = tl.where(real, lo, FAR)
-        hi = tl.where(real, hi, 0)
+        row_lo, row_hi = key_range(rows, shift, k_begin, k_end, prefix_end, left, right, LEFT, RIGHT)
+        row_lo = tl.where(real, row_lo, FAR)
+        row_hi = tl.where(real, row_hi, 0)
         prefix_begin = tl.where(real, k_begin, FAR)
         prefix_end = tl.where(real, prefix_end, 0)
         first_prefix, last_prefix = tl.min(prefix_begin, 0), tl.max(prefix_end, 0)
-        outer_lo, full_lo, outer_hi, full_hi = tl.min(lo, 0), tl.max(lo, 0), tl.max(hi, 0), tl.min(hi, 0)
+        lo, full_lo, hi, full_hi = tl.min(row_lo, 0), tl.max(row_lo, 0), tl.max(row_hi, 0), tl.min(row_hi, 0)
     else:
         _, q_end, k_begin, k_end, end = span(batch, None, None, lengths_ptr, prefix_ptr, tokens, keys)
         move = k_end - q_end
-        lo, hi = key_range(rows, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
-        outer_lo, full_hi = key_range(start, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
+        row_lo, row_hi = key_range(rows, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
+        lo, full_hi = key_range(start, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
         last = tl.minimum(start + BLOCK_M, tokens) - 1
-        full_lo, outer_hi = key_range(last, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
+        full_lo, hi = key_range(last, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
         shift = rows * 0 + move
         prefix_begin, prefix_end = rows * 0, rows * 0 + end
         first_prefix, last_prefix = start * 0, start * 0 + end
     if bounds_ptr is not None:
         bounds_ptr += (batch * tl.cdiv(tokens, BLOCK_M) + start // BLOCK_M) * 2
-        outer_lo = tl.maximum(outer_lo, tl.load(bounds_ptr))
-        outer_hi = tl.minimum(outer_hi, tl.load(bounds_ptr + 1))
-    begin, full_begin, full_end = stretches(outer_lo, full_lo, full_hi, BLOCK_N)
-    if prefix_ptr is not None and LEFT:  # the prefix may overlap the walk, and reach beyond its end
-        outer_lo = tl.minimum(outer_lo, tl.maximum(begin, first_prefix))
-        outer_hi = tl.maximum(outer_hi, last_prefix)
-    return (rows, lo, hi, shift, prefix_begin, prefix_end, first_prefix, last_prefix,
-            outer_lo, outer_hi, begin, full_begin, full_end)  # fmt: skip
+        lo = tl.maximum(lo, tl.load(bounds_ptr))
+        hi = tl.minimum(hi, tl.load(bounds_ptr + 1))
+    begin = lo // 16 * 16
+    skip = begin
+    skipped = begin * 0
+    if prefix_ptr is not None and LEFT:
+        window = tl.minimum(lo, hi)  # where there is no window at all, nothing is left but the prefix
+        begin = tl.minimum(begin, first_prefix // 16 * 16)
+        window = begin + tl.maximum(window - begin, 0) // BLOCK_N * BLOCK_N
+        skip = tl.minimum(begin + tl.cdiv(tl.maximum(last_prefix - begin, 0), BLOCK_N) * BLOCK_N, window)
+        skipped = window - skip
+        lo = tl.minimum(lo, first_prefix)
+        hi = tl.maximum(hi, last_prefix)
+    full_begin, full_end = stretches(skip + skipped, hi, full_lo, full_hi, SPARSE, BLOCK_N)
+    return rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_begin, full_end
+
+
+@triton.jit
+def masked_block(first, skip, skipped, full_begin, full_end, PREFIX_ON_TOP: tl.constexpr):
+    """The block that the walk over partly visible blocks visits at `first`: past what it skips and what is full."""
+    if PREFIX_ON_TOP:
+        first += tl.where(first >= skip, skipped, 0)
+    first += tl.where(first >= full_begin, full_end - full_begin, 0)
+    return tl.multiple_of(first, 16)
 
 
 @triton.jit

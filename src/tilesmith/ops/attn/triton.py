@@ -12,7 +12,7 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference, tiles
 from tilesmith.ops.attn.tiles import (
-    LN2, attention_scores, keep_tile, key_walk, load_plane, load_slope, load_tile, power, schedule, unit,
+    LN2, attention_scores, keep_tile, key_walk, load_plane, load_slope, load_tile, masked_block, power, schedule, unit,
 )  # fmt: skip
 
 
@@ -33,19 +33,16 @@ def _attention_fwd_kernel(
     hidden. CLEAN: keys that no query of the tile sees may hold NaN, wherever they are."""
     PLAIN: tl.constexpr = bias_ptr is None and alibi_ptr is None and not SOFTCAP
     PREFIX_ON_TOP: tl.constexpr = prefix_ptr is not None and LEFT
+    GAPS: tl.constexpr = LEFT or cu_q_ptr is not None  # else the fully visible blocks come first
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     block, head_row = schedule(tl.cdiv(tokens, BLOCK_M), batches * heads, section, True)
     batch = head_row // heads
     head = head_row - batch * heads
     kv_head = head // group
     start = block * BLOCK_M
-    (rows, lo, hi, shift, prefix_begin, prefix_end, first_prefix, last_prefix,
-     outer_lo, outer_hi, begin, full_begin, full_end) = key_walk(
+    rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_begin, full_end = key_walk(
         start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
-        window_left, window_right, LEFT, RIGHT, BLOCK_M, BLOCK_N)  # fmt: skip
-    if SPARSE:
-        full_begin = begin
-        full_end = begin
+        window_left, window_right, LEFT, RIGHT, SPARSE, BLOCK_M, BLOCK_N)  # fmt: skip
 
     long_batch = batch.to(tl.int64)
     q_ptr += long_batch * q_strides[0] + head.to(tl.int64) * q_strides[1]
@@ -68,76 +65,62 @@ def _attention_fwd_kernel(
         top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * unit(EXACT)
         total += 1.0
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    for part in tl.static_range(4):
-        if (part == 0 and PREFIX_ON_TOP) or (part == 1 and (LEFT or cu_q_ptr is not None)) or (part == 2) or (part == 3):
-            walk_lo = outer_lo
-            walk_hi = outer_hi
-            if part == 0:
-                walk_lo = first_prefix
-                walk_hi = tl.minimum(last_prefix, begin)
-                walk_begin = first_prefix // 16 * 16
-                walk_end = walk_hi
-            elif part == 1:
-                walk_begin = begin
-                walk_end = tl.minimum(full_begin, outer_hi)
-            elif part == 2:
-                walk_begin = full_begin
-                walk_end = full_end
+    for masked in tl.static_range(0, 2):
+        walk_begin, walk_end = full_begin, full_end
+        if masked:
+            walk_begin, walk_end = (begin, hi - skipped - (full_end - full_begin)) if GAPS else (full_end, hi)
+        for first in tl.range(walk_begin, walk_end, BLOCK_N):
+            first = tl.multiple_of(first, 16)
+            if masked and GAPS:
+                first = masked_block(first, skip, skipped, full_begin, full_end, PREFIX_ON_TOP)
+            cols = (first + tl.arange(0, BLOCK_N))[None, :]
+            k = load_tile(
+                k_ptr, k_desc, batch, kv_head, first, k_strides[2], lo, hi,
+                DIM, BLOCK_N, BLOCK_D, BULK and (not masked or not PADDED), masked,
+            )  # fmt: skip
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if not PLAIN:
+                score, _ = attention_scores(
+                    score, rows[:, None], cols, shift[:, None], bias_ptr, bias_strides, slope, tokens, keys,
+                    inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
+                )  # fmt: skip
+            if masked:
+                visible = cols < row_hi[:, None]
+                if LEFT or cu_q_ptr is not None:
+                    visible = visible & (cols >= row_lo[:, None])
+                if PREFIX_ON_TOP:
+                    visible = visible | ((cols >= prefix_begin[:, None]) & (cols < prefix_end[:, None]))
+                if mask_ptr is not None:
+                    visible = visible & (load_plane(mask_ptr, mask_strides, rows[:, None], cols, tokens, keys, 0) != 0)
+                if q_documents_ptr is not None:
+                    k_document = tl.load(k_documents_ptr + long_batch * keys + cols, mask=cols < keys, other=0)
+                    visible = visible & (q_document[:, None] == k_document)
+                score = tl.where(visible, score, float("-inf"))
+            if PLAIN:
+                new_top = tl.maximum(top, tl.max(score, 1) * outer)
             else:
-                walk_begin = full_end
-                walk_end = outer_hi
-            for first in tl.range(walk_begin, walk_end, BLOCK_N):
-                first = tl.multiple_of(first, 16)
-                cols = (first + tl.arange(0, BLOCK_N))[None, :]
-                k = load_tile(
-                    k_ptr, k_desc, batch, kv_head, first, k_strides[2], walk_lo, walk_hi,
-                    DIM, BLOCK_N, BLOCK_D, BULK and (part == 2 or not PADDED), part != 2,
-                )  # fmt: skip
-                score = tl.dot(q, tl.trans(k), input_precision="ieee")
-                if not PLAIN:
-                    score, _ = attention_scores(
-                        score, rows[:, None], cols, shift[:, None], bias_ptr, bias_strides, slope, tokens, keys,
-                        inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
-                    )  # fmt: skip
-                if part != 2:
-                    visible = cols < hi[:, None]
-                    if LEFT or cu_q_ptr is not None:
-                        visible = visible & (cols >= lo[:, None])
-                    if PREFIX_ON_TOP:
-                        visible = visible | ((cols >= prefix_begin[:, None]) & (cols < prefix_end[:, None]))
-                    if part == 0:
-                        visible = visible & (cols < walk_hi)
-                    if mask_ptr is not None:
-                        visible = visible & (load_plane(mask_ptr, mask_strides, rows[:, None], cols, tokens, keys, 0) != 0)
-                    if q_documents_ptr is not None:
-                        k_document = tl.load(k_documents_ptr + long_batch * keys + cols, mask=cols < keys, other=0)
-                        visible = visible & (q_document[:, None] == k_document)
-                    score = tl.where(visible, score, float("-inf"))
-                if PLAIN:
-                    new_top = tl.maximum(top, tl.max(score, 1) * outer)
-                else:
-                    new_top = tl.maximum(top, tl.max(score, 1))
-                base = new_top
-                if part != 2 or bias_ptr is not None:
-                    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-                if PLAIN:
-                    p = power(score * outer - base[:, None], EXACT)
-                else:
-                    p = power(score - base[:, None], EXACT)
-                decay = power(top - base, EXACT)
-                top = new_top
-                total = total * decay + tl.sum(p, 1)
-                acc = acc * decay[:, None]
-                if DROPOUT:
-                    keep = keep_tile(seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
-                    p = tl.where(keep, p, 0.0)
-                v = load_tile(
-                    v_ptr, v_desc, batch, kv_head, first, v_strides[2], walk_lo, walk_hi,
-                    DIM_V, BLOCK_N, BLOCK_DV, BULK and (part == 2 or not PADDED), part != 2,
-                )  # fmt: skip
-                if CLEAN and part != 2:
-                    v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+                new_top = tl.maximum(top, tl.max(score, 1))
+            base = new_top
+            if masked or bias_ptr is not None:
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            if PLAIN:
+                p = power(score * outer - base[:, None], EXACT)
+            else:
+                p = power(score - base[:, None], EXACT)
+            decay = power(top - base, EXACT)
+            top = new_top
+            total = total * decay + tl.sum(p, 1)
+            acc = acc * decay[:, None]
+            if DROPOUT:
+                keep = keep_tile(seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
+                p = tl.where(keep, p, 0.0)
+            v = load_tile(
+                v_ptr, v_desc, batch, kv_head, first, v_strides[2], lo, hi,
+                DIM_V, BLOCK_N, BLOCK_DV, BULK and (not masked or not PADDED), masked,
+            )  # fmt: skip
+            if CLEAN and masked:
+                v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
 
     dead = total == 0.0
     acc = acc * (keep_scale / tl.where(dead, 1.0, total))[:, None]

@@ -13,8 +13,8 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference, tiles
 from tilesmith.ops.attn.tiles import (
-    FAR, LOG2E, attention_scores, find_document, keep_tile, key_walk, load_plane, load_slope, load_tile, power,
-    query_range, schedule, span, stretches, unit,
+    FAR, LOG2E, attention_scores, find_document, keep_tile, key_walk, load_plane, load_slope, load_tile, masked_block,
+    power, query_range, schedule, span, stretches, unit,
 )  # fmt: skip
 
 
@@ -64,19 +64,16 @@ def _attention_dq_kernel(
 ):  # fmt: skip
     """dq of one tile of queries of one head, and its rows of dbias [B, H, T, S] (contiguous, zeroed) if asked for."""
     PREFIX_ON_TOP: tl.constexpr = prefix_ptr is not None and LEFT
+    GAPS: tl.constexpr = LEFT or cu_q_ptr is not None  # else the fully visible blocks come first
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     block, head_row = schedule(tl.cdiv(tokens, BLOCK_M), batches * heads, section, True)
     batch = head_row // heads
     head = head_row - batch * heads
     kv_head = head // group
     start = block * BLOCK_M
-    (rows, lo, hi, shift, prefix_begin, prefix_end, first_prefix, last_prefix,
-     outer_lo, outer_hi, begin, full_begin, full_end) = key_walk(
+    rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_begin, full_end = key_walk(
         start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
-        window_left, window_right, LEFT, RIGHT, BLOCK_M, BLOCK_N)  # fmt: skip
-    if SPARSE:
-        full_begin = begin
-        full_end = begin
+        window_left, window_right, LEFT, RIGHT, SPARSE, BLOCK_M, BLOCK_N)  # fmt: skip
 
     long_batch = batch.to(tl.int64)
     long_head = head.to(tl.int64)
@@ -100,71 +97,55 @@ def _attention_dq_kernel(
         q_document = tl.load(q_documents_ptr + long_batch * tokens + rows, mask=rows < tokens, other=0)
 
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for part in tl.static_range(4):
-        if (part == 0 and PREFIX_ON_TOP) or (part == 1 and (LEFT or cu_q_ptr is not None)) or (part == 2) or (part == 3):
-            walk_lo = outer_lo
-            walk_hi = outer_hi
-            if part == 0:
-                walk_lo = first_prefix
-                walk_hi = tl.minimum(last_prefix, begin)
-                walk_begin = first_prefix // 16 * 16
-                walk_end = walk_hi
-            elif part == 1:
-                walk_begin = begin
-                walk_end = tl.minimum(full_begin, outer_hi)
-            elif part == 2:
-                walk_begin = full_begin
-                walk_end = full_end
-            else:
-                walk_begin = full_end
-                walk_end = outer_hi
-            for first in tl.range(walk_begin, walk_end, BLOCK_N):
-                first = tl.multiple_of(first, 16)
-                cols = (first + tl.arange(0, BLOCK_N))[None, :]
-                k = load_tile(
-                    k_ptr, k_desc, batch, kv_head, first, k_strides[2], walk_lo, walk_hi,
-                    DIM, BLOCK_N, BLOCK_D, BULK and (part == 2 or not PADDED), part != 2,
-                )  # fmt: skip
-                v = load_tile(
-                    v_ptr, v_desc, batch, kv_head, first, v_strides[2], walk_lo, walk_hi,
-                    DIM_V, BLOCK_N, BLOCK_DV, BULK and (part == 2 or not PADDED), part != 2,
-                )  # fmt: skip
-                qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-                dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-                score, bent = attention_scores(
-                    qk, rows[:, None], cols, shift[:, None], bias_ptr, bias_strides, slope, tokens, keys,
-                    inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
-                )  # fmt: skip
-                p = power(score - lse[:, None], EXACT)
-                if DROPOUT:
-                    keep = keep_tile(seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
-                    dp = tl.where(keep, dp * keep_scale, 0.0)
-                ds = p * (dp - delta[:, None])
-                if part != 2:
-                    visible = cols < hi[:, None]
-                    if LEFT or cu_q_ptr is not None:
-                        visible = visible & (cols >= lo[:, None])
-                    if PREFIX_ON_TOP:
-                        visible = visible | ((cols >= prefix_begin[:, None]) & (cols < prefix_end[:, None]))
-                    if part == 0:
-                        visible = visible & (cols < walk_hi)
-                    if mask_ptr is not None:
-                        visible = visible & (load_plane(mask_ptr, mask_strides, rows[:, None], cols, tokens, keys, 0) != 0)
-                    if q_documents_ptr is not None:
-                        k_document = tl.load(k_documents_ptr + long_batch * keys + cols, mask=cols < keys, other=0)
-                        visible = visible & (q_document[:, None] == k_document)
-                    ds = tl.where(visible, ds, 0.0)
-                    if CLEAN:
-                        k = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], k, 0.0)
-                if dbias_ptr is not None:
-                    dbias_row = dbias_ptr + place[:, None] * keys
-                    held = (rows < tokens)[:, None] & (cols < keys)
-                    if part == 0:  # the next stretch writes the rest of a block that reaches into it
-                        held = held & (cols < walk_hi)
-                    tl.store(dbias_row + cols, ds.to(dbias_ptr.dtype.element_ty), mask=held)
-                if SOFTCAP:
-                    ds = ds * (1.0 - bent * bent)
-                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    for masked in tl.static_range(0, 2):
+        walk_begin, walk_end = full_begin, full_end
+        if masked:
+            walk_begin, walk_end = (begin, hi - skipped - (full_end - full_begin)) if GAPS else (full_end, hi)
+        for first in tl.range(walk_begin, walk_end, BLOCK_N):
+            first = tl.multiple_of(first, 16)
+            if masked and GAPS:
+                first = masked_block(first, skip, skipped, full_begin, full_end, PREFIX_ON_TOP)
+            cols = (first + tl.arange(0, BLOCK_N))[None, :]
+            k = load_tile(
+                k_ptr, k_desc, batch, kv_head, first, k_strides[2], lo, hi,
+                DIM, BLOCK_N, BLOCK_D, BULK and (not masked or not PADDED), masked,
+            )  # fmt: skip
+            v = load_tile(
+                v_ptr, v_desc, batch, kv_head, first, v_strides[2], lo, hi,
+                DIM_V, BLOCK_N, BLOCK_DV, BULK and (not masked or not PADDED), masked,
+            )  # fmt: skip
+            qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+            score, bent = attention_scores(
+                qk, rows[:, None], cols, shift[:, None], bias_ptr, bias_strides, slope, tokens, keys,
+                inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
+            )  # fmt: skip
+            p = power(score - lse[:, None], EXACT)
+            if DROPOUT:
+                keep = keep_tile(seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+            ds = p * (dp - delta[:, None])
+            if masked:
+                visible = cols < row_hi[:, None]
+                if LEFT or cu_q_ptr is not None:
+                    visible = visible & (cols >= row_lo[:, None])
+                if PREFIX_ON_TOP:
+                    visible = visible | ((cols >= prefix_begin[:, None]) & (cols < prefix_end[:, None]))
+                if mask_ptr is not None:
+                    visible = visible & (load_plane(mask_ptr, mask_strides, rows[:, None], cols, tokens, keys, 0) != 0)
+                if q_documents_ptr is not None:
+                    k_document = tl.load(k_documents_ptr + long_batch * keys + cols, mask=cols < keys, other=0)
+                    visible = visible & (q_document[:, None] == k_document)
+                ds = tl.where(visible, ds, 0.0)
+                if CLEAN:
+                    k = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], k, 0.0)
+            if dbias_ptr is not None:
+                dbias_row = dbias_ptr + place[:, None] * keys
+                held = (rows < tokens)[:, None] & (cols < keys)
+                tl.store(dbias_row + cols, ds.to(dbias_ptr.dtype.element_ty), mask=held)
+            if SOFTCAP:
+                ds = ds * (1.0 - bent * bent)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
     cols = tl.arange(0, BLOCK_D)
     dq_ptr += long_batch * dq_strides[0] + long_head * dq_strides[1]
@@ -215,10 +196,8 @@ def _attention_dkv_kernel(
         bounds_ptr += (batch * tl.cdiv(keys, BLOCK_N) + block) * 2
         outer_lo = tl.maximum(outer_lo, tl.load(bounds_ptr))
         outer_hi = tl.minimum(outer_hi, tl.load(bounds_ptr + 1))
-    begin, full_begin, full_end = stretches(outer_lo, full_lo, full_hi, BLOCK_M)
-    if SPARSE:
-        full_begin = begin
-        full_end = begin
+    begin = outer_lo // 16 * 16
+    full_begin, full_end = stretches(begin, outer_hi, full_lo, full_hi, SPARSE, BLOCK_M)
 
     long_batch = batch.to(tl.int64)
     long_head = kv_head.to(tl.int64)
@@ -247,33 +226,25 @@ def _attention_dkv_kernel(
         slope = 0.0
         if alibi_ptr is not None:
             slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
-        for part in tl.static_range(1, 4):
-            if part == 1:
-                walk_begin = begin
-                walk_end = tl.minimum(full_begin, outer_hi)
-            elif part == 2:
-                walk_begin = full_begin
-                walk_end = full_end
-            else:
-                walk_begin = full_end
-                walk_end = outer_hi
+        for masked in tl.static_range(0, 2):
+            walk_begin, walk_end = full_begin, full_end
+            if masked:
+                walk_begin, walk_end = begin, outer_hi - (full_end - full_begin)
             for first in tl.range(walk_begin, walk_end, BLOCK_M):
                 first = tl.multiple_of(first, 16)
+                if masked:
+                    first = masked_block(first, begin, 0, full_begin, full_end, False)
                 rows = first + tl.arange(0, BLOCK_M)
                 q = load_tile(
                     q_head, q_desc, batch, head, first, q_strides[2], outer_lo, outer_hi,
-                    DIM, BLOCK_M, BLOCK_D, BULK and (part == 2 or not PADDED), part != 2,
+                    DIM, BLOCK_M, BLOCK_D, BULK and (not masked or not PADDED), masked,
                 )  # fmt: skip
                 dout = load_tile(
                     dout_head, dout_desc, batch, head, first, dout_strides[2], outer_lo, outer_hi,
-                    DIM_V, BLOCK_M, BLOCK_DV, BULK and (part == 2 or not PADDED), part != 2,
+                    DIM_V, BLOCK_M, BLOCK_DV, BULK and (not masked or not PADDED), masked,
                 )  # fmt: skip
-                if part == 2:
-                    lse = tl.load(lse_row + rows)
-                    delta = tl.load(delta_row + rows)
-                else:
-                    lse = tl.load(lse_row + rows, mask=rows < tokens, other=float("inf"))
-                    delta = tl.load(delta_row + rows, mask=rows < tokens, other=0.0)
+                lse = tl.load(lse_row + rows, mask=rows < tokens, other=float("inf"))
+                if masked:
                     rows_2d = rows[None, :]
                     visible = (rows_2d >= lo[:, None]) & (rows_2d < hi[:, None])
                     if mask_ptr is not None:
@@ -291,7 +262,7 @@ def _attention_dkv_kernel(
                     inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
                 )  # fmt: skip
                 p = power(score - lse[None, :], EXACT)
-                if part != 2:
+                if masked:
                     p = tl.where(visible, p, 0.0)
                 kept = p
                 dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
@@ -302,10 +273,12 @@ def _attention_dkv_kernel(
                     kept = tl.where(keep, p, 0.0)
                     dp = tl.where(keep, dp * keep_scale, 0.0)
                 dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision="ieee")
+                # loaded here, not with lse: 32 registers less at a time, which is what keeps D = 128 from spilling
+                delta = tl.load(delta_row + rows, mask=rows < tokens, other=0.0)
                 ds = p * (dp - delta[None, :])
                 if SOFTCAP:
                     ds = ds * (1.0 - bent * bent)
-                if part != 2 and (PADDED or CLEAN):  # 0 * NaN
+                if masked and (PADDED or CLEAN):  # 0 * NaN
                     ds = tl.where(visible, ds, 0.0)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
 
@@ -356,15 +329,10 @@ def _attention_dbias_kernel(
         head = bias_head + (step // (walk_m * walk_n)) % walk_heads
         start = (block_m + (step // walk_n) % walk_m) * BLOCK_M
         first = (block_n + step % walk_n) * BLOCK_N
-        (rows, lo, hi, shift, prefix_begin, prefix_end, first_prefix, last_prefix, outer_lo, outer_hi, _, _, _) = (
-            key_walk(
-                start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, None,
-                window_left, window_right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
-        )  # fmt: skip
-        reached = (first < outer_hi) & (first + BLOCK_N > outer_lo)
-        if prefix_ptr is not None:
-            reached = reached | ((first < last_prefix) & (first + BLOCK_N > first_prefix))
-        if reached:
+        rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, _, _, _, _, _ = key_walk(
+            start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, None,
+            window_left, window_right, LEFT, RIGHT, True, BLOCK_M, BLOCK_N)  # fmt: skip
+        if (first < hi) & (first + BLOCK_N > lo):
             cols = (first + tl.arange(0, BLOCK_N))[None, :]
             kv_head = head // group
             long_batch = batch.to(tl.int64)
@@ -390,7 +358,7 @@ def _attention_dbias_kernel(
                 bias_ptr + long_batch * bias_strides[0] + long_head * bias_strides[1], bias_strides, slope,
                 tokens, keys, inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
             )  # fmt: skip
-            visible = (cols >= lo[:, None]) & (cols < hi[:, None])
+            visible = (cols >= row_lo[:, None]) & (cols < row_hi[:, None])
             if prefix_ptr is not None:
                 visible = visible | ((cols >= prefix_begin[:, None]) & (cols < prefix_end[:, None]))
             if mask_ptr is not None:

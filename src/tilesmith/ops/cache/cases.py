@@ -90,6 +90,7 @@ CASES: dict[str, list[Case]] = {
         Case("page_of_one", _append(2, 3, 1, 8, 1, lengths=(0, 2), pages=6), SMALL),
         Case("dropped", _append(4, 4, 2, 8, 6, lengths=(-2, 0, 5, 9)), SMALL),
         Case("dropped_paged", _append(3, 4, 2, 8, 3, lengths=(-1, 4, 8), pages=2), SMALL),
+        Case("no_angle", _append(2, 3, 1, 8, 9, lengths=(2, 7), q_heads=2, rotated=8, positions=4), SMALL),
         Case("strided", _append(2, 3, 2, 24, 11, q_heads=4, rotated=24, positions=11, layout="strided"), SMALL),
         Case("transposed", _append(2, 3, 2, 24, 11, q_heads=4, rotated=24, positions=11, layout="transposed"), SMALL),
         Case("one_feature", _append(2, 2, 1, 1, 5), SMALL),

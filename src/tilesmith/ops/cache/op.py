@@ -117,9 +117,7 @@ def _check_places(k_cache: Tensor, k: Tensor, lengths: Tensor, page_table: Tenso
 def _check_rotation(k: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
     batch, _, tokens, dim = k.shape
     if (cos is None) != (sin is None):
-        raise ValueError(
-            f"kv_cache_append: {'sin' if cos is None else 'cos'} is given alone; give cos and sin, or neither"
-        )
+        raise ValueError(f"kv_cache_append: {'cos' if cos is None else 'sin'} is missing; give cos and sin, or neither")
     if q is not None:
         if cos is None:
             raise ValueError("kv_cache_append: q is given without cos and sin; it is only taken to be rotated")

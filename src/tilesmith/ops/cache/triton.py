@@ -45,7 +45,18 @@ def _rotate_and_store(
         tl.store(y_rows + cols * y_dim, x.to(y_ptr.dtype.element_ty), mask=mask & written)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "max_positions",
+        "page_table_row",
+        "pages",
+        "num_pages",
+        "page_size",
+        "kv_heads",
+        "q_heads",
+        "tokens",
+    )
+)
 def _kv_cache_append_kernel(
     k_cache_ptr, kc_page, kc_head, kc_slot, kc_dim,
     v_cache_ptr, vc_page, vc_head, vc_slot, vc_dim,

@@ -63,7 +63,7 @@ def _check_geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> None:
     _check_approximate("geglu", approximate)
 
 
-silu_vjp = Op(reference.silu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"), sharding="rows")
+silu_vjp = Op(reference.silu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"), sharding="elementwise")
 silu = Op(
     reference.silu,
     fake=_fake,
@@ -73,10 +73,10 @@ silu = Op(
     kernels=TRITON,
     decompose=reference.silu,
     fold=("x",),
-    sharding="rows",
+    sharding="elementwise",
 )
 
-gelu_vjp = Op(reference.gelu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"), sharding="rows")
+gelu_vjp = Op(reference.gelu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"), sharding="elementwise")
 gelu = Op(
     reference.gelu,
     fake=_fake,
@@ -86,7 +86,7 @@ gelu = Op(
     kernels=TRITON,
     decompose=reference.gelu,
     fold=("x",),
-    sharding="rows",
+    sharding="elementwise",
 )
 
 swiglu_vjp = Op(
@@ -95,7 +95,7 @@ swiglu_vjp = Op(
     outputs=("dgate", "dup"),
     kernels=TRITON,
     fold=("dout", "gate", "up"),
-    sharding="rows",
+    sharding="elementwise",
 )
 swiglu = Op(
     reference.swiglu,
@@ -105,7 +105,7 @@ swiglu = Op(
     check=_check_swiglu,
     kernels=TRITON,
     fold=("gate", "up"),
-    sharding="rows",
+    sharding="elementwise",
 )
 
 geglu_vjp = Op(
@@ -114,7 +114,7 @@ geglu_vjp = Op(
     outputs=("dgate", "dup"),
     kernels=TRITON,
     fold=("dout", "gate", "up"),
-    sharding="rows",
+    sharding="elementwise",
 )
 geglu = Op(
     reference.geglu,
@@ -124,5 +124,5 @@ geglu = Op(
     check=_check_geglu,
     kernels=TRITON,
     fold=("gate", "up"),
-    sharding="rows",
+    sharding="elementwise",
 )

@@ -1,4 +1,4 @@
-"""linear_cross_entropy by chunks of tokens: products, accumulation and memory. What is done to logits is a backend's."""
+"""linear_cross_entropy by chunks of tokens: products, accumulation, memory. What is done to logits is a backend's."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.ops.loss.reduction import divisors_of, loss_factor, reduce_losses
+from tilesmith.ops.loss.reduction import divisors_of, reduce_losses
 from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, saved_dtype
 
 ACCELERATOR_BUDGET = 512 * 2**20
@@ -17,10 +17,11 @@ FEWEST_TOKENS = 256  # thinner products are bound by reading weight
 class LogitSteps(NamedTuple):
     """What a backend does to one chunk of logits [C, V].
 
-    forward(logits, target, class_weight, losses, lse, divisors, terms, grad): writes each token's cross-entropy (without
-    its z term) and lse into `losses` and `lse` [C], and with `grad` the gradient of the undivided sum over `logits`.
-    backward(logits, target, class_weight, lse, dloss, divisors, terms): overwrites `logits` with the gradient, given the
-    loss's gradient `dloss` [C] (a stride of 0 is usual) and the divisors (empty: 1).
+    forward(logits, target, class_weight, losses, lse, divisors, terms, grad): writes each token's cross-entropy
+    (without its z term) and lse into `losses` and `lse` [C], and with `grad` the gradient of their undivided sum over
+    `logits`.
+    backward(logits, target, class_weight, lse, dloss, divisors, terms): overwrites `logits` with the gradient, given
+    the loss's gradient `dloss` [C] (a stride of 0 is usual) and the divisors (empty: 1).
     scale(grad, dloss, divisors, dtype): grad · `loss_factor`, as a new tensor of `dtype`.
     """
 
@@ -34,8 +35,8 @@ def tokens_per_chunk(tokens: int, classes: int, hidden: int, itemsize: int, on_c
 
     All of them if they take no more than a budget (512 MiB; 16 MiB on a CPU) or than `accumulator`, the bytes of the
     fp32 weight gradient that more than one chunk would need beside the result: then one chunk is no larger and
-    faster. Else equal chunks of at most the budget, but at least 256 tokens; and of at least `hidden` tokens where there
-    is an accumulator, whose logits fit in the result's own memory, which is not written before the end.
+    faster. Else equal chunks of at most the budget, or 256 tokens if that is more; with an accumulator also `hidden`
+    tokens, whose logits fit in the result's own memory, which is not written before the end.
     """
     row = max(1, classes * itemsize)
     budget = CPU_BUDGET if on_cpu else ACCELERATOR_BUDGET

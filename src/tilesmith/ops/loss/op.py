@@ -123,7 +123,9 @@ def _check(
     if not logits.is_floating_point():
         raise TypeError(f"cross_entropy: logits has dtype {logits.dtype}; it must be a floating dtype")
     if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"cross_entropy: logits has shape {tuple(logits.shape)}; it must be [..., V] with V of at least 1")
+        raise ValueError(
+            f"cross_entropy: logits has shape {tuple(logits.shape)}; it must be [..., V] with V of at least 1"
+        )
     _check_tokens("cross_entropy", "logits", logits, target)
     _check_class_weight("cross_entropy", "weight", weight, logits, logits.shape[-1])
     _check_terms("cross_entropy", label_smoothing, z_loss, softcap, reduction)
@@ -151,9 +153,13 @@ def _check_linear(
         if not value.is_floating_point():
             raise TypeError(f"linear_cross_entropy: {name} has dtype {value.dtype}; it must be a floating dtype")
         if value.device != x.device:
-            raise ValueError(f"linear_cross_entropy: {name} is on {value.device}, x on {x.device}; move them to one device")
+            raise ValueError(
+                f"linear_cross_entropy: {name} is on {value.device}, x on {x.device}; move them to one device"
+            )
     if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"linear_cross_entropy: x has shape {tuple(x.shape)}; it must be [..., K] with K of at least 1")
+        raise ValueError(
+            f"linear_cross_entropy: x has shape {tuple(x.shape)}; it must be [..., K] with K of at least 1"
+        )
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
             f"linear_cross_entropy: weight has shape {tuple(weight.shape)}; for this x it must be [V, {x.shape[-1]}] "
@@ -163,9 +169,13 @@ def _check_linear(
     if bias is not None and bias.shape != (classes,):
         raise ValueError(f"linear_cross_entropy: bias has shape {tuple(bias.shape)}; it must be [{classes}]")
     if chunk_tokens < 0:
-        raise ValueError(f"linear_cross_entropy: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more")
+        raise ValueError(
+            f"linear_cross_entropy: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more"
+        )
     if grad_mask is not None and len(grad_mask) != 3:
-        raise ValueError(f"linear_cross_entropy: grad_mask is {list(grad_mask)}; it must have 3 entries: x, weight, bias")
+        raise ValueError(
+            f"linear_cross_entropy: grad_mask is {list(grad_mask)}; it must have 3 entries: x, weight, bias"
+        )
     _check_tokens("linear_cross_entropy", "x", x, target)
     _check_class_weight("linear_cross_entropy", "class_weight", class_weight, x, classes)
     _check_terms("linear_cross_entropy", label_smoothing, z_loss, softcap, reduction)
@@ -173,7 +183,9 @@ def _check_linear(
 
 def _check_tokens(op: str, name: str, x: Tensor, target: Tensor) -> None:
     if target.dtype not in INTEGERS:
-        raise TypeError(f"{op}: target has dtype {target.dtype}; it must hold labels, int64 or int32 (no probabilities)")
+        raise TypeError(
+            f"{op}: target has dtype {target.dtype}; it must hold labels, int64 or int32 (no probabilities)"
+        )
     if target.shape != x.shape[:-1]:
         raise ValueError(
             f"{op}: target has shape {tuple(target.shape)}; for {name} of shape {tuple(x.shape)} "
@@ -191,7 +203,9 @@ def _check_class_weight(op: str, name: str, weight: Tensor | None, x: Tensor, cl
     if weight.shape != (classes,):
         raise ValueError(f"{op}: {name} has shape {tuple(weight.shape)}; it must be [{classes}], one for each class")
     if weight.device != x.device:
-        raise ValueError(f"{op}: {name} is on {weight.device}, the other tensors on {x.device}; move them to one device")
+        raise ValueError(
+            f"{op}: {name} is on {weight.device}, the other tensors on {x.device}; move them to one device"
+        )
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: {name} requires a gradient, and class weights receive none; pass {name}.detach()")
 

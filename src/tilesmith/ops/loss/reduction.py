@@ -31,7 +31,7 @@ def divisors_of(
 
 
 def reduce_losses(losses: Tensor, lse: Tensor, divisors: Tensor, z_loss: float, reduction: str) -> Tensor:
-    """The loss from the tokens' cross-entropies (without their z term) and lse, which is 0 for tokens that do not count."""
+    """The loss from the tokens' cross-entropies (without their z term) and lse, which is 0 where ignored."""
     if reduction == "none":
         return losses + z_loss * lse * lse
     squares = z_loss * (lse * lse).sum() if z_loss else None

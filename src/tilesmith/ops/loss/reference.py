@@ -45,8 +45,8 @@ def cross_entropy(
         (1 − s) · w[t] · (lse − z[t]) + (s / V) · Σ_c w[c] · (lse − z[c]) + z_loss · lse²
 
     and nothing where t is ignore_index. "none" returns the tokens' costs, "sum" their sum. "mean" divides the first two
-    terms by the sum of w[t] over counted tokens and the third by their number; without counted tokens it is NaN, and the
-    gradient is 0. Everything is computed in fp32 (fp64 for fp64 logits).
+    terms by the sum of w[t] over counted tokens and the third by their number; without counted tokens it is NaN, and
+    the gradient is 0. Everything is computed in fp32 (fp64 for fp64 logits).
 
     logits: [..., V], floating; the classes are the last dim, also where torch would have them second. target: [...],
     int64 or int32. weight: [V], floating; it receives no gradient. label_smoothing: 0 to 1. z_loss, softcap: 0 or more.
@@ -54,9 +54,9 @@ def cross_entropy(
     Returns the loss, fp32: a scalar, or [...] for "none". The gradient has logits' shape and dtype and is contiguous.
     Saved beside it: lse [...] (0 where the target is ignored) and, for "mean", the two divisors.
 
-    Raises IndexError on a CPU for a label outside 0 … V − 1 that is not ignore_index; elsewhere, where asking would wait
-    for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments of another
-    form than said here.
+    Raises IndexError on a CPU for a label outside 0 … V − 1 that is not ignore_index; elsewhere, where asking would
+    wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments of
+    another form than said here.
 
     Source: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2204.02311 (z loss); Gemma Team,
     arXiv:2408.00118 (soft cap); Milakov and Gimelshein, arXiv:1805.02867 (one pass over the logits).
@@ -109,22 +109,24 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`cross_entropy` of x · weightᵀ + bias, whose logits are never whole in memory (but in the reference itself).
 
-    The products are computed in x's dtype: a weight or bias of another dtype is cast to it first, as autocast would, and
-    the logits are rounded to it, as a linear layer's output is. Gradients have their input's own dtype.
+    Kernels take the products in x's dtype: they cast a weight or bias of another dtype to it first, as autocast would,
+    and round the logits and their gradient to it, as a linear layer and its gradient do. Sums of products are fp32.
+    Gradients have their input's own dtype.
 
-    x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. class_weight: [V], without gradient. The other
-    loss arguments, and what raises: see `cross_entropy`.
+    x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. class_weight: [V], without gradient. The
+    other loss arguments, and what raises: see `cross_entropy`.
 
     Kernels walk over chunks of tokens: logits of a chunk, its loss, its gradients, in one pass, so a gradient costs no
     second product. chunk_tokens: tokens of a chunk; 0 lets the library choose by `chunks.tokens_per_chunk`.
     accumulate_fp32: whether the weight's gradient is summed over chunks in fp32, which takes 4·V·K bytes beside a
     half-precision result when there is more than one chunk; else in weight's dtype, with one rounding a chunk.
-    grad_mask: which gradients (x, weight, bias) to compute along with the loss; None: those that autograd will ask for. A
-    gradient that is wanted later but was not computed here, as with reduction "none", costs a second product of the logits.
+    grad_mask: which gradients (x, weight, bias) to compute along with the loss; None: those that autograd will ask
+    for. A gradient that is wanted later but was not computed here, as with reduction "none", costs a second product of
+    the logits.
 
-    Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none". Saved beside it: lse [...], the divisors of
-    "mean", and the gradients of the undivided sum of losses (x's in its dtype, weight's likewise but fp32 for fp16, since
-    such sums leave fp16's range, bias's in fp32), each empty where not computed.
+    Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none". Saved beside it: lse [...], the divisors
+    of "mean", and the gradients of the undivided sum of losses, each empty where not computed: x's in its dtype,
+    weight's likewise but fp32 for fp16, whose range such sums leave, bias's in fp32.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     check_labels(target, weight.shape[0], ignore_index)
@@ -220,7 +222,8 @@ def logit_grads(
     hit = token_grad * (1 - terms.label_smoothing) * weights[label]
     every = token_grad * (terms.label_smoothing / classes)
     grad = (z - lse[..., None]).exp() * (hit + every * weights.sum() + 2 * terms.z_loss * lse * z_grad)[..., None]
-    grad = grad - every[..., None] * weights
+    if terms.label_smoothing:
+        grad = grad - every[..., None] * weights
     grad = grad.scatter_add(-1, label[..., None], -hit[..., None])
     if terms.softcap:
         grad = grad * (1 - (z / terms.softcap).square())
@@ -241,15 +244,13 @@ def _labels(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Te
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
-    logits = x.to(acc) @ weight.to(x.dtype).to(acc).t()
-    return (logits if bias is None else logits + bias.to(x.dtype).to(acc)).to(x.dtype)
+    logits = x.to(acc) @ weight.to(acc).t()
+    return logits if bias is None else logits + bias.to(acc)
 
 
 def _linear_grads(dlogits: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    rows = dlogits.flatten(0, -2) if dlogits.ndim > 1 else dlogits[None]
-    acc = dlogits.dtype
-    empty = dlogits.new_empty(0)
-    dx = dlogits @ weight.to(x.dtype).to(acc) if mask[0] else empty
+    rows, acc, empty = dlogits.reshape(-1, weight.shape[0]), dlogits.dtype, dlogits.new_empty(0)
+    dx = dlogits @ weight.to(acc) if mask[0] else empty
     dweight = rows.t() @ x.to(acc).reshape(-1, x.shape[-1]) if mask[1] else empty
     return dx, dweight, rows.sum(0) if mask[2] else empty
 
@@ -269,4 +270,7 @@ def already_computed(
 ) -> bool:
     """Whether the forward left every gradient that `output_mask` asks for."""
     inputs = (x, weight, bias)
-    return all(not m or (t is not None and g.ndim == t.ndim and g.shape == t.shape) for t, g, m in zip(inputs, saved, output_mask))
+    return all(
+        not m or (t is not None and g.ndim == t.ndim and g.shape == t.shape)
+        for t, g, m in zip(inputs, saved, output_mask)
+    )

@@ -22,17 +22,24 @@ def _round(value, like_ptr):
 
 
 @triton.jit
+def _load_vector(ptr, col, inside):
+    """weight or bias as a [1, cols] fp32 tile. Loaded in one dim: a tile of one row would get a layout of its own, and
+    the rows it meets would be moved through shared memory to match it."""
+    return tl.load(ptr + col, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def _scale(xhat, weight_ptr, bias_ptr, y_ptr, col, inside, offset, LLAMA: tl.constexpr):
-    """xhat · (weight + offset) + bias; LLAMA rounds as the reference's casting="llama" does."""
+    """xhat · (weight + offset) + bias for a [rows, cols] tile; LLAMA rounds as the reference's casting="llama" does."""
     if LLAMA:
         xhat = _round(xhat, y_ptr)
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32) + offset
+        weight = _load_vector(weight_ptr, col, inside) + offset
         if LLAMA and weight_ptr.dtype == y_ptr.dtype:
             weight = _round(weight, weight_ptr)
         xhat = xhat * weight
     if bias_ptr is not None:
-        xhat = xhat + tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        xhat = xhat + _load_vector(bias_ptr, col, inside)
     return xhat
 
 
@@ -45,9 +52,10 @@ def _norm_fwd_kernel(
     """A tile of whole rows, read once, held in registers. CENTER: layer norm, else RMS. EVEN: cols == BLOCK_COLS."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
-    col = tl.arange(0, BLOCK_COLS)[None, :]
+    lane = tl.arange(0, BLOCK_COLS)
+    lane_inside = tl.full([BLOCK_COLS], True, tl.int1) if EVEN else lane < cols
+    col, col_inside = lane[None, :], lane_inside[None, :]
     row_inside = first + row < rows
-    col_inside = tl.full([1, BLOCK_COLS], True, tl.int1) if EVEN else col < cols
     inside = row_inside & col_inside
     x = tl.load(x_ptr + first * x_stride + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -62,7 +70,7 @@ def _norm_fwd_kernel(
         x = tl.where(col_inside, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / cols + eps)
     tl.store(rstd_ptr + first + row, rstd, mask=row_inside)
-    y = _scale(x * rstd, weight_ptr, bias_ptr, y_ptr, col, col_inside, offset, LLAMA)
+    y = _scale(x * rstd, weight_ptr, bias_ptr, y_ptr, lane, lane_inside, offset, LLAMA)
     tl.store(y_ptr + first * cols + (row * cols + col), y, mask=inside)
 
 
@@ -110,7 +118,8 @@ def _norm_fwd_wide_kernel(
         col = start + lane
         inside = col < cols
         xhat = (tl.load(x_ptr + col, mask=inside, other=0.0).to(tl.float32) - row_mean) * rstd
-        tl.store(y_ptr + col, _scale(xhat, weight_ptr, bias_ptr, y_ptr, col, inside, offset, LLAMA), mask=inside)
+        y = _scale(xhat[None, :], weight_ptr, bias_ptr, y_ptr, col, inside, offset, LLAMA)
+        tl.store((y_ptr + col)[None, :], y, mask=inside[None, :])
 
 
 @triton.jit
@@ -156,8 +165,9 @@ def _norm_bwd_kernel(
     itself; with it (and sum_ptr for layer norm) they were found by a first pass over the rows in ascending order, so
     the descending order meets what that pass left in the L2 cache. EVEN: cols is a multiple of BLOCK_COLS.
     """
-    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-    col_inside = tl.full([1, BLOCK_COLS], True, tl.int1) if EVEN else col < cols
+    lane = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    lane_inside = tl.full([BLOCK_COLS], True, tl.int1) if EVEN else lane < cols
+    col, col_inside = lane[None, :], lane_inside[None, :]
     row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
     x_at = row * x_stride + col
     dy_at = row * dy_stride + col
@@ -166,7 +176,7 @@ def _norm_bwd_kernel(
     # 64 bytes of weight a thread would spill beside the sums at 16,384 columns; there it is read again for each tile
     hold_weight: tl.constexpr = BLOCK_COLS <= 8192
     if weight_ptr is not None and hold_weight:
-        weight = tl.load(weight_ptr + col, mask=col_inside, other=0.0).to(tl.float32) + offset
+        weight = _load_vector(weight_ptr, lane, lane_inside) + offset
     dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     tiles = tl.cdiv(rows, BLOCK_ROWS)
@@ -188,7 +198,7 @@ def _norm_bwd_kernel(
             dxhat = dy
             if weight_ptr is not None:
                 if not hold_weight:
-                    weight = tl.load(weight_ptr + col, mask=col_inside, other=0.0).to(tl.float32) + offset
+                    weight = _load_vector(weight_ptr, lane, lane_inside) + offset
                 dxhat = dy * weight
             if dot_ptr is not None:
                 dot = tl.load(dot_ptr + first + row, mask=row_inside, other=0.0)

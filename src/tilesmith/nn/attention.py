@@ -1,0 +1,99 @@
+"""Self-attention with grouped keys and values, rotary positions and a cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+from tilesmith.nn.cache import KVCache
+from tilesmith.nn.norm import RMSNorm
+from tilesmith.nn.rotary import RotaryEmbedding
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention: projections, optional norms of queries and keys, RoPE, `ops.attention`.
+
+    num_kv_heads: heads of keys and values, which groups of query heads share; num_heads if None. head_dim:
+    hidden_size / num_heads if None. qk_norm: an RMSNorm over each head of q and k, before RoPE. window: keys before its
+    own that a query sees, all if None. softcap: c > 0 bends scores to c tanh(score / c). scale: factor of the scores,
+    1 / sqrt(head_dim) if None. Raises ValueError where the heads do not divide.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        window: int | None = None,
+        softcap: float = 0.0,
+        scale: float | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads is {num_kv_heads}, which does not divide num_heads, {num_heads}")
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(f"num_heads is {num_heads}, which does not divide hidden_size, {hidden_size}")
+            head_dim = hidden_size // num_heads
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.mask, self.score = ops.Mask(causal=True, window=window), ops.Score(scale=scale, softcap=softcap)
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias, device, dtype)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias, device, dtype)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias, device, dtype)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias, device, dtype)
+        self.q_norm = RMSNorm(head_dim, norm_eps, device=device, dtype=dtype) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, norm_eps, device=device, dtype=dtype) if qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryEmbedding,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """x [B, T, C] to [B, T, C].
+
+        cu_seqlens: [N + 1] int32: B is 1 and the row holds N documents, which do not see each other. cache: x are the
+        next tokens of its rows, whose keys and values go to `layer` of it (without gradients); cache.lengths is not
+        advanced.
+        """
+        q, k, v = self._heads(x)
+        if cache is not None:
+            out = self._attend_cached(q, k, v, rotary, cache, layer)
+        else:
+            q, k = rotary(q, k, cu_seqlens=cu_seqlens)
+            out, _ = ops.attention(q, k, v, self.mask, self.score, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as [B, heads, T, D] views of [B, T, heads, D] memory."""
+        batch, tokens, _ = x.shape
+        q, k, v = (
+            projection(x).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def _attend_cached(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: RotaryEmbedding, cache: KVCache, layer: int
+    ) -> Tensor:
+        keys, values = cache.keys[layer], cache.values[layer]
+        q = ops.kv_cache_append(
+            keys, values, k, v, cache.lengths, q, rotary.cos, rotary.sin, interleaved=rotary.interleaved
+        )
+        lengths = cache.lengths + q.shape[2]
+        out, _ = ops.attention(q, keys, values, self.mask, self.score, kv_lengths=lengths)
+        return out

@@ -1,0 +1,51 @@
+"""The key/value cache of a decoder: static memory, and how much of it each row has filled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer.
+
+    keys, values: [layers, B, G, S, D]. lengths: [B] int32, tokens that every layer holds of each row. All are changed
+    in place and keep their addresses, so that a CUDA graph can be replayed over them. A token for which no slot is left
+    is dropped without a word, since asking would wait for the device: `generate` refuses such calls up front.
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        slots: int,
+        head_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """A cache that holds nothing. Slots are not initialised: what lengths says is not there is never read."""
+        shape = (num_layers, batch, num_kv_heads, slots, head_dim)
+        return cls(
+            torch.empty(shape, device=device, dtype=dtype),
+            torch.empty(shape, device=device, dtype=dtype),
+            torch.zeros(batch, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a row can hold."""
+        return self.keys.shape[3]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.lengths.zero_()

@@ -1,0 +1,212 @@
+"""A decoder-only transformer with the parameter names of Hugging Face's Llama."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilesmith import ops
+from tilesmith.nn.attention import Attention
+from tilesmith.nn.cache import KVCache
+from tilesmith.nn.mlp import GatedMLP
+from tilesmith.nn.norm import RMSNorm
+from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and options of a `Decoder`; what they mean is said where they are used: `Attention`, `GatedMLP`, `RMSNorm`,
+    `RotaryEmbedding`.
+
+    rotary_dim: rotated features of a head, all if None. logit_softcap: c > 0 bends logits to c tanh(logit / c).
+    tie_embeddings: the output projection is the embedding matrix. init_std: deviation of the initial weights.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_positions: int = 8192
+    activation: str = "swiglu"
+    rope_theta: float = 10000.0
+    rope_scaling: Llama3Scaling | None = None
+    rope_interleaved: bool = False
+    rotary_dim: int | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    norm_casting: str = "fp32"
+    qk_norm: bool = False
+    window: int | None = None
+    softcap: float = 0.0
+    logit_softcap: float = 0.0
+    attention_bias: bool = False
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+
+class DecoderBlock(nn.Module):
+    """Attention and a gated MLP, each after a norm. The residual stream is added to inside the norms."""
+
+    def __init__(
+        self, config: DecoderConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ):
+        super().__init__()
+        self.input_layernorm = _norm(config, device, dtype)
+        self.self_attn = Attention(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qk_norm=config.qk_norm,
+            norm_eps=config.norm_eps,
+            window=config.window,
+            softcap=config.softcap,
+            bias=config.attention_bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.post_attention_layernorm = _norm(config, device, dtype)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotary: RotaryEmbedding,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+        layer: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """(x, residual) to the next block's: the stream is their sum, which the next norm takes. residual None is 0."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, rotary, cu_seqlens=cu_seqlens, cache=cache, layer=layer)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and output projection.
+
+    The state dict has the keys of a Hugging Face Llama without their "model." in front; where the output projection is
+    tied it has none of its own.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(DecoderBlock(config, device, dtype) for _ in range(config.num_layers))
+        self.norm = _norm(config, device, dtype)
+        tied = config.tie_embeddings
+        self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, False, device, dtype)
+        self.rotary = RotaryEmbedding(
+            config.rotary_dim or self.head_dim,
+            config.max_positions,
+            config.rope_theta,
+            scaling=config.rope_scaling,
+            interleaved=config.rope_interleaved,
+            device=device,
+        )
+        self.reset_parameters()
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.config.head_dim or self.config.hidden_size // self.config.num_heads
+
+    def reset_parameters(self) -> None:
+        """Normal weights of deviation `init_std`, biases of 0, norms of 1."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.init_std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+            if isinstance(module, RMSNorm):
+                module.reset_parameters()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Logits [B, T, vocab_size] of tokens [B, T] or, with labels, their mean cross-entropy, a scalar.
+
+        labels: [B, T]: labels[b, t] is what tokens[b, t] should predict, so usually tokens[b, t + 1]; -100 is left
+        out. The loss is computed in chunks of tokens, so that the logits are never whole in memory. cu_seqlens: see
+        `Attention`. cache: tokens continue its rows, and it is advanced by T tokens.
+        """
+        x = self.hidden_states(tokens, cu_seqlens=cu_seqlens, cache=cache)
+        if labels is None:
+            return self.logits(x)
+        return ops.linear_cross_entropy(x, self.output_weight, labels, softcap=self.config.logit_softcap)
+
+    def hidden_states(
+        self, tokens: Tensor, *, cu_seqlens: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """What the output projection reads, [B, T, C]. Arguments as of `forward`."""
+        x, residual = self.embed_tokens(tokens), None
+        for i, block in enumerate(self.layers):
+            x, residual = block(x, residual, self.rotary, cu_seqlens=cu_seqlens, cache=cache, layer=i)
+        if cache is not None:
+            cache.lengths.add_(tokens.shape[1])
+        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The output projection of hidden states [..., C], bent by `logit_softcap`."""
+        logits = F.linear(x, self.output_weight)
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[vocab_size, C]: the embedding matrix if tied."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def new_cache(self, batch: int, slots: int | None = None) -> KVCache:
+        """An empty cache for `batch` rows of up to `slots` tokens (max_positions if None), in the weights' dtype.
+
+        Raises ValueError for more slots than positions, which the tables of angles do not reach.
+        """
+        weight, config = self.embed_tokens.weight, self.config
+        slots = config.max_positions if slots is None else slots
+        if slots > config.max_positions:
+            raise ValueError(f"slots is {slots}; the decoder has {config.max_positions} positions")
+        return KVCache.empty(
+            config.num_layers,
+            batch,
+            config.num_kv_heads or config.num_heads,
+            slots,
+            self.head_dim,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+
+
+def _norm(config: DecoderConfig, device: torch.device | str | None, dtype: torch.dtype | None) -> RMSNorm:
+    return RMSNorm(
+        config.hidden_size,
+        config.norm_eps,
+        offset=config.norm_offset,
+        casting=config.norm_casting,
+        device=device,
+        dtype=dtype,
+    )

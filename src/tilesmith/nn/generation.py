@@ -1,0 +1,68 @@
+"""Autoregressive generation with a key/value cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilesmith.nn.decoder import Decoder
+
+
+@torch.no_grad()
+def generate(
+    decoder: Decoder,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    prompt_lengths: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    stop_token: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """New tokens [B, max_new_tokens] that continue prompt [B, T].
+
+    prompt_lengths: [B] int32, from 1 to T, for prompts of different lengths; what follows in their rows is ignored.
+    temperature: 0 takes the likeliest token, else the logits are divided by it and a token is drawn, from the `top_k`
+    likeliest if given. stop_token: a row that has produced it repeats it, and the loop ends once all rows have, which
+    costs one wait for the device a token; without it there is none. generator: where random numbers come from.
+
+    Raises ValueError for an empty prompt, and where prompt and new tokens exceed the decoder's max_positions.
+    """
+    batch, length = prompt.shape
+    if length == 0:
+        raise ValueError("prompt has no tokens; give at least one, such as the one that begins a text")
+    if length + max_new_tokens > decoder.config.max_positions:
+        raise ValueError(
+            f"{length} prompt tokens and max_new_tokens = {max_new_tokens} make {length + max_new_tokens}; "
+            f"the decoder has {decoder.config.max_positions} positions"
+        )
+    cache = decoder.new_cache(batch, length + max_new_tokens)
+    new = prompt.new_empty(batch, max_new_tokens)
+    last = decoder.hidden_states(prompt, cache=cache)
+    if prompt_lengths is None:
+        last = last[:, -1]
+    else:
+        last = last[torch.arange(batch, device=prompt.device), prompt_lengths - 1]
+        cache.lengths.copy_(prompt_lengths)
+    for i in range(max_new_tokens):
+        token = _choose(decoder.logits(last), temperature, top_k, generator)
+        if stop_token is not None and i > 0:
+            token = torch.where(new[:, i - 1] == stop_token, stop_token, token)
+        new[:, i] = token
+        if stop_token is not None and bool((token == stop_token).all()):
+            new[:, i + 1 :] = stop_token
+            break
+        if i + 1 < max_new_tokens:
+            last = decoder.hidden_states(token[:, None], cache=cache)[:, -1]
+    return new
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """One token a row of logits [B, vocab_size]."""
+    if temperature == 0.0:
+        return logits.argmax(dim=-1)
+    logits = logits.float() / temperature
+    if top_k is not None:
+        logits = logits.where(logits >= logits.topk(top_k).values[:, -1:], float("-inf"))
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

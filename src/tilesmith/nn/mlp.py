@@ -1,0 +1,43 @@
+"""The gated feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+
+
+class GatedMLP(nn.Module):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)) (arXiv:2002.05202).
+
+    activation: "swiglu", "geglu" (the tanh form of GELU) or "geglu_erf". Raises ValueError for another.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str = "swiglu",
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if activation not in ("swiglu", "geglu", "geglu_erf"):
+            raise ValueError(f"activation is {activation!r}; it must be 'swiglu', 'geglu' or 'geglu_erf'")
+        self.activation = activation
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] to [..., C]."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.activation == "swiglu":
+            return self.down_proj(ops.swiglu(gate, up))
+        return self.down_proj(ops.geglu(gate, up, "tanh" if self.activation == "geglu" else "none"))
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"

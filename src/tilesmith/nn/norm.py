@@ -1,0 +1,81 @@
+"""Normalisation layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+
+
+class RMSNorm(nn.Module):
+    """`ops.rms_norm` over the last dim, with a weight.
+
+    offset: added to the weight, which starts at 1 - offset. casting: "fp32" or "llama", where rounding happens.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        casting: str = "fp32",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.eps, self.offset, self.casting = eps, offset, casting
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the factor 1."""
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of x [..., dim]."""
+        return ops.rms_norm(x, self.weight, self.eps, self.offset, self.casting)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of s, s) for s = x + residual, in one pass."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, self.offset, self.casting)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, casting={self.casting!r}"
+
+
+class LayerNorm(nn.Module):
+    """`ops.layer_norm` over the last dim, with a weight and, unless `bias` is False, a bias."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the factor 1 and the bias 0."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of x [..., dim]."""
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of s, s) for s = x + residual, in one pass."""
+        return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"

@@ -1,0 +1,248 @@
+"""Timing measures what it says, results carry their provenance, and README tables come from result files alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilesmith.bench import document, host, model, peers, run, tables
+from tilesmith.bench.missing import Missing, absent, only
+from tilesmith.engine import Case, T
+from tilesmith.engine.timing import Timing, host_time, interleave, launches, measure, peak_memory
+
+CPU = torch.device("cpu")
+
+
+def test_a_timing_is_the_median_with_the_interquartile_range():
+    timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (timing.median_us, timing.spread, timing.rounds) == (3.0, 2 / 3, (5.0, 1.0, 3.0, 2.0, 4.0))
+    assert Timing.of([2.0]).spread == 0.0
+
+
+def test_measure_tells_slow_from_fast():
+    slow, fast = (lambda: time.sleep(0.004)), (lambda: time.sleep(0.002))
+    times = measure({"slow": slow, "fast": fast}, CPU, rounds=5, budget_ms=8)
+    assert list(times) == ["slow", "fast"]
+    assert 1.3 < times["slow"].median_us / times["fast"].median_us < 3
+    assert len(times["slow"].rounds) == 5
+
+
+def test_rounds_interleave_and_the_first_turn_rotates():
+    order = []
+    interleave(3, {name: (lambda name=name: order.append(name) or 1.0) for name in "abc"})
+    assert order == list("abcbcacab")
+    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
+        interleave(0, {})
+
+
+def test_host_time_is_time_per_call():
+    timing = host_time({"sleep": lambda: time.sleep(0.001)}, CPU, rounds=2, calls=5)["sleep"]
+    assert 1000 <= timing.median_us < 5000
+
+
+def test_peak_memory_counts_what_lives_at_once():
+    x = torch.randn(256, 256)
+    assert peak_memory(lambda: (x + x).relu_(), CPU) == x.nbytes
+    assert peak_memory(lambda: (x + x).relu() * x, CPU) == 2 * x.nbytes
+    assert peak_memory(lambda: None, CPU) == 0
+
+
+def test_launches_count_operators_on_a_cpu():
+    x = torch.randn(4, 4)
+    assert launches(lambda: x + x, CPU) == 1
+    assert launches(lambda: (x + x).relu(), CPU) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_device_time_leaves_the_host_s_pauses_out():
+    x = torch.randn(2**24, device="cuda")
+
+    def with_pause():
+        time.sleep(0.002)
+        return x + x
+
+    times = measure({"plain": lambda: x + x, "pause": with_pause}, "cuda")
+    assert times["pause"].median_us < 1.3 * times["plain"].median_us
+    assert launches(lambda: x + x, "cuda") == 1
+    assert peak_memory(lambda: x + x, "cuda") == x.nbytes
+
+
+@pytest.fixture
+def op(monkeypatch):
+    """An op with one small case, and a peer that is not installed."""
+    op = peers.ops()["swiglu"]
+    cases = [Case("tiny", {"gate": T(8, 16), "up": T(8, 16)})]
+    monkeypatch.setattr(run, "cases", lambda name: cases)
+    monkeypatch.setattr(run, "ceilings", lambda device: run.Ceilings(copy=1e9, matmul=1e10))
+
+    def elsewhere(args):
+        import a_package_that_nobody_has  # noqa: F401
+
+    def unwilling(args):
+        raise Missing("the peer has no tiny")
+
+    monkeypatch.setitem(peers.PEERS, "swiglu", {"elsewhere": elsewhere, "unwilling": unwilling})
+    return op
+
+
+def test_an_op_is_measured_beside_its_peers(op):
+    found = run.run("swiglu", CPU, torch.float32, command="the command", tag="test", only=("pytorch",), rounds=5)
+    rows = {(row["pass"], row["provider"]): row for row in found["rows"]}
+    assert set(rows) == {(p, by) for p in ("forward", "backward") for by in ("tilesmith", "pytorch")}
+    ours = rows["forward", "tilesmith"]
+    assert ours["best_peer"] == "pytorch"
+    assert ours["times_best_peer"] == pytest.approx(rows["forward", "pytorch"]["us"] / ours["us"], rel=1e-3)
+    assert ours["difference"] == 0.0
+    assert rows["forward", "pytorch"]["difference"] < 1e-6
+    assert ours["TB/s"] == pytest.approx(3 * 8 * 16 * 4 / ours["us"] / 1e6, rel=1e-3)
+    assert rows["backward", "tilesmith"]["peak_bytes"] > 0
+    assert (found["command"], found["subject"], found["rounds"]) == ("the command", "swiglu", 5)
+
+
+def test_a_peer_without_a_figure_is_a_row_with_the_reason(op):
+    found = run.run("swiglu", CPU, torch.float32, command="", tag="test", only=("elsewhere", "unwilling"), rounds=5)
+    reasons = {row["provider"]: row["error"] for row in found["rows"] if "error" in row}
+    assert reasons == {
+        "elsewhere": "a_package_that_nobody_has is not installed",
+        "unwilling": "the peer has no tiny",
+    }
+
+
+def test_ours_must_not_fail(op, monkeypatch):
+    def broken(name):
+        def adapter(args):
+            raise RuntimeError("a kernel failed")
+
+        return {"tilesmith": adapter}
+
+    monkeypatch.setattr(run, "providers", broken)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        run.run("swiglu", CPU, torch.float32, command="", tag="test")
+
+
+def test_no_case_left_names_those_there_are(op):
+    with pytest.raises(ValueError, match="no float32 case of swiglu is huge; there are: tiny"):
+        run.run("swiglu", CPU, torch.float32, command="", named=("huge",))
+
+
+def test_eager_pytorch_computes_what_the_reference_does():
+    for name, eager in peers.EAGER.items():
+        op = peers.ops()[name]
+        case = next(c for c in run.cases(name) if "test" in c.tags and torch.float32 in c.dtypes)
+        args = case.build(CPU, torch.float32, case.generator())
+        assert run.difference(eager(**args), peers.reference(op)(**args)) < 1e-5, name
+
+
+def test_offers_are_checked_in_words():
+    only({"a": 1, "b": None}, "peer", a=1, b=2)
+    absent({"a": 0.0, "b": None, "c": False}, "peer", "a", "b", "c", "d")
+    with pytest.raises(Missing, match="peer has no a=3"):
+        only({"a": 3}, "peer", a=1)
+    with pytest.raises(Missing, match="peer has no a"):
+        absent({"a": 0.5}, "peer", "a")
+
+
+def test_host_time_of_ours_and_pytorch():
+    found = host.run(CPU, torch.float32, command="x", only=("pytorch",), rounds=2)
+    assert {(r["pass"], r["provider"]) for r in found["rows"] if "us" in r} == {
+        (p, by) for p in ("forward", "forward+backward") for by in ("tilesmith", "pytorch")
+    }
+    assert "| tilesmith | forward |" in tables.markdown(found)
+
+
+def test_a_model_is_measured_as_built_and_as_optimised(missing):
+    if not importlib.util.find_spec("transformers"):
+        missing("transformers is not installed")
+    marked = []
+    found = model.run(
+        model.SHAPES["tiny"],
+        CPU,
+        torch.float32,
+        optimize=marked.append,
+        command="x",
+        only=("pytorch", "tilesmith"),
+        rounds=2,
+    )
+    assert len(marked) == 1
+    rows = {row["provider"]: row for row in found["rows"]}
+    assert rows["pytorch"]["times_pytorch"] == 1.0
+    assert rows["pytorch"]["peak_bytes"] > 4 * sum(p.numel() for p in marked[0].parameters())
+    assert "| Llama, tiny, 2×64 | tilesmith |" in tables.markdown(found)
+
+
+def test_private_copies_of_a_module_share_nothing(missing):
+    if not importlib.util.find_spec("transformers"):
+        missing("transformers is not installed")
+    import transformers.models.llama.modeling_llama as original
+
+    with model._private_copy(model.LLAMA) as copy:
+        from transformers.models.llama import modeling_llama as seen
+
+        assert seen is copy
+        copy.apply_rotary_pos_emb = None
+    assert original.apply_rotary_pos_emb is not None
+    assert importlib.import_module(model.LLAMA) is original
+
+
+def _document(**more):
+    head = {"provider": "tilesmith", "case": "a", "pass": "forward", "shapes": {"x": [16, 32], "causal": True}}
+    ours = {**head, "us": 10.0, "TB/s": 4.0, "bound": "copy", "of_ceiling": 0.951, "times_best_peer": 1.5}
+    rows = [ours, {**head, "provider": "liger", "us": 15.0}, {**head, "provider": "quack", "error": "is not installed"}]
+    return {**document.document("an_op", CPU, "tilesmith bench an_op", rows, dtype="bfloat16", rounds=5), **more}
+
+
+def test_documents_survive_a_round_trip(tmp_path):
+    written = _document()
+    path = document.save(written, tmp_path)
+    assert path == tmp_path / "cpu" / "an_op.json"
+    assert document.load(path) == written
+    assert len(path.read_text().splitlines()) < 40
+
+
+def test_a_readme_is_filled_from_results(tmp_path):
+    document.save(_document(), tmp_path)
+    text = "before\n<!-- bench:cpu/an_op -->\nold\n<!-- /bench -->\nafter\n"
+    filled = tables.fill(text, tmp_path)
+    assert filled.splitlines()[2:5] == [
+        "| case | pass | tilesmith, µs | liger, µs | rate | of ceiling | × best peer |",
+        "| :-- | :-- | --: | --: | --: | --: | --: |",
+        "| 16×32 causal | forward | **10** | 15 | 4 TB/s | 95% | 1.50 |",
+    ]
+    assert "`tilesmith bench an_op`" in filled
+    assert "old" not in filled
+    assert tables.fill(filled, tmp_path) == filled
+
+
+def test_a_table_without_a_result_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"marker bench:sm90/nothing needs .*nothing\.json"):
+        tables.fill("<!-- bench:sm90/nothing -->\n<!-- /bench -->", tmp_path)
+
+
+def test_rates_use_the_unit_that_shows_them():
+    assert tables.rate({"TB/s": 4.256, "bound": "copy"}) == "4.26 TB/s"
+    assert tables.rate({"TB/s": 0.0042, "bound": "copy"}) == "4.2 GB/s"
+    assert tables.rate({"TFLOP/s": 612.3, "TB/s": 1.0, "bound": "matmul"}) == "612 TFLOP/s"
+    assert tables.rate({}) == "–"
+
+
+def test_differences_are_relative_and_shapes_must_agree():
+    x = torch.ones(4)
+    assert run.difference((x, None), (2 * x, None)) == 0.5
+    assert run.difference(x, torch.ones(5)) is None
+
+
+def test_gradients_of_every_output_are_measured():
+    x = torch.ones(3, requires_grad=True)
+    call = run.Call(lambda: (x * 2, x * 3, torch.ones(1)), (x,))
+    assert torch.equal(call.both()()[0], torch.full((3,), 5.0))
+    assert call.backward()()[0].shape == x.shape
+    assert not call.once()[0].requires_grad
+
+
+def test_work_without_a_formula_has_no_rate():
+    timing = SimpleNamespace(median_us=2.0, spread=0.0)
+    assert run.figures(timing, {}, CPU) == {"us": 2.0, "spread": 0.0}

@@ -1,0 +1,223 @@
+"""kv_cache_append against plain indexing, what it drops, what it leaves alone, and what it refuses."""
+
+import pytest
+import torch
+
+from tilesmith.engine import use
+from tilesmith.engine.backends import missing
+from tilesmith.ops.cache import kv_cache_append
+from tilesmith.validate.budget import compare
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKENDS = [b for b in kv_cache_append.backends() if missing(b, DEVICE, pinned=True) is None]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with use(kv_cache_append=request.param):
+        yield request.param
+
+
+def _randn(*shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(sum(n * 7**i for i, n in enumerate(shape)))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def _lengths(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def _write(cache, new, places):
+    """A copy of the cache with new[row, :, token] at each (row, token) -> (first index, slot) of `places`."""
+    cache = cache.clone()
+    for (row, token), (first, slot) in places.items():
+        cache[first, :, slot] = new[row, :, token].to(cache.dtype)
+    return cache
+
+
+def _turn(x, angle, interleaved, acc):
+    """x [T, D] with its first 2 * R features rotated by angle [T, R], pair by pair, in the dtype `acc`."""
+    x, cos, sin = x.to(acc), angle.cos().to(acc), angle.sin().to(acc)
+    out = x.clone()
+    for i in range(angle.shape[-1]):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + angle.shape[-1])
+        out[:, a] = x[:, a] * cos[:, i] - x[:, b] * sin[:, i]
+        out[:, b] = x[:, b] * cos[:, i] + x[:, a] * sin[:, i]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_contiguous_cache_matches_indexing(backend, dtype):
+    k_cache, v_cache = _randn(3, 2, 9, 8, dtype=dtype), _randn(3, 2, 9, 8, dtype=dtype) + 1
+    k, v = _randn(3, 2, 3, 8, dtype=dtype), _randn(3, 2, 3, 8, dtype=dtype) - 1
+    places = {(b, t): (b, n + t) for b, n in enumerate((0, 4, 6)) for t in range(3)}
+    expected = _write(k_cache, k, places), _write(v_cache, v, places)
+    lengths = _lengths(0, 4, 6)
+    out = kv_cache_append(k_cache, v_cache, k, v, lengths)
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+    assert out.numel() == 0
+    assert out.dtype == dtype
+    assert lengths.tolist() == [0, 4, 6]
+
+
+def test_paged_cache_matches_indexing(backend):
+    table = [[5, 0, 3], [1, 4, 2]]
+    k_cache, v_cache = _randn(7, 2, 4, 8), _randn(7, 2, 4, 8) + 1
+    k, v = _randn(2, 2, 5, 8), _randn(2, 2, 5, 8) - 1
+    places = {(b, t): (table[b][(n + t) // 4], (n + t) % 4) for b, n in enumerate((2, 7)) for t in range(5)}
+    expected = _write(k_cache, k, places), _write(v_cache, v, places)
+    pages = torch.tensor(table, dtype=torch.int32, device=DEVICE)
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(2, 7), page_table=pages)
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+
+
+@pytest.mark.parametrize("layout", ["tokens_first", "features_first", "sliced"])
+def test_caches_of_any_strides_are_written_in_place(backend, layout):
+    k_cache = {
+        "tokens_first": _randn(2, 6, 3, 8).transpose(1, 2),
+        "features_first": _randn(2, 3, 8, 6).transpose(2, 3),
+        "sliced": _randn(4, 5, 9, 11)[::2, 1:4, 2:8, 1:9],
+    }[layout]
+    v_cache = _randn(2, 3, 6, 8)
+    k, v = _randn(2, 2, 3, 8).transpose(1, 2), _randn(2, 3, 2, 8)
+    places = {(b, t): (b, n + t) for b, n in enumerate((1, 3)) for t in range(2)}
+    expected = _write(k_cache, k, places), _write(v_cache, v, places)
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(1, 3))
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+
+
+def test_tokens_outside_a_contiguous_cache_are_dropped(backend):
+    room = _randn(4, 2, 12, 8)
+    k_cache, before = room[:, :, 3:9], room.clone()
+    v_cache, k, v = _randn(4, 2, 6, 8), _randn(4, 2, 3, 8), _randn(4, 2, 3, 8)
+    places = {(b, t): (b, n + t) for b, n in enumerate((-2, 5, 6, 2)) for t in range(3) if 0 <= n + t < 6}
+    expected = _write(k_cache, k, places), _write(v_cache, v, places)
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(-2, 5, 6, 2))
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+    assert torch.equal(room[:, :, :3], before[:, :, :3])
+    assert torch.equal(room[:, :, 9:], before[:, :, 9:])
+
+
+def test_tokens_without_a_page_are_dropped(backend):
+    table = [[0, -1], [9, 2], [1, 5]]  # -1 and 9 name no page of the six
+    k_cache, v_cache, k, v = _randn(6, 1, 2, 8), _randn(6, 1, 2, 8), _randn(3, 1, 4, 8), _randn(3, 1, 4, 8)
+    places = {}
+    for b, n in enumerate((0, 0, 3)):
+        for t in range(4):
+            if n + t < 4 and 0 <= table[b][(n + t) // 2] < 6:
+                places[b, t] = table[b][(n + t) // 2], (n + t) % 2
+    expected = _write(k_cache, k, places), _write(v_cache, v, places)
+    pages = torch.tensor(table, dtype=torch.int32, device=DEVICE)
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(0, 0, 3), page_table=pages)
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [8, 6])
+def test_keys_and_queries_are_rotated_by_their_positions(backend, interleaved, rotated):
+    angle = torch.arange(10, device=DEVICE)[:, None] * torch.linspace(1, 0.1, rotated // 2, device=DEVICE)
+    k_cache, v_cache = _randn(2, 1, 10, 8), _randn(2, 1, 10, 8)
+    k, v, q = _randn(2, 1, 3, 8), _randn(2, 1, 3, 8), _randn(2, 3, 4, 8).transpose(1, 2)
+    before = q.clone()
+    out = kv_cache_append(k_cache, v_cache, k, v, _lengths(0, 5), q, angle.cos(), angle.sin(), interleaved=interleaved)
+    for b, n in enumerate((0, 5)):
+        for got, x in ((k_cache[b, 0, n : n + 3], k[b, 0]), *((out[b, h], q[b, h]) for h in range(4))):
+            same, exact = (_turn(x, angle[n : n + 3], interleaved, acc) for acc in (torch.float32, torch.float64))
+            budget = compare(got, same, exact)
+            assert budget.passed, budget
+        assert torch.equal(v_cache[b, 0, n : n + 3], v[b, 0])
+    assert torch.equal(q, before)
+    assert out.stride() == torch.empty_like(q).stride()
+
+
+def test_angles_for_each_token_equal_a_table(backend):
+    angle = torch.arange(9, device=DEVICE)[:, None] * torch.linspace(1, 0.1, 4, device=DEVICE)
+    rows = torch.stack((angle[2:5], angle[6:9]))
+    k, v, q = _randn(2, 1, 3, 8), _randn(2, 1, 3, 8), _randn(2, 2, 3, 8)
+    caches = [_randn(2, 1, 9, 8) for _ in range(4)]
+    by_table = kv_cache_append(caches[0], caches[1], k, v, _lengths(2, 6), q, angle.cos(), angle.sin())
+    by_token = kv_cache_append(caches[2], caches[3], k, v, _lengths(2, 6), q, rows.cos(), rows.sin())
+    assert torch.equal(by_table, by_token)
+    assert torch.equal(caches[0], caches[2])
+
+
+def test_a_position_without_an_angle_gives_nan(backend):
+    angle = torch.linspace(0, 1, 12, device=DEVICE).view(3, 4)
+    k_cache, v_cache = _randn(1, 1, 8, 10), _randn(1, 1, 8, 10)
+    k, v, q = _randn(1, 1, 2, 10), _randn(1, 1, 2, 10), _randn(1, 2, 2, 10)
+    out = kv_cache_append(k_cache, v_cache, k, v, _lengths(2), q, angle.cos(), angle.sin())
+    assert out[:, :, 0].isfinite().all()
+    assert out[:, :, 1, :8].isnan().all()
+    assert torch.equal(out[:, :, 1, 8:], q[:, :, 1, 8:])
+    assert k_cache[:, :, 3, :8].isnan().all()
+    assert k_cache[:, :, 2].isfinite().all()
+    assert v_cache.isfinite().all()
+
+
+def test_values_are_rounded_once_to_the_cache_dtype(backend):
+    k_cache, v_cache = torch.zeros(1, 1, 4, 8, device=DEVICE).half(), torch.zeros(1, 1, 4, 8, device=DEVICE).half()
+    k, v = _randn(1, 1, 2, 8), _randn(1, 1, 2, 8)
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(1))
+    assert torch.equal(k_cache[:, :, 1:3], k.half())
+    assert torch.equal(v_cache[:, :, 1:3], v.half())
+
+
+def test_64_bit_lengths_and_pages(backend):
+    k_cache, v_cache, k, v = _randn(3, 1, 2, 8), _randn(3, 1, 2, 8), _randn(1, 1, 2, 8), _randn(1, 1, 2, 8)
+    expected = _write(k_cache, k, {(0, 0): (2, 1), (0, 1): (0, 0)})
+    pages = torch.tensor([[2, 0]], device=DEVICE)
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(1).long(), page_table=pages)
+    assert torch.equal(k_cache, expected)
+
+
+def _arguments(**changes):
+    given = {
+        "k_cache": _randn(2, 2, 6, 8),
+        "v_cache": _randn(2, 2, 6, 8),
+        "k": _randn(2, 2, 3, 8),
+        "v": _randn(2, 2, 3, 8),
+        "lengths": _lengths(0, 1),
+    }
+    return {**given, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"k": _randn(2, 3, 8)}, ValueError, r"k has shape \(2, 3, 8\); it must be \[B, G, T, D\]"),
+        ({"v": _randn(2, 2, 4, 8)}, ValueError, "v has shape"),
+        ({"k_cache": _randn(2, 3, 6, 8)}, ValueError, r"k_cache has shape \(2, 3, 6, 8\)"),
+        ({"k_cache": _randn(3, 2, 6, 8), "v_cache": _randn(3, 2, 6, 8)}, ValueError, "k_cache has 3 rows, k has 2"),
+        ({"v_cache": _randn(2, 2, 5, 8)}, ValueError, "v_cache has shape"),
+        ({"k_cache": _randn(2, 2, 1, 8).expand(2, 2, 6, 8)}, ValueError, "k_cache is expanded"),
+        ({"lengths": _lengths(0, 1).float()}, TypeError, "lengths has dtype torch.float32"),
+        ({"lengths": _lengths(0, 1, 2)}, ValueError, r"lengths has shape \(3,\)"),
+        ({"page_table": _lengths(0, 1)}, ValueError, "page_table has shape"),
+        ({"k": _randn(2, 2, 3, 8).int(), "v": _randn(2, 2, 3, 8).int()}, TypeError, "k has dtype torch.int32"),
+        ({"q": _randn(2, 4, 3, 8)}, ValueError, "q is given without cos and sin"),
+        ({"cos": _randn(6, 4)}, ValueError, "sin is missing"),
+        ({"sin": _randn(6, 4)}, ValueError, "cos is missing"),
+        ({"cos": _randn(6, 4), "sin": _randn(6, 3)}, ValueError, "they must agree"),
+        ({"cos": _randn(6, 5), "sin": _randn(6, 5)}, ValueError, "cos has 5 angles for 10 features, but D is 8"),
+        ({"cos": _randn(2, 4, 4), "sin": _randn(2, 4, 4)}, ValueError, r"cos has shape \(2, 4, 4\)"),
+        ({"q": _randn(2, 4, 2, 8), "cos": _randn(6, 4), "sin": _randn(6, 4)}, ValueError, "q has shape"),
+    ],
+)
+def test_bad_arguments_are_named(changes, error, message):
+    with pytest.raises(error, match=f"kv_cache_append: .*{message}"):
+        kv_cache_append(**_arguments(**changes))
+
+
+@pytest.mark.parametrize("name", ["k_cache", "k", "v"])
+def test_a_wanted_gradient_is_refused(name):
+    given = _arguments()
+    given[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"{name} requires a gradient"):
+        kv_cache_append(**given)
+    with torch.no_grad():
+        kv_cache_append(**given)
