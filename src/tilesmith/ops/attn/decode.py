@@ -44,7 +44,7 @@ def _walk(
     acc, total, top, q, lo, hi, gap, gap_size, begin, end, row_begin, row_end,
     k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, pages_ptr, score_scale, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over slots. MASKED: some row does not see some of them, and [lo, hi) has a gap cut out of it."""
     slots = tl.arange(0, BLOCK_N)
@@ -62,11 +62,11 @@ def _walk(
             page = next_page.to(tl.int64)
             next_page = _page(pages_ptr, _skip(step + BLOCK_N, gap, gap_size, MASKED) + slots, begin, end, PAGE_SIZE)
             slot = (columns % PAGE_SIZE).to(tl.int64)
-            k_rows = k_ptr + (page * k_page + slot * k_slot)[:, None]
-            v_rows = v_ptr + (page * v_page + slot * v_slot)[:, None]
+            k_rows = k_ptr + ((page * k_page + slot * k_slot) * UNIT)[:, None]
+            v_rows = v_ptr + ((page * v_page + slot * v_slot) * UNIT)[:, None]
         else:
-            k_rows = k_ptr + tl.cast(first, tl.int64) * k_slot + (slots.to(tl.int64) * k_slot)[:, None]
-            v_rows = v_ptr + tl.cast(first, tl.int64) * v_slot + (slots.to(tl.int64) * v_slot)[:, None]
+            k_rows = k_ptr + tl.cast(first, tl.int64) * k_slot * UNIT + (slots.to(tl.int64) * k_slot * UNIT)[:, None]
+            v_rows = v_ptr + tl.cast(first, tl.int64) * v_slot * UNIT + (slots.to(tl.int64) * v_slot * UNIT)[:, None]
         k = _load(k_rows, features, held, DIM, BLOCK_D, MASKED)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
         if SOFTCAP:
@@ -160,15 +160,15 @@ def _attention_split_kernel(
     every_end = every_end // BLOCK_N * BLOCK_N
 
     features = tl.arange(0, BLOCK_D)[None, :]
-    q_at = batch * (q_row * UNIT) + query_head * (q_head * UNIT) + token.to(tl.int64) * (q_token * UNIT)
-    q = tl.load(q_ptr + q_at[:, None] + features, mask=real[:, None] & (features < DIM), other=0.0)
-    k_ptr += head.to(tl.int64) * (k_head * UNIT)
-    v_ptr += head.to(tl.int64) * (v_head * UNIT)
+    q_at = batch * q_row + query_head * q_head + token.to(tl.int64) * q_token
+    q = tl.load(q_ptr + q_at[:, None] * UNIT + features, mask=real[:, None] & (features < DIM), other=0.0)
+    k_ptr += head.to(tl.int64) * k_head * UNIT
+    v_ptr += head.to(tl.int64) * v_head * UNIT
     if pages_ptr is not None:
         pages_ptr += batch * pages_row
     else:
-        k_ptr += batch * (k_page * UNIT)
-        v_ptr += batch * (v_page * UNIT)
+        k_ptr += batch * k_page * UNIT
+        v_ptr += batch * v_page * UNIT
 
     # Scores are kept in base 2; a softcap takes them in its own unit first.
     score_scale = scale / softcap if SOFTCAP else scale * LOG2E
@@ -181,14 +181,14 @@ def _attention_split_kernel(
     full_hi = tl.minimum(tl.maximum(full_lo, every_end), hi)
     acc, total, top = _walk(
         acc, total, top, q, full_lo, full_hi, 0, 0, begin, end, row_begin, row_end,
-        k_ptr, k_page * UNIT, k_slot * UNIT, v_ptr, v_page * UNIT, v_slot * UNIT, pages_ptr, score_scale, softcap,
-        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, SOFTCAP, False, STAGES,
+        k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, pages_ptr, score_scale, softcap,
+        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, SOFTCAP, UNIT, False, STAGES,
     )  # fmt: skip
     full = full_hi - full_lo
     acc, total, top = _walk(
         acc, total, top, q, lo, hi - full, full_lo, full, begin, end, row_begin, row_end,
-        k_ptr, k_page * UNIT, k_slot * UNIT, v_ptr, v_page * UNIT, v_slot * UNIT, pages_ptr, score_scale, softcap,
-        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, SOFTCAP, True, 1,
+        k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, pages_ptr, score_scale, softcap,
+        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, SOFTCAP, UNIT, True, 1,
     )  # fmt: skip
 
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -336,9 +336,11 @@ SPLIT_SPACE = Space(
 
 
 def _reasons(call) -> list[str]:
-    unserved = ("bias", "mask", "alibi", "seed", "cu_seqlens_q", "prefix_lengths", "q_documents", "block_offsets")
-    reasons = [f"{name} is given" for name in unserved if getattr(call, name) is not None]
-    reasons += [f"{name} is given" for name in ("q_scale", "k_scale", "v_scale") if getattr(call, name) is not None]
+    unread = ("bias", "mask", "alibi", "seed", "cu_seqlens_q", "prefix_lengths", "q_documents", "block_offsets")
+    unread += ("q_scale", "k_scale", "v_scale")
+    reasons = [
+        f"{name} is given, which this kernel does not read" for name in unread if getattr(call, name) is not None
+    ]
     if call.rows > 128 and call.page_table is None:
         reasons.append("T * H / G is more than 128: this kernel is for few query tokens")
     if call.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):

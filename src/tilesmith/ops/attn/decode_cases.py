@@ -21,12 +21,26 @@ def _lengths(*values: int):
     return init
 
 
-def _pages(num_pages: int):
-    """A page table without a page that two entries share."""
+def _pages(num_pages: int, used: int | None = None):
+    """A page table in which no two entries share a page and none is page 0; -1 behind the first `used` of a row."""
 
     def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        order = torch.randperm(num_pages, generator=generator, device=generator.device)
-        return order[: shape[0] * shape[1]].int().view(*shape).to(device)
+        order = torch.randperm(num_pages - 1, generator=generator, device=generator.device) + 1
+        table = order[: shape[0] * shape[1]].int().view(*shape)
+        if used is not None:
+            table[:, used:] = -1
+        return table.to(device)
+
+    return init
+
+
+def _nan(*index):
+    """Normal numbers, but NaN at an index: memory that nobody wrote."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        x = torch.randn(tuple(shape), generator=generator, device=generator.device)
+        x[index] = float("nan")
+        return x.to(device)
 
     return init
 
@@ -41,14 +55,15 @@ def _decode(
     *,
     lengths: tuple[int, ...] | None = None,
     page_size: int = 0,
+    num_pages: int = 0,
     dim_v: int | None = None,
     sinks: bool = False,
     layout: str = "contiguous",
     **options,
 ) -> dict:
-    """Arguments of one call. keys: of a row; with a page size, a multiple of it."""
+    """Arguments of one call. keys: of a row; with a page size, a multiple of it. num_pages: by default one to spare."""
     pages = keys // page_size if page_size else 0
-    rows, slots = (batch * pages + 1, page_size) if page_size else (batch, keys)
+    rows, slots = (num_pages or batch * pages + 1, page_size) if page_size else (batch, keys)
     args = {
         "q": T(batch, heads, tokens, dim, grad=False, layout=layout),
         "k": T(rows, kv_heads, slots, dim, grad=False, layout=layout),
@@ -62,6 +77,14 @@ def _decode(
         args["page_table"] = T(batch, pages, dtype=torch.int32, grad=False, init=_pages(rows))
     return {**args, "causal": True, **options}
 
+
+UNWRITTEN_SLOTS = dict.fromkeys(
+    ("k", "v"), T(2, 2, 40, 16, grad=False, init=_nan(slice(None), slice(None), slice(19, None)))
+)
+UNWRITTEN_PAGES = {
+    **dict.fromkeys(("k", "v"), T(21, 2, 4, 16, grad=False, init=_nan(0))),
+    "page_table": T(2, 10, dtype=torch.int32, grad=False, init=_pages(21, used=5)),
+}
 
 CASES: list[Case] = [
     Case("decode_one_token", _decode(2, 1, 8, 2, 64, 70), SMALL),
@@ -94,11 +117,17 @@ CASES: list[Case] = [
     Case("decode_pages_of_one", _decode(2, 2, 2, 1, 16, 20, lengths=(20, 7), page_size=1), SMALL),
     Case("decode_all_pages", _decode(2, 2, 4, 2, 16, 40, page_size=8), SMALL),
     Case("prompt_in_pages", _decode(1, 20, 4, 2, 16, 40, lengths=(37,), page_size=8), SMALL),
+    Case("decode_unwritten_slots", {**_decode(2, 2, 4, 2, 16, 40, lengths=(19, 7)), **UNWRITTEN_SLOTS}, SMALL),
+    Case(
+        "decode_unwritten_pages",
+        {**_decode(2, 2, 4, 2, 16, 40, lengths=(20, 9), page_size=4), **UNWRITTEN_PAGES},
+        SMALL,
+    ),
     Case("decode_no_keys", _decode(2, 2, 4, 2, 16, 0), SMALL),
     Case("decode_no_rows", _decode(0, 1, 4, 2, 16, 20), SMALL),
     Case("decode_wide_head", _decode(2, 3, 8, 2, 256, 500, lengths=(500, 321)), frozenset({"test"})),
-    Case("decode_far", _decode(1, 1, 8, 8, 128, 2_200_000, lengths=(2_199_999,)), GPU, (torch.bfloat16,)),
-    Case("decode_far_pages", _decode(1, 2, 8, 8, 128, 2_200_000, page_size=16), GPU, (torch.bfloat16,)),
+    Case("decode_far", _decode(1, 1, 1, 1, 8, 16_800_000, dim_v=128), GPU, (torch.bfloat16,)),
+    Case("decode_far_pages", _decode(2, 2, 8, 8, 128, 640, page_size=16, num_pages=140_000), GPU, (torch.bfloat16,)),
     Case("decode_1_b1_8k", _decode(1, 1, 64, 8, 128, 8192), BENCH),
     Case("decode_1_b1_128k", _decode(1, 1, 64, 8, 128, 131_072), BENCH),
     Case("decode_1_b32_8k", _decode(32, 1, 64, 8, 128, 8192), BENCH),

@@ -309,7 +309,7 @@ def launch_arguments(
         "bias_strides": None if bias is None else bias.expand(whole).stride(),
         "mask_strides": None if mask is None else mask.stride(),
         "alibi_strides": None if alibi is None else alibi.expand(batch, heads).stride(),
-        "batches": batch, "heads": heads, "group": heads // k.shape[1], "tokens": tokens, "keys": keys,
+        "batches": batch, "heads": heads, "GROUP": heads // k.shape[1], "tokens": tokens, "keys": keys,
         "documents": cu_seqlens_q.numel() - 1 if packed else 0,
         "inner": scale / softcap if softcap > 0.0 else 0.0,
         "outer": (softcap if softcap > 0.0 else scale) * (1.0 if q.dtype == torch.float32 else LOG2E.value),

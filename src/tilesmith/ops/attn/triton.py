@@ -16,15 +16,15 @@ from tilesmith.ops.attn.tiles import (
 )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents", "drop_below"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr,
     bias_ptr, mask_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
     q_documents_ptr, k_documents_ptr, bounds_ptr,
     q_strides, k_strides, v_strides, out_strides, bias_strides, mask_strides, alibi_strides,
-    batches, heads, group, tokens, keys, documents, section,
+    batches, heads, tokens, keys, documents, section,
     inner, outer, window_left, window_right, drop_below, keep_scale,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
     CLEAN: tl.constexpr,
@@ -38,7 +38,7 @@ def _attention_fwd_kernel(
     block, head_row = schedule(tl.cdiv(tokens, BLOCK_M), batches * heads, section, True)
     batch = head_row // heads
     head = head_row - batch * heads
-    kv_head = head // group
+    kv_head = head // GROUP
     start = block * BLOCK_M
     rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_begin, full_end = key_walk(
         start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
@@ -155,14 +155,15 @@ def _default(dims, arch, dtype) -> AttentionConfig:
     wide = triton.next_power_of_2(max(dims["dim"], dims["value_dim"], 16))
     if arch.kind not in ("cuda", "hip", "xpu"):
         return AttentionConfig(32, 32, 4, 1)
+    stages = 1 if arch.kind == "hip" else 3
     if dtype == torch.float32:
         config = AttentionConfig(64, 32, 8 if wide > 64 else 4, 2)
     elif arch.kind == "cuda" and arch.capability[0] == 9:
-        config = AttentionConfig(128, 128 if wide <= 128 else 64, 8, 2)
+        config = AttentionConfig(128, 128 if wide == 128 else 64, 4 if wide <= 64 else 8, stages)
     elif wide <= 128:
-        config = AttentionConfig(128, 64, 4 if wide <= 64 else 8, 3 if arch.kind == "cuda" else 1)
+        config = AttentionConfig(128, 64, 4 if wide <= 64 else 8, stages)
     else:
-        config = AttentionConfig(64, 32, 4, 2 if arch.kind == "cuda" else 1)
+        config = AttentionConfig(64, 32, 4, stages)
     if dims["tokens"] < config.block_m:
         config = config._replace(block_m=max(16, triton.next_power_of_2(dims["tokens"])), num_warps=4)
     return _fit(config, wide * dtype.itemsize, arch.shared_memory)

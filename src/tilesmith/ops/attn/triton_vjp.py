@@ -49,15 +49,15 @@ def _attention_stats_kernel(
     tl.store(delta_ptr + place, tl.where(dead, 0.0, delta), mask=rows < tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents", "drop_below"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, k_desc, v_desc, row_lse_ptr, delta_ptr, dq_ptr, dbias_ptr,
     bias_ptr, mask_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
     q_documents_ptr, k_documents_ptr, bounds_ptr,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, bias_strides, mask_strides, alibi_strides,
-    batches, heads, group, tokens, keys, documents, section,
+    batches, heads, tokens, keys, documents, section,
     inner, outer, scale, window_left, window_right, drop_below, keep_scale,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
     CLEAN: tl.constexpr,
@@ -69,7 +69,7 @@ def _attention_dq_kernel(
     block, head_row = schedule(tl.cdiv(tokens, BLOCK_M), batches * heads, section, True)
     batch = head_row // heads
     head = head_row - batch * heads
-    kv_head = head // group
+    kv_head = head // GROUP
     start = block * BLOCK_M
     rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_begin, full_end = key_walk(
         start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
@@ -153,15 +153,15 @@ def _attention_dq_kernel(
     tl.store(dq_ptr, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(rows < tokens)[:, None] & (cols < DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents", "drop_below"])
 def _attention_dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, q_desc, dout_desc, row_lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     bias_ptr, mask_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
     q_documents_ptr, k_documents_ptr, bounds_ptr,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, bias_strides, mask_strides, alibi_strides,
-    batches, heads, group, tokens, keys, documents, section,
+    batches, heads, tokens, keys, documents, section,
     inner, outer, scale, window_left, window_right, drop_below, keep_scale,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
     CLEAN: tl.constexpr,
@@ -170,7 +170,7 @@ def _attention_dkv_kernel(
     are transposed, [BLOCK_N, BLOCK_M], so that p and ds feed the next product from registers."""
     PREFIX: tl.constexpr = prefix_ptr is not None
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    kv_heads = heads // group
+    kv_heads = heads // GROUP
     block, kv_row = schedule(tl.cdiv(keys, BLOCK_N), batches * kv_heads, section, False)
     batch = kv_row // kv_heads
     kv_head = kv_row - batch * kv_heads
@@ -200,9 +200,10 @@ def _attention_dkv_kernel(
     full_begin, full_end = stretches(begin, outer_hi, full_lo, full_hi, SPARSE, BLOCK_M)
 
     long_batch = batch.to(tl.int64)
-    long_head = kv_head.to(tl.int64)
-    k_ptr += long_batch * k_strides[0] + long_head * k_strides[1]
-    v_ptr += long_batch * v_strides[0] + long_head * v_strides[1]
+    q_ptr += long_batch * q_strides[0]
+    dout_ptr += long_batch * dout_strides[0]
+    k_ptr += long_batch * k_strides[0] + kv_head.to(tl.int64) * k_strides[1]
+    v_ptr += long_batch * v_strides[0] + kv_head.to(tl.int64) * v_strides[1]
     k = load_tile(k_ptr, None, batch, kv_head, start, k_strides[2], 0, keys, DIM, BLOCK_N, BLOCK_D, False, True)
     v = load_tile(v_ptr, None, batch, kv_head, start, v_strides[2], 0, keys, DIM_V, BLOCK_N, BLOCK_DV, False, True)
     if k_documents_ptr is not None:
@@ -210,77 +211,82 @@ def _attention_dkv_kernel(
 
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    for member in range(0, group):
-        head = kv_head * group + member
-        head_row = batch * heads + head
-        long_head = head.to(tl.int64)
-        lse_row = row_lse_ptr + head_row.to(tl.int64) * tokens
-        delta_row = delta_ptr + head_row.to(tl.int64) * tokens
-        q_head = q_ptr + long_batch * q_strides[0] + long_head * q_strides[1]
-        dout_head = dout_ptr + long_batch * dout_strides[0] + long_head * dout_strides[1]
-        bias_head = bias_ptr
-        if bias_ptr is not None:
-            bias_head = bias_ptr + long_batch * bias_strides[0] + long_head * bias_strides[1]
-        if mask_ptr is not None:
-            mask_head = mask_ptr + long_batch * mask_strides[0] + long_head * mask_strides[1]
-        slope = 0.0
-        if alibi_ptr is not None:
-            slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
-        for masked in tl.static_range(0, 2):
-            walk_begin, walk_end = full_begin, full_end
+    full_blocks = (full_end - full_begin) // BLOCK_M
+    for masked in tl.static_range(0, 2):
+        blocks = full_blocks
+        if masked:
+            blocks = tl.cdiv(tl.maximum(outer_hi - begin, 0), BLOCK_M) - full_blocks
+        for step in tl.range(0, blocks * GROUP):  # one loop over heads and blocks: the pipeline never drains
+            member = step // blocks if GROUP > 1 else 0
+            head = kv_head * GROUP + member
+            first = (step - member * blocks) * BLOCK_M
             if masked:
-                walk_begin, walk_end = begin, outer_hi - (full_end - full_begin)
-            for first in tl.range(walk_begin, walk_end, BLOCK_M):
-                first = tl.multiple_of(first, 16)
-                if masked:
-                    first = masked_block(first, begin, 0, full_begin, full_end, False)
-                rows = first + tl.arange(0, BLOCK_M)
-                q = load_tile(
-                    q_head, q_desc, batch, head, first, q_strides[2], outer_lo, outer_hi,
-                    DIM, BLOCK_M, BLOCK_D, BULK and (not masked or not PADDED), masked,
-                )  # fmt: skip
-                dout = load_tile(
-                    dout_head, dout_desc, batch, head, first, dout_strides[2], outer_lo, outer_hi,
-                    DIM_V, BLOCK_M, BLOCK_DV, BULK and (not masked or not PADDED), masked,
-                )  # fmt: skip
-                lse = tl.load(lse_row + rows, mask=rows < tokens, other=float("inf"))
-                if masked:
-                    rows_2d = rows[None, :]
-                    visible = (rows_2d >= lo[:, None]) & (rows_2d < hi[:, None])
-                    if mask_ptr is not None:
-                        visible = visible & (load_plane(mask_head, mask_strides, rows_2d, cols[:, None], tokens, keys, 0) != 0)
-                    if k_documents_ptr is not None:
-                        q_document = tl.load(q_documents_ptr + long_batch * tokens + rows, mask=rows < tokens, other=0)
-                        visible = visible & (q_document[None, :] == k_document[:, None])
-                    if CLEAN:
-                        seen = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
-                        q = tl.where(seen, q, 0.0)
-                        dout = tl.where(seen, dout, 0.0)
-                qk = tl.dot(k, tl.trans(q), input_precision="ieee")
-                score, bent = attention_scores(
-                    qk, rows[None, :], cols[:, None], shift[:, None], bias_head, bias_strides, slope, tokens, keys,
-                    inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
-                )  # fmt: skip
-                p = power(score - lse[None, :], EXACT)
-                if masked:
-                    p = tl.where(visible, p, 0.0)
-                kept = p
-                dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-                if DROPOUT:
-                    keep = tl.trans(
-                        keep_tile(seed_ptr, head_row, first, start, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
-                    )
-                    kept = tl.where(keep, p, 0.0)
-                    dp = tl.where(keep, dp * keep_scale, 0.0)
-                dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision="ieee")
-                # loaded here, not with lse: 32 registers less at a time, which is what keeps D = 128 from spilling
-                delta = tl.load(delta_row + rows, mask=rows < tokens, other=0.0)
-                ds = p * (dp - delta[None, :])
-                if SOFTCAP:
-                    ds = ds * (1.0 - bent * bent)
-                if masked and (PADDED or CLEAN):  # 0 * NaN
-                    ds = tl.where(visible, ds, 0.0)
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+                first = masked_block(begin + first, begin, 0, full_begin, full_end, False)
+            else:
+                first = tl.multiple_of(full_begin + first, 16)
+            head_row = batch * heads + head
+            long_head = head.to(tl.int64)
+            bias_head = bias_ptr
+            if bias_ptr is not None:
+                bias_head = bias_ptr + long_batch * bias_strides[0] + long_head * bias_strides[1]
+            slope = 0.0
+            if alibi_ptr is not None:
+                slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
+            place = head_row.to(tl.int64) * tokens + first + tl.arange(0, BLOCK_M)
+            rows = first + tl.arange(0, BLOCK_M)
+            q = load_tile(
+                q_ptr + long_head * q_strides[1], q_desc, batch, head, first, q_strides[2], outer_lo, outer_hi,
+                DIM, BLOCK_M, BLOCK_D, BULK and (not masked or not PADDED), masked,
+            )  # fmt: skip
+            dout = load_tile(
+                dout_ptr + long_head * dout_strides[1], dout_desc, batch, head, first, dout_strides[2], outer_lo, outer_hi,
+                DIM_V, BLOCK_M, BLOCK_DV, BULK and (not masked or not PADDED), masked,
+            )  # fmt: skip
+            if not masked:
+                lse = tl.load(row_lse_ptr + place)
+            else:
+                lse = tl.load(row_lse_ptr + place, mask=rows < tokens, other=float("inf"))
+            if masked:
+                rows_2d = rows[None, :]
+                visible = (rows_2d >= lo[:, None]) & (rows_2d < hi[:, None])
+                if mask_ptr is not None:
+                    mask_head = mask_ptr + long_batch * mask_strides[0] + long_head * mask_strides[1]
+                    visible = visible & (load_plane(mask_head, mask_strides, rows_2d, cols[:, None], tokens, keys, 0) != 0)
+                if k_documents_ptr is not None:
+                    q_document = tl.load(q_documents_ptr + long_batch * tokens + rows, mask=rows < tokens, other=0)
+                    visible = visible & (q_document[None, :] == k_document[:, None])
+                if CLEAN:
+                    seen = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
+                    q = tl.where(seen, q, 0.0)
+                    dout = tl.where(seen, dout, 0.0)
+            qk = tl.dot(k, tl.trans(q), input_precision="ieee")
+            score, bent = attention_scores(
+                qk, rows[None, :], cols[:, None], shift[:, None], bias_head, bias_strides, slope, tokens, keys,
+                inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
+            )  # fmt: skip
+            p = power(score - lse[None, :], EXACT)
+            if masked:
+                p = tl.where(visible, p, 0.0)
+            kept = p
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+            if DROPOUT:
+                keep = tl.trans(
+                    keep_tile(seed_ptr, head_row, first, start, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
+                )
+                kept = tl.where(keep, p, 0.0)
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+            dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision="ieee")
+            # loaded here, not with lse: 32 registers less at a time, which is what keeps D = 128 from spilling
+            if not masked:
+                delta = tl.load(delta_ptr + place)
+            else:
+                delta = tl.load(delta_ptr + place, mask=rows < tokens, other=0.0)
+            ds = p * (dp - delta[None, :])
+            if SOFTCAP:
+                ds = ds * (1.0 - bent * bent)
+            if masked and (PADDED or CLEAN):  # 0 * NaN
+                ds = tl.where(visible, ds, 0.0)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
 
     dk = tl.where(real[:, None], dk * scale, 0.0)
     dv = tl.where(real[:, None], dv * keep_scale, 0.0)
@@ -295,15 +301,15 @@ def _attention_dkv_kernel(
     tl.store(dv_ptr, dv.to(dv_ptr.dtype.element_ty), mask=held & (features < DIM_V))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents", "drop_below"])
 def _attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr, dbias_ptr,
     bias_ptr, mask_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
     q_documents_ptr, k_documents_ptr,
     q_strides, k_strides, v_strides, dout_strides, bias_strides, mask_strides, alibi_strides, dbias_strides,
-    batches, heads, group, tokens, keys, documents, bias_batches, bias_heads,
+    batches, heads, tokens, keys, documents, bias_batches, bias_heads,
     inner, outer, window_left, window_right, drop_below, keep_scale,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -334,7 +340,7 @@ def _attention_dbias_kernel(
             window_left, window_right, LEFT, RIGHT, True, BLOCK_M, BLOCK_N)  # fmt: skip
         if (first < hi) & (first + BLOCK_N > lo):
             cols = (first + tl.arange(0, BLOCK_N))[None, :]
-            kv_head = head // group
+            kv_head = head // GROUP
             long_batch = batch.to(tl.int64)
             long_head = head.to(tl.int64)
             long_kv_head = kv_head.to(tl.int64)
@@ -434,14 +440,17 @@ def _default(dims, arch, dtype) -> AttentionVjpConfig:
     wide = triton.next_power_of_2(max(dims["dim"], dims["value_dim"], 16))
     if arch.kind not in ("cuda", "hip", "xpu"):
         return AttentionVjpConfig(32, 32, 4, 1, 32, 32, 4, 1)
-    if dtype == torch.float32:
-        config = AttentionVjpConfig(32, 32, 4, 1, 32, 32, 4, 1)
-    elif arch.kind == "cuda" and arch.capability[0] == 9:
-        config = AttentionVjpConfig(64, 128 if wide <= 128 else 64, 8, 2, 128, 64, 8, 2)
-    elif wide <= 128:
-        config = AttentionVjpConfig(32, 64, 4, 2 if arch.kind == "cuda" else 1, 64, 32, 4, 2 if arch.kind == "cuda" else 1)
-    else:
-        config = AttentionVjpConfig(32, 32, 4, 1, 32, 32, 4, 1)
+    stages = 1 if arch.kind == "hip" else 2
+    config = AttentionVjpConfig(32, 32, 4, 1, 32, 32, 4, 1)
+    if dtype != torch.float32 and arch.kind == "cuda" and arch.capability[0] == 9:
+        if wide <= 64:
+            config = AttentionVjpConfig(64, 64, 4, 3, 128, 64, 8, 3)
+        elif wide <= 128:
+            config = AttentionVjpConfig(64, 128, 8, 3, 128, 64, 8, 3)
+        else:
+            config = AttentionVjpConfig(32, 64, 8, 2, 128, 32, 8, 2)
+    elif dtype != torch.float32 and wide <= 128:
+        config = AttentionVjpConfig(32, 64, 4, stages, 64, 32, 4, stages)
     return _fit(config, wide * dtype.itemsize, arch.shared_memory)
 
 
@@ -582,7 +591,7 @@ def _dkv(shared: dict, config: AttentionVjpConfig, arch) -> tuple[Tensor, Tensor
         q_desc=q_desc, dout_desc=dout_desc, dk_ptr=dk, dv_ptr=dv, dk_strides=dk.stride(), dv_strides=dv.stride(),
         bounds_ptr=tiles.document_bounds(
             shared["k_documents_ptr"], shared["q_documents_ptr"], config.dkv_block_n, config.dkv_block_m),
-        section=max(1, tiles.section(q, dout, 1, arch) // shared["group"]), scale=_scale(shared), BULK=q_desc is not None,
+        section=max(1, tiles.section(q, dout, 1, arch) // shared["GROUP"]), scale=_scale(shared), BULK=q_desc is not None,
         BLOCK_M=config.dkv_block_m, BLOCK_N=config.dkv_block_n,
         num_warps=config.dkv_warps, num_stages=config.dkv_stages,
     )  # fmt: skip
@@ -602,7 +611,7 @@ def _dq(shared: dict, config: AttentionVjpConfig, arch, whole_dbias: bool) -> tu
             k_desc=k_desc, v_desc=v_desc, dq_ptr=dq, dq_strides=dq.stride(), dbias_ptr=dbias,
             bounds_ptr=tiles.document_bounds(
                 shared["q_documents_ptr"], shared["k_documents_ptr"], config.dq_block_m, config.dq_block_n),
-            section=tiles.section(k, v, shared["group"], arch), scale=_scale(shared), BULK=k_desc is not None,
+            section=tiles.section(k, v, shared["GROUP"], arch), scale=_scale(shared), BULK=k_desc is not None,
             BLOCK_M=config.dq_block_m, BLOCK_N=config.dq_block_n,
             num_warps=config.dq_warps, num_stages=config.dq_stages,
         )  # fmt: skip
