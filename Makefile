@@ -22,7 +22,8 @@ test: $(venv)/installed-dev
 	@$(pytest_env) $(bin)/python -m pytest -n $(WORKERS) -q $(ARGS)
 
 test-gpu:
-	@PYTHONPATH=src $(PYTHON) -m pytest -q $(ARGS)
+	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m "not large" $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) $(ARGS)
+	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m large $(ARGS)
 
 lint: $(venv)/installed-dev
 	@$(bin)/ruff check .

@@ -20,8 +20,6 @@ def run(
     device: torch.device, dtype: torch.dtype, *, command: str, only: Sequence[str] = (), rounds: int = 9
 ) -> dict[str, Any]:
     """The document: µs of host time of a forward, and of a forward and backward, for every provider or `only` some."""
-    x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.randn(COLUMNS, device=device, dtype=dtype, requires_grad=True)
     forward: dict[str, Callable[[], Any]] = {}
     both: dict[str, Callable[[], Any]] = {}
     rows = []
@@ -29,7 +27,10 @@ def run(
         if only and provider not in (OURS, *only):
             continue
         try:
-            call = Call(adapter({"x": x, "weight": weight, "eps": 1e-6}), (x, weight))
+            x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype, requires_grad=True)
+            weight = torch.randn(COLUMNS, device=device, dtype=dtype, requires_grad=True)
+            args = {"x": x, "weight": weight, "eps": 1e-6}
+            call = Call(adapter(args), args, (x, weight))
             call.both()()
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
             if provider == OURS:

@@ -103,6 +103,43 @@ def _rope(q, k, cos, sin, positions=None, offsets=None, cu_seqlens=None, offset=
     return turn(q), None if k is None else turn(k)
 
 
+def _cross_entropy(
+    logits,
+    target,
+    weight=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    scale=1.0,
+    softcap=0.0,
+    reduction="mean",
+):
+    z = _rows(logits).float() * scale if scale != 1.0 else _rows(logits).float()
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    named = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    loss = F.cross_entropy(z, target.flatten(), None if weight is None else weight.float(), **named)
+    if z_loss:
+        squared = torch.where(target.flatten() != ignore_index, torch.logsumexp(z, -1) ** 2, 0.0) * z_loss
+        count = (target != ignore_index).sum() if reduction == "mean" else 1
+        loss = loss + (squared if reduction == "none" else squared.sum() / count)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _linear_cross_entropy(
+    x, weight, target, bias=None, class_weight=None, chunk_tokens=0, accumulate_fp32=True, grad_mask=None, **options
+):
+    bias = None if bias is None else bias.to(x.dtype)
+    return _cross_entropy(F.linear(x, weight.to(x.dtype), bias), target, class_weight, **options)
+
+
+def _silu(x):
+    return F.silu(x)
+
+
+def _gelu(x, approximate="none"):
+    return F.gelu(x, approximate=approximate)
+
+
 EAGER: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
@@ -111,6 +148,10 @@ EAGER: dict[str, Callable[..., Any]] = {
     "swiglu": _swiglu,
     "geglu": _geglu,
     "rope": _rope,
+    "silu": _silu,
+    "gelu": _gelu,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
 }
 
 
@@ -140,16 +181,9 @@ def _liger_add_rms_norm(args):
     )
 
 
-def _liger_softmax(args):
-    from liger_kernel.ops.softmax import LigerSoftmaxFunction
-
-    return lambda: LigerSoftmaxFunction.apply(args["x"])
-
-
 def _liger_swiglu(args):
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    # Its backward overwrites the saved inputs: a repeated backward moves the same bytes on other numbers.
     return lambda: LigerSiLUMulFunction.apply(args["gate"], args["up"])
 
 
@@ -174,24 +208,30 @@ def _liger_rope(args):
 def _liger_cross_entropy(args):
     from liger_kernel.transformers.functional import liger_cross_entropy
 
-    named = _loss_options(args, "Liger", "ignore_index", "label_smoothing", "reduction", "softcap")
-    return lambda: liger_cross_entropy(args["logits"], args["target"], **named)
+    options = ("weight", "ignore_index", "label_smoothing", "reduction", "softcap")
+    named = _offered("cross_entropy", args, "Liger", *options)
+    named["softcap"] = named.get("softcap") or None
+    logits, target = _rows(args["logits"]), args["target"].flatten()
+    return lambda: liger_cross_entropy(logits, target, **named)
 
 
 def _liger_linear_cross_entropy(args):
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    named = _loss_options(args, "Liger", "ignore_index", "label_smoothing", "reduction", "softcap")
-    return lambda: liger_fused_linear_cross_entropy(args["x"], args["weight"], args["target"], **named)
+    options = ("bias", "ignore_index", "label_smoothing", "reduction", "softcap")
+    named = _offered("linear_cross_entropy", args, "Liger", *options)
+    named["softcap"] = named.get("softcap") or None
+    x, target = _rows(args["x"]), args["target"].flatten()
+    return lambda: liger_fused_linear_cross_entropy(x, args["weight"], target, **named)
 
 
-def _loss_options(args, peer: str, *offered: str) -> dict[str, Any]:
-    """The peer's keywords out of the op's arguments; Missing where an option that is on is not offered."""
-    tensors = ("x", "logits", "weight", "target")
+def _offered(op: str, args, peer: str, *names: str) -> dict[str, Any]:
+    """The arguments among `names` that are on; Missing where another one, not on the list, is not at its default."""
+    defaults = ops()[op].defaults
     for name, value in args.items():
-        if name not in (*tensors, *offered) and value not in (None, 0.0, False) and value is not None:
+        if name in defaults and name not in names and value is not defaults[name] and value != defaults[name]:
             raise Missing(f"{peer} has no {name}")
-    return {name: args[name] for name in offered if args.get(name) is not None}
+    return {name: args[name] for name in names if args.get(name) is not None}
 
 
 def _quack_rms_norm(args):
@@ -210,25 +250,18 @@ def _quack_add_rms_norm(args):
     return lambda: rmsnorm(x, args["weight"], residual=residual, eps=eps, weight_offset=offset, prenorm=True)
 
 
-def _quack_softmax(args):
-    from quack import softmax
-
-    x = args["x"]
-    return lambda: softmax(_rows(x)).view(x.shape)
-
-
 def _quack_cross_entropy(args):
     from quack import cross_entropy
 
-    named = _loss_options(args, "Quack", "ignore_index", "reduction")
-    return lambda: cross_entropy(args["logits"], args["target"], **named)
+    named = _offered("cross_entropy", args, "Quack", "weight", "ignore_index", "reduction")
+    return lambda: cross_entropy(_rows(args["logits"]), args["target"].flatten(), **named)
 
 
 def _quack_linear_cross_entropy(args):
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    named = _loss_options(args, "Quack", "ignore_index", "reduction")
-    return lambda: chunked_linear_cross_entropy(args["x"], args["weight"], args["target"], **named)
+    named = _offered("linear_cross_entropy", args, "Quack", "ignore_index", "reduction")
+    return lambda: chunked_linear_cross_entropy(_rows(args["x"]), args["weight"], args["target"].flatten(), **named)
 
 
 def _quack_rope(args):
@@ -247,7 +280,6 @@ PEERS: dict[str, dict[str, Adapter]] = {
     "rms_norm": {"liger": _liger_rms_norm, "quack": _quack_rms_norm},
     "layer_norm": {"liger": _liger_layer_norm},
     "add_rms_norm": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
-    "softmax": {"liger": _liger_softmax, "quack": _quack_softmax},
     "swiglu": {"liger": _liger_swiglu},
     "geglu": {"liger": _liger_geglu},
     "rope": {"liger": _liger_rope, "quack": _quack_rope},

@@ -32,9 +32,10 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Call:
-    """One provider on one case: how to run it forward, and the tensors whose gradients the backward computes."""
+    """One provider on one case: how to run it, its own arguments, and those whose gradients the backward computes."""
 
     forward: Callable[[], Any]
+    args: Mapping[str, Any]
     inputs: tuple[Tensor, ...]
 
     def once(self) -> Any:
@@ -122,18 +123,17 @@ def ceilings(device: torch.device) -> Ceilings:
 
 def _case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     torch._dynamo.reset()  # each case is compiled anew: dynamo gives up on a function after a few recompilations
-    args = case.build(device, dtype, case.generator(device))
-    inputs = tuple(v for v in args.values() if isinstance(v, Tensor) and v.requires_grad)
-    head = {"case": case.name, "dtype": _name(dtype), "shapes": shapes(args)}
-    calls: dict[str, Call] = {}
-    rows = []
-    expected = None
-    differences: dict[str, float] = {}
+    calls, rows, differences = {}, [], {}
+    expected = head = None
     for provider, adapter in providers(op.name).items():
         if only and provider not in (OURS, *only):
             continue
+        # The same numbers for everyone, in tensors of its own: Liger's losses and gates overwrite their inputs.
+        args = case.build(device, dtype, case.generator(device))
+        head = head or {"case": case.name, "dtype": _name(dtype), "shapes": shapes(args)}
+        inputs = tuple(v for v in args.values() if isinstance(v, Tensor) and v.requires_grad)
         try:
-            call = Call(adapter(args), inputs)
+            call = Call(adapter(args), args, inputs)
             out = call.once()
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
             if provider == OURS:
@@ -145,57 +145,63 @@ def _case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: i
         calls[provider] = call
         del out
     del expected
-    measured = measure({n: c.once for n, c in calls.items()}, device, rounds=rounds)
-    for provider, timing in measured.items():
-        row = {**head, "pass": "forward", "provider": provider, "difference": differences[provider]}
-        rows.append({**row, **figures(timing, _work(op, args, None), device)})
-    if inputs and op.vjp is not None:
-        rows += _backward_rows(op, args, calls, head, device, rounds)
+    ours = calls[OURS]
+    if op.name not in TOGETHER:
+        for provider, timing in measure({n: c.once for n, c in calls.items()}, device, rounds=rounds).items():
+            row = {**head, "pass": "forward", "provider": provider, "difference": differences[provider]}
+            rows.append({**row, **figures(timing, work(op, ours, backward=False), device)})
+    if ours.inputs and op.vjp is not None:
+        found = _backward_rows(op, calls, device, rounds)
+        rows += [{**head, "difference": differences[row["provider"]], **row} for row in found]
     return compared(rows)
 
 
-def _backward_rows(op: Op, args, calls: Mapping[str, Call], head, device, rounds: int) -> list[dict[str, Any]]:
+def _backward_rows(op: Op, calls: Mapping[str, Call], device, rounds: int) -> list[dict[str, Any]]:
     what = "forward+backward" if op.name in TOGETHER else "backward"
     ready, rows, peaks = {}, [], {}
     for provider, call in calls.items():
         try:
-            ready[provider] = call.both() if op.name in TOGETHER else call.backward()
-            ready[provider]()
+            step = call.both() if op.name in TOGETHER else call.backward()
+            step()
             peaks[provider] = peak_memory(call.both(), device)
+            ready[provider] = step
         except Exception as problem:  # as above
             if provider == OURS:
                 raise
-            ready.pop(provider, None)
-            rows.append({**head, "pass": what, "provider": provider, "error": reason(problem)})
-    work = _work(op, args, calls[OURS])
+            rows.append({"pass": what, "provider": provider, "error": reason(problem)})
+    needed = work(op, calls[OURS], backward=True)
     for provider, timing in measure(ready, device, rounds=rounds).items():
-        row = {**head, "pass": what, "provider": provider, "peak_bytes": peaks[provider]}
-        rows.append({**row, **figures(timing, work, device)})
+        row = {"pass": what, "provider": provider, "peak_bytes": peaks[provider]}
+        rows.append({**row, **figures(timing, needed, device)})
     return rows
 
 
-def _work(op: Op, args: Mapping[str, Any], gradient_of: Call | None) -> dict[str, float]:
-    """Minimal bytes and FLOPs of the forward, or (with `gradient_of`) of what the backward row runs."""
+def work(op: Op, call: Call, *, backward: bool) -> dict[str, float]:
+    """Minimal bytes and FLOPs of the forward without gradients, or of what the backward row runs."""
     module = importlib.import_module(op.reference.__module__.rpartition(".")[0] + ".cases")
-    named = dict(args)
-    if gradient_of is not None:
-        named |= _gradient_arguments(op, gradient_of)
-    wanted = [op.name] if gradient_of is None else [op.vjp.name]
-    if gradient_of is not None and op.name in TOGETHER:
-        wanted = [op.name, op.vjp.name]
-    work = {}
+    named = dict(zip(op.parameters, op.bind((), dict(call.args))))
+    wanted = [op.name]
+    if backward:
+        named |= _gradient_arguments(op, call)
+        wanted = [op.name, op.vjp.name] if op.name in TOGETHER else [op.vjp.name]
+    else:
+        named = {n: v.detach() if isinstance(v, Tensor) else v for n, v in named.items()}
+    needed = {}
     for kind, table in (("bytes", "bytes_moved"), ("flops", "flops")):
         formulas = [getattr(module, table, {}).get(name) for name in wanted]
         if all(formulas):
-            work[kind] = sum(formula(**_accepted(formula, named)) for formula in formulas)
-    return work
+            needed[kind] = sum(formula(**_accepted(formula, named)) for formula in formulas)
+    return needed
 
 
 def _gradient_arguments(op: Op, call: Call) -> dict[str, Any]:
     out = call.once()
     outputs = out if isinstance(out, tuple) else (out,)
     named = dict(zip(op.outputs, outputs))
-    return {**named, **{f"d{name}": value for name, value in named.items()}}
+    named |= {f"d{name}": value for name, value in named.items()}
+    inputs = dict(zip(op.parameters, op.bind((), dict(call.args))))
+    asked = [getattr(inputs[gradient.removeprefix("d")], "requires_grad", False) for gradient in op.vjp.outputs]
+    return {**named, "output_mask": asked}
 
 
 def _accepted(formula: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,17 +211,16 @@ def _accepted(formula: Callable[..., Any], named: Mapping[str, Any]) -> dict[str
     return {name: value for name, value in named.items() if name in parameters}
 
 
-def figures(timing: Timing, work: Mapping[str, float], device: torch.device) -> dict[str, Any]:
+def figures(timing: Timing, needed: Mapping[str, float], device: torch.device) -> dict[str, Any]:
     """Time, spread, rates and the share of the ceiling that bounds this work."""
-    limits = ceilings(device)
     found: dict[str, Any] = {"us": round(timing.median_us, 3), "spread": round(timing.spread, 4)}
     floors = {}
-    if work.get("bytes"):
-        found["TB/s"] = float(f"{work['bytes'] / timing.median_us / 1e6:.4g}")
-        floors["copy"] = work["bytes"] / limits.copy * 1e6
-    if work.get("flops"):
-        found["TFLOP/s"] = float(f"{work['flops'] / timing.median_us / 1e6:.4g}")
-        floors["matmul"] = work["flops"] / limits.matmul * 1e6
+    if needed.get("bytes"):
+        found["TB/s"] = float(f"{needed['bytes'] / timing.median_us / 1e6:.4g}")
+        floors["copy"] = needed["bytes"] / ceilings(device).copy * 1e6
+    if needed.get("flops"):
+        found["TFLOP/s"] = float(f"{needed['flops'] / timing.median_us / 1e6:.4g}")
+        floors["matmul"] = needed["flops"] / ceilings(device).matmul * 1e6
     if floors:
         bound = max(floors, key=floors.__getitem__)
         found |= {"bound": bound, "of_ceiling": round(floors[bound] / timing.median_us, 4)}
@@ -238,8 +243,9 @@ def difference(out: Any, expected: Any) -> float | None:
     pairs = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
     if any(a.shape != b.shape for a, b in pairs):
         return None
-    gap = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    size = sum(float(b.double().square().sum()) for _, b in pairs)
+    with torch.no_grad():
+        gap = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+        size = sum(float(b.double().square().sum()) for _, b in pairs)
     return float(f"{(gap / size) ** 0.5:.3g}") if size else 0.0
 
 

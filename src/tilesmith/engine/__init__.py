@@ -3,7 +3,7 @@
 from tilesmith.engine.case import Case, T, cases
 from tilesmith.engine.choice import Choice, use
 from tilesmith.engine.kernel import Kernel, Space, optimize_kernel, register_kernel
-from tilesmith.engine.launch import launch
+from tilesmith.engine.launch import cdiv, launch, next_power_of_2
 from tilesmith.engine.op import Op, explain, ops
 from tilesmith.engine.table import Table
 
@@ -16,8 +16,10 @@ __all__ = [
     "T",
     "Table",
     "cases",
+    "cdiv",
     "explain",
     "launch",
+    "next_power_of_2",
     "ops",
     "optimize_kernel",
     "register_kernel",

@@ -26,10 +26,12 @@ class Gradient:
         read = self.plan if self.plan is not None else [("input", i) for i in self.tensors]
         self.kept_inputs = tuple(i for kind, i in read if kind == "input" and i in self.tensors)
         self.kept_outputs = tuple(i for kind, i in read if kind == "output")
+        self.described: tuple[int, ...] = ()
         if self.plan is not None:
             position = {n: i for i, n in enumerate(op.parameters)}
             self.targets = tuple(position[n[1:]] for n in op.vjp.outputs)
             self.twins = tuple((position[a], position[of]) for a, of in op.alias.items())
+            self.described = tuple(i for i in self.tensors if i not in self.kept_inputs)
         self.hidden = len(op.outputs) > op.public
         self.refusal = ""
         if self.kept_outputs and op.vjp.gradient is not None:
@@ -37,6 +39,8 @@ class Gradient:
                 f"{op.vjp.name} cannot be differentiated apart from {op.name}: it reads outputs of it as constants"
             )
         self.eager, self.transformed = self._make_functions()
+        # Function.apply first looks for functorch wrappers in every argument; there are none outside functorch
+        self.apply_eager = super(torch.autograd.Function, self.eager).apply
         self._register()
 
     def needed(self, args: tuple) -> bool:
@@ -52,9 +56,10 @@ class Gradient:
     def save(self, ctx: Any, args: tuple, outs: tuple, pin: str) -> None:
         """Save all inputs that the vjp (or a second backward) reads, and the outputs that the vjp reads."""
         ctx.save_for_backward(*[args[i] for i in self.kept_inputs], *[outs[i] for i in self.kept_outputs])
-        ctx.scalars = [None if isinstance(a, Tensor) else a for a in args]
-        ctx.dtypes = [a.dtype if isinstance(a, Tensor) else None for a in args]
-        ctx.empty = [isinstance(a, Tensor) and a.numel() == 0 for a in args]
+        ctx.scalars = rest = list(args)
+        for i in self.tensors:
+            rest[i] = None
+        ctx.like = [_like(args[i]) for i in self.described] if self.described else ()
         ctx.pin = pin
 
     def restore(self, ctx: Any) -> tuple[list[Any], dict[int, Tensor]]:
@@ -80,6 +85,7 @@ class Gradient:
     def through_vjp(self, ctx: Any, grads: tuple, needs: tuple, run: Any) -> tuple:
         vjp = self.op.vjp
         args, outs = self.restore(ctx)
+        like = dict(zip(self.described, ctx.like))
         wanted = [needs[t] or any(needs[twin] for twin, of in self.twins if of == t) for t in self.targets]
         values = {"grad": grads, "input": args, "output": outs}
         call = tuple(wanted if kind == "mask" else values[kind][i] for kind, i in self.plan)
@@ -87,19 +93,20 @@ class Gradient:
         got = run(call, pin)
         result: list[Any] = [None] * len(needs)
         for target, want, grad in zip(self.targets, wanted, got if isinstance(got, tuple | list) else (got,)):
-            if want and grad.numel() == 0 and not ctx.empty[target]:
+            if want and grad.numel() == 0 and (like.get(target) or _like(args[target]))[1] != 0:
                 continue  # a placeholder: no gradient came in for the outputs that this input reaches
             if want and needs[target]:
                 result[target] = grad
             for twin, of in self.twins:
                 if want and of == target and needs[twin]:
-                    result[twin] = grad if grad.dtype == ctx.dtypes[twin] else grad.to(ctx.dtypes[twin])
+                    dtype = (like.get(twin) or _like(args[twin]))[0]
+                    result[twin] = grad if grad.dtype == dtype else grad.to(dtype)
         return tuple(result)
 
     def through_reference(self, ctx: Any, grads: tuple, needs: tuple) -> tuple:
         op = self.op
         args, _ = self.restore(ctx)
-        lost = [op.parameters[i] for i in self.tensors if ctx.dtypes[i] is not None and args[i] is None]
+        lost = [op.parameters[i] for i, like in zip(self.described, ctx.like) if like is not None]
         if lost and self.kept_outputs:
             raise NotImplementedError(
                 f"double backward of {op.name} needs its inputs {', '.join(lost)}, which its backward does not keep"
@@ -128,7 +135,7 @@ class Gradient:
     def apply(self, pin: str, args: tuple) -> Any:
         """All outputs, connected to autograd."""
         if _functorch() is None:
-            return self.eager.apply(pin, *args)
+            return self.apply_eager(pin, *args)
         return self.transformed.apply(pin, *args)
 
     def _keep(self, ctx: Any, pin: str, args: tuple, output: Any) -> None:
@@ -178,6 +185,10 @@ class Gradient:
         from tilesmith.engine.op import LIBRARY
 
         torch.library.register_autograd(f"tilesmith::{op.name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def _like(tensor: Tensor | None) -> tuple[torch.dtype, int] | None:
+    return None if tensor is None else (tensor.dtype, tensor.numel())
 
 
 def _differentiated_again() -> bool:

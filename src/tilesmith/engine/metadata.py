@@ -13,7 +13,10 @@ from tilesmith.hardware.detect import arch_of
 
 
 class TensorFacts(NamedTuple):
-    """Facts of one tensor: cols is the size of its last dim (1 for a scalar), unit whether the last stride is 1."""
+    """Facts of one tensor: cols is the size of its last dim (1 for a scalar), unit whether the last stride is 1.
+
+    Row counts are left out on purpose: ever new lengths must not make ever new choices.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -22,14 +25,7 @@ class TensorFacts(NamedTuple):
     unit: bool
 
 
-def facts(tensor: Tensor) -> TensorFacts:
-    """The facts of a tensor. Row counts are left out on purpose: ever new lengths must not make ever new choices."""
-    if tensor.ndim == 0:
-        return TensorFacts(tensor.dtype, tensor.device, 0, 1, True)
-    return TensorFacts(tensor.dtype, tensor.device, tensor.ndim, tensor.shape[-1], tensor.stride(-1) == 1)
-
-
-def describer(name: str, parameters: Sequence[str]) -> Callable[[tuple], Any]:
+def describer(name: str, parameters: Sequence[str]) -> Callable[..., Any]:
     """A function from op arguments to a named tuple with a field per parameter, and `arch`.
 
     Tensors become TensorFacts, lists become tuples, floats become None (a rejection may not depend on them).
@@ -42,14 +38,20 @@ def describer(name: str, parameters: Sequence[str]) -> Callable[[tuple], Any]:
         device = None
         for a in args:
             if isinstance(a, Tensor):
-                values.append(facts(a))
-                device = device or a.device
+                device = a.device
+                shape = a.shape
+                if shape:
+                    values.append(TensorFacts(a.dtype, device, len(shape), shape[-1], a.stride(-1) == 1))
+                else:
+                    values.append(TensorFacts(a.dtype, device, 0, 1, True))
             elif type(a) is float:
                 values.append(None)
             else:
-                values.append(tuple(a) if isinstance(a, list) else a)
-        if device not in archs:
-            archs[device] = arch_of(device or torch.device("cpu"))
-        return kind(*values, archs[device])
+                values.append(tuple(a) if type(a) is list else a)
+        arch = archs.get(device)
+        if arch is None:
+            arch = archs[device] = arch_of(device or torch.device("cpu"))
+        values.append(arch)
+        return kind._make(values)
 
     return describe

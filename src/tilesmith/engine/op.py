@@ -92,6 +92,7 @@ class Op:
         self._select = lru_cache(maxsize=512)(lambda call, pin, device: choose(self, call, pin, device))
         self._define(fake or reference)
         self.add_kernel(Kernel(self.name, REFERENCE, reference, 0))
+        self._first = next(i for i, a in enumerate(self.handle._schema.arguments) if "Tensor" in str(a.type))
         self.gradient = Gradient(self) if not self.mutates else None
         _OPS[self.name] = self
 
@@ -194,12 +195,13 @@ class Op:
         return self._execute(self.complete(args), pin)
 
     def _execute(self, args: tuple, pin: str) -> Any:
-        device = next(a.device for a in args if isinstance(a, Tensor))
-        choice = self._select(self._describe(*args), pin, device)
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        first = args[self._first]
+        device = (first if first is not None else next(a for a in args if isinstance(a, Tensor))).device
+        kernel = self._select(self._describe(*args), pin, device).kernel
+        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return choice.kernel.fn(*args)
-        return choice.kernel.fn(*args)
+                return kernel.fn(*args)
+        return kernel.fn(*args)
 
     def _public(self, outs: Any) -> Any:
         if not isinstance(outs, tuple | list):

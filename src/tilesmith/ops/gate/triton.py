@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.rows import rows
 
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
@@ -94,9 +94,9 @@ def _lay_flat(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _blocks(num_rows: int, num_cols: int, config: GateConfig) -> tuple[int, int, int]:
     """Number of programs, rows and columns of a tile."""
-    block_cols = min(config.block, triton.next_power_of_2(num_cols))
-    block_rows = min(config.block // block_cols, triton.next_power_of_2(num_rows))
-    return triton.cdiv(num_rows, block_rows) * triton.cdiv(num_cols, block_cols), block_rows, block_cols
+    block_cols = min(config.block, next_power_of_2(num_cols))
+    block_rows = min(config.block // block_cols, next_power_of_2(num_rows))
+    return cdiv(num_rows, block_rows) * cdiv(num_cols, block_cols), block_rows, block_cols
 
 
 def _forward(x: Tensor, up: Tensor | None, activation: str, config: GateConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""linear_cross_entropy in plain PyTorch, chunk by chunk, with its gradients in the same pass, on any device."""
+"""The losses in plain PyTorch, block by block in place, on any device; linear_cross_entropy in one pass."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,11 +7,68 @@ from torch import Tensor
 
 from tilesmith.engine import register_kernel
 from tilesmith.ops.loss import chunks
-from tilesmith.ops.loss.reduction import check_labels, loss_factor, token_grads, undivided_token_grads
+from tilesmith.ops.loss.reduction import (
+    check_labels,
+    divisors_of,
+    loss_factor,
+    reduce_losses,
+    token_grads,
+    undivided_token_grads,
+)
 from tilesmith.ops.loss.reference import Terms
 
 CPU_BLOCK = 2**20  # elements swept at a time: larger ones leave the cache between sweeps, smaller ones pay for calls
 ACCELERATOR_BLOCK = 2**24
+
+
+@register_kernel("cross_entropy", backend="chunked", rank=10)
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each block of rows is copied once and swept while it is in the cache."""
+    check_labels(target, logits.shape[-1], ignore_index)
+    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    losses = logits.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    lse = torch.empty_like(losses)
+    divisors = divisors_of(target, weight, ignore_index, logits.shape[-1], losses.dtype, reduction)
+    rows = logits.reshape(-1, logits.shape[-1])
+    _forward(rows, target.reshape(-1), weight, losses.view(-1), lse.view(-1), divisors, terms, False, copied=True)
+    return reduce_losses(losses, lse, divisors, z_loss, reduction), lse, divisors
+
+
+@register_kernel("cross_entropy_vjp", backend="chunked", rank=10)
+def cross_entropy_vjp(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    divisors: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float,
+    softcap: float,
+    reduction: str,
+    output_mask: Sequence[bool],
+) -> Tensor:
+    """A copy of the logits becomes their gradient, block by block."""
+    if not output_mask[0]:
+        return logits.new_empty(0)
+    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    dlogits = logits.clone(memory_format=torch.contiguous_format)
+    labels = target.reshape(-1)
+    dloss = dloss.reshape(-1) if reduction == "none" else dloss.expand(labels.shape)
+    _backward(dlogits.view(-1, logits.shape[-1]), labels, weight, lse.reshape(-1), dloss, divisors, terms)
+    return dlogits
 
 
 @register_kernel("linear_cross_entropy", backend="chunked", rank=10)
@@ -79,10 +136,12 @@ def _forward(
     divisors: Tensor,
     terms: Terms,
     grad: bool,
+    copied: bool = False,
 ) -> None:
+    """`LogitSteps.forward`, which overwrites logits also without `grad`, unless `copied`."""
     token_grad, z_grad = undivided_token_grads(losses, divisors)
     for rows in _blocks(logits):
-        z, slope = _scores(logits[rows], losses.dtype, terms, grad)
+        z, slope = _scores(logits[rows].to(losses.dtype, copy=copied), terms, grad)
         block = _Block(z, target[rows], class_weight, terms)
         peak = z.amax(-1, keepdim=True)
         chosen = z.gather(-1, block.label)[:, 0]
@@ -107,7 +166,7 @@ def _backward(
 ) -> None:
     token_grad, z_grad = token_grads(dloss, divisors, dloss.shape, "mean" if divisors.numel() else "none")
     for rows in _blocks(logits):
-        z, slope = _scores(logits[rows], lse.dtype, terms, True)
+        z, slope = _scores(logits[rows].to(lse.dtype), terms, True)
         block = _Block(z, target[rows], class_weight, terms)
         # Where the target is ignored lse is 0, and exp(z) could overflow.
         z.sub_(torch.where(block.counted, lse[rows], float("inf"))[:, None]).exp_()
@@ -177,14 +236,13 @@ class _Block:
             z.sub_(every[:, None])
         elif terms.label_smoothing:
             z.addcmul_(every[:, None], self.weights, value=-1)
-        z.scatter_add_(-1, self.label, -hit[:, None])
+        z.scatter_(-1, self.label, z.gather(-1, self.label) - hit[:, None])
         if slope is not None:
             z.mul_(slope)
 
 
-def _scores(logits: Tensor, acc: torch.dtype, terms: Terms, grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Scaled and capped logits, in place where the dtype allows, and the soft cap's derivative."""
-    z = logits.to(acc)
+def _scores(z: Tensor, terms: Terms, grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Logits scaled and capped in place, and the soft cap's derivative."""
     if terms.scale != 1:
         z.mul_(terms.scale)
     if not terms.softcap:

@@ -226,17 +226,17 @@ class _LossWithGradients(Op):
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         full = super().bind(args, kwargs)
-        if full[-1] is not None:
+        if full[-1] is not None or not torch.is_grad_enabled():
             return full
-        inputs = full[0], full[1], full[3]
-        return (*full[:-1], [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs])
+        wanted = [t is not None and t.requires_grad for t in (full[0], full[1], full[3])]
+        return (*full[:-1], wanted) if any(wanted) else full
 
 
 cross_entropy_vjp = Op(
     reference.cross_entropy_vjp,
     fake=_fake_vjp,
     outputs=("dlogits",),
-    kernels={"triton": "tilesmith.ops.loss.triton"},
+    kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
 )
 
 cross_entropy = Op(
@@ -246,7 +246,7 @@ cross_entropy = Op(
     outputs=("loss", "lse", "divisors"),
     public=1,
     check=_check,
-    kernels={"triton": "tilesmith.ops.loss.triton"},
+    kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
 )
 
 linear_cross_entropy_vjp = Op(

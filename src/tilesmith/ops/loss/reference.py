@@ -134,9 +134,11 @@ def linear_cross_entropy(
     loss, lse = token_losses(logits, target, class_weight, terms)
     divisors = divisors_of(target, class_weight, ignore_index, weight.shape[0], loss.dtype, reduction)
     grad_mask = gradients_now(grad_mask, reduction)
-    token_grad, z_grad = undivided_token_grads(loss, divisors)
-    dlogits = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms) if any(grad_mask) else loss
-    x_grad, weight_grad, bias_grad = _linear_grads(dlogits, x, weight, grad_mask)
+    x_grad = weight_grad = bias_grad = loss.new_empty(0)
+    if any(grad_mask):
+        token_grad, z_grad = undivided_token_grads(loss, divisors)
+        dlogits = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms)
+        x_grad, weight_grad, bias_grad = _linear_grads(dlogits, x, weight, grad_mask)
     return (
         reduce_losses(loss, lse, divisors, z_loss, reduction),
         lse,
@@ -224,7 +226,8 @@ def logit_grads(
     grad = (z - lse[..., None]).exp() * (hit + every * weights.sum() + 2 * terms.z_loss * lse * z_grad)[..., None]
     if terms.label_smoothing:
         grad = grad - every[..., None] * weights
-    grad = grad.scatter_add(-1, label[..., None], -hit[..., None])
+    at = label[..., None]
+    grad = grad.scatter(-1, at, grad.gather(-1, at) - hit[..., None])
     if terms.softcap:
         grad = grad * (1 - (z / terms.softcap).square())
     grad = torch.where(valid[..., None], grad * terms.scale, float("nan"))

@@ -270,8 +270,8 @@ def _held_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)[None, :]
     exists = row < rows
-    target = tl.load(target_ptr + row, mask=exists, other=ignore_index).to(tl.int64)
-    counted = target != ignore_index
+    target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
+    counted = exists & (target != ignore_index)
     valid = (target >= 0) & (target < cols)
     label = tl.where(valid, target, 0)
     at = _row_start(row, stride, outer_stride, inner_rows, GROUPED)[:, None] + col
@@ -377,8 +377,8 @@ def _held_vjp_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)[None, :]
     exists = row < rows
-    target = tl.load(target_ptr + row, mask=exists, other=ignore_index).to(tl.int64)
-    counted = target != ignore_index
+    target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
+    counted = exists & (target != ignore_index)
     valid = (target >= 0) & (target < cols)
     label = tl.where(valid, target, 0)
     lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
@@ -433,8 +433,8 @@ def _sum_kernel(
         losses += tl.load(losses_ptr + row, mask=exists, other=0.0)
         lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
         squares += lse * lse
-        target = tl.load(target_ptr + row, mask=exists, other=ignore_index).to(tl.int64)
-        counted = target != ignore_index
+        target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
+        counted = exists & (target != ignore_index)
         number += tl.where(counted, 1.0, 0.0)
         weights += _label_weight(weight_ptr, target, counted & (target >= 0) & (target < cols))
     losses, squares = tl.sum(losses, 0), tl.sum(squares, 0)
@@ -474,7 +474,7 @@ def _scale_kernel(grad_ptr, out_ptr, dloss_ptr, divisors_ptr, elements, BLOCK: t
 
 class LossConfig(NamedTuple):
     """block: classes a program holds at a time; rows: rows of a tile, where a whole row fits in a block; num_stages:
-    blocks in flight of a row that is swept."""
+    how deep the loads of a swept row are pipelined."""
 
     block: int
     rows: int
@@ -660,12 +660,19 @@ def _warps(wanted: int, arch) -> int:
     return min(wanted, 1024 // max(32, arch.warp))
 
 
+def _stages(block: int, arch, dtype: torch.dtype) -> int:
+    """Blocks in flight: three through shared memory, of which the programs of a multiprocessor leave one half free."""
+    if arch.kind != "cuda" or arch.capability < (8, 0):  # without asynchronous copies they would cost registers
+        return 1
+    return 1 + min(2, arch.shared_memory // (2 * block * dtype.itemsize))
+
+
 def _default(dims, arch, dtype) -> LossConfig:
     if dims["cols"] <= 4096:
         return _tile(dims, arch, 4096)
     if dims["rows"] <= arch.sms and dims["cols"] > 16384:  # too few rows to fill the device: longer blocks of each
-        return LossConfig(16384, 1, _warps(32, arch), 1)
-    return LossConfig(4096, 1, 8, 1)
+        return LossConfig(16384, 1, _warps(32, arch), _stages(16384, arch, dtype))
+    return LossConfig(4096, 1, 8, _stages(4096, arch, dtype))
 
 
 def _default_vjp(dims, arch, dtype) -> LossConfig:
@@ -677,7 +684,7 @@ def _default_chunk(dims, arch, dtype) -> LossConfig:
     if dims["cols"] <= 4096:
         return _tile(dims, arch, 4096)
     warps = _warps(8 if dims["cols"] <= 32768 else 16 if dims["cols"] <= 65536 else 32, arch)
-    return LossConfig(512 * warps, 1, warps, 1)
+    return LossConfig(512 * warps, 1, warps, _stages(512 * warps, arch, dtype))
 
 
 def _dims(logits, *_) -> dict[str, int]:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 
 # Pointers that are None stand for tensors that a call does not have; Triton compiles a variant without them.
@@ -29,18 +29,32 @@ def _load_vector(ptr, col, inside):
 
 
 @triton.jit
-def _scale(xhat, weight_ptr, bias_ptr, y_ptr, col, inside, offset, LLAMA: tl.constexpr):
-    """xhat · (weight + offset) + bias for a [rows, cols] tile; LLAMA rounds as the reference's casting="llama" does."""
-    if LLAMA:
-        xhat = _round(xhat, y_ptr)
-    if weight_ptr is not None:
-        weight = _load_vector(weight_ptr, col, inside) + offset
+def _factor(weight_ptr, y_ptr, lane, inside, offset, LLAMA: tl.constexpr):
+    """weight + offset as a row, rounded as the reference's casting="llama" does; 1 without a weight."""
+    if weight_ptr is None:
+        return 1.0
+    else:
+        weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32) + offset
         if LLAMA and weight_ptr.dtype == y_ptr.dtype:
             weight = _round(weight, weight_ptr)
-        xhat = xhat * weight
-    if bias_ptr is not None:
-        xhat = xhat + _load_vector(bias_ptr, col, inside)
-    return xhat
+        return weight[None, :]
+
+
+@triton.jit
+def _shift(bias_ptr, lane, inside):
+    """bias as a row; 0 without one."""
+    if bias_ptr is None:
+        return 0.0
+    else:
+        return tl.load(bias_ptr + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _scale(xhat, weight, bias, y_ptr, LLAMA: tl.constexpr):
+    """xhat · weight + bias; LLAMA rounds xhat first."""
+    if LLAMA:
+        xhat = _round(xhat, y_ptr)
+    return xhat * weight + bias
 
 
 @triton.jit
@@ -58,6 +72,9 @@ def _norm_fwd_kernel(
     row_inside = first + row < rows
     inside = row_inside & col_inside
     x = tl.load(x_ptr + first * x_stride + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
+    # asked for before the reductions, so that they wait for one latency instead of two
+    weight = _factor(weight_ptr, y_ptr, lane, lane_inside, offset, LLAMA)
+    bias = _shift(bias_ptr, lane, lane_inside)
     if residual_ptr is not None:
         residual = tl.load(
             residual_ptr + first * residual_stride + (row * residual_stride + col), mask=inside, other=0.0
@@ -70,7 +87,7 @@ def _norm_fwd_kernel(
         x = tl.where(col_inside, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / cols + eps)
     tl.store(rstd_ptr + first + row, rstd, mask=row_inside)
-    y = _scale(x * rstd, weight_ptr, bias_ptr, y_ptr, lane, lane_inside, offset, LLAMA)
+    y = _scale(x * rstd, weight, bias, y_ptr, LLAMA)
     tl.store(y_ptr + first * cols + (row * cols + col), y, mask=inside)
 
 
@@ -118,7 +135,8 @@ def _norm_fwd_wide_kernel(
         col = start + lane
         inside = col < cols
         xhat = (tl.load(x_ptr + col, mask=inside, other=0.0).to(tl.float32) - row_mean) * rstd
-        y = _scale(xhat[None, :], weight_ptr, bias_ptr, y_ptr, col, inside, offset, LLAMA)
+        weight = _factor(weight_ptr, y_ptr, col, inside, offset, LLAMA)
+        y = _scale(xhat[None, :], weight, _shift(bias_ptr, col, inside), y_ptr, LLAMA)
         tl.store((y_ptr + col)[None, :], y, mask=inside[None, :])
 
 
@@ -255,13 +273,15 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """As ForwardConfig, where `tile` also counts the elements of a block of a wide row; programs: how many at most."""
+    """As ForwardConfig, where `tile` also counts the elements of a block of a wide row; programs: how many at most.
+    max_registers: of a thread, so that `programs` are resident at once; 0 leaves it to the compiler."""
 
     tile: int
     block_cols: int
     num_warps: int
     num_stages: int
     programs: int
+    max_registers: int
 
 
 MAX_HELD = 32_768  # columns; registers spill before that, and compiling wider tiles takes minutes
@@ -272,7 +292,7 @@ def _blocks(cols: int, config: ForwardConfig | BackwardConfig) -> tuple[int, int
     """(block_rows, block_cols); block_cols < cols: the wide kernels."""
     width = config.block_cols
     if not width or width >= cols:
-        width = triton.next_power_of_2(cols) if cols <= MAX_HELD else 8192
+        width = next_power_of_2(cols) if cols <= MAX_HELD else 8192
     return max(1, config.tile // width), width
 
 
@@ -303,7 +323,7 @@ def _forward(
         if block_cols < cols:
             launch(_norm_fwd_wide_kernel, (count,), *tensors, *numbers, STAGES=config.num_stages, **flags)
         else:
-            grid = (triton.cdiv(count, block_rows),)
+            grid = (cdiv(count, block_rows),)
             launch(_norm_fwd_kernel, grid, *tensors, *numbers, EVEN=block_cols == cols, BLOCK_ROWS=block_rows, **flags)
     return y, s, mean, rstd
 
@@ -364,28 +384,28 @@ def _launch_backward(
             _norm_bwd_rows_kernel, (count,), dy, x, weight, mean, rstd, dot, total,
             cols, dy.stride(0), x.stride(0), offset, BLOCK_COLS=SWEEP, STAGES=config.num_stages, num_warps=8,
         )  # fmt: skip
-    blocks, partials = triton.cdiv(cols, block_cols), _partials(count, cols, block_rows, block_cols, config.programs)
+    blocks, partials = cdiv(cols, block_cols), _partials(count, cols, block_rows, block_cols, config.programs)
     sums = [None if t is None else t.new_empty(partials, cols, dtype=torch.float32) for t in (dweight, dbias)]
     if count and (dx is not None or dweight is not None or dbias is not None):
         launch(
             _norm_bwd_kernel, (blocks, partials), dy, ds, x, weight, mean, rstd, dot, total, dx, *sums,
             count, cols, dy.stride(0), 0 if ds is None else ds.stride(0), x.stride(0), offset,
             EVEN=cols % block_cols == 0, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, STAGES=config.num_stages,
-            num_warps=config.num_warps,
+            num_warps=config.num_warps, **({"maxnreg": config.max_registers} if config.max_registers else {}),
         )  # fmt: skip
     if dweight is not None or dbias is not None:
-        tall = min(64, triton.next_power_of_2(max(partials, 1)))
+        tall = min(64, next_power_of_2(max(partials, 1)))
         flags = {"BLOCK_ROWS": tall, "BLOCK_COLS": 2048 // tall}
-        launch(_norm_bwd_sum_kernel, (triton.cdiv(cols, 2048 // tall),), *sums, dweight, dbias, partials, cols, **flags)
+        launch(_norm_bwd_sum_kernel, (cdiv(cols, 2048 // tall),), *sums, dweight, dbias, partials, cols, **flags)
 
 
 def _partials(count: int, cols: int, block_rows: int, block_cols: int, programs: int) -> int:
     """Programs along the rows: enough to fill the device, yet 4 rows each so that partial sums stay a small part of the
     traffic, and none with a tile less than its neighbours if that frees a whole program."""
-    tiles = triton.cdiv(count, block_rows)
-    most = max(1, programs // triton.cdiv(cols, block_cols))
-    each = max(1, triton.cdiv(4, block_rows), triton.cdiv(tiles, most))
-    return triton.cdiv(tiles, each)
+    tiles = cdiv(count, block_rows)
+    most = max(1, programs // cdiv(cols, block_cols))
+    each = max(1, cdiv(4, block_rows), cdiv(tiles, most))
+    return cdiv(tiles, each)
 
 
 def _packed(vector: Tensor | None) -> Tensor | None:
@@ -410,9 +430,12 @@ def _dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
     }
 
 
-def _stages(tile: int, dims: Mapping[str, int], shared_memory: int, most: int) -> int:
-    """Stages whose buffers (one fewer than stages) fit shared memory beside what reductions need."""
-    return max(1, min(most, 1 + (shared_memory - 12_288) // (tile * dims["bytes"])))
+def _stages(tile: int, dims: Mapping[str, int], arch: Any, per_sm: int, most: int) -> int:
+    """Stages whose buffers (one fewer than stages) fit shared memory beside what reductions need. On AMD's GPUs, where
+    tiles to come wait in registers, two."""
+    if arch.kind == "hip":
+        return 2
+    return max(1, min(most, 1 + (arch.shared_memory // per_sm - 12_288) // (tile * dims["bytes"])))
 
 
 def _narrowed(tile: int, dims: Mapping[str, int], programs: int) -> int:
@@ -423,29 +446,37 @@ def _narrowed(tile: int, dims: Mapping[str, int], programs: int) -> int:
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> ForwardConfig:
-    """64 bytes of a 16-bit row a thread, so that several programs share an SM; rows too wide for that are swept by few
-    programs, or the rows in flight would not stay in the L2 cache until the second sweep."""
+    """16 elements a thread, 32 of rows beyond 4,096 columns, so that several programs share an SM. Rows too wide for
+    that are swept by few programs, or the rows in flight would not stay in the L2 cache until the second sweep."""
     lanes = max(arch.warp, 16)
     if dims["cols"] > 16_384:
-        return ForwardConfig(8192, 8192, max(1, 512 // lanes), _stages(8192, dims, arch.shared_memory, 3))
-    width = triton.next_power_of_2(dims["cols"])
+        return ForwardConfig(8192, 8192, max(1, 512 // lanes), _stages(8192, dims, arch, 1, 3))
+    width = next_power_of_2(dims["cols"])
     tile = max(width, _narrowed(4096, dims, max(arch.sms, 1)))
-    return ForwardConfig(tile, 0, max(1, tile // 32 // lanes), 1)
+    threads = tile // 16 if tile <= 4096 else tile // 32
+    return ForwardConfig(tile, 0, max(1, threads // lanes), 1)
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, center: bool) -> BackwardConfig:
-    """Sums, a tile of x and one of dy stay within the registers without spilling: 16 elements a thread (8 for the two
-    sums of layer norm over narrow rows), two programs an SM up to 4,096 columns. Checked with ptxas for sm_90."""
+    """16 elements a thread: the sums, a tile of x and one of dy then stay in registers without spilling (ptxas, sm_90,
+    16-bit inputs), up to 8,192 columns for the two sums of layer norm and 16,384 for the one of RMS norm."""
     lanes, sms = max(arch.warp, 16), max(arch.sms, 1)
     if dims["cols"] > (8192 if center else 16_384):
         tile, block_cols = 4096, 1024
     else:
-        width, block_cols = triton.next_power_of_2(dims["cols"]), 0
-        tile = max(width, _narrowed(2048 if center else 4096, dims, 2 * sms))
+        width, block_cols = next_power_of_2(dims["cols"]), 0
+        # columns that no vector load divides need more registers for addresses
+        tile = max(width, _narrowed(2048 if dims["cols"] % 16 else 4096, dims, 2 * sms))
     threads = max(min(256, tile // 8), tile // 16)
     per_sm = max(1, 512 // threads)
-    stages = _stages(tile, dims, arch.shared_memory // per_sm, 4)
-    return BackwardConfig(tile, block_cols, max(1, threads // lanes), stages, per_sm * sms)
+    return BackwardConfig(
+        tile=tile,
+        block_cols=block_cols,
+        num_warps=max(1, threads // lanes),
+        num_stages=_stages(tile, dims, arch, per_sm, 4 if per_sm == 1 else 3),
+        programs=per_sm * sms,
+        max_registers=min(255, arch.registers // (threads * per_sm)) if arch.kind == "cuda" else 0,
+    )
 
 
 FORWARD_CHOICES = {
@@ -460,6 +491,7 @@ BACKWARD_CHOICES = {
     "num_warps": (4, 8, 16, 32),
     "num_stages": (2, 3, 4),
     "programs": (132, 264, 396, 528),
+    "max_registers": (0,),
 }
 
 

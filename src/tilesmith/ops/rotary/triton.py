@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 
 
 @triton.jit
@@ -148,8 +148,8 @@ def _rotate(
     q_out, k_out = (given.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k))
     batch, _, num_tokens, dim = given.shape
     q_heads, k_heads = (0 if x is None else x.shape[1] for x in (q, k))
-    head_blocks = triton.cdiv(q_heads, config.block_heads) + triton.cdiv(k_heads, config.block_heads)
-    token_blocks = triton.cdiv(num_tokens, config.block_tokens)
+    head_blocks = cdiv(q_heads, config.block_heads) + cdiv(k_heads, config.block_heads)
+    token_blocks = cdiv(num_tokens, config.block_tokens)
     if batch * token_blocks * head_blocks * dim == 0:
         return q_out, k_out
     pairs, documents = cos.shape[-1], 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -169,8 +169,8 @@ def _rotate(
         PER_TOKEN=cos.ndim == 3, POSITIONS=positions is not None, OFFSETS=offsets is not None,
         PACKED=cu_seqlens is not None, OPPOSITE=opposite, INTERLEAVED=interleaved, PAIRS=pairs, DIM=dim,
         BLOCK_TOKENS=config.block_tokens, BLOCK_HEADS=config.block_heads,
-        BLOCK_PAIRS=triton.next_power_of_2(max(1, pairs)),
-        BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * pairs)), num_warps=config.num_warps,
+        BLOCK_PAIRS=next_power_of_2(max(1, pairs)),
+        BLOCK_REST=next_power_of_2(max(1, dim - 2 * pairs)), num_warps=config.num_warps,
     )  # fmt: skip
     return q_out, k_out
 
@@ -212,8 +212,8 @@ def _vjp_dims(dq_out, dk_out, *rest) -> dict[str, int]:
 
 def _default(dims, arch, dtype) -> RopeConfig:
     # 4,096 elements a program: two 16-byte accesses a thread for each half of a bfloat16 head.
-    lines = max(1, 4096 // triton.next_power_of_2(max(1, dims["dim"])))
-    heads = min(8, lines, triton.next_power_of_2(max(1, dims["heads"])))
+    lines = max(1, 4096 // next_power_of_2(max(1, dims["dim"])))
+    heads = min(8, lines, next_power_of_2(max(1, dims["heads"])))
     if dims["tokens"] * dims["heads"] <= 4 * heads * arch.sms:  # few tokens: spread them over the device
         return RopeConfig(block_tokens=1, block_heads=heads, num_warps=1)
     return RopeConfig(block_tokens=lines // heads, block_heads=heads, num_warps=4)

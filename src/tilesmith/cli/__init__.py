@@ -1,0 +1,50 @@
+"""The `tilesmith` command: one file per subcommand. Exit codes: 0 fine, 1 a check failed, 2 wrong use."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_HELP = "Transformer kernels for PyTorch: see what is chosen and why, check it, measure it, apply it to a model."
+
+
+def build():
+    """The typer application with every subcommand."""
+    import typer
+
+    from tilesmith.cli import bench, demo, doctor, explain, optimize, verify
+
+    app = typer.Typer(
+        name="tilesmith",
+        help=_HELP,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for command in (demo, doctor, explain, verify, bench, optimize):
+        app.command(command.__name__.rpartition(".")[2])(command.command)
+    return app
+
+
+def _options() -> None:
+    """Options that every subcommand shares; there are none yet, and typer needs a place for them."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    missing = [name for name in ("typer", "rich") if not _installed(name)]
+    if missing:
+        sys.stderr.write(
+            f"tilesmith: the command line needs {' and '.join(missing)}. Install with: pip install 'tilesmith[cli]'\n"
+        )
+        raise SystemExit(2)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a line at each start and stop
+    build()()
+
+
+def _installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None

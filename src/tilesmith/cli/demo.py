@@ -1,0 +1,285 @@
+"""`tilesmith demo`: a Llama model optimised, checked, trained beside the original on real text, and asked to write."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tilesmith.cli.output import CHECK_FAILED, console, device_named, dtype_named, needs, refuse, table
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from tilesmith.cli.subject import Subject
+
+ORIGINAL, OPTIMISED = "original", "tilesmith"
+BUILTIN = "the Python language reference"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to train: windows of `length` tokens, `batch` of them a step."""
+
+    batch: int
+    length: int
+    steps: int
+    rate: float
+
+
+SMALL = Plan(batch=8, length=128, steps=200, rate=4e-3)
+LARGE = Plan(batch=16, length=1024, steps=200, rate=1e-3)
+LOADED = Plan(batch=1, length=256, steps=20, rate=1e-5)
+TRAINING_SECONDS = 75  # fewer steps than planned where they would not fit
+
+
+def command(
+    model: Annotated[Path | None, typer.Option(help="A local Hugging Face checkpoint instead of a new model.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A text file to train on; by default CPython's own docs.")] = None,
+    steps: Annotated[int | None, typer.Option(min=5, help="Training steps.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps; a GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the loss curves.")] = Path("tilesmith-demo"),
+) -> None:
+    """Optimise a Llama model and show, on real text, that it computes the same, how fast, and in how much memory.
+
+    Exits with 1 when the optimised model is not equal to the original within budget.
+    """
+    needs("matplotlib", "bench", "drawing the loss curves")
+    from tilesmith.cli import subject as subjects
+
+    where = device_named(device)
+    kind = dtype_named(dtype, where)
+    source = _text(text)
+    with _progress() as progress:
+        if model is not None:
+            needs("transformers", "hf", "--model")
+            try:
+                subject = subjects.load(model, source, where, kind)
+            except (OSError, ValueError) as problem:
+                refuse(f"--model {model}: {str(problem).splitlines()[0]}")
+        else:
+            bar = progress.add_task("learning byte pairs", total=None)
+            learned = lambda size, wanted: progress.update(bar, completed=size, total=wanted)  # noqa: E731
+            subject = subjects.build(source, where, kind, seed, learned)
+    plan = LOADED if model else SMALL if where.type == "cpu" else LARGE
+    _headline(subject, where, kind, text)
+    models = _optimise(subject)
+    equal = _check(models, subject)
+    plan = replace(plan, steps=steps or _fitting(models, subject, plan))
+    losses = _train(models, subject, plan, seed)
+    _cost(models, subject, plan, losses)
+    _kernels(models[OPTIMISED], subject, plan)
+    _curves({name: run.losses for name, run in losses.items()}, out, text)
+    _write(models[OPTIMISED], subject, seed)
+    if not equal:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _text(path: Path | None) -> str:
+    from tilesmith.cli import text
+
+    try:
+        return text.python_reference() if path is None else text.read(path)
+    except ModuleNotFoundError:
+        refuse("this Python comes without pydoc_data; give a text with --text FILE")
+    except (OSError, ValueError) as problem:
+        refuse(str(problem))
+
+
+def _headline(subject: Subject, device: torch.device, dtype: torch.dtype, text: Path | None) -> None:
+    from tilesmith.hardware import arch_of
+
+    console.rule("[bold]Tilesmith", align="left")
+    console.print(
+        f"{subject.name}: {subject.size / 1e6:.1f} M parameters, {str(dtype).removeprefix('torch.')}", highlight=False
+    )
+    console.print(f"on {arch_of(device)}", highlight=False)
+    console.print(
+        f"text: {text or BUILTIN}, {len(subject.tokens):,} tokens of a vocabulary of {subject.vocab:,}", highlight=False
+    )
+
+
+def _optimise(subject: Subject) -> dict[str, nn.Module]:
+    optimised, report = subject.optimise(copy.deepcopy(subject.model))
+    console.rule("What optimize(model) did", align="left")
+    console.print(report, highlight=False, markup=False, soft_wrap=True)
+    return {ORIGINAL: subject.model, OPTIMISED: optimised}
+
+
+def _check(models: Mapping[str, nn.Module], subject: Subject) -> bool:
+    from tilesmith.cli import equality
+    from tilesmith.engine import use
+    from tilesmith.engine.backends import REFERENCE
+
+    console.rule("Is it the same model?", align="left")
+    ids = subject.tokens[: 2 * 64].view(2, 64).to(next(models[ORIGINAL].parameters()).device)
+    absent = {op: REFERENCE for op, reasons in _unreached(models[OPTIMISED], ids.device).items() if reasons}
+    with console.status("comparing with the original in fp64"), use(**absent):
+        checks = equality.compare(models[ORIGINAL], models[OPTIMISED], ids)
+    if absent:
+        console.print(
+            f"No kernel reaches {ids.device.type} for {', '.join(absent)}: the model keeps its own code, except in "
+            "this check, which runs the references.",
+            style="dim",
+            highlight=False,
+        )
+    rows = []
+    for check in equality.summary(checks):
+        ours = check.optimised
+        errors = (f"{value:.1e}" for value in (check.original, ours.error, ours.allowed))
+        rows.append((check.name, *errors, "[green]✓[/]" if ours.passed else "[red]✗[/]"))
+    columns = ("largest error against fp64", ORIGINAL, OPTIMISED, "budget", "")
+    console.print(table(columns, rows, right=f"{ORIGINAL},{OPTIMISED},budget"))
+    over = [c.name for c in checks if not c.optimised.passed]
+    if over:
+        console.print(f"[red]over budget:[/] {', '.join(over)}", highlight=False)
+    return not over
+
+
+def _fitting(models: Mapping[str, nn.Module], subject: Subject, plan: Plan) -> int:
+    """The planned number of steps, or as many as fit the time meant for training, at least 20."""
+    from tilesmith.cli.training import timed
+
+    ids = _batch(models[ORIGINAL], subject, plan)
+    steps = [_gradients(model, ids) for model in models.values()]
+    for step in steps:
+        step()
+    return max(20, min(plan.steps, int(TRAINING_SECONDS / sum(timed(step, ids.device) for step in steps))))
+
+
+def _batch(model: nn.Module, subject: Subject, plan: Plan) -> torch.Tensor:
+    import torch
+
+    from tilesmith.cli.training import windows
+
+    ids = windows(subject.tokens, plan.batch, plan.length, torch.Generator().manual_seed(0))
+    return ids.to(next(model.parameters()).device)
+
+
+def _train(models: Mapping[str, nn.Module], subject: Subject, plan: Plan, seed: int):
+    from tilesmith.cli import training
+
+    console.rule("Training both, step by step in turn", align="left")
+    with _progress() as progress:
+        bar = progress.add_task("training", total=plan.steps)
+
+        def told(step, runs):
+            shown = ", ".join(f"{name} {run.losses[-1]:.4f}" for name, run in runs.items())
+            progress.update(bar, completed=step + 1, description=f"loss: {shown}")
+
+        sizes = {"batch": plan.batch, "length": plan.length, "steps": plan.steps, "rate": plan.rate, "seed": seed}
+        runs = training.train(models, subject.tokens, **sizes, progress=told)
+    first, last = runs[ORIGINAL].losses, runs[OPTIMISED].losses
+    apart = max(abs(a - b) for a, b in zip(first, last))
+    console.print(f"loss {first[0]:.4f} → {first[-1]:.4f} ({ORIGINAL}), {last[-1]:.4f} ({OPTIMISED})", highlight=False)
+    console.print(f"largest distance between the curves: {apart:.1e}", highlight=False)
+    return runs
+
+
+def _cost(models: Mapping[str, nn.Module], subject: Subject, plan: Plan, runs) -> None:
+    from tilesmith.engine.timing import launches, peak_memory
+
+    console.rule("What it costs", align="left")
+    ids = _batch(models[ORIGINAL], subject, plan)
+    device = ids.device
+    rows = []
+    for name, model in models.items():
+        step = _gradients(model, ids)
+        seconds = runs[name].step_time
+        speed = f"{plan.batch * plan.length / seconds:,.0f}"
+        memory = f"{peak_memory(step, device) / 1e6:,.0f} MB"
+        rows.append((name, speed, f"{seconds * 1e3:,.1f} ms", memory, f"{launches(step, device):,}"))
+    called = "operators run" if device.type == "cpu" else "kernels launched"
+    columns = ("", "tokens/s", "step time", "peak memory", called)
+    console.print(table(columns, rows, right=",".join(columns[1:])))
+    held = "allocated by torch" if device.type == "cpu" else "handed out by the caching allocator"
+    console.print(
+        f"Step: forward, backward, AdamW; the median. Memory: bytes {held} above weights and optimizer, forward and "
+        f"backward. {called.capitalize()}: in one forward and backward.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _gradients(model: nn.Module, ids: torch.Tensor):
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    return step
+
+
+def _kernels(model: nn.Module, subject: Subject, plan: Plan) -> None:
+    from tilesmith.cli.recorder import Recorder
+
+    console.rule("Which kernel serves each op, and why", align="left")
+    with Recorder() as recorder:
+        _gradients(model, _batch(model, subject, plan))()
+    notes: dict[str, int] = {}
+
+    def refused(rejected) -> str:
+        found = [(backend, notes.setdefault("; ".join(why), len(notes) + 1)) for backend, why in rejected]
+        return ", ".join(f"{backend} ({note})" for backend, note in found)
+
+    rows = [(c.kernel.op, str(n), c.kernel.backend, c.because, refused(c.rejected)) for c, n in recorder.choices]
+    device = next(model.parameters()).device
+    for op, why in _unreached(model, device).items():
+        if op not in {row[0] for row in rows}:
+            because = (
+                f"no kernel reaches {device.type}, so the model keeps its own code" if why else "no call needed it"
+            )
+            rows.append((op, "0", "–", because, refused(why)))
+    console.print(table(("op", "calls", "kernel", "because", "not"), rows, right="calls"))
+    for note, number in notes.items():
+        console.print(f"({number}) {note}", style="dim", highlight=False, markup=False)
+
+
+def _unreached(model: nn.Module, device: torch.device) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
+    """The ops that `optimize` put into the model, each with what its kernels miss here; [] if one misses nothing."""
+    from tilesmith.engine import ops
+    from tilesmith.engine.backends import REFERENCE, missing
+
+    report = getattr(model, "tilesmith_report", None)
+    found = {}
+    for op in sorted({op for row in report.replaced for op in row.ops} if report else ()):
+        why = [(b, missing(b, device)) for b in ops()[op].backends() if b != REFERENCE]
+        found[op] = [(b, (reason,)) for b, reason in why] if all(reason for _, reason in why) else []
+    return found
+
+
+def _curves(losses: Mapping[str, list[float]], out: Path, text: Path | None) -> None:
+    from tilesmith.cli import charts
+
+    paths = charts.loss_curves(losses, out, f"Training on {text.name if text else BUILTIN}")
+    console.print(f"loss curves: {', '.join(map(str, paths))}", highlight=False)
+
+
+def _write(model: nn.Module, subject: Subject, seed: int) -> None:
+    console.rule("Writing with a KV cache", align="left")
+    with _progress() as progress:
+        bar = progress.add_task("generating", total=subject.new_tokens)
+        written = subject.write(model, seed, lambda done: progress.update(bar, completed=done))
+    new = len(written.ids) - written.prompt
+    console.print(subject.decode(written.ids[: written.prompt]), style="dim", end="", markup=False, highlight=False)
+    console.print(subject.decode(written.ids[written.prompt :]), markup=False, highlight=False)
+    prefill, speed = f"{written.prefill * 1e3:,.1f} ms", f"{(new - 1) / written.decode:,.0f} tokens/s"
+    console.print(
+        f"Prefill of {written.prompt} tokens {prefill}, then {speed}. With and without the cache the logits differ "
+        f"by at most {written.distance:.1e}.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    )

@@ -1,0 +1,92 @@
+"""What the commands share: the console, tables, errors in words, the arguments that name a device, a dtype or an op."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilesmith.engine import Op
+
+PIPED_WIDTH = 160
+
+console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+errors = Console(stderr=True, width=None if sys.stderr.isatty() else PIPED_WIDTH)
+
+WRONG_USE = 2
+CHECK_FAILED = 1
+
+
+def refuse(message: str) -> NoReturn:
+    """Say what is wrong with the request, and exit with code 2."""
+    errors.print(f"[bold red]error:[/] {message}", highlight=False)
+    raise typer.Exit(WRONG_USE)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, right: str = "") -> Table:
+    """A plain table; `right` names the columns to align right, separated by commas."""
+    shown = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        shown.add_column(column, justify="right" if column in right.split(",") else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def needs(package: str, extra: str, why: str) -> None:
+    """Refuse unless `package` is installed."""
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        refuse(f"{why} needs {package}, which is not installed: pip install 'tilesmith\\[{extra}]'")
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of that name; None: the first accelerator, else the CPU."""
+    import torch
+
+    from tilesmith.hardware import detect_available_devices
+
+    available = [device for devices in detect_available_devices().values() for device in devices]
+    if name is None:
+        return available[0]
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        refuse(f"--device {name!r} is no device; this machine has {', '.join(map(str, available))}")
+    if not any(device.type == a.type and device.index in (None, a.index, 0) for a in available):
+        refuse(f"--device {name!r} is not on this machine; it has {', '.join(map(str, available))}")
+    return device
+
+
+def dtype_named(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name; None: bfloat16 on an accelerator, float32 on the CPU."""
+    import torch
+
+    if name is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        refuse(f"--dtype {name!r} is no dtype; use float32, float16 or bfloat16")
+    return dtype
+
+
+def op_named(name: str) -> Op:
+    """The declared op of that name."""
+    from tilesmith.engine import ops
+
+    known = ops()
+    if name not in known:
+        forward = sorted(op for op in known if not op.endswith("_vjp"))
+        close = difflib.get_close_matches(name, forward, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        refuse(f"there is no op {name!r}.{hint} Known: {', '.join(forward)} (and their gradients, <op>_vjp)")
+    return known[name]

@@ -1,0 +1,47 @@
+"""Which kernels a piece of code runs: the choice behind every call of an op, forward and backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilesmith.engine import Choice, Op, ops
+
+
+class Recorder(TorchDispatchMode):
+    """A context that watches the ops of the library run. `choices`: each distinct choice with its number of calls."""
+
+    def __init__(self):
+        super().__init__()
+        self._seen: Counter[Choice] = Counter()
+
+    @property
+    def choices(self) -> list[tuple[Choice, int]]:
+        """Distinct choices in the order of their first call."""
+        return list(self._seen.items())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func.name().partition("::")
+        if namespace == "tilesmith":
+            op = ops()[name]
+            self._seen[op.explain(*op.complete(args))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def choices_of(op: Op, args: Mapping[str, Any]) -> list[Choice]:
+    """The choices for a call of `op` and, where an argument asks for a gradient, for its backward. Runs nothing."""
+    with FakeTensorMode() as fake:
+        faked = {n: fake.from_tensor(v) if isinstance(v, Tensor) else v for n, v in args.items()}
+        with Recorder() as recorder:
+            out = op(**faked)
+            outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+            inputs = [v for v in faked.values() if isinstance(v, Tensor) and v.requires_grad]
+            if outputs and inputs:
+                torch.autograd.grad(outputs, inputs, list(map(torch.empty_like, outputs)), allow_unused=True)
+    return [choice for choice, _ in recorder.choices]

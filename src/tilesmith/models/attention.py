@@ -1,0 +1,180 @@
+"""Attention of transformers models, through the library's own interface for attention functions.
+
+The function and its mask function are registered together under one name: without the mask function transformers would
+pass no mask at all, and padding and windows would be lost without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+from tilesmith.models.reach import reaches
+from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, original_class
+
+# Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
+NAME = "tilesmith"
+_REPLACED = ("sdpa", "eager")
+
+
+def register() -> None:
+    """Make `attn_implementation="tilesmith"` known to transformers; needs transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [B, H, T, D], key and value [B, G, S, D]; returns ([B, T, H, D], None).
+
+    A bool mask tells what may be attended, a floating one is added. Without a mask the first T keys are attended
+    causally (S > T is an empty static cache) unless there is one query, and a window is known not to reach beyond them.
+    """
+    if kwargs.get("cache") is not None or not (reaches("attention", query) or softcap or s_aux is not None):
+        # Pages of transformers' own, or no kernel of ours here while PyTorch has one.
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        more = {**kwargs, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **more)
+    tokens = query.shape[2]
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = tokens > 1 and attention_mask is None and is_causal
+    if causal and key.shape[2] > tokens:
+        key, value = key[:, :, :tokens], value[:, :, :tokens]
+        position_bias = None if position_bias is None else position_bias[..., :tokens]
+    if not reaches("attention", query):
+        options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        return _own_attention(module, query, key, value, attention_mask, causal, **options)
+    mask, bias = attention_mask, position_bias
+    if mask is not None and mask.dtype is not torch.bool:
+        mask, bias = None, mask if bias is None else mask + bias
+    out, _ = ops.attention(
+        query,
+        key,
+        value,
+        ops.Mask(causal=causal, dense=mask),
+        ops.Score(scale=scaling, softcap=softcap or 0.0, bias=bias),
+        sinks=s_aux,
+        dropout_p=dropout,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _own_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **options: Any
+) -> tuple[Tensor, None]:
+    """The eager attention of the module's own file, for soft caps and sinks where no kernel of ours is."""
+    if causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, key, value, mask, **options)[0], None
+
+
+@dataclass(frozen=True)
+class AttentionForm(Form):
+    """A model whose configurations ask for our attention; `before`: (module, what it asked for) of each of them."""
+
+    before: tuple[tuple[str, str | None], ...]
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        register()  # here, since a process that only unpickles a model comes this way too
+        return {}
+
+    def enter(self, module: nn.Module) -> None:
+        _own_configuration(module)
+        module.set_attn_implementation(NAME)
+
+    def leave(self, module: nn.Module) -> None:
+        for fqn, implementation in self.before:
+            config = module.get_submodule(fqn).config
+            if config._attn_implementation == NAME:
+                config._attn_implementation_internal = implementation
+
+
+def _own_configuration(model: nn.Module) -> None:
+    """Give the model copies of its configurations: two models made from one object would otherwise change together."""
+    from transformers import PreTrainedConfig
+
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, PreTrainedConfig):
+                module.__dict__[name] = copy.deepcopy(value, copies)
+
+
+class AttentionRule(Rule):
+    """Whole transformers models, and a row for each of their attention modules."""
+
+    name = "attention"
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        module = site.module
+        if isinstance(module, nn.MultiheadAttention):
+            return Skip("torch's own module has fused paths of its own, and other code reads its weights", wanted=False)
+        transformers = sys.modules.get("transformers")
+        if transformers is None:
+            return None
+        if isinstance(module, transformers.PreTrainedModel):
+            if any(isinstance(holder, transformers.PreTrainedModel) for holder in site.holders()):
+                return None
+            return self._whole(module)
+        if not _uses_interface(module):
+            return None
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == NAME:
+            return Replace(None, ("attention",), "called through transformers' attention interface")
+        if not any(isinstance(holder, transformers.PreTrainedModel) for holder in site.holders()):
+            return Skip("a configuration chooses its attention: optimize the whole model")
+        return Skip(f"the model's attention is {getattr(config, '_attn_implementation', None)}", wanted=False)
+
+    def _whole(self, model: nn.Module) -> Replace | Skip | None:
+        configured = _configurations(model)
+        if not any(_uses_interface(module) for module in model.modules()):
+            return Skip("no module of it uses transformers' attention interface", wanted=False)
+        if not model._can_set_attn_implementation():
+            return Skip("transformers cannot set its attention implementation")
+        if getattr(model.config, "output_attentions", False):
+            return Skip("its configuration asks for attention weights, which are never computed as a whole")
+        chosen = {implementation for _, implementation in configured} - {*_REPLACED, NAME, None}
+        if chosen:
+            return Skip(f"its attention was set to {', '.join(sorted(chosen))}", wanted=False)
+        return Replace(AttentionForm(tuple(configured)), ("attention",), f"attn_implementation was {configured[0][1]}")
+
+
+def _configurations(model: nn.Module) -> list[tuple[str, str | None]]:
+    """Each configuration object of a model once: the first module that has it, and the implementation it asks for."""
+    seen: dict[int, tuple[str, str | None]] = {}
+    for fqn, module in model.named_modules():
+        config = module.__dict__.get("config")
+        if hasattr(config, "_attn_implementation"):
+            seen.setdefault(id(config), (fqn, config._attn_implementation))
+    return list(seen.values())
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(original_class(type(module)).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

@@ -1,0 +1,180 @@
+"""Gated MLPs: down(act(gate(x)) * up(x)), also with gate and up in one packed layer and with a dropout."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+from tilesmith.models.reach import reaches
+from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
+
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+_DEVIATION = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+_HIDDEN, _INNER = 8, 6
+# Large values show a clamp, small ones tell the two kinds of gelu apart, training shows a dropout that is no module.
+_SETTINGS = (
+    (torch.float32, 0.3, True),
+    (torch.float32, 0.3, False),
+    (torch.float32, 100.0, True),
+    (torch.bfloat16, 0.3, True),
+)
+
+
+@dataclass(frozen=True)
+class GatedMlpForm(Form):
+    """The children by name. Without `up`, the layer `gate` gives gate and up, in this order, in one tensor."""
+
+    gate: str
+    up: str | None
+    down: str
+    activation: str
+    inner_dropout: str | None = None
+    outer_dropout: str | None = None
+
+    @property
+    def op(self) -> str:
+        """The op that computes act(gate) * up."""
+        return "swiglu" if self.activation == "silu" else "geglu"
+
+    def __str__(self) -> str:
+        if self.up is None:
+            return f"computes {self.down}({self.activation}(one half of {self.gate}) * the other)"
+        return f"computes {self.down}({self.activation}({self.gate}) * {self.up})"
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
+            (x,) = inputs or tuple(named.values())
+            return gated_mlp(self, x) if reaches(self._tilesmith_gated_mlp.op, x) else base.forward(self, x)
+
+        return {"forward": forward, "_tilesmith_gated_mlp": self}
+
+
+def gated_mlp(module: nn.Module, x: Tensor) -> Tensor:
+    """What `module` computes; the layers are called as modules, since adapters and hooks may sit on them."""
+    form = type(module)._tilesmith_gated_mlp
+    gate = getattr(module, form.gate)(x)
+    gate, up = gate.chunk(2, dim=-1) if form.up is None else (gate, getattr(module, form.up)(x))
+    if gate.dtype is not up.dtype:  # adapters of another dtype on one of the two
+        gate, up = (half.to(torch.promote_types(gate.dtype, up.dtype)) for half in (gate, up))
+    if form.activation == "silu":
+        hidden = ops.swiglu(gate, up)
+    else:
+        hidden = ops.geglu(gate, up, "tanh" if form.activation == "gelu_tanh" else "none")
+    if form.inner_dropout is not None:
+        hidden = getattr(module, form.inner_dropout)(hidden)
+    out = getattr(module, form.down)(hidden)
+    return out if form.outer_dropout is None else getattr(module, form.outer_dropout)(out)
+
+
+class GatedMlpRule(Rule):
+    """Modules with three linear layers, or two of which one is packed, whose shapes allow a gated MLP."""
+
+    name = "mlp"
+
+    def __init__(self) -> None:
+        self._verdicts = probe.Verdicts()
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        module = site.module
+        layers = _layers(module)
+        if not any(_roles(layers)):
+            return None
+        name = original_class(type(module)).__name__.lower()
+        named = any(word in name for word in ("mlp", "feedforward", "ffn", "glu"))
+        dtypes = {child.weight.dtype for child in layers.values() if isinstance(getattr(child, "weight", None), Tensor)}
+        if len(dtypes) > 1:
+            return Skip("its linear layers have different dtypes") if named else None
+        try:
+            form = self._verdicts.of(module, lambda: recognise(module), tuple(_sizes(c) for c in layers.values()))
+        except Unlike as verdict:
+            return Skip(str(verdict)) if named else None
+        return Replace(form, (form.op,), str(form))
+
+
+class _Half(nn.Module):
+    """Stands in for a dropout, so that its place shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+def recognise(module: nn.Module) -> GatedMlpForm:
+    """The form whose result is the module's own, with small layers in place of the real ones. Raises `Unlike`."""
+    probe.only_input(original_class(type(module)))
+    layers = _layers(module)
+    plain = {name: child for name, child in module.named_children() if _plain(child)}
+    others = {name: _Half() if isinstance(child, nn.Dropout) else copy.copy(child) for name, child in plain.items()}
+    dropouts = [name for name, child in others.items() if isinstance(child, _Half)]
+    reason = "on small inputs it differs from down(act(gate) * up) for silu, gelu and tanh-gelu"
+    for roles in _roles(layers):
+        try:
+            forms = _forms(roles, dropouts)
+            for dtype, scale, training in _SETTINGS:
+                twin = probe.shell(module, children={**others, **_stand_ins(roles, dtype, scale)}).train(training)
+                x = probe.wave(2, 5, _HIDDEN, phase=1.0).to(dtype)
+                found = probe.call(twin.forward, x)
+                forms = [form for form in forms if _agrees(twin, form, x, found)]
+            if forms:
+                return forms[0]
+        except Unlike as verdict:
+            reason = str(verdict)
+    raise Unlike(reason)
+
+
+def _agrees(twin: nn.Module, form: GatedMlpForm, x: Tensor, found: Any) -> bool:
+    like = type("_", (nn.Module,), {"_tilesmith_gated_mlp": form})
+    own = object.__new__(like)
+    own.__dict__.update(twin.__dict__)
+    wanted = probe.call(gated_mlp, own, x)
+    if not isinstance(found, Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    return bool((found - wanted).abs().max() <= _DEVIATION[x.dtype] * wanted.abs().max())
+
+
+def _layers(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: child for name, child in module.named_children() if _sizes(child) is not None}
+
+
+def _sizes(layer: nn.Module) -> tuple[int, int] | None:
+    """(inputs, outputs) of a linear layer of any make; None for other modules."""
+    sizes = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
+    return sizes if all(isinstance(size, int) for size in sizes) else None
+
+
+def _plain(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and not module._parameters and not module._buffers
+
+
+def _roles(layers: dict[str, nn.Module]) -> Iterator[tuple[str, str | None, str]]:
+    """Every (gate, up, down) that the sizes of the layers allow."""
+    if len(layers) == 3:
+        for gate, up, down in itertools.permutations(layers):
+            if _sizes(layers[gate]) == _sizes(layers[up]) == (_sizes(layers[down]) or ())[::-1]:
+                yield gate, up, down
+    elif len(layers) == 2:
+        for gate, down in itertools.permutations(layers):
+            (inputs, packed), (inner, outputs) = _sizes(layers[gate]), _sizes(layers[down])
+            if inputs == outputs and packed == 2 * inner:
+                yield gate, None, down
+
+
+def _forms(roles: tuple[str, str | None, str], dropouts: list[str]) -> list[GatedMlpForm]:
+    places = [(None, None), *((name, None) for name in dropouts), *((None, name) for name in dropouts)]
+    places += list(itertools.permutations(dropouts, 2))
+    return [GatedMlpForm(*roles, activation, *place) for activation in _ACTIVATIONS for place in places]
+
+
+def _stand_ins(roles: tuple[str, str | None, str], dtype: torch.dtype, scale: float) -> dict[str, nn.Module]:
+    gate, up, down = roles
+    wide = _INNER if up else 2 * _INNER
+    made = {gate: probe.linear(wide, _HIDDEN, dtype, scale=scale, phase=0.3)}
+    if up:
+        made[up] = probe.linear(_INNER, _HIDDEN, dtype, scale=scale, phase=2.1)
+    return {**made, down: probe.linear(_HIDDEN, _INNER, dtype, scale=0.5, phase=4.4)}

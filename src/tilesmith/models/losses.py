@@ -1,0 +1,122 @@
+"""The output layer of a language model and its loss: the cross-entropy of logits that nobody computes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith.models.logits import LazyLogits
+from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, original_class
+from tilesmith.rewrite.variant import obstacle
+
+
+@dataclass(frozen=True)
+class LabelledForm(Form):
+    """A model whose output layer, named by its path, may be lazy while the model is called with labels."""
+
+    head: str
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        path = self.head
+        place = list(inspect.signature(base.forward).parameters).index("labels") - 1
+        # torch.compile puts a CrossEntropyLoss object into the graph without asking its input (PyTorch 2.13).
+        traceable = "CrossEntropyLoss" not in inspect.unwrap(base.forward).__code__.co_names
+
+        @functools.wraps(base.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            labels = args[place] if len(args) > place else kwargs.get("labels")
+            if labels is None or (torch.compiler.is_compiling() and not traceable):
+                return base.forward(self, *args, **kwargs)
+            head = _at(self, path)
+            head._tilesmith_lazy = True
+            try:
+                return base.forward(self, *args, **kwargs)
+            finally:
+                head._tilesmith_lazy = False
+
+        return {"forward": forward}
+
+    def leave(self, module: nn.Module) -> None:
+        _at(module, self.head).__dict__.pop("_tilesmith_lazy", None)
+
+
+@dataclass(frozen=True)
+class HeadForm(Form):
+    """A linear layer that returns `LazyLogits` while the model that holds it trains with labels."""
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
+            if not (self._tilesmith_lazy and _deferrable(self)):
+                return base.forward(self, input)
+            kind = input.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return LazyLogits(input.to(dtype), self.weight.to(dtype), bias, dtype)
+
+        return {"forward": forward, "_tilesmith_lazy": False}
+
+
+def _deferrable(head: nn.Linear) -> bool:
+    """Whether the weight will still be there when the loss is computed, and whether nobody looks at the output."""
+    weight = head.weight
+    return (
+        head.training
+        and torch.is_grad_enabled()
+        # Sharded (DTensor) and quantised weights have types of their own; DeepSpeed takes the storage away (ds_id);
+        # under FSDP2 a layer that is wrapped by itself frees its weight when its forward returns.
+        and type(weight) in (nn.Parameter, Tensor)
+        and not hasattr(weight, "ds_id")
+        and not hasattr(head, "_get_fsdp_state")
+        and not head._forward_hooks
+        and not getattr(head, "_is_replica", False)
+    )
+
+
+class LossRule(Rule):
+    """Models that name their output layer, take labels, and so compute a loss of its output."""
+
+    name = "loss"
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        held = _output_layer(site.module)
+        if held is not None:
+            path, head = held
+            why = _unfit(head) or obstacle(head)
+            if why is not None:
+                return Skip(f"its output layer {path}: {why}")
+            reason = f"the loss of {path} is computed from its input; the logits only if they are used"
+            return Replace(LabelledForm(path), ("linear_cross_entropy",), reason)
+        for holder in site.holders():
+            heads = [_at(holder, form.head) for form in forms(holder) if isinstance(form, LabelledForm)]
+            if any(head is site.module for head in heads):
+                return Replace(HeadForm(), ("linear_cross_entropy",), "its output is lazy while training with labels")
+        return None
+
+
+def _at(model: nn.Module, path: str) -> nn.Module:
+    return functools.reduce(getattr, path.split("."), model)
+
+
+def _output_layer(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The path and the module of the output layer of a model that takes labels."""
+    # Asked of the class: wrappers such as PEFT's hand every unknown attribute on to the model they hold.
+    find = getattr(original_class(type(model)), "get_output_embeddings", None)
+    if find is None or "labels" not in inspect.signature(original_class(type(model)).forward).parameters:
+        return None
+    try:
+        head = find(model)
+    except NotImplementedError:
+        return None
+    return next(((name, child) for name, child in model.named_modules() if child is head and name), None)
+
+
+def _unfit(head: nn.Module) -> str | None:
+    cls = original_class(type(head))
+    if cls.forward is not nn.Linear.forward:
+        return f"{cls.__name__} is not a plain linear layer"
+    return None

@@ -1,0 +1,158 @@
+"""Norms: RMSNorm in the roundings that are in use, and LayerNorm, each recognised by what it computes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+from tilesmith.models.reach import reaches
+from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
+
+# Another order of summation moves a few results across a rounding boundary; a form that rounds elsewhere, a fifth.
+_SHARE_BF16 = 0.02
+_DEVIATION_FP32 = 1e-5
+
+
+@dataclass(frozen=True)
+class NormForm(Form):
+    """A norm over the last dimension, and what tells it from the others.
+
+    `eps` names the attribute that holds it. Without one it is the machine epsilon of the dtype that the norm computes
+    in ("computed": at least float32) or of its input ("input"), as in versions of `nn.RMSNorm`.
+    """
+
+    centred: bool
+    eps: str | None
+    eps_of: str = "computed"
+    offset: float = 0.0
+    casting: str = "fp32"
+
+    @property
+    def op(self) -> str:
+        """The op that computes it."""
+        return "layer_norm" if self.centred else "rms_norm"
+
+    def __str__(self) -> str:
+        if self.centred:
+            return "LayerNorm"
+        weight = f"({self.offset:g} + weight)" if self.offset else "weight"
+        return f"RMSNorm times {weight}, rounded {'before' if self.casting == 'llama' else 'after'} that product"
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
+            (x,) = inputs or tuple(named.values())
+            return norm(self, x) if servable(self, x, self._tilesmith_norm.op) else base.forward(self, x)
+
+        return {"forward": forward, "_tilesmith_norm": self}
+
+
+def form_of(module: nn.Module) -> NormForm | None:
+    """The form that `module` was swapped to, also when another library has put a class on top since."""
+    return getattr(type(module), "_tilesmith_norm", None)
+
+
+def servable(module: nn.Module, x: Tensor, op: str) -> bool:
+    """Whether `op` has a kernel where `x` is, and gives it the dtype that the module's own forward would."""
+    form, weight = form_of(module), getattr(module, "weight", None)
+    if not reaches(op, x):
+        return False
+    if form.centred:
+        # Autocast runs LayerNorm in float32 whatever its input.
+        return not (x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type))
+    # The product of a rounded norm and a weight of another dtype is promoted; the op returns x's dtype.
+    return form.casting == "fp32" or weight is None or weight.dtype is x.dtype
+
+
+def norm(module: nn.Module, x: Tensor) -> Tensor:
+    """What `module` computes, by the op."""
+    form, weight = form_of(module), getattr(module, "weight", None)
+    if form.centred:
+        return ops.layer_norm(x, weight, getattr(module, "bias", None), epsilon(module, x))
+    return ops.rms_norm(x, weight, epsilon(module, x), form.offset, form.casting)
+
+
+def epsilon(module: nn.Module, x: Tensor) -> float:
+    """The epsilon that `module` uses for `x`."""
+    form = form_of(module)
+    if form.eps is not None:
+        return getattr(module, form.eps)
+    return torch.finfo(x.dtype if form.eps_of == "input" else torch.promote_types(x.dtype, torch.float32)).eps
+
+
+class NormRule(Rule):
+    """Modules without children that normalise their last dimension."""
+
+    name = "norm"
+
+    def __init__(self) -> None:
+        self._verdicts = probe.Verdicts()
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        module = site.module
+        named = "norm" in original_class(type(module)).__name__.lower()
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        if next(module.children(), None) is not None or module._buffers or not (named or "weight" in parameters):
+            return None
+        if not set(parameters) <= {"weight", "bias"}:
+            return Skip(f"it has parameters other than weight and bias: {', '.join(parameters)}") if named else None
+        if any(p.ndim != 1 for p in parameters.values()):
+            return Skip("it normalises over more than the last dimension") if named else None
+        try:
+            form = self._verdicts.of(module, lambda: recognise(module))
+        except Unlike as verdict:
+            return Skip(str(verdict)) if named else None
+        return Replace(form, (form.op,), str(form))
+
+
+def recognise(module: nn.Module) -> NormForm:
+    """The form whose result is the module's own, in float32 and to the bit in bfloat16. Raises `Unlike`."""
+    probe.only_input(original_class(type(module)))
+    width = _width(module)
+    scores: dict[NormForm, float] = dict.fromkeys(_candidates(module), 0.0)
+    for dtype, training in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
+        tensors = {
+            name: (1 + 0.3 * probe.wave(width, phase=i)).to(dtype)
+            for i, (name, p) in enumerate(module._parameters.items())
+            if p is not None
+        }
+        twin = probe.shell(module, tensors).train(training)
+        # Rows of very different size, so that epsilon shows in one of them.
+        sizes = torch.tensor([1e-3, 0.1, 1.0, 1.0, 8.0, 100.0], device="cpu")
+        x = (probe.wave(6, width, phase=2.0) * sizes[:, None]).to(dtype)
+        found = probe.call(twin.forward, x)
+        for form in list(scores):
+            # A throwaway class: the candidates are compared through the very code that would serve the module.
+            twin.__class__ = type("_", (original_class(type(module)),), {"_tilesmith_norm": form})
+            wrong = probe.disagreement(found, probe.call(norm, twin, x))
+            if wrong > (_SHARE_BF16 if dtype is torch.bfloat16 else _DEVIATION_FP32):
+                del scores[form]
+            else:
+                scores[form] = wrong
+    if not scores:
+        raise Unlike("on small inputs it differs from RMSNorm (weight or 1 + weight, either rounding) and LayerNorm")
+    return min(scores, key=lambda form: scores[form])
+
+
+def _width(module: nn.Module) -> int:
+    """The size of the last dimension; without a weight, what a plain attribute suggests."""
+    if module._parameters.get("weight") is not None:
+        return module._parameters["weight"].shape[0]
+    values = [value[0] if isinstance(value, tuple) and len(value) == 1 else value for value in module.__dict__.values()]
+    return next((value for value in values if type(value) is int and value > 1), 64)
+
+
+def _candidates(module: nn.Module) -> list[NormForm]:
+    attributes = [name for name, value in module.__dict__.items() if isinstance(value, float) and 0 < value < 0.1]
+    biased = module._parameters.get("bias") is not None
+    offsets = (0.0,) if module._parameters.get("weight") is None else (0.0, 1.0)
+    found = []
+    for eps in [*((name, "computed") for name in attributes), (None, "computed"), (None, "input")]:
+        found.append(NormForm(True, *eps))
+        if not biased:
+            found += [NormForm(False, *eps, *form) for form in itertools.product(offsets, ("fp32", "llama"))]
+    return found

@@ -1,0 +1,86 @@
+"""`optimize` and `undo`: the rule sets applied to a model, and taken back."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection
+
+from torch import nn
+
+from tilesmith import rewrite
+from tilesmith.models.activations import ActivationRule
+from tilesmith.models.attention import AttentionRule
+from tilesmith.models.gated_mlps import GatedMlpRule
+from tilesmith.models.losses import LossRule
+from tilesmith.models.norms import NormRule
+from tilesmith.models.residuals import AddNormRule
+from tilesmith.models.rotary import RotaryRule
+
+# In this order: a fused residual looks for replaced norms, an activation for the MLP that computes it.
+RULES: tuple[type[rewrite.Rule], ...] = (
+    NormRule,
+    AddNormRule,
+    RotaryRule,
+    GatedMlpRule,
+    ActivationRule,
+    AttentionRule,
+    LossRule,
+)
+
+
+def optimize(
+    model: nn.Module,
+    *,
+    strict: bool = False,
+    only: str | Collection[str] | None = None,
+    exclude: str | Collection[str] = (),
+) -> nn.Module:
+    """Make the modules of `model` compute through `tilesmith.ops` where they provably compute the same.
+
+    Each module is recognised by what its class computes on small inputs, not by its name. It is replaced in place, as
+    an instance: parameters stay the same objects in the same order, `state_dict` keys stay, and so an optimizer made
+    before goes on working. Nothing outside the model changes.
+
+    Args:
+        model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
+        strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
+        only: the rules to use, of norm, add_norm, rope, mlp, activation, attention and loss. All if None.
+        exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
+            `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
+
+    Returns:
+        `model` itself. ``model.tilesmith_report`` says what was replaced by what and why, and what was left alone and
+        why; `undo` takes everything back, also in a copy or an unpickled model.
+
+    Raises:
+        TypeError: `model` is not a module. ValueError: `only` names no rule. RewriteError: see `strict`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; optimize takes a torch.nn.Module")
+    names = [rule.name for rule in RULES]
+    wanted = names if only is None else [only] if isinstance(only, str) else list(only)
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise ValueError(f"only names {', '.join(unknown)}; the rules are {', '.join(names)}")
+    report = rewrite.rewrite(
+        model, [rule() for rule in RULES if rule.name in wanted], strict=strict, excluded=_excluder(exclude)
+    )
+    model.tilesmith_report = report
+    return model
+
+
+def undo(model: nn.Module) -> nn.Module:
+    """Give `model` back the forward of every module that `optimize` replaced, exactly. Returns `model`."""
+    rewrite.undo(model)
+    for module in model.modules():
+        module.__dict__.pop("tilesmith_report", None)
+    return model
+
+
+def _excluder(exclude: str | Collection[str]) -> Callable[[str, str], bool]:
+    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+
+    def excluded(rule: str, fqn: str) -> bool:
+        return rule in patterns or any(fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns)
+
+    return excluded

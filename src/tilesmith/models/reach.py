@@ -1,0 +1,28 @@
+"""Whether the library has a kernel where a tensor is; where it has none, a swapped module runs its own forward."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import ops as declared
+from tilesmith.engine.backends import REFERENCE, missing
+from tilesmith.engine.choice import pinned
+
+
+def reaches(op: str, x: Tensor) -> bool:
+    """True when a kernel other than the reference can serve `op` on the device of `x`, or the caller has pinned one."""
+    return _reaches(op, x.device.type)
+
+
+@torch.compiler.assume_constant_result
+def _reaches(op: str, kind: str) -> bool:
+    return bool(pinned(op)) or _has_kernel(op, kind)
+
+
+@functools.cache
+def _has_kernel(op: str, kind: str) -> bool:
+    device = torch.device(kind)
+    return any(missing(backend, device) is None for backend in declared()[op].backends() if backend != REFERENCE)

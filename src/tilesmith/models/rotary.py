@@ -1,0 +1,202 @@
+"""Rotary position embedding: attention modules whose forward calls a function that rotates queries and keys.
+
+The function is recognised by what it computes; the forward keeps its own source, in which that one name then means the
+op. Which of the angles repeat is read off the model's own rotary module, on small inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+from tilesmith.models.reach import reaches
+from tilesmith.rewrite import (
+    CannotRespell,
+    Form,
+    Replace,
+    Rule,
+    Site,
+    Skip,
+    Unlike,
+    original_class,
+    probe,
+    respelled_forward,
+)
+
+# How a table of R features stores its R / 2 angles, and the view that has each of them once.
+_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda table: table[..., : table.shape[-1] // 2],
+    "pairs": lambda table: table[..., ::2],
+    "single": lambda table: table,
+}
+_SPREAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda angles: torch.cat((angles, angles), dim=-1),
+    "pairs": lambda angles: angles.repeat_interleave(2, dim=-1),
+    "single": lambda angles: angles,
+}
+
+
+@dataclass(frozen=True)
+class RotaryForm(Form):
+    """The same forward, in which some global functions rotate through the op: (name, layout, interleaved) of each."""
+
+    functions: tuple[tuple[str, str, bool], ...]
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        known = inspect.unwrap(base.forward).__globals__
+        names = {name: _where_reached(known[name], layout, pairs) for name, layout, pairs in self.functions}
+        return {"forward": respelled_forward(base, names)}
+
+
+def rotation(function: types.FunctionType, layout: str, interleaved: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A function with the parameters of `function` that rotates through the op, and calls it for other ranks."""
+    single = _LAYOUTS[layout]
+    others = list(inspect.signature(function).parameters)[4:]
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        given = {**dict(zip(others, more)), **named}
+        axis = given.get("unsqueeze_dim", 1)
+        if q.ndim != 4 or k.ndim != 4 or cos.ndim != 3 or axis not in (1, 2) or q.dtype is not k.dtype:
+            return function(q, k, cos, sin, *more, **named)
+        if axis == 2:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = ops.rope(q, k, single(cos), single(sin), interleaved=interleaved)
+        return (q.transpose(1, 2), k.transpose(1, 2)) if axis == 2 else (q, k)
+
+    return rotate
+
+
+def _where_reached(function: types.FunctionType, layout: str, interleaved: bool) -> Callable[..., Any]:
+    ours = rotation(function, layout, interleaved)
+
+    def rotate(q: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        return (ours if reaches("rope", q) else function)(q, *more, **named)
+
+    return rotate
+
+
+class RotaryRule(Rule):
+    """Modules whose forward calls a global function that rotates its first two arguments by the next two."""
+
+    name = "rope"
+
+    def __init__(self) -> None:
+        self._known: dict[type, Replace | Skip | None] = {}
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        cls = original_class(type(site.module))
+        if cls not in self._known:
+            self._known[cls] = _decide(cls, site.root)
+        return self._known[cls]
+
+
+def _decide(cls: type, root: nn.Module) -> Replace | Skip | None:
+    """What to do with the modules of one class in a model."""
+    found = _rotations(inspect.unwrap(cls.forward))
+    if not found:
+        return None
+    try:
+        respelled_forward(cls, {})
+        layouts = _layouts(root)
+    except (Unlike, CannotRespell) as reason:
+        return Skip(str(reason))
+    fits, reasons = [], []
+    for name, function in found.items():
+        known = [(name, layout, pairs) for layout, pairs in recognise(function) if layouts == {layout}]
+        if known:
+            fits.append(known[0])
+            reasons.append(f"{name} rotates {'neighbouring features' if known[0][2] else 'the halves of a head'}")
+        else:
+            reasons.append(f"{name} differs from a rotation of pairs by the angles of the model's rotary module")
+    return Replace(RotaryForm(tuple(fits)), ("rope",), "; ".join(reasons)) if fits else Skip("; ".join(reasons))
+
+
+def _layouts(root: nn.Module) -> set[str]:
+    """How the rotary modules of the model store their angles. Raises `Unlike` when that cannot be seen."""
+    makers = [module for module in root.modules() if any("inv_freq" in name for name in module._buffers)]
+    verdicts = probe.Verdicts()
+    found = {verdicts.of(module, functools.partial(angles_of, module)) for module in makers}
+    if not found:
+        raise Unlike("no module of this model makes the angles, so their layout is not known")
+    return found
+
+
+def recognise(function: types.FunctionType) -> list[tuple[str, bool]]:
+    """The (layout, interleaved) for which the op gives what `function` gives on small inputs."""
+    fits = []
+    for layout, interleaved in itertools.product(_LAYOUTS, (False, True)):
+        try:
+            if not all(_agrees(function, layout, interleaved, dtype, 8) for dtype in (torch.float32, torch.bfloat16)):
+                continue
+        except Unlike:
+            continue
+        with contextlib.suppress(Unlike):  # it may not take angles for less than the whole head
+            if not _agrees(function, layout, interleaved, torch.float32, 4):
+                continue
+        fits.append((layout, interleaved))
+    return fits
+
+
+def angles_of(module: nn.Module) -> str:
+    """The layout of the tables that a rotary module returns. Raises `Unlike`."""
+    buffers = {name: probe.wave(*b.shape).abs() + 0.1 for name, b in module._buffers.items() if b is not None}
+    twin = probe.shell(module, buffers=buffers)
+    x, positions = probe.wave(1, 3, 8), torch.arange(1, 4, device="cpu")[None]
+    layouts = set()
+    for kind in _kinds(module):
+        tables = probe.call(twin.forward, x, positions, *kind)
+        if not isinstance(tables, tuple) or [getattr(table, "ndim", None) for table in tables] != [3, 3]:
+            raise Unlike("the model's rotary module does not return (cos, sin) of [batch, tokens, features]")
+        # "single" comes last and fits anything, so it means that nothing repeats.
+        layouts.add(next(name for name in _LAYOUTS if all(_stored_as(name, table) for table in tables)))
+    if len(layouts) != 1:
+        raise Unlike("the model's rotary module makes tables of several layouts")
+    return layouts.pop()
+
+
+def _stored_as(layout: str, table: Tensor) -> bool:
+    return torch.equal(_SPREAD[layout](_LAYOUTS[layout](table)), table)
+
+
+def _kinds(module: nn.Module) -> Iterator[tuple[str, ...]]:
+    """The further arguments of a rotary module that serves several types of layers."""
+    if "layer_type" not in inspect.signature(original_class(type(module)).forward).parameters:
+        yield ()
+        return
+    for name in module._buffers:
+        if name.endswith("_inv_freq") and not name.endswith("original_inv_freq"):
+            yield (name.removesuffix("_inv_freq"),)
+
+
+def _rotations(forward: Any) -> dict[str, types.FunctionType]:
+    """Global functions that `forward` names and whose parameters start like those of a rotation."""
+    if not isinstance(forward, types.FunctionType):
+        return {}
+    known = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if "rotary" in name}
+    return {name: f for name, f in known.items() if isinstance(f, types.FunctionType)}
+
+
+def _agrees(function: types.FunctionType, layout: str, interleaved: bool, dtype: torch.dtype, pairs: int) -> bool:
+    """Whether the op does what `function` does when the angles are for `pairs` of the 8 pairs of a head."""
+    q, k = probe.wave(2, 4, 5, 16).to(dtype), probe.wave(2, 2, 5, 16, phase=1.0).to(dtype)
+    angles = probe.wave(2, 5, pairs, phase=2.0)
+    cos, sin = (_SPREAD[layout](table).to(dtype) for table in (angles.cos(), angles.sin()))
+    found = probe.call(function, q.clone(), k.clone(), cos, sin)
+    wanted = probe.call(rotation(function, layout, interleaved), q, k, cos, sin)
+    if not isinstance(found, tuple) or len(found) != 2:
+        return False
+    allowed = 4 * torch.finfo(dtype).eps  # the function may round each product, the op rounds once
+    return all(
+        f.shape == w.shape and f.dtype is w.dtype and bool((f - w).abs().max() <= allowed * w.abs().max())
+        for f, w in zip(found, wanted)
+    )

@@ -1,0 +1,18 @@
+"""The mechanism of model rewrites: probe what a module computes, swap the instance, report, undo.
+
+Knows no model library. The rules, which say what to look for and what to put there, live in `tilesmith.models`.
+"""
+
+from tilesmith.rewrite.apply import RewriteError, rewrite, undo
+from tilesmith.rewrite.probe import Unlike
+from tilesmith.rewrite.report import Report, Row
+from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
+from tilesmith.rewrite.source import CannotRespell, parse, respell, respelled_forward
+from tilesmith.rewrite.variant import Form, forms, original_class, swap, unswap, variant
+
+__all__ = [
+    "Rule", "Site", "Replace", "Skip", "Form",
+    "rewrite", "undo", "Report", "Row", "RewriteError",
+    "variant", "swap", "unswap", "forms", "original_class",
+    "parse", "respell", "respelled_forward", "CannotRespell", "Unlike",
+]  # fmt: skip

@@ -1,0 +1,96 @@
+"""Run rules over a model, module by module, and undo what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from tilesmith.rewrite.report import Report, Row
+from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
+from tilesmith.rewrite.variant import forms, obstacle, original_class, swap, unswap
+
+
+class RewriteError(RuntimeError):
+    """`strict=True` and some module that a rule is for had to stay as it is."""
+
+
+def rewrite(
+    model: nn.Module,
+    rules: Sequence[Rule],
+    *,
+    strict: bool = False,
+    excluded: Callable[[str, str], bool] = lambda rule, fqn: False,
+) -> Report:
+    """Apply `rules` in order to every module of `model`, in place, and report each decision.
+
+    `excluded(rule name, module name)` tells what the caller wants left alone. When anything raises, also because of
+    `strict`, the swaps of this call are taken back first. A module that an earlier call swapped is reported again.
+    """
+    sites = [Site(model, fqn, module) for fqn, module in model.named_modules()]
+    rows: dict[str, list[Row]] = {site.fqn: [] for site in sites}
+    swapped: list[nn.Module] = []
+    try:
+        for rule in rules:
+            for site in sites:
+                row = _apply(rule, site, excluded, swapped)
+                if row is not None:
+                    rows[site.fqn].append(row)
+        for site in sites:
+            if not rows[site.fqn]:
+                rows[site.fqn] += _left_alone(site)
+        report = Report(tuple(row for site in sites for row in rows[site.fqn]))
+        lost = [row for row in report.skipped if row.wanted]
+        if strict and lost:
+            reasons = "\n".join(f"  {row.fqn or '(model)'} ({row.cls}), {row.rule}: {row.reason}" for row in lost)
+            raise RewriteError(f"strict=True, and {len(lost)} modules cannot be replaced:\n{reasons}")
+    except BaseException:
+        for module in reversed(swapped):
+            unswap(module)
+        raise
+    return report
+
+
+def undo(model: nn.Module) -> nn.Module:
+    """Give every module of `model` the class back that it had before any rewrite. Returns `model`."""
+    for fqn, module in model.named_modules():
+        while unswap(module):
+            pass
+        if forms(module):
+            raise RuntimeError(
+                f"{fqn or 'the model'} was given another class after it was rewritten ({type(module).__name__}, for "
+                "instance by fully_shard): undo before that"
+            )
+    return model
+
+
+def _apply(rule: Rule, site: Site, excluded: Callable[[str, str], bool], swapped: list[nn.Module]) -> Row | None:
+    cls = original_class(type(site.module))
+    if cls.__module__.split(".")[0] == "tilesmith":
+        return None
+    found = rule.match(site)
+    if found is None:
+        return None
+    if isinstance(found, Replace) and found.form is not None:
+        done = any(type(form) is type(found.form) for form in forms(site.module))
+        why = None if done else obstacle(site.module)
+        if excluded(rule.name, site.fqn) and not done:
+            return Row(site.fqn, cls.__name__, rule.name, "skipped", (), "excluded by the caller")
+        if why is not None:
+            found = Skip(why)
+        elif not done:
+            swap(site.module, found.form)
+            swapped.append(site.module)
+    if isinstance(found, Skip):
+        return Row(site.fqn, cls.__name__, rule.name, "skipped", (), found.reason, found.wanted)
+    return Row(site.fqn, cls.__name__, rule.name, "replaced", found.ops, found.reason)
+
+
+def _left_alone(site: Site) -> Iterable[Row]:
+    """Rows for a module that no rule had an opinion on; containers without one say nothing."""
+    cls = original_class(type(site.module))
+    if cls.__module__.split(".")[0] == "tilesmith":
+        return [Row(site.fqn, cls.__name__, "", "skipped", (), "already tilesmith")]
+    if next(site.module.children(), None) is None:
+        return [Row(site.fqn, cls.__name__, "", "skipped", (), f"no rule for {cls.__name__}")]
+    return []

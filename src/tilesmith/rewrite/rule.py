@@ -1,0 +1,57 @@
+"""A rule: looks at one module, and proposes what to put in its place or says why it stays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from tilesmith.rewrite.variant import Form
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Swap the module to `form`; without a form the module already computes by `ops` through what holds it."""
+
+    form: Form | None
+    ops: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Leave the module alone. `wanted` is False where nothing is lost by that."""
+
+    reason: str
+    wanted: bool = True
+
+
+class Rule:
+    """One kind of rewrite. `match` decides by what the module computes on small inputs, not by what it is called."""
+
+    name: ClassVar[str]
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        """What to do with the module at `site`; None when it is none of this rule's business."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Site:
+    """One module inside the model that is being rewritten."""
+
+    root: nn.Module
+    fqn: str
+    module: nn.Module
+
+    def holders(self) -> Iterator[nn.Module]:
+        """The modules that hold this one, innermost first."""
+        path = self.fqn.split(".")[:-1] if self.fqn else []
+        while path:
+            yield functools.reduce(getattr, path, self.root)
+            path.pop()
+        if self.fqn:
+            yield self.root

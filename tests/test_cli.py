@@ -1,0 +1,331 @@
+"""The command line: exit codes, errors in words, and the demo from end to end on a very small model."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tilesmith.bench.run import Ceilings
+from tilesmith.engine import cases, ops
+from tilesmith.validate import Budget, Result
+
+typer_testing = pytest.importorskip("typer.testing")
+
+from tilesmith import cli  # noqa: E402
+from tilesmith.cli import charts, demo, equality, recorder, subject, text, training  # noqa: E402
+
+OP = "swiglu"
+
+
+def run(*arguments: str):
+    """Exit code and all output of `tilesmith ...`, in this process."""
+    result = typer_testing.CliRunner().invoke(cli.build(), [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_help_names_every_command():
+    code, output = run("--help")
+    assert code == 0
+    for command in ("demo", "doctor", "explain", "verify", "bench", "optimize"):
+        assert command in output
+
+
+def test_help_loads_no_torch():
+    code = "import sys; from tilesmith.cli import build; build(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_the_extra_the_command_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; from tilesmith.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "tilesmith: the command line needs typer. Install with: pip install 'tilesmith[cli]'\n"
+
+
+def test_doctor_tells_devices_versions_and_choices():
+    code, output = run("doctor", "--json", "--device", "cpu")
+    found = json.loads(output)
+    assert code == 0
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["devices"][-1]["device"] == "cpu"
+    listed = [row["op"] for row in found["ops"]]
+    assert {n for n in ops() if not n.endswith("_vjp") and cases(n)} <= set(listed)
+    assert f"{OP}_vjp" in listed
+    assert len(listed) == len(set(listed))
+    assert "triton" in next(row for row in found["ops"] if row["op"] == OP)["rejected"]
+    assert found["problems"] == []
+
+
+def test_doctor_prints_tables():
+    code, output = run("doctor", "--device", "cpu")
+    assert code == 0
+    assert "Kernels on cpu" in output
+
+
+def test_explain_says_which_kernel_and_why_not_another():
+    code, output = run("explain", OP, "--device", "cpu")
+    assert code == 0
+    assert f"{OP} -> reference" in output
+    assert f"{OP}_vjp -> reference" in output
+    assert "not triton: " in output
+
+
+def test_explain_takes_shapes_and_values():
+    sizes = ("--shape", "gate=3x5", "--shape", "up=3x5", "--dtype", "bf16")
+    code, output = run("explain", OP, "--device", "cpu", *sizes)
+    assert code == 0
+    assert "gate bfloat16[3, 5], up bfloat16[3, 5]" in output
+    code, output = run("explain", "rms_norm", "--device", "cpu", "--set", "eps=0.5", "--set", "casting=llama")
+    assert code == 0
+    assert "eps 0.5" in output
+    assert "casting 'llama'" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("explain", "swigul"), "there is no op 'swigul'. Did you mean swiglu?"),
+        (("explain", OP, "--shape", "gate:3"), "--shape must be NAME=SIZExSIZE"),
+        (("explain", OP, "--shape", "nothing=3"), "takes gate, up"),
+        (("explain", OP, "--set", "oops"), "--set must be NAME=VALUE"),
+        (("explain", OP, "--case", "none"), "has no case 'none'"),
+        (("explain", OP, "--shape", "gate=3x5"), "up"),
+        (("explain", OP, "--dtype", "float33"), "'float33' is no dtype"),
+        (("explain", OP, "--device", "gpu7"), "'gpu7' is no device"),
+        (("verify", OP, "--device", "xpu:9"), "is not on this machine"),
+        (("verify", "nothing"), "there is no op 'nothing'"),
+        (("bench",), "name what to measure"),
+        (("bench", OP, "--case", "none", "--device", "cpu"), "is none; there are:"),
+        (("bench", "model", "--shape", "huge", "--device", "cpu"), "--shape must be one of"),
+        (("bench", "--readme", "no/such/file"), "no/such/file"),
+        (("optimize", "no/such/model"), "no/such/model does not exist"),
+        (("demo", "--text", "no/such/text"), "no/such/text"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_says_why(arguments, message):
+    code, output = run(*arguments)
+    assert code == 2
+    assert message in " ".join(output.split())
+
+
+def _results(passed: bool):
+    def run_cases(names, device):
+        yield Result(OP, "reference", "one", torch.float32, True, 1e-7, 2e-7)
+        yield Result(OP, "triton", "one", torch.float32, passed, 3e-7, 2e-7, "" if passed else "out is off by 3e-07")
+
+    return run_cases
+
+
+def test_verify_exits_with_1_when_a_case_is_over_budget(monkeypatch):
+    monkeypatch.setattr("tilesmith.validate.run_cases", _results(passed=False))
+    code, output = run("verify", OP, "--device", "cpu")
+    assert code == 1
+    assert "out is off by 3e-07" in output
+    assert f"ok  {OP} / reference: 1 of 1 within budget, worst at 50%" in output
+    assert f"fails  {OP} / triton: 0 of 1 within budget, worst at 150%" in output
+    code, output = run("verify", OP, "--device", "cpu", "--json")
+    assert code == 1
+    assert [row["passed"] for row in json.loads(output)] == [True, False]
+
+
+def test_verify_runs_the_cases():
+    code, output = run("verify", "silu", "--device", "cpu")
+    assert code == 0
+    assert "ok  silu / reference" in output
+
+
+def test_bench_prints_and_saves(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilesmith.bench.run.ceilings", lambda device: Ceilings(1e9, 1e10))
+    first = next(c.name for c in cases(OP) if "test" in c.tags)
+    options = ("--against", "pytorch", "--device", "cpu", "--case", first, "--save", "--out", tmp_path)
+    code, output = run("bench", OP, *options)
+    assert code == 0
+    assert "backward" in output
+    (path,) = tmp_path.rglob("*.json")
+    assert {row["case"] for row in json.loads(path.read_text())["rows"]} == {first}
+    readme = tmp_path / "README.md"
+    readme.write_text(f"<!-- bench:cpu/{OP} -->\n<!-- /bench -->\n")
+    assert run("bench", "--readme", readme, "--out", tmp_path)[0] == 0
+    assert "| forward |" in readme.read_text()
+
+
+@pytest.fixture
+def config(tmp_path, missing):
+    """A folder with the config.json of a tiny Llama."""
+    if not importlib.util.find_spec("transformers"):
+        missing("transformers is not installed")
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=64).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_optimize_reports_without_weights(config):
+    code, output = run("optimize", config, "--dry-run")
+    assert code == 0
+    assert "model.layers.*.mlp ×2" in output
+    code, output = run("optimize", config / "config.json", "--dry-run", "--json")
+    assert code == 0
+    assert {row["action"] for row in json.loads(output)} == {"replaced", "skipped"}
+
+
+def test_optimize_measures_before_and_after(config):
+    code, output = run("optimize", config, "--device", "cpu", "--tokens", "16")
+    assert code == 0
+    assert "training step" in output
+    assert "peak memory" in output
+
+
+@given(st.text(), st.integers(256, 300))
+def test_byte_pairs_give_every_text_back(written, size):
+    pairs = text.BytePairs.train("the cat and the hat sat on the mat, and that was that" * 3, size)
+    assert len(pairs) <= size
+    assert pairs.decode(pairs.encode(written)) == written
+
+
+def test_byte_pairs_merge_the_most_frequent_neighbours_first():
+    pairs = text.BytePairs.train("ab ab ab abc", 258)
+    assert pairs.tokens[256:] == [b"ab", b" ab"]
+    assert pairs.encode(" abab") == [257, 256]
+    assert len(text.BytePairs.train("abcdef", 300)) == 256
+
+
+def test_byte_pairs_agree_with_a_plain_count():
+    sample = text.python_reference()[:4000]
+    words = Counter(text.WORDS.findall(sample))
+    pairs = text.BytePairs.train(sample, 266)
+    slow = {word: list(word.encode()) for word in words}
+    for token in range(256, 266):
+        counts = Counter()
+        for word, parts in slow.items():
+            for pair in itertools.pairwise(parts):
+                counts[pair] += words[word]
+        made = pairs.tokens[token]
+        best = max(counts.values())
+        candidates = {pairs.tokens[a] + pairs.tokens[b]: (a, b) for (a, b), n in counts.items() if n == best}
+        assert made in candidates
+        slow = {word: text._merge(parts, candidates[made], token) for word, parts in slow.items()}
+
+
+def test_short_texts_are_refused(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("too short")
+    with pytest.raises(ValueError, match="has 9 characters"):
+        text.read(path)
+
+
+class Tiny(nn.Module):
+    """A language model of one layer that rounds to float32 inside, as Hugging Face's norms do."""
+
+    def __init__(self, wrong: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.wrong = nn.Embedding(16, 8), nn.Linear(8, 16), wrong
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids).to(torch.float32)
+        logits = self.head((x * (1 + self.wrong)).type_as(self.head.weight))
+        return Answer(logits, labels)
+
+
+class Answer:
+    def __init__(self, logits, labels):
+        self.logits = logits
+        if labels is not None:
+            self.loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+IDS = torch.arange(8).view(2, 4)
+
+
+def test_equal_models_are_within_budget_and_wrong_ones_are_not():
+    assert all(c.optimised.passed for c in equality.compare(Tiny(), Tiny(), IDS))
+    wrong = {c.name for c in equality.compare(Tiny(), Tiny(wrong=1e-4), IDS) if not c.optimised.passed}
+    assert wrong == {"logits", "loss", "d embed.weight", "d head.weight", "d head.bias"}
+
+
+def test_the_oracle_is_in_double_throughout():
+    with equality.InDouble():
+        answer = Tiny().double()(IDS)
+        assert torch.ones(2, dtype=torch.float32).dtype is torch.float64
+    assert answer.logits.dtype is torch.float64
+    exact = Tiny().double()
+    expected = exact.head(exact.embed(IDS))
+    assert torch.equal(answer.logits, expected)
+
+
+def test_the_summary_keeps_the_gradient_nearest_to_its_budget():
+    errors = {"logits": 0.9, "d a": 0.1, "d b": 0.5, "d c": 0.2}
+    checks = [equality.Check(name, 0.0, Budget(error, 1.0)) for name, error in errors.items()]
+    assert [c.name for c in equality.summary(checks)] == ["logits", "3 gradients, nearest: d b"]
+
+
+def test_equal_models_train_alike():
+    models = {"a": Tiny(), "b": Tiny()}
+    seen = []
+    sizes = {"batch": 2, "length": 4, "steps": 8, "rate": 0.1, "seed": 3}
+    runs = training.train(models, torch.arange(16).repeat(4), **sizes, progress=lambda step, runs: seen.append(step))
+    assert runs["a"].losses == runs["b"].losses
+    assert runs["a"].losses[-1] < runs["a"].losses[0]
+    assert seen == list(range(8))
+    assert runs["a"].step_time > 0
+
+
+def test_the_recorder_sees_forward_and_backward():
+    x = torch.randn(2, 4, requires_grad=True)
+    with recorder.Recorder() as watched:
+        ops()["silu"](x).sum().backward()
+        torch.relu(x)
+    assert [(c.kernel.op, n) for c, n in watched.choices] == [("silu", 1), ("silu_vjp", 1)]
+
+
+def test_loss_curves_are_pictures(tmp_path, missing):
+    if not importlib.util.find_spec("matplotlib"):
+        missing("matplotlib is not installed")
+    svg, png = charts.loss_curves({"a": [2.0, 1.0], "b": [2.0, 1.1]}, tmp_path / "new", "title")
+    assert svg.read_text().lstrip().startswith("<?xml")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("library", ["transformers", "tilesmith"])
+def test_the_demo_runs_from_end_to_end(library, tmp_path, monkeypatch, missing):
+    for needed in ("matplotlib", *(["transformers"] if library == "transformers" else [])):
+        if not importlib.util.find_spec(needed):
+            missing(f"{needed} is not installed")
+    sizes = subject.Sizes(vocab=300, hidden=32, inter=64, layers=2, heads=2, kv_heads=1, deviation=0.05)
+    monkeypatch.setattr(subject, "SMALL", sizes)
+    monkeypatch.setattr(subject, "find_spec", lambda name: library == "transformers")
+    monkeypatch.setattr(demo, "SMALL", demo.Plan(batch=2, length=16, steps=6, rate=1e-3))
+    monkeypatch.setattr(subject.Subject, "new_tokens", 4)
+    code, output = run("demo", "--device", "cpu", "--steps", "5", "--out", tmp_path)
+    assert code == 0, output
+    for part in ("tokens/s", "peak memory", "gradients, nearest", "linear_cross_entropy_vjp"):
+        assert part in output
+    assert "✗" not in output
+    assert {p.name for p in tmp_path.iterdir()} == {"loss.svg", "loss.png"}
+
+
+def test_a_written_continuation_is_what_the_model_says_without_a_cache():
+    torch.manual_seed(0)
+    sizes = subject.Sizes(vocab=300, hidden=32, inter=64, layers=2, heads=2, kv_heads=1, deviation=0.05)
+    _, model, optimise = subject._own_llama(sizes)
+    chosen, _ = optimise(copy.deepcopy(model))
+    pairs = text.BytePairs.train("some text " * 50, 300)
+    subjected = subject.Subject("a", model, optimise, torch.tensor([0]), 300, pairs.encode, pairs.decode, new_tokens=6)
+    written = subjected.write(chosen, 0, lambda done: None)
+    assert len(written.ids) == written.prompt + 6
+    assert written.distance < 1e-5
