@@ -248,3 +248,15 @@ def test_gradients_of_every_output_are_measured():
 def test_work_without_a_formula_has_no_rate():
     timing = SimpleNamespace(median_us=2.0, spread=0.0)
     assert run.figures(timing, {}, CPU) == {"us": 2.0, "spread": 0.0}
+
+
+@pytest.mark.parametrize("name", [n for n in peers.ops() if not n.endswith("_vjp") and run.cases(n)])
+def test_every_op_says_what_work_it_needs(name):
+    op = peers.ops()[name]
+    case = next(c for c in run.cases(name) if "test" in c.tags and torch.float32 in c.dtypes)
+    args = case.build(CPU, torch.float32, case.generator())
+    inputs = tuple(v for v in args.values() if isinstance(v, torch.Tensor) and v.requires_grad)
+    call = run.Call(lambda: op(**args), args, inputs)
+    assert max(run.work(op, call, backward=False).values()) > 0
+    if inputs and op.vjp is not None:
+        assert max(run.work(op, call, backward=True).values()) > 0

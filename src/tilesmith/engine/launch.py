@@ -64,49 +64,66 @@ class _Compiled:
 
 def _key(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple[tuple | None, list[Any]]:
     """The key of a launch and all arguments in the order of the kernel's signature; None where it is not covered."""
-    signature = _signatures.get(kernel)
-    if signature is None:
-        signature = _signatures[kernel] = _signature(kernel)
-    names, constant, defaults = signature
+    shape = (kernel, len(args), *named)
+    plan = _plans.get(shape)
+    if plan is None:
+        plan = _plans[shape] = _Plan(kernel, len(args), tuple(named))
+    if plan.names is None:
+        return None, []
     values = list(args)
-    for name in names[len(args) :]:
-        if name in named:
-            values.append(named[name])
-        elif name in defaults:
-            values.append(defaults[name])
+    for name, default in plan.names:
+        values.append(named[name] if name in named else default)
+    key: list[Any] = [plan, torch._C._cuda_getDevice()]
+    add = key.append
+    for i in plan.constants:
+        add(values[i])
+    for name in plan.options:
+        add(named[name])
+    for i in plan.variables:
+        value = values[i]
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            add(value.dtype if value.data_ptr() & 15 == 0 else (value.dtype,))
+        elif kind is int and -0x80000000 <= value <= 0x7FFFFFFF:
+            add(1 if value == 1 else 16 if value & 15 == 0 else 0)
         else:
-            return None, values
-    key: list[Any] = [kernel, torch._C._cuda_getDevice()]
-    for value, fixed in zip(values, constant):
-        kind = value if fixed else _kind(value)
-        if kind is _UNKNOWN:
-            return None, values
-        key.append(kind)
-    key += [item for item in named.items() if item[0] not in names]
+            kind = _kind(value)
+            if kind is _UNKNOWN:
+                return None, values
+            add(kind)
     return tuple(key), values
 
 
+class _Plan:
+    """How the arguments of one form of call (so many by position, these by name) fill a kernel's signature.
+
+    names: parameters to append to the positional ones, with their defaults; None if one is missing. constants,
+    variables: indices of constexprs and of run-time arguments. options: names that are no parameters.
+    """
+
+    def __init__(self, kernel: Any, given: int, named: tuple[str, ...]):
+        parameters = list(kernel.signature.parameters.values())
+        rest = parameters[given:]
+        complete = all(p.name in named or p.default is not p.empty for p in rest)
+        self.names = [(p.name, p.default) for p in rest] if complete else None
+        self.constants = [i for i, p in enumerate(kernel.params) if p.is_constexpr]
+        self.variables = [i for i, p in enumerate(kernel.params) if not p.is_constexpr]
+        self.options = [n for n in named if n not in kernel.signature.parameters]
+
+
+_plans: dict[tuple, _Plan] = {}
 _UNKNOWN = object()
-_signatures: dict[Any, tuple[list[str], list[bool], dict[str, Any]]] = {}
-
-
-def _signature(kernel: Any) -> tuple[list[str], list[bool], dict[str, Any]]:
-    parameters = kernel.signature.parameters
-    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
-    return kernel.arg_names, [p.is_constexpr for p in kernel.params], defaults
 
 
 def _kind(value: Any) -> Any:
     """What Triton specialises one run-time argument on."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype if value.data_ptr() & 15 == 0 else (value.dtype,)
     kind = type(value)
     if kind is int:
-        if value == 1:
-            return 1
-        return (2 if value & 15 == 0 else 3) + (0 if -0x80000000 <= value <= 0x7FFFFFFF else 4)
+        return 1 if value == 1 else (16 if value & 15 == 0 else 0, -0x80000000 <= value <= 0x7FFFFFFF)
     if kind is float or kind is bool or value is None:
         return kind
+    if isinstance(value, torch.Tensor):
+        return value.dtype if value.data_ptr() & 15 == 0 else (value.dtype,)
     if isinstance(value, tuple):
         kinds = tuple(_kind(v) for v in value)
         return _UNKNOWN if _UNKNOWN in kinds else kinds

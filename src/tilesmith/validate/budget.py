@@ -29,8 +29,11 @@ class Budget:
         return self.error / self.allowed if self.allowed else (0.0 if self.error == 0 else float("inf"))
 
 
-def compare(got: Tensor, reference: Tensor, oracle: Tensor) -> Budget:
-    """Judge `got` by the fp64 `oracle`, allowing what `reference`, computed in the dtype of `got`, needs."""
+def compare(got: Tensor, reference: Tensor, oracle: Tensor, computed: torch.dtype | None = None) -> Budget:
+    """Judge `got` by the fp64 `oracle`, allowing what `reference`, computed in the same dtypes, needs.
+
+    computed: the dtype whose eps counts, where it is not that of `got`.
+    """
     if got.shape != oracle.shape:
         return Budget(float("inf"), 0.0, f"shape {tuple(got.shape)}, not {tuple(oracle.shape)}")
     if got.dtype != reference.dtype:
@@ -55,4 +58,4 @@ def compare(got: Tensor, reference: Tensor, oracle: Tensor) -> Budget:
     error = (wide - exact)[kept].abs().nan_to_num(nan=float("inf")).max().item() if kept.any() else 0.0
     base = (seen - exact)[kept].abs().nan_to_num(nan=0.0, posinf=0.0).max().item() if kept.any() else 0.0
     size = exact[kept].abs().max().item() if kept.any() else 0.0
-    return Budget(error, 2 * (base + torch.finfo(got.dtype).eps * size), message)
+    return Budget(error, 2 * (base + torch.finfo(computed or got.dtype).eps * size), message)

@@ -56,8 +56,8 @@ def check(op: Op, backend: str, case: Case, device: torch.device | str, dtype: t
     """One kernel on one case against the fp64 oracle.
 
     The oracle is the reference in fp64, its gradients by autograd through it. The yardstick is the reference, and its
-    vjp, in the case's dtype. The reference itself is held to the oracle rounded to that dtype; in fp32, where it
-    rounds at every step, it runs in fp64 and is held to fp32's rounding. A kernel that rejects the case passes with
+    vjp, in the case's dtype. The reference itself is held to the rounding of that dtype; in fp32, where it rounds at
+    every step, it runs in fp64 and is held to fp32's rounding. A kernel that rejects the case passes with
     its reasons as the message.
     """
     device = torch.device(device)
@@ -79,7 +79,7 @@ def check(op: Op, backend: str, case: Case, device: torch.device | str, dtype: t
             same = outputs_and_gradients(op, args)
     worst = Budget(0.0, 0.0)
     for key in exact:
-        budget = compare(got[key], same[key], exact[key])
+        budget = compare(got[key], same[key], exact[key], dtype if backend == REFERENCE else None)
         if not budget.passed and not budget.message:
             budget = Budget(budget.error, budget.allowed, f"{key} is off by {budget.error:.3g}, allowed {budget.allowed:.3g}")
             return _result(op, backend, case, dtype, budget, False)

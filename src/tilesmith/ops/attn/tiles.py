@@ -298,6 +298,8 @@ def launch_arguments(
     packed, lengths = cu_seqlens_q is not None, kv_lengths is not None
     whole = (batch, heads, tokens, keys)
     mask = None if mask is None else mask.view(torch.uint8).expand(whole)
+    # where documents have as many keys as queries, only lengths leave tokens in the midst of others that nobody meets
+    unequal = packed and (lengths or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr())
     dropped = philox.threshold(dropout_p)
     return {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": bias, "mask_ptr": mask,
@@ -318,7 +320,7 @@ def launch_arguments(
         "DIM": dim, "DIM_V": v.shape[3], "BLOCK_D": _padded(dim), "BLOCK_DV": _padded(v.shape[3]),
         "LEFT": left, "RIGHT": right, "SOFTCAP": softcap > 0.0, "DROPOUT": dropout_p > 0.0, "BY_FOUR": keys % 4 == 0,
         "PADDED": packed or lengths or (right and tokens > keys) or (left and keys > tokens),
-        "SPARSE": sparse, "CLEAN": sparse or (packed and lengths) or (left and keys > tokens and prefix_lengths is not None),
+        "SPARSE": sparse, "CLEAN": sparse or unequal or (left and keys > tokens and prefix_lengths is not None),
     }  # fmt: skip
 
 

@@ -137,6 +137,7 @@ def _attention_dq_kernel(
                     k_document = tl.load(k_documents_ptr + long_batch * keys + cols, mask=cols < keys, other=0)
                     visible = visible & (q_document[:, None] == k_document)
                 ds = tl.where(visible, ds, 0.0)
+                bent = tl.where(visible, bent, 0.0)
                 if CLEAN:
                     k = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], k, 0.0)
             if dbias_ptr is not None:

@@ -246,14 +246,19 @@ def _labels(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Te
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits, rounded to x's dtype as a linear layer of that dtype does, in the dtype in which losses are taken."""
     acc = torch.promote_types(x.dtype, torch.float32)
-    logits = x.to(acc) @ weight.to(acc).t()
-    return logits if bias is None else logits + bias.to(acc)
+    logits = x.to(acc) @ weight.to(x.dtype).to(acc).t()
+    logits = logits if bias is None else logits + bias.to(x.dtype).to(acc)
+    return logits.to(x.dtype).to(acc)
 
 
 def _linear_grads(dlogits: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    rows, acc, empty = dlogits.reshape(-1, weight.shape[0]), dlogits.dtype, dlogits.new_empty(0)
-    dx = dlogits @ weight.to(acc) if mask[0] else empty
+    """From the gradient of the logits, rounded to x's dtype as that of a linear layer's output is."""
+    acc, empty = dlogits.dtype, dlogits.new_empty(0)
+    dlogits = dlogits.to(x.dtype).to(acc)
+    rows = dlogits.reshape(-1, weight.shape[0])
+    dx = dlogits @ weight.to(x.dtype).to(acc) if mask[0] else empty
     dweight = rows.t() @ x.to(acc).reshape(-1, x.shape[-1]) if mask[1] else empty
     return dx, dweight, rows.sum(0) if mask[2] else empty
 

@@ -562,7 +562,9 @@ def _forward(
         grid = (triton.cdiv(rows.count, config.rows),)
         launch(_held_kernel, grid, *tensors, rows.count, *numbers, ROWS=config.rows, **options)
     else:
-        options |= {"ALIGN": rows.align(True), "STAGES": config.num_stages}
+        # With smoothing, class weights are loaded beside logits; pipelined too, they would not fit in shared memory.
+        stages = 1 if weight is not None and terms.label_smoothing else config.num_stages
+        options |= {"ALIGN": rows.align(True), "STAGES": stages}
         launch(_swept_kernel, (rows.count,), *tensors, *numbers, **options)
 
 
