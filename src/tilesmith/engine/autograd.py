@@ -180,7 +180,10 @@ class Gradient:
             self.save(ctx, inputs, outs, keyword_only_inputs["pin"])
 
         def backward(ctx, *grads):
-            return self.backward(ctx, grads, ctx.needs_input_grad[: len(op.parameters)])
+            # the dispatcher leaves out trailing arguments that equal their defaults
+            needs = ctx.needs_input_grad[: len(op.parameters)]
+            padded = (*needs, *(False,) * (len(op.parameters) - len(needs)))
+            return self.backward(ctx, grads, padded)[: len(needs)]
 
         from tilesmith.engine.op import LIBRARY
 
@@ -225,20 +228,26 @@ def _plan(op: Any) -> list[tuple[str, int]]:
     return plan
 
 
+def _folds(op: Any) -> bool:
+    """Whether more rows leave each row's outputs alone; a vjp that also sums over rows (dweight) must loop."""
+    summed = [n for n in op.outputs if n[1:] not in op.fold] if op.name.endswith("_vjp") else []
+    return bool(op.fold) and not summed
+
+
 def _vmap(op: Any, size: int, in_dims: tuple, args: tuple, pin: str, call: Any) -> tuple:
     """Fold a batch of rows into the op where the declaration allows it, else loop over the batch and stack."""
-    batched = [i for i, d in enumerate(in_dims) if d is not None]
-    if op.fold and all(op.parameters[i] in op.fold for i in batched):
+    batched = [i for i, d in enumerate(in_dims) if isinstance(d, int)]
+    if _folds(op) and all(op.parameters[i] in op.fold for i in batched):
         folded = list(args)
         for i, name in enumerate(op.parameters):
             if name in op.fold and isinstance(args[i], Tensor):
                 d = in_dims[i]
-                folded[i] = args[i].movedim(d, 0) if d is not None else args[i].expand(size, *args[i].shape)
+                folded[i] = args[i].movedim(d, 0) if i in batched else args[i].expand(size, *args[i].shape)
         outs = call(pin, *folded)
         return outs, (0,) * len(outs) if isinstance(outs, tuple) else 0
     each = []
     for b in range(size):
-        one = [a.select(d, b) if d is not None else a for a, d in zip(args, in_dims)]
+        one = [a.select(d, b) if isinstance(d, int) else a for a, d in zip(args, in_dims)]
         each.append(call(pin, *one))
     if isinstance(each[0], tuple | list):
         return tuple(torch.stack(o) for o in zip(*each)), (0,) * len(each[0])

@@ -51,10 +51,8 @@ def random_bits(seed: Tensor, index: Tensor) -> Tensor:
     """
     seed, offset = seed.to(index.device)
     counter = index // 4
-    words = philox(
-        (counter & LOW, (counter >> 32) & LOW, (offset & LOW).expand_as(counter), ((offset >> 32) & LOW).expand_as(counter)),
-        (seed & LOW, (seed >> 32) & LOW),
-    )
+    halves = (offset & LOW).expand_as(counter), ((offset >> 32) & LOW).expand_as(counter)
+    words = philox((counter & LOW, (counter >> 32) & LOW, *halves), (seed & LOW, (seed >> 32) & LOW))
     return torch.stack(words, -1).gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1)
 
 

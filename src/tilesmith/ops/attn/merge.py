@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import launch, register_kernel
+from tilesmith.ops.attn.reference import out_like
 from tilesmith.ops.attn.tiles import LN2, LOG2E
 
 
@@ -132,7 +133,7 @@ def _launch(kernel, dims: int, like: Tensor, tensors: tuple, rows_of: tuple) -> 
 @register_kernel("merge_attention", backend="triton", rank=20, rejects=_rejects)
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """One pass over rows."""
-    out = torch.empty_like(out_a)
+    out = out_like(out_a, out_a.shape[-1])
     lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
     strided = (out_a, lse_a, out_b, lse_b, out)
     _launch(_merge_attention_kernel, lse.ndim, out_a, (*strided, lse), strided)

@@ -75,7 +75,10 @@ attention_op = Op(
 
 merge_attention = Op(
     reference.merge_attention,
-    fake=lambda out_a, lse_a, out_b, lse_b: (torch.empty_like(out_a), lse_a.new_empty(lse_a.shape)),
+    fake=lambda out_a, lse_a, out_b, lse_b: (
+        reference.out_like(out_a, out_a.shape[-1]),
+        lse_a.new_empty(lse_a.shape),
+    ),
     vjp=Op(
         reference.merge_attention_vjp,
         fake=lambda dout, dlse, *rest: tuple(torch.empty_like(x) if w else x.new_empty(0) for x, w in zip(rest, rest[-1])),

@@ -50,11 +50,12 @@ def attention(
     """Softmax attention over the visible keys, and the logarithm of its denominator.
 
     Values
-      q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv]: fp64, fp32, fp16 or bf16, one dtype, last stride 1, else any strides;
-        query head h reads kv head h // (H // G). k and v may be float8 or int8 with `k_scale`, `v_scale`; so may q.
-      page_table [B, pages] int32: k and v are then [num_pages, G, page_size, D | Dv] and S = pages * page_size; entries of
-        pages that hold no valid key are not read.
-      q_scale, k_scale, v_scale fp32: factors of q, k and v, shaped like the tensor without its last dim, any dim may be 1.
+      q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv]: fp64, fp32, fp16 or bf16, one dtype, last stride 1, else any
+        strides; query head h reads kv head h // (H // G). q, k and v may be float8 or int8 where they have a scale.
+      page_table [B, pages] int32: k and v are then [num_pages, G, page_size, D | Dv] and S = pages * page_size; pages
+        that hold no valid key are not read, whatever their entries are.
+      q_scale, k_scale, v_scale fp32: factors of q, k and v, shaped like the tensor without its last dim, where any dim
+        may be 1.
     Score of query i and key j
       s = (q_i . k_j) * scale * q_scale * k_scale; scale is 1/sqrt(D) if None
       s = softcap * tanh(s / softcap) if softcap > 0
@@ -77,8 +78,8 @@ def attention(
     Softmax
       lse = log(sum over visible j of exp(s) + exp(sinks)), natural logarithm; sinks [H]: one more logit in the
         denominator. p = exp(s - lse).
-      dropout_p: p is zeroed or divided by 1 - dropout_p, by the bits that `tilesmith.ops.philox` draws for `seed` (int64
-        [2]) at the linear index of [B, H, T, S]; lse knows nothing of it.
+      dropout_p: p is zeroed or divided by 1 - dropout_p, by the bits that `tilesmith.ops.philox` draws for `seed`
+        (int64 [2]) at the linear index of [B, H, T, S]; lse knows nothing of it.
       out = sum of p * v * v_scale.
     A row that sees no key: out 0, lse -inf (or sinks), gradients 0. Keys that no query sees and queries that see no key
     may hold NaN or inf; neither reaches any output. A score of -inf counts as not visible.
@@ -95,14 +96,15 @@ def attention(
     )  # fmt: skip
     values.hide(visible)
     scores, _ = _scores(values, bias, alibi, position_q, position_k, visible, scale, softcap)
-    lse = torch.logsumexp(scores, -1)
+    logits = scores
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        logits = torch.cat((scores, column), -1)
+    lse = torch.logsumexp(logits, -1)
     p = _probabilities(scores, lse)
     if dropout_p > 0.0:
         p = p * _dropout(seed, p, dropout_p)
-    out = (p @ values.v).to(torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
-    return (out.transpose(1, 2).contiguous().transpose(1, 2) if q.stride(1) < q.stride(2) else out), lse
+    return _in_order(p @ values.v, q), lse
 
 
 def attention_vjp(
@@ -191,12 +193,14 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     set. lse = log(exp(lse_a) + exp(lse_b)), out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse). A side with lse
     -inf counts for nothing, whatever its `out` holds; two such sides give out 0 and lse -inf.
 
-    Returns (out [..., Dv] with the memory order of out_a (`torch.empty_like`), lse [...] contiguous), computed in fp32.
+    Returns out [..., Dv] (of 4-dim results, in memory [B, T, H, Dv] if out_a's head stride is smaller than its token
+    stride, else contiguous) and lse [...], contiguous; computed in fp32.
     """
     lse, share_a, share_b = _shares(lse_a, lse_b)
     acc = lse.dtype
-    out = torch.where(share_a > 0, share_a * out_a.to(acc), 0.0) + torch.where(share_b > 0, share_b * out_b.to(acc), 0.0)
-    return torch.empty_like(out_a).copy_(out), lse.contiguous()
+    a, b = torch.where(share_a > 0, out_a.to(acc), 0.0), torch.where(share_b > 0, out_b.to(acc), 0.0)
+    out = share_a * a + share_b * b
+    return _in_order(out, out_a), lse.contiguous()
 
 
 def merge_attention_vjp(
@@ -208,7 +212,7 @@ def merge_attention_vjp(
     lse_b: Tensor,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dout_a, dlse_a, dout_b, dlse_b) of `merge_attention`; those that `output_mask` leaves out are empty."""
+    """Gradients (dout_a, dlse_a, dout_b, dlse_b) of `merge_attention`; what `output_mask` leaves out is empty."""
     _, share_a, share_b = _shares(lse_a, lse_b)
     acc = share_a.dtype
     a = torch.where(share_a > 0, out_a.to(acc), 0.0)
@@ -229,13 +233,24 @@ def merge_attention_vjp(
     )
 
 
-def out_like(q: Tensor, head_dim: int) -> Tensor:
-    """An empty `out` for q: [B, H, T, head_dim], in memory [B, T, H, head_dim] where q's head stride is the smaller."""
-    batch, heads, tokens, _ = q.shape
-    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-    if q.stride(1) < q.stride(2):
-        return q.new_empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
-    return q.new_empty(batch, heads, tokens, head_dim, dtype=dtype)
+def out_like(like: Tensor, head_dim: int) -> Tensor:
+    """An empty result for `like` [..., D]: [..., head_dim], contiguous, or [B, H, T, head_dim] over [B, T, H, head_dim]
+    memory where the head stride of `like` is smaller than its token stride."""
+    dtype = torch.bfloat16 if like.dtype.itemsize == 1 else like.dtype
+    if _tokens_first(like):
+        batch, heads, tokens, _ = like.shape
+        return like.new_empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
+    return like.new_empty(*like.shape[:-1], head_dim, dtype=dtype)
+
+
+def _in_order(x: Tensor, like: Tensor) -> Tensor:
+    """x in the memory order and with the dtype of `out_like`."""
+    x = x.to(torch.bfloat16 if like.dtype.itemsize == 1 else like.dtype)
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if _tokens_first(like) else x.contiguous()
+
+
+def _tokens_first(x: Tensor) -> bool:
+    return x.ndim == 4 and x.stride(1) < x.stride(2)
 
 
 def visibility(
@@ -276,7 +291,8 @@ def visibility(
             row_k, position_k, length_k = _packed(s, cu_seqlens_k)
             lengths = cu_seqlens_k.diff().long() if kv_lengths is None else kv_lengths.long()
         else:
-            row_k, position_k, lengths = s // (keys // len(page_table)), s % (keys // len(page_table)), kv_lengths.long()
+            room = keys // len(page_table)
+            row_k, position_k, lengths = s // room, s % room, kv_lengths.long()
         position_q, position_k = (local_q + lengths[row_q] - length_q)[None], position_k[None]
         together = ((row_q[:, None] == row_k) & (t < cu_seqlens_q[-1])[:, None])[None]
         row_q, row_k = row_q[None], row_k[None]
@@ -355,7 +371,7 @@ class _Values:
         self.v = torch.where(seen, self.v, 0.0)
 
     def fold(self, gradient: Tensor, like: Tensor, factor) -> Tensor:
-        """The gradient of k or v from that of its unfolded form: heads of a group summed, keys back into their pages."""
+        """The gradient of k or v from that of its unfolded form: groups of heads summed, keys back in their pages."""
         gradient = gradient.unflatten(1, (-1, self.group)).sum(2)
         if self.page_table is not None:
             batch, pages = self.page_table.shape
@@ -374,7 +390,7 @@ class _Values:
         return x.repeat_interleave(self.group, 1)
 
 
-def _scores(values: _Values, bias, alibi, position_q, position_k, visible, scale, softcap) -> tuple[Tensor, Tensor | float]:
+def _scores(values: _Values, bias, alibi, position_q, position_k, visible, scale, softcap):
     """Scores, -inf where not visible, and their derivative by q . k."""
     slope = values.q.shape[-1] ** -0.5 if scale is None else scale
     scores = (values.q @ values.k.transpose(-1, -2)) * slope
@@ -386,11 +402,11 @@ def _scores(values: _Values, bias, alibi, position_q, position_k, visible, scale
         scores = scores - alibi.to(scores.dtype)[..., None, None] * distance
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
-    return torch.where(visible, scores, float("-inf")), slope
+    return torch.where(visible & (scores > float("-inf")), scores, float("-inf")), slope
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    return torch.where(scores > float("-inf"), torch.exp(scores - lse.unsqueeze(-1)), 0.0)
+    return torch.exp(torch.where(scores > float("-inf"), scores - lse.unsqueeze(-1), float("-inf")))
 
 
 def _dropout(seed: Tensor, p: Tensor, dropout_p: float) -> Tensor:
@@ -400,8 +416,10 @@ def _dropout(seed: Tensor, p: Tensor, dropout_p: float) -> Tensor:
 
 def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The merged lse [...] and each side's share of it [..., 1]."""
-    lse = torch.logaddexp(lse_a, lse_b)
-    alive = lse > float("-inf")
-    share_a = torch.where(alive, torch.exp(lse_a - lse), 0.0).unsqueeze(-1)
-    share_b = torch.where(alive, torch.exp(lse_b - lse), 0.0).unsqueeze(-1)
-    return lse, share_a, share_b
+    top = torch.maximum(lse_a, lse_b).detach()
+    top = torch.where(top > float("-inf"), top, 0.0)
+    a, b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+    alive = a + b > 0
+    total = torch.where(alive, a + b, 1.0)
+    lse = torch.where(alive, top + torch.log(total), float("-inf"))
+    return lse, (a / total).unsqueeze(-1), (b / total).unsqueeze(-1)

@@ -186,7 +186,8 @@ def linear_cross_entropy_vjp(
         dlogits = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms)
         grads = _linear_grads(dlogits, x, weight, output_mask)
     dx, dweight, dbias = grads
-    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype)
+    # products are rounded to x's dtype, also where the weight that receives them is wider, as under autocast
+    return dx.to(x.dtype), dweight.to(x.dtype).to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype)
 
 
 def token_losses(logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:

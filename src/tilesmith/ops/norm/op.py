@@ -158,6 +158,8 @@ rms_norm_vjp = Op(
     fake=_fake_rms_norm_vjp,
     outputs=("dx", "dweight"),
     kernels=TRITON,
+    fold=("dy", "x", "rstd"),
+    sharding="rows",
 )
 rms_norm = Op(
     reference.rms_norm,
@@ -176,6 +178,8 @@ layer_norm_vjp = Op(
     fake=_fake_layer_norm_vjp,
     outputs=("dx", "dweight", "dbias"),
     kernels=TRITON,
+    fold=("dy", "x", "mean", "rstd"),
+    sharding="rows",
 )
 layer_norm = Op(
     reference.layer_norm,
@@ -196,6 +200,8 @@ add_rms_norm_vjp = Op(
     fake=_fake_add_rms_norm_vjp,
     outputs=("dresidual", "dweight"),
     kernels=TRITON,
+    fold=("dy", "ds", "s", "rstd", "residual"),
+    sharding="rows",
 )
 add_rms_norm = Op(
     reference.add_rms_norm,
@@ -215,6 +221,8 @@ add_layer_norm_vjp = Op(
     fake=_fake_add_layer_norm_vjp,
     outputs=("dresidual", "dweight", "dbias"),
     kernels=TRITON,
+    fold=("dy", "ds", "s", "mean", "rstd", "residual"),
+    sharding="rows",
 )
 add_layer_norm = Op(
     reference.add_layer_norm,
