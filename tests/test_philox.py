@@ -12,7 +12,7 @@ KNOWN = [
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
-SEED = torch.tensor([0x299F31D0A4093822, 0x0370734413198A2E])  # the third vector's key, and the high half of its counter
+SEED = torch.tensor([0x299F31D0A4093822, 0x0370734413198A2E])  # of the third vector: key, high half of the counter
 
 
 def _words(text: str) -> list[int]:
@@ -28,7 +28,8 @@ def test_known_answers(counter, key, result):
 def test_index_is_the_low_half_of_the_counter_and_offset_the_high_half():
     counter, _, result = KNOWN[2]
     low, high = _words(counter)[:2]
-    index = (low + (high % 2**29 << 32)) * 4 + torch.arange(4)  # an index has 63 bits, so the counter's top bits are cut
+    # an index has 63 bits, so the counter's top bits are cut
+    index = (low + (high % 2**29 << 32)) * 4 + torch.arange(4)
     words = philox.philox(
         tuple(map(torch.tensor, [low, high % 2**29, *_words(counter)[2:]])),
         tuple(map(torch.tensor, _words(KNOWN[2][1]))),

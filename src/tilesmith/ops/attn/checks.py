@@ -10,8 +10,8 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 def check_attention(
     q: Tensor, k: Tensor, v: Tensor, bias, mask, alibi, sinks, seed, cu_seqlens_q, cu_seqlens_k, kv_lengths,
-    prefix_lengths, q_documents, k_documents, block_offsets, block_indices, block_offsets_t, block_indices_t, page_table,
-    q_scale, k_scale, v_scale, scale, causal, window_left, window_right, softcap, dropout_p,
+    prefix_lengths, q_documents, k_documents, block_offsets, block_indices, block_offsets_t, block_indices_t,
+    page_table, q_scale, k_scale, v_scale, scale, causal, window_left, window_right, softcap, dropout_p,
     max_seqlen_q, max_seqlen_k, block_q, block_k, deterministic,
 ) -> None:  # fmt: skip
     """Raise ValueError or TypeError for arguments of `attention` that do not fit together."""
@@ -23,7 +23,7 @@ def check_attention(
     if page_table is not None:
         _integers("page_table", page_table, q, (documents, None))
         if kv_lengths is None and cu_seqlens_q is not None:
-            raise ValueError("attention: kv_lengths is needed with cu_seqlens_q and page_table: documents end inside pages")
+            raise ValueError("attention: kv_lengths must be given with cu_seqlens_q and page_table, got None")
     for name, x in (("kv_lengths", kv_lengths), ("prefix_lengths", prefix_lengths)):
         if x is not None:
             _integers(name, x, q, (documents,))
@@ -58,7 +58,7 @@ def check_attention(
 def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, int, int, int]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            raise ValueError(f"attention: {name} must have 4 dims [batch, heads, tokens, head dim], got {list(x.shape)}")
+            raise ValueError(f"attention: {name} must be [batch, heads, tokens, head dim], got {list(x.shape)}")
         small = x.dtype.itemsize == 1 and x.dtype not in (torch.bool, torch.uint8)
         if x.dtype not in FLOATS and not small:
             raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
@@ -74,12 +74,13 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
             _floating(f"{name}_scale", factor, q)
             if factor.ndim != 3 or any(n not in (1, m) for n, m in zip(factor.shape, x.shape)):
                 raise ValueError(
-                    f"attention: {name}_scale must be {list(x.shape[:3])}, where any dim may be 1, got {list(factor.shape)}"
+                    f"attention: {name}_scale must be {list(x.shape[:3])}, where any dim may be 1, "
+                    f"got {list(factor.shape)}"
                 )
     batch, heads, tokens, dim = q.shape
     rows, kv_heads, keys, _ = k.shape
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"attention: v must have k's batch, heads and tokens {list(k.shape[:3])}, got {list(v.shape[:3])}")
+        raise ValueError(f"attention: v must be {list(k.shape[:3])} as k, but for the head dim, got {list(v.shape[:3])}")
     if k.shape[3] != dim:
         raise ValueError(f"attention: k must have q's head dim {dim}, got {k.shape[3]}")
     if dim == 0 or v.shape[3] == 0:
@@ -119,7 +120,7 @@ def _check_packed(batch, q, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table) 
         raise ValueError("attention: with cu_seqlens_q give either cu_seqlens_k, or page_table and kv_lengths")
     _integers("cu_seqlens_q", cu_seqlens_q, q, (None,))
     if cu_seqlens_q.numel() < 2:
-        raise ValueError(f"attention: cu_seqlens_q must hold at least 2 numbers (documents + 1), got {cu_seqlens_q.numel()}")
+        raise ValueError(f"attention: cu_seqlens_q must hold documents + 1 >= 2 numbers, got {cu_seqlens_q.numel()}")
     if cu_seqlens_k is not None:
         _integers("cu_seqlens_k", cu_seqlens_k, q, tuple(cu_seqlens_q.shape))
     return cu_seqlens_q.numel() - 1
@@ -136,7 +137,7 @@ def _check_plane(name, x, q, dtypes, shape) -> None:
 
 def _check_blocks(q, k, keys, lists, block_q, block_k) -> None:
     if block_q < 1 or block_k < 1:
-        raise ValueError(f"attention: block_q and block_k must be positive with block lists, got {block_q} and {block_k}")
+        raise ValueError(f"attention: block_q and block_k must be positive, got {block_q} and {block_k}")
     counts = -(-q.shape[2] // block_q) + 1, -(-keys // block_k) + 1
     for (offsets, indices), count, end in zip(lists, counts, ("", "_t")):
         if (offsets is None) != (indices is None) or (not end and offsets is None):
@@ -176,7 +177,7 @@ def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> N
     """Raise ValueError or TypeError for arguments of `merge_attention` that do not fit together."""
     for name, x in (("out_a", out_a), ("out_b", out_b)):
         if x.dtype not in FLOATS:
-            raise TypeError(f"merge_attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
+            raise TypeError(f"merge_attention: {name} has dtype {x.dtype}; float16 to float64 and bfloat16 are served")
         if x.dtype != out_a.dtype:
             raise TypeError(f"merge_attention: out_b must have out_a's dtype {out_a.dtype}, got {x.dtype}")
         if x.ndim < 2 or x.shape != out_a.shape:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.visibility import visibility
 
 
 class Blocks(NamedTuple):
@@ -65,9 +65,10 @@ class Mask:
         if self.dense is not None:
             lowered["mask"] = _four_dims(self.dense)
         if self.blocks is not None:
-            b = self.blocks
-            lowered |= {"block_offsets": b.offsets, "block_indices": b.indices, "block_q": b.block_q, "block_k": b.block_k}
-            lowered |= {"block_offsets_t": b.offsets_t, "block_indices_t": b.indices_t}
+            blocks = self.blocks
+            lowered |= {"block_offsets": blocks.offsets, "block_indices": blocks.indices}
+            lowered |= {"block_offsets_t": blocks.offsets_t, "block_indices_t": blocks.indices_t}
+            lowered |= {"block_q": blocks.block_q, "block_k": blocks.block_k}
         return lowered
 
     def materialize(
@@ -91,7 +92,7 @@ class Mask:
             lowered.pop(name, None)
         given = [x for x in (*lowered.values(), kv_lengths, cu_seqlens_q) if isinstance(x, Tensor)]
         device = given[0].device if given else torch.device(device or "cpu")
-        return reference.visibility(
+        return visibility(
             batch, heads, tokens, keys, device, kv_lengths=kv_lengths,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **lowered,
         )[2]  # fmt: skip
@@ -101,8 +102,8 @@ class Mask:
 class Score:
     """How scores are made from q . k.
 
-    scale: factor, 1/sqrt(head dim) if None. softcap: c > 0 bends a scaled score s to c * tanh(s / c). alibi: slopes [H] or
-    [B, H], fp32; slope * |distance| is taken off. bias: added, broadcastable to [B, H, T, S]; it gets a gradient.
+    scale: factor, 1/sqrt(head dim) if None. softcap: c > 0 bends a scaled score s to c * tanh(s / c). alibi: slopes [H]
+    or [B, H], fp32; slope * |distance| is taken off. bias: added, broadcastable to [B, H, T, S]; it gets a gradient.
     """
 
     scale: float | None = None

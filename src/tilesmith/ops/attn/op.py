@@ -1,9 +1,10 @@
 """The attention family: what attention and merge_attention are, which kernels they have, and the door to them.
 
-Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads (H % G == 0), D head dim of q and k, Dv head dim
-of v, N packed documents.
+Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads (H % G == 0), D head dim of q and k, Dv head
+dim of v, N packed documents.
 """
 
+import inspect
 from collections import namedtuple
 from typing import Any
 
@@ -22,11 +23,19 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return reference.out_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
-def _fake_vjp(dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any):
-    bias, sinks, wanted = rest[0], rest[3], rest[-1]
+def _fake_vjp(dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any):
+    _, _, bias, _, _, sinks, *_, wanted = rest
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     gradients += [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias, sinks)]
     return tuple(dx if want else q.new_empty(0) for dx, want in zip(gradients, wanted))
+
+
+def _fake_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return reference.out_like(out_a, out_a.shape[-1]), lse_a.new_empty(lse_a.shape)
+
+
+def _fake_merge_vjp(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) if want else x.new_empty(0) for x, want in zip(rest, rest[-1]))
 
 
 def _describer(op_name: str, function):
@@ -35,8 +44,6 @@ def _describer(op_name: str, function):
     rows: query rows of a kv head (T * H / G), rounded up to a power of two, at most 1024. page_size: 0 without pages.
     Lengths of documents are left out: they differ from step to step.
     """
-    import inspect
-
     parameters = tuple(inspect.signature(function).parameters)
     plain = describer(op_name, parameters)
     skipped = [parameters.index(name) for name in ("max_seqlen_q", "max_seqlen_k")]
@@ -73,30 +80,32 @@ attention_op = Op(
     kernels={"triton": "tilesmith.ops.attn.triton", "triton_split": "tilesmith.ops.attn.decode"},
 )
 
+merge_attention_vjp = Op(
+    reference.merge_attention_vjp,
+    fake=_fake_merge_vjp,
+    outputs=("dout_a", "dlse_a", "dout_b", "dlse_b"),
+    kernels={"triton": "tilesmith.ops.attn.triton_merge"},
+)
+
 merge_attention = Op(
     reference.merge_attention,
-    fake=lambda out_a, lse_a, out_b, lse_b: (
-        reference.out_like(out_a, out_a.shape[-1]),
-        lse_a.new_empty(lse_a.shape),
-    ),
-    vjp=Op(
-        reference.merge_attention_vjp,
-        fake=lambda dout, dlse, *rest: tuple(torch.empty_like(x) if w else x.new_empty(0) for x, w in zip(rest, rest[-1])),
-        outputs=("dout_a", "dlse_a", "dout_b", "dlse_b"),
-        kernels={"triton": "tilesmith.ops.attn.merge"},
-    ),
+    fake=_fake_merge,
+    vjp=merge_attention_vjp,
     outputs=("out", "lse"),
     check=checks.check_merge,
-    kernels={"triton": "tilesmith.ops.attn.merge"},
+    kernels={"triton": "tilesmith.ops.attn.triton_merge"},
 )
+
+
+EVERYTHING, SCALED = Mask(), Score()
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask = Mask(),
-    score: Score = Score(),
+    mask: Mask = EVERYTHING,
+    score: Score = SCALED,
     *,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -121,8 +130,8 @@ def attention(
     dropout_p: probability to drop a probability; seed int64 [2] fixes which (else drawn from the device's generator).
     cu_seqlens_q, cu_seqlens_k int32 [N + 1]: B = 1 and N documents lie one after another on the token axes.
     kv_lengths int32 [B]: how many keys of a cache are valid. page_table int32 [B, pages]: k and v are pages
-    [num_pages, G, page_size, D | Dv] of a cache. q_scale, k_scale, v_scale: factors of quantised values, shaped like the
-    tensor without its last dim. deterministic: the same bits in every run, also of gradients; None follows
+    [num_pages, G, page_size, D | Dv] of a cache. q_scale, k_scale, v_scale: factors of quantised values, shaped like
+    the tensor without its last dim. deterministic: the same bits in every run, also of gradients; None follows
     `torch.are_deterministic_algorithms_enabled()`.
 
     out has q's dtype and memory order, lse is fp32 (fp64 for fp64), the natural logarithm of the softmax's denominator.
@@ -131,7 +140,7 @@ def attention(
     The meaning in full: `tilesmith.ops.attn.reference.attention`. Source: Dao, "FlashAttention-2", 2023.
     """
     if not isinstance(mask, Mask):
-        raise TypeError(f"attention: mask must be a Mask, got {type(mask).__name__}; a bool tensor goes in Mask(dense=...)")
+        raise TypeError(f"attention: mask must be a Mask, got {type(mask).__name__}; a tensor goes in Mask(dense=...)")
     if not isinstance(score, Score):
         raise TypeError(f"attention: score must be a Score, got {type(score).__name__}; a bias goes in Score(bias=...)")
     if dropout_p > 0.0 and seed is None:

@@ -10,9 +10,20 @@ from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import reference, tiles
-from tilesmith.ops.attn.tiles import (
-    LN2, attention_scores, keep_tile, key_walk, load_plane, load_slope, load_tile, masked_block, power, schedule, unit,
+from tilesmith.ops.attn import reference
+from tilesmith.ops.attn import triton_tiles as tiles
+from tilesmith.ops.attn.triton_tiles import (
+    LN2,
+    attention_scores,
+    keep_tile,
+    key_walk,
+    load_plane,
+    load_slope,
+    load_tile,
+    masked_block,
+    power,
+    schedule,
+    unit,
 )  # fmt: skip
 
 
@@ -40,7 +51,8 @@ def _attention_fwd_kernel(
     head = head_row - batch * heads
     kv_head = head // GROUP
     start = block * BLOCK_M
-    rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_begin, full_end = key_walk(
+    (rows, row_lo, row_hi, shift, prefix_begin, prefix_end,
+     lo, hi, begin, skip, skipped, full_begin, full_end) = key_walk(
         start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
         window_left, window_right, LEFT, RIGHT, SPARSE, BLOCK_M, BLOCK_N)  # fmt: skip
 
@@ -173,7 +185,8 @@ def _default(dims, arch, dtype) -> AttentionConfig:
 
 def _fit(config: AttentionConfig, row_bytes: int, shared_memory: int) -> AttentionConfig:
     """Fewer stages, then smaller tiles, until queries and staged keys and values fit in shared memory."""
-    while shared_memory and (config.block_m + 2 * config.num_stages * config.block_n) * row_bytes > shared_memory - 1024:
+    room = (shared_memory or 1 << 30) - 1024
+    while (config.block_m + 2 * config.num_stages * config.block_n) * row_bytes > room:
         if config.num_stages > 1:
             config = config._replace(num_stages=config.num_stages - 1)
         elif config.block_n > 16:

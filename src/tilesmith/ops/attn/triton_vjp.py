@@ -11,10 +11,25 @@ from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import reference, tiles
-from tilesmith.ops.attn.tiles import (
-    FAR, LOG2E, attention_scores, find_document, keep_tile, key_walk, load_plane, load_slope, load_tile, masked_block,
-    power, query_range, schedule, span, stretches, unit,
+from tilesmith.ops.attn import reference
+from tilesmith.ops.attn import triton_tiles as tiles
+from tilesmith.ops.attn.triton_tiles import (
+    FAR,
+    LOG2E,
+    attention_scores,
+    find_document,
+    keep_tile,
+    key_walk,
+    load_plane,
+    load_slope,
+    load_tile,
+    masked_block,
+    power,
+    query_range,
+    schedule,
+    span,
+    stretches,
+    unit,
 )  # fmt: skip
 
 
@@ -23,8 +38,8 @@ def _attention_stats_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, out_strides, dout_strides, dlse_strides,
     heads, tokens, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """lse in the kernels' units (+inf for a row that sees nothing, which makes its p 0), and delta = sum(out * dout) - dlse,
-    the one number a row that the gradient of the softmax needs; both [B, H, T] fp32."""
+    """lse in the kernels' units (+inf for a row that sees nothing, which makes its p 0), and delta = sum(out * dout) -
+    dlse, the one number a row that the gradient of the softmax needs; both [B, H, T] fp32."""
     blocks = tl.cdiv(tokens, BLOCK_M)
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
@@ -71,7 +86,8 @@ def _attention_dq_kernel(
     head = head_row - batch * heads
     kv_head = head // GROUP
     start = block * BLOCK_M
-    rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_begin, full_end = key_walk(
+    (rows, row_lo, row_hi, shift, prefix_begin, prefix_end,
+     lo, hi, begin, skip, skipped, full_begin, full_end) = key_walk(
         start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
         window_left, window_right, LEFT, RIGHT, SPARSE, BLOCK_M, BLOCK_N)  # fmt: skip
 
@@ -82,7 +98,9 @@ def _attention_dq_kernel(
     k_ptr += long_batch * k_strides[0] + kv_head.to(tl.int64) * k_strides[1]
     v_ptr += long_batch * v_strides[0] + kv_head.to(tl.int64) * v_strides[1]
     q = load_tile(q_ptr, None, batch, head, start, q_strides[2], 0, tokens, DIM, BLOCK_M, BLOCK_D, False, True)
-    dout = load_tile(dout_ptr, None, batch, head, start, dout_strides[2], 0, tokens, DIM_V, BLOCK_M, BLOCK_DV, False, True)
+    dout = load_tile(
+        dout_ptr, None, batch, head, start, dout_strides[2], 0, tokens, DIM_V, BLOCK_M, BLOCK_DV, False, True
+    )
     place = head_row.to(tl.int64) * tokens + rows
     lse = tl.load(row_lse_ptr + place, mask=rows < tokens, other=float("inf"))
     delta = tl.load(delta_ptr + place, mask=rows < tokens, other=0.0)
@@ -240,8 +258,8 @@ def _attention_dkv_kernel(
                 DIM, BLOCK_M, BLOCK_D, BULK and (not masked or not PADDED), masked,
             )  # fmt: skip
             dout = load_tile(
-                dout_ptr + long_head * dout_strides[1], dout_desc, batch, head, first, dout_strides[2], outer_lo, outer_hi,
-                DIM_V, BLOCK_M, BLOCK_DV, BULK and (not masked or not PADDED), masked,
+                dout_ptr + long_head * dout_strides[1], dout_desc, batch, head, first, dout_strides[2],
+                outer_lo, outer_hi, DIM_V, BLOCK_M, BLOCK_DV, BULK and (not masked or not PADDED), masked,
             )  # fmt: skip
             if not masked:
                 lse = tl.load(row_lse_ptr + place)
@@ -252,7 +270,8 @@ def _attention_dkv_kernel(
                 visible = (rows_2d >= lo[:, None]) & (rows_2d < hi[:, None])
                 if mask_ptr is not None:
                     mask_head = mask_ptr + long_batch * mask_strides[0] + long_head * mask_strides[1]
-                    visible = visible & (load_plane(mask_head, mask_strides, rows_2d, cols[:, None], tokens, keys, 0) != 0)
+                    allowed = load_plane(mask_head, mask_strides, rows_2d, cols[:, None], tokens, keys, 0)
+                    visible = visible & (allowed != 0)
                 if k_documents_ptr is not None:
                     q_document = tl.load(q_documents_ptr + long_batch * tokens + rows, mask=rows < tokens, other=0)
                     visible = visible & (q_document[None, :] == k_document[:, None])
@@ -314,8 +333,8 @@ def _attention_dbias_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a broadcast bias's gradient: a walk over everything it was broadcast to, so that the sum has one order
-    and needs neither atomics nor memory. ROWS, COLS: the bias has its own value for each query, each key."""
+    """One tile of a broadcast bias's gradient: a walk over everything it was broadcast to, so that the sum has one
+    order and needs neither atomics nor memory. ROWS, COLS: the bias has its own value for each query, each key."""
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     blocks_m = tl.cdiv(tokens, BLOCK_M)
     blocks_n = tl.cdiv(keys, BLOCK_N)
@@ -331,7 +350,7 @@ def _attention_dbias_kernel(
     walk_m = 1 if ROWS else blocks_m
     walk_n = 1 if COLS else blocks_n
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(0, (batches // bias_batches) * walk_heads * walk_m * walk_n):
+    for step in range((batches // bias_batches) * walk_heads * walk_m * walk_n):
         batch = bias_batch + step // (walk_heads * walk_m * walk_n)
         head = bias_head + (step // (walk_m * walk_n)) % walk_heads
         start = (block_m + (step // walk_n) % walk_m) * BLOCK_M
@@ -352,7 +371,9 @@ def _attention_dbias_kernel(
             q = load_tile(q_head, None, 0, 0, start, q_strides[2], 0, tokens, DIM, BLOCK_M, BLOCK_D, False, True)
             k = load_tile(k_head, None, 0, 0, first, k_strides[2], 0, keys, DIM, BLOCK_N, BLOCK_D, False, True)
             v = load_tile(v_head, None, 0, 0, first, v_strides[2], 0, keys, DIM_V, BLOCK_N, BLOCK_DV, False, True)
-            dout = load_tile(dout_head, None, 0, 0, start, dout_strides[2], 0, tokens, DIM_V, BLOCK_M, BLOCK_DV, False, True)
+            dout = load_tile(
+                dout_head, None, 0, 0, start, dout_strides[2], 0, tokens, DIM_V, BLOCK_M, BLOCK_DV, False, True
+            )
             head_row = batch * heads + head
             place = head_row.to(tl.int64) * tokens + rows
             lse = tl.load(row_lse_ptr + place, mask=rows < tokens, other=float("inf"))
@@ -406,7 +427,7 @@ def _attention_dsinks_kernel(
     head = tl.program_id(0)
     sink = tl.load(sinks_ptr + head).to(tl.float32) * unit(EXACT)
     total = tl.zeros((BLOCK,), tl.float32)
-    for batch in range(0, batches):
+    for batch in range(batches):
         row = (tl.cast(batch, tl.int64) * heads + head) * tokens
         for first in range(0, tokens, BLOCK):
             token = first + tl.arange(0, BLOCK)
@@ -558,8 +579,10 @@ def attention_vjp(
     dsinks = none
     if wants_sinks:
         dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format)
-        heads = (shared["heads"],)
-        launch(_attention_dsinks_kernel, heads, row_lse, delta, sinks, dsinks, len(q), *heads, q.shape[2], BLOCK=1024, EXACT=q.dtype == torch.float32)
+        launch(
+            _attention_dsinks_kernel, (q.shape[1],), row_lse, delta, sinks, dsinks, *q.shape[:3],
+            BLOCK=1024, EXACT=q.dtype == torch.float32,
+        )  # fmt: skip
     return (dq if wants_q else none), (dk if wants_k else none), (dv if wants_v else none), dbias, dsinks
 
 
@@ -592,7 +615,8 @@ def _dkv(shared: dict, config: AttentionVjpConfig, arch) -> tuple[Tensor, Tensor
         q_desc=q_desc, dout_desc=dout_desc, dk_ptr=dk, dv_ptr=dv, dk_strides=dk.stride(), dv_strides=dv.stride(),
         bounds_ptr=tiles.document_bounds(
             shared["k_documents_ptr"], shared["q_documents_ptr"], config.dkv_block_n, config.dkv_block_m),
-        section=max(1, tiles.section(q, dout, 1, arch) // shared["GROUP"]), scale=_scale(shared), BULK=q_desc is not None,
+        section=max(1, tiles.section(q, dout, 1, arch) // shared["GROUP"]), scale=_scale(shared),
+        BULK=q_desc is not None,
         BLOCK_M=config.dkv_block_m, BLOCK_N=config.dkv_block_n,
         num_warps=config.dkv_warps, num_stages=config.dkv_stages,
     )  # fmt: skip
@@ -626,12 +650,10 @@ def _broadcast_dbias(shared: dict, bias: Tensor) -> Tensor:
         return dbias.zero_()
     rows, cols = bias.shape[2] > 1, bias.shape[3] > 1
     block = 32
-    grid = (
-        len(bias) * bias.shape[1] * (triton.cdiv(tokens, block) if rows else 1) * (triton.cdiv(keys, block) if cols else 1)
-    )
+    blocks = (triton.cdiv(tokens, block) if rows else 1) * (triton.cdiv(keys, block) if cols else 1)
     unused = ("PADDED", "SPARSE", "CLEAN")
     launch(
-        _attention_dbias_kernel, (grid,),
+        _attention_dbias_kernel, (len(bias) * bias.shape[1] * blocks,),
         **{name: value for name, value in shared.items() if name not in unused},
         dbias_ptr=dbias, dbias_strides=dbias.stride(), bias_batches=len(bias), bias_heads=bias.shape[1],
         BLOCK_M=block, BLOCK_N=block, ROWS=rows, COLS=cols, num_warps=4, num_stages=1,
@@ -641,4 +663,5 @@ def _broadcast_dbias(shared: dict, bias: Tensor) -> Tensor:
 
 def _scale(shared: dict) -> float:
     """d score / d (q . k), but for the softcap's own derivative: the scale."""
-    return shared["outer"] * (shared["inner"] if shared["SOFTCAP"] else 1.0) / (1.0 if shared["q_ptr"].dtype == torch.float32 else LOG2E.value)
+    unit = 1.0 if shared["q_ptr"].dtype == torch.float32 else LOG2E.value
+    return shared["outer"] * (shared["inner"] if shared["SOFTCAP"] else 1.0) / unit

@@ -136,8 +136,8 @@ def key_walk(
 ):  # fmt: skip
     """What a tile of queries needs to know to walk the keys: each row's range, and where the stretches begin and end.
 
-    The walk has blocks at begin, begin + BLOCK_N, ... end, without those in [skip, skip + skipped) (between a prefix and a
-    window). Those in [full_begin, full_end) need no mask. Keys outside [lo, hi) of the tile are never seen.
+    The walk has blocks at begin, begin + BLOCK_N, ... end, without those in [skip, skip + skipped) (between a prefix
+    and a window). Those in [full_begin, full_end) need no mask. The tile sees no key outside [lo, hi).
     """
     rows = start + tl.arange(0, BLOCK_M)
     if cu_q_ptr is not None:
@@ -362,8 +362,8 @@ def document_bounds(own: Tensor | None, other: Tensor | None, block: int, other_
 
 
 def section(streamed: Tensor, also_streamed: Tensor, share: int, arch) -> int:
-    """How many program heads to work on together, so that the two tensors that their programs stream stay in half of the
-    L2 cache. share: program heads that stream the same head of the tensors."""
+    """How many program heads to work on together, so that the two tensors that their programs stream stay in half of
+    the L2 cache. share: program heads that stream the same head of the tensors."""
     batch, heads, tokens, _ = streamed.shape
     size = tokens * (streamed.shape[3] + also_streamed.shape[3]) * streamed.element_size()
     fitting = arch.l2 // 2 // max(size, 1) if arch.l2 else batch * heads

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith.engine import launch, register_kernel
 from tilesmith.ops.attn.reference import out_like
-from tilesmith.ops.attn.tiles import LN2, LOG2E
+from tilesmith.ops.attn.triton_tiles import LN2, LOG2E
 
 
 @triton.jit
