@@ -1,6 +1,7 @@
-"""Example inputs of attention and merge_attention, and what a call must compute and move."""
+"""Example inputs of attention and merge_attention. B batch, T query tokens, S key tokens, H query heads, G kv heads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,205 +12,310 @@ from tilesmith.ops.attn import decode_cases
 SMALL = frozenset({"test", "interpret"})
 TEST = frozenset({"test"})
 GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
+BENCH = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
+HALF = (torch.float16, torch.bfloat16)
+
+Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
 
 
-def _token_major(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """[B, H, T, D] seen in [B, T, H, D] memory, as projections leave it."""
+def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """[B, H, T, D] over memory in [B, T, H, D] order, as a projection leaves it."""
     batch, heads, tokens, dim = shape
-    drawn = torch.randn(batch, tokens, heads, dim, generator=generator, device=generator.device)
-    return drawn.to(device).transpose(1, 2)
+    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
 
 
-def _values(*numbers: int, dtype: torch.dtype = torch.int32):
-    """These integers, in this order, in the tensor's shape."""
+def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """bfloat16 heads so far apart that a 32-bit offset of the second one overflows."""
+    _, heads, tokens, dim = shape
+    step = 2**31 + 8
+    base = torch.empty(step * (heads - 1) + tokens * dim, dtype=torch.bfloat16, device=device)
+    view = base.as_strided(shape, (step, step, dim, 1))
+    return view.copy_(torch.randn(*shape, generator=generator, device=device))
+
+
+def _given(*values: int) -> Init:
+    return lambda generator, shape, device: torch.tensor(values, dtype=torch.int32, device=device).view(*shape)
+
+
+def _cut(*ends: int) -> Init:
+    """Document ids of tokens that lie one after another: the first ends at the first number, and so on."""
 
     def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=device).view(*shape)
+        token = torch.arange(shape[1], device=device)
+        ids = torch.searchsorted(torch.tensor(ends, device=device), token, right=True)
+        return ids.int().expand(*shape).contiguous()
 
     return init
 
 
-def _coin(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """True for about two of three."""
-    return (torch.rand(*shape, generator=generator, device=generator.device) < 0.66).to(device)
+def _kept(share: float) -> Init:
+    """A bool mask that lets `share` of its elements through, and nothing of its last row."""
 
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        mask = torch.rand(shape, generator=generator, device=device) < share
+        if shape[-2] > 1:
+            mask[..., -1, :] = False
+        return mask
 
-def _hides_a_row(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """A mask under which the second query sees nothing."""
-    mask = _coin(generator, shape, device)
-    mask[..., 1, :] = False
-    return mask
+    return init
 
 
 def _slopes(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return torch.pow(2.0, -torch.arange(1, shape[-1] + 1, device=device).float()).expand(*shape).contiguous()
+    return torch.exp2(-8.0 * torch.arange(1, shape[-1] + 1, device=device) / shape[-1]).expand(*shape).contiguous()
 
 
-def _nan_behind(row: int):
-    """Normal numbers, NaN in the tokens from `row` on: padding that no query may read."""
+def _hidden(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """An additive bias, -inf for a third of its elements and for a whole row."""
+    bias = torch.randn(shape, generator=generator, device=device)
+    bias[torch.rand(shape, generator=generator, device=device) < 0.3] = float("-inf")
+    bias[..., 3, :] = float("-inf")
+    return bias
+
+
+def _padding(*lengths: int) -> Init:
+    """Values that are NaN behind each row's length, in cache slots that nobody wrote."""
 
     def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        drawn = torch.randn(*shape, generator=generator, device=generator.device)
-        drawn[:, :, row:] = float("nan")
-        return drawn.to(device)
+        x = torch.randn(shape, generator=generator, device=device)
+        for row, length in enumerate(lengths):
+            x[row, :, length:] = float("nan")
+        return x
 
     return init
 
 
-def _shape(batch, heads, kv_heads, tokens, keys, dim, dim_v=None, init=_token_major):
-    return {
-        "q": T(batch, heads, tokens, dim, init=init),
-        "k": T(batch, kv_heads, keys, dim, init=init),
-        "v": T(batch, kv_heads, keys, dim_v or dim, init=init),
+def _attend(
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 2,
+    tokens: int = 33,
+    keys: int = 33,
+    dim: int = 16,
+    dim_v: int | None = None,
+    init: str | Init = "normal",
+    layout: str = "contiguous",
+    **options,
+) -> dict:
+    """Arguments of one call. Shapes of bias, mask, alibi, and numbers of lengths and packed documents, are short for
+    the tensors."""
+    kind = {"init": init, "layout": layout}
+    args: dict = {
+        "q": T(batch, heads, tokens, dim, **kind),
+        "k": T(batch, kv_heads, keys, dim, **kind),
+        "v": T(batch, kv_heads, keys, dim_v or dim, **kind),
     }
+    rows = {"kv_lengths", "prefix_lengths"} & options.keys()
+    for name in rows:
+        values = options.pop(name)
+        args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
+    for name in {"cu_seqlens_q", "cu_seqlens_k"} & options.keys():
+        values = (0, *accumulate(options.pop(name)))
+        args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
+    if "mask" in options:
+        args["mask"] = T(*options.pop("mask"), dtype=torch.bool, init=_kept(0.7))
+    if "bias" in options:
+        args["bias"] = T(*options.pop("bias"), init=options.pop("bias_init", "normal"))
+    if "alibi" in options:
+        args["alibi"] = T(*options.pop("alibi"), dtype=torch.float32, grad=False, init=_slopes)
+    if options.pop("sinks", False):
+        args["sinks"] = T(heads)
+    if "documents" in options:
+        ends = options.pop("documents")
+        args["q_documents"] = T(batch, tokens, dtype=torch.int32, init=_cut(*ends))
+        args["k_documents"] = T(batch, keys, dtype=torch.int32, init=_cut(*ends))
+    if options.get("dropout_p"):
+        args["seed"] = T(2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([2**40 + 7, -5], device=device))
+    return {**args, **options}
 
 
-def _case(name: str, *sizes: int, tags: frozenset[str] = SMALL, dim_v: int | None = None, init=_token_major, **more) -> Case:
-    return Case(name, {**_shape(*sizes, dim_v=dim_v, init=init), **more}, tags)
+def _train(batch: int, tokens: int, heads: int, dim: int, **options) -> dict:
+    kv_heads = options.pop("kv_heads", heads)
+    return _attend(batch, heads, kv_heads, tokens, tokens, dim, init=_tokens_first, **options)
 
 
-def _bools(*shape: int, init=_coin) -> T:
-    return T(*shape, dtype=torch.bool, grad=False, init=init)
-
-
-def _ints(*numbers: int, shape: tuple[int, ...] | None = None) -> T:
-    return T(*(shape or (len(numbers),)), dtype=torch.int32, grad=False, init=_values(*numbers))
-
-
-_SEED = T(2, dtype=torch.int64, grad=False, init=_values(1234, 5, dtype=torch.int64))
+PACKED = {"cu_seqlens_q": (13, 0, 20, 7), "cu_seqlens_k": (13, 0, 20, 7)}
 
 ATTENTION = [
-    _case("full", 2, 4, 2, 17, 19, 16),
-    _case("causal", 2, 4, 2, 33, 33, 16, causal=True),
-    _case("causal_longer_keys", 1, 2, 1, 7, 40, 24, causal=True),
-    _case("causal_shorter_keys", 1, 2, 2, 21, 9, 16, causal=True),
-    _case("head_major", 1, 2, 1, 18, 18, 32, init="normal", causal=True),
-    _case("one_query", 2, 4, 1, 1, 37, 16),
-    _case("one_key", 1, 2, 2, 5, 1, 16),
-    _case("values_narrower", 1, 2, 1, 20, 20, 40, dim_v=16, causal=True),
-    _case("values_wider", 1, 2, 1, 20, 20, 16, dim_v=48),
-    _case("dim_80", 1, 2, 2, 19, 19, 80, causal=True),
-    _case("scale", 1, 2, 2, 16, 16, 16, scale=0.05),
-    _case("window", 1, 2, 1, 40, 40, 16, causal=True, window_left=7),
-    _case("window_both", 1, 2, 1, 40, 33, 16, window_left=5, window_right=3),
-    _case("softcap", 1, 2, 1, 21, 21, 16, causal=True, softcap=2.0),
-    _case("bias", 2, 2, 1, 13, 18, 16, bias=T(2, 2, 13, 18)),
-    _case("bias_broadcast", 2, 4, 2, 13, 18, 16, bias=T(1, 4, 1, 18), causal=True),
-    _case("bias_one_head", 2, 2, 2, 13, 13, 16, bias=T(2, 1, 13, 13)),
-    _case("mask", 2, 4, 2, 17, 20, 16, mask=_bools(2, 1, 17, 20)),
-    _case("mask_heads_causal", 1, 4, 2, 17, 17, 16, mask=_bools(1, 4, 17, 17), causal=True),
-    _case("masked_row", 2, 2, 1, 9, 12, 16, mask=_bools(2, 1, 9, 12, init=_hides_a_row)),
-    _case("alibi", 1, 4, 2, 22, 22, 16, alibi=T(4, grad=False, dtype=torch.float32, init=_slopes), causal=True),
-    _case("alibi_per_row", 2, 2, 2, 15, 15, 16, alibi=T(2, 2, grad=False, dtype=torch.float32, init=_slopes)),
-    _case("sinks", 1, 4, 2, 19, 19, 16, sinks=T(4, dtype=torch.float32), causal=True),
-    _case("sinks_masked_row", 2, 2, 1, 9, 12, 16, sinks=T(2, dtype=torch.float32), mask=_bools(2, 1, 9, 12, init=_hides_a_row)),
-    _case("prefix", 2, 2, 1, 24, 24, 16, prefix_lengths=_ints(5, 17), causal=True),
-    _case("prefix_window", 2, 2, 1, 40, 40, 16, prefix_lengths=_ints(3, 30), causal=True, window_left=6),
-    _case(
-        "documents", 2, 2, 1, 12, 12, 16, causal=True,
-        q_documents=_ints(*[0] * 5 + [1] * 7, *[0] * 2 + [1] * 3 + [2] * 7, shape=(2, 12)),
-        k_documents=_ints(*[0] * 5 + [1] * 7, *[0] * 2 + [1] * 3 + [2] * 7, shape=(2, 12)),
+    Case("plain", _attend(tokens=9, keys=9), SMALL),
+    Case("causal", _attend(2, 4, 2, 41, 41, 24, causal=True), SMALL),
+    Case("tokens_first", _attend(2, 4, 2, 20, 37, init=_tokens_first, causal=True), SMALL),
+    Case("strided", _attend(2, 2, 1, 20, 37, 24, layout="strided"), SMALL),
+    Case("transposed", _attend(1, 2, 2, 20, 24, 16, layout="transposed"), TEST),
+    Case("two_head_dims", _attend(1, 2, 2, 17, 40, 24, 40), SMALL),
+    Case("dim_72_one_kv_head", _attend(1, 3, 1, 17, 40, 72, 16, causal=True), SMALL),
+    Case("one_query", _attend(2, 2, 2, 1, 40, causal=True), SMALL),
+    Case("one_key", _attend(tokens=7, keys=1), SMALL),
+    Case("no_keys", _attend(tokens=7, keys=0, sinks=True), SMALL),
+    Case("no_queries", _attend(tokens=0, keys=7), SMALL),
+    Case("no_rows", _attend(batch=0), SMALL),
+    Case("causal_more_queries", _attend(tokens=45, keys=20, causal=True), SMALL),
+    Case("causal_more_keys", _attend(tokens=20, keys=61, causal=True), SMALL),
+    Case("window", _attend(tokens=64, keys=64, causal=True, window_left=7), SMALL),
+    Case("window_both_sides", _attend(tokens=40, keys=64, window_left=3, window_right=5), SMALL),
+    Case("window_right", _attend(tokens=40, keys=64, window_right=0), SMALL),
+    Case("window_more_queries", _attend(tokens=61, keys=20, window_left=4, window_right=9), SMALL),
+    Case("window_of_one", _attend(tokens=40, keys=40, causal=True, window_left=0), SMALL),
+    Case("softcap", _attend(tokens=20, keys=37, causal=True, softcap=50.0, scale=0.3), SMALL),
+    Case("softcap_tight", _attend(tokens=20, keys=37, softcap=2.0, scale=1.0), SMALL),
+    Case("alibi", _attend(1, 4, 2, 20, 37, alibi=(4,)), SMALL),
+    Case("alibi_of_rows", _attend(2, 2, 2, 20, 20, alibi=(2, 2), causal=True), SMALL),
+    Case("sinks", _attend(tokens=40, keys=20, causal=True, sinks=True), SMALL),
+    Case("mask", _attend(2, 2, 2, 33, 37, mask=(2, 2, 33, 37)), SMALL),
+    Case("mask_of_keys", _attend(2, 2, 2, 33, 37, mask=(2, 1, 1, 37), causal=True), SMALL),
+    Case("mask_of_queries", _attend(1, 2, 2, 33, 37, mask=(1, 1, 33, 1), sinks=True), SMALL),
+    Case("mask_of_nothing", _attend(mask=(1, 1, 2, 1), tokens=2), TEST),
+    Case("bias", _attend(2, 2, 1, 33, 37, bias=(2, 2, 33, 37)), SMALL),
+    Case("bias_of_heads", _attend(2, 2, 2, 33, 37, bias=(1, 2, 33, 37), causal=True), SMALL),
+    Case("bias_of_keys", _attend(2, 2, 2, 33, 37, bias=(2, 1, 1, 37)), SMALL),
+    Case("bias_of_queries", _attend(2, 2, 2, 33, 37, bias=(1, 1, 33, 1)), SMALL),
+    Case("bias_of_all", _attend(bias=(1, 1, 1, 1)), SMALL),
+    Case("bias_hides", _attend(2, 2, 2, 20, 37, bias=(1, 2, 20, 37), bias_init=_hidden), SMALL),
+    Case("bias_window", _attend(tokens=40, keys=50, bias=(1, 2, 40, 50), causal=True, window_left=9), SMALL),
+    Case("lengths", _attend(3, 2, 1, 5, 50, causal=True, kv_lengths=(50, 17, 0)), SMALL),
+    Case("lengths_full", _attend(2, 2, 2, 20, 50, kv_lengths=(50, 3)), SMALL),
+    Case("lengths_over_nan", {**_attend(2, 2, 2, 9, 40, kv_lengths=(40, 21)), **dict.fromkeys(
+        ("k", "v"), T(2, 2, 40, 16, init=_padding(40, 21)))}, SMALL),
+    Case("prefix", _attend(2, 2, 2, 50, 50, causal=True, prefix_lengths=(13, 40)), SMALL),
+    Case("prefix_window", _attend(2, 2, 2, 60, 60, causal=True, window_left=5, prefix_lengths=(3, 39)), SMALL),
+    Case("prefix_window_bias", _attend(
+        tokens=60, keys=60, causal=True, window_left=5, prefix_lengths=(39,), bias=(1, 1, 60, 60)), SMALL),
+    Case("documents", _attend(2, 2, 2, 50, 50, causal=True, documents=(17, 34)), SMALL),
+    Case("documents_cross", _attend(1, 2, 2, 33, 60, documents=(17, 50)), SMALL),
+    Case("packed", _attend(1, 4, 2, 45, 45, causal=True, **PACKED), SMALL),
+    Case("packed_cross", _attend(1, 2, 2, 40, 64, cu_seqlens_q=(13, 20, 7), cu_seqlens_k=(10, 0, 50)), SMALL),
+    Case("packed_one", _attend(tokens=20, keys=20, causal=True, cu_seqlens_q=(20,), cu_seqlens_k=(20,)), SMALL),
+    Case("packed_window", _attend(tokens=40, keys=40, causal=True, window_left=4, alibi=(2,), **PACKED), SMALL),
+    Case("packed_prefix", _attend(
+        tokens=40, keys=40, causal=True, window_left=4, prefix_lengths=(5, 0, 18, 3), **PACKED), SMALL),
+    Case("packed_lengths", _attend(
+        tokens=30, keys=60, causal=True, cu_seqlens_q=(10, 5, 15), cu_seqlens_k=(20, 20, 20),
+        kv_lengths=(20, 9, 16)), SMALL),
+    Case("dropout", _attend(2, 2, 2, 33, 36, dropout_p=0.3), SMALL),
+    Case("dropout_odd", _attend(1, 4, 2, 33, 37, dropout_p=0.6, causal=True, bias=(1, 4, 1, 37)), SMALL),
+    Case("everything", _attend(
+        2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),
+        mask=(2, 1, 40, 52), kv_lengths=(52, 31), prefix_lengths=(4, 0), dropout_p=0.2), SMALL),
+    Case("d64_tiles", _attend(2, 4, 4, 1030, 1030, 64, init=_tokens_first), GPU, HALF),
+    Case("d64_causal_tiles", _attend(2, 8, 2, 1030, 1030, 64, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d128_tiles", _attend(2, 4, 4, 777, 1030, 128, init=_tokens_first), GPU, HALF),
+    Case("d128_causal_tiles", _attend(2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d128_whole_tiles", _attend(2, 4, 4, 1024, 1024, 128, causal=True), GPU, HALF),
+    Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d256_tiles", _attend(2, 4, 2, 520, 520, 256, init=_tokens_first, causal=True), GPU, HALF),
+    Case("fp32_tiles", _attend(1, 4, 2, 260, 300, 128, causal=True), GPU, (torch.float32,)),
+    Case("window_tiles", _attend(1, 4, 2, 1500, 1500, 64, causal=True, window_left=200, sinks=True), GPU, HALF),
+    Case("packed_tiles", _attend(
+        1, 8, 2, 2000, 2000, 128, init=_tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
+        cu_seqlens_k=(700, 3, 0, 900, 140, 200)), GPU, HALF),
+    Case("documents_tiles", _attend(1, 4, 2, 1100, 1100, 128, causal=True, documents=(300, 310, 900)), GPU, HALF),
+    Case("bias_tiles", _attend(2, 4, 4, 500, 500, 64, bias=(1, 4, 500, 500)), GPU, HALF),
+    Case("mask_tiles", _attend(2, 4, 4, 500, 500, 128, mask=(2, 1, 500, 500)), GPU, HALF),
+    Case("softcap_tiles", _attend(1, 8, 4, 700, 700, 256, causal=True, softcap=50.0, window_left=300), GPU, HALF),
+    Case("dropout_tiles", _attend(1, 4, 2, 600, 600, 128, causal=True, dropout_p=0.2), GPU, HALF),
+    Case("prefix_tiles", _attend(2, 4, 2, 700, 700, 128, causal=True, window_left=100, prefix_lengths=(30, 500)),
+         GPU, HALF),
+    Case("lengths_tiles", _attend(3, 4, 2, 300, 900, 128, causal=True, kv_lengths=(900, 301, 120)), GPU, HALF),
+    Case("far", _attend(1, 2, 2, 200, 200, 64, init=_far, causal=True), GPU, (torch.bfloat16,)),
+    *(
+        Case(f"d{dim}_{tokens // 1024}k{name}", _train(16384 // tokens, tokens, 2048 // dim, dim, causal=causal),
+             BENCH, HALF)
+        for dim in (64, 128, 256) for tokens in (1024, 4096, 16384) for name, causal in (("", False), ("_causal", True))
     ),
-    _case("lengths", 2, 4, 2, 6, 30, 16, kv_lengths=_ints(11, 30), causal=True),
-    _case("lengths_empty", 3, 2, 1, 4, 16, 16, kv_lengths=_ints(0, 16, 3)),
-    Case(
-        "padding_holds_nan",
-        {
-            "q": T(2, 2, 5, 16), "k": T(2, 2, 24, 16, init=_nan_behind(13)), "v": T(2, 2, 24, 16, init=_nan_behind(13)),
-            "kv_lengths": _ints(9, 13), "causal": True,
-        },
-        SMALL,
-    ),
-    _case(
-        "packed", 1, 4, 2, 30, 30, 16, causal=True, cu_seqlens_q=_ints(0, 7, 7, 18, 30), cu_seqlens_k=_ints(0, 7, 7, 18, 30),
-        max_seqlen_q=12, max_seqlen_k=12,
-    ),
-    _case(
-        "packed_longer_keys", 1, 2, 1, 13, 40, 16, causal=True, cu_seqlens_q=_ints(0, 5, 13), cu_seqlens_k=_ints(0, 17, 40),
-        max_seqlen_q=8, max_seqlen_k=23,
-    ),
-    _case("dropout", 1, 2, 1, 18, 20, 16, dropout_p=0.3, seed=_SEED),
-    _case("dropout_causal", 2, 2, 2, 17, 17, 16, dropout_p=0.1, seed=_SEED, causal=True),
-    _case("deterministic", 1, 4, 2, 20, 20, 16, causal=True, deterministic=True),
-    _case("no_keys", 1, 2, 1, 4, 0, 16),
-    _case("no_queries", 1, 2, 1, 0, 4, 16),
-    _case("no_batch", 0, 2, 1, 4, 4, 16),
-    _case("several_blocks", 2, 4, 2, 300, 333, 64, tags=TEST, causal=True),
-    _case("several_blocks_128", 1, 4, 1, 257, 257, 128, tags=TEST, causal=True),
-    _case("dim_256", 1, 2, 1, 150, 150, 256, tags=TEST, causal=True),
-    _case("dim_200", 1, 2, 1, 70, 90, 200, tags=TEST),
-    _case("window_blocks", 1, 2, 1, 700, 700, 64, tags=TEST, causal=True, window_left=100),
-    _case("bench_1k_full", 16, 16, 16, 1024, 1024, 128, tags=BENCH),
-    _case("bench_1k_causal", 16, 16, 16, 1024, 1024, 128, tags=BENCH, causal=True),
-    _case("bench_4k_full", 4, 16, 16, 4096, 4096, 128, tags=BENCH),
-    _case("bench_4k_causal", 4, 16, 16, 4096, 4096, 128, tags=BENCH, causal=True),
-    _case("bench_16k_full", 1, 16, 16, 16384, 16384, 128, tags=BENCH - GPU),
-    _case("bench_16k_causal", 1, 16, 16, 16384, 16384, 128, tags=BENCH - GPU, causal=True),
-    _case("bench_4k_d64_full", 4, 32, 32, 4096, 4096, 64, tags=BENCH - GPU),
-    _case("bench_4k_d64_causal", 4, 32, 32, 4096, 4096, 64, tags=BENCH - GPU, causal=True),
-    _case("bench_4k_d256_causal", 4, 8, 8, 4096, 4096, 256, tags=BENCH - GPU, causal=True),
+    Case("llama_4k", _train(2, 4096, 32, 128, kv_heads=8, causal=True), BENCH, HALF),
+    Case("llama_window_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, window_left=4096), BENCH, HALF),
+    Case("gpt_oss_window", _train(1, 16384, 64, 64, kv_heads=8, causal=True, window_left=127, sinks=True), BENCH, HALF),
+    Case("gemma_softcap", _train(1, 8192, 16, 256, kv_heads=8, causal=True, softcap=50.0), BENCH, HALF),
+    Case("packed_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, cu_seqlens_q=(9000, 500, 84, 5000, 1800),
+                              cu_seqlens_k=(9000, 500, 84, 5000, 1800)), BENCH, HALF),
+    Case("bias_2k", _train(2, 2048, 16, 64, bias=(1, 16, 2048, 2048)), BENCH, HALF),
+    Case("dropout_4k", _train(4, 4096, 16, 128, causal=True, dropout_p=0.1), BENCH, HALF),
 ]  # fmt: skip
 
 
-def _statistics(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Log-sum-exps, one of them of a row that saw nothing."""
-    lse = torch.randn(*shape, generator=generator, device=generator.device)
-    lse.view(-1)[:1] = float("-inf")
-    return lse.to(device)
+def _lse(*dead: int) -> Init:
+    """Logarithms of sums, of which some are of nothing."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        lse = 3.0 * torch.randn(shape, generator=generator, device=device)
+        for place in dead:
+            lse.view(-1)[place] = float("-inf")
+        return lse
+
+    return init
 
 
-def _both_empty(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    lse = torch.randn(*shape, generator=generator, device=generator.device)
-    lse.view(-1)[::3] = float("-inf")
-    return lse.to(device)
+def _merge(*shape: int, init: str | Init = "normal", dead_a: tuple = (), dead_b: tuple = ()) -> dict:
+    return {
+        "out_a": T(*shape, init=init), "lse_a": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_a)),
+        "out_b": T(*shape, init=init), "lse_b": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_b)),
+    }  # fmt: skip
 
 
-def _merge(name: str, *shape: int, tags: frozenset[str] = SMALL, lse=_statistics, out=_token_major) -> Case:
-    parts = {f"out_{s}": T(*shape, init=out) for s in "ab"} | {
-        f"lse_{s}": T(*shape[:3], dtype=torch.float32, init=lse) for s in "ab"
-    }
-    return Case(name, {n: parts[n] for n in ("out_a", "lse_a", "out_b", "lse_b")}, tags)
+MERGE = [
+    Case("small", _merge(2, 3, 5, 24), SMALL),
+    Case("tokens_first", _merge(2, 3, 5, 16, init=_tokens_first), SMALL),
+    Case("nothing_seen", _merge(1, 2, 7, 40, dead_a=(0, 3, 4), dead_b=(3, 5)), SMALL),
+    Case("rows_only", _merge(9, 64), SMALL),
+    Case("no_rows", _merge(2, 0, 5, 16), SMALL),
+    Case("train", _merge(2, 32, 8192, 128, init=_tokens_first), BENCH, HALF),
+]
+
+CASES: dict[str, list[Case]] = {"attention": [*ATTENTION, *decode_cases.CASES], "merge_attention": MERGE}
 
 
-CASES = {
-    "attention": [*ATTENTION, *decode_cases.CASES],
-    "merge_attention": [
-        _merge("plain", 2, 3, 7, 16),
-        _merge("both_saw_nothing", 1, 2, 9, 24, lse=_both_empty),
-        _merge("head_major", 1, 2, 5, 8, out="normal"),
-        _merge("empty", 1, 2, 0, 16),
-        _merge("16k", 1, 16, 16384, 128, tags=BENCH),
-    ],
-}
+def _pairs(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, page_table: Tensor | None,
+    kv_lengths: Tensor | None, causal: bool, window_left: int, window_right: int,
+) -> int:  # fmt: skip
+    """How many (query, key) pairs of one head causal, window, lengths and documents leave; other masks do not count."""
+    slots = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        spans = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
+    else:
+        keys = [slots] * q.shape[0] if kv_lengths is None else kv_lengths.tolist()
+        spans = ((q.shape[2], n) for n in keys)
+    right = 0 if causal else window_right
+    total = 0
+    for tokens, keys in spans:
+        position = torch.arange(tokens) + keys - tokens
+        last = (position + right if right >= 0 else position * 0 + keys - 1).clamp(-1, keys - 1)
+        first = (position - window_left if window_left >= 0 else position * 0).clamp(0)
+        total += int((last - first + 1).clamp(0).sum())
+    return total
 
 
-def _attention_flops(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window_left: int = -1, page_table: Tensor | None = None
-) -> int:
-    """Two products over the visible pairs; dense masks, documents and lengths are not looked at."""
-    batch, heads, tokens, dim = q.shape
-    keys = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
-    pairs = tokens * keys
-    if causal:
-        pairs -= min(tokens, keys) * (min(tokens, keys) - 1) // 2
-    if window_left >= 0:
-        pairs = min(pairs, tokens * (window_left + 1))
-    return 2 * batch * heads * pairs * (dim + v.shape[3])
+def _products(dims_of_q: int, dims_of_v: int) -> Callable[..., int]:
+    """FLOPs of as many products over D and over Dv for each visible pair."""
+
+    def count(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, causal, window_left, window_right
+    ) -> int:
+        pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, causal, window_left, window_right)
+        return 2 * q.shape[1] * pairs * (dims_of_q * q.shape[3] + dims_of_v * v.shape[3])
+
+    return count
 
 
-def _attention_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
-    return 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q[..., 0].numel()
+flops = {"attention": _products(1, 1), "attention_vjp": _products(3, 2)}
 
 
-flops = {
-    "attention": _attention_flops,
-    "attention_vjp": lambda **args: int(2.5 * _attention_flops(**{n: args[n] for n in _PAIRS if n in args})),
-}
-_PAIRS = ("q", "k", "v", "causal", "window_left", "page_table")
+def _held(*tensors: Tensor | None) -> int:
+    return sum(0 if x is None else x.numel() * x.element_size() for x in tensors)
+
+
+def _attention_bytes(q, k, v, bias, mask, page_table, kv_lengths) -> int:
+    """q, the valid keys and values, bias and mask read once; out and lse written."""
+    tokens = k.shape[2] * (1 if page_table is None else page_table.shape[1])
+    share = 1.0 if kv_lengths is None else float(kv_lengths.sum()) / max(1, kv_lengths.numel() * tokens)
+    rows = 1.0 if page_table is None else page_table.numel() / max(1, k.shape[0])
+    out = q.numel() // max(1, q.shape[3]) * v.shape[3] * q.element_size()
+    return int(_held(q, bias, mask) + share * rows * _held(k, v) + out + 4 * q.numel() // max(1, q.shape[3]))
+
+
 bytes_moved = {
     "attention": _attention_bytes,
-    "attention_vjp": lambda q, k, v: 2 * _attention_bytes(q, k, v) + q.nbytes,
-    "merge_attention": lambda out_a, lse_a: 3 * (out_a.nbytes + lse_a.nbytes),
-    "merge_attention_vjp": lambda out_a, lse_a: 5 * out_a.nbytes + 6 * lse_a.nbytes,
+    "attention_vjp": lambda q, k, v, out, lse, bias, mask: 2 * _held(q, k, v, out, bias) + _held(lse, mask),
+    "merge_attention": lambda out_a, lse_a: 3 * _held(out_a, lse_a),
+    "merge_attention_vjp": lambda out_a, lse_a: 5 * _held(out_a) + 5 * _held(lse_a),
 }

@@ -80,7 +80,7 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
     batch, heads, tokens, dim = q.shape
     rows, kv_heads, keys, _ = k.shape
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"attention: v must be {list(k.shape[:3])} as k, but for the head dim, got {list(v.shape[:3])}")
+        raise ValueError(f"attention: v must be k's {list(k.shape[:3])} and a head dim, got {list(v.shape[:3])}")
     if k.shape[3] != dim:
         raise ValueError(f"attention: k must have q's head dim {dim}, got {k.shape[3]}")
     if dim == 0 or v.shape[3] == 0:

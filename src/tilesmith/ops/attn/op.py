@@ -151,5 +151,6 @@ def attention(
     return attention_op(
         q, k, v, sinks=sinks, seed=seed, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_lengths=kv_lengths,
         page_table=page_table, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, dropout_p=float(dropout_p),
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic, **mask.lower(), **score.lower(),
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic,
+        **mask.lower(), **score.lower(),
     )  # fmt: skip

@@ -355,7 +355,8 @@ def _attention_dbias_kernel(
         head = bias_head + (step // (walk_m * walk_n)) % walk_heads
         start = (block_m + (step // walk_n) % walk_m) * BLOCK_M
         first = (block_n + step % walk_n) * BLOCK_N
-        rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, _, _, _, _, _ = key_walk(
+        # no `_` here: below it is a score's slope, and a name must keep its type
+        rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_lo, full_hi = key_walk(
             start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, None,
             window_left, window_right, LEFT, RIGHT, True, BLOCK_M, BLOCK_N)  # fmt: skip
         if (first < hi) & (first + BLOCK_N > lo):

@@ -70,10 +70,12 @@ def _sum_of_weights(weight_ptr, weight_sum_ptr, cols):
 
 @triton.jit
 def _loss(lse, chosen, total, label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH: tl.constexpr):
-    """A token's cross-entropy without its z term; total: Σ w[c] · z[c]."""
+    """A token's cross-entropy without its z term; total: Σ w[c] · z[c]. All scores in base 2: taken apart only after
+    the subtraction, so that a certain label costs exactly nothing."""
     loss = label_weight * (lse - chosen)
     if SMOOTH:
         loss = (1.0 - smoothing) * loss + smoothing / cols * (all_weights * lse - total)
+    loss = loss * LN2
     return tl.where(counted, tl.where(valid, loss, float("nan")), 0.0)
 
 
@@ -221,7 +223,7 @@ def _swept_kernel(
     label_weight = _label_weight(weight_ptr, label, counted & valid)
     all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, cols)
     loss = _loss(
-        lse, chosen * LN2, tl.sum(total, 0) * LN2, label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH
+        lse2, chosen, tl.sum(total, 0), label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH
     )
     if ADD_Z:
         loss += z_loss * lse * lse
@@ -294,7 +296,7 @@ def _held_kernel(
 
     label_weight = _label_weight(weight_ptr, label, counted & valid)
     all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, cols)
-    loss = _loss(lse, chosen * LN2, total * LN2, label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH)
+    loss = _loss(lse2, chosen, total, label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH)
     if ADD_Z:
         loss += z_loss * lse * lse
     tl.store(losses_ptr + row, loss, mask=exists)

@@ -29,6 +29,12 @@ def _load_vector(ptr, col, inside):
 
 
 @triton.jit
+def _mean(total, cols):
+    """total / cols, correctly rounded: Triton's `/` is not, and rstd multiplies the error of a row that varies little."""
+    return tl.div_rn(total, cols.to(tl.float32))
+
+
+@triton.jit
 def _factor(weight_ptr, y_ptr, lane, inside, offset, LLAMA: tl.constexpr):
     """weight + offset as a row, rounded as the reference's casting="llama" does; 1 without a weight."""
     if weight_ptr is None:
@@ -82,10 +88,10 @@ def _norm_fwd_kernel(
         x = _round(x + residual.to(tl.float32), s_ptr)
         tl.store(s_ptr + first * cols + (row * cols + col), x, mask=inside)
     if CENTER:
-        mean = tl.sum(x, 1, keep_dims=True) / cols
+        mean = _mean(tl.sum(x, 1, keep_dims=True), cols)
         tl.store(mean_ptr + first + row, mean, mask=row_inside)
         x = tl.where(col_inside, x - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / cols + eps)
+    rstd = tl.rsqrt(_mean(tl.sum(x * x, 1, keep_dims=True), cols) + eps)
     tl.store(rstd_ptr + first + row, rstd, mask=row_inside)
     y = _scale(x * rstd, weight, bias, y_ptr, LLAMA)
     tl.store(y_ptr + first * cols + (row * cols + col), y, mask=inside)
@@ -123,10 +129,10 @@ def _norm_fwd_wide_kernel(
     row_mean = 0.0
     if CENTER:
         count = ((cols - lane + BLOCK_COLS - 1) // BLOCK_COLS).to(tl.float32)
-        row_mean = tl.sum(mean * count, 0) / cols
+        row_mean = _mean(tl.sum(mean * count, 0), cols)
         squares += count * (mean - row_mean) * (mean - row_mean)
         tl.store(mean_ptr + row, row_mean)
-    rstd = tl.rsqrt(tl.sum(squares, 0) / cols + eps)
+    rstd = tl.rsqrt(_mean(tl.sum(squares, 0), cols) + eps)
     tl.store(rstd_ptr + row, rstd)
     if residual_ptr is not None:
         tl.debug_barrier()  # the second sweep reads s, which other threads of this program stored
@@ -165,9 +171,9 @@ def _norm_bwd_rows_kernel(
             dxhat *= tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32) + offset
         dot += dxhat * (x - mean)
         total += dxhat
-    tl.store(dot_ptr + row, tl.sum(dot, 0) * tl.load(rstd_ptr + row) / cols)
+    tl.store(dot_ptr + row, _mean(tl.sum(dot, 0), cols) * tl.load(rstd_ptr + row))
     if mean_ptr is not None:
-        tl.store(sum_ptr + row, tl.sum(total, 0) / cols)
+        tl.store(sum_ptr + row, _mean(tl.sum(total, 0), cols))
 
 
 @triton.jit
@@ -221,13 +227,13 @@ def _norm_bwd_kernel(
             if dot_ptr is not None:
                 dot = tl.load(dot_ptr + first + row, mask=row_inside, other=0.0)
             else:
-                dot = tl.sum(dxhat * xhat, 1, keep_dims=True) / cols
+                dot = _mean(tl.sum(dxhat * xhat, 1, keep_dims=True), cols)
             dx = dxhat - xhat * dot
             if mean_ptr is not None:
                 if sum_ptr is not None:
                     dx -= tl.load(sum_ptr + first + row, mask=row_inside, other=0.0)
                 else:
-                    dx -= tl.sum(dxhat, 1, keep_dims=True) / cols
+                    dx -= _mean(tl.sum(dxhat, 1, keep_dims=True), cols)
             dx *= rstd
             if ds_ptr is not None:
                 dx += tl.load(ds_ptr + first * ds_stride + ds_at, mask=inside, other=0.0).to(tl.float32)
