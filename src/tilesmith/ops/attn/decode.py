@@ -12,7 +12,7 @@ from torch import Tensor
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
-from tilesmith.ops.attn.tiles import LN2, LOG2E, tanh
+from tilesmith.ops.attn.triton_tiles import LN2, LOG2E, tanh
 
 
 @triton.jit
