@@ -17,6 +17,7 @@ from tilesmith.engine.settings import settings
 log = logging.getLogger("tilesmith")
 
 _PINS: ContextVar[dict[str, str] | None] = ContextVar("tilesmith_pins", default=None)
+_environment = dict(settings().pins)
 _warned: set[str] = set()
 
 
@@ -38,18 +39,13 @@ class Choice:
 def pins() -> dict[str, str]:
     """Op name -> backend pinned in this context (by `use`, else by the environment)."""
     here = _PINS.get()
-    return dict(settings().pins) if here is None else here
+    return _environment if here is None else here
 
 
 def pinned(name: str) -> str:
     """The backend pinned for the op `name` in this context, or "". torch.compile keeps the pin of its trace."""
     here = _PINS.get()
-    if here is None:
-        for op, backend in settings().pins:
-            if op == name:
-                return backend
-        return ""
-    return here.get(name, "")
+    return (_environment if here is None else here).get(name, "")
 
 
 # What torch.compiler.assume_constant_result sets, without its import of torch._dynamo, which costs a second.

@@ -77,6 +77,7 @@ def optimize_kernel(
             configure = _Configure(fn, space)
             run = functools.wraps(fn)(lambda *args: fn(*args, config=configure(args)))
             run.configure = configure
+            run.configured = configure.bind
         else:
             run = functools.wraps(fn)(
                 (lambda *args, **kw: fn(*args, config=pinned, **kw)) if wants_config else (lambda *a, **kw: fn(*a, **kw))
@@ -118,6 +119,13 @@ class _Configure:
         default = self.space.default(dims, arch, dtype)
         row = Table.of(self.fn.__module__, arch.name).nearest(self.fn.__name__, dtype, dims)
         return default if row is None else type(default)(**{**default._asdict(), **row.config})
+
+    def bind(self, args: tuple) -> Any:
+        """The kernel with the configuration for these arguments; while one is forced, asked anew at each call."""
+        if self.forced is not None:
+            return lambda *args: self.fn(*args, config=self(args))
+        config = self(args)
+        return lambda *args: self.fn(*args, config=self.forced or config)
 
     def forget(self) -> None:
         self._found.clear()

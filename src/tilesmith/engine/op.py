@@ -89,10 +89,10 @@ class Op:
         self._describe = describe or describer(self.name, self.parameters)
         self._modules = dict(kernels or {})
         self._kernels: dict[str, Kernel] = {}
+        self._recent: dict[tuple, Callable[..., Any]] = {}
         self._select = lru_cache(maxsize=512)(lambda call, pin, device: choose(self, call, pin, device))
         self._define(fake or reference)
         self.add_kernel(Kernel(self.name, REFERENCE, reference, 0))
-        self._first = next(i for i, a in enumerate(self.handle._schema.arguments) if "Tensor" in str(a.type))
         self.gradient = Gradient(self) if not self.mutates else None
         _OPS[self.name] = self
 
@@ -119,6 +119,7 @@ class Op:
                     raise ValueError(f"{self.name}: {kernel.backend} and {other.backend} both have rank {kernel.rank}")
         self._kernels[kernel.backend] = kernel
         self._select.cache_clear()
+        self._recent.clear()
         return kernel
 
     def replace_kernel(self, backend: str, fn: Callable[..., Any]) -> Kernel:
@@ -126,6 +127,7 @@ class Op:
         old = self._kernels[backend]
         self._kernels[backend] = Kernel(old.op, old.backend, fn, old.rank, old.rejects)
         self._select.cache_clear()
+        self._recent.clear()
         return self._kernels[backend]
 
     def backends(self) -> tuple[str, ...]:
@@ -195,13 +197,31 @@ class Op:
         return self._execute(self.complete(args), pin)
 
     def _execute(self, args: tuple, pin: str) -> Any:
-        first = args[self._first]
-        device = (first if first is not None else next(a for a in args if isinstance(a, Tensor))).device
-        kernel = self._select(self._describe(*args), pin, device).kernel
+        key: list[Any] = [pin]
+        device = None
+        for a in args:
+            if isinstance(a, Tensor):
+                device = device or a.device
+                key += (a.dtype, a.device, a.shape, a.stride())
+            else:
+                key.append(tuple(a) if type(a) is list else a)
+        run = self._recent.get(tuple(key))
+        if run is None:
+            run = self._recall(tuple(key), args, pin, device)
         if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return kernel.fn(*args)
-        return kernel.fn(*args)
+                return run(*args)
+        return run(*args)
+
+    def _recall(self, key: tuple, args: tuple, pin: str, device: torch.device) -> Callable[..., Any]:
+        """The chosen kernel for these very shapes, kept so that the next such call asks for nothing."""
+        kernel = self._select(self._describe(*args), pin, device).kernel
+        configured = getattr(kernel.fn, "configured", None)
+        fn = kernel.fn if configured is None else configured(args)
+        if len(self._recent) >= 1024:  # ever new lengths: start over rather than grow
+            self._recent.clear()
+        self._recent[key] = fn
+        return fn
 
     def _public(self, outs: Any) -> Any:
         if not isinstance(outs, tuple | list):

@@ -174,12 +174,15 @@ def attention_vjp(
     dscaled = ds * slope
 
     wants_q, wants_k, wants_v, wants_bias, wants_sinks = output_mask
-    none = q.new_empty(0)
-    dq = torch.empty_like(q).copy_((dscaled @ values.k) * values.q_factor) if wants_q else none
-    dk = values.fold(dscaled.transpose(-1, -2) @ values.q, k, values.k_factor) if wants_k else none
-    dv = values.fold((p * dropped).transpose(-1, -2) @ dout, v, values.v_factor) if wants_v else none
-    dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous() if wants_bias and bias is not None else none
-    dsinks = none
+    dq, dk, dv, dbias, dsinks = (q.new_empty(0) for _ in output_mask)
+    if wants_q:
+        dq = torch.empty_like(q).copy_((dscaled @ values.k) * values.q_factor)
+    if wants_k:
+        dk = values.fold(dscaled.transpose(-1, -2) @ values.q, k, values.k_factor)
+    if wants_v:
+        dv = values.fold((p * dropped).transpose(-1, -2) @ dout, v, values.v_factor)
+    if wants_bias and bias is not None:
+        dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()
     if wants_sinks and sinks is not None:
         share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
         share = torch.where(lse > float("-inf"), share, 0.0)  # a sink of -inf over a row without keys: 0, not NaN

@@ -559,7 +559,7 @@ def attention_vjp(
     broadcast), one for dbias where it was, one for dsinks."""
     wants_q, wants_k, wants_v, wants_bias, wants_sinks = output_mask
     wants_bias, wants_sinks = wants_bias and bias is not None, wants_sinks and sinks is not None
-    none = q.new_empty(0)
+    dq, dk, dv, dbias, dsinks = (q.new_empty(0) for _ in output_mask)
     if dout is None:
         dout = torch.zeros_like(out)
     elif dout.stride(3) != 1:
@@ -571,20 +571,23 @@ def attention_vjp(
         q_documents, k_documents, scale, causal, window_left, window_right, softcap, dropout_p,
     )  # fmt: skip
     shared |= {"dout_ptr": dout, "dout_strides": dout.stride(), "row_lse_ptr": row_lse, "delta_ptr": delta}
+    if wants_k or wants_v:
+        both = _dkv(shared, config, arch)
+        dk, dv = both[0] if wants_k else dk, both[1] if wants_v else dv
+    # the kernel that writes dq is also the one that writes the gradient of a bias that was not broadcast
     whole = wants_bias and bias.shape == (*q.shape[:3], k.shape[2])
-    dk, dv = _dkv(shared, config, arch) if wants_k or wants_v else (none, none)
-    # the kernel that writes dq is also the one that writes a whole dbias
-    dq, dbias = _dq(shared, config, arch, whole) if wants_q or whole else (none, none)
-    if wants_bias and not whole:
-        dbias = _broadcast_dbias(shared, bias)
-    dsinks = none
+    if wants_bias:
+        dbias = bias.new_zeros(bias.shape) if whole else _broadcast_dbias(shared, bias)
+    if wants_q or whole:
+        every_dq = _dq(shared, config, arch, dbias if whole else None)
+        dq = every_dq if wants_q else dq
     if wants_sinks:
         dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format)
         launch(
             _attention_dsinks_kernel, (q.shape[1],), row_lse, delta, sinks, dsinks, *q.shape[:3],
             BLOCK=1024, EXACT=q.dtype == torch.float32,
         )  # fmt: skip
-    return (dq if wants_q else none), (dk if wants_k else none), (dv if wants_v else none), dbias, dsinks
+    return dq, dk, dv, dbias, dsinks
 
 
 def _statistics(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
@@ -624,10 +627,9 @@ def _dkv(shared: dict, config: AttentionVjpConfig, arch) -> tuple[Tensor, Tensor
     return dk, dv
 
 
-def _dq(shared: dict, config: AttentionVjpConfig, arch, whole_dbias: bool) -> tuple[Tensor, Tensor]:
-    q, k, v, bias = (shared[name] for name in ("q_ptr", "k_ptr", "v_ptr", "bias_ptr"))
+def _dq(shared: dict, config: AttentionVjpConfig, arch, dbias: Tensor | None) -> Tensor:
+    q, k, v = (shared[name] for name in ("q_ptr", "k_ptr", "v_ptr"))
     dq = torch.empty_like(q)
-    dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format) if whole_dbias else None
     k_desc, v_desc = tiles.descriptors(arch, (k, v), config.dq_block_n)
     if q.shape[0] * q.shape[1] * q.shape[2] > 0:
         launch(
@@ -641,7 +643,7 @@ def _dq(shared: dict, config: AttentionVjpConfig, arch, whole_dbias: bool) -> tu
             BLOCK_M=config.dq_block_m, BLOCK_N=config.dq_block_n,
             num_warps=config.dq_warps, num_stages=config.dq_stages,
         )  # fmt: skip
-    return dq, (dbias if whole_dbias else q.new_empty(0))
+    return dq
 
 
 def _broadcast_dbias(shared: dict, bias: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def _load_vector(ptr, col, inside):
 @triton.jit
 def _mean(total, cols):
     """total / cols, correctly rounded: Triton's `/` is not, and rstd multiplies the error of a row that varies little."""
-    return tl.div_rn(total, cols.to(tl.float32))
+    return tl.div_rn(total, cols * 1.0)
 
 
 @triton.jit
