@@ -142,13 +142,19 @@ def _remember(key: tuple, compiled: Any) -> None:
 
 @contextlib.contextmanager
 def compiling_for(target: Any, compiled: list[Any]) -> Iterator[None]:
-    """Inside, `launch` compiles for `target` (a triton GPUTarget) and appends (kernel name, result); nothing runs.
+    """Inside, `launch` compiles each kernel once for `target` (a triton GPUTarget) and appends (its name, result);
+    nothing runs.
 
     Kernel launchers called with CPU tensors then say which kernels, types and constants they would launch.
     """
     global _offline
     previous = _offline
-    _offline = lambda kernel, args, named: compiled.append((kernel.__name__, _compile(kernel, args, named, target)))
+
+    def compile_once(kernel: Any, args: tuple, named: dict[str, Any]) -> None:
+        if all(name != kernel.__name__ for name, _ in compiled):
+            compiled.append((kernel.__name__, _compile(kernel, args, named, target)))
+
+    _offline = compile_once
     try:
         yield
     finally:

@@ -151,12 +151,13 @@ _CAUSAL = list(inspect.signature(reference.attention).parameters).index("causal"
 
 
 class AttentionConfig(NamedTuple):
-    """Queries and keys of a tile; warps and pipeline stages of a program."""
+    """Queries and keys of a tile; warps and pipeline stages of a program; whether k and v come by bulk copies."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    bulk: bool = False
 
 
 def _dims(*args) -> dict[str, int]:
@@ -178,6 +179,7 @@ def _default(dims, arch, dtype) -> AttentionConfig:
         config = AttentionConfig(128, 64, 4 if wide <= 64 else 8, stages)
     else:
         config = AttentionConfig(64, 32, 4, stages)
+    config = config._replace(bulk=tiles.has_bulk_copies(arch, dtype))
     if dims["tokens"] < config.block_m:
         config = config._replace(block_m=max(16, triton.next_power_of_2(dims["tokens"])), num_warps=4)
     return _fit(config, wide * dtype.itemsize, arch.shared_memory)
@@ -251,7 +253,7 @@ def attention(
     if lse.numel() == 0:
         return out, lse
     arch = arch_of(q.device)
-    k_desc, v_desc = tiles.descriptors(arch, (k, v), config.block_n)
+    k_desc, v_desc = tiles.descriptors(config.bulk, (k, v), config.block_n)
     arguments = tiles.launch_arguments(
         q, k, v, bias, mask, alibi, seed, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths,
         q_documents, k_documents, scale, causal, window_left, window_right, softcap, dropout_p,

@@ -335,12 +335,15 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _padded(x.shape[3])])
 
 
-def descriptors(arch, tensors: tuple[Tensor, Tensor], rows: int) -> tuple:
+def descriptors(bulk: bool, tensors: tuple[Tensor, Tensor], rows: int) -> tuple:
     """Descriptors of two tensors that a kernel streams, or (None, None) where it must use pointers."""
-    if arch.kind != "cuda" or arch.capability < (9, 0) or tensors[0].element_size() != 2:
-        return None, None
-    found = tuple(descriptor(x, rows) for x in tensors)
-    return found if None not in found else (None, None)
+    found = tuple(descriptor(x, rows) for x in tensors) if bulk else (None,)
+    return (None, None) if None in found else found
+
+
+def has_bulk_copies(arch, dtype: torch.dtype) -> bool:
+    """Whether tiles of `dtype` travel by the tensor memory accelerator."""
+    return arch.kind == "cuda" and arch.capability >= (9, 0) and dtype.itemsize == 2
 
 
 def document_bounds(own: Tensor | None, other: Tensor | None, block: int, other_block: int) -> Tensor | None:

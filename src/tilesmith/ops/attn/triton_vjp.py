@@ -443,7 +443,8 @@ _Q, _CAUSAL = _PARAMETERS.index("q"), _PARAMETERS.index("causal")
 
 
 class AttentionVjpConfig(NamedTuple):
-    """Tiles of queries (m) and keys (n), warps and pipeline stages: of the kernel for dk and dv, and of that for dq."""
+    """Tiles of queries (m) and keys (n), warps and pipeline stages: of the kernel for dk and dv, and of that for dq;
+    whether what they stream comes by bulk copies."""
 
     dkv_block_m: int
     dkv_block_n: int
@@ -453,6 +454,7 @@ class AttentionVjpConfig(NamedTuple):
     dq_block_n: int
     dq_warps: int
     dq_stages: int
+    bulk: bool = False
 
 
 def _dims(*args) -> dict[str, int]:
@@ -474,6 +476,7 @@ def _default(dims, arch, dtype) -> AttentionVjpConfig:
             config = AttentionVjpConfig(32, 64, 8, 2, 128, 32, 8, 2)
     elif dtype != torch.float32 and wide <= 128:
         config = AttentionVjpConfig(32, 64, 4, stages, 64, 32, 4, stages)
+    config = config._replace(bulk=tiles.has_bulk_copies(arch, dtype))
     return _fit(config, wide * dtype.itemsize, arch.shared_memory)
 
 
@@ -611,7 +614,7 @@ def _dkv(shared: dict, config: AttentionVjpConfig, arch) -> tuple[Tensor, Tensor
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     if k.shape[0] * k.shape[1] * k.shape[2] == 0:
         return dk, dv
-    q_desc, dout_desc = tiles.descriptors(arch, (q, dout), config.dkv_block_m)
+    q_desc, dout_desc = tiles.descriptors(config.bulk, (q, dout), config.dkv_block_m)
     launch(
         _attention_dkv_kernel,
         (triton.cdiv(k.shape[2], config.dkv_block_n) * k.shape[0] * k.shape[1],),
@@ -630,7 +633,7 @@ def _dkv(shared: dict, config: AttentionVjpConfig, arch) -> tuple[Tensor, Tensor
 def _dq(shared: dict, config: AttentionVjpConfig, arch, dbias: Tensor | None) -> Tensor:
     q, k, v = (shared[name] for name in ("q_ptr", "k_ptr", "v_ptr"))
     dq = torch.empty_like(q)
-    k_desc, v_desc = tiles.descriptors(arch, (k, v), config.dq_block_n)
+    k_desc, v_desc = tiles.descriptors(config.bulk, (k, v), config.dq_block_n)
     if q.shape[0] * q.shape[1] * q.shape[2] > 0:
         launch(
             _attention_dq_kernel,

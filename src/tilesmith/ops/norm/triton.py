@@ -30,8 +30,8 @@ def _load_vector(ptr, col, inside):
 
 @triton.jit
 def _mean(total, cols):
-    """total / cols, correctly rounded: Triton's `/` is not, and rstd multiplies the error of a row that varies little."""
-    return tl.div_rn(total, cols * 1.0)
+    """total / cols; exact for one column, where rstd would multiply the error that Triton's `/` leaves."""
+    return total * (1.0 / cols)
 
 
 @triton.jit
@@ -78,9 +78,6 @@ def _norm_fwd_kernel(
     row_inside = first + row < rows
     inside = row_inside & col_inside
     x = tl.load(x_ptr + first * x_stride + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
-    # asked for before the reductions, so that they wait for one latency instead of two
-    weight = _factor(weight_ptr, y_ptr, lane, lane_inside, offset, LLAMA)
-    bias = _shift(bias_ptr, lane, lane_inside)
     if residual_ptr is not None:
         residual = tl.load(
             residual_ptr + first * residual_stride + (row * residual_stride + col), mask=inside, other=0.0
@@ -93,6 +90,9 @@ def _norm_fwd_kernel(
         x = tl.where(col_inside, x - mean, 0.0)
     rstd = tl.rsqrt(_mean(tl.sum(x * x, 1, keep_dims=True), cols) + eps)
     tl.store(rstd_ptr + first + row, rstd, mask=row_inside)
+    # only now: asked for before the reductions, they cost the registers of a program (layer norm 8,192 wide: +40 %)
+    weight = _factor(weight_ptr, y_ptr, lane, lane_inside, offset, LLAMA)
+    bias = _shift(bias_ptr, lane, lane_inside)
     y = _scale(x * rstd, weight, bias, y_ptr, LLAMA)
     tl.store(y_ptr + first * cols + (row * cols + col), y, mask=inside)
 
