@@ -87,7 +87,7 @@ def test_opcheck_of_the_vjp(name):
     op, args = _arguments(name)
     seen = []
     execute = op.vjp._execute
-    op.vjp._execute = lambda a, pin: (seen.append(a), execute(a, pin))[1]
+    op.vjp._execute = lambda key, a, pin: (seen.append(a), execute(key, a, pin))[1]
     try:
         outputs_and_gradients(op, args)
     finally:

@@ -132,10 +132,10 @@ class Gradient:
 
     # registration -------------------------------------------------------------------------------------------------
 
-    def apply(self, pin: str, args: tuple) -> Any:
-        """All outputs, connected to autograd."""
+    def apply(self, pin: str, ready: Any, args: tuple) -> Any:
+        """All outputs, connected to autograd. ready: the kernel for these arguments, if it is known."""
         if _functorch() is None:
-            return self.apply_eager(pin, *args)
+            return self.apply_eager(pin, ready, *args)
         return self.transformed.apply(pin, *args)
 
     def _keep(self, ctx: Any, pin: str, args: tuple, output: Any) -> None:
@@ -153,8 +153,11 @@ class Gradient:
         def backward(ctx, *grads):
             return (None, *gradient.backward(ctx, grads, ctx.needs_input_grad[1:]))
 
-        def forward(ctx, pin, *args):
-            output = op.run(args, pin)
+        def backward_eager(ctx, *grads):
+            return (None, None, *gradient.backward(ctx, grads, ctx.needs_input_grad[2:]))
+
+        def forward(ctx, pin, ready, *args):
+            output = op.run(args, pin) if ready is None else ready(*args)
             gradient._keep(ctx, pin, args, output)
             return output
 
@@ -168,7 +171,7 @@ class Gradient:
             static = {name: staticmethod(fn) for name, fn in methods.items()}
             return type(f"{op.name}_function", (torch.autograd.Function,), static)
 
-        eager = make(forward=forward, backward=backward)
+        eager = make(forward=forward, backward=backward_eager)
         plain = lambda pin, *args: op.run(args, pin)  # noqa: E731
         return eager, make(forward=plain, setup_context=setup_context, backward=backward, vmap=vmap)
 

@@ -80,7 +80,9 @@ def choose(op: Any, call: Any, pin: str, device: Any) -> Choice:
     if pin:
         reasons = _reasons(op, pin, call, device)
         if reasons:
-            raise NotImplementedError(f"{op.name} is pinned to {pin}, which cannot serve this call: {'; '.join(reasons)}")
+            raise NotImplementedError(
+                f"{op.name} is pinned to {pin}, which cannot serve this call: {'; '.join(reasons)}"
+            )
         return Choice(op.kernel(pin), "pinned")
     rejected = []
     for backend in op.backends():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.engine.launch import hooked
 from tilesmith.engine.settings import settings
 from tilesmith.engine.table import Table
 from tilesmith.hardware.detect import arch_of
@@ -77,10 +78,11 @@ def optimize_kernel(
             configure = _Configure(fn, space)
             run = functools.wraps(fn)(lambda *args: fn(*args, config=configure(args)))
             run.configure = configure
-            run.configured = configure.bind
         else:
             run = functools.wraps(fn)(
-                (lambda *args, **kw: fn(*args, config=pinned, **kw)) if wants_config else (lambda *a, **kw: fn(*a, **kw))
+                (lambda *args, **kw: fn(*args, config=pinned, **kw))
+                if wants_config
+                else (lambda *a, **kw: fn(*a, **kw))
             )
         if debug or settings().debug:
             run = _checked(fn, run)
@@ -126,6 +128,10 @@ class _Configure:
             return lambda *args: self.fn(*args, config=self(args))
         config = self(args)
         return lambda *args: self.fn(*args, config=self.forced or config)
+
+    def free(self) -> bool:
+        """Whether a recorded launch may be repeated: no configuration is forced, no profiler listens to launches."""
+        return self.forced is None and not hooked()
 
     def forget(self) -> None:
         self._found.clear()

@@ -8,28 +8,41 @@ from typing import Any
 
 import torch
 
+from tilesmith.engine import replay
+
 _offline: Callable[..., None] | None = None
 _compiled: dict[tuple, _Compiled] = {}
+_runtime: Any = None  # triton.knobs.runtime, once Triton is there
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
     """kernel[grid](*args, **named), without binding and specialising every argument again at each call.
 
-    What Triton specialises on (types, 16-byte alignment, integers that are 1 or multiples of 16, constexprs, options) is
-    the key to the kernel that it compiled; the driver's launcher is called directly.
+    What Triton specialises on (types, 16-byte alignment, integers that are 1 or multiples of 16, constexprs, options)
+    is the key to the kernel that it compiled; the driver's launcher is called directly.
     """
     if _offline is not None:
         _offline(kernel, args, named)
         return
     key, values = _key(kernel, args, named) if torch.cuda.is_initialized() else (None, ())
     found = _compiled.get(key) if key is not None else None
-    if found is None or found.hooked():
+    x, y, z = (*grid, 1, 1)[:3]
+    if found is None or hooked():
         compiled = kernel[grid](*args, **named)
         if key is not None and found is None:
-            _remember(key, compiled)
-        return
-    x, y, z = (*grid, 1, 1)[:3]
-    found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *values)
+            found = _remember(key, compiled)
+    else:
+        found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *values)
+    recorder = replay.recorder()
+    if recorder is not None:
+        recorder.launched(found, key and key[1], (x, y, z), values)
+
+
+def hooked() -> bool:
+    """Whether a profiler listens to launches through Triton's hooks; then Triton's own launch tells it."""
+    if _runtime is None:
+        return False
+    return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -46,20 +59,17 @@ class _Compiled:
     """A compiled kernel with everything of a launch that does not change between calls of one specialisation."""
 
     def __init__(self, compiled: Any):
-        from triton import knobs
-
         launcher = compiled.run
-        self.function, self.runtime = compiled.function, knobs.runtime
+        self.function = compiled.function
         constant = (compiled.packed_metadata, None, None, None)  # launch metadata and hooks: only while profiling
         scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
         if scratch == [0, 0] and hasattr(launcher, "launch"):
-            self.run, self.head = launcher.launch, (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *constant)
+            self.run, self.head = (
+                launcher.launch,
+                (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *constant),
+            )
         else:
             self.run, self.head = launcher, constant
-
-    def hooked(self) -> bool:
-        """Whether a profiler listens to launches; then Triton's own launch tells it."""
-        return bool(self.runtime.launch_enter_hook.calls or self.runtime.launch_exit_hook.calls)
 
 
 def _key(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple[tuple | None, list[Any]]:
@@ -133,11 +143,16 @@ def _kind(value: Any) -> Any:
     return _UNKNOWN
 
 
-def _remember(key: tuple, compiled: Any) -> None:
+def _remember(key: tuple, compiled: Any) -> _Compiled | None:
+    global _runtime
+    from triton import knobs
     from triton.compiler import CompiledKernel
 
-    if isinstance(compiled, CompiledKernel):
-        _compiled[key] = _Compiled(compiled)
+    _runtime = knobs.runtime
+    if not isinstance(compiled, CompiledKernel):
+        return None
+    found = _compiled[key] = _Compiled(compiled)
+    return found
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
+from torch.nn import Parameter
 
 from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.autograd import Gradient, register_loop_vmap
@@ -18,6 +19,7 @@ from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import Choice, choose, pinned
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.metadata import describer
+from tilesmith.engine.replay import Replay
 
 LIBRARY = Library("tilesmith", "FRAGMENT")
 _OPS: dict[str, Op] = {}
@@ -48,7 +50,8 @@ class Op:
     alias: input -> input whose gradient is the same values (``{"residual": "x"}``).
     mutates: names of the arguments that the op writes. decompose: plain function traced in place of the op under
     torch.compile. autocast: names of the tensors cast to the autocast dtype while autocast is on. fold: tensor
-    arguments whose leading dims are free, so that vmap adds rows instead of looping. sharding: DTensor rule ("rows", "elementwise").
+    arguments whose leading dims are free, so that vmap adds rows instead of looping. sharding: DTensor rule ("rows",
+    "elementwise").
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class Op:
         self.signature = inspect.signature(reference)
         self.parameters = tuple(self.signature.parameters)
         self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
+        self.required = sum(1 for n in self.parameters if n not in self.defaults)
+        self.tail = tuple(self.defaults.get(n) for n in self.parameters)
         self.types = infer_schema(reference, mutates_args=self.mutates)
         if "Tensor" not in self.types.partition("->")[0]:
             raise TypeError(f"{self.name} takes no tensor, so there is nothing to dispatch on")
@@ -147,23 +152,38 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.parameters):
             args = self.bind(args, kwargs)
+        if _compiling():
+            return self._traced(args)
+        if self.autocast:
+            args = self._autocast(args)
+        pin = pinned(self.name)
+        key = self._key(args, pin)
+        ready = self._recent.get(key)
+        if (
+            ready is None and self.check is not None
+        ):  # checks look at what is in the key, so a known key has passed them
+            self.check(*args)
+        if self.gradient is not None and torch.is_grad_enabled() and self.gradient.needed(args):
+            return self._public(self.gradient.apply(pin, ready, args))
+        return self._public(self.run(args, pin) if ready is None else ready(*args))
+
+    def _traced(self, args: tuple) -> Any:
+        """A call under torch.compile or torch.export."""
         if self.check is not None:
             self.check(*args)
         if self.autocast:
             args = self._autocast(args)
         pin = pinned(self.name)
-        if torch.compiler.is_compiling():
-            if self.decompose is not None and not pin:
-                return self.decompose(*args)
-            return self._public(self.handle(*args, pin=pin))
-        if self.gradient is not None and torch.is_grad_enabled() and self.gradient.needed(args):
-            return self._public(self.gradient.apply(pin, args))
-        return self._public(self.run(args, pin))
+        if self.decompose is not None and not pin:
+            return self.decompose(*args)
+        return self._public(self.handle(*args, pin=pin))
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """All arguments by position; TypeError as Python raises it for a missing, repeated or unknown one."""
         if len(args) > len(self.parameters):
             raise TypeError(f"{self.name}() takes {len(self.parameters)} arguments, got {len(args)}")
+        if not kwargs and len(args) >= self.required:
+            return args + self.tail[len(args) :]
         full = list(args)
         rest = dict(kwargs)
         for name in self.parameters[len(args) :]:
@@ -181,8 +201,9 @@ class Op:
 
     def run(self, args: tuple, pin: str = "") -> Any:
         """All outputs, without autograd: straight to the kernel for plain tensors, else through torch's dispatcher."""
-        if _plain(args):
-            return self._execute(args, pin)
+        key = self._key(args, pin)
+        if key is not None:
+            return self._execute(key, args, pin)
         if _functorch() is not None and self.gradient is not None:
             return self.gradient.transformed.apply(pin, *args)
         if self.sharding is not None:
@@ -194,34 +215,41 @@ class Op:
         return args + tuple(self.defaults[n] for n in self.parameters[len(args) :])
 
     def _boundary(self, *args: Any, pin: str = "") -> Any:
-        return self._execute(self.complete(args), pin)
+        args = self.complete(args)
+        return self._execute(self._key(args, pin, inside=True), args, pin)
 
-    def _execute(self, args: tuple, pin: str) -> Any:
+    def _key(self, args: tuple, pin: str, inside: bool = False) -> tuple | None:
+        """All that a kernel's launcher may look at: pin, facts of the tensors and plain arguments. None where torch's
+        dispatcher has to see the call: modes, functorch, tensor subclasses; `inside`: it has."""
+        if not inside and (_modes() or _functorch() is not None):
+            return None
         key: list[Any] = [pin]
-        device = None
         for a in args:
-            if isinstance(a, Tensor):
-                device = device or a.device
-                key += (a.dtype, a.device, a.shape, a.stride())
+            kind = type(a)
+            if kind is Tensor or kind is Parameter or isinstance(a, Tensor):
+                if kind is not Tensor and kind is not Parameter and not inside:
+                    return None
+                key += (a.dtype, a.device, a.shape, a.stride(), a.data_ptr() & 15)
             else:
-                key.append(tuple(a) if type(a) is list else a)
-        run = self._recent.get(tuple(key))
-        if run is None:
-            run = self._recall(tuple(key), args, pin, device)
-        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return run(*args)
-        return run(*args)
+                key.append(tuple(a) if kind is list else a)
+        return tuple(key)
 
-    def _recall(self, key: tuple, args: tuple, pin: str, device: torch.device) -> Callable[..., Any]:
-        """The chosen kernel for these very shapes, kept so that the next such call asks for nothing."""
+    def _execute(self, key: tuple, args: tuple, pin: str) -> Any:
+        ready = self._recent.get(key)
+        if ready is None:
+            ready = self._ready(args, pin)
+            if len(self._recent) >= 1024:  # ever new lengths: start over rather than grow
+                self._recent.clear()
+            self._recent[key] = ready
+        return ready(*args)
+
+    def _ready(self, args: tuple, pin: str) -> Callable[..., Any]:
+        """The chosen kernel for these very shapes, to be kept so that the next such call asks for nothing."""
+        device = next(a.device for a in args if isinstance(a, Tensor))
         kernel = self._select(self._describe(*args), pin, device).kernel
-        configured = getattr(kernel.fn, "configured", None)
-        fn = kernel.fn if configured is None else configured(args)
-        if len(self._recent) >= 1024:  # ever new lengths: start over rather than grow
-            self._recent.clear()
-        self._recent[key] = fn
-        return fn
+        configure = getattr(kernel.fn, "configure", None)
+        fn = kernel.fn if configure is None else configure.bind(args)
+        return Replay(fn, configure and configure.free, device.index) if device.type == "cuda" else fn
 
     def _public(self, outs: Any) -> Any:
         if not isinstance(outs, tuple | list):
@@ -267,18 +295,9 @@ def _find(name: str) -> Op:
 
 
 _LOWERED = (torch.float32, torch.float16, torch.bfloat16)
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
-
-
-def _plain(args: tuple) -> bool:
-    if _modes() or _functorch() is not None:
-        return False
-    for a in args:
-        if isinstance(a, Tensor) and type(a) not in _PLAIN_TYPES:
-            return False
-    return True
+_compiling = torch.compiler.is_compiling
 
 
 def _without_config(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,5 +327,3 @@ def explain(op: str | Op, *args: Any, compiled: bool = False, **kwargs: Any) -> 
     if args or kwargs:
         return found.explain(*args, compiled=compiled, **kwargs)
     return f"{name}{found.signature}: kernels {', '.join(found.backends())}"
-
-

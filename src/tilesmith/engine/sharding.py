@@ -35,7 +35,11 @@ def _rows(op: Any, last: bool = False) -> None:
             whole = Replicate() if dim is None else Partial()
             outs = [row if _row_output(op, n) else whole for n in op.outputs]
             ins = [
-                None if not hasattr(s, "placements") and not isinstance(s, Tensor) else row if _row_input(op, n) else Replicate()
+                None
+                if not hasattr(s, "placements") and not isinstance(s, Tensor)
+                else row
+                if _row_input(op, n)
+                else Replicate()
                 for n, s in zip(op.parameters, specs)
             ]
             found.append((outs, [*ins, *([None] * (len(specs) - len(ins)))]))

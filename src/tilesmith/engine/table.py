@@ -60,7 +60,11 @@ class Table:
         """The row of `kernel` and `dtype` nearest to `dims` in log space, or None when none is near."""
         best, best_distance = None, math.log(NEAR)
         for row in self.rows:
-            if row.kernel == kernel and row.dtype == str(dtype).removeprefix("torch.") and row.dims.keys() == dims.keys():
+            if (
+                row.kernel == kernel
+                and row.dtype == str(dtype).removeprefix("torch.")
+                and row.dims.keys() == dims.keys()
+            ):
                 logs = [math.log(max(row.dims[k], 1) / max(dims[k], 1)) for k in dims]
                 distance = math.sqrt(sum(d * d for d in logs) / max(len(logs), 1))
                 if distance <= best_distance:  # a later row, tuned on this machine, wins a tie

@@ -49,7 +49,9 @@ def compare(got: Tensor, reference: Tensor, oracle: Tensor, computed: torch.dtyp
     overflow = finite & (exact.abs() > limit)  # the dtype cannot hold it: any infinity of that sign will do
     odd = ~finite & ~overflow
     message = ""
-    if not torch.equal(wide[odd].nan_to_num(nan=7.0, posinf=8.0, neginf=9.0), exact[odd].nan_to_num(nan=7.0, posinf=8.0, neginf=9.0)):
+    if not torch.equal(
+        wide[odd].nan_to_num(nan=7.0, posinf=8.0, neginf=9.0), exact[odd].nan_to_num(nan=7.0, posinf=8.0, neginf=9.0)
+    ):
         message = "another NaN or infinity than the oracle"
     kept = finite & ~overflow
     if not wide[kept].isfinite().all():

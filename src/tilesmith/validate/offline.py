@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of one family for a GPU that is not here: `python -m tilesmith.validate.offline norm cuda 90 32`."""
+"""Compile one family's Triton kernels for a GPU that is not here: `python -m tilesmith.validate.offline norm cuda 90 32`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class _Tap:
         self.op, self.fn, self.arch = op, op.kernel(backend).fn, arch
 
     def open(self) -> None:
-        self.op._execute = lambda args, pin: self.fn(*args)
+        self.op._recent.clear()
+        self.op._execute = lambda key, args, pin: self.fn(*args)
         self.configure = getattr(self.fn, "configure", None)
         if self.configure is not None:
             self.configure.forget()

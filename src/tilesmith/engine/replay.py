@@ -1,0 +1,227 @@
+"""Replay: what a kernel's launcher did for one set of shapes, allocations and launches, done again without asking.
+
+A launcher decides from shapes, strides and plain arguments, all of which are the key under which the op keeps its
+repeat calls. So the second call of a key is recorded: torch operations through a dispatch mode, launches through
+`engine.launch`. If nothing else happened than allocations, views and launches, a function is generated that does just
+those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_VIEWS = frozenset({
+    _aten.view, _aten._unsafe_view, _aten._reshape_alias, _aten.permute, _aten.transpose, _aten.t, _aten.select,
+    _aten.slice, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.alias, _aten.detach, _aten.as_strided,
+    _aten.unfold, _aten.unbind, _aten.split, _aten.split_with_sizes,
+})  # fmt: skip
+_FACTORIES = frozenset({
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided,
+})  # fmt: skip
+_here = threading.local()  # a backward runs on threads of its own
+_deterministic = torch._C._get_deterministic_algorithms
+_current_device = torch._C._cuda_getDevice if torch.cuda._is_compiled() else None
+# Inductor's allocator: without the dispatcher, a third of the time of torch.empty_strided
+_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def recorder() -> Recorder | None:
+    """The recorder of this thread's running launcher, if it is being recorded."""
+    return getattr(_here, "recorder", None)
+
+
+class Recorder(TorchDispatchMode):
+    """Watches one run of a launcher. `replay()` gives the function that repeats it, or None with `refusal` set."""
+
+    def __init__(self, args: tuple):
+        super().__init__()
+        self.refusal = ""
+        self.alive: list[Tensor] = []  # ids must stay unique while recording
+        self.sources: dict[int, str] = {}  # id of a tensor -> the variable whose memory it is
+        self.memory: dict[str, Tensor] = {}  # variable -> the tensor recorded for it
+        self.steps: list[tuple[str, Any]] = []
+        self.parameters = [f"a{i}" for i in range(len(args))]
+        for name, a in zip(self.parameters, args):
+            if isinstance(a, Tensor):
+                if id(a) in self.sources:  # the next call's may be two
+                    self.refusal = "one tensor came as two arguments"
+                self._know(a, name)
+                self.memory[name] = a
+
+    def _know(self, tensor: Tensor, name: str) -> None:
+        self.alive.append(tensor)
+        self.sources.setdefault(id(tensor), name)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet in _FACTORIES and out.device.type == "cuda":
+            name = f"t{len(self.steps)}"
+            self._know(out, name)
+            self.memory[name] = out
+            self.steps.append(("empty", name))
+        elif packet in _VIEWS and id(args[0]) in self.sources:
+            for view in out if isinstance(out, tuple | list) else (out,):
+                self._know(view, self.sources[id(args[0])])
+        else:
+            self.refusal = self.refusal or f"the launcher calls {func}"
+        return out
+
+    def launched(self, found: Any, device: int, grid: tuple[int, int, int], values: list[Any]) -> None:
+        """`engine.launch` ran a compiled kernel; None: one that it could not keep."""
+        if found is None:
+            self.refusal = self.refusal or "a launch is not covered"
+            return
+        self.steps.append(("launch", (found, device, grid, values)))
+
+    def replay(self, out: Any) -> Callable[..., Any] | None:
+        """The function of the same arguments that allocates, launches and returns as the recorded run did."""
+        outs = out if isinstance(out, tuple | list) else (out,)
+        results = []
+        for o in outs:
+            name = self.sources.get(id(o)) if isinstance(o, Tensor) else None
+            if name is None or name in self.parameters or name in results or not _same_memory(o, self.memory[name]):
+                self.refusal = self.refusal or "an output is not a tensor that the launcher allocated"
+                return None
+            self.memory[name] = o  # returned through a view: its shape is what counts
+            results.append(name)
+        if self.refusal:
+            return None
+        try:
+            return _generate(self, results, isinstance(out, tuple | list))
+        except _Unknown as problem:
+            self.refusal = str(problem)
+            return None
+
+
+def _same_memory(view: Tensor, whole: Tensor) -> bool:
+    return view.data_ptr() == whole.data_ptr() and view.numel() == whole.numel() and view.dtype == whole.dtype
+
+
+class _Unknown(Exception):
+    """A launch argument that cannot be repeated."""
+
+
+def _generate(record: Recorder, results: list[str], many: bool) -> Callable[..., Any]:
+    constants: dict[str, Any] = {}
+    lines = []
+    devices = {step[1][1] for step in record.steps if step[0] == "launch"}
+    if len(devices) > 1:
+        raise _Unknown("launches on several devices")
+    last: dict[str, int] = {}
+    body: list[tuple[str, set[str]]] = []
+    for index, (kind, what) in enumerate(record.steps):
+        if kind == "empty":
+            t = record.memory[what]
+            constants[f"{what}_like"] = (tuple(t.shape), t.stride(), t.dtype)
+            body.append((f"{what} = empty(*{what}_like)", set()))
+        else:
+            found, device, grid, values = what
+            used: set[str] = set()
+            rest = ", ".join(_value(record, v, f"c{index}_{i}", constants, used) for i, v in enumerate(values))
+            constants |= {f"run{index}": found.run, f"f{index}": found.function, f"head{index}": found.head}
+            stream = f"stream({device})"
+            call = f"run{index}({grid[0]}, {grid[1]}, {grid[2]}, {stream}, f{index}, *head{index}, {rest})"
+            body.append((call, used))
+            for name in used:
+                last[name] = index
+    for index, (line, used) in enumerate(body):
+        lines.append(line)
+        spent = sorted(n for n in used if last[n] == index and n not in results and n not in record.parameters)
+        if spent:  # as early as the launcher can have freed it
+            lines.append(f"del {', '.join(spent)}")
+    listed = ", ".join(results)
+    lines.append(f"return ({listed},)" if many else f"return {listed}")
+    source = f"def replay({', '.join(['empty', *record.parameters])}):\n    " + "\n    ".join(lines)
+    namespace = {**constants, "stream": torch._C._cuda_getCurrentRawStream}
+    exec(compile(source, "<tilesmith replay>", "exec"), namespace)
+    return namespace["replay"]
+
+
+def _value(record: Recorder, value: Any, name: str, constants: dict[str, Any], used: set[str]) -> str:
+    """The expression that gives a launch argument anew."""
+    if isinstance(value, Tensor):
+        return _pointer(record, value, used)
+    if type(value).__name__ == "TensorDescriptor":
+        source = record.sources.get(id(value.base))
+        if source is None or _offset(record, value.base, source):
+            raise _Unknown("a descriptor of memory that is not an argument's or allocated")
+        used.add(source)
+        constants[name] = value
+        constants["descriptor"] = _descriptor
+        return f"descriptor({name}, {source})"
+    if isinstance(value, tuple) and any(isinstance(v, Tensor) for v in value):
+        raise _Unknown("tensors inside a tuple")
+    constants[name] = value
+    return name
+
+
+def _pointer(record: Recorder, tensor: Tensor, used: set[str]) -> str:
+    source = record.sources.get(id(tensor))
+    if source is None:
+        raise _Unknown("a tensor that is neither an argument nor allocated")
+    used.add(source)
+    offset = _offset(record, tensor, source)
+    return f"{source}.data_ptr()" + (f" + {offset}" if offset else "")
+
+
+def _offset(record: Recorder, tensor: Tensor, source: str) -> int:
+    if tensor.numel() == 0:
+        return 0
+    return tensor.data_ptr() - record.memory[source].data_ptr()
+
+
+def _descriptor(template: Any, base: Tensor) -> Any:
+    made = copy.copy(template)
+    made.base = base
+    return made
+
+
+@contextlib.contextmanager
+def _recording(args: tuple) -> Iterator[Recorder]:
+    _here.recorder = recorder = Recorder(args)
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        _here.recorder = None
+
+
+class Replay:
+    """A kernel for one key of repeat calls: runs its launcher, records the second run, repeats that from then on.
+
+    fn: the configured launcher. free: whether nothing forbids a replay now; None: never replayed. device: index.
+    """
+
+    def __init__(self, fn: Callable[..., Any], free: Callable[[], bool] | None, device: int):
+        self.fn, self.free, self.device = fn, free, device
+        self.calls, self.again, self.refusal = 0, None, ""
+
+    def __call__(self, *args: Any) -> Any:
+        if _current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(*args)
+        if self.free is None or not self.free():
+            return self.fn(*args)
+        if self.again is not None:
+            return self.again(_empty if _deterministic() else _empty_cuda, *args)
+        self.calls += 1
+        if self.calls != 2 or _empty_cuda is None:
+            return self.fn(*args)
+        with _recording(args) as record:
+            out = self.fn(*args)
+        self.again, self.refusal = record.replay(out), record.refusal
+        return out
+
+
+def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
