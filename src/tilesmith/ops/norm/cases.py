@@ -85,7 +85,8 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("fp32_vectors", fp32_vectors(6, 40), SMALL, HALVES),
         Case("swept_fp32_vectors", fp32_vectors(2, 17_000), TEST, HALVES),
         Case("shifted", args(4, 1001, init=_shifted), SMALL),
-        Case("shifted_swept", args(2, 17_000, init=_shifted), SMALL),
+        # one row: between outliers of several, dweight cancels, and its error is not that of its size
+        Case("shifted_swept", args(1, 17_000, init=_shifted), SMALL),
         Case("no_deviation", args(4, 64, init=_zeros), SMALL),
         Case("tiny", args(4, 64, init=lambda g, s, d: 1e-3 * torch.randn(s, generator=g, device=d)), SMALL),
         Case("strided", args(5, 40, layout="strided"), SMALL),

@@ -36,14 +36,16 @@ def _mean(total, cols):
 
 @triton.jit
 def _factor(weight_ptr, y_ptr, lane, inside, offset, LLAMA: tl.constexpr):
-    """weight + offset as a row, rounded as the reference's casting="llama" does; 1 without a weight."""
+    """weight + offset for a row of lanes, rounded as the reference's casting="llama" does; 1 without a weight."""
     if weight_ptr is None:
         return 1.0
     else:
-        weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32) + offset
+        weight = (
+            tl.load(weight_ptr + lane, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32) + offset
+        )
         if LLAMA and weight_ptr.dtype == y_ptr.dtype:
             weight = _round(weight, weight_ptr)
-        return weight[None, :]
+        return weight[None, :] if len(lane.shape) == 1 else weight
 
 
 @triton.jit
@@ -52,7 +54,8 @@ def _shift(bias_ptr, lane, inside):
     if bias_ptr is None:
         return 0.0
     else:
-        return tl.load(bias_ptr + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(bias_ptr + lane, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        return bias[None, :] if len(lane.shape) == 1 else bias
 
 
 @triton.jit
@@ -98,52 +101,96 @@ def _norm_fwd_kernel(
 
 
 @triton.jit
+def _add(total, lost, value):
+    """total + value and what rounding has lost so far (Kahan): a thread adds up hundreds of values of a wide row."""
+    value -= lost
+    new = total + value
+    return new, (new - total) - value
+
+
+@triton.jit
+def _sample_mean(x_ptr, residual_ptr, s_ptr, cols):
+    """The mean of 256 values of a row. Sums of differences from it lose nothing where the mean is far from 0, nor, being
+    a mean of many, where one value is. A tile of a warp's width is reduced without a barrier: the mean of the first
+    block would cost layer norm of 16,384 columns 15 %."""
+    lane = tl.arange(0, 32)
+    total = tl.zeros([32], tl.float32)
+    for part in tl.static_range(8):
+        col = part * (cols // 8) + lane
+        x = tl.load(x_ptr + col).to(tl.float32)
+        if residual_ptr is not None:
+            x = _round(x + tl.load(residual_ptr + col).to(tl.float32), s_ptr)
+        total += x
+    return tl.sum(total, 0) * (1.0 / 256)
+
+
+@triton.jit
+def _first_sweep(x_ptr, residual_ptr, s_ptr, col, inside):
+    """A block of x, or of the sum with the residual, which is also stored. What will be read again asks to stay cached."""
+    if residual_ptr is None:
+        return tl.load(x_ptr + col, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    else:
+        x = tl.load(x_ptr + col, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        residual = tl.load(residual_ptr + col, mask=inside, other=0.0, eviction_policy="evict_first")
+        s = _round(x + residual.to(tl.float32), s_ptr)
+        tl.store(s_ptr + col, s, mask=inside)
+        return s
+
+
+@triton.jit
 def _norm_fwd_wide_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
     rows, cols, x_stride, residual_stride, eps, offset,
-    CENTER: tl.constexpr, LLAMA: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+    CENTER: tl.constexpr, LLAMA: tl.constexpr, EVEN: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, swept twice in blocks: statistics, then y from what the L2 cache still holds of the row."""
+    """One row a program, swept twice in blocks: statistics, then y from what the caches still hold of the row.
+
+    The second sweep goes backwards, to meet the youngest lines first. The eviction hints are worth 3-8 % (H200, bf16,
+    4,096 to 32,768 columns): the first sweep asks to keep the row, the second to let it go. EVEN: as below.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * cols
     if residual_ptr is not None:
         residual_ptr += row * residual_stride
         s_ptr += row * cols
-    lane = tl.arange(0, BLOCK_COLS)
-    mean = tl.zeros([BLOCK_COLS], tl.float32)
-    squares = tl.zeros([BLOCK_COLS], tl.float32)
+    # 8 values a thread, added up before they meet the sums: sums as wide as the block cost layer norm the registers of
+    # every other program
+    lane = tl.arange(0, BLOCK_COLS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    whole = tl.full([BLOCK_COLS // 8, 8], True, tl.int1)
+    total = tl.zeros([BLOCK_COLS // 8], tl.float32)
+    squares = tl.zeros([BLOCK_COLS // 8], tl.float32)
+    lost_total = tl.zeros([BLOCK_COLS // 8], tl.float32)
+    lost_squares = tl.zeros([BLOCK_COLS // 8], tl.float32)
+    pivot = 0.0
+    if CENTER:
+        pivot = _sample_mean(x_ptr, residual_ptr, s_ptr, cols)
     for start in tl.range(0, cols, BLOCK_COLS, num_stages=STAGES):
         col = start + lane
-        inside = col < cols
-        x = tl.load(x_ptr + col, mask=inside, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
-            x = _round(x + tl.load(residual_ptr + col, mask=inside, other=0.0).to(tl.float32), s_ptr)
-            tl.store(s_ptr + col, x, mask=inside)
-        if CENTER:  # Welford in every lane: no difference of large sums where the mean exceeds the deviation
-            delta = x - mean
-            mean += tl.where(inside, delta * (BLOCK_COLS / (start + BLOCK_COLS)), 0.0)
-            squares += tl.where(inside, delta * (x - mean), 0.0)
-        else:
-            squares += x * x
-    row_mean = 0.0
+        inside = whole if EVEN else col < cols
+        x = _first_sweep(x_ptr, residual_ptr, s_ptr, col, inside)
+        if CENTER:
+            x = tl.where(inside, x - pivot, 0.0)
+            total, lost_total = _add(total, lost_total, tl.sum(x, 1))
+        squares, lost_squares = _add(squares, lost_squares, tl.sum(x * x, 1))
+    excess = 0.0
     if CENTER:
-        count = ((cols - lane + BLOCK_COLS - 1) // BLOCK_COLS).to(tl.float32)
-        row_mean = _mean(tl.sum(mean * count, 0), cols)
-        squares += count * (mean - row_mean) * (mean - row_mean)
-        tl.store(mean_ptr + row, row_mean)
-    rstd = tl.rsqrt(_mean(tl.sum(squares, 0), cols) + eps)
+        excess = _mean(tl.sum(total, 0), cols)
+        tl.store(mean_ptr + row, pivot + excess)
+    rstd = tl.rsqrt(tl.maximum(_mean(tl.sum(squares, 0), cols) - excess * excess, 0.0) + eps)
     tl.store(rstd_ptr + row, rstd)
     if residual_ptr is not None:
         tl.debug_barrier()  # the second sweep reads s, which other threads of this program stored
         x_ptr = s_ptr
+    last = (tl.cdiv(cols, BLOCK_COLS) - 1) * BLOCK_COLS
     for start in tl.range(0, cols, BLOCK_COLS, num_stages=STAGES):
-        col = start + lane
-        inside = col < cols
-        xhat = (tl.load(x_ptr + col, mask=inside, other=0.0).to(tl.float32) - row_mean) * rstd
+        col = last - start + lane
+        inside = whole if EVEN else col < cols
+        x = tl.load(x_ptr + col, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        xhat = ((x - pivot) - excess) * rstd
         weight = _factor(weight_ptr, y_ptr, col, inside, offset, LLAMA)
-        y = _scale(xhat[None, :], weight, _shift(bias_ptr, col, inside), y_ptr, LLAMA)
-        tl.store((y_ptr + col)[None, :], y, mask=inside[None, :])
+        y = _scale(xhat, weight, _shift(bias_ptr, col, inside), y_ptr, LLAMA)
+        tl.store(y_ptr + col, y, mask=inside)
 
 
 @triton.jit
@@ -325,12 +372,12 @@ def _forward(
     if count:
         tensors = (x2, residual2, _packed(weight), _packed(bias), y, s, mean, rstd)
         numbers = (count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset)
-        flags = {"CENTER": center, "LLAMA": llama, "BLOCK_COLS": block_cols, "num_warps": config.num_warps}
+        flags = {"CENTER": center, "LLAMA": llama, "EVEN": cols % block_cols == 0, "BLOCK_COLS": block_cols}
+        flags["num_warps"] = config.num_warps
         if block_cols < cols:
             launch(_norm_fwd_wide_kernel, (count,), *tensors, *numbers, STAGES=config.num_stages, **flags)
         else:
-            grid = (cdiv(count, block_rows),)
-            launch(_norm_fwd_kernel, grid, *tensors, *numbers, EVEN=block_cols == cols, BLOCK_ROWS=block_rows, **flags)
+            launch(_norm_fwd_kernel, (cdiv(count, block_rows),), *tensors, *numbers, BLOCK_ROWS=block_rows, **flags)
     return y, s, mean, rstd
 
 
@@ -398,6 +445,9 @@ def _launch_backward(
             count, cols, dy.stride(0), 0 if ds is None else ds.stride(0), x.stride(0), offset,
             EVEN=cols % block_cols == 0, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, STAGES=config.num_stages,
             num_warps=config.num_warps, **({"maxnreg": config.max_registers} if config.max_registers else {}),
+            # a product fused into the difference it enters is not what its mean was taken of: with one column, where
+            # the gradient is 0, rstd multiplies what is left of it
+            enable_fp_fusion=mean is None,
         )  # fmt: skip
     if dweight is not None or dbias is not None:
         tall = min(64, next_power_of_2(max(partials, 1)))
@@ -451,16 +501,19 @@ def _narrowed(tile: int, dims: Mapping[str, int], programs: int) -> int:
     return tile
 
 
-def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> ForwardConfig:
-    """16 elements a thread, 32 of rows beyond 4,096 columns, so that several programs share an SM. Rows too wide for
-    that are swept by few programs, or the rows in flight would not stay in the L2 cache until the second sweep."""
-    lanes = max(arch.warp, 16)
-    if dims["cols"] > 16_384:
-        return ForwardConfig(8192, 8192, max(1, 512 // lanes), _stages(8192, dims, arch, 1, 3))
-    width = next_power_of_2(dims["cols"])
-    tile = max(width, _narrowed(4096, dims, max(arch.sms, 1)))
-    threads = tile // 16 if tile <= 4096 else tile // 32
-    return ForwardConfig(tile, 0, max(1, threads // lanes), 1)
+def _forward_default(dims: Mapping[str, int], arch: Any, swept_from: int, most_idle: float = 1.0) -> ForwardConfig:
+    """16 elements a thread, 32 of wide rows, whole rows in registers: 0.96 to 0.99 of the copy rate (H200, bf16, 256 MB).
+    Rows of `swept_from` columns, and those that leave more than `most_idle` of the lanes idle, are swept twice, 8 elements
+    a thread, in blocks that leave few lanes idle: rms norm then reaches 0.98 to 1.00 up to 32,768 columns."""
+    lanes, cols = max(arch.warp, 16), dims["cols"]
+    width = next_power_of_2(cols)
+    if cols <= 2048 or (cols < swept_from and cols >= (1 - most_idle) * width):
+        tile = max(width, _narrowed(2048, dims, max(arch.sms, 1)))
+        return ForwardConfig(tile, 0, max(1, tile // (16 if tile <= 4096 else 32) // lanes), 1)
+    widest = min(8192 if cols > 16_384 else 4096, cols // 2)
+    fits = [b for b in (8192, 4096, 2048) if b <= widest and -cols % b * 16 <= cols]
+    block_cols = fits[0] if fits else 1024
+    return ForwardConfig(block_cols, block_cols, block_cols // 8 // lanes, 1)
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, center: bool) -> BackwardConfig:
@@ -487,9 +540,9 @@ def _backward_default(dims: Mapping[str, int], arch: Any, center: bool) -> Backw
 
 FORWARD_CHOICES = {
     "tile": (2048, 4096, 8192),
-    "block_cols": (0, 4096, 8192),
+    "block_cols": (0, 1024, 2048, 4096, 8192),
     "num_warps": (4, 8, 16, 32),
-    "num_stages": (1, 3),
+    "num_stages": (1, 2),
 }
 BACKWARD_CHOICES = {
     "tile": (2048, 4096, 8192),
@@ -505,7 +558,7 @@ BACKWARD_CHOICES = {
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: _dims(x, x, weight),
-        default=_forward_default,
+        default=lambda dims, arch, dtype: _forward_default(dims, arch, swept_from=4096),
         choices=FORWARD_CHOICES,
     )
 )
@@ -549,7 +602,9 @@ def rms_norm_vjp(
 @register_kernel("layer_norm", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, weight, bias, eps: _dims(x, x, weight, bias), default=_forward_default, choices=FORWARD_CHOICES
+        dims=lambda x, weight, bias, eps: _dims(x, x, weight, bias),
+        default=lambda dims, arch, dtype: _forward_default(dims, arch, swept_from=16_384, most_idle=0.25),
+        choices=FORWARD_CHOICES,
     )
 )
 def layer_norm(
@@ -587,7 +642,7 @@ def layer_norm_vjp(
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, eps, offset, casting: _dims(x, x, residual, weight),
-        default=_forward_default,
+        default=lambda dims, arch, dtype: _forward_default(dims, arch, swept_from=MAX_HELD),
         choices=FORWARD_CHOICES,
     )
 )
@@ -634,7 +689,7 @@ def add_rms_norm_vjp(
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, eps: _dims(x, x, residual, weight, bias),
-        default=_forward_default,
+        default=lambda dims, arch, dtype: _forward_default(dims, arch, swept_from=MAX_HELD),
         choices=FORWARD_CHOICES,
     )
 )
