@@ -13,7 +13,7 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
     "gfx1100": ("hip", "gfx1100", 32),
 }
-FAMILIES = ("norm", "rotary", "gate", "loss", "attn", "cache")
+FAMILIES = ("norm", "rotary", "gate", "loss", "distill", "attn", "cache")
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,6 +1,8 @@
-"""The public names and their homes. Resolved at first use, so that `import tilesmith` costs nothing and loads no Triton."""
+"""The public names and their homes. Resolved at first use: `import tilesmith` costs nothing and loads no Triton."""
 
 EXPORTS = {
+    "KernelConfig": "tilesmith.nn",
+    "MemoryConfig": "tilesmith.ops.memory",
     "explain": "tilesmith.engine",
     "optimize": "tilesmith.models",
     "optimize_kernel": "tilesmith.engine",

@@ -4,24 +4,68 @@ Legend: B batch rows, T tokens of a row, C hidden size, H query heads, G key/val
 features of a head, S slots of a cache.
 """
 
+from tilesmith.nn.activation import FusedGELU
 from tilesmith.nn.attention import Attention
 from tilesmith.nn.cache import KVCache
+from tilesmith.nn.config import KernelConfig
 from tilesmith.nn.decoder import Decoder, DecoderBlock, DecoderConfig
+from tilesmith.nn.distillation import (
+    JSD,
+    FusedLinearDistillationLoss,
+    FusedLinearJSD,
+    FusedLinearJSDLoss,
+    KLDivLoss,
+    TVDLoss,
+    distillation_loss,
+)
+from tilesmith.nn.fused_preference import (
+    FusedLinearCPOLoss,
+    FusedLinearDPOLoss,
+    FusedLinearGRPOLoss,
+    FusedLinearKTOLoss,
+    FusedLinearORPOLoss,
+    FusedLinearSimPOLoss,
+)
 from tilesmith.nn.generation import generate
+from tilesmith.nn.linear import OptimizedLinear
 from tilesmith.nn.mlp import GatedMLP
+from tilesmith.nn.multihead import AttentionLayer
 from tilesmith.nn.norm import LayerNorm, RMSNorm
+from tilesmith.nn.policy import grpo_loss
+from tilesmith.nn.preference import kto_loss, preference_loss, sequence_log_probs
 from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
 
 __all__ = [
+    "JSD",
     "Attention",
+    "AttentionLayer",
     "Decoder",
     "DecoderBlock",
     "DecoderConfig",
+    "FusedGELU",
+    "FusedLinearCPOLoss",
+    "FusedLinearDPOLoss",
+    "FusedLinearDistillationLoss",
+    "FusedLinearGRPOLoss",
+    "FusedLinearJSD",
+    "FusedLinearJSDLoss",
+    "FusedLinearKTOLoss",
+    "FusedLinearORPOLoss",
+    "FusedLinearSimPOLoss",
     "GatedMLP",
+    "KLDivLoss",
     "KVCache",
+    "KernelConfig",
     "LayerNorm",
     "Llama3Scaling",
+    "OptimizedLinear",
     "RMSNorm",
     "RotaryEmbedding",
+    "TVDLoss",
+    "distillation_loss",
     "generate",
+    "grpo_loss",
+    "kto_loss",
+    "preference_loss",
+    "sequence_log_probs",
 ]

@@ -17,7 +17,8 @@ class Attention(nn.Module):
     num_kv_heads: heads of keys and values, which groups of query heads share; num_heads if None. head_dim:
     hidden_size / num_heads if None. qk_norm: an RMSNorm over each head of q and k, before RoPE. window: keys before its
     own that a query sees, all if None. softcap: c > 0 bends scores to c tanh(score / c). scale: factor of the scores,
-    1 / sqrt(head_dim) if None. Raises ValueError where the heads do not divide.
+    1 / sqrt(head_dim) if None. dropout: probability to drop an attention weight in training, without a cache. Raises
+    ValueError where the heads do not divide.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Attention(nn.Module):
         softcap: float = 0.0,
         scale: float | None = None,
         bias: bool = False,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -44,7 +46,7 @@ class Attention(nn.Module):
             if hidden_size % num_heads:
                 raise ValueError(f"num_heads is {num_heads}, which does not divide hidden_size, {hidden_size}")
             head_dim = hidden_size // num_heads
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim, self.dropout = num_heads, num_kv_heads, head_dim, dropout
         self.mask, self.score = ops.Mask(causal=True, window=window), ops.Score(scale=scale, softcap=softcap)
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias, device, dtype)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias, device, dtype)
@@ -73,7 +75,9 @@ class Attention(nn.Module):
             out = self._attend_cached(q, k, v, rotary, cache, layer)
         else:
             q, k = rotary(q, k, cu_seqlens=cu_seqlens)
-            out, _ = ops.attention(q, k, v, self.mask, self.score, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+            dropout_p = self.dropout if self.training else 0.0
+            packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+            out, _ = ops.attention(q, k, v, self.mask, self.score, dropout_p=dropout_p, **packed)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

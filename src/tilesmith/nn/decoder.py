@@ -23,6 +23,7 @@ class DecoderConfig:
 
     rotary_dim: rotated features of a head, all if None. logit_softcap: c > 0 bends logits to c tanh(logit / c).
     tie_embeddings: the output projection is the embedding matrix. init_std: deviation of the initial weights.
+    hidden_dropout: probability to drop an element of what a layer adds to the residual stream, in training.
     """
 
     vocab_size: int
@@ -48,6 +49,8 @@ class DecoderConfig:
     attention_bias: bool = False
     tie_embeddings: bool = False
     init_std: float = 0.02
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
 
 
 class DecoderBlock(nn.Module):
@@ -68,11 +71,13 @@ class DecoderBlock(nn.Module):
             window=config.window,
             softcap=config.softcap,
             bias=config.attention_bias,
+            dropout=config.attention_dropout,
             device=device,
             dtype=dtype,
         )
         self.post_attention_layernorm = _norm(config, device, dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, device=device, dtype=dtype)
+        self.dropout = config.hidden_dropout
 
     def forward(
         self,
@@ -90,8 +95,11 @@ class DecoderBlock(nn.Module):
         else:
             x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, rotary, cu_seqlens=cu_seqlens, cache=cache, layer=layer)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.post_attention_layernorm.add(self._dropped(x), residual)
+        return self._dropped(self.mlp(x)), residual
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.training and self.dropout else x
 
 
 class Decoder(nn.Module):
@@ -162,7 +170,13 @@ class Decoder(nn.Module):
     def hidden_states(
         self, tokens: Tensor, *, cu_seqlens: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """What the output projection reads, [B, T, C]. Arguments as of `forward`."""
+        """What the output projection reads, [B, T, C]. Arguments as of `forward`.
+
+        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents.
+        """
+        limit = self.config.max_positions
+        if cu_seqlens is None and tokens.shape[1] > limit:
+            raise ValueError(f"tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}")
         x, residual = self.embed_tokens(tokens), None
         for i, block in enumerate(self.layers):
             x, residual = block(x, residual, self.rotary, cu_seqlens=cu_seqlens, cache=cache, layer=i)

@@ -7,6 +7,16 @@ import importlib
 _FAMILIES = {
     "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "Mask", "Score"),
     "tilesmith.ops.cache.op": ("kv_cache_append",),
+    "tilesmith.ops.distill.op": (
+        "jsd",
+        "jsd_vjp",
+        "kl_div",
+        "kl_div_vjp",
+        "linear_distillation",
+        "linear_distillation_vjp",
+        "tvd",
+        "tvd_vjp",
+    ),
     "tilesmith.ops.gate.op": (
         "geglu",
         "geglu_vjp",
@@ -23,6 +33,18 @@ _FAMILIES = {
         "linear_cross_entropy",
         "linear_cross_entropy_vjp",
     ),
+    "tilesmith.ops.loss.preference": ("linear_log_probs", "linear_preference", "linear_preference_vjp"),
+    "tilesmith.ops.names": (
+        "flash_attention_backward",
+        "flash_attention_forward",
+        "fused_add_relu",
+        "fused_bias_dropout",
+        "fused_bias_gelu",
+        "fused_linear_forward",
+        "memory_efficient_attention",
+        "rmsnorm",
+    ),
+    "tilesmith.ops.norm.dropout_op": ("dropout_add_norm", "dropout_add_norm_vjp"),
     "tilesmith.ops.norm.op": (
         "add_layer_norm",
         "add_layer_norm_vjp",
@@ -33,7 +55,9 @@ _FAMILIES = {
         "rms_norm",
         "rms_norm_vjp",
     ),
+    "tilesmith.ops.probability.op": ("softmax", "softmax_dropout", "softmax_dropout_vjp", "softmax_vjp"),
     "tilesmith.ops.rotary.op": ("rope", "rope_vjp"),
+    "tilesmith.ops.scores.op": ("attention_stats", "attention_weights", "attention_weights_vjp"),
 }
 _HOMES = {name: home for home, names in _FAMILIES.items() for name in names}
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.ops.loss import preference_cases
 
 SMALL = frozenset({"test", "interpret"})
 BIG = frozenset({"gpu"})
@@ -181,6 +182,7 @@ CASES: dict[str, list[Case]] = {
         Case("bench_16k_narrow", _linear(16_384, 2048, 128_256, every=0), BENCH, BF16),
         Case("bench_frozen", _linear(8192, 4096, 128_256, every=0, frozen=True), BENCH, BF16),
     ],
+    **preference_cases.CASES,
 }
 
 
@@ -221,5 +223,10 @@ bytes_moved = {
     "cross_entropy_vjp": _bytes_vjp,
     "linear_cross_entropy": _bytes_linear,
     "linear_cross_entropy_vjp": _bytes_linear_vjp,
+    **preference_cases.bytes_moved,
 }
-flops = {"linear_cross_entropy": _flops_linear, "linear_cross_entropy_vjp": _flops_linear_vjp}
+flops = {
+    "linear_cross_entropy": _flops_linear,
+    "linear_cross_entropy_vjp": _flops_linear_vjp,
+    **preference_cases.flops,
+}

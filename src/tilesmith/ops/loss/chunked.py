@@ -1,6 +1,7 @@
 """The losses in plain PyTorch, block by block in place, on any device; linear_cross_entropy in one pass."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -188,6 +189,7 @@ def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype) ->
 
 
 STEPS = chunks.LogitSteps(_forward, _backward, _scale)
+KEEPING_STEPS = STEPS._replace(forward=partial(_forward, copied=True))
 
 
 class _Block:

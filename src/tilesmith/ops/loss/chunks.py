@@ -68,7 +68,7 @@ def linear_cross_entropy(
     acc = torch.promote_types(x.dtype, torch.float32)
     mask = gradients_now(grad_mask, reduction)
     saved = saved_dtype(weight)
-    chunks = _Chunks(x, weight, bias, mask, saved, acc, chunk_tokens, accumulate_fp32)
+    chunks = Chunks(x, weight, bias, mask, saved, acc, chunk_tokens, accumulate_fp32)
     labels = target.reshape(-1)
     losses = x.new_empty(labels.shape, dtype=acc)
     lse = torch.empty_like(losses)
@@ -108,7 +108,7 @@ def linear_cross_entropy_vjp(
             for grad, dtype, wanted in zip(saved, dtypes, output_mask)
         )
         return dx, dweight, dbias
-    chunks = _Chunks(x, weight, bias, tuple(output_mask), weight.dtype, lse.dtype, chunk_tokens, accumulate_fp32)
+    chunks = Chunks(x, weight, bias, tuple(output_mask), weight.dtype, lse.dtype, chunk_tokens, accumulate_fp32)
     labels, lse = target.reshape(-1), lse.reshape(-1)
     dloss = dloss.reshape(-1) if reduction == "none" else dloss.expand(labels.shape)
     for tokens in chunks:
@@ -119,7 +119,7 @@ def linear_cross_entropy_vjp(
     return dx, dweight, dbias.to(dtypes[2])
 
 
-class _Chunks:
+class Chunks:
     """Walks over slices of tokens; holds the logits of one at a time and the gradients that grow from them."""
 
     def __init__(
@@ -164,22 +164,30 @@ class _Chunks:
         tokens = self.x.shape[0]
         return (slice(start, min(start + self.size, tokens)) for start in range(0, tokens, self.size))
 
-    def logits(self, tokens: slice) -> Tensor:
+    def logits(self, tokens: slice | Sequence[slice]) -> Tensor:
         """x · weightᵀ + bias of these tokens, in the buffer."""
-        x, classes = self.x[tokens], self.weight.shape[0]
+        x, classes = self._features(tokens), self.weight.shape[0]
         out = self.buffer[: x.shape[0] * classes].view(x.shape[0], classes)
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
-    def add_gradients(self, tokens: slice, dlogits: Tensor) -> None:
+    def add_gradients(self, tokens: slice | Sequence[slice], dlogits: Tensor) -> None:
         """Write dx of these tokens, add their share to the weight's and the bias's gradient."""
-        if self.mask[0]:
+        first = tokens if isinstance(tokens, slice) else tokens[0]
+        if self.mask[0] and isinstance(tokens, slice):
             torch.mm(dlogits, self.weight, out=self.dx.view_as(self.x)[tokens])
+        elif self.mask[0]:
+            dx = torch.mm(dlogits, self.weight)
+            for part, rows in zip(tokens, dx.split([t.stop - t.start for t in tokens])):
+                self.dx.view_as(self.x)[part] = rows
         if self.mask[1]:
-            _add_product(self.sum, dlogits.t(), self.x[tokens], first=tokens.start == 0)
+            _add_product(self.sum, dlogits.t(), self._features(tokens), first=first.start == 0)
         if self.mask[2]:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
+
+    def _features(self, tokens: slice | Sequence[slice]) -> Tensor:
+        return self.x[tokens] if isinstance(tokens, slice) else torch.cat([self.x[part] for part in tokens])
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dx, dweight, dbias), each empty where it is not wanted; dbias still in the accumulation's dtype."""

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.ops.loss import reference
+from tilesmith.ops.loss.memory import linear_cross_entropy_need
+from tilesmith.ops.memory import ChunkedOp
 
 INTEGERS = (torch.int32, torch.int64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -221,14 +223,15 @@ def _check_terms(op: str, label_smoothing: float, z_loss: float, softcap: float,
         raise ValueError(f"{op}: reduction is {reduction!r}; it must be one of {', '.join(map(repr, REDUCTIONS))}")
 
 
-class _LossWithGradients(Op):
+class LossWithGradients(ChunkedOp):
     """An op that computes gradients along with the loss, so that its call must say which ones autograd will ask for."""
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         full = super().bind(args, kwargs)
         if full[-1] is not None or not torch.is_grad_enabled():
             return full
-        wanted = [t is not None and t.requires_grad for t in (full[0], full[1], full[3])]
+        inputs = (full[self.parameters.index(name)] for name in ("x", "weight", "bias"))
+        wanted = [t is not None and t.requires_grad for t in inputs]
         return (*full[:-1], wanted) if any(wanted) else full
 
 
@@ -256,7 +259,7 @@ linear_cross_entropy_vjp = Op(
     kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
 )
 
-linear_cross_entropy = _LossWithGradients(
+linear_cross_entropy = LossWithGradients(
     reference.linear_cross_entropy,
     fake=_fake_linear,
     vjp=linear_cross_entropy_vjp,
@@ -264,5 +267,7 @@ linear_cross_entropy = _LossWithGradients(
     public=1,
     check=_check_linear,
     autocast=("x",),
+    chunk="chunk_tokens",
+    need=linear_cross_entropy_need,
     kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
 )

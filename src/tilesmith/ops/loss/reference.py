@@ -130,7 +130,7 @@ def linear_cross_entropy(
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     check_labels(target, weight.shape[0], ignore_index)
-    logits = _linear(x, weight, bias)
+    logits = linear_logits(x, weight, bias)
     loss, lse = token_losses(logits, target, class_weight, terms)
     divisors = divisors_of(target, class_weight, ignore_index, weight.shape[0], loss.dtype, reduction)
     grad_mask = gradients_now(grad_mask, reduction)
@@ -138,7 +138,7 @@ def linear_cross_entropy(
     if any(grad_mask):
         token_grad, z_grad = undivided_token_grads(loss, divisors)
         dlogits = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms)
-        x_grad, weight_grad, bias_grad = _linear_grads(dlogits, x, weight, grad_mask)
+        x_grad, weight_grad, bias_grad = linear_grads(dlogits, x, weight, grad_mask)
     return (
         reduce_losses(loss, lse, divisors, z_loss, reduction),
         lse,
@@ -181,10 +181,10 @@ def linear_cross_entropy_vjp(
         grads = tuple(g.to(factor.dtype) * factor if m else g.new_empty(0) for g, m in zip(saved, output_mask))
     else:
         terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-        logits = _linear(x, weight, bias)
+        logits = linear_logits(x, weight, bias)
         token_grad, z_grad = token_grads(dloss, divisors, target.shape, reduction)
         dlogits = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms)
-        grads = _linear_grads(dlogits, x, weight, output_mask)
+        grads = linear_grads(dlogits, x, weight, output_mask)
     dx, dweight, dbias = grads
     # products are rounded to x's dtype, also where the weight that receives them is wider, as under autocast
     return dx.to(x.dtype), dweight.to(x.dtype).to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype)
@@ -246,7 +246,7 @@ def _labels(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Te
     return target != ignore_index, valid, target.clamp(0, classes - 1).long()
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits, rounded to x's dtype as a linear layer of that dtype does, in the dtype in which losses are taken."""
     acc = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(acc) @ weight.to(x.dtype).to(acc).t()
@@ -254,7 +254,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits.to(x.dtype).to(acc)
 
 
-def _linear_grads(dlogits: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def linear_grads(dlogits: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """From the gradient of the logits, rounded to x's dtype as that of a linear layer's output is."""
     acc, empty = dlogits.dtype, dlogits.new_empty(0)
     dlogits = dlogits.to(x.dtype).to(acc)

@@ -638,7 +638,8 @@ def _chunk_backward(config, logits, target, class_weight, lse, dloss, divisors, 
     _backward(config, _rows(logits), logits, target, class_weight, lse, dloss, given, terms)
 
 
-def _steps(config: LossConfig) -> chunks.LogitSteps:
+def steps(config: LossConfig) -> chunks.LogitSteps:
+    """What is done to a chunk of logits, with this configuration."""
     return chunks.LogitSteps(partial(_chunk_forward, config), partial(_chunk_backward, config), _scaled)
 
 
@@ -797,7 +798,7 @@ def linear_cross_entropy(
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     class_weight = None if class_weight is None else class_weight.contiguous()
     return chunks.linear_cross_entropy(
-        _steps(config), x, weight, target, bias, class_weight,
+        steps(config), x, weight, target, bias, class_weight,
         terms, reduction, chunk_tokens, accumulate_fp32, grad_mask,
     )  # fmt: skip
 
@@ -832,6 +833,6 @@ def linear_cross_entropy_vjp(
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     class_weight = None if class_weight is None else class_weight.contiguous()
     return chunks.linear_cross_entropy_vjp(
-        _steps(config), dloss, x, weight, target, bias, class_weight, lse, divisors, (x_grad, weight_grad, bias_grad),
+        steps(config), dloss, x, weight, target, bias, class_weight, lse, divisors, (x_grad, weight_grad, bias_grad),
         terms, reduction, chunk_tokens, accumulate_fp32, output_mask,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.ops.norm import dropout_cases
 
 TEST = frozenset({"test"})
 SMALL = frozenset({"test", "interpret"})
@@ -159,6 +160,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "add_rms_norm": [*_cases(BOTH, WEIGHT), *_rms_cases(BOTH), *_bench(BOTH, WEIGHT)],
     "add_layer_norm": [*_cases(BOTH, AFFINE), *_bench(BOTH, AFFINE)],
+    **dropout_cases.CASES,
 }
 
 
@@ -179,4 +181,5 @@ bytes_moved = {
     "add_rms_norm_vjp": lambda x, residual: _bytes(x) + 3 * _bytes(residual) + _statistics(x, 1),
     "add_layer_norm": lambda x, residual: 2 * _bytes(x, residual) + _statistics(x, 2),
     "add_layer_norm_vjp": lambda x, residual: _bytes(x) + 3 * _bytes(residual) + _statistics(x, 2),
+    **dropout_cases.bytes_moved,
 }

@@ -383,8 +383,9 @@ def _forward(
     center: bool,
     llama: bool,
     config: ForwardConfig,
+    **dropout: Any,
 ) -> tuple[Tensor | None, ...]:
-    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`."""
+    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. dropout: its kernel arguments."""
     order = row_order(x)
     y = empty_rows(x, order)
     s = None if residual is None else empty_rows(x, order, residual.dtype)
@@ -397,7 +398,7 @@ def _forward(
         tensors = (x2, residual2, _packed(weight), _packed(bias), y, s, mean, rstd)
         numbers = (count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset)
         flags = {"CENTER": center, "LLAMA": llama, "EVEN": cols % block_cols == 0, "BLOCK_COLS": block_cols}
-        flags["num_warps"] = config.num_warps
+        flags |= {"num_warps": config.num_warps, **dropout}
         if block_cols < cols:
             launch(_norm_fwd_wide_kernel, (count,), *tensors, *numbers, STAGES=config.num_stages, **flags)
         else:
@@ -446,6 +447,7 @@ def _launch_backward(
     dbias: Tensor | None,
     order: tuple[int, ...] | None,
     config: BackwardConfig,
+    **dropout: Any,
 ) -> None:
     x, dy = rows(x, order), rows(dy, order)
     ds = None if ds is None or dx is None else rows(ds, order)
@@ -471,7 +473,7 @@ def _launch_backward(
             num_warps=config.num_warps, **({"maxnreg": config.max_registers} if config.max_registers else {}),
             # a product fused into the difference it enters is not what its mean was taken of: with one column, where
             # the gradient is 0, rstd multiplies what is left of it
-            enable_fp_fusion=mean is None,
+            enable_fp_fusion=mean is None, **dropout,
         )  # fmt: skip
     if dweight is not None or dbias is not None:
         tall = min(64, next_power_of_2(max(partials, 1)))
