@@ -298,6 +298,16 @@ def test_inputs_are_left_alone(name):
                 torch.testing.assert_close(now.detach(), was, rtol=0, atol=0, equal_nan=True, msg=n)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if ops()[n].mutates])
+def test_autograd_can_tell_what_was_written(name):
+    op, args = _arguments(name)
+    before = [a._version for a in args if isinstance(a, Tensor)]
+    op(*args)
+    after = [a._version for a in args if isinstance(a, Tensor)]
+    tensors = [n for n, a in zip(op.parameters, args) if isinstance(a, Tensor)]
+    assert {n for n, x, y in zip(tensors, before, after) if x != y} == set(op.mutates)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_unknown_kernel_is_refused_by_name(name):
     with pytest.raises(ValueError, match="no kernel 'nowhere'"), use(**{name: "nowhere"}):

@@ -186,5 +186,7 @@ def _compile(kernel: Any, args: tuple, named: dict[str, Any], target: Any) -> An
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(*args, **named)
     options, signature, constexprs, attributes = kernel._pack_args(backend, named, bound, specialization, options)
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(kernel, signature, constexprs, attributes)
     return triton.compile(source, target=target, options=options.__dict__)

@@ -91,6 +91,7 @@ class Op:
         self.__doc__, self.__name__, self.__signature__ = reference.__doc__, self.name, self.signature
         self.__module__ = reference.__module__
         self.autocast = tuple(self.parameters.index(n) for n in autocast)
+        self.written = tuple(self.parameters.index(n) for n in self.mutates)
         self._describe = describe or describer(self.name, self.parameters)
         self._modules = dict(kernels or {})
         self._kernels: dict[str, Kernel] = {}
@@ -165,7 +166,10 @@ class Op:
             self.check(*args)
         if self.gradient is not None and torch.is_grad_enabled() and self.gradient.needed(args):
             return self._public(self.gradient.apply(pin, ready, args))
-        return self._public(self.run(args, pin) if ready is None else ready(*args))
+        outs = self.run(args, pin) if ready is None else ready(*args)
+        for i in self.written:  # so that autograd notices if a backward needs what was there
+            torch.autograd.graph.increment_version(args[i])
+        return self._public(outs)
 
     def _traced(self, args: tuple) -> Any:
         """A call under torch.compile or torch.export."""

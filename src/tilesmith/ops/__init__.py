@@ -27,6 +27,18 @@ _FAMILIES = {
         "swiglu",
         "swiglu_vjp",
     ),
+    "tilesmith.ops.gemm.op": (
+        "linear",
+        "linear_act",
+        "linear_act_vjp",
+        "linear_vjp",
+        "matmul",
+        "matmul_vjp",
+        "memory_efficient_linear",
+        "memory_efficient_linear_vjp",
+        "norm_linear",
+        "norm_linear_vjp",
+    ),
     "tilesmith.ops.loss.op": (
         "cross_entropy",
         "cross_entropy_vjp",
