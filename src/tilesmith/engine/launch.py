@@ -82,7 +82,7 @@ def _key(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple[tuple | None,
         return None, []
     values = list(args)
     for name, default in plan.names:
-        values.append(named[name] if name in named else default)
+        values.append(named.get(name, default))
     key: list[Any] = [plan, torch._C._cuda_getDevice()]
     add = key.append
     for i in plan.constants:

@@ -160,10 +160,11 @@ class Op:
         pin = pinned(self.name)
         key = self._key(args, pin)
         ready = self._recent.get(key)
-        if (
-            ready is None and self.check is not None
-        ):  # checks look at what is in the key, so a known key has passed them
-            self.check(*args)
+        if ready is None:  # a check looks at what is in the key, so a known key has passed it
+            if self.check is not None:
+                self.check(*args)
+            if key is not None:
+                ready = self._remember(key, args, pin)
         if self.gradient is not None and torch.is_grad_enabled() and self.gradient.needed(args):
             return self._public(self.gradient.apply(pin, ready, args))
         outs = self.run(args, pin) if ready is None else ready(*args)
@@ -223,32 +224,35 @@ class Op:
         return self._execute(self._key(args, pin, inside=True), args, pin)
 
     def _key(self, args: tuple, pin: str, inside: bool = False) -> tuple | None:
-        """All that a kernel's launcher may look at: pin, facts of the tensors and plain arguments. None where torch's
-        dispatcher has to see the call: modes, functorch, tensor subclasses; `inside`: it has."""
+        """All that a check or a kernel's launcher may look at: pin, facts of the tensors, plain arguments. None where
+        torch's dispatcher has to see the call: modes, functorch, tensor subclasses; `inside`: it has."""
         if not inside and (_modes() or _functorch() is not None):
             return None
         key: list[Any] = [pin]
+        grad = torch.is_grad_enabled()
         for a in args:
             kind = type(a)
             if kind is Tensor or kind is Parameter or isinstance(a, Tensor):
                 if kind is not Tensor and kind is not Parameter and not inside:
                     return None
-                key += (a.dtype, a.device, a.shape, a.stride(), a.data_ptr() & 15)
+                key += (a.dtype, a.device, a.shape, a.stride(), a.data_ptr() & 15, grad and a.requires_grad)
             else:
                 key.append(tuple(a) if kind is list else a)
         return tuple(key)
 
     def _execute(self, key: tuple, args: tuple, pin: str) -> Any:
         ready = self._recent.get(key)
-        if ready is None:
-            ready = self._ready(args, pin)
-            if len(self._recent) >= 1024:  # ever new lengths: start over rather than grow
-                self._recent.clear()
-            self._recent[key] = ready
-        return ready(*args)
+        return (self._remember(key, args, pin) if ready is None else ready)(*args)
+
+    def _remember(self, key: tuple, args: tuple, pin: str) -> Callable[..., Any]:
+        """The chosen kernel for these very shapes, kept so that the next such call asks for nothing."""
+        ready = self._ready(args, pin)
+        if len(self._recent) >= 1024:  # ever new lengths: start over rather than grow
+            self._recent.clear()
+        self._recent[key] = ready
+        return ready
 
     def _ready(self, args: tuple, pin: str) -> Callable[..., Any]:
-        """The chosen kernel for these very shapes, to be kept so that the next such call asks for nothing."""
         device = next(a.device for a in args if isinstance(a, Tensor))
         kernel = self._select(self._describe(*args), pin, device).kernel
         configure = getattr(kernel.fn, "configure", None)

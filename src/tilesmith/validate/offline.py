@@ -59,14 +59,14 @@ class _Tap:
 
     def open(self) -> None:
         self.op._recent.clear()
-        self.op._execute = lambda key, args, pin: self.fn(*args)
+        self.op._remember = lambda key, args, pin: self.fn
         self.configure = getattr(self.fn, "configure", None)
         if self.configure is not None:
             self.configure.forget()
             self.configure.arch = self.arch
 
     def close(self) -> None:
-        del self.op._execute
+        del self.op._remember
         if self.configure is not None:
             self.configure.forget()
             self.configure.arch = None
