@@ -1,0 +1,172 @@
+"""Policy-gradient losses of completions from hidden states and the output layer's weight: GRPO and its relatives.
+
+Legend: B completions, T tokens, K features, V classes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilesmith import ops
+from tilesmith.ops.loss.formulas import PolicyOptions, policy_terms
+
+# loss type -> its formula in ops.loss.formulas; they differ besides in what divides the sum over tokens
+POLICIES = {
+    "grpo": "clip", "bnpo": "clip", "dr_grpo": "clip", "dapo": "clip", "luspo": "clip",
+    "cispo": "cispo", "sapo": "sapo", "vespo": "vespo",
+}  # fmt: skip
+IGNORED = -100
+
+
+class PolicyMetrics(NamedTuple):
+    """Detached means over the mask: the KL estimate to the reference, and the share of clipped tokens."""
+
+    kl: Tensor
+    clip_ratio: Tensor
+
+
+def grpo_loss(
+    x: Tensor,
+    weight: Tensor,
+    selected_token_ids: Tensor,
+    attention_mask: Tensor,
+    advantages: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ref_per_token_logps: Tensor | None = None,
+    old_per_token_logps: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    beta: float = 0.04,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    loss_type: str = "dapo",
+    max_completion_length: int | None = None,
+    importance_sampling_level: str = "token",
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    temperature: float = 1.0,
+    delta: float | None = None,
+    use_bias_correction_kl: bool = False,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    vllm_is_ratio: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    chunk_size: int = 0,
+    accumulate_fp32: bool = False,
+    recompute: bool = False,
+) -> tuple[Tensor, PolicyMetrics]:
+    """A clipped policy-gradient loss of completions, plus beta times the k3 estimate of the KL to a reference.
+
+    With p the log-probabilities at `temperature`, ratio = exp(p − old) (without old_per_token_logps exp(0), through
+    which the gradient still flows) and A the advantages [B], a token costs −min(min(ratio, delta) · A, clip(ratio) · A)
+    + beta · kl; "cispo", "sapo" and "vespo" have terms of their own (papers: `ops.loss.formulas.FORMULAS`). With
+    importance_sampling_level "sequence" there is one ratio a completion, of mean log-ratio (GSPO). vllm_is_ratio ([B],
+    [B, 1] or [B, T]) multiplies the first term ("vespo" weighs by it). use_bias_correction_kl: kl times ratio.
+
+    What divides the sum over the mask: "grpo", "sapo" each completion's tokens, then B; "bnpo" the tokens of the batch;
+    "dr_grpo" B · max_completion_length; "dapo", "cispo", "vespo" num_items_in_batch, or the tokens of all ranks, over
+    the number of ranks; "luspo" weighs a completion by its tokens and averages over B · T.
+
+    x: [B, T, K]. weight: [V, K]. selected_token_ids, attention_mask: [B, T]. The reference's log-probabilities come as
+    ref_per_token_logps [B, T] or are computed from ref_input, ref_weight, ref_bias. chunk_size: completions whose
+    logits are in memory at a time; 0: the library chooses. The rest: see `ops.linear_preference`.
+
+    Returns the loss, fp32, and `PolicyMetrics`.
+    """
+    kind = _check(
+        loss_type, importance_sampling_level, max_completion_length, delta, (sapo_temperature_pos, sapo_temperature_neg)
+    )
+    acc = torch.promote_types(x.dtype, torch.float32)
+    mask = attention_mask.to(acc)
+    weights, divisor = _weights(loss_type, mask, max_completion_length, num_items_in_batch)
+    # "luspo" alone counts tokens outside the mask
+    target = selected_token_ids if loss_type == "luspo" else selected_token_ids.masked_fill(mask == 0, IGNORED)
+    if ref_input is not None:
+        with torch.no_grad():
+            ref_per_token_logps = ops.linear_log_probs(
+                ref_input, ref_weight, target, ref_bias, IGNORED, 1 / temperature
+            )
+    use_reference = ref_per_token_logps is not None and beta != 0
+    importance = (
+        None if vllm_is_ratio is None else vllm_is_ratio.view(-1, 1) if vllm_is_ratio.ndim == 1 else vllm_is_ratio
+    )
+    rows = [weights, mask, old_per_token_logps, ref_per_token_logps if use_reference else None, importance]
+    tokens = torch.stack([r.detach().to(acc).expand(mask.shape) for r in rows if r is not None])
+    options = PolicyOptions(
+        beta, epsilon_low, epsilon_high, float("inf") if delta is None else delta,
+        float(importance_sampling_level == "sequence"), float(use_bias_correction_kl),
+        float(old_per_token_logps is not None), float(use_reference), float(importance is not None),
+        sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
+    )  # fmt: skip
+    sequences = advantages.detach().to(acc)[None]
+    if kind == "vespo":
+        logs = torch.zeros_like(sequences[0]) if importance is None else importance.log().clamp(-18.42068, 20).sum(-1)
+        sequences = torch.stack((sequences[0], logs))
+    total, log_probs = ops.linear_preference(
+        x, weight, target, sequences, kind, options, bias, tokens,
+        IGNORED, 1 / temperature, 0.0, chunk_size * mask.shape[1], accumulate_fp32, recompute,
+    )  # fmt: skip
+    with torch.no_grad():
+        terms = policy_terms(kind, log_probs.detach(), sequences, tokens, options)
+        kl = terms.kl * terms.ratio if use_bias_correction_kl else terms.kl
+        counted = mask.sum().clamp(min=1)
+        metrics = PolicyMetrics((kl * mask).sum() / counted, (terms.clipped * mask).sum() / counted)
+    return total / divisor, metrics
+
+
+def _check(
+    loss_type: str, level: str, max_completion_length: int | None, delta: float | None, temperatures: tuple
+) -> str:
+    """The formula's name; ValueError for options that do not go together."""
+    kind = POLICIES.get(loss_type)
+    if kind is None:
+        raise ValueError(f"loss_type is {loss_type!r}; it must be one of {', '.join(POLICIES)}")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"importance_sampling_level is {level!r}; it must be 'token' or 'sequence'")
+    if level == "sequence" and kind != "clip":
+        raise ValueError(f"importance_sampling_level is 'sequence', which {loss_type!r} does not have; use 'token'")
+    if loss_type == "dr_grpo" and max_completion_length is None:
+        raise ValueError("max_completion_length is None; 'dr_grpo' divides by it")
+    if delta is not None and (delta <= 0 or kind != "clip"):
+        raise ValueError(f"delta is {delta}; it must be above 0, and {loss_type!r} must be a loss that clips")
+    if min(temperatures) <= 0:
+        raise ValueError(f"sapo_temperature_pos and sapo_temperature_neg are {temperatures}; they must be above 0")
+    return kind
+
+
+def _weights(
+    loss_type: str, mask: Tensor, max_completion_length: int | None, num_items_in_batch: Tensor | int | None
+) -> tuple[Tensor, Tensor | float]:
+    """Each token's weight in the sum, and what divides the sum."""
+    lengths, batch = mask.sum(-1, keepdim=True), max(1, mask.shape[0])
+    if loss_type in ("grpo", "sapo"):
+        return mask / lengths.clamp(min=1), batch
+    if loss_type == "bnpo":
+        return mask, mask.sum().clamp(min=1)
+    if loss_type == "dr_grpo":
+        return mask, batch * max_completion_length
+    if loss_type == "luspo":
+        return lengths.expand_as(mask), batch * max(1, mask.shape[1])
+    return mask, _tokens_of_a_rank(mask, num_items_in_batch)
+
+
+def _tokens_of_a_rank(mask: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
+    """The tokens of the whole batch over the number of ranks, whose gradients data parallelism averages; 1 at least."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if distributed else 1
+    if num_items_in_batch is None:
+        count = mask.sum()
+        if distributed:
+            torch.distributed.all_reduce(count)
+    elif isinstance(num_items_in_batch, Tensor):
+        count = num_items_in_batch.to(mask)
+    else:
+        return max(1.0, num_items_in_batch / ranks)
+    return (count / ranks).clamp(min=1)

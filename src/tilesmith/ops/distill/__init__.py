@@ -1,0 +1,1 @@
+"""Distances between distributions over classes, of log-probabilities and straight from hidden states."""

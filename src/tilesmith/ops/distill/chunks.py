@@ -1,0 +1,166 @@
+"""linear_distillation by chunks of tokens: products, accumulation, memory. What is done to logits is a backend's."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.distill.reference import part_grads
+from tilesmith.ops.loss.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, FEWEST_TOKENS, Chunks
+from tilesmith.ops.loss.reference import already_computed, saved_dtype
+
+
+def tokens_per_chunk(tokens: int, classes: int, hidden: int, itemsize: int, on_cpu: bool) -> int:
+    """How many tokens' logits of both models are in memory at a time, where the caller does not say.
+
+    Equal chunks whose logits take no more than a budget (512 MiB; 16 MiB on a CPU) and no more than twelve times x, but
+    256 tokens at least: few tokens should not cost more memory than there is to gain from them.
+    """
+    budget = CPU_BUDGET if on_cpu else min(ACCELERATOR_BUDGET, 12 * tokens * hidden * itemsize)
+    most = max(FEWEST_TOKENS, budget // (2 * classes * itemsize))
+    return max(1, -(-tokens // max(1, -(-tokens // most))))
+
+
+class Distance(NamedTuple):
+    """kind: "kl", "reverse_kl", "jsd" or "tvd"; beta: of "jsd", inside (0, 1). soft, hard: the losses' weights.
+    probs: whether the teacher's are probabilities instead of logits."""
+
+    kind: str
+    beta: float
+    temperature: float
+    soft: float
+    hard: float
+    ignore_index: int
+    probs: bool
+
+    @staticmethod
+    def of(divergence: str, beta: float, *rest: float) -> "Distance":
+        """With the ends of "jsd" as the divergences that they are."""
+        if divergence == "jsd" and beta in (0, 1):
+            divergence = "reverse_kl" if beta else "kl"
+        return Distance(divergence, beta, *rest)
+
+
+class DistanceSteps(NamedTuple):
+    """What a backend does to one chunk of logits [C, V].
+
+    step(student, teacher, target, losses, distance, upstream, grad): writes each token's soft and hard loss to `losses`
+    [2, C] and with `grad` the gradient over `student`, given that with respect to the sums of both: `upstream` [2], or
+    the distance's weights if None. target may be None.
+    scale(grad, dloss, dtype): the product as a new tensor of `dtype`.
+    """
+
+    step: Callable[[Tensor, Tensor, Tensor | None, Tensor, Distance, Tensor | None, bool], None]
+    scale: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+
+
+def linear_distillation(
+    steps: DistanceSteps,
+    x: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    target: Tensor | None,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    distance: Distance,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    mask: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward op's outputs."""
+    acc = torch.promote_types(x.dtype, torch.float32)
+    chunks = _chunks(x, weight, bias, mask, saved_dtype(weight), acc, chunk_tokens, accumulate_fp32)
+    losses = _walk(steps, chunks, teacher, teacher_weight, teacher_bias, target, distance, None, any(mask))
+    parts = losses.sum(1)
+    return distance.soft * parts[0] + distance.hard * parts[1], parts, *chunks.gradients()
+
+
+def linear_distillation_vjp(
+    steps: DistanceSteps,
+    dloss: Tensor | None,
+    dparts: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    target: Tensor | None,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    saved: Sequence[Tensor],
+    distance: Distance,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The saved gradients times the loss's, or new ones from the logits computed again."""
+    dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    if dparts is None and already_computed(x, weight, bias, saved, output_mask):
+        dx, dweight, dbias = (
+            steps.scale(grad, dloss, dtype) if wanted else grad.new_empty(0, dtype=dtype)
+            for grad, dtype, wanted in zip(saved, dtypes, output_mask)
+        )
+        return dx, dweight, dbias
+    acc = torch.promote_types(x.dtype, torch.float32)
+    chunks = _chunks(x, weight, bias, tuple(output_mask), weight.dtype, acc, chunk_tokens, accumulate_fp32)
+    upstream = part_grads(dloss, dparts, distance.soft, distance.hard).contiguous()
+    _walk(steps, chunks, teacher, teacher_weight, teacher_bias, target, distance, upstream, True)
+    dx, dweight, dbias = chunks.gradients()
+    return dx, dweight, dbias.to(dtypes[2])
+
+
+def _chunks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mask: tuple[bool, ...],
+    weight_dtype: torch.dtype,
+    acc: torch.dtype,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+) -> Chunks:
+    if not chunk_tokens:
+        tokens, on_cpu = x.numel() // x.shape[-1], x.device.type == "cpu"
+        chunk_tokens = tokens_per_chunk(tokens, weight.shape[0], x.shape[-1], x.element_size(), on_cpu)
+    return Chunks(x, weight, bias, mask, weight_dtype, acc, chunk_tokens, accumulate_fp32)
+
+
+def _walk(
+    steps: DistanceSteps,
+    chunks: Chunks,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    target: Tensor | None,
+    distance: Distance,
+    upstream: Tensor | None,
+    grad: bool,
+) -> Tensor:
+    """Soft and hard losses [2, M] of all tokens; with `grad` the gradients grow in `chunks`."""
+    tokens = chunks.x.shape[0]
+    losses = chunks.x.new_empty((2, tokens), dtype=torch.promote_types(chunks.x.dtype, torch.float32))
+    labels = None if target is None else target.reshape(-1)
+    for part, teacher_logits in zip(chunks, _teacher_logits(chunks, teacher, teacher_weight, teacher_bias)):
+        logits = chunks.logits(part)
+        part_labels = None if labels is None else labels[part]
+        steps.step(logits, teacher_logits, part_labels, losses[:, part], distance, upstream, grad)
+        if grad:
+            chunks.add_gradients(part, logits)
+    return losses
+
+
+def _teacher_logits(chunks: Chunks, teacher: Tensor, weight: Tensor | None, bias: Tensor | None) -> Iterator[Tensor]:
+    """The teacher's logits of each chunk: rows of those given, or products in one buffer."""
+    rows = teacher.reshape(-1, teacher.shape[-1])
+    if weight is None:
+        yield from (rows[part] if teacher.stride(-1) == 1 else rows[part].contiguous() for part in chunks)
+        return
+    weight = weight.to(rows.dtype)
+    buffer = rows.new_empty(chunks.size, weight.shape[0])
+    for part in chunks:
+        out = buffer[: part.stop - part.start]
+        if bias is None:
+            yield torch.mm(rows[part], weight.t(), out=out)
+        else:
+            yield torch.addmm(bias.to(rows.dtype), rows[part], weight.t(), out=out)

@@ -1,0 +1,156 @@
+"""linear_preference by chunks of whole sequences: log-probabilities, formula, gradients while logits are at hand.
+
+Why whole sequences: a token's gradient is its slope times (softmax − label), and the slope depends on its sequence, or
+on the pair. With all of a pair's logits in memory the slope is known before they are forgotten, so that loss and
+gradients take three products; any smaller chunk must compute the logits twice, a third more. The price is one more
+sweep over the logits than cross-entropy's, against 6 · K operations an element, and a chunk no smaller than a pair.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.loss.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, Chunks, LogitSteps, linear_cross_entropy_vjp
+from tilesmith.ops.loss.formulas import FORMULAS
+from tilesmith.ops.loss.reference import Terms, already_computed, saved_dtype
+
+
+def sequences_per_chunk(units: int, tokens: int, classes: int, hidden: int, itemsize: int, on_cpu: bool) -> int:
+    """How many units (sequences, or pairs of them) of `tokens` tokens each a chunk holds, if the caller does not say.
+
+    As many as keep the logits within the size of the weight's gradient, [V, K], or within a budget (512 MiB; 16 MiB on
+    a CPU) if that is more, but one at least; chunks of equal size. So the peak is at most twice the weight's gradient,
+    or that gradient and the logits of one unit.
+    """
+    row = max(1, classes * itemsize)
+    most = max(1, max((CPU_BUDGET if on_cpu else ACCELERATOR_BUDGET) // row, hidden) // max(1, tokens))
+    return max(1, -(-units // max(1, -(-units // most))))
+
+
+def linear_preference(
+    steps: LogitSteps,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    sequences: Tensor,
+    formula: str,
+    options: Sequence[float],
+    bias: Tensor | None,
+    tokens: Tensor | None,
+    terms: Terms,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    mask: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward op's outputs; without a gradient in `mask` by the usual chunks of tokens, each read once."""
+    walk = _Walk(steps, x, weight, target, bias, terms)
+    acc = walk.losses.dtype
+    sequences, tokens = sequences.to(acc), None if tokens is None else tokens.to(acc)
+    batch, length = target.shape
+    if not any(mask):
+        chunks = Chunks(x, weight, bias, mask, saved_dtype(weight), acc, chunk_tokens, accumulate_fp32)
+        for part in chunks:
+            walk.read(part, chunks.logits(part))
+        loss, slopes = FORMULAS[formula].evaluate(-walk.losses.view(target.shape), sequences, tokens, options)
+        return loss, *walk.log_probs(), slopes.contiguous(), *chunks.gradients()
+
+    halves = 2 if FORMULAS[formula].paired else 1
+    units, unit = batch // halves, length * halves
+    size = max(1, chunk_tokens // max(1, unit))
+    if not chunk_tokens:
+        on_cpu = x.device.type == "cpu"
+        size = sequences_per_chunk(units, unit, weight.shape[0], x.shape[-1], x.element_size(), on_cpu)
+    chunks = Chunks(x, weight, bias, mask, saved_dtype(weight), acc, max(1, size * unit), accumulate_fp32)
+    loss, slopes = walk.losses.new_zeros(()), torch.empty_like(walk.losses).view(target.shape)
+    for rows in _rows_of_chunks(units, size, halves):
+        parts = [slice(r.start * length, r.stop * length) for r in rows]
+        whole = parts[0] if len(parts) == 1 else parts
+        logits = chunks.logits(whole)
+        blocks = logits.split([part.stop - part.start for part in parts])
+        for part, block in zip(parts, blocks):
+            walk.read(part, block)
+        losses, *beside = (_pick(t, rows) for t in (walk.losses.view(1, batch, length), sequences, tokens))
+        total, slope = FORMULAS[formula].evaluate(-losses[0], *beside, options)
+        loss += total
+        for part, block, r, s in zip(parts, blocks, rows, slope.chunk(len(rows))):
+            slopes[r] = s
+            walk.turn(part, block, -slopes.view(-1)[part])
+        chunks.add_gradients(whole, logits)
+    return loss, *walk.log_probs(), slopes, *chunks.gradients()
+
+
+def linear_preference_vjp(
+    steps: LogitSteps,
+    dloss: Tensor | None,
+    dlog_probs: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    slopes: Tensor,
+    saved: Sequence[Tensor],
+    terms: Terms,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The saved gradients times the loss's; where they do not serve, those of the tokens' cross-entropies."""
+    none = lse.new_empty(0)
+    if dlog_probs is None and already_computed(x, weight, bias, saved, output_mask):
+        dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        dx, dweight, dbias = (
+            steps.scale(grad, dloss, none, dtype) if wanted else grad.new_empty(0, dtype=dtype)
+            for grad, dtype, wanted in zip(saved, dtypes, output_mask)
+        )
+        return dx, dweight, dbias
+    return linear_cross_entropy_vjp(
+        steps, token_grads(dloss, dlog_probs, slopes), x, weight, target, bias, None, lse, none, (none, none, none),
+        terms, "none", chunk_tokens, accumulate_fp32, output_mask,
+    )  # fmt: skip
+
+
+def token_grads(dloss: Tensor | None, dlog_probs: Tensor | None, slopes: Tensor) -> Tensor:
+    """The gradient with respect to the tokens' cross-entropies, which are the log-probabilities' negatives."""
+    if dlog_probs is None:
+        return -dloss * slopes
+    return -dlog_probs if dloss is None else -(dloss * slopes + dlog_probs)
+
+
+class _Walk:
+    """Cross-entropies and lse of all tokens, filled from blocks of logits, and those blocks' gradients in place."""
+
+    def __init__(self, steps: LogitSteps, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms: Terms):
+        self.steps, self.terms, self.shape, self.labels = steps, terms, target.shape, target.reshape(-1)
+        self.losses = x.new_empty(self.labels.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        self.lse = torch.empty_like(self.losses)
+        self.none = self.losses.new_empty(0)
+
+    def read(self, part: slice, logits: Tensor) -> None:
+        """Losses and lse of these tokens, from logits that stay."""
+        self.steps.forward(
+            logits, self.labels[part], None, self.losses[part], self.lse[part], self.none, self.terms, False
+        )
+
+    def turn(self, part: slice, logits: Tensor, grads: Tensor) -> None:
+        """Logits become their gradient, from the gradients of the tokens' cross-entropies."""
+        self.steps.backward(logits, self.labels[part], None, self.lse[part], grads, self.none, self.terms)
+
+    def log_probs(self) -> tuple[Tensor, Tensor]:
+        return self.losses.neg_().view(self.shape), self.lse.view(self.shape)
+
+
+def _pick(values: Tensor | None, rows: Sequence[slice]) -> Tensor | None:
+    """The values [rows, B] or [rows, B, T] of these sequences."""
+    return None if values is None else torch.cat([values[:, r] for r in rows], 1)
+
+
+def _rows_of_chunks(units: int, size: int, halves: int) -> Iterator[list[slice]]:
+    """For each chunk the rows of its sequences: of the first, and for pairs as many of the second half."""
+    if 0 < units <= size:
+        yield [slice(0, halves * units)]
+        return
+    for start in range(0, units, size):
+        stop = min(start + size, units)
+        yield [slice(start + h * units, stop + h * units) for h in range(halves)]
