@@ -1,0 +1,144 @@
+"""Who else computes products and linear layers: plain PyTorch, cuBLAS with our elementwise ops, cuBLASLt's epilogues,
+Quack; and our own fused Triton kernels, where the library's product serves by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tilesmith import ops
+from tilesmith.bench.missing import Missing, absent
+from tilesmith.engine import use
+
+Adapter = Callable[[Mapping[str, Any]], Callable[[], Any]]
+
+_ACTIVATIONS: dict[str, Callable] = {
+    "none": lambda z: z,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "relu_squared": lambda z: F.relu(z).square(),
+}
+_QUACK = {"gelu_tanh": "gelu_tanh_approx", "relu": "relu", "silu": "silu", "relu_squared": "relu_sq"}
+
+
+def _matmul(a, b):
+    return a @ b
+
+
+def _linear(x, weight, bias=None):
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _linear_act(x, weight, bias=None, activation="gelu", keep_pre=None):
+    return _ACTIVATIONS[activation](_linear(x, weight, bias))
+
+
+def _norm_linear(x, weight, bias=None, norm_weight=None, norm_bias=None, kind="rms", eps=1e-6, offset=0.0):
+    if kind == "layer":
+        return _linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), weight, bias)
+    scale = norm_weight if norm_weight is None or not offset else norm_weight + offset
+    return _linear(F.rms_norm(x, x.shape[-1:], scale, eps), weight, bias)
+
+
+def _memory_efficient_linear(x, weight, bias=None, activation="none", chunk_rows=0):
+    return _linear_act(x, weight, bias, activation)
+
+
+EAGER: dict[str, Callable[..., Any]] = {
+    "matmul": _matmul,
+    "linear": _linear,
+    "linear_act": _linear_act,
+    "norm_linear": _norm_linear,
+    "memory_efficient_linear": _memory_efficient_linear,
+}
+
+
+def _cublas_then_ours(args):
+    activation = args.get("activation", "gelu")
+    if activation not in ("gelu", "gelu_tanh", "silu"):
+        raise Missing(f"there is no elementwise op of ours for {activation}")
+
+    def call():
+        z = _linear(args["x"], args["weight"], args.get("bias"))
+        if activation == "silu":
+            return ops.silu(z)
+        return ops.gelu(z, "tanh" if activation == "gelu_tanh" else "none")
+
+    return call
+
+
+def _cublaslt(args):
+    activation = args.get("activation", "gelu")
+    if activation not in ("relu", "gelu_tanh") or args.get("bias") is None:
+        raise Missing(f"PyTorch offers no cuBLASLt epilogue for {activation}, or none without a bias")
+    x = args["x"].flatten(0, -2)
+    weight, bias, use_gelu = args["weight"], args["bias"], activation == "gelu_tanh"
+    return lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=use_gelu)
+
+
+def _triton(name: str) -> Adapter:
+    def adapter(args):
+        def call():
+            with use(**{name: "triton"}):
+                return getattr(ops, name)(**args)
+
+        return call
+
+    return adapter
+
+
+def _quack_matmul(args):
+    from quack.gemm_interface import gemm
+
+    return lambda: gemm(args["a"], args["b"])
+
+
+def _quack_linear(args):
+    from quack.linear import linear_func
+
+    return lambda: linear_func(args["x"], args["weight"], args.get("bias"))
+
+
+def _quack_linear_act(args):
+    from quack.linear import linear_act_func
+
+    activation = args.get("activation", "gelu")
+    if activation not in _QUACK:
+        raise Missing(f"Quack's linear has no {activation}")
+    wanted = torch.is_grad_enabled() and args["x"].requires_grad
+    given = args["x"], args["weight"], _QUACK[activation], args.get("bias"), wanted
+    return lambda: linear_act_func(*given)[1]
+
+
+def _quack_norm_linear(args):
+    from quack import rmsnorm
+    from quack.linear import linear_func
+
+    absent(args, "Quack", "norm_bias")
+    if args.get("kind", "rms") != "rms" or args.get("norm_weight") is None:
+        raise Missing("Quack's norm before a linear layer is an RMSNorm with a weight")
+    x, eps, offset = args["x"].flatten(0, -2), args.get("eps", 1e-6), args.get("offset", 0.0)
+
+    def call():
+        normed = rmsnorm(x, args["norm_weight"], eps=eps, weight_offset=offset)
+        return linear_func(normed, args["weight"], args.get("bias"))
+
+    return call
+
+
+PEERS: dict[str, dict[str, Adapter]] = {
+    "matmul": {"quack": _quack_matmul, "tilesmith_triton": _triton("matmul")},
+    "linear": {"quack": _quack_linear, "tilesmith_triton": _triton("linear")},
+    "linear_act": {
+        "cublas_then_ours": _cublas_then_ours,
+        "cublaslt": _cublaslt,
+        "quack": _quack_linear_act,
+        "tilesmith_triton": _triton("linear_act"),
+    },
+    "norm_linear": {"quack": _quack_norm_linear, "tilesmith_triton": _triton("norm_linear")},
+}

@@ -1,0 +1,31 @@
+"""What every op with a dropout accepts, and how its kernels are told: the seed tensor, p, and the numbers made of p."""
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops import philox
+
+
+def check_dropout(op: str, x: Tensor, seed: Tensor | None, p: float) -> None:
+    """Raise ValueError for p outside [0, 1), or a seed that is missing or not int64 [2] on x's device."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"{op}: p is {p}; it must be in [0, 1)")
+    if seed is None:
+        if p > 0.0:
+            raise ValueError(f"{op}: seed must be given with p > 0: an int64 tensor [2] = (seed, offset)")
+        return
+    if seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
+        raise ValueError(f"{op}: seed must be int64 [2] = (seed, offset), got {seed.dtype} {list(seed.shape)}")
+    if seed.device != x.device:
+        raise ValueError(f"{op}: seed is on {seed.device}, x on {x.device}; move them to one device")
+
+
+def seed_for(x: Tensor, seed: Tensor | None, p: float) -> Tensor | None:
+    """The given seed, else one drawn from the default generator of x's device where p needs one."""
+    return philox.draw_seed(x.device) if seed is None and p > 0.0 else seed
+
+
+def kernel_numbers(p: float) -> tuple[int, float]:
+    """(drop_below, keep_scale) for `dropout_triton`: the threshold's 32 bits as a signed int, and 1 / (1 - p)."""
+    below = philox.threshold(p)
+    return below - 2**32 if below >= 2**31 else below, 1.0 / (1.0 - p)

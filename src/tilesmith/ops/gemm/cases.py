@@ -1,0 +1,268 @@
+"""Example inputs of the gemm family, and what they must move and compute."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+
+SMALL = frozenset({"test", "interpret"})
+TEST = frozenset({"test"})
+BIG = frozenset({"gpu"})
+BENCH = frozenset({"gpu", "bench", "tune"})
+BF16 = (torch.bfloat16,)
+FP32 = torch.float32
+SMOOTH = ("gelu", "gelu_tanh", "silu")
+LLAMA = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 6144))  # features, outputs of Llama 3 8B's projections
+
+
+def _unit(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Weights that give outputs of unit size."""
+    return torch.randn(*shape, generator=generator, device=device) / max(1, shape[-1]) ** 0.5
+
+
+def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return 1 + 0.1 * torch.randn(*shape, generator=generator, device=device)
+
+
+def _fused_projection(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The second half of the columns of a wider tensor, rows not packed."""
+    wide = torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)
+    return wide[..., shape[-1] :]
+
+
+def _far_apart(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """bfloat16 rows more than 2³¹ elements apart."""
+    rows = torch.randn(*shape, generator=generator, device=device).bfloat16()
+    step = 2**31 // max(1, shape[0] - 1) + shape[1]
+    room = torch.empty((shape[0] - 1) * step + shape[1], dtype=torch.bfloat16, device=device)
+    return room.as_strided(tuple(shape), (step, 1)).copy_(rows)
+
+
+def _linear(
+    lead: tuple[int, ...] | int,
+    features: int,
+    outputs: int,
+    *,
+    bias: bool = True,
+    frozen: bool = False,
+    weight: torch.dtype | None = None,
+    layout: str = "contiguous",
+    weight_layout: str = "contiguous",
+    **options: object,
+) -> dict:
+    """Arguments of a linear op. weight: its dtype, and bias's, where it is not x's."""
+    shape = (lead,) if isinstance(lead, int) else lead
+    args: dict = {"x": T(*shape, features, layout=layout)}
+    args["weight"] = T(outputs, features, dtype=weight, grad=not frozen, init=_unit, layout=weight_layout)
+    if bias:
+        args["bias"] = T(outputs, dtype=weight)
+    return {**args, **options}
+
+
+def _norm(kind: str, lead: tuple[int, ...] | int, features: int, outputs: int, **how: object) -> dict:
+    """Arguments of norm_linear with everything that the kind of norm has."""
+    args = {**_linear(lead, features, outputs, **how), "kind": kind}
+    args["norm_weight"] = T(features, init=_around_one)
+    if kind == "layer":
+        args["norm_bias"] = T(features)
+    return args
+
+
+def _shapes(**options: object) -> list[Case]:
+    """Cases of linear and of the ops that have its arguments."""
+    far = {"x": T(3, 40, init=_far_apart), "weight": T(48, 40, init=_unit)}
+    return [
+        Case("small", _linear((2, 5), 24, 17, **options), SMALL),
+        Case("several_tiles", _linear(70, 72, 65, **options), SMALL),
+        Case("no_bias", _linear(9, 16, 8, bias=False, **options), SMALL),
+        Case("one_row", _linear((), 16, 24, **options), SMALL),
+        Case("one_feature", _linear(5, 1, 7, **options), SMALL),
+        Case("one_output", _linear(5, 33, 1, **options), SMALL),
+        Case("no_rows", _linear((2, 0), 16, 8, **options), SMALL),
+        Case("no_outputs", _linear(3, 16, 0, **options), SMALL),
+        Case("no_features", _linear(3, 0, 5, **options), SMALL),
+        Case("strided", _linear((2, 3), 16, 9, layout="strided", weight_layout="strided", **options), SMALL),
+        Case("transposed", _linear(6, 16, 9, layout="transposed", weight_layout="transposed", **options), SMALL),
+        Case("part_of_a_projection", _linear(6, 16, 9, **options) | {"x": T(6, 16, init=_fused_projection)}, SMALL),
+        Case("fp32_weight", _linear(12, 24, 17, weight=FP32, **options), TEST),
+        Case("bf16_weight", _linear(12, 24, 17, weight=torch.bfloat16, **options), TEST),
+        Case("frozen_weight", _linear(12, 24, 17, frozen=True, **options), SMALL),
+        Case("llama_mlp", _linear(300, 4096, 14336, bias=False, **options), BIG, BF16),
+        Case("odd", _linear((3, 67), 1001, 515, **options), BIG),
+        Case("odd_by_eight", _linear((3, 67), 1000, 520, **options), BIG),
+        Case("one_token", _linear((1, 1), 4096, 6144, **options), BIG, BF16),
+        Case("far_apart", {**far, **options}, BIG, BF16),
+        Case("int64_offsets", _linear(2**17 + 1, 16, 16_392, **options), BIG, BF16),
+    ]
+
+
+def _bench(**options: object) -> list[Case]:
+    return [
+        Case(f"8192x{features}_to_{outputs}", _linear(8192, features, outputs, **options), BENCH, BF16)
+        for features, outputs in LLAMA
+    ]
+
+
+def _activations() -> list[Case]:
+    """Each activation, with and without a bias."""
+    return [
+        case
+        for name in (*SMOOTH, "relu", "relu_squared", "none")
+        for case in (
+            Case(name, _linear(10, 24, 17, activation=name), SMALL),
+            Case(f"{name}_no_bias", _linear(10, 24, 16, bias=False, activation=name), TEST),
+            Case(f"{name}_large", _linear((3, 67), 512, 1024, activation=name), BIG),
+        )
+    ]
+
+
+def _bench_activations(names: Sequence[str]) -> list[Case]:
+    return [
+        Case(f"{name}_8192x{features}_to_{outputs}", _linear(8192, features, outputs, activation=name), BENCH, BF16)
+        for name in names
+        for features, outputs in LLAMA[:1] + ((4096, 16384),)
+    ]
+
+
+def _product(a: T, b: T) -> dict:
+    return {"a": a, "b": b}
+
+
+CASES: dict[str, list[Case]] = {
+    "matmul": [
+        Case("small", _product(T(2, 5, 24), T(24, 17)), SMALL),
+        Case("several_tiles", _product(T(70, 72), T(72, 65)), SMALL),
+        Case("vector", _product(T(24), T(24, 8)), SMALL),
+        Case("deep", _product(T(2, 1, 3, 4, 16), T(16, 8)), SMALL),
+        Case("one_feature", _product(T(5, 1), T(1, 7)), SMALL),
+        Case("one_output", _product(T(5, 33), T(33, 1)), SMALL),
+        Case("no_rows", _product(T(0, 16), T(16, 8)), SMALL),
+        Case("no_features", _product(T(3, 0), T(0, 5)), SMALL),
+        Case("no_outputs", _product(T(3, 16), T(16, 0)), SMALL),
+        Case("strided", _product(T(2, 3, 16, layout="strided"), T(16, 9, layout="strided")), SMALL),
+        Case("transposed", _product(T(6, 16, layout="transposed"), T(16, 9, layout="transposed")), SMALL),
+        Case("frozen", _product(T(6, 16), T(16, 9, grad=False)), SMALL),
+        Case("odd", _product(T(201, 1001), T(1001, 515)), BIG),
+        Case("odd_by_eight", _product(T(201, 1000), T(1000, 520)), BIG),
+        Case("far_apart", _product(T(3, 40, init=_far_apart), T(40, 48)), BIG, BF16),
+        *(
+            Case(f"bench_{size}", _product(T(size, size), T(size, size)), BENCH, BF16)
+            for size in (512, 1024, 2048, 4096, 8192)
+        ),
+    ],
+    "linear": [*_shapes(), *_bench(bias=False), Case("bias_8192x4096_to_6144", _linear(8192, 4096, 6144), BENCH, BF16)],
+    "linear_act": [
+        *_shapes(activation="gelu"),
+        *_activations(),
+        Case("recomputed", _linear(10, 24, 17, activation="gelu_tanh", keep_pre=False), SMALL),
+        Case("kept", _linear(10, 24, 17, activation="silu", keep_pre=True), SMALL),
+        *_bench_activations(("gelu", "gelu_tanh", "relu", "silu", "relu_squared")),
+    ],
+    "norm_linear": [
+        *(
+            case
+            for kind in ("rms", "layer")
+            for case in (
+                Case(kind, _norm(kind, (2, 5), 24, 17), SMALL),
+                Case(f"{kind}_several_tiles", _norm(kind, 70, 72, 65), SMALL),
+                Case(f"{kind}_plain", _linear(9, 16, 8, bias=False, kind=kind), SMALL),
+                Case(f"{kind}_one_row", _norm(kind, (), 16, 24), SMALL),
+                Case(f"{kind}_no_rows", _norm(kind, (2, 0), 16, 8), SMALL),
+                Case(f"{kind}_no_outputs", _norm(kind, 3, 16, 0), SMALL),
+                Case(f"{kind}_strided", _norm(kind, (2, 3), 16, 9, layout="strided", weight_layout="strided"), SMALL),
+                Case(f"{kind}_transposed", _norm(kind, 6, 16, 9, layout="transposed"), SMALL),
+                Case(f"{kind}_fp32_weight", _norm(kind, 12, 24, 17, weight=FP32), TEST),
+                Case(f"{kind}_frozen", _norm(kind, 12, 24, 17, frozen=True), SMALL),
+                Case(f"{kind}_odd", _norm(kind, (3, 67), 1001, 515), BIG),
+                Case(f"{kind}_one_token", _norm(kind, (1, 1), 4096, 6144), BIG, BF16),
+                Case(f"{kind}_8192x4096_to_6144", _norm(kind, 8192, 4096, 6144, bias=False), BENCH, BF16),
+            )
+        ),
+        Case("rms_one_feature", _norm("rms", 5, 1, 7) | {"eps": 0.1}, SMALL),
+        Case("rms_offset", _norm("rms", 7, 24, 17) | {"offset": 1.0, "norm_weight": T(24)}, SMALL),
+        Case(
+            "layer_far_mean",
+            _norm("layer", 7, 24, 17) | {"x": T(7, 24, init=lambda g, s, d: 30 + _unit(g, s, d))},
+            TEST,
+        ),
+        Case("rms_8192x4096_to_14336", _norm("rms", 8192, 4096, 14336, bias=False), BENCH, BF16),
+    ],
+    "memory_efficient_linear": [
+        *_shapes(activation="gelu", chunk_rows=4),
+        *(
+            Case(f"{name}_in_chunks", _linear(10, 24, 17, activation=name, chunk_rows=3), SMALL)
+            for name in (*SMOOTH, "relu", "relu_squared", "none")
+        ),
+        Case("plain", _linear(10, 24, 17), SMALL),
+        Case("one_chunk", _linear(10, 24, 17, activation="silu"), SMALL),
+        Case("fp32_weight_in_chunks", _linear(12, 24, 17, weight=FP32, activation="silu", chunk_rows=5), TEST),
+        Case("many_chunks", _linear((3, 700), 512, 1024, activation="gelu", chunk_rows=256), BIG),
+        *(
+            Case(
+                f"gelu_8192x4096_to_14336_by_{rows}",
+                _linear(8192, 4096, 14336, activation="gelu", chunk_rows=rows),
+                BENCH,
+                BF16,
+            )
+            for rows in (1024, 2048, 0)
+        ),
+    ],
+}
+
+
+def _size(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])
+
+
+def _flops(x: Tensor, weight: Tensor) -> int:
+    return 2 * _rows(x) * weight.numel()
+
+
+def _flops_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool]) -> int:
+    return _flops(x, weight) * (output_mask[0] + output_mask[1])
+
+
+def _flops_recomputed(x: Tensor, weight: Tensor, activation: str, output_mask: Sequence[bool]) -> int:
+    return _flops_vjp(x, weight, output_mask) + (_flops(x, weight) if activation != "none" else 0)
+
+
+def _bytes_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+    return _size(x, weight, bias) + _rows(x) * weight.shape[0] * x.element_size()
+
+
+def _bytes_vjp(dy: Tensor, x: Tensor, weight: Tensor, output_mask: Sequence[bool]) -> int:
+    reads = _size(dy) + _size(weight) * output_mask[0] + _size(x) * output_mask[1]
+    return reads + _size(x) * output_mask[0] + _size(weight) * output_mask[1]
+
+
+flops = {
+    "matmul": lambda a, b: 2 * _rows(a) * b.numel(),
+    "matmul_vjp": lambda a, b, output_mask: 2 * _rows(a) * b.numel() * sum(output_mask),
+    "linear": _flops,
+    "linear_vjp": _flops_vjp,
+    "linear_act": _flops,
+    "linear_act_vjp": _flops_vjp,
+    "norm_linear": _flops,
+    "norm_linear_vjp": _flops_vjp,
+    "memory_efficient_linear": _flops,
+    "memory_efficient_linear_vjp": _flops_recomputed,
+}
+
+bytes_moved = {
+    "matmul": lambda a, b: _size(a, b) + _rows(a) * b.shape[1] * a.element_size(),
+    "matmul_vjp": lambda dy, a, b, output_mask: _size(dy) + sum(2 * _size(t) for t, w in zip((a, b), output_mask) if w),
+    "linear": _bytes_linear,
+    "linear_vjp": _bytes_vjp,
+    "linear_act": _bytes_linear,
+    "linear_act_vjp": lambda dy, x, weight, output_mask: _bytes_vjp(dy, x, weight, output_mask) + _size(dy),
+    "norm_linear": _bytes_linear,
+    "norm_linear_vjp": _bytes_vjp,
+    "memory_efficient_linear": _bytes_linear,
+    "memory_efficient_linear_vjp": _bytes_vjp,
+}

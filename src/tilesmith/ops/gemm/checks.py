@@ -1,0 +1,105 @@
+"""What the gemm family's arguments must be, said before anything is computed."""
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.gemm.reference import ACTIVATIONS
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+KINDS = ("rms", "layer")
+
+
+def matmul(a: Tensor, b: Tensor) -> None:
+    _floating("matmul", "a", a)
+    _floating("matmul", "b", b)
+    if a.dtype != b.dtype:
+        raise TypeError(f"matmul: b has dtype {b.dtype}, a has {a.dtype}; they must agree")
+    if a.ndim == 0:
+        raise ValueError("matmul: a is a scalar; it must be [..., K]")
+    if b.ndim != 2 or b.shape[0] != a.shape[-1]:
+        raise ValueError(
+            f"matmul: b has shape {tuple(b.shape)}; for a of shape {tuple(a.shape)} it must be [{a.shape[-1]}, N] "
+            "(torch.matmul serves vectors and batches of matrices)"
+        )
+    _together("matmul", "b", b, "a", a)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _linear("linear", x, weight, bias)
+
+
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_pre: bool | None) -> None:
+    _linear("linear_act", x, weight, bias)
+    _activation("linear_act", activation)
+
+
+def norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    kind: str,
+    eps: float,
+    offset: float,
+) -> None:
+    _linear("norm_linear", x, weight, bias)
+    if x.shape[-1] == 0:
+        raise ValueError(f"norm_linear: x has shape {tuple(x.shape)}; it must be [..., K] with K of at least 1")
+    if kind not in KINDS:
+        raise ValueError(f"norm_linear: kind is {kind!r}; it must be 'rms' or 'layer'")
+    for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        _vector("norm_linear", name, vector, x.shape[-1], x)
+    if kind == "rms" and norm_bias is not None:
+        raise ValueError("norm_linear: norm_bias is given with kind 'rms', which has none; pass None or kind='layer'")
+    if kind == "layer" and offset != 0:
+        raise ValueError(f"norm_linear: offset is {offset} with kind 'layer', which has none; it must be 0")
+    if not eps >= 0:
+        raise ValueError(f"norm_linear: eps is {eps}; it must be 0 or more")
+
+
+def memory_efficient_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, chunk_rows: int) -> None:
+    _linear("memory_efficient_linear", x, weight, bias)
+    _activation("memory_efficient_linear", activation)
+    if chunk_rows < 0:
+        raise ValueError(
+            f"memory_efficient_linear: chunk_rows is {chunk_rows}; it must be 0 (the library chooses) or more"
+        )
+
+
+def _linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _floating(op, "x", x)
+    _floating(op, "weight", weight)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x is a scalar; it must be [..., K]")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: weight has shape {tuple(weight.shape)}; for x of shape {tuple(x.shape)} "
+            f"it must be [N, {x.shape[-1]}]"
+        )
+    _together(op, "weight", weight, "x", x)
+    _vector(op, "bias", bias, weight.shape[0], x)
+
+
+def _vector(op: str, name: str, vector: Tensor | None, size: int, x: Tensor) -> None:
+    if vector is None:
+        return
+    _floating(op, name, vector)
+    if vector.ndim != 1 or vector.shape[0] != size:
+        raise ValueError(f"{op}: {name} has shape {tuple(vector.shape)}; it must be [{size}]")
+    _together(op, name, vector, "x", x)
+
+
+def _floating(op: str, name: str, x: Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+
+
+def _together(op: str, name: str, tensor: Tensor, other: str, first: Tensor) -> None:
+    if tensor.device != first.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, {other} on {first.device}; move them to one device")
+
+
+def _activation(op: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation is {activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")

@@ -1,0 +1,81 @@
+"""Products of a linear layer and its gradients by the device's own library (cuBLAS, hipBLASLt, MKL), on [M, K] rows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.gemm.reference import flat
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias, [M, N] in x's dtype; with cuBLAS a contiguous bias is added before rounding."""
+    transposed = weight.to(x.dtype).t()
+    if bias is None:
+        return torch.mm(x, transposed, out=out)
+    return torch.addmm(bias.to(x.dtype), x, transposed, out=out)
+
+
+def activated_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None
+) -> Tensor | None:
+    """activation(x · weightᵀ + bias) in one cuBLASLt call, or None where it has no such epilogue.
+
+    There is one for relu, and one for gelu_tanh (PyTorch's on a CPU computes the other gelu), which is exact to about
+    11 bits, so it serves the 16-bit dtypes only.
+    """
+    served = activation == "relu" or (activation == "gelu_tanh" and _takes_gelu(x))
+    if not served or x.device.type != "cuda" or x.numel() == 0:  # without features cuBLASLt is not asked
+        return None
+    start = x.new_zeros(weight.shape[0]) if bias is None else bias.to(x.dtype)
+    use_gelu = activation == "gelu_tanh"
+    if out is None:
+        return torch._addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu)
+    return torch._addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu, out=out)
+
+
+def gradients(
+    dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) of x · weightᵀ + bias from dz [M, N]; x has any leading dims, and so has dx."""
+    dx, dweight, dbias = x.new_empty(0), weight.new_empty(0), x.new_empty(0)
+    if output_mask[0]:
+        dx = torch.mm(dz, weight.to(x.dtype)).view(x.shape)
+    if output_mask[1]:
+        dweight = weight_gradient(dz, flat(x), weight.dtype)
+    if output_mask[2]:
+        dbias = column_sums(dz).to(bias.dtype)
+    return dx, dweight, dbias
+
+
+def column_sums(dz: Tensor) -> Tensor:
+    """The sum over rows, in fp32 at least."""
+    return dz.sum(0, dtype=torch.promote_types(dz.dtype, torch.float32))
+
+
+def weight_gradient(dz: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """dzᵀ · x, [N, K], rounded once, to `dtype`, where the library can write it."""
+    if dtype.itemsize <= x.dtype.itemsize:
+        return torch.mm(dz.t(), x).to(dtype)
+    out = dz.new_empty((dz.shape[1], x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
+    return add_weight_gradient(out, dz, x, first=True).to(dtype)
+
+
+def add_weight_gradient(total: Tensor, dz: Tensor, x: Tensor, first: bool) -> Tensor:
+    """total += dzᵀ · x, or = where `first`; total is fp32 or of x's dtype. Returns it."""
+    if dz.shape[0] == 0:
+        return total.zero_() if first else total
+    if total.dtype == x.dtype:
+        return torch.addmm(total, dz.t(), x, beta=0 if first else 1, out=total)
+    if x.device.type == "cuda" and torch.version.hip is None:
+        if first:
+            return torch.mm(dz.t(), x, out_dtype=total.dtype, out=total)
+        return torch.addmm(total, dz.t(), x, out_dtype=total.dtype, out=total)
+    if x.device.type == "cpu":
+        return torch.addmm(total, dz.t().to(total.dtype), x.to(total.dtype), beta=0 if first else 1, out=total)
+    added = torch.mm(dz.t(), x)  # rounded to x's dtype: these libraries write nothing else
+    return total.copy_(added) if first else total.add_(added)
+
+
+def _takes_gelu(x: Tensor) -> bool:
+    return torch.version.hip is None and x.dtype in (torch.float16, torch.bfloat16)

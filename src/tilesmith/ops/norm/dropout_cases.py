@@ -1,0 +1,105 @@
+"""Example inputs of dropout_add_norm."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+
+TEST = frozenset({"test"})
+SMALL = frozenset({"test", "interpret"})
+GPU = frozenset({"gpu"})
+BENCH = frozenset({"gpu", "bench", "tune"})
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([2**40 + 7, -5], device=device)
+
+
+def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
+
+
+def _heads(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """[B, H, T, D] over memory laid out [B, T, H, D]."""
+    batch, heads, tokens, dim = shape
+    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
+
+
+def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The first N columns of rows twice as long."""
+    return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)[..., : shape[-1]]
+
+
+def _args(kind: str, *shape: int, p: float = 0.3, **how: object) -> dict:
+    args = {"x": T(*shape, **how), "residual": T(*shape, **how), "weight": T(shape[-1], init=_around_one)}
+    bias = {"bias": T(shape[-1])} if kind == "layer" else {}
+    return args | bias | {"seed": T(2, dtype=torch.int64, init=_seed), "p": p, "kind": kind}
+
+
+def _cases(kind: str) -> list[Case]:
+    def args(*shape: int, **how: object) -> dict:
+        return _args(kind, *shape, **how)
+
+    vectors = ("weight", "bias") if kind == "layer" else ("weight",)
+    frozen = {name: T(40, grad=False) for name in vectors}
+    wide = {"residual": T(6, 40, dtype=torch.float32)}
+    found = [
+        Case("small", args(6, 33), SMALL),
+        Case("by_four", args(6, 64), SMALL),
+        Case("three_dims", args(2, 3, 64), SMALL),
+        Case("one_dim", args(40), SMALL),
+        Case("one_column", args(7, 1), SMALL),
+        Case("one_row", args(1, 257), SMALL),
+        Case("many_rows", args(150, 40), SMALL),
+        Case("4097_columns", args(3, 4097), SMALL),
+        Case("swept", args(2, 40_000), SMALL),
+        Case("swept_odd", args(2, 33_333), TEST),
+        Case("p_0", args(6, 40, p=0.0), SMALL),
+        Case("p_half", args(6, 40, p=0.5), SMALL),
+        Case("p_nearly_1", args(6, 40, p=0.97), SMALL),
+        Case("no_seed", args(6, 40, p=0.0) | {"seed": None}, SMALL),
+        Case("no_vectors", args(6, 40) | dict.fromkeys(vectors), SMALL),
+        Case("frozen_vectors", args(5, 40) | frozen, SMALL),
+        Case("frozen_x", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),
+        Case("frozen_residual", args(6, 40) | {"residual": T(6, 40, grad=False)}, SMALL),
+        Case("only_vectors_train", args(5, 40) | {n: T(5, 40, grad=False) for n in ("x", "residual")}, SMALL),
+        Case("fp32_residual", args(6, 40) | wide, SMALL, HALVES),
+        Case("swept_fp32_residual", args(2, 40_000) | {"residual": T(2, 40_000, dtype=torch.float32)}, TEST, HALVES),
+        Case("eps", args(6, 40) | {"eps": 0.5}, SMALL),
+        Case("strided", args(5, 40, layout="strided"), SMALL),
+        Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
+        Case("transposed", args(9, 12, layout="transposed"), SMALL),
+        Case("part", args(5, 64, init=_part), SMALL),
+        Case("heads", args(2, 3, 5, 64, init=_heads), SMALL),
+        Case("no_rows", args(0, 16), SMALL),
+        Case("no_rows_three_dims", args(3, 0, 16), TEST),
+        Case("wide", args(4, 262_144), GPU),
+        Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, (torch.bfloat16,)),
+    ]
+    return [Case(f"{kind}_{case.name}", case.args, case.tags, case.dtypes) for case in found]
+
+
+def _bench() -> list[Case]:
+    sizes = [(65_536, 1024), (16_384, 4096), (8192, 8192), (8192, 16_384), (4096, 32_768), (2048, 65_536)]
+    sizes += [(1024, 131_072), (512, 4096)]
+    return [Case(f"{kind}_{m}x{n}", _args(kind, m, n, p=0.1), BENCH) for kind in ("layer", "rms") for m, n in sizes]
+
+
+CASES: dict[str, list[Case]] = {"dropout_add_norm": [*_cases("layer"), *_cases("rms"), *_bench()]}
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _statistics(x: Tensor, kind: str) -> int:
+    return (8 if kind == "layer" else 4) * (x.numel() // x.shape[-1])
+
+
+bytes_moved = {
+    "dropout_add_norm": lambda x, residual, kind: 2 * _bytes(x, residual) + _statistics(x, kind),
+    "dropout_add_norm_vjp": lambda x, residual, kind: 2 * _bytes(x) + 3 * _bytes(residual) + _statistics(x, kind),
+}

@@ -1,0 +1,158 @@
+"""Example inputs of the probability family."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+
+TEST = frozenset({"test"})
+SMALL = frozenset({"test", "interpret"})
+GPU = frozenset({"gpu"})
+BENCH = frozenset({"gpu", "bench", "tune"})
+BF16 = (torch.bfloat16,)
+
+
+def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """bfloat16 rows so far apart that a 32-bit offset of the second one overflows."""
+    step = 2**31 + 8
+    base = torch.empty(step * (shape[0] - 1) + shape[1], dtype=torch.bfloat16, device=device)
+    return base.as_strided(shape, (step, 1)).copy_(torch.randn(*shape, generator=generator, device=device))
+
+
+def _heads(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """[B, H, T, S] over memory laid out [B, T, H, S]."""
+    batch, heads, tokens, keys = shape
+    return torch.randn(batch, tokens, heads, keys, generator=generator, device=device).transpose(1, 2)
+
+
+def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The first N columns of rows twice as long."""
+    return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)[..., : shape[-1]]
+
+
+def _steep(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Scores of many units: one column of a row takes nearly all."""
+    return 12 * torch.randn(*shape, generator=generator, device=device)
+
+
+def _shifted(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """A mean far larger than the deviation, in numbers that bfloat16 holds too."""
+    return torch.randint(-12, 13, tuple(shape), generator=generator, device=device) * 8.0 + 12_800
+
+
+def _masked(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Half of the columns -inf, as a mask added by the caller leaves them; never a whole row."""
+    x = torch.randn(*shape, generator=generator, device=device)
+    x[..., 1::2] = float("-inf")
+    return x
+
+
+def _dead(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The second row -inf alone: NaN, as torch.softmax says."""
+    x = torch.randn(*shape, generator=generator, device=device)
+    x[1] = float("-inf")
+    return x
+
+
+def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([2**40 + 7, -5], device=device)
+
+
+DROPPED = {"seed": T(2, dtype=torch.int64, init=_seed), "p": 0.3}
+
+
+def _cases(**options: object) -> list[Case]:
+    def args(*shape: int, **how: object) -> dict:
+        return {"x": T(*shape, **how)} | options
+
+    return [
+        Case("small", args(6, 33), SMALL),
+        Case("three_dims", args(2, 3, 64), SMALL),
+        Case("one_dim", args(40), SMALL),
+        Case("one_column", args(7, 1), SMALL),
+        Case("one_row", args(1, 257), SMALL),
+        Case("many_rows", args(150, 40), SMALL),
+        Case("1001_columns", args(3, 1001), SMALL),
+        Case("swept", args(2, 17_000), SMALL),
+        Case("swept_odd", args(2, 16_411), SMALL),
+        Case("steep", args(4, 64, init=_steep), SMALL),
+        Case("steep_swept", args(2, 17_000, init=_steep), SMALL),
+        Case("shifted", args(4, 64, init=_shifted), SMALL),
+        Case("shifted_swept", args(2, 17_000, init=_shifted), TEST),
+        Case("masked", args(4, 64, init=_masked), SMALL),
+        Case("masked_swept", args(2, 17_000, init=_masked), SMALL),
+        Case("dead_row", args(3, 64, init=_dead, grad=False), SMALL),
+        Case("dead_row_swept", args(2, 17_000, init=_dead, grad=False), SMALL),
+        Case("scale", args(6, 40) | {"scale": 0.125}, SMALL),
+        Case("negative_scale", args(6, 40) | {"scale": -2.5}, SMALL),
+        Case("no_scale", args(6, 40) | {"scale": 0.0}, SMALL),
+        Case("negative_scale_swept", args(2, 17_000) | {"scale": -2.5}, SMALL),
+        Case("causal", args(2, 3, 9, 9) | {"causal": True}, SMALL),
+        Case("causal_more_keys", args(2, 7, 20) | {"causal": True, "scale": 0.5}, SMALL),
+        Case("causal_more_rows", args(2, 9, 4) | {"causal": True}, SMALL),
+        Case("causal_masked", args(2, 5, 8, init=_masked) | {"causal": True}, SMALL),
+        Case("causal_swept", args(3, 17_000) | {"causal": True}, SMALL),
+        Case("causal_swept_hidden", args(6, 1, 16_500) | {"causal": True}, TEST),
+        Case("causal_heads", args(2, 3, 5, 16, init=_heads) | {"causal": True}, SMALL),
+        Case("strided", args(5, 40, layout="strided"), SMALL),
+        Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
+        Case("causal_strided", args(2, 6, 40, layout="strided") | {"causal": True}, SMALL),
+        Case("transposed", args(9, 12, layout="transposed"), SMALL),
+        Case("part", args(5, 64, init=_part), SMALL),
+        Case("heads", args(2, 3, 5, 64, init=_heads), SMALL),
+        Case("no_rows", args(0, 16), SMALL),
+        Case("no_rows_three_dims", args(3, 0, 16), TEST),
+        Case("wide", args(4, 262_144), GPU),
+        Case("causal_wide", args(2, 5, 131_072) | {"causal": True}, GPU),
+        Case("far", args(2, 4096, init=_far), GPU, BF16),
+        Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, BF16),
+    ]
+
+
+def _bench(**options: object) -> list[Case]:
+    sizes = [(2**21, 64), (2**19, 256), (131_072, 1024), (32_768, 4096), (16_384, 8192), (8192, 16_384), (4096, 32_768)]
+    sizes += [(2048, 65_536), (1024, 131_072), (512, 4096)]
+    found = [Case(f"{m}x{n}", {"x": T(m, n)} | options, BENCH) for m, n in sizes]
+    causal = {"x": T(2, 16, 4096, 4096), "scale": 0.125, "causal": True}
+    return [*found, Case("causal_2x16x4096x4096", causal | options, BENCH)]
+
+
+CASES: dict[str, list[Case]] = {
+    "softmax": [*_cases(), *_bench()],
+    "softmax_dropout": [
+        *_cases(**DROPPED),
+        Case("p_0", {"x": T(6, 40)}, SMALL),
+        Case("p_0_with_a_seed", {"x": T(6, 40), **DROPPED, "p": 0.0}, SMALL),
+        Case("p_0_swept", {"x": T(2, 17_000)}, TEST),
+        Case("p_half", {"x": T(6, 44), **DROPPED, "p": 0.5}, SMALL),
+        Case("p_nearly_1", {"x": T(6, 44), **DROPPED, "p": 0.97}, SMALL),
+        *_bench(**{**DROPPED, "p": 0.1}),
+    ],
+}
+
+
+def _passes(count: int, x: Tensor) -> int:
+    return count * x.numel() * x.element_size()
+
+
+def _visible_passes(read: int, written: int, x: Tensor, causal: bool) -> int:
+    """Reads of what is visible, writes of everything."""
+    if not causal:
+        return _passes(read + written, x)
+    tokens, keys = x.shape[-2:]
+    seen = sum(min(max(t + keys - tokens + 1, 0), keys) for t in range(tokens)) / max(tokens * keys, 1)
+    return int(_passes(read, x) * seen) + _passes(written, x)
+
+
+def _statistics(x: Tensor) -> int:
+    return 8 * (x.numel() // x.shape[-1])
+
+
+bytes_moved = {
+    "softmax": lambda x, causal=False: _visible_passes(1, 1, x, causal),
+    "softmax_vjp": lambda x, causal=False: _visible_passes(2, 1, x, causal),
+    "softmax_dropout": lambda x, causal=False: _visible_passes(1, 1, x, causal) + _statistics(x),
+    "softmax_dropout_vjp": lambda x, causal=False: _visible_passes(2, 1, x, causal) + _statistics(x),
+}

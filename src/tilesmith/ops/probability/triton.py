@@ -1,0 +1,430 @@
+"""Softmax and its dropout in Triton: forward and backward, each for rows held in registers and for rows swept twice."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.dropout import kernel_numbers
+from tilesmith.ops.dropout_triton import keep_block, keep_tile
+from tilesmith.ops.rows import empty_rows, row_order, rows
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+# Pointers that are None stand for tensors that a call does not have; Triton compiles a variant without them.
+# Outputs are packed: the stride of their rows is `cols`.
+
+
+@triton.jit
+def _end(row, cols, tokens, inner):
+    """How many columns a row sees where row t of `tokens` sees the columns up to t + cols - tokens; may be below 1.
+
+    inner: rows that lie between two neighbours in t.
+    """
+    return ((row // inner) % tokens).to(tl.int32) + (cols - tokens + 1)
+
+
+@triton.jit
+def _aligned(end):
+    """`end` rounded up: loads masked by it stay whole vectors. What they read too much is masked again."""
+    return (end + 15) // 16 * 16
+
+
+@triton.jit
+def _block(BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr):
+    """Columns of a block, [BLOCK_COLS // GROUP, GROUP]: a thread adds up its groups before they meet the row's sums."""
+    return tl.arange(0, BLOCK_COLS // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _loaded(col, cols, end, CAUSAL: tl.constexpr):
+    return (col < cols) & (col < _aligned(end)) if CAUSAL else col < cols
+
+
+@triton.jit
+def _load_first(ptr, col, cols, end, CAUSAL: tl.constexpr):
+    """A block of the first sweep, asked to stay cached. CAUSAL: values from `end` on may be anything."""
+    inside = _loaded(col, cols, end, CAUSAL)
+    return tl.load(ptr + col, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def _load_last(ptr, col, cols, end, CAUSAL: tl.constexpr):
+    """A block of the second sweep, after which nobody reads it."""
+    inside = _loaded(col, cols, end, CAUSAL)
+    return tl.load(ptr + col, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["drop_below"])
+def _softmax_fwd_kernel(
+    x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr,
+    rows, cols, x_stride, scale, tokens, inner, drop_below, keep_scale,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, BY_FOUR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile of whole rows, read once, held in registers. EVEN: cols == BLOCK_COLS."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK_COLS)[None, :]
+    inside = first + row < rows
+    if not EVEN:
+        inside = inside & (col < cols)
+    seen, loaded = inside, inside
+    if CAUSAL:
+        end = _end(first + row, cols, tokens, inner)
+        seen, loaded = inside & (col < end), inside & (col < _aligned(end))
+    x = tl.load(x_ptr + first * x_stride + (row * x_stride + col), mask=loaded, other=0.0).to(tl.float32)
+    z = tl.where(seen, x * scale, float("-inf"))
+    top = tl.max(z, 1, keep_dims=True)
+    y = tl.exp2((z - top) * LOG2E)
+    if CAUSAL:  # a row that sees nothing has top = -inf
+        y = tl.where(seen, y, 0.0)
+    total = tl.sum(y, 1, keep_dims=True)
+    factor = 1.0 / total
+    if top_ptr is not None:
+        tl.store(top_ptr + first + row, top, mask=first + row < rows)
+        tl.store(total_ptr + first + row, total, mask=first + row < rows)
+    if seed_ptr is not None:
+        factor *= keep_scale
+        y = tl.where(keep_tile(seed_ptr, (first + row) * cols, drop_below, BLOCK_COLS, BY_FOUR), y * factor, 0.0)
+    else:
+        y *= factor
+    if CAUSAL:
+        y = tl.where(seen, y, 0.0)
+    tl.store(y_ptr + first * cols + (row * cols + col), y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["drop_below"])
+def _softmax_fwd_wide_kernel(
+    x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr,
+    rows, cols, x_stride, scale, tokens, inner, drop_below, keep_scale,
+    CAUSAL: tl.constexpr, BY_FOUR: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Every num_programs(0)-th row a program, swept twice; in the first sweep each group of columns keeps a maximum and
+    a sum of its own.
+
+    The second sweep goes backwards, to meet the youngest lines of the L1 cache first; the loads are plain, since the
+    asynchronous copies of a pipelined loop pass that cache by. The eviction hints: see ops/norm.
+    """
+    lane = _block(BLOCK_COLS, GROUP)
+    last = (tl.cdiv(cols, BLOCK_COLS) - 1) * BLOCK_COLS
+    for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        x_row = x_ptr + row * x_stride
+        end = cols
+        if CAUSAL:
+            end = tl.minimum(_end(row, cols, tokens, inner), cols)
+        tops = tl.full([BLOCK_COLS // GROUP], LOWEST, tl.float32)  # not -inf, from which -inf cannot be subtracted
+        totals = tl.zeros([BLOCK_COLS // GROUP], tl.float32)
+        for start in tl.range(0, end, BLOCK_COLS):
+            col = start + lane
+            x = _load_first(x_row, col, cols, end, CAUSAL)
+            z = tl.where(col < end, x * scale, float("-inf"))
+            risen = tl.maximum(tops, tl.max(z, 1))
+            totals = totals * tl.exp2((tops - risen) * LOG2E) + tl.sum(tl.exp2((z - risen[:, None]) * LOG2E), 1)
+            tops = risen
+        top = tl.max(tops, 0)
+        total = tl.sum(totals * tl.exp2((tops - top) * LOG2E), 0)
+        factor = 1.0 / total
+        if top_ptr is not None:
+            tl.store(top_ptr + row, top)
+            tl.store(total_ptr + row, total)
+        if seed_ptr is not None:
+            factor *= keep_scale
+        for start in tl.range(0, cols, BLOCK_COLS):
+            col = last - start + lane
+            x = _load_last(x_row, col, cols, end, CAUSAL)
+            y = tl.exp2((x * scale - top) * LOG2E) * factor
+            if seed_ptr is not None:
+                first = row * cols + last - start
+                y = tl.where(keep_block(seed_ptr, first, drop_below, BLOCK_COLS // GROUP, GROUP, BY_FOUR), y, 0.0)
+            if CAUSAL:
+                y = tl.where(col < end, y, 0.0)
+            tl.store(y_ptr + row * cols + col, y, mask=col < cols)
+
+
+@triton.jit
+def _probabilities(x, top, total, scale):
+    """y anew, from what the forward found of the row."""
+    return tl.exp2((x * scale - top) * LOG2E) * (1.0 / total)
+
+
+@triton.jit(do_not_specialize=["drop_below"])
+def _softmax_bwd_kernel(
+    dy_ptr, x_ptr, top_ptr, total_ptr, seed_ptr, dx_ptr,
+    rows, cols, dy_stride, x_stride, scale, tokens, inner, drop_below, keep_scale,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, BY_FOUR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile of whole rows: dx from dy and y, which x_ptr holds; with top_ptr it holds x, and y is made of it."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK_COLS)[None, :]
+    row_inside = first + row < rows
+    inside = row_inside if EVEN else row_inside & (col < cols)
+    seen, loaded = inside, inside
+    if CAUSAL:
+        end = _end(first + row, cols, tokens, inner)
+        seen, loaded = inside & (col < end), inside & (col < _aligned(end))
+    y = tl.load(x_ptr + first * x_stride + (row * x_stride + col), mask=loaded, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + first * dy_stride + (row * dy_stride + col), mask=loaded, other=0.0).to(tl.float32)
+    if top_ptr is not None:
+        top = tl.load(top_ptr + first + row, mask=row_inside, other=0.0)
+        total = tl.load(total_ptr + first + row, mask=row_inside, other=1.0)
+        y = tl.where(seen, _probabilities(y, top, total, scale), 0.0)
+    if seed_ptr is not None:
+        keep = keep_tile(seed_ptr, (first + row) * cols, drop_below, BLOCK_COLS, BY_FOUR)
+        dy = tl.where(keep, dy * keep_scale, 0.0)
+    if CAUSAL:
+        y, dy = tl.where(seen, y, 0.0), tl.where(seen, dy, 0.0)
+    # not `/`, whose rounding would be all of dx in a row of one column
+    mean = tl.sum(y * dy, 1, keep_dims=True) * (1.0 / tl.sum(y, 1, keep_dims=True))
+    dx = y * (dy - mean) * scale
+    if CAUSAL:  # a row that sees nothing has a sum of 0
+        dx = tl.where(seen, dx, 0.0)
+    tl.store(dx_ptr + first * cols + (row * cols + col), dx, mask=inside)
+
+
+@triton.jit(do_not_specialize=["drop_below"])
+def _softmax_bwd_wide_kernel(
+    dy_ptr, x_ptr, top_ptr, total_ptr, seed_ptr, dx_ptr,
+    rows, cols, dy_stride, x_stride, scale, tokens, inner, drop_below, keep_scale,
+    CAUSAL: tl.constexpr, BY_FOUR: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Rows swept twice, as in the forward: the sums of y and of y · dy, then dx."""
+    lane = _block(BLOCK_COLS, GROUP)
+    last = (tl.cdiv(cols, BLOCK_COLS) - 1) * BLOCK_COLS
+    for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        x_row = x_ptr + row * x_stride
+        dy_row = dy_ptr + row * dy_stride
+        end = cols
+        if CAUSAL:
+            end = tl.minimum(_end(row, cols, tokens, inner), cols)
+        top = 0.0
+        total = 1.0
+        if top_ptr is not None:
+            top = tl.load(top_ptr + row)
+            total = tl.load(total_ptr + row)
+        dots = tl.zeros([BLOCK_COLS // GROUP], tl.float32)
+        sums = tl.zeros([BLOCK_COLS // GROUP], tl.float32)
+        for start in tl.range(0, end, BLOCK_COLS):
+            col = start + lane
+            y = _load_first(x_row, col, cols, end, CAUSAL)
+            dy = _load_first(dy_row, col, cols, end, CAUSAL)
+            if top_ptr is not None:
+                y = _probabilities(y, top, total, scale)
+            if seed_ptr is not None:
+                first = row * cols + start
+                keep = keep_block(seed_ptr, first, drop_below, BLOCK_COLS // GROUP, GROUP, BY_FOUR)
+                dy = tl.where(keep, dy * keep_scale, 0.0)
+            if CAUSAL:
+                dy = tl.where(col < end, dy, 0.0)
+            if CAUSAL or top_ptr is not None:
+                y = tl.where(col < end, y, 0.0)
+            dots += tl.sum(y * dy, 1)
+            sums += tl.sum(y, 1)
+        mean = tl.sum(dots, 0) * (1.0 / tl.sum(sums, 0))
+        for start in tl.range(0, cols, BLOCK_COLS):
+            col = last - start + lane
+            y = _load_last(x_row, col, cols, end, CAUSAL)
+            dy = _load_last(dy_row, col, cols, end, CAUSAL)
+            if top_ptr is not None:
+                y = _probabilities(y, top, total, scale)
+            if seed_ptr is not None:
+                first = row * cols + last - start
+                keep = keep_block(seed_ptr, first, drop_below, BLOCK_COLS // GROUP, GROUP, BY_FOUR)
+                dy = tl.where(keep, dy * keep_scale, 0.0)
+            dx = y * (dy - mean) * scale
+            if CAUSAL:
+                dx = tl.where(col < end, dx, 0.0)
+            tl.store(dx_ptr + row * cols + col, dx, mask=col < cols)
+
+
+class SoftmaxConfig(NamedTuple):
+    """tile: elements a program works on at once, in whole rows (at least one). block_cols: 0 holds rows in registers
+    (up to MAX_HELD columns), else they are swept in blocks of so many columns. programs: how many sweep at most; 0: one
+    a row."""
+
+    tile: int
+    block_cols: int
+    num_warps: int
+    programs: int
+
+
+MAX_HELD = 32_768  # columns; compiling wider tiles takes minutes, and they spill
+
+
+def _launch(kernels: tuple[Any, Any], tensors: tuple, numbers: tuple, causal: bool, config: SoftmaxConfig) -> None:
+    """Launch the kernel for held or for swept rows. numbers: rows, cols and what follows in their signature."""
+    count, cols = numbers[:2]
+    if not count:
+        return
+    held, wide = kernels
+    width = config.block_cols
+    if not width or width >= cols:
+        width = next_power_of_2(cols) if cols <= MAX_HELD else 8192
+    flags = {"CAUSAL": causal, "BY_FOUR": cols % 4 == 0, "BLOCK_COLS": width, "num_warps": config.num_warps}
+    if width < cols:
+        group = min(8, 16 // tensors[0].element_size())
+        programs = min(count, config.programs or count)
+        launch(wide, (programs,), *tensors, *numbers, GROUP=group, **flags)
+    else:
+        block_rows = max(1, config.tile // width)
+        launch(held, (cdiv(count, block_rows),), *tensors, *numbers, EVEN=width == cols, BLOCK_ROWS=block_rows, **flags)
+
+
+def _steps(x: Tensor, order: tuple[int, ...] | None, causal: bool) -> tuple[int, int]:
+    """(tokens, inner) for `_end`: the size of the last dim but one, and the rows between two neighbours along it."""
+    if not causal:
+        return 1, 1
+    tokens, dim, inner = x.shape[-2], x.ndim - 2, 1
+    for after in () if order is None else order[order.index(dim) + 1 : -1]:
+        inner *= x.shape[after]
+    return tokens, inner
+
+
+def _dropout_numbers(p: float) -> tuple[int | None, float | None]:
+    return kernel_numbers(p) if p > 0.0 else (None, None)
+
+
+def _reasons(call: Any) -> list[str]:
+    return ["the tensors are float64; these kernels compute in float32"] if call.x.dtype == torch.float64 else []
+
+
+def _vjp_reasons(call: Any) -> list[str]:
+    return ["the tensors are float64; these kernels compute in float32"] if call.y.dtype == torch.float64 else []
+
+
+def _dims(x: Tensor) -> dict[str, int]:
+    cols = x.shape[-1]
+    return {"rows": x.numel() // cols, "cols": cols, "bytes": x.element_size()}
+
+
+def _default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
+    """Rows of up to 8,192 columns are held, 16 elements a thread (32 where one wide tensor is read), unless a quarter
+    of the lanes would be idle. Others are swept, in blocks that leave few lanes idle, by programs of 512 threads while
+    a few of their rows fit an L1 cache. Rows of more than 64 KiB are swept by programs of 1,024 threads that ask for 32
+    bytes each; of more than 128 KiB by one such program an SM, asking for 64, or the rows in flight would outgrow the
+    caches.
+
+    tensors: how many are read.
+    """
+    lanes, cols, each = max(arch.warp, 16), dims["cols"], min(8, 16 // dims["bytes"])
+    width, tile = next_power_of_2(cols), 2048
+    if cols <= 2048 or (cols <= 8192 and 4 * cols > 3 * width):
+        while tile > 1024 and dims["rows"] * cols < tile * max(arch.sms, 1):
+            tile //= 2
+        tile = max(width, tile)
+        return SoftmaxConfig(tile, 0, max(1, tile // (32 if tile > 4096 and tensors == 1 else 16) // lanes), 0)
+    row = tensors * cols * dims["bytes"]
+    if row > 2**16:
+        wide = row > 2**17
+        block_cols = 1024 * each * (4 if wide else 2) // tensors
+        return SoftmaxConfig(block_cols, block_cols, 1024 // lanes, arch.sms if wide else 0)
+    fits = [b for b in (512 * each, 256 * each, 128 * each) if 2 * b <= cols and -cols % b * 16 <= cols]
+    block_cols = fits[0] if fits else 128 * each
+    return SoftmaxConfig(block_cols, block_cols, max(1, block_cols // each // lanes), 0)
+
+
+CHOICES = {
+    "tile": (2048, 4096, 8192),
+    "block_cols": (0, 2048, 4096, 8192, 16_384, 32_768),
+    "num_warps": (4, 8, 16, 32),
+    "programs": (0, 132, 264),
+}
+FORWARD, BACKWARD = (_softmax_fwd_kernel, _softmax_fwd_wide_kernel), (_softmax_bwd_kernel, _softmax_bwd_wide_kernel)
+
+
+@register_kernel("softmax", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, scale, causal: _dims(x),
+        default=lambda dims, arch, dtype: _default(dims, arch, 1),
+        choices=CHOICES,
+    )
+)
+def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: SoftmaxConfig) -> Tensor:
+    """y of `softmax`."""
+    order = row_order(x)
+    y = empty_rows(x, order)
+    x2 = rows(x, order)
+    numbers = (*x2.shape, x2.stride(0), scale, *_steps(x, order, causal), None, None)
+    _launch(FORWARD, (x2, y, None, None, None), numbers, causal, config)
+    return y
+
+
+@register_kernel("softmax_vjp", backend="triton", rank=20, rejects=_vjp_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dy, y, scale, causal: _dims(y),
+        default=lambda dims, arch, dtype: _default(dims, arch, 2),
+        choices=CHOICES,
+    )
+)
+def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool, *, config: SoftmaxConfig) -> Tensor:
+    """dx of `softmax`."""
+    order = row_order(y)
+    dx = empty_rows(y, order)
+    dy2, y2 = rows(dy, order), rows(y, order)
+    numbers = (*y2.shape, dy2.stride(0), y2.stride(0), scale, *_steps(y, order, causal), None, None)
+    _launch(BACKWARD, (dy2, y2, None, None, None, dx), numbers, causal, config)
+    return dx
+
+
+@register_kernel("softmax_dropout", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, seed, p, scale, causal: _dims(x),
+        default=lambda dims, arch, dtype: _default(dims, arch, 1),
+        choices=CHOICES,
+    )
+)
+def softmax_dropout(
+    x: Tensor,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    scale: float = 1.0,
+    causal: bool = False,
+    *,
+    config: SoftmaxConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, top and total of `softmax_dropout`."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    x2 = rows(x)
+    numbers = (*x2.shape, x2.stride(0), scale, *_steps(x, None, causal), *_dropout_numbers(p))
+    _launch(FORWARD, (x2, out, top, total, seed if p > 0.0 else None), numbers, causal, config)
+    return out, top, total
+
+
+@register_kernel("softmax_dropout_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dout, x, seed, top, total, p, scale, causal: _dims(x),
+        default=lambda dims, arch, dtype: _default(dims, arch, 2),
+        choices=CHOICES,
+    )
+)
+def softmax_dropout_vjp(
+    dout: Tensor,
+    x: Tensor,
+    seed: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    p: float,
+    scale: float,
+    causal: bool,
+    *,
+    config: SoftmaxConfig,
+) -> Tensor:
+    """dx of `softmax_dropout`."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dout2, x2 = rows(dout), rows(x)
+    numbers = (*x2.shape, dout2.stride(0), x2.stride(0), scale, *_steps(x, None, causal), *_dropout_numbers(p))
+    tensors = (dout2, x2, top.contiguous(), total.contiguous(), seed if p > 0.0 else None, dx)
+    _launch(BACKWARD, tensors, numbers, causal, config)
+    return dx
