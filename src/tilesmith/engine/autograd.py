@@ -181,6 +181,7 @@ class Gradient:
         def setup(ctx, inputs, keyword_only_inputs, output):
             outs = tuple(output) if isinstance(output, tuple | list) else (output,)
             self.save(ctx, inputs, outs, keyword_only_inputs["pin"])
+            ctx.set_materialize_grads(False)  # a zero gradient is work, None is not
 
         def backward(ctx, *grads):
             # the dispatcher leaves out trailing arguments that equal their defaults

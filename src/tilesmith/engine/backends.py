@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from functools import lru_cache
@@ -38,7 +39,15 @@ def _needs_hopper(device: torch.device, pinned: bool) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]}; Hopper kernels need 9.0"
-    return triton_missing()
+    return triton_missing() or _gluon_missing()
+
+
+@lru_cache(maxsize=1)
+def _gluon_missing() -> str | None:
+    version = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "none"
+    if not version.startswith("3.6."):
+        return f"Triton {version}; the Hopper kernels are written in the Gluon of Triton 3.6"
+    return None
 
 
 _NEEDS = {"triton": _needs_triton, "triton_split": _needs_triton, "hopper": _needs_hopper}

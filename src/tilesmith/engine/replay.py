@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _aten = torch.ops.aten
 _VIEWS = frozenset({
@@ -39,6 +39,18 @@ def recorder() -> Recorder | None:
     return getattr(_here, "recorder", None)
 
 
+def each_time(make: Callable[[], Tensor]) -> Tensor:
+    """make(), for a launch argument that differs from call to call: a replay calls `make` again, too."""
+    here = recorder()
+    if here is None:
+        return make()
+    with _disable_current_modes():
+        tensor = make()
+    here.alive.append(tensor)
+    here.made[id(tensor)] = make
+    return tensor
+
+
 class Recorder(TorchDispatchMode):
     """Watches one run of a launcher. `replay()` gives the function that repeats it, or None with `refusal` set."""
 
@@ -47,6 +59,7 @@ class Recorder(TorchDispatchMode):
         self.refusal = ""
         self.alive: list[Tensor] = []  # ids must stay unique while recording
         self.sources: dict[int, str] = {}  # id of a tensor -> the variable whose memory it is
+        self.made: dict[int, Callable[[], Tensor]] = {}  # id of a tensor -> what makes it anew (`each_time`)
         self.memory: dict[str, Tensor] = {}  # variable -> the tensor recorded for it
         self.steps: list[tuple[str, Any]] = []
         self.parameters = [f"a{i}" for i in range(len(args))]
@@ -149,6 +162,9 @@ def _generate(record: Recorder, results: list[str], many: bool) -> Callable[...,
 
 def _value(record: Recorder, value: Any, name: str, constants: dict[str, Any], used: set[str]) -> str:
     """The expression that gives a launch argument anew."""
+    if id(value) in record.made:
+        constants[name] = record.made[id(value)]
+        return f"{name}().data_ptr()"
     if isinstance(value, Tensor):
         return _pointer(record, value, used)
     if type(value).__name__ == "TensorDescriptor":

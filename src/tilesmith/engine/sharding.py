@@ -30,7 +30,9 @@ def _rows(op: Any, last: bool = False) -> None:
     def strategies(*specs, **kwargs):
         first = next(s for n, s in zip(op.parameters, specs) if n in op.fold)
         found = []
-        for dim in [None, *range(first.ndim - (not last))]:
+        # a causal op looks along the last two dims at where a row is
+        whole_dims = 0 if last else 2 if dict(zip(op.parameters, specs)).get("causal") else 1
+        for dim in [None, *range(first.ndim - whole_dims)]:
             row = Replicate() if dim is None else Shard(dim)
             whole = Replicate() if dim is None else Partial()
             outs = [row if _row_output(op, n) else whole for n in op.outputs]

@@ -203,6 +203,11 @@ ATTENTION = [
     Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
     Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
     Case("d256_tiles", _attend(2, 4, 2, 520, 520, 256, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d64_more_queries", _attend(2, 4, 2, 300, 130, 64, causal=True), GPU, HALF),
+    Case("d128_more_queries", _attend(2, 4, 2, 300, 130, 128, causal=True), GPU, HALF),
+    Case("d128_one_query", _attend(2, 8, 2, 1, 700, 128, causal=True), GPU, HALF),
+    Case("d128_window_sinks", _attend(1, 8, 2, 900, 900, 128, causal=True, window_left=200, sinks=True), GPU, HALF),
+    Case("d64_both_sides", _attend(1, 8, 8, 700, 900, 64, window_left=70, window_right=33), GPU, HALF),
     Case("fp32_tiles", _attend(1, 4, 2, 260, 300, 128, causal=True), GPU, (torch.float32,)),
     Case("window_tiles", _attend(1, 4, 2, 1500, 1500, 64, causal=True, window_left=200, sinks=True), GPU, HALF),
     Case("packed_tiles", _attend(

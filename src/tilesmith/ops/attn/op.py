@@ -66,7 +66,7 @@ attention_vjp = Op(
     fake=_fake_vjp,
     outputs=("dq", "dk", "dv", "dbias", "dsinks"),
     describe=_describer("attention_vjp", reference.attention_vjp),
-    kernels={"triton": "tilesmith.ops.attn.triton_vjp"},
+    kernels={"triton": "tilesmith.ops.attn.triton_vjp", "hopper": "tilesmith.ops.attn.hopper"},
 )
 
 attention_op = Op(
@@ -77,7 +77,11 @@ attention_op = Op(
     check=checks.check_attention,
     describe=_describer("attention", reference.attention),
     autocast=("q", "k", "v"),
-    kernels={"triton": "tilesmith.ops.attn.triton", "triton_split": "tilesmith.ops.attn.decode"},
+    kernels={
+        "triton": "tilesmith.ops.attn.triton",
+        "triton_split": "tilesmith.ops.attn.decode",
+        "hopper": "tilesmith.ops.attn.hopper",
+    },
 )
 
 merge_attention_vjp = Op(

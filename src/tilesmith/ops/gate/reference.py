@@ -1,7 +1,7 @@
 """What the activations and gated activations mean, in plain PyTorch.
 
 All compute in at least float32 and round once, to the dtype of their input. Backward passes recompute the activation
-from the saved inputs.
+from the saved inputs, or need only the result (sigmoid, add_relu).
 """
 
 import math
@@ -48,6 +48,83 @@ def gelu_vjp(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
     return (_wide(dout) * _gelu_slope(_wide(x), approximate)).to(x.dtype).contiguous()
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), element by element.
+
+    Args:
+        x: any shape and strides, floating.
+
+    Returns a contiguous tensor of x's shape and dtype. Raises TypeError for other dtypes. The gradient is taken of the
+    rounded result, which is what is saved, as PyTorch does.
+    """
+    return torch.sigmoid(_wide(x)).to(x.dtype).contiguous()
+
+
+def sigmoid_vjp(dout: Tensor, out: Tensor) -> Tensor:
+    """Gradient of `sigmoid` from its result: dx = dout out (1 - out), contiguous, in out's dtype."""
+    wide = _wide(out)
+    return (_wide(dout) * wide * (1 - wide)).to(out.dtype).contiguous()
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0)^2, element by element (squared ReLU, arXiv:2109.08668).
+
+    Args:
+        x: any shape and strides, floating.
+
+    Returns a contiguous tensor of x's shape and dtype. The square is taken before rounding. Raises TypeError for other
+    dtypes.
+    """
+    return torch.relu(_wide(x)).square().to(x.dtype).contiguous()
+
+
+def relu_squared_vjp(dout: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `relu_squared`: dx = 2 max(x, 0) dout, contiguous, in x's dtype."""
+    return (2 * torch.relu(_wide(x)) * _wide(dout)).to(x.dtype).contiguous()
+
+
+def add_relu(x: Tensor, y: Tensor) -> Tensor:
+    """max(x + y, 0), element by element.
+
+    Args:
+        x, y: one shape and dtype, floating, any strides.
+
+    Returns a contiguous tensor of x's shape and dtype; the sum is rounded once. Only the result is saved: x and y have
+    the same gradient, dout where the result is above 0. Raises ValueError or TypeError where x and y differ in shape,
+    dtype or device, or are not floating.
+    """
+    return torch.relu(_wide(x) + _wide(y)).to(x.dtype).contiguous()
+
+
+def add_relu_vjp(dout: Tensor, out: Tensor) -> Tensor:
+    """Gradient of `add_relu` from its result: dx, contiguous, in out's dtype; dy is dx."""
+    return torch.where(out <= 0, 0, dout).to(out.dtype).contiguous()
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """gelu(x + bias, approximate), element by element: what follows the first projection of an MLP.
+
+    Args:
+        x: [..., F], floating, any strides.
+        bias: [F], floating, or None for `gelu`.
+        approximate: "none" or "tanh", as in `gelu`.
+
+    Returns a contiguous tensor of x's shape and dtype. x + bias is not rounded. dbias is summed over rows in float32
+    (float64 for float64), in a fixed order, and rounded to bias' dtype. Raises ValueError or TypeError for a bias that
+    is not a floating [F] on x's device, an x that is not floating or has no dims, and for another ``approximate``.
+    """
+    return _gelu(_biased(x, bias), approximate).to(x.dtype).contiguous()
+
+
+def bias_gelu_vjp(
+    dout: Tensor, x: Tensor, bias: Tensor | None, approximate: str, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `bias_gelu`: (dx, dbias), contiguous; an empty tensor where ``output_mask`` is False."""
+    dx = _wide(dout) * _gelu_slope(_biased(x, bias), approximate)
+    dbias = dx.unsqueeze(0).sum(list(range(dx.ndim))).to(bias.dtype) if output_mask[1] else x.new_empty(0)
+    return dx.to(x.dtype).contiguous() if output_mask[0] else x.new_empty(0), dbias
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element (SwiGLU without its projections, arXiv:2002.05202).
 
@@ -89,6 +166,10 @@ def geglu_vjp(
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    return _wide(x) if bias is None else _wide(x) + bias.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -1,0 +1,372 @@
+"""Launchers of attention's Hopper kernels, what they refuse, and their configurations."""
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine.launch import cdiv
+from tilesmith.engine.replay import each_time
+from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.hopper_backward import (
+    attention_dkv_kernel,
+    attention_dq_kernel,
+    attention_dsinks_kernel,
+    attention_rows_kernel,
+)
+from tilesmith.ops.attn.hopper_forward import attention_fwd_kernel
+from tilesmith.ops.attn.hopper_gluon import TensorDescriptor, gl
+
+LOG2E = 1.4426950408889634
+_CAUSAL = list(inspect.signature(reference.attention).parameters).index("causal")
+_VJP = list(inspect.signature(reference.attention_vjp).parameters)
+_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def rejects(call) -> list[str]:
+    """Why the Hopper kernels cannot serve a call of attention or attention_vjp."""
+    reasons = []
+    if call.arch.capability != (9, 0):
+        reasons.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
+    if call.q.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"q is {call.q.dtype}; float16 and bfloat16 are served")
+    if call.q.cols not in (64, 128) or call.v.cols != call.q.cols:
+        reasons.append(
+            f"the head dims are {call.q.cols} and {call.v.cols}; 64 and 128, the same for q and v, are served"
+        )
+    for name in ("q", "k", "v"):
+        if not getattr(call, name).unit:
+            reasons.append(f"{name} has a last stride other than 1")
+    for name, what in _UNSERVED.items():
+        if getattr(call, name) is not None:
+            reasons.append(f"{name}: {what}")
+    return reasons
+
+
+_UNSERVED = {
+    "bias": "scores get nothing added",
+    "mask": "only causal and window masks are known",
+    "alibi": "scores know no distance",
+    "seed": "nothing is dropped",
+    "cu_seqlens_q": "packed documents are not walked",
+    "kv_lengths": "all keys count",
+    "prefix_lengths": "only causal and window masks are known",
+    "q_documents": "only causal and window masks are known",
+    "block_offsets": "block lists are not walked",
+    "page_table": "paged keys and values are not read",
+    "q_scale": "quantised values are not read",
+    "k_scale": "quantised values are not read",
+    "v_scale": "quantised values are not read",
+}
+
+
+def rejects_vjp(call) -> list[str]:
+    """Why the Hopper kernels cannot serve a call of attention_vjp."""
+    reasons = rejects(call)
+    if call.deterministic:
+        reasons.append("deterministic: parts of dq are added in the order in which they come")
+    return reasons
+
+
+class HopperConfig(NamedTuple):
+    """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
+    dynamic: tiles come from a counter. polynomial: a quarter of the powers goes to the multipliers."""
+
+    consumers: int
+    block_n: int
+    stages: int
+    dynamic: bool
+    polynomial: bool = False
+
+
+def _dims(*args) -> dict[str, int]:
+    q, k, v = args[:3]
+    return {
+        "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
+        "value_dim": v.shape[3], "causal": 8 if args[_CAUSAL] else 1,
+    }  # fmt: skip
+
+
+def _default(dims, arch, dtype) -> HopperConfig:
+    # H200, bf16, hidden 2048, TFLOP/s of 1k / 4k / 16k keys: D 128 full in fixed order 573 / 682 / 720, from a counter
+    # 576 / 686 / 686; causal 421 / 594 / 582 and 422 / 595 / 658. D 64 full with three consumers 425 / 499 / 509, two
+    # 419 / 470 / 458; causal 232 / 387 / 470 and 292 / 397 / 425. The polynomial takes 1 to 10 % everywhere.
+    causal = dims["causal"] > 1
+    if dims["dim"] == 128:
+        return HopperConfig(2, 128, 2, causal)
+    return HopperConfig(2 if causal and dims["keys"] < 8192 else 3, 128, 3, True)
+
+
+SPACE = Space(
+    default=_default,
+    dims=_dims,
+    choices={"consumers": (2, 3), "dynamic": (False, True), "polynomial": (False, True)},
+)
+
+
+@register_kernel("attention", backend="hopper", rank=25, rejects=rejects)
+@optimize_kernel(space=SPACE)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    block_offsets: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_offsets_t: Tensor | None = None,
+    block_indices_t: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_q: int = 0,
+    block_k: int = 0,
+    deterministic: bool = False,
+    *,
+    config: HopperConfig,
+) -> tuple[Tensor, Tensor]:
+    """One program a multiprocessor, each with many tiles of queries."""
+    batch, heads, tokens, dim = q.shape
+    keys = k.shape[2]
+    out = reference.out_like(q, dim)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
+    if keys == 0:
+        lse.copy_(lse.new_full((), float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None])
+        return out.zero_(), lse
+    arch = arch_of(q.device)
+    left, right, has_left, has_right = _window(tokens, keys, causal, window_left, window_right)
+    block_m = 64 * config.consumers
+    blocks = cdiv(tokens, block_m)
+    tiles = blocks * batch * heads
+    programs = min(arch.sms, tiles)
+    dynamic = config.dynamic and programs < tiles
+    scale = dim**-0.5 if scale is None else scale
+    launch(
+        attention_fwd_kernel,
+        (programs,),
+        descriptor(q, 64), descriptor(k, config.block_n), descriptor(v, config.block_n), descriptor(out, 64),
+        lse, sinks, counter(q.device) if dynamic else None,
+        tokens, keys, heads, blocks, batch * heads, section(k, heads, arch), left, right, heads // k.shape[1],
+        scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
+        LEFT=has_left, RIGHT=has_right,
+        WHOLE=not has_left and not has_right and keys % config.block_n == 0, DYNAMIC=dynamic,
+        BN=config.block_n, D=dim, CONSUMERS=config.consumers, STAGES=config.stages, SOFTCAP=softcap > 0.0,
+        POLYNOMIAL=config.polynomial, num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+class HopperVjpConfig(NamedTuple):
+    """stages: tiles of queries in flight. split: consumers tell each other that ds is there before they wait for it.
+    dynamic: tiles come from a counter."""
+
+    stages: int
+    split: bool
+    dynamic: bool
+
+
+def _dims_vjp(*args) -> dict[str, int]:
+    q, k, v = (args[_VJP.index(name)] for name in ("q", "k", "v"))
+    return {
+        "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
+        "value_dim": v.shape[3], "causal": 8 if args[_VJP.index("causal")] else 1,
+    }  # fmt: skip
+
+
+def _default_vjp(dims, arch, dtype) -> HopperVjpConfig:
+    # H200, 16k keys, TFLOP/s: D 128 causal 597 split, 547 not, full 572 and 582; D 64 is never faster split
+    wide = dims["dim"] == 128
+    return HopperVjpConfig(2 if wide else 3, wide and dims["causal"] > 1, True)
+
+
+SPACE_VJP = Space(
+    default=_default_vjp, dims=_dims_vjp, choices={"stages": (2, 3), "split": (False, True), "dynamic": (False, True)}
+)
+
+
+@register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp)
+@optimize_kernel(space=SPACE_VJP)
+def attention_vjp(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    kv_lengths: Tensor | None,
+    prefix_lengths: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    block_offsets: Tensor | None,
+    block_indices: Tensor | None,
+    block_offsets_t: Tensor | None,
+    block_indices_t: Tensor | None,
+    page_table: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_q: int,
+    block_k: int,
+    deterministic: bool,
+    output_mask: Sequence[bool],
+    *,
+    config: HopperVjpConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Statistics of the rows, one kernel for dk, dv and what dq is the sum of, and one that puts dq in order."""
+    batch, heads, tokens, dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    wants_sinks = output_mask[4] and sinks is not None
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format) if wants_sinks else q.new_empty(0)
+    found = [x if wanted else q.new_empty(0) for x, wanted in zip((dq, dk, dv), output_mask)]
+    found += [q.new_empty(0), dsinks]
+    if q.numel() == 0 or k.numel() == 0:
+        found = [x.zero_() for x in found]
+        if wants_sinks and dlse is not None:
+            dsinks += dlse.sum((0, 2))
+        return tuple(found)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif dout.stride(3) != 1:
+        dout = dout.contiguous()
+    arch = arch_of(q.device)
+    left, right, has_left, has_right = _window(tokens, keys, causal, window_left, window_right)
+    shift = keys - tokens
+    # queries that see nothing and keys that nobody sees may hold NaN: no tile touches them
+    q_begin = max(0, -shift - right) if has_right else 0
+    k_begin = max(0, shift - left) if has_left else 0
+    if q_begin:
+        dq[:, :, :q_begin].zero_()
+    if k_begin:
+        dk[:, :, :k_begin].zero_()
+        dv[:, :, :k_begin].zero_()
+    q_blocks, k_blocks = cdiv(tokens - q_begin, 64), cdiv(keys - k_begin, 128)
+    rows = lse.new_empty(2, batch * heads, q_blocks * 64)
+    parts = lse.new_empty(batch * heads * q_blocks * dim // 4, 256)
+    launch(
+        attention_rows_kernel, (batch * heads * q_blocks,),
+        out, dout, lse, dlse, rows[0], rows[1], parts, out.stride(), dout.stride(),
+        None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, D=dim, num_warps=4,
+    )  # fmt: skip
+    scale = dim**-0.5 if scale is None else scale
+    tiles = k_blocks * batch * kv_heads
+    programs = min(arch.sms, tiles)
+    dynamic = config.dynamic and programs < tiles
+    launch(
+        attention_dkv_kernel, (programs,),
+        descriptor(q, 64), descriptor(k, 128), descriptor(v, 128), descriptor(dout, 64),
+        TensorDescriptor(parts, list(parts.shape), [256, 1], [dim // 8, 256], _PARTS),
+        descriptor(dk, 64), descriptor(dv, 64), rows[0], rows[1], counter(q.device) if dynamic else None,
+        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads, section_vjp(q, kv_heads, arch),
+        left, right,
+        scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E, scale,
+        GROUP=heads // kv_heads, LEFT=has_left, RIGHT=has_right,
+        TAIL=(keys - k_begin) % 128 != 0, DYNAMIC=dynamic, SPLIT=config.split, D=dim,
+        STAGES=config.stages, SOFTCAP=softcap > 0.0, num_warps=4,
+    )  # fmt: skip
+    if output_mask[0]:
+        launch(
+            attention_dq_kernel, (batch * heads * q_blocks,),
+            parts, dq, dq.stride(), heads, tokens, q_begin, q_blocks, scale, D=dim, num_warps=4,
+        )  # fmt: skip
+    if wants_sinks:
+        launch(
+            attention_dsinks_kernel, (heads,), rows[0], rows[1], sinks, dsinks, batch, heads, q_blocks * 64, BLOCK=1024
+        )
+        if q_begin and dlse is not None:  # of queries that see no key, lse is the sink
+            dsinks += dlse[:, :, :q_begin].sum((0, 2))
+    return tuple(found)
+
+
+def _window(tokens: int, keys: int, causal: bool, left: int, right: int) -> tuple[int, int, bool, bool]:
+    """The window with causal in it, and which of its edges hide anything."""
+    right = 0 if causal else right
+    return left, right, 0 <= left < keys - 1, 0 <= right < max(tokens - 1, 1)
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows; of a copy, where its strides do not
+    suit it."""
+    if x.data_ptr() % 16 or any(n > 1 and (s <= 0 or s % 8) for n, s in zip(x.shape[:3], x.stride()[:3])):
+        x = x.clone(memory_format=torch.contiguous_format)
+    # the stride of a dim of size 1 is never used, but must be legal
+    strides = [s if n > 1 else 8 for n, s in zip(x.shape[:3], x.stride()[:3])]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, x.shape[3]], _TILE)
+
+
+def section(k: Tensor, heads: int, arch) -> int:
+    """How many heads of q to work on together, so that their keys and values stay in half of the L2 cache."""
+    batch, kv_heads, keys, dim = k.shape
+    fitting = arch.l2 // 2 // (keys * dim * 2 * k.element_size())
+    return max(1, min(fitting, batch * kv_heads)) * (heads // kv_heads)
+
+
+def section_vjp(q: Tensor, kv_heads: int, arch) -> int:
+    """How many kv heads to work on together, so that their queries, dout and parts of dq fill 2/5 of the L2 cache."""
+    batch, heads, tokens, dim = q.shape
+    return max(1, min(2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads)), batch * kv_heads))
+
+
+_COUNTERS = 1024  # launches of one device that may be in flight at once
+_rings: dict[int, tuple[Tensor, ...]] = {}
+_turn = itertools.count()
+
+
+def counter(device: torch.device) -> Tensor:
+    """A zero that a launch counts up and sets back, another at each launch."""
+    return each_time(partial(_counter, device))
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Launches on several streams have each their own; so has one in a CUDA graph, which may run at any time."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    ring = _rings.get(index)
+    if ring is None:
+        ring = _rings[index] = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device=device).unbind()
+        torch.cuda.synchronize(device)  # once in a process: other streams may be the first to use their zeros
+    return ring[next(_turn) % _COUNTERS]

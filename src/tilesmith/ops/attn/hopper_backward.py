@@ -1,0 +1,389 @@
+"""Device kernels of attention's gradients on Hopper: rows' statistics, dk and dv and parts of dq (in Gluon), dq.
+
+A program of the main kernel owns 128 keys at a time and walks the queries that see them, 64 at a time, of every head of
+its group: a producer loads tiles, two consumers have 64 keys each. Scores are transposed, so that p and ds feed dv and
+dk from registers; ds also goes through shared memory for dq, which the consumers split by columns and add to a
+workspace by bulk reductions. Those come in any order, so dq may differ in its last bits from run to run.
+Scores live in units of log 2.
+"""
+
+import triton
+import triton.language as tl
+
+from tilesmith.ops.attn.hopper_forward import bend, draw, follow, tickets
+from tilesmith.ops.attn.hopper_gluon import (
+    aggregate,
+    arrive,
+    barriers,
+    bulk_add,
+    bulk_load,
+    bulk_store,
+    bulk_wait,
+    fence,
+    gl,
+    gluon,
+    load_row,
+    meet,
+    mma,
+    mma_wait,
+    reinterpret,
+    wait,
+)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attention_rows_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dq_ptr, out_strides, dout_strides, dlse_strides,
+    heads, tokens, begin, blocks, D: tl.constexpr,
+):  # fmt: skip
+    """For 64 queries from `begin` on: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
+    makes its p 0); delta = sum(out * dout) - dlse; and zeros for their part of dq."""
+    head_row = tl.program_id(0) // blocks
+    block = tl.program_id(0) - head_row * blocks
+    batch = (head_row // heads).to(tl.int64)
+    head = (head_row % heads).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64) * 64
+    lane = tl.arange(0, 64)
+    rows = begin + block * 64 + lane
+    held = rows < tokens
+    cols = tl.arange(0, D)[None, :]
+    long_rows = rows.to(tl.int64)
+    out_ptr += batch * out_strides[0] + head * out_strides[1]
+    dout_ptr += batch * dout_strides[0] + head * dout_strides[1]
+    out = tl.load(out_ptr + (long_rows * out_strides[2])[:, None] + cols, mask=held[:, None], other=0.0)
+    dout = tl.load(dout_ptr + (long_rows * dout_strides[2])[:, None] + cols, mask=held[:, None], other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    lse = tl.load(lse_ptr + head_row.to(tl.int64) * tokens + rows, mask=held, other=float("-inf"))
+    if dlse_ptr is not None:
+        dlse_ptr += batch * dlse_strides[0] + head * dlse_strides[1]
+        delta -= tl.load(dlse_ptr + long_rows * dlse_strides[2], mask=held, other=0.0).to(tl.float32)
+    dead = lse == float("-inf")
+    tl.store(row_lse_ptr + place + lane, tl.where(dead, float("inf"), lse * LOG2E))
+    tl.store(delta_ptr + place + lane, tl.where(dead, 0.0, delta))
+    tl.store(dq_ptr + place * D + tl.arange(0, 64 * D), tl.zeros([64 * D], tl.float32))
+
+
+@triton.jit
+def attention_dq_kernel(parts_ptr, dq_ptr, dq_strides, heads, tokens, begin, blocks, scale, D: tl.constexpr):
+    """dq of 64 queries from what the main kernel added up, which lies in the order of its registers: half of the
+    columns, group of 8 columns, warp, row of 8, pair of columns, upper or lower 8 rows, column."""
+    head_row = tl.program_id(0) // blocks
+    block = tl.program_id(0) - head_row * blocks
+    x = tl.load(parts_ptr + tl.program_id(0).to(tl.int64) * (64 * D) + tl.arange(0, 64 * D)) * scale
+    x = tl.reshape(x, [2, D // 16, 4, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, (2, 5, 3, 0, 1, 4, 6)), [64, D])
+    rows = begin + block * 64 + tl.arange(0, 64)
+    dq_ptr += (head_row // heads).to(tl.int64) * dq_strides[0] + (head_row % heads).to(tl.int64) * dq_strides[1]
+    dq_ptr += (rows.to(tl.int64) * dq_strides[2])[:, None] + tl.arange(0, D)[None, :]
+    tl.store(dq_ptr, x.to(dq_ptr.dtype.element_ty), mask=(rows < tokens)[:, None])
+
+
+@triton.jit
+def attention_dsinks_kernel(row_lse_ptr, delta_ptr, sinks_ptr, dsinks_ptr, batches, heads, rows, BLOCK: tl.constexpr):
+    """dsinks of one head: -sum over batch and queries of exp(sink - lse) * delta. rows: of a head, padding included."""
+    head = tl.program_id(0)
+    sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+    total = tl.zeros((BLOCK,), tl.float32)
+    for batch in range(batches):
+        row = (tl.cast(batch, tl.int64) * heads + head) * rows
+        for first in range(0, rows, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            lse = tl.load(row_lse_ptr + row + token, mask=token < rows, other=float("inf"))
+            delta = tl.load(delta_ptr + row + token, mask=token < rows, other=0.0)
+            total -= tl.exp2(sink - lse) * delta
+    tl.store(dsinks_ptr + head, tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty))
+
+
+@aggregate
+class KeyWalk:
+    """What every part of a program knows: the sizes of the call, who sees which keys, and the order of the tiles.
+
+    q_begin, k_begin: the first query and key of the first tiles; those before see nothing, or nobody sees them, and
+    they may hold NaN. q_blocks, k_blocks: tiles of a head. rows: batch * kv heads. section: how many kv heads are
+    worked on together, so that what they stream stays in L2. left, right: the window.
+    """
+
+    tokens: gl.tensor
+    keys: gl.tensor
+    kv_heads: gl.tensor
+    q_begin: gl.tensor
+    k_begin: gl.tensor
+    q_blocks: gl.tensor
+    k_blocks: gl.tensor
+    rows: gl.tensor
+    section: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    GROUP: gl.constexpr
+    LEFT: gl.constexpr
+    RIGHT: gl.constexpr
+    DYNAMIC: gl.constexpr
+    D: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right,
+        GROUP, LEFT, RIGHT, DYNAMIC, D, STAGES,
+    ):  # fmt: skip
+        self.tokens, self.keys, self.kv_heads, self.q_begin, self.k_begin = tokens, keys, kv_heads, q_begin, k_begin
+        self.q_blocks, self.k_blocks, self.rows, self.section = q_blocks, k_blocks, rows, section
+        self.left, self.right = left, right
+        self.GROUP, self.LEFT, self.RIGHT = gl.constexpr(GROUP), gl.constexpr(LEFT), gl.constexpr(RIGHT)
+        self.DYNAMIC, self.D, self.STAGES = gl.constexpr(DYNAMIC), gl.constexpr(D), gl.constexpr(STAGES)
+
+    @gluon.jit
+    def tile(self, number):
+        """First key, batch and kv head of a tile. Sections of heads one after another; in each the first keys of all
+        its heads first, which a causal mask shows to the most queries."""
+        behind = number // (self.section * self.k_blocks)
+        inside = number - behind * (self.section * self.k_blocks)
+        width = gl.minimum(self.section, self.rows - behind * self.section)
+        block = inside // width
+        row = behind * self.section + inside - block * width
+        batch = row // self.kv_heads
+        return self.k_begin + block * 128, batch, row - batch * self.kv_heads
+
+    @gluon.jit
+    def span(self, start):
+        """The first block of queries that a tile of keys meets, and how many: at least one, where all may be hidden."""
+        shift = self.keys - self.tokens
+        first = self.q_blocks * 0
+        end = self.q_blocks
+        if self.RIGHT:
+            first = gl.minimum(gl.maximum(start - shift - self.right - self.q_begin, 0) // 64, self.q_blocks - 1)
+        if self.LEFT:
+            end = gl.minimum(end, (gl.maximum(start + 128 - shift + self.left - self.q_begin, 0) + 63) // 64)
+        return first, gl.maximum(end - first, 1)
+
+
+_START, _BATCH, _KV_HEAD, _BLOCKS, _EDGE, _PLACE, _LIMIT = (gl.constexpr(i) for i in range(7))
+
+
+@gluon.jit
+def _produce(parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter):
+    tickets, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lane = gl.arange(0, 64, LANES)
+    count = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    number = gl.program_id(0)
+    tiles = walk.k_blocks * walk.rows
+    while number < tiles:
+        start, batch, kv_head = walk.tile(number)
+        first, blocks = walk.span(start)
+        head = kv_head * walk.GROUP
+        place = (batch * walk.kv_heads * walk.GROUP + head) * walk.q_blocks + first
+        tickets.open(turn)
+        tickets.write(turn, _START, start)
+        tickets.write(turn, _BATCH, batch)
+        tickets.write(turn, _KV_HEAD, kv_head)
+        tickets.write(turn, _BLOCKS, blocks)
+        edge = walk.q_begin + first * 64 + (walk.keys - walk.tokens) - start
+        tickets.write(turn, _EDGE, edge + walk.right if walk.RIGHT else edge)
+        tickets.write(turn, _PLACE, place)
+        tickets.write(turn, _LIMIT, walk.keys - start)
+        tickets.close(turn)
+        for member in range(walk.GROUP):
+            for i in range(blocks):
+                row = walk.q_begin + (first + i) * 64
+                s = count % walk.STAGES
+                wait(q_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
+                bulk_load(q_desc, [batch, head + member, row, 0], q_full.index(s), q.index(s))
+                load_row(lse_ptr + (place + i) * 64 + lane, q_full.index(s), lse.index(s))
+                if member + i == 0:
+                    wait(kv_empty.index(0), (turn & 1) ^ 1)
+                    bulk_load(k_desc, [batch, kv_head, start, 0], kv_full.index(0), k)
+                    wait(kv_empty.index(1), (turn & 1) ^ 1)
+                    bulk_load(v_desc, [batch, kv_head, start, 0], kv_full.index(1), v)
+                bulk_load(dout_desc, [batch, head + member, row, 0], dout_full.index(s), dout.index(s))
+                load_row(delta_ptr + (place + i) * 64 + lane, dout_full.index(s), delta.index(s))
+                count += 1
+            place += walk.q_blocks
+        if walk.DYNAMIC:
+            number = draw(counter, tiles)
+        else:
+            number = follow(number, turn)
+        turn += 1
+    tickets.open(turn)
+    tickets.write(turn, _START, -1)
+    tickets.close(turn)
+
+
+@gluon.jit
+def _consume(
+    C: gl.constexpr, parts, q_blocks, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, D: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    tickets, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
+    HALF: gl.constexpr = D // 2
+    dtype: gl.constexpr = q.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
+    QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
+    k_rows = k.reshape([128, D]).slice(C * 64, 64, dim=0)
+    v_rows = v.reshape([128, D]).slice(C * 64, 64, dim=0)
+    k_cols = k.reshape([128, D]).slice(C * HALF, HALF, dim=1)
+    parked_dkv = parking.index(C)
+    parked = reinterpret(parked_dkv, gl.float32, [D // 8, 256], dq_desc.layout)
+    count = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    tickets.take(turn)
+    while tickets.read(turn, _START) >= 0:
+        blocks = tickets.read(turn, _BLOCKS)
+        place = tickets.read(turn, _PLACE)
+        # key c and query i of a block see each other where i + edge - window <= c <= i + edge and c < limit
+        first_edge = tickets.read(turn, _EDGE) - C * 64
+        limit = tickets.read(turn, _LIMIT) - C * 64
+        dk = gl.zeros([64, D], gl.float32, DKV)
+        dv = gl.zeros([64, D], gl.float32, DKV)
+        zero = gl.zeros([64, 64], gl.float32, SCORES)
+        zero_dq = gl.zeros([64, HALF], gl.float32, DQ)
+        wait(kv_full.index(0), turn & 1)
+        wait(kv_full.index(1), turn & 1)
+        for _ in range(GROUP):
+            for i in range(blocks):
+                s = count % STAGES
+                phase = (count // STAGES) & 1
+                q_tile = q.index(s).reshape([64, D])
+                dout_tile = dout.index(s).reshape([64, D])
+                wait(q_full.index(s), phase)
+                s_made = mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                wait(dout_full.index(s), phase)
+                dp_made = mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                row_lse = lse.index(s).load(QUERY)
+                score = mma_wait(1, deps=[s_made])
+                if SOFTCAP:
+                    score = bend(score * inner)
+                p = gl.exp2(score * outer - row_lse[None, :])
+                if LEFT or RIGHT or TAIL:
+                    edge = first_edge + i * 64
+                    crossed = edge < -(1 << 30)
+                    if TAIL:
+                        crossed = crossed | (limit < 64)
+                    if RIGHT:
+                        crossed = crossed | (edge < 63)
+                    if LEFT:
+                        crossed = crossed | (edge - window > -63)
+                    if crossed:
+                        # from the edge on, since what does not change in the loop would be kept in registers
+                        key = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None]
+                        query = (edge + gl.arange(0, 64, QUERY))[None, :]
+                        seen = (key == key) & (query == query)
+                        if TAIL:
+                            seen = seen & (key < limit)
+                        if RIGHT:
+                            seen = seen & (key <= query)
+                        if LEFT:
+                            seen = seen & (key >= query - window)
+                        p = gl.where(seen, p, 0.0)
+                p_operand = gl.convert_layout(p.to(dtype), P)
+                row_delta = delta.index(s).load(QUERY)
+                dp = mma_wait(0, deps=[dp_made])
+                d_score = p * (dp - row_delta[None, :])
+                if SOFTCAP:
+                    d_score = d_score * (1.0 - score * score)
+                d_score = d_score.to(dtype)
+                ds_tile = ds.index(count & 1)
+                ds_operand = gl.convert_layout(d_score, P)
+                ds_tile.slice(C * 64, 64, dim=0).store(d_score)
+                if SPLIT:
+                    # two numbers a consumer: the leader may be one step ahead
+                    fence()
+                    meet("arrive", 10 + C * 2 + (count & 1))
+                    dv_made = mma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
+                    meet("sync", 12 - C * 2 + (count & 1))
+                    dq_made = mma(ds_tile.permute((1, 0)), k_cols, zero_dq, use_acc=False, is_async=True)
+                    dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
+                    dq, dv, p_operand = mma_wait(1, deps=[dq_made, dv_made, p_operand])
+                else:
+                    dv_made = mma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
+                    fence()
+                    meet("sync", 9)
+                    dq_made = mma(ds_tile.permute((1, 0)), k_cols, zero_dq, use_acc=False, is_async=True)
+                    dv, p_operand = mma_wait(1, deps=[dv_made, p_operand])
+                    dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
+                    dq = mma_wait(1, deps=[dq_made])
+                bulk_wait(0)
+                # in the order of the registers, so that each thread stores 16 bytes at once
+                x = gl.reshape(dq, [4, 2, 8, HALF // 8, 4, 2])
+                x = gl.permute(x, (3, 0, 2, 4, 1, 5))
+                parked.store(gl.reshape(x, [D // 8, 256]))
+                fence()
+                bulk_add(dq_desc, [(place + i) * (D // 4) + C * (D // 8), 0], parked)
+                dk, ds_operand = mma_wait(0, deps=[dk_made, ds_operand])
+                arrive(q_empty.index(s))
+                count += 1
+            place += q_blocks
+        arrive(kv_empty.index(0))
+        arrive(kv_empty.index(1))
+        batch = tickets.read(turn, _BATCH)
+        kv_head = tickets.read(turn, _KV_HEAD)
+        start = tickets.read(turn, _START) + C * 64
+        tickets.give_back(turn)
+        bulk_wait(0)
+        parked_dkv.reshape([64, D]).store((dk * scale).to(dtype))
+        fence()
+        bulk_store(dk_desc, [batch, kv_head, start, 0], parked_dkv)
+        bulk_wait(0)
+        parked_dkv.reshape([64, D]).store(dv.to(dtype))
+        fence()
+        bulk_store(dv_desc, [batch, kv_head, start, 0], parked_dkv)
+        turn += 1
+        tickets.take(turn)
+    bulk_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tokens", "keys", "kv_heads", "q_begin", "k_begin", "q_blocks", "k_blocks", "rows", "section", "left", "right",
+    ]
+)  # fmt: skip
+def attention_dkv_kernel(
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, counter,
+    tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, inner, outer, scale,
+    GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
+    SPLIT: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Tiles of 128 keys of one kv head. inner, outer: q . k to scores, before and behind the softcap's tanh; scale: d
+    score / d (q . k) but for tanh. TAIL: the last tile has fewer keys. SPLIT: a consumer tells the
+    other one that its half of ds is there, starts dv, and only then waits; else both wait at once."""
+    dtype: gl.constexpr = q_desc.dtype
+    walk = KeyWalk(
+        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right,
+        GROUP, LEFT, RIGHT, DYNAMIC, D, STAGES,
+    )  # fmt: skip
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], q_desc.layout)
+    dout = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, 128, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, 128, D], k_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [2, 128, 64], gl.NVMMASharedLayout(128, 16, 2))
+    parking = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], dk_desc.layout)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
+    ticket = tickets(2, 7)
+    kv_full = barriers(2, 1)
+    kv_empty = barriers(2, 2)
+    q_full = barriers(STAGES, 129)  # the tile, and 128 threads for the row of numbers
+    q_empty = barriers(STAGES, 2)
+    dout_full = barriers(STAGES, 129)
+    fence()
+    parts = (ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full)
+    window = left + right if RIGHT else left
+    gl.warp_specialize(
+        [
+            (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter)),
+            (_consume, (0, parts, q_blocks, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
+                        LEFT, RIGHT, TAIL, SPLIT, D, GROUP, STAGES, SOFTCAP)),
+            (_consume, (1, parts, q_blocks, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
+                        LEFT, RIGHT, TAIL, SPLIT, D, GROUP, STAGES, SOFTCAP)),
+        ],
+        [4, 4],
+        [240, 240],
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""The names of Gluon (Triton's explicit dialect) that change between Triton releases, under one roof. Written for 3.6.
+
+Kernels of this family take these from here and everything else from `gl`. When a release renames one, only this file
+changes: upstream already has `tma.async_load`, `mbarrier.allocate_mbarrier` and `gluon.aggregate`.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+__all__ = [
+    "TensorDescriptor",
+    "aggregate",
+    "arrive",
+    "barriers",
+    "bulk_add",
+    "bulk_load",
+    "bulk_store",
+    "bulk_wait",
+    "fence",
+    "gl",
+    "gluon",
+    "load_row",
+    "meet",
+    "mma",
+    "mma_wait",
+    "reinterpret",
+    "wait",
+]
+
+mma = warpgroup_mma
+mma_wait = warpgroup_mma_wait
+fence = fence_async_shared
+wait = mbarrier.wait
+arrive = mbarrier.arrive
+bulk_store = tma.async_copy_shared_to_global
+bulk_wait = tma.store_wait
+
+
+@builtin
+def bulk_add(desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to the tensor behind `desc`; the public API of 3.6 has no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def barriers(number: gl.constexpr, count: gl.constexpr):
+    """Barriers in shared memory that complete a phase at `count` arrivals."""
+    found = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(found.index(i), count=count)
+    return found
+
+
+@gluon.jit
+def bulk_load(desc, coord, barrier, tile):
+    """Start to load a tile; `barrier` gets one arrival, and the phase is over when the tile is there."""
+    mbarrier.expect(barrier, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, coord, barrier, tile)
+
+
+@gluon.jit
+def load_row(pointers, barrier, row):
+    """Start to load a row of numbers, one a thread; `barrier` gets an arrival of each thread when its own is there."""
+    async_copy.async_copy_global_to_shared(row, pointers)
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@builtin
+def reinterpret(tile, dtype, shape, layout, _semantic=None):
+    """The same shared memory, seen as another type and shape."""
+    return tile._reinterpret(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.jit
+def meet(WHAT: gl.constexpr, number):
+    """A named barrier of the two consumers (256 threads); Triton itself uses numbers up to 1 + partitions. WHAT: "sync"
+    waits for the other one, "arrive" only tells it."""
+    ASM: gl.constexpr = "bar." + WHAT + " $1, 256; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
