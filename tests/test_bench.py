@@ -133,8 +133,8 @@ def test_no_case_left_names_those_there_are(op):
 def test_eager_pytorch_computes_what_the_reference_does(name):
     op = peers.ops()[name]
     for case in run.cases(name):
-        if "test" in case.tags and torch.float32 in case.dtypes:
-            args = case.build(CPU, torch.float32, case.generator())
+        if "test" in case.tags and torch.float32 in case.dtypes and not case.args.get("p"):  # each drops its own
+            args = case.build(CPU, torch.float64, case.generator())
             gap = run.difference(peers.EAGER[name](**args), peers.reference(op)(**args))
             assert gap != gap or gap < 1e-5, case.name  # NaN: both say that nothing is there to average
 

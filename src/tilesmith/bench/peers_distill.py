@@ -57,7 +57,7 @@ def _linear_distillation(
         soft = _jsd(a, b, target, {"kl": 0.0, "reverse_kl": 1.0}.get(divergence, beta), ignore_index, "sum")
     hard = torch.zeros_like(soft)
     if target is not None:
-        hard = F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="sum")
+        hard = F.cross_entropy(z.reshape(-1, z.shape[-1]), target.flatten(), ignore_index=ignore_index, reduction="sum")
     return soft_weight * soft + hard_weight * hard, torch.stack((soft, hard)).detach()
 
 
