@@ -1,0 +1,343 @@
+"""Expressions of a kernel's Python text: each becomes a compile-time Python value or a typed expression."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilesmith.codegen import typed
+from tilesmith.codegen.ir import Array, Buffer, Fragment, Variable
+from tilesmith.codegen.language import Inline
+from tilesmith.codegen.layout import ELEMENTS
+from tilesmith.codegen.node import Node
+from tilesmith.codegen.nodes import Assign, Element, Expr, If, Load, Stmt, Var, expressions
+from tilesmith.codegen.typed import Misuse
+from tilesmith.codegen.types import KernelError, Type, bool_
+from tilesmith.codegen.words import call_word
+
+_OPERATORS: dict[type, tuple[str, Callable]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+    ast.FloorDiv: ("//", operator.floordiv),
+    ast.Mod: ("%", operator.mod),
+    ast.Pow: ("**", operator.pow),
+    ast.LShift: ("<<", operator.lshift),
+    ast.RShift: (">>", operator.rshift),
+    ast.BitAnd: ("&", operator.and_),
+    ast.BitOr: ("|", operator.or_),
+    ast.BitXor: ("^", operator.xor),
+}
+_COMPARISONS: dict[type, tuple[str, Callable]] = {
+    ast.Lt: ("<", operator.lt),
+    ast.LtE: ("<=", operator.le),
+    ast.Gt: (">", operator.gt),
+    ast.GtE: (">=", operator.ge),
+    ast.Eq: ("==", operator.eq),
+    ast.NotEq: ("!=", operator.ne),
+    ast.Is: ("is", operator.is_),
+    ast.IsNot: ("is not", operator.is_not),
+    ast.In: ("in", lambda a, b: a in b),
+    ast.NotIn: ("not in", lambda a, b: a not in b),
+}
+_UNARY: dict[type, tuple[str, Callable]] = {
+    ast.USub: ("-", operator.neg),
+    ast.Not: ("not", operator.not_),
+    ast.Invert: ("~", operator.invert),
+    ast.UAdd: ("+", operator.pos),
+}
+_CONTAINERS = (zip, enumerate, len, range, list, tuple, reversed)
+_ALLOWED = "arithmetic, comparisons, and/or/not, a if c else b, x[i], and calls of kernel words and @inline functions"
+
+
+class Slot(Node):
+    """A name bound to a variable; `loop` is true for a loop's own."""
+
+    name: str
+    type: Type
+    loop: bool = False
+
+
+@dataclass
+class Frame:
+    """The names that one function's body sees."""
+
+    function: Callable
+    path: str
+    outer: dict[str, Any]
+    locals: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, function: Callable, constants: dict[str, Any]) -> Frame:
+        outer = {**vars(builtins), **function.__globals__}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            with contextlib.suppress(ValueError):  # a cell that the enclosing function has not filled yet
+                outer[name] = cell.cell_contents
+        outer.update(constants)
+        return cls(function, function.__code__.co_filename, outer)
+
+
+def is_runtime(value: object) -> bool:
+    """Whether a value, or part of it, is known only when the kernel runs."""
+    if isinstance(value, (tuple, list)):
+        return any(map(is_runtime, value))
+    return isinstance(value, Expr)
+
+
+class Evaluator:
+    """Evaluates expressions within the current frame, and writes what they need beforehand to the current block."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.block: list[Stmt] = []
+        self.assigned: set[str] = set()
+        self.used: set[str] = set()
+        self.arrays: list[Array] = []
+        self.fragments: list[Fragment] = []
+        self.variables: list[Variable] = []
+        self.subgroup_size: int | None = None
+        self.line = 0
+        self.target = "x"
+
+    def error(self, node: ast.AST, message: str) -> KernelError:
+        """The error of `node`, with its place and text."""
+        text = ast.unparse(node).split("\n")[0]
+        return KernelError(f"{self.frames[-1].path}:{getattr(node, 'lineno', 0)}: {message}: `{text}`")
+
+    def emit(self, statement: Stmt) -> None:
+        """Add a statement to the current block."""
+        self.block.append(statement)
+
+    def unique(self, wanted: str) -> str:
+        """A name that nothing in the kernel has yet."""
+        base = wanted.strip("_") or "unused"
+        name, count = base, 0
+        while name in self.used:
+            count += 1
+            name = f"{base}_{count}"
+        self.used.add(name)
+        return name
+
+    def variable(self, wanted: str, type_: Type, loop: bool = False) -> Slot:
+        """Declare a new variable."""
+        slot = Slot(self.unique(wanted), type_, loop)
+        self.variables.append(Variable(slot.name, type_))
+        return slot
+
+    def temporary(self, wanted: str, value: Expr) -> Var:
+        """A new variable that holds `value`."""
+        slot = self.variable(wanted, value.type)
+        self.emit(Assign(self.line, slot.name, value))
+        self.assigned.add(slot.name)
+        return Var(value.type, slot.name)
+
+    def value(self, node: ast.AST) -> Any:
+        """What `node` is worth. Raises KernelError with its place."""
+        evaluate = getattr(self, "_" + type(node).__name__.lower(), None)
+        if evaluate is None:
+            raise self.error(node, f"{type(node).__name__} is no expression of a kernel; allowed: {_ALLOWED}")
+        try:
+            return evaluate(node)
+        except Misuse as misuse:
+            raise self.error(node, str(misuse)) from None
+
+    def python(self, node: ast.AST, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """A compile-time call, whose exceptions become errors of `node`."""
+        try:
+            return function(*args, **kwargs)
+        except KernelError as problem:
+            raise self.error(node, str(problem)) from None
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as problem:
+            raise self.error(node, f"at compile time: {type(problem).__name__}: {problem}") from None
+
+    def captured(self, node: ast.AST) -> tuple[tuple[Stmt, ...], Any]:
+        """The value of `node`, and what it wants to run before, kept out of the current block."""
+        outer, self.block = self.block, []
+        try:
+            value = self.value(node)
+            return tuple(self.block), value
+        finally:
+            self.block = outer
+
+    def _constant(self, node: ast.Constant) -> Any:
+        return node.value
+
+    def _name(self, node: ast.Name) -> Any:
+        frame = self.frames[-1]
+        value = frame.locals.get(node.id, frame.outer.get(node.id, self))
+        if value is self:
+            raise Misuse("unknown name; a loop's variable ends with its loop")
+        if not isinstance(value, Slot):
+            return value
+        if value.name not in self.assigned:
+            raise Misuse("may have no value yet: it is assigned only inside an if or a loop that may not run")
+        return Var(value.type, value.name)
+
+    def _tuple(self, node: ast.Tuple) -> tuple:
+        return tuple(self.value(e) for e in node.elts)
+
+    def _list(self, node: ast.List) -> list:
+        return [self.value(e) for e in node.elts]
+
+    def _listcomp(self, node: ast.ListComp) -> list:
+        if len(node.generators) != 1 or not isinstance(node.generators[0].target, ast.Name):
+            raise Misuse("allowed: one `for name in` over compile-time values")
+        generator, frame, out = node.generators[0], self.frames[-1], []
+        hidden = dict(frame.locals)
+        for item in self.iterate(generator.iter):
+            frame.locals[generator.target.id] = item
+            if all(self.value(test) for test in generator.ifs):
+                out.append(self.value(node.elt))
+        frame.locals.clear()
+        frame.locals.update(hidden)
+        return out
+
+    _generatorexp = _listcomp
+
+    def iterate(self, node: ast.AST) -> list:
+        """The items of a compile-time iterable."""
+        value = self.value(node)
+        if isinstance(value, Expr) or not hasattr(value, "__iter__"):
+            raise self.error(node, "not known at compile time; allowed: range(...), unroll(...), lists and tuples")
+        return list(value)
+
+    def _attribute(self, node: ast.Attribute) -> Any:
+        base = self.value(node.value)
+        if not isinstance(base, Expr):
+            return self.python(node, getattr, base, node.attr)
+        if len(node.attr) != 1 or node.attr not in "xyzw":
+            raise Misuse(f"{base.type} has no {node.attr}; allowed: x y z w, one at a time")
+        return typed.component(base, "xyzw".index(node.attr))
+
+    def _subscript(self, node: ast.Subscript) -> Any:
+        base, index = self.value(node.value), self.value(node.slice)
+        if isinstance(base, (Buffer, Array)):
+            return typed.load(base, index)
+        if isinstance(base, Fragment):
+            return Element(base.type, base.name, self.element(base, index))
+        if isinstance(base, Expr):
+            return typed.component(base, index)
+        if is_runtime(index):
+            raise Misuse("the index of a list must be known at compile time; use local(...) for one that is not")
+        return self.python(node, operator.getitem, base, index)
+
+    def element(self, fragment: Fragment, index: Any) -> int:
+        """A checked element index of an accumulator."""
+        if fragment.role != "c":
+            raise Misuse(f"{fragment.name} is an operand; only accumulators have elements")
+        if not isinstance(index, int) or not 0 <= index < ELEMENTS[fragment.tile]:
+            raise Misuse(f"element {index!r}; allowed: compile-time 0 to {ELEMENTS[fragment.tile] - 1}")
+        return index
+
+    def _binop(self, node: ast.BinOp) -> Any:
+        name, compute = _OPERATORS.get(type(node.op), (type(node.op).__name__, None))
+        left, right = self.value(node.left), self.value(node.right)
+        if isinstance(left, Expr) or isinstance(right, Expr):
+            return typed.binary(name, left, right)
+        if compute is None:
+            raise Misuse(f"{name}; allowed: + - * / // % << >> & | ^")
+        return self.python(node, compute, left, right)
+
+    def _unaryop(self, node: ast.UnaryOp) -> Any:
+        name, compute = _UNARY[type(node.op)]
+        x = self.value(node.operand)
+        if not isinstance(x, Expr):
+            return self.python(node, compute, x)
+        return x if name == "+" else typed.unary(name, x)
+
+    def _compare(self, node: ast.Compare) -> Any:
+        values = [self.value(node.left)] + [self.value(c) for c in node.comparators]
+        result: Any = True
+        for op, left, right in zip(node.ops, values, values[1:]):
+            name, compute = _COMPARISONS[type(op)]
+            if not isinstance(left, Expr) and not isinstance(right, Expr):
+                part = bool(self.python(node, compute, left, right))
+            elif name in typed.COMPARISONS:
+                part = typed.binary(name, left, right)
+            else:
+                raise Misuse(f"{name} of run-time values; allowed: {' '.join(typed.COMPARISONS)}")
+            result = part if result is True else typed.logical("and", typed.lift(result), typed.lift(part))
+        return result
+
+    def _boolop(self, node: ast.BoolOp) -> Any:
+        op = "and" if isinstance(node.op, ast.And) else "or"
+        result = self.value(node.values[0])
+        for right in node.values[1:]:
+            if not isinstance(result, Expr):
+                result = self.value(right) if bool(result) == (op == "and") else result
+                continue
+            before, part = self.captured(right)
+            part = typed.lift(part)
+            if not before and not _loads(part):
+                result = typed.logical(op, result, part)
+                continue
+            test = self.temporary("both" if op == "and" else "either", result)
+            then = (*before, Assign(self.line, test.name, part))
+            if part.type is not bool_:
+                raise Misuse(f"{op} of {part.type}; compare first, as in x != 0")
+            self.emit(If(self.line, test if op == "and" else typed.unary("not", test), then, ()))
+            result = test
+        return result
+
+    def _ifexp(self, node: ast.IfExp) -> Any:
+        condition = self.value(node.test)
+        if not isinstance(condition, Expr):
+            return self.value(node.body if condition else node.orelse)
+        before_yes, yes = self.captured(node.body)
+        before_no, no = self.captured(node.orelse)
+        chosen = typed.select(condition, yes, no)
+        a, b = typed.same_type(yes, no)
+        if not (before_yes or before_no or _loads(a) or _loads(b)):
+            return chosen
+        slot = self.variable("picked", a.type)
+        then = (*before_yes, Assign(self.line, slot.name, a))
+        self.emit(If(self.line, condition, then, (*before_no, Assign(self.line, slot.name, b))))
+        self.assigned.add(slot.name)
+        return Var(slot.type, slot.name)
+
+    def _call(self, node: ast.Call) -> Any:
+        function = self.value(node.func)
+        if any(isinstance(a, ast.Starred) for a in node.args) or any(k.arg is None for k in node.keywords):
+            raise Misuse("* and ** are not allowed in a call")
+        args = [self.value(a) for a in node.args]
+        keywords = {k.arg: self.value(k.value) for k in node.keywords}
+        if hasattr(function, "word"):
+            return call_word(self, node, function, args, keywords)
+        if isinstance(function, Inline):
+            return self.inline(node, function.function, args, keywords)
+        if isinstance(function, Type):
+            if keywords or not args:
+                raise Misuse(f"allowed: {function}(value)" + (f" or {function.lanes} values" * (function.lanes > 1)))
+            return typed.cast(function, args[0]) if len(args) == 1 else typed.collect(function, args)
+        if not is_runtime(args) and not is_runtime(list(keywords.values())):
+            return self.python(node, function, *args, **keywords)
+        if function in (min, max, abs) and not keywords:
+            return self._extreme(function.__name__, args)
+        if function in _CONTAINERS:
+            return self.python(node, function, *args, **keywords)
+        raise Misuse(
+            f"{getattr(function, '__name__', function)} takes compile-time values only; on run-time values allowed: "
+            "kernel words, types, @inline functions, min, max, abs"
+        )
+
+    def _extreme(self, name: str, args: list) -> Expr:
+        if name == "abs" or len(args) == 1:
+            return typed.call(name, *args)
+        result = args[0]
+        for x in args[1:]:
+            result = typed.call(name, result, x)
+        return result
+
+    def inline(self, node: ast.Call, function: Callable, args: list, keywords: dict) -> Any:
+        """A call of an @inline function."""
+        raise NotImplementedError
+
+
+def _loads(e: Expr) -> bool:
+    return isinstance(e, Load) or any(isinstance(x, Load) for x in expressions(e))

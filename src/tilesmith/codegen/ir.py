@@ -1,0 +1,173 @@
+"""KernelIR: a kernel as a typed, frozen tree. Each variable, array and fragment has its own name and declared type."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from functools import cached_property
+
+from tilesmith.codegen.node import Node
+from tilesmith.codegen.nodes import (
+    SUBGROUP_BUILTINS,
+    Builtin,
+    Call,
+    Convert,
+    Element,
+    Expr,
+    SetElement,
+    Stmt,
+    Subgroup,
+    expressions,
+    walk,
+)
+from tilesmith.codegen.types import KernelError, Type
+
+
+class Buffer(Node):
+    """A tensor argument, flat, that the kernel may `read`, `write` or `readwrite`."""
+
+    name: str
+    type: Type
+    access: str
+
+
+class Scalar(Node):
+    """A number argument: f32, u32 or i32."""
+
+    name: str
+    type: Type
+
+
+class Array(Node):
+    """`length` elements, `shared` by the workgroup or `local` to a thread; undefined until written."""
+
+    name: str
+    type: Type
+    length: int
+    space: str
+
+
+class Fragment(Node):
+    """A `tile` x `tile` matrix held by a subgroup: left (`a`) or right (`b`) operand, or accumulator (`c`)."""
+
+    name: str
+    role: str
+    type: Type
+    tile: int
+
+
+class Variable(Node):
+    """A mutable value of one thread."""
+
+    name: str
+    type: Type
+
+
+class KernelIR(Node):
+    """A kernel: what it takes, what it declares, what it does.
+
+    `subgroup_size`: the size that the kernel relies on, or None. `source`: the file that `line` of a statement means.
+    """
+
+    name: str
+    workgroup: tuple[int, int, int]
+    buffers: tuple[Buffer, ...]
+    scalars: tuple[Scalar, ...]
+    arrays: tuple[Array, ...]
+    fragments: tuple[Fragment, ...]
+    variables: tuple[Variable, ...]
+    body: tuple[Stmt, ...]
+    subgroup_size: int | None = None
+    source: str = ""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a workgroup."""
+        x, y, z = self.workgroup
+        return x * y * z
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory, each array aligned to 16 bytes."""
+        return sum(offset_bytes(a) for a in self.arrays if a.space == "shared")
+
+    @cached_property
+    def memory(self) -> dict[str, Buffer | Array]:
+        """Buffers and arrays by name."""
+        return {m.name: m for m in (*self.buffers, *self.arrays)}
+
+    @cached_property
+    def fragment_named(self) -> dict[str, Fragment]:
+        """Fragments by name."""
+        return {f.name: f for f in self.fragments}
+
+    @cached_property
+    def type_of(self) -> dict[str, Type]:
+        """Variables' types by name."""
+        return {v.name: v.type for v in self.variables}
+
+    @cached_property
+    def statements(self) -> tuple[Stmt, ...]:
+        """Every statement, outer before inner, in order."""
+        return tuple(walk(self.body))
+
+    @cached_property
+    def expressions(self) -> tuple[Expr, ...]:
+        """Every expression of every statement."""
+        return tuple(e for s in self.statements for e in expressions(s))
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """What a device must have: of `f16`, `bf16`, `subgroups`, `fragments`, `elements` (a known fragment layout)."""
+        found = set()
+        for declared in (*self.buffers, *self.arrays, *self.fragments, *self.variables):
+            found |= {declared.type.dtype} & {"f16", "bf16"}
+        if self.fragments:
+            found |= {"fragments", "subgroups"}
+        if any(isinstance(s, (SetElement, Convert)) for s in self.statements):
+            found.add("elements")
+        found |= {e.type.dtype for e in self.expressions} & {"f16", "bf16"}
+        for e in self.expressions:
+            if isinstance(e, Element):
+                found.add("elements")
+            elif isinstance(e, Subgroup) or (isinstance(e, Builtin) and e.name in SUBGROUP_BUILTINS):
+                found.add("subgroups")
+        return frozenset(found)
+
+    @cached_property
+    def builtins(self) -> frozenset[str]:
+        """The coordinates that the kernel reads."""
+        return frozenset(e.name for e in self.expressions if isinstance(e, Builtin))
+
+    @cached_property
+    def functions(self) -> frozenset[str]:
+        """The functions that the kernel calls."""
+        return frozenset(e.function for e in self.expressions if isinstance(e, Call))
+
+    def pack_scalars(self, values: Mapping[str, int | float]) -> bytes:
+        """The uniform block of SPIR-V and WGSL: four bytes a scalar in declared order, padded to 16. b"" for none.
+
+        Raises KernelError where `values` has not exactly the declared names.
+        """
+        if set(values) != {s.name for s in self.scalars}:
+            wanted = ", ".join(s.name for s in self.scalars) or "none"
+            raise KernelError(f"{self.name} takes the scalars {wanted}; got {', '.join(values) or 'none'}")
+        code = {"f32": "f", "u32": "I", "i32": "i"}
+        block = struct.pack(
+            "<" + "".join(code[s.type.dtype] for s in self.scalars), *(values[s.name] for s in self.scalars)
+        )
+        return block + bytes(-len(block) % 16)
+
+
+def packed(memory: Buffer | Array, fragment: Fragment) -> int:
+    """How many of a fragment's scalars one element of `memory` holds; 0 if it cannot hold them.
+
+    Elements are scalars or vectors of the fragment's type, or, for 16-bit operands, u32 words and vectors of them.
+    """
+    words = memory.type.dtype == "u32" and fragment.role != "c"
+    return memory.type.bytes // fragment.type.bytes if words or memory.type.scalar is fragment.type else 0
+
+
+def offset_bytes(array: Array) -> int:
+    """Bytes from the start of a shared array to the next one."""
+    return -(-array.length * array.type.bytes // 16) * 16

@@ -1,0 +1,332 @@
+"""The kernel language: what it accepts and refuses, what the interpreter computes and catches, JSON, and its costs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from codegen.samples import SAMPLES, create_matmul, matmul_sample
+from tilesmith.codegen import (
+    In,
+    InOut,
+    KernelError,
+    KernelIR,
+    Out,
+    Scalar,
+    barrier,
+    build,
+    cuda,
+    f16,
+    f32,
+    fragment,
+    from_json,
+    i32,
+    inline,
+    interpret,
+    load_fragment,
+    local,
+    metal,
+    select,
+    shared,
+    spirv,
+    tid,
+    to_json,
+    type_named,
+    u32,
+    unroll,
+    verify,
+    wgsl,
+)
+from tilesmith.codegen.interpreter import DivergentFlow, Fault, OutOfBounds, Race, Undefined
+from tilesmith.codegen.nodes import Assign, Barrier, Binary, Const, If, Load, Var, blocks, walk
+
+
+@pytest.fixture(params=SAMPLES)
+def sample(request):
+    return SAMPLES[request.param]()
+
+
+def launch(sample, ir: KernelIR | None = None, **tensors) -> dict[str, np.ndarray]:
+    copies = {name: t.copy() for name, t in (sample.tensors | tensors).items()}
+    interpret(ir or sample.ir, sample.grid, copies, sample.scalars)
+    return copies
+
+
+def test_the_interpreter_computes_what_numpy_does(sample):
+    for size in sample.subgroup_sizes:
+        tensors = {name: t.copy() for name, t in sample.tensors.items()}
+        interpret(sample.ir, sample.grid, tensors, sample.scalars, subgroup_size=size)
+        for name, wanted in sample.results.items():
+            error = np.abs(tensors[name].reshape(wanted.shape).astype(np.float64) - wanted.astype(np.float64)).max()
+            assert error <= sample.tolerance * max(1.0, np.abs(wanted.astype(np.float64)).max()), (name, error)
+
+
+def test_json_keeps_the_kernel(sample):
+    again = from_json(to_json(sample.ir))
+    assert again == sample.ir
+    assert hash(again) == hash(sample.ir)
+    assert repr(again) == repr(sample.ir)
+
+
+def test_json_is_verified():
+    document = json.loads(to_json(SAMPLES["rms_norm"]().ir))
+    with pytest.raises(KernelError, match="not the JSON of a KernelIR"):
+        from_json("[1, 2]")
+    with pytest.raises(KernelError, match="version 0"):
+        from_json(json.dumps(document | {"version": 0}))
+    with pytest.raises(KernelError, match="x is no array or buffer"):
+        from_json(json.dumps(document | {"buffers": {"tuple": document["buffers"]["tuple"][1:]}}))
+    with pytest.raises(KernelError, match="'f33' is no type"):
+        from_json(to_json(SAMPLES["rms_norm"]().ir).replace('"f32"', '"f33"'))
+
+
+def without(ir: KernelIR, kind: type, number: int) -> KernelIR:
+    """`ir` without its `number`-th statement of a kind."""
+    seen = iter(range(10**6))
+
+    def keep(body):
+        out = []
+        for s in body:
+            if isinstance(s, kind) and next(seen) == number:
+                continue
+            named = {n: keep(v) for n, v in vars(s).items() if isinstance(v, tuple) and v in blocks(s)}
+            out.append(type(s)(**{**vars(s), **named}))
+        return tuple(out)
+
+    return KernelIR(**{name: getattr(ir, name) for name in KernelIR._names} | {"body": keep(ir.body)})
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "vectors", "halves", "matmul", "matmul_8", "softmax", "reserved_names"])
+def test_every_removed_barrier_is_a_race(name):
+    made = SAMPLES[name]()
+    count = sum(isinstance(s, Barrier) for s in walk(made.ir.body))
+    assert count
+    for k in range(count):
+        with pytest.raises(
+            (Race, Undefined), match=f"samples_[a-z]+.py:[0-9]+: {made.ir.name}: (race|.* is read before)"
+        ):
+            launch(made, without(made.ir, Barrier, k))
+
+
+def test_buffers_that_are_too_short():
+    made = SAMPLES["rms_norm"]()
+    with pytest.raises(OutOfBounds, match=r"out of bounds: x\[\d+\]; x has 384 elements"):
+        launch(made, x=made.tensors["x"].reshape(-1)[:-1].copy())
+    with pytest.raises(OutOfBounds, match=r"out of bounds: y\["):
+        launch(made, y=np.zeros(10, np.float32))
+
+
+def test_arguments_of_a_launch():
+    made = SAMPLES["halves"]()
+    with pytest.raises(KernelError, match="takes the tensors x, y, z; got x"):
+        interpret(made.ir, made.grid, {"x": made.tensors["x"]}, {})
+    with pytest.raises(KernelError, match="x is a buffer of f16x4: wanted a NumPy array of float16, got float32"):
+        launch(made, x=made.tensors["x"].astype(np.float32))
+    with pytest.raises(KernelError, match="x has 127 numbers, not a multiple of 4"):
+        launch(made, x=made.tensors["x"].reshape(-1)[:-1].copy())
+    with pytest.raises(KernelError, match="y must be contiguous"):
+        interpret(made.ir, made.grid, made.tensors | {"y": np.zeros((8, 32), np.float16).T}, {})
+    with pytest.raises(KernelError, match="takes the scalars columns, eps; got columns"):
+        SAMPLES["rms_norm"]().ir.pack_scalars({"columns": 3})
+    assert SAMPLES["rms_norm"]().ir.pack_scalars({"columns": 3, "eps": 1.0}).hex() == "03000000" + "0000803f" + "00" * 8
+
+
+def fault(kernel, threads=32, tensors=None, scalars=None, subgroup_size=None, grid=(1, 1, 1)):
+    interpret(build(kernel, (threads, 1, 1), subgroup_size=subgroup_size), grid, tensors or {}, scalars or {})
+
+
+def test_what_gpus_leave_undefined():
+    out = {"y": np.zeros(64, np.uint32)}
+
+    def never_written(y: Out[u32]):
+        a = shared(u32, 32)
+        y[tid(0)] = a[tid(0)]
+
+    def by_zero(y: Out[u32]):
+        y[tid(0)] = 7 // tid(0)
+
+    def wide_shift(y: Out[u32]):
+        y[tid(0)] = 1 << tid(0) * 2
+
+    def overflow(y: Out[u32], n: Scalar[i32]):
+        y[tid(0)] = u32(n * 2)
+
+    def negative(y: Out[u32]):
+        y[tid(0)] = u32(f32(tid(0)) - 3.0)
+
+    def one_place(y: Out[u32]):
+        y[0] = tid(0)
+
+    def across_groups(y: InOut[u32]):
+        barrier()
+        y[tid(0)] += 1
+
+    def endless(y: Out[u32], n: Scalar[u32]):
+        for i in range(0, 10, n):
+            y[tid(0)] = i
+
+    def misaligned(x: In[f16], n: Scalar[u32]):
+        a = fragment("a", f16)
+        load_fragment(a, x, n, 16)
+
+    for kernel, kind, scalars, message in [
+        (never_written, Undefined, {}, r"a\[0\] is read before it is written"),
+        (by_zero, Undefined, {}, "// by zero"),
+        (wide_shift, Undefined, {}, "<< by more than 31"),
+        (overflow, Undefined, {"n": 2**30}, "i32 overflow"),
+        (negative, Undefined, {}, "-3.0 does not fit u32"),
+        (one_place, Race, {}, r"thread 0 writes y\[0\], touched by thread"),
+        (endless, Undefined, {"n": 0}, "the loop's step is not positive"),
+    ]:
+        with pytest.raises(kind, match=f"test_codegen.py:[0-9]+: {kernel.__name__}: .*{message}"):
+            fault(kernel, tensors=out, scalars=scalars)
+    fault(across_groups, tensors=out)
+    with pytest.raises(Race, match=r"race: thread \d+ writes y\[0\], touched by .* in the same launch"):
+        fault(across_groups, tensors=out, grid=(2, 1, 1))
+    half = {"x": np.zeros(512, np.float16)}
+    fault(misaligned, tensors=half, scalars={"n": 8})
+    with pytest.raises(OutOfBounds, match="offset 4 into x is not a multiple of 8"):
+        fault(misaligned, tensors=half, scalars={"n": 4})
+
+
+def test_divergence_that_no_analysis_saw():
+    made = SAMPLES["rms_norm"]()
+    where = Binary(type_named("bool"), "<", Var(u32, "t"), Const(u32, 5))
+    first = next(k for k, s in enumerate(made.ir.body) if isinstance(s, Barrier))
+    body = (*made.ir.body[:first], If(1, where, (Barrier(1),), ()), *made.ir.body[first + 1 :])
+    broken = KernelIR(**{name: getattr(made.ir, name) for name in KernelIR._names} | {"body": body})
+    with pytest.raises(DivergentFlow, match="only some threads of the workgroup reach"):
+        launch(made, broken)
+    with pytest.raises(
+        KernelError, match=r"barrier\(\) under the condition of line 1, which differs between the threads"
+    ):
+        verify(broken)
+    assert issubclass(DivergentFlow, Fault)
+
+
+def test_registers_and_memory_agree():
+    for tile in (16, 8):
+        made = matmul_sample(tile)
+        results = [launch(made, create_matmul(tile, registers=r))["out"] for r in (False, True)]
+        assert np.array_equal(*results)
+
+
+@inline
+def _twice(x, times):
+    for _ in unroll(times):
+        x = x + x
+    return x
+
+
+def test_inline_functions_and_lists():
+    def kernel(x: In[u32], y: Out[u32], *, unused=None):
+        pass
+
+    with pytest.raises(KernelError, match="plain positional arguments"):
+        build(kernel, (4, 1, 1))
+
+    def tables(y: Out[u32]):
+        arrays = [local(u32, 2) for _ in range(3)]
+        for k, a in enumerate(arrays):
+            a[0] = _twice(tid(0) + k, times=2)
+        first, second = arrays[0][0], arrays[1][0]
+        first, second = second, first
+        y[tid(0)] = first * 100 + second + arrays[2][0] if tid(0) > 0 else select(True, 5, 6)
+
+    y = np.zeros(4, np.uint32)
+    interpret(build(tables, (4, 1, 1)), (1, 1, 1), {"y": y})
+    t = np.arange(4)
+    assert np.array_equal(y, np.where(t > 0, 4 * (t + 1) * 100 + 4 * t + 4 * (t + 2), 5))
+
+
+def test_loop_bounds_are_read_once():
+    def moving(y: Out[u32]):
+        n, total = tid(0) + 3, u32(0)
+        for _ in range(n):
+            n = n + 1
+            total += n
+        y[tid(0)] = total
+
+    y = np.zeros(4, np.uint32)
+    interpret(build(moving, (4, 1, 1)), (1, 1, 1), {"y": y})
+    assert y.tolist() == [sum(range(n + 1, 2 * n + 1)) for n in range(3, 7)]
+
+
+def test_nodes_are_frozen():
+    node = Load(f32, "x", Const(u32, 1))
+    with pytest.raises(AttributeError, match="cannot assign to field 'array'"):
+        node.array = "y"
+    with pytest.raises(TypeError, match="Load takes type, array, index"):
+        Load(f32, "x")
+    assert node == Load(f32, array="x", index=Const(u32, 1)) != Load(f32, "y", Const(u32, 1))
+    assert Assign(1, "x", node).value is node
+
+
+def test_costs(sample):
+    targets = (cuda.generate, metal.generate, spirv.generate, wgsl.generate)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for generate in targets:
+            try:
+                generate(sample.ir)
+            except KernelError:
+                continue
+        best = min(best, time.perf_counter() - start)
+    assert best <= 0.020
+
+
+def test_importing_is_quick_and_brings_nothing(tmp_path):
+    code = (
+        "import sys, time; start = time.process_time(); import tilesmith.codegen; "
+        "from tilesmith.codegen import cuda, metal, spirv, wgsl; print(time.process_time() - start); "
+        "print([m for m in ('torch', 'triton', 'numpy') if m in sys.modules])"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {
+        "PYTHONPYCACHEPREFIX": str(tmp_path)
+    }
+    seconds = []
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+        elapsed, present = done.stdout.splitlines()
+        assert present == "[]"
+        seconds.append(float(elapsed))
+    assert min(seconds) <= 0.050, seconds
+
+
+def test_the_guide_of_the_package_is_true(tmp_path, monkeypatch):
+    import tilesmith.codegen
+
+    paragraphs = tilesmith.codegen.__doc__.split("\n\n")
+    code = "\n\n".join(p for p in paragraphs if p.startswith("    "))
+    imports = "from tilesmith.codegen import cuda, interpret, metal, spirv, wgsl\nimport numpy as np\n"
+    inputs = "rows = 3\nx, w = np.ones((3, 777), np.float32) * 2, np.ones(777, np.float32)\ny = np.zeros_like(x)\n"
+    (tmp_path / "guide.py").write_text(imports + inputs + inspect.cleandoc("\n" + code))
+    monkeypatch.syspath_prepend(tmp_path)
+    import guide
+
+    assert np.allclose(guide.y, 1.0, atol=1e-5)
+    assert guide.ir.shared_bytes == 512
+
+
+def test_literals_are_folded():
+    def literals(y: Out[u32], z: Out[f32]):
+        n: i32 = -(2**31)
+        y[0] = (~u32(385) << 30) + (u32(7) - 9) + u32(i32(-4)) + u32(n)
+        z[0] = f32(1.5) * f32(3) / -f32(2)
+
+    ir = build(literals, (1, 1, 1))
+    tensors = {"y": np.zeros(1, np.uint32), "z": np.zeros(1, np.float32)}
+    interpret(ir, (1, 1, 1), tensors)
+    assert tensors["y"][0] == ((~385 << 30) + (7 - 9) - 4 + 2**31) % 2**32
+    assert tensors["z"][0] == -2.25
+    assert "z[0u] = -2.25f;" in cuda.generate(ir)
+    assert "n = (-2147483647 - 1);" in metal.generate(ir)
+    assert "n = i32(-2147483648);" in wgsl.generate(ir)

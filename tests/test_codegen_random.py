@@ -1,0 +1,176 @@
+"""Random kernels: the interpreter, WGSL and SPIR-V on a driver agree to the bit, and every checker accepts the text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from codegen import tools, vulkan_runner, webgpu_runner
+from codegen.random_kernels import OWN, THREADS, Maker
+from tilesmith.codegen import (
+    KernelError,
+    Out,
+    build,
+    cuda,
+    from_json,
+    interpret,
+    metal,
+    nvrtc,
+    spirv,
+    subgroup_size,
+    tid,
+    to_json,
+    u32,
+    wgsl,
+)
+from tilesmith.codegen.interpreter import Undefined
+
+GRID = (2, 1, 1)
+SCALARS = {"n": 5, "m": -3, "s": 3.0}
+
+
+def tensors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "a": rng.integers(0, 2**32, THREADS, dtype=np.uint64).astype(np.uint32),
+        "x": rng.integers(-4, 5, THREADS).astype(np.float32),
+        "z": rng.integers(-4, 5, (THREADS, 4)).astype(np.float32),
+        "out": np.arange(2 * THREADS * OWN, dtype=np.uint32),
+        "y": np.zeros(2 * THREADS * OWN, np.float32),
+    }
+
+
+def kernels(subgroups: bool = False):
+    return st.randoms(use_true_random=False).map(lambda random: Maker(random, subgroups).kernel())
+
+
+def examples(count: int):
+    """The same kernels each time. Not shrunk, since each step would build a pipeline: minutes for a failure."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def interpreted(ir, size: int = 32) -> dict[str, np.ndarray]:
+    after = tensors()
+    try:
+        interpret(ir, GRID, after, SCALARS, subgroup_size=size)
+    except Undefined as fault:  # an i32 that overflowed: rare, and no two languages need agree
+        assume("overflow" not in str(fault))
+        raise
+    return after
+
+
+def same(wanted: dict[str, np.ndarray], got: dict[str, np.ndarray]) -> None:
+    for name in ("out", "y"):
+        assert np.array_equal(wanted[name], got[name]), name
+
+
+@examples(60)
+@given(kernels(subgroups=True))
+def test_json_keeps_random_kernels(ir):
+    again = from_json(to_json(ir))
+    assert again == ir
+    same(interpreted(ir), interpreted(again))
+
+
+def device_subgroup_size() -> int:
+    def ask(y: Out[u32]):
+        y[tid(0)] = subgroup_size()
+
+    ir = build(ask, (THREADS, 1, 1))
+    return int(vulkan_runner.run(ir, spirv.generate(ir), (1, 1, 1), {"y": np.zeros(THREADS, np.uint32)}, {})["y"][0])
+
+
+def test_spirv_agrees(missing):
+    if isinstance(vulkan_runner.device(), str):
+        missing(vulkan_runner.device())
+    size = device_subgroup_size()
+
+    @examples(50)
+    @given(kernels(subgroups=True))
+    def agrees(ir):
+        same(interpreted(ir, size), vulkan_runner.run(ir, spirv.generate(ir), GRID, tensors(), SCALARS))
+
+    agrees()
+
+
+def test_wgsl_agrees(missing):
+    if isinstance(webgpu_runner.device(), str):
+        missing(webgpu_runner.device())
+
+    @examples(50)
+    @given(kernels())
+    def agrees(ir):
+        same(interpreted(ir), webgpu_runner.run(ir, wgsl.generate(ir), GRID, tensors(), SCALARS))
+
+    agrees()
+
+
+def test_spirv_val_accepts(missing):
+    if isinstance(tools.spirv_val(), str):
+        missing(tools.spirv_val())
+
+    @examples(30)
+    @given(kernels(subgroups=True))
+    def accepts(ir):
+        assert tools.validate_spirv(spirv.generate(ir)) == ""
+
+    accepts()
+
+
+def test_tint_accepts(missing):
+    if isinstance(tools.dawn(), str):
+        missing(tools.dawn())
+
+    @examples(60)
+    @given(kernels(subgroups=True))
+    def accepts(ir):
+        assert tools.validate_wgsl(wgsl.generate(ir)) == ""
+
+    accepts()
+
+
+def test_nvrtc_compiles(missing):
+    try:
+        nvrtc.library()
+    except KernelError as problem:
+        missing(str(problem))
+
+    @examples(15)
+    @given(kernels(subgroups=True))
+    def compiles(ir):
+        cuda.ptx(ir, "sm_90")
+
+    compiles()
+
+
+def test_a_cpp_compiler_accepts_metal(missing):
+    if tools.cpp() is None:
+        missing("no C++ compiler: apt install g++")
+
+    @examples(8)
+    @given(kernels(subgroups=True))
+    def accepts(ir):
+        assert tools.compile_metal(metal.generate(ir)) == ""
+
+    accepts()
+
+
+@pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="needs an NVIDIA GPU")
+def test_cuda_agrees():
+    from codegen import cuda_runner
+
+    @examples(40)
+    @given(kernels(subgroups=True))
+    def agrees(ir):
+        same(interpreted(ir), cuda_runner.run(ir, GRID, tensors(), SCALARS))
+
+    agrees()

@@ -1,0 +1,168 @@
+"""What others make of the printed kernels: NVRTC, spirv-val, naga, Tint, a C++ compiler, lavapipe, and a GPU if any."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from codegen import golden, tools, vulkan_runner, webgpu_runner
+from codegen.samples import SAMPLES
+from tilesmith.codegen import KernelError, cuda, metal, nvrtc, spirv, wgsl
+
+
+def accepted_by(generate) -> list[str]:
+    """The samples that a printer does not refuse."""
+    names = []
+    for name, make in SAMPLES.items():
+        try:
+            generate(make().ir)
+        except KernelError:
+            continue
+        names.append(name)
+    return names
+
+
+CUDA, METAL, SPIRV, WGSL = (accepted_by(t.generate) for t in (cuda, metal, spirv, wgsl))
+WITHOUT_MATRICES = [name for name in SPIRV if "fragments" not in SAMPLES[name]().ir.features]
+
+
+def check(sample, after: dict[str, np.ndarray], loosen: float = 1.0) -> None:
+    for name, wanted in sample.results.items():
+        got, wanted = after[name].astype(np.float64), wanted.astype(np.float64)
+        error = np.abs(got.reshape(wanted.shape) - wanted).max()
+        assert error <= loosen * sample.tolerance * max(1.0, np.abs(wanted).max()), (name, error)
+
+
+def test_every_target_prints_every_feature_it_has():
+    assert set(CUDA) == set(SAMPLES) - {"matmul_8", "softmax_8"}
+    assert set(METAL) == set(SAMPLES) - {"matmul", "matmul_bf16", "matmul_words", "softmax"}
+    assert set(SPIRV) == set(SAMPLES) - {"brain_floats", "matmul_bf16", "softmax", "softmax_8"}
+    assert set(WGSL) == set(WITHOUT_MATRICES)
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_golden(name):
+    for file, text in golden.outputs(name).items():
+        wanted = (golden.FOLDER / file).read_text()
+        assert text == wanted, f"{file} changed; if it should: PYTHONPATH=src:tests python -m codegen.golden"
+
+
+RESULT_FIRST = {19, 20, 21, 22, 23, 28, 29, 30, 32, 33, 248, 4456}  # types and labels
+RESULT_LESS = {5, 10, 14, 15, 16, 17, 56, 62, 71, 72, 224, 246, 247, 249, 250, 253, 4458}
+SECTIONS = {17: 0, 10: 1, 11: 2, 14: 3, 15: 4, 16: 5, 5: 6, 71: 7, 72: 7}  # by opcode; everything else comes after
+
+
+@pytest.mark.parametrize("name", SPIRV)
+def test_spirv_is_well_formed(name):
+    module = spirv.generate(SAMPLES[name]().ir)
+    magic, version, _, bound, schema = np.frombuffer(module[:20], np.uint32)
+    assert (magic, version, schema) == (0x07230203, 0x00010300, 0)
+    found = golden.instructions(module)
+    results = [i[1 if i[0] in RESULT_FIRST | {11} else 2] for i in found if i[0] not in RESULT_LESS]
+    assert sorted(results) == list(range(1, bound))
+    sections = [SECTIONS.get(i[0], 8) for i in found]
+    assert sections == sorted(sections)
+
+
+@pytest.mark.parametrize("name", SPIRV)
+def test_spirv_val_accepts(name, missing):
+    if isinstance(tools.spirv_val(), str):
+        missing(tools.spirv_val())
+    assert tools.validate_spirv(spirv.generate(SAMPLES[name]().ir)) == ""
+
+
+def test_spirv_val_is_no_rubber_stamp(missing):
+    if isinstance(tools.spirv_val(), str):
+        missing(tools.spirv_val())
+    module = bytearray(spirv.generate(SAMPLES["rms_norm"]().ir))
+    at = next(k for k in range(20, len(module), 4) if module[k : k + 4] == (5 << 16 | 133).to_bytes(4, "little"))
+    module[at] = 132  # FMul becomes IMul
+    assert "int" in tools.validate_spirv(bytes(module))
+
+
+@pytest.mark.parametrize("name", CUDA)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_nvrtc_compiles(name, arch, missing):
+    try:
+        nvrtc.library()
+    except KernelError as problem:
+        missing(str(problem))
+    ptx = cuda.ptx(SAMPLES[name]().ir, arch)
+    assert f".target {arch}" in ptx
+    assert f".entry {SAMPLES[name]().ir.name}" in ptx
+    if name != "functions":  # sinf and cosf of large arguments use local memory
+        assert ".local" not in ptx
+
+
+def test_nvrtc_errors_reach_the_caller(missing):
+    try:
+        nvrtc.library()
+    except KernelError as problem:
+        missing(str(problem))
+    with pytest.raises(KernelError, match='(?s)NVRTC error.*identifier "nonsense" is undefined'):
+        nvrtc.compile('extern "C" __global__ void f() { nonsense; }', "f", "sm_80")
+    with pytest.raises(KernelError, match="arch must be like 'sm_80'"):
+        nvrtc.compile("", "f", "hopper")
+
+
+def test_without_nvrtc_the_error_names_the_extra(monkeypatch):
+    nvrtc.library.cache_clear()
+    monkeypatch.setattr(nvrtc, "_packaged", list)
+    monkeypatch.setattr(nvrtc, "_NAMES", ("libnvrtc-that-is-nowhere.so",))
+    with pytest.raises(KernelError, match=r"pip install 'tilesmith\[cuda\]'"):
+        cuda.ptx(SAMPLES["rms_norm"]().ir)
+    nvrtc.library.cache_clear()
+
+
+@pytest.mark.parametrize("name", METAL)
+def test_a_cpp_compiler_accepts_metal(name, missing):
+    if tools.cpp() is None:
+        missing("no C++ compiler: apt install g++")
+    source = metal.generate(SAMPLES[name]().ir)
+    assert tools.compile_metal(source) == ""
+    assert tools.compile_metal(source.replace("[[kernel", "broken [[kernel")) != ""
+
+
+@pytest.mark.parametrize("name", WGSL)
+def test_tint_accepts(name, missing):
+    if isinstance(tools.dawn(), str):
+        missing(tools.dawn())
+    assert tools.validate_wgsl(wgsl.generate(SAMPLES[name]().ir)) == ""
+
+
+def test_tint_sees_divergent_barriers(missing):
+    if isinstance(tools.dawn(), str):
+        missing(tools.dawn())
+    source = wgsl.generate(SAMPLES["rms_norm"]().ir)
+    broken = re.sub(r"(if \(t < 32u\) \{)", r"\1 workgroupBarrier();", source)
+    assert "uniform control flow" in tools.validate_wgsl(broken)
+
+
+@pytest.mark.parametrize("name", WGSL)
+def test_wgsl_runs(name, missing):
+    if isinstance(webgpu_runner.device(), str):
+        missing(webgpu_runner.device())
+    sample = SAMPLES[name]()
+    code = wgsl.generate(sample.ir, enable_subgroups=False)
+    check(sample, webgpu_runner.run(sample.ir, code, sample.grid, sample.tensors, sample.scalars), loosen=2)
+
+
+@pytest.mark.parametrize("name", WITHOUT_MATRICES)
+def test_spirv_runs(name, missing):
+    if isinstance(vulkan_runner.device(), str):
+        missing(vulkan_runner.device())
+    sample = SAMPLES[name]()
+    module = spirv.generate(sample.ir)
+    check(sample, vulkan_runner.run(sample.ir, module, sample.grid, sample.tensors, sample.scalars), loosen=2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", CUDA)
+def test_cuda_runs(name):
+    from codegen import cuda_runner
+
+    sample = SAMPLES[name]()
+    check(sample, cuda_runner.run(sample.ir, sample.grid, sample.tensors, sample.scalars), loosen=2)
