@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import platform
-import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from tilesmith.hardware import arch_of
+from tilesmith.hardware.detect import driver
 
 PACKAGES = ("tilesmith", "triton", "transformers", "liger-kernel", "quack-kernels", "flash-attn-4", "torchao")
 
@@ -47,16 +47,6 @@ def versions() -> dict[str, str]:
     if torch.version.cuda and torch.backends.cudnn.is_available():
         found["cudnn"] = str(torch.backends.cudnn.version())
     return found
-
-
-def driver() -> str | None:
-    """The NVIDIA driver's version, or None."""
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return told.stdout.strip() or None
 
 
 def save(document: dict[str, Any], folder: Path) -> Path:

@@ -32,9 +32,10 @@ def examine(device_name: str | None = None) -> dict:
     """What doctor prints, as plain data."""
     import torch
 
-    from tilesmith.bench.document import driver, versions
+    from tilesmith.bench.document import versions
     from tilesmith.cli.output import device_named
     from tilesmith.hardware import arch_of, detect_available_devices
+    from tilesmith.hardware.detect import driver
 
     devices = [d for kind in detect_available_devices().values() for d in kind]
     chosen = device_named(device_name)

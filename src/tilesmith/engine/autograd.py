@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.engine.choice import pinned
+from tilesmith.engine.choice import parse_pin, pinned
 
 _functorch = torch._C._functorch.peek_interpreter_stack
 
@@ -89,7 +89,7 @@ class Gradient:
         wanted = [needs[t] or any(needs[twin] for twin, of in self.twins if of == t) for t in self.targets]
         values = {"grad": grads, "input": args, "output": outs}
         call = tuple(wanted if kind == "mask" else values[kind][i] for kind, i in self.plan)
-        pin = ctx.pin if ctx.pin and ctx.pin in vjp.backends() else pinned(vjp.name)
+        pin = ctx.pin if ctx.pin and parse_pin(ctx.pin)[0] in vjp.backends() else pinned(vjp.name)
         got = run(call, pin)
         result: list[Any] = [None] * len(needs)
         for target, want, grad in zip(self.targets, wanted, got if isinstance(got, tuple | list) else (got,)):

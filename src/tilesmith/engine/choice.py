@@ -48,6 +48,21 @@ def pinned(name: str) -> str:
     return (_environment if here is None else here).get(name, "")
 
 
+def parse_pin(pin: str) -> tuple[str, dict[str, int]]:
+    """Backend and configuration fields of a pin: "triton:block_m=64:block_n=32" gives two fields their values.
+
+    Raises ValueError for a field that is not name=integer.
+    """
+    backend, *rest = pin.split(":")
+    fields = {}
+    for part in rest:
+        name, _, value = part.partition("=")
+        if not name.isidentifier() or not value.isdecimal():
+            raise ValueError(f"a pin is backend[:field=integer]..., got {pin!r}")
+        fields[name] = int(value)
+    return backend, fields
+
+
 # What torch.compiler.assume_constant_result sets, without its import of torch._dynamo, which costs a second.
 pinned._dynamo_marked_constant = True
 
@@ -58,6 +73,8 @@ def use(**backends: str) -> Iterator[None]:
 
     The pin holds for calls made inside, their backward included wherever it runs, if the backward op has that backend;
     pin `<op>_vjp` to choose it apart. A pinned kernel that rejects a call raises NotImplementedError with its reasons.
+    "triton:block_m=64:block_n=32" pins fields of the kernel's configuration too (and fields that end in _block_m, where
+    it configures several launches); a call raises ValueError where they do not fit the device.
     Raises ValueError for an unknown op or backend.
     """
     from tilesmith.engine.op import ops
@@ -66,7 +83,7 @@ def use(**backends: str) -> Iterator[None]:
         op = ops().get(name)
         if op is None:
             raise ValueError(f"use(): unknown op {name!r}; known: {', '.join(sorted(ops()))}")
-        if backend not in op.backends():
+        if parse_pin(backend)[0] not in op.backends():
             raise ValueError(f"use(): {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
     token = _PINS.set({**pins(), **backends})
     try:
@@ -78,12 +95,13 @@ def use(**backends: str) -> Iterator[None]:
 def choose(op: Any, call: Any, pin: str, device: Any) -> Choice:
     """Apply the rule: the pinned kernel or an error; else the highest rank whose rejects(call) is empty."""
     if pin:
-        reasons = _reasons(op, pin, call, device)
+        backend, _ = parse_pin(pin)
+        reasons = _reasons(op, backend, call, device)
         if reasons:
             raise NotImplementedError(
                 f"{op.name} is pinned to {pin}, which cannot serve this call: {'; '.join(reasons)}"
             )
-        return Choice(op.kernel(pin), "pinned")
+        return Choice(op.kernel(backend), "pinned")
     rejected = []
     for backend in op.backends():
         absent = missing(backend, device)

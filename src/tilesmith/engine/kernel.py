@@ -43,11 +43,13 @@ class Space:
     dims: op arguments -> named sizes on which the best configuration depends.
     default: (dims, arch, dtype) -> configuration (a NamedTuple), used where no tuning row is near.
     choices: field of the configuration -> values that `tilesmith tune` tries.
+    fit: (configuration, dims, arch, dtype) -> the nearest one that the device can launch, for pinned fields.
     """
 
     dims: Callable[..., Mapping[str, int]]
     default: Callable[[Mapping[str, int], Any, torch.dtype], Any]
     choices: Mapping[str, tuple] = field(default_factory=dict)
+    fit: Callable[[Any, Mapping[str, int], Any, torch.dtype], Any] | None = None
 
 
 def optimize_kernel(
@@ -102,6 +104,7 @@ class _Configure:
 
     def __init__(self, fn, space: Space):
         self.fn, self.space, self.forced, self.arch = fn, space, None, None
+        self.name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"  # one family has kernels of several backends
         self._found: dict[Any, Any] = {}
 
     def __call__(self, args: tuple) -> Any:
@@ -114,16 +117,52 @@ class _Configure:
         if config is None:
             if len(self._found) >= 4096:  # varlen training meets ever new sizes; start over rather than grow
                 self._found.clear()
-            config = self._found[key] = self._look_up(dims, self.arch or arch_of(first.device), first.dtype)
+            config = self._found[key] = self._look_up(args, dims, self.arch or arch_of(first.device), first)
         return config
 
-    def _look_up(self, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> Any:
-        default = self.space.default(dims, arch, dtype)
-        row = Table.of(self.fn.__module__, arch.name).nearest(self.fn.__name__, dtype, dims)
+    def _look_up(self, args: tuple, dims: Mapping[str, int], arch: Any, first: Tensor) -> Any:
+        default = self.space.default(dims, arch, first.dtype)
+        row = Table.of(self.fn.__module__, arch.name).nearest(self.name, first.dtype, dims)
+        if row is None and settings().tune and self.space.choices and first.device.type != "cpu":
+            from tilesmith.engine.tuning import at_first_call
+
+            return at_first_call(self, args)
         return default if row is None else type(default)(**{**default._asdict(), **row.config})
 
-    def bind(self, args: tuple) -> Any:
+    def with_fields(self, args: tuple, fields: Mapping[str, int]) -> Any:
+        """The configuration for these arguments with `fields` at given values, and with every field that ends in one of
+        their names; the others are made to fit.
+
+        Raises ValueError for a field that there is not, and where no other fields make the values fit.
+        """
+        config, name = self(args), self.fn.__name__
+        wanted: dict[str, int] = {}
+        for asked, value in fields.items():
+            found = [f for f in config._fields if f == asked or f.endswith(f"_{asked}")]
+            if not found:
+                raise ValueError(f"{name} has no configuration field {asked!r}; it has {', '.join(config._fields)}")
+            wanted |= dict.fromkeys(found, value)
+        config = config._replace(**wanted)
+        if self.space.fit is None:
+            return config
+        first = next(a for a in args if isinstance(a, Tensor))
+        arch = self.arch or arch_of(first.device)
+        fitted = self.space.fit(config, self.space.dims(*args), arch, first.dtype)
+        small = {f: getattr(fitted, f) for f in wanted if getattr(fitted, f) != wanted[f]}
+        if small:
+            asked = ", ".join(f"{f} = {wanted[f]}" for f in small)
+            fits = ", ".join(f"{f} = {value}" for f, value in small.items())
+            raise ValueError(
+                f"{name}: {asked} with {first.dtype} does not fit in the {arch.shared_memory:,} bytes of shared memory "
+                f"of {arch}; {fits} does"
+            )
+        return fitted
+
+    def bind(self, args: tuple, fields: Mapping[str, int] | None = None) -> Any:
         """The kernel with the configuration for these arguments; while one is forced, asked anew at each call."""
+        if fields:
+            pinned = self.with_fields(args, fields)
+            return lambda *args: self.fn(*args, config=pinned)
         if self.forced is not None:
             return lambda *args: self.fn(*args, config=self(args))
         config = self(args)

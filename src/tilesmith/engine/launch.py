@@ -45,6 +45,16 @@ def hooked() -> bool:
     return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls)
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """What a launch raises where a configuration does not compile or does not fit the device."""
+    try:
+        from triton import CompilationError
+        from triton.runtime.errors import OutOfResources, PTXASError
+    except ImportError:
+        return ()
+    return (CompilationError, OutOfResources, PTXASError)
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up; triton.cdiv on plain integers costs ten times as much."""
     return -(-a // b)

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.autograd import Gradient, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
-from tilesmith.engine.choice import Choice, choose, pinned
+from tilesmith.engine.choice import Choice, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.replay import Replay
@@ -256,7 +256,10 @@ class Op:
         device = next(a.device for a in args if isinstance(a, Tensor))
         kernel = self._select(self._describe(*args), pin, device).kernel
         configure = getattr(kernel.fn, "configure", None)
-        fn = kernel.fn if configure is None else configure.bind(args)
+        _, fields = parse_pin(pin)
+        if fields and configure is None:
+            raise ValueError(f"{self.name} is pinned to {pin}, but that kernel has no configuration to choose from")
+        fn = kernel.fn if configure is None else configure.bind(args, fields)
         return Replay(fn, configure and configure.free, device.index) if device.type == "cuda" else fn
 
     def _public(self, outs: Any) -> Any:

@@ -18,7 +18,7 @@ from tilesmith.engine.settings import settings
 
 @dataclass(frozen=True)
 class Row:
-    """One measured configuration of a kernel: sizes, the choice, its time, and what it ran on."""
+    """One measured configuration of a kernel ("triton.rms_norm"): sizes, the choice, its time, what it ran on."""
 
     kernel: str
     dtype: str
@@ -48,7 +48,7 @@ class Table:
         package = module.rpartition(".")[0]
         rows = []
         if package.startswith("tilesmith."):
-            shipped = resources.files(package) / "tuning" / f"{arch}.json"
+            shipped = shipped_file(module, arch)
             if shipped.is_file():
                 rows += json.loads(shipped.read_text())
         local = user_file(package, arch)
@@ -75,6 +75,20 @@ class Table:
 def user_file(package: str, arch: str) -> Path:
     """Where rows tuned on this machine are kept."""
     return settings().cache_dir / "tuning" / f"{package}.{arch}.json"
+
+
+def append(module: str, arch: str, rows: list[Row], path: Path | None = None) -> Path:
+    """Add rows of a kernel module to a file (by default this machine's), in place of those of the same call."""
+    path = path or user_file(module.rpartition(".")[0], arch)
+    old = [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else []
+    new = {(r.kernel, r.dtype, *r.dims.items()) for r in rows}
+    save(path, [*(r for r in old if (r.kernel, r.dtype, *r.dims.items()) not in new), *rows])
+    return path
+
+
+def shipped_file(module: str, arch: str) -> Path:
+    """Where the package keeps the rows of a kernel module's family."""
+    return Path(str(resources.files(module.rpartition(".")[0]))) / "tuning" / f"{arch}.json"
 
 
 def save(path: Path, rows: list[Row]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -158,3 +159,14 @@ def _cpu_name() -> str:
     except OSError:
         found = ""
     return found.partition(":")[2].strip() or platform.processor() or platform.machine()
+
+
+@lru_cache(maxsize=1)
+def driver() -> str | None:
+    """The NVIDIA driver's version, or None."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip() or None

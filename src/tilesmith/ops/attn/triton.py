@@ -182,13 +182,22 @@ def _default(dims, arch, dtype) -> AttentionConfig:
     config = config._replace(bulk=tiles.has_bulk_copies(arch, dtype))
     if dims["tokens"] < config.block_m:
         config = config._replace(block_m=max(16, triton.next_power_of_2(dims["tokens"])), num_warps=4)
-    return _fit(config, wide * dtype.itemsize, arch.shared_memory)
+    return _fit(config, wide * dtype.itemsize, dtype.itemsize, arch.shared_memory)
 
 
-def _fit(config: AttentionConfig, row_bytes: int, shared_memory: int) -> AttentionConfig:
-    """Fewer stages, then smaller tiles, until queries and staged keys and values fit in shared memory."""
+def _shared_memory(config: AttentionConfig, row_bytes: int, itemsize: int) -> int:
+    """Bytes for queries, staged keys and values, and, in fp32, probabilities, which then pass through it as well."""
+    staged = 2 * config.num_stages * config.block_n
+    if itemsize < 4:
+        return (config.block_m + staged) * row_bytes
+    held = config.block_m + max(1, 2 * (config.num_stages - 1)) * config.block_n
+    return max((config.block_m + staged) * row_bytes, held * row_bytes + config.block_m * config.block_n * itemsize)
+
+
+def _fit(config: AttentionConfig, row_bytes: int, itemsize: int, shared_memory: int) -> AttentionConfig:
+    """Fewer stages, then smaller tiles, until what a program needs fits in shared memory."""
     room = (shared_memory or 1 << 30) - 1024
-    while (config.block_m + 2 * config.num_stages * config.block_n) * row_bytes > room:
+    while _shared_memory(config, row_bytes, itemsize) > room:
         if config.num_stages > 1:
             config = config._replace(num_stages=config.num_stages - 1)
         elif config.block_n > 16:
@@ -200,9 +209,17 @@ def _fit(config: AttentionConfig, row_bytes: int, shared_memory: int) -> Attenti
     return config
 
 
+def _fit_tile(config: AttentionConfig, dims, arch, dtype) -> AttentionConfig:
+    """Warps and stages for the configuration's tile; a smaller tile where it does not fit in shared memory."""
+    wide = triton.next_power_of_2(max(dims["dim"], dims["value_dim"], 16))
+    config = config._replace(num_warps=8 if config.block_m * max(config.block_n, wide) > 64 * 128 else 4)
+    return _fit(config, wide * dtype.itemsize, dtype.itemsize, arch.shared_memory)
+
+
 ATTENTION_SPACE = Space(
     default=_default,
     dims=_dims,
+    fit=_fit_tile,
     choices={"block_m": (64, 128, 256), "block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
 )
 

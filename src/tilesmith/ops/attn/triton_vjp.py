@@ -504,9 +504,20 @@ def _fit(config: AttentionVjpConfig, row_bytes: int, shared_memory: int) -> Atte
     return config
 
 
+def _fit_tile(config: AttentionVjpConfig, dims, arch, dtype) -> AttentionVjpConfig:
+    """Warps and stages for the configuration's tiles; smaller tiles where they do not fit in shared memory."""
+    wide = triton.next_power_of_2(max(dims["dim"], dims["value_dim"], 16))
+    config = config._replace(
+        dkv_warps=8 if config.dkv_block_n * max(config.dkv_block_m, wide) > 64 * 64 else 4,
+        dq_warps=8 if config.dq_block_m * max(config.dq_block_n, wide) > 64 * 64 else 4,
+    )
+    return _fit(config, wide * dtype.itemsize, arch.shared_memory)
+
+
 ATTENTION_VJP_SPACE = Space(
     default=_default,
     dims=_dims,
+    fit=_fit_tile,
     choices={
         "dkv_block_m": (32, 64, 128), "dkv_block_n": (64, 128), "dkv_warps": (4, 8), "dkv_stages": (1, 2, 3),
         "dq_block_m": (64, 128), "dq_block_n": (32, 64, 128), "dq_warps": (4, 8), "dq_stages": (1, 2, 3),

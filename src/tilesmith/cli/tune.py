@@ -1,0 +1,87 @@
+"""`tilesmith tune`: the fastest configuration of each kernel on this device, written as rows with their provenance."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tilesmith.cli.output import CHECK_FAILED, console, device_named, dtype_named, op_named, refuse, table
+
+
+def command(
+    ops: Annotated[list[str], typer.Argument(help="Ops to tune; or all.")],
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, xpu.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only this case. Repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds of each comparison.")] = 3,
+    save: Annotated[bool, typer.Option("--save", help="Keep what is faster, for this machine.")] = False,
+    ship: Annotated[bool, typer.Option("--ship", help="Keep it in the package instead, for every such GPU.")] = False,
+) -> None:
+    """Search the configurations of the kernels that serve the cases tagged "tune".
+
+    Before anything is kept the op's kernels must pass `tilesmith verify` here, and each winner its own case. A
+    configuration is kept where it is faster than the default by more than 3 %. Exits with 1 when a check fails.
+    """
+    from tilesmith.bench.tune import tune
+    from tilesmith.engine import cases
+    from tilesmith.engine import ops as declared
+    from tilesmith.engine.table import append, shipped_file
+    from tilesmith.engine.tuning import GAIN, row_of
+    from tilesmith.hardware import arch_of
+
+    where = device_named(device)
+    kind = dtype_named(dtype, where)
+    if where.type == "cpu" and not case:
+        refuse("the cases to tune on are made for a GPU; name smaller ones with --case to tune on a CPU")
+    names = [n for n in declared() if not n.endswith("_vjp")] if ops == ["all"] else [op_named(n).name for n in ops]
+    for name in names:
+        if not any("tune" in c.tags or c.name in (case or ()) for c in cases(name)):
+            continue
+        with console.status(f"checking {name}") as status:
+            if save or ship:
+                _check(name, where)
+            told = lambda step, name=name: status.update(f"tuning {name}: {step}")  # noqa: E731
+            tuned = list(tune(name, where, kind, named=case or (), rounds=rounds, progress=told))
+        columns = ("case", "kernel", "default", "best", "gain", "configuration", "tried")
+        rows = [_line(t) for t in tuned]
+        console.print(table(columns, rows, title=f"{name} on {arch_of(where).device_name}", right="default,best,gain"))
+        for t in [t for t in tuned if (save or ship) and t.found.gain > GAIN]:
+            _check_winner(name, t, where, kind)
+            module = t.configure.fn.__module__
+            path = shipped_file(module, arch_of(where).name) if ship else None
+            append(module, arch_of(where).name, [row_of(t.configure, t.args, t.found)], path)
+
+
+def _check(name: str, device) -> None:
+    from tilesmith.validate import run_cases
+
+    failed = [r for r in run_cases([name], device=device) if not r.passed]
+    if failed:
+        console.print(f"[red]{name} fails its checks here, nothing is tuned: {failed[0].message}[/]", highlight=False)
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _check_winner(name: str, tuned, device, dtype) -> None:
+    """Run the case that it was tuned on with the new configuration, against the oracle."""
+    from tilesmith.engine import ops
+    from tilesmith.validate.cases import check
+
+    op, case = ops()[name], tuned.case
+    tuned.configure.forced = tuned.found.config
+    try:
+        backend = op.explain(**case.build(device, dtype, case.generator(device))).kernel.backend
+        result = check(op, backend, case, device, dtype)
+    finally:
+        tuned.configure.forced = None
+    if not result.passed:
+        console.print(f"[red]{tuned.configure.name} is wrong with {tuned.found.config}: {result.message}[/]")
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _line(tuned) -> tuple[str, ...]:
+    found = tuned.found
+    changed = {k: v for k, v in found.config._asdict().items() if getattr(found.default, k) != v}
+    shown = ", ".join(f"{k}={v}" for k, v in changed.items()) or "the default"
+    times = (f"{found.default_timing.median_us:,.1f} µs", f"{found.timing.median_us:,.1f} µs", f"{found.gain:.0%}")
+    return (tuned.case.name, tuned.configure.name, *times, shown, str(found.tried))

@@ -1,0 +1,72 @@
+"""AttentionLayer: multi-head self-attention without positions, under the signature of `kernel_pytorch.core`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+
+
+class AttentionLayer(nn.Module):
+    """out_proj(attention(qkv_proj(x))) with num_heads heads of d_model / num_heads features.
+
+    dropout: probability to drop an attention weight, in training only. bias: of both projections. The parameters are
+    those of torch.nn.MultiheadAttention under other names: `qkv_proj.weight` is its `in_proj_weight`. No positions are
+    added; `nn.Attention` has rotary ones, grouped heads and a cache. Raises ValueError where num_heads does not divide
+    d_model, or dropout is outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        dropout: float = 0.1,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if num_heads < 1 or d_model % num_heads:
+            raise ValueError(f"num_heads is {num_heads}, which does not divide d_model, {d_model}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        self.d_model, self.num_heads, self.dropout = d_model, num_heads, dropout
+        self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias, device, dtype)
+        self.out_proj = nn.Linear(d_model, d_model, bias, device, dtype)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+        """x [B, T, d_model] to [B, T, d_model].
+
+        attention_mask: [B, T] for keys, or anything that broadcasts to [B, H, T, T]. Bool or integers: True, or other
+        than 0, may be attended to. Floating: added to the scores. A query that may attend to nothing gets 0 from the
+        attention. causal: no key behind the query. Raises ValueError or TypeError for other shapes.
+        """
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise ValueError(f"x must be [batch, tokens, {self.d_model}], got {list(x.shape)}")
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv_proj(x).chunk(3, -1))
+        dense, bias = _planes(attention_mask)
+        out, _ = ops.attention(
+            q,
+            k,
+            v,
+            ops.Mask(causal=causal, dense=dense),
+            ops.Score(bias=bias),
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def extra_repr(self) -> str:
+        return f"{self.d_model}, num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+def _planes(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(which pairs may attend, what is added to their scores), each broadcastable to [B, H, T, T] or None."""
+    if mask is None:
+        return None, None
+    if mask.ndim == 2:
+        mask = mask[:, None, None, :]
+    if mask.is_floating_point():
+        return None, mask
+    return mask if mask.dtype == torch.bool else mask != 0, None

@@ -1,0 +1,186 @@
+"""MemoryConfig: which chunks follow from it, what it refuses, and, on a GPU, that peaks stay where it says."""
+
+import dataclasses
+import itertools
+import statistics
+
+import pytest
+import torch
+
+import tilesmith
+from tilesmith import MemoryConfig, ops
+from tilesmith.ops.memory import GB, Bounds, Need, active, rows_in_budget
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type != "cpu"
+OPEN = Bounds(0, 10**18, 10**18, "max_memory_gb")
+
+
+def _loss_inputs(tokens=1000, hidden=64, classes=3000, dtype=torch.float32, grad=True):
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype, requires_grad=grad)
+    weight = torch.randn(classes, hidden, device=DEVICE, dtype=dtype, requires_grad=grad)
+    return x, weight, torch.randint(classes, (tokens,), device=DEVICE)
+
+
+def test_the_class_is_public_and_frozen():
+    config = tilesmith.MemoryConfig(40, 8, 32)
+    assert (config.max_memory_gb, config.min_memory_gb, config.target_memory_gb) == (40, 8, 32)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.target_memory_gb = 1
+
+
+@pytest.mark.parametrize("bad", [(8, 40, 32), (40, 8, 4), (1, 0, 2), (1, -1, 1), (0, 0, 0), (float("nan"), 0, None)])
+def test_bounds_out_of_order_are_refused_with_the_numbers(bad):
+    with pytest.raises(ValueError, match="min_memory_gb is .* target_memory_gb .* max_memory_gb"):
+        MemoryConfig(*bad)
+
+
+def test_the_innermost_config_counts():
+    assert active() is None
+    with MemoryConfig(target_memory_gb=2):
+        with MemoryConfig(max_memory_gb=3, target_memory_gb=1):
+            assert active() == (0, GB, 3 * GB, "max_memory_gb")
+        assert active() == (0, 2 * GB, 2 * GB, "target_memory_gb")
+        with pytest.raises(KeyError), MemoryConfig():
+            raise KeyError
+        assert active().target == 2 * GB
+    assert active() is None
+
+
+def test_chunks_are_the_largest_that_keep_to_the_target():
+    need = Need(rows=10_000, whole=5_000_000, base=1_000_000, row=1000)
+    previous = 0
+    for target in range(1_200_000, 6_000_000, 100_000):
+        rows = rows_in_budget("op", need, OPEN._replace(target=target))
+        assert need.chunked(rows) <= target and rows >= previous
+        previous = rows
+    assert previous == 10_000
+    free = need._replace(free=512)
+    assert rows_in_budget("op", free, OPEN._replace(target=1_000_000)) >= 500  # these cost nothing
+    assert rows_in_budget("op", need, OPEN._replace(target=1)) == 128
+    tall = need._replace(least=4_000_000)  # whatever the chunks, so they may as well be large
+    assert tall.chunked(rows_in_budget("op", tall, OPEN._replace(target=1))) == 4_000_000
+    assert rows_in_budget("op", Need(0, 0), OPEN) == 1
+
+
+def test_needs_outside_the_bounds_raise_with_the_numbers():
+    x, weight, target = _loss_inputs()
+    with MemoryConfig(max_memory_gb=40, min_memory_gb=8, target_memory_gb=32):
+        with pytest.raises(ValueError, match=r"linear_cross_entropy needs 0\.\d+ GB here, less than min_memory_gb = 8"):
+            ops.linear_cross_entropy(x, weight, target)
+        heads = x.view(1, 1000, 64)
+        with pytest.raises(ValueError, match=r"memory_efficient_attention needs .* less than min_memory_gb = 8"):
+            ops.memory_efficient_attention(heads, heads, heads, 2)
+        with pytest.raises(ValueError, match=r"memory_efficient_linear needs .* less than min_memory_gb = 8"):
+            ops.memory_efficient_linear(x, weight, activation="gelu")
+    too_much = r"needs at least \d\.\d+ GB here, more than "
+    with MemoryConfig(target_memory_gb=1e-6), pytest.raises(ValueError, match=too_much + "target_memory_gb = 1e-06"):
+        ops.linear_cross_entropy(x, weight, target)
+    with MemoryConfig(1e-5, 0, 1e-6), pytest.raises(ValueError, match=too_much + "max_memory_gb = 1e-05"):
+        ops.memory_efficient_linear(x, weight, activation="gelu")
+
+
+@pytest.mark.skipif(ON_GPU, reason="a CPU has no workspaces, so small targets bite")
+def test_values_do_not_depend_on_the_config():
+    x, weight, target = _loss_inputs()
+    bias = torch.randn(3000, requires_grad=True)
+    heads = torch.randn(1, 600, 64, requires_grad=True)
+
+    def run():
+        loss = ops.linear_cross_entropy(x, weight, target, bias)
+        y = ops.memory_efficient_linear(x, weight, bias, activation="gelu")
+        out = ops.memory_efficient_attention(heads, heads, heads, 2, is_causal=True)
+        leaves = (x, weight, bias, heads)
+        return loss, y, out, *torch.autograd.grad(loss + y.square().mean() + out.square().sum(), leaves)
+
+    expected = run()
+    for target_gb in (0.02, 0.06):
+        with MemoryConfig(max_memory_gb=1, target_memory_gb=target_gb):
+            for got, want in zip(run(), expected):
+                torch.testing.assert_close(got, want)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a CPU has no workspaces, so small targets bite")
+def test_the_config_reaches_the_op_also_under_compile():
+    x, weight, target = _loss_inputs()
+    at = ops.linear_cross_entropy.parameters.index("chunk_tokens")
+    with MemoryConfig(max_memory_gb=1, target_memory_gb=0.01):
+        chunk = ops.linear_cross_entropy.bind((x, weight, target), {})[at]
+        assert 128 <= chunk < 1000
+        assert ops.linear_cross_entropy.bind((x, weight, target), {"chunk_tokens": 77})[at] == 77
+        graphs = []
+
+        def record(graph, _):
+            graphs.append(graph)
+            return graph.forward
+
+        torch.compile(lambda *a: ops.linear_cross_entropy(*a), fullgraph=True, backend=record)(x, weight, target)
+    (call,) = [n for n in graphs[0].graph.nodes if "linear_cross_entropy" in str(n.target)]
+    assert chunk in call.args
+    assert ops.linear_cross_entropy.bind((x, weight, target), {})[at] == 0
+
+
+def _peak(run):
+    """Bytes that a call and its backward allocate at their peak, the second time."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _milliseconds(run):
+    spent = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        spent.append(begin.elapsed_time(end))
+    return statistics.median(spent[2:])
+
+
+def _calls():
+    """name -> (a call with its backward, targets in GB, small first). The whole of each needs more than 1 GB."""
+    x, weight, labels = _loss_inputs(16_384, 2048, 49_152, torch.bfloat16)
+    rows = torch.randn(65_536, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    up = torch.randn(2048, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(65_536, 2048, device=DEVICE, dtype=torch.bfloat16)
+    packed = torch.randn(4, 4096, 2048, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dout = torch.randn_like(packed)
+
+    def grad(out, leaves, d=None):
+        return torch.autograd.grad(out, leaves, d)
+
+    return {
+        "linear_cross_entropy": (lambda: grad(ops.linear_cross_entropy(x, weight, labels), (x, weight)), (1, 2, 4)),
+        "linear_cross_entropy forward": (lambda: _without_grad(ops.linear_cross_entropy, x, weight, labels), (0.2, 1)),
+        "memory_efficient_linear": (
+            lambda: grad(ops.memory_efficient_linear(rows, up, activation="gelu"), (rows, up), dy), (1, 2),
+        ),
+        "memory_efficient_attention": (
+            lambda: grad(ops.memory_efficient_attention(packed, packed, packed, 16), packed, dout), (1,),
+        ),
+    }  # fmt: skip
+
+
+def _without_grad(op, *args):
+    with torch.no_grad():
+        op(*args)
+
+
+@pytest.mark.large
+@pytest.mark.skipif(not ON_GPU, reason="peaks are measured on a GPU")
+def test_peaks_stay_at_or_below_the_target_and_larger_targets_are_no_slower():
+    for name, (run, targets) in _calls().items():
+        spent = []
+        for target in targets:
+            with MemoryConfig(target_memory_gb=target):
+                peak = _peak(run)
+                spent.append(_milliseconds(run))
+            assert peak <= target * GB, f"{name}: {peak / GB:.3f} GB at a target of {target}"
+        for slower, faster in itertools.pairwise(spent):
+            assert faster <= 1.02 * slower, f"{name}: {spent} ms at targets of {targets} GB"

@@ -1,0 +1,77 @@
+"""Pins that name fields of a kernel's configuration: what then runs, forward and backward, and what is refused."""
+
+import pytest
+import torch
+
+from tilesmith import ops, use
+from tilesmith.engine.backends import interpreting
+from tilesmith.hardware.detect import arch_named
+from tilesmith.ops.attn.op import attention_op, attention_vjp
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SERVED = DEVICE.type != "cpu" or interpreting()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the attention kernels that are launched -> (BLOCK_M, BLOCK_N)."""
+    from tilesmith.ops.attn import triton as forward
+    from tilesmith.ops.attn import triton_vjp as backward
+
+    seen = {}
+    for module in (forward, backward):
+        launch = module.launch
+
+        def spy(kernel, grid, *args, launch=launch, **named):
+            if "BLOCK_N" in named:
+                seen[kernel.fn.__name__] = (named["BLOCK_M"], named["BLOCK_N"])
+            return launch(kernel, grid, *args, **named)
+
+        monkeypatch.setattr(module, "launch", spy)
+    return seen
+
+
+@pytest.mark.skipif(not SERVED, reason="needs a GPU or Triton's interpreter")
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (32, 64), (64, 16)])
+def test_pinned_fields_hold_forward_and_backward(block_m, block_n, launched):
+    q, k, v = (torch.randn(1, 2, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    plain, _ = ops.attention(q, k, v)
+    with use(attention=f"triton:block_m={block_m}:block_n={block_n}"):
+        out, _ = ops.attention(q, k, v)
+    torch.testing.assert_close(out, plain)
+    dout = torch.randn_like(out)
+    launched.pop("_attention_dkv_kernel", None)
+    got = torch.autograd.grad(out, (q, k, v), dout)
+    assert len(launched) == 3 and set(launched.values()) == {(block_m, block_n)}
+    torch.testing.assert_close(got, torch.autograd.grad(plain, (q, k, v), dout))
+
+
+@pytest.mark.parametrize("pin", ["triton:block_m", "triton:block_m=x", "triton:=3", "triton:block_m=-16"])
+def test_pins_of_no_form_are_refused(pin):
+    with pytest.raises(ValueError, match="a pin is backend"), use(attention=pin):
+        pass
+
+
+@pytest.mark.skipif(not SERVED, reason="needs a GPU or Triton's interpreter")
+def test_unknown_fields_are_refused_by_name():
+    q = torch.randn(1, 2, 40, 16, device=DEVICE)
+    with use(attention="triton:block_x=64"), pytest.raises(ValueError, match="no configuration field 'block_x'"):
+        ops.attention(q, q, q)
+
+
+@pytest.mark.skipif(not SERVED, reason="needs a GPU or Triton's interpreter")
+@pytest.mark.parametrize("op", [attention_op, attention_vjp], ids=lambda op: op.name)
+def test_a_tile_too_large_for_an_arch_is_refused_with_the_numbers(op):
+    x, rows = torch.zeros(1, 2, 256, 128, dtype=torch.float16), torch.zeros(1, 2, 256)
+    given = {**attention_op.defaults, "q": x, "k": x, "v": x, "out": x, "lse": rows, "dout": x, "dlse": None}
+    args = tuple(given.get(name, (True,) * 5) for name in op.parameters)
+    configure = op.kernel("triton").fn.configure
+    configure.forget()
+    configure.arch = arch_named("sm89")
+    try:
+        with pytest.raises(ValueError, match=r"block_\w = 512 .* does not fit in the 101,376 bytes of shared memory"):
+            configure.with_fields(args, {"block_m": 512, "block_n": 512})
+        assert configure.with_fields(args, {"block_m": 64, "block_n": 32})
+    finally:
+        configure.arch = None
+        configure.forget()

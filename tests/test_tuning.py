@@ -1,0 +1,78 @@
+"""The search finds what is faster, rows are kept and found again, and a wrong winner is not kept."""
+
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Op, Space, optimize_kernel, register_kernel
+from tilesmith.engine.table import Row, Table, append
+from tilesmith.engine.tuning import row_of, search, tunable
+
+
+class Config(NamedTuple):
+    pause: int
+    offset: int
+
+
+def _double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@pytest.fixture(scope="module")
+def doubled():
+    op = Op(_double, name="tuning_double", fake=torch.empty_like)
+
+    @register_kernel("tuning_double", backend="paused", rank=60)
+    @optimize_kernel(
+        space=Space(
+            dims=lambda x: {"rows": x.shape[0]},
+            default=lambda dims, arch, dtype: Config(4, 0),
+            choices={"pause": (1, 2, 4, 8), "offset": (0, 1)},
+        )
+    )
+    def paused(x: Tensor, *, config: Config) -> Tensor:
+        time.sleep(config.pause / 1e3 + config.offset / 1e2)
+        return 2 * x
+
+    return op
+
+
+def test_the_fastest_configuration_is_found(doubled):
+    x = torch.ones(3)
+    configure = tunable(doubled, (x,))
+    found = search(configure, (x,), rounds=2, budget_ms=1)
+    assert found.config == Config(1, 0)
+    assert found.default == Config(4, 0)
+    assert found.gain > 0.5
+    row = row_of(configure, (x,), found)
+    assert row.kernel == "test_tuning.paused"
+    assert row.dims == {"rows": 3}
+    assert row.config == {"pause": 1, "offset": 0}
+    assert row.torch == torch.__version__
+
+
+def test_a_kernel_without_choices_is_not_tunable(doubled):
+    from tilesmith.engine import use
+
+    with use(tuning_double="reference"):
+        assert tunable(doubled, (torch.ones(3),)) is None
+
+
+def test_rows_are_replaced_and_found_again(tmp_path, monkeypatch):
+    from tilesmith.engine import table
+
+    monkeypatch.setattr(table, "user_file", lambda package, arch: tmp_path / f"{package}.{arch}.json")
+    row = Row("triton.f", "float32", {"rows": 8}, {"pause": 2}, 1.0, 0.1, "t", "t", "d", "2026-01-01")
+    better = Row("triton.f", "float32", {"rows": 8}, {"pause": 1}, 0.5, 0.1, "t", "t", "d", "2026-01-02")
+    other = Row("hopper.f", "float32", {"rows": 8}, {"pause": 9}, 0.5, 0.1, "t", "t", "d", "2026-01-02")
+    for r in (row, other, better):
+        append("mine.triton", "sm90", [r])
+    rows = Table.of("mine.triton", "sm90").rows
+    assert set(r.date for r in rows if r.kernel == "triton.f") == {"2026-01-02"}
+    found = Table.of("mine.triton", "sm90").nearest("triton.f", torch.float32, {"rows": 9})
+    assert found.config == {"pause": 1}
+    assert Table.of("mine.triton", "sm90").nearest("triton.f", torch.float32, {"rows": 900}) is None
+    assert Table.of("mine.triton", "sm90").nearest("triton.f", torch.float16, {"rows": 8}) is None
