@@ -11,6 +11,10 @@ TEST = frozenset({"test"})
 SMALL = frozenset({"test", "interpret"})
 GPU = frozenset({"gpu"})
 BENCH = frozenset({"gpu", "bench", "tune"})
+HALVES = (torch.float16, torch.bfloat16)
+ROWS = (
+    (131_072, 1024), (16_384, 4096), (16_384, 8192), (8192, 16_384), (4096, 32_768), (2048, 65_536), (1024, 131_072),
+)  # fmt: skip
 
 
 def _half(first: bool):
@@ -67,7 +71,38 @@ def _bench(operands: Sequence[str], **options: object) -> list[Case]:
     ]
 
 
-X, PAIR = ("x",), ("gate", "up")
+def _biased(**options: object) -> list[Case]:
+    """Cases of an op on rows and a bias along them."""
+
+    def args(*shape: int, **how: object) -> dict:
+        return {"x": T(*shape, **how), "bias": T(shape[-1])} | options
+
+    return [
+        Case("small", args(6, 33), SMALL),
+        Case("three_dims", args(2, 5, 16), SMALL),
+        Case("one_dim", args(40), SMALL),
+        Case("one_column", args(7, 1), SMALL),
+        Case("many_rows", args(150, 40), SMALL),
+        Case("many_blocks", args(70, 1030), SMALL),
+        Case("tails", args(4, 101, init=_wide), SMALL),
+        Case("no_bias", {"x": T(6, 33), "bias": None} | options, SMALL),
+        Case("frozen_bias", args(6, 40) | {"bias": T(40, grad=False)}, SMALL),
+        Case("only_bias_trains", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),
+        Case("fp32_bias", args(6, 40) | {"bias": T(40, dtype=torch.float32)}, SMALL, HALVES),
+        Case("strided", args(5, 40, layout="strided"), SMALL),
+        Case("strided_three_dims", args(2, 3, 40, layout="strided"), TEST),
+        Case("transposed", args(9, 12, layout="transposed"), SMALL),
+        Case("halves", args(3, 5, 24, init=_half(True)), SMALL),
+        Case("no_rows", args(0, 16), SMALL),
+        Case("no_columns", args(4, 0), SMALL),
+        Case("wide", args(2, 262_144), GPU),
+        Case("tall", args(2**20, 64), GPU, (torch.bfloat16,)),
+        Case("far", args(2, 4096, init=_far), GPU, (torch.bfloat16,)),
+        *(Case(f"{m}x{n}", args(m, n), BENCH) for m, n in ROWS),
+    ]
+
+
+X, PAIR, SUMMANDS = ("x",), ("gate", "up"), ("x", "y")
 
 CASES: dict[str, list[Case]] = {
     "silu": [
@@ -80,6 +115,20 @@ CASES: dict[str, list[Case]] = {
         Case("tanh", {"x": T(6, 33), "approximate": "tanh"}, SMALL),
         Case("tanh_tails", {"x": T(4, 101, init=_wide), "approximate": "tanh"}, SMALL),
         *_bench(X),
+    ],
+    "sigmoid": [*_cases(X), *_bench(X)],
+    "relu_squared": [*_cases(X), *_bench(X)],
+    "add_relu": [
+        *_cases(SUMMANDS),
+        Case("frozen_y", {"x": T(6, 33), "y": T(6, 33, grad=False)}, SMALL),
+        Case("frozen_x", {"x": T(6, 33, grad=False), "y": T(6, 33)}, SMALL),
+        *(Case(f"{m}x{n}", {name: T(m, n) for name in SUMMANDS}, BENCH) for m, n in ROWS),
+    ],
+    "bias_gelu": [
+        *_biased(),
+        Case("tanh", {"x": T(6, 33), "bias": T(33), "approximate": "tanh"}, SMALL),
+        Case("tanh_tails", {"x": T(4, 101, init=_wide), "bias": T(101), "approximate": "tanh"}, SMALL),
+        Case("tanh_16384x8192", {"x": T(16_384, 8192), "bias": T(8192), "approximate": "tanh"}, BENCH),
     ],
     "swiglu": [
         *_cases(PAIR),
@@ -105,6 +154,14 @@ bytes_moved = {
     "silu_vjp": lambda x: _passes(3, x),
     "gelu": lambda x: _passes(2, x),
     "gelu_vjp": lambda x: _passes(3, x),
+    "sigmoid": lambda x: _passes(2, x),
+    "sigmoid_vjp": lambda x: _passes(3, x),
+    "relu_squared": lambda x: _passes(2, x),
+    "relu_squared_vjp": lambda x: _passes(3, x),
+    "add_relu": lambda x: _passes(3, x),
+    "add_relu_vjp": lambda x: _passes(3, x),
+    "bias_gelu": lambda x: _passes(2, x),
+    "bias_gelu_vjp": lambda x: _passes(3, x),
     "swiglu": lambda gate: _passes(3, gate),
     "swiglu_vjp": lambda gate: _passes(5, gate),
     "geglu": lambda gate: _passes(3, gate),

@@ -1,4 +1,4 @@
-"""Activations and gated activations in Triton: one elementwise kernel forward, one backward."""
+"""Activations and gated activations in Triton: one elementwise kernel forward, one backward; both again with a bias."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
 from tilesmith.ops.rows import rows
 
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
@@ -20,7 +21,8 @@ TANH_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
-    """The value and its derivative; what a caller does not use costs nothing."""
+    """The value and its derivative; what a caller does not use costs nothing. "of_sigmoid", "of_relu": the derivative
+    where sigmoid or relu gave x."""
     if ACTIVATION == "gelu":
         cdf = 0.5 + 0.5 * tl.math.erf(x * SQRT_HALF)
         return x * cdf, cdf + x * (NORMAL_PEAK * tl.exp(-0.5 * x * x))
@@ -29,6 +31,16 @@ def _activate(x, ACTIVATION: tl.constexpr):
         cdf = 1 / (1 + tl.exp(-TANH_SLOPE * (x + TANH_CUBIC * x * x * x)))
         value = x * cdf
         return value, cdf + value * (1 - cdf) * (TANH_SLOPE + 3 * TANH_CUBIC * TANH_SLOPE * x * x)
+    elif ACTIVATION == "sigmoid":
+        sigmoid = 1 / (1 + tl.exp(-x))
+        return sigmoid, sigmoid * (1 - sigmoid)
+    elif ACTIVATION == "of_sigmoid":
+        return x, x * (1 - x)
+    elif ACTIVATION == "relu_squared":  # tl.where, as tl.maximum does not keep a NaN
+        positive = tl.where(x <= 0, 0.0, x)
+        return positive * positive, 2 * positive
+    elif ACTIVATION == "relu" or ACTIVATION == "of_relu":
+        return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)
     else:
         sigmoid = 1 / (1 + tl.exp(-x))
         value = x * sigmoid
@@ -48,11 +60,14 @@ def _tile(num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 @triton.jit
 def _gate_fwd_kernel(
     x_ptr, up_ptr, out_ptr, x_row, up_row, num_rows, num_cols,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """out = activation(x), times up where GATED."""
+    """out = activation(x), times up where GATED; activation(x + up) where ADDED."""
     row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
     x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
+    if ADDED:
+        x += tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
     out, _ = _activate(x, ACTIVATION)
     if GATED:
         out *= tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
@@ -78,6 +93,55 @@ def _gate_bwd_kernel(
         tl.store(dx_ptr + row * num_cols + col, (dout * slope).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _biased_fwd_kernel(
+    x_ptr, bias_ptr, out_ptr, x_row, num_rows, num_cols,
+    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """out = activation(x + bias), bias along the columns."""
+    row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+    x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
+    out, _ = _activate(x + _bias_tile(bias_ptr, num_cols, BLOCK_COLS), ACTIVATION)
+    tl.store(out_ptr + row * num_cols + col, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bias_tile(bias_ptr, num_cols, BLOCK_COLS: tl.constexpr):
+    """The bias of this program's columns as one fp32 row. Loaded in one dim: a tile of one row would get a layout of
+    its own, and the rows it meets would be moved through shared memory to match it."""
+    lane = (tl.program_id(0) % tl.cdiv(num_cols, BLOCK_COLS)).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    return tl.load(bias_ptr + lane, mask=lane < num_cols, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _biased_bwd_kernel(
+    dout_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, dout_row, x_row, num_rows, num_cols, tiles_each,
+    ACTIVATION: tl.constexpr, WANTS_DX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of columns and `tiles_each` tiles of rows a program: dx, and one row of partial sums of dx for dbias.
+
+    The loop is pipelined, so that tiles to come are copied while this one is worked on.
+    """
+    col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
+    strip = (tl.program_id(0) // col_blocks).to(tl.int64)
+    col = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = strip * tiles_each * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    bias = _bias_tile(bias_ptr, num_cols, BLOCK_COLS)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for _ in tl.range(0, tiles_each, num_stages=STAGES):
+        mask = (row < num_rows) & (col < num_cols)
+        x = tl.load(x_ptr + (row * x_row + col), mask=mask, other=0.0).to(tl.float32)
+        dout = tl.load(dout_ptr + (row * dout_row + col), mask=mask, other=0.0).to(tl.float32)
+        _, slope = _activate(x + bias, ACTIVATION)
+        dx = dout * slope
+        total += dx
+        if WANTS_DX:
+            tl.store(dx_ptr + (row * num_cols + col), dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        row += BLOCK_ROWS
+    tl.store(partial_ptr + (strip * num_cols + col), tl.sum(total, 0, keep_dims=True), mask=col < num_cols)
+
+
 class GateConfig(NamedTuple):
     """block: elements of one program."""
 
@@ -99,7 +163,20 @@ def _blocks(num_rows: int, num_cols: int, config: GateConfig) -> tuple[int, int,
     return cdiv(num_rows, block_rows) * cdiv(num_cols, block_cols), block_rows, block_cols
 
 
-def _forward(x: Tensor, up: Tensor | None, activation: str, config: GateConfig) -> Tensor:
+class StripConfig(NamedTuple):
+    """block_rows, block_cols: a tile; programs: how many walk the tiles of their columns, each at least `LEAST`."""
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+LEAST = 64  # rows of a strip: its partial sums are then a fiftieth of the traffic
+
+
+def _forward(x: Tensor, up: Tensor | None, activation: str, config: GateConfig, added: bool = False) -> Tensor:
     out = x.new_empty(x.shape)
     if x.numel() == 0:
         return out
@@ -108,8 +185,8 @@ def _forward(x: Tensor, up: Tensor | None, activation: str, config: GateConfig) 
     launch(
         _gate_fwd_kernel, (programs,),
         x, up_or_x, out, x.stride(0), up_or_x.stride(0), *x.shape,
-        ACTIVATION=activation, GATED=up is not None, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-        num_warps=config.num_warps,
+        ACTIVATION=activation, GATED=up is not None and not added, ADDED=added,
+        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=config.num_warps,
     )  # fmt: skip
     return out
 
@@ -132,13 +209,54 @@ def _backward(
     return dx, dup
 
 
+def _biased_backward(
+    dout: Tensor, x: Tensor, bias: Tensor, activation: str, output_mask: Sequence[bool], config: StripConfig
+) -> tuple[Tensor, Tensor]:
+    """dx and dbias; with dbias alone, dx is made but not stored."""
+    wants_dx, _ = output_mask
+    dx = x.new_empty(x.shape if wants_dx else 0)
+    dout, x = rows(dout), rows(x)
+    num_rows, num_cols = x.shape
+    block_rows, block_cols = _strip_blocks(num_rows, num_cols, config)
+    tiles, col_blocks = cdiv(num_rows, block_rows), cdiv(num_cols, block_cols)
+    strips = partial_rows(tiles, col_blocks, config.programs, cdiv(LEAST, block_rows)) if num_cols else 0
+    partial = x.new_empty(strips, num_cols, dtype=torch.float32)
+    if partial.numel():
+        launch(
+            _biased_bwd_kernel, (strips * col_blocks,),
+            dout, x, bias.contiguous(), dx, partial, dout.stride(0), x.stride(0), num_rows, num_cols,
+            cdiv(tiles, strips),
+            ACTIVATION=activation, WANTS_DX=wants_dx, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+            STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+    return dx, sum_partials(partial, bias.dtype)
+
+
+def _strip_blocks(num_rows: int, num_cols: int, config: StripConfig) -> tuple[int, int]:
+    """A tile of `config`'s size that is no wider than the rows and no taller than the columns."""
+    block_cols = min(config.block_cols, next_power_of_2(num_cols))
+    block_rows = config.block_rows * config.block_cols // block_cols
+    return min(block_rows, next_power_of_2(num_rows)), block_cols
+
+
 def _gelu_name(approximate: str) -> str:
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 def _reasons(call) -> list[str]:
-    x = call.gate if hasattr(call, "gate") else call.x
+    x = next(getattr(call, name) for name in ("gate", "x", "out") if hasattr(call, name))
     return ["the tensors are float64; this kernel computes in float32"] if x.dtype == torch.float64 else []
+
+
+def _bias_reasons(call) -> list[str]:
+    if call.bias is not None and call.bias.dtype == torch.float64:
+        return [*_reasons(call), "bias is float64; this kernel computes in float32"]
+    return _reasons(call)
+
+
+def _flat(config: StripConfig) -> GateConfig:
+    """The same tile for tensors without a bias, which are one long row."""
+    return GateConfig(config.block_rows * config.block_cols, config.num_warps)
 
 
 def _dims(x: Tensor, *_: object) -> dict[str, int]:
@@ -153,6 +271,39 @@ def _default(dims, arch, dtype) -> GateConfig:
 GATE_SPACE = Space(
     default=_default, dims=_dims, choices={"block": (512, 1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)}
 )
+
+
+def _strip_default(dims, arch, dtype) -> StripConfig:
+    # 16 elements a thread of each tensor, so that six programs share the registers of an SM.
+    return StripConfig(block_rows=8, block_cols=256, num_warps=4, num_stages=3, programs=6 * max(1, arch.sms))
+
+
+def _biased_default(dims, arch, dtype) -> StripConfig:
+    # Four 16-byte accesses a thread, on columns wide enough for whole lines and rows enough to share their bias.
+    return StripConfig(block_rows=8, block_cols=128 * 8 // dtype.itemsize, num_warps=4, num_stages=1, programs=0)
+
+
+BIASED_SPACE = Space(
+    default=_biased_default,
+    dims=lambda x, *_: _row_dims(x),
+    choices={"block_rows": (2, 4, 8, 16), "block_cols": (256, 512, 1024), "num_warps": (4, 8)},
+)
+STRIP_SPACE = Space(
+    default=_strip_default,
+    dims=lambda dout, x, *_: _row_dims(x),
+    choices={
+        "block_rows": (4, 8, 16),
+        "block_cols": (128, 256, 512),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4),
+        "programs": (528, 792, 1056, 1584),
+    },
+)
+
+
+def _row_dims(x: Tensor) -> dict[str, int]:
+    cols = x.shape[-1]
+    return {"rows": x.numel() // max(1, cols), "cols": cols}
 
 
 @register_kernel("silu", backend="triton", rank=20, rejects=_reasons)
@@ -205,3 +356,75 @@ def geglu_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, approximate: str, output_mask: Sequence[bool], *, config: GateConfig
 ) -> tuple[Tensor, Tensor]:
     return _backward(dout, gate, up, _gelu_name(approximate), output_mask, config)
+
+
+@register_kernel("sigmoid", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=GATE_SPACE)
+def sigmoid(x: Tensor, *, config: GateConfig) -> Tensor:
+    return _forward(x, None, "sigmoid", config)
+
+
+@register_kernel("sigmoid_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=GATE_SPACE)
+def sigmoid_vjp(dout: Tensor, out: Tensor, *, config: GateConfig) -> Tensor:
+    return _backward(dout, out, None, "of_sigmoid", (True, False), config)[0]
+
+
+@register_kernel("relu_squared", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=GATE_SPACE)
+def relu_squared(x: Tensor, *, config: GateConfig) -> Tensor:
+    return _forward(x, None, "relu_squared", config)
+
+
+@register_kernel("relu_squared_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=GATE_SPACE)
+def relu_squared_vjp(dout: Tensor, x: Tensor, *, config: GateConfig) -> Tensor:
+    return _backward(dout, x, None, "relu_squared", (True, False), config)[0]
+
+
+@register_kernel("add_relu", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=GATE_SPACE)
+def add_relu(x: Tensor, y: Tensor, *, config: GateConfig) -> Tensor:
+    return _forward(x, y, "relu", config, added=True)
+
+
+@register_kernel("add_relu_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=GATE_SPACE)
+def add_relu_vjp(dout: Tensor, out: Tensor, *, config: GateConfig) -> Tensor:
+    return _backward(dout, out, None, "of_relu", (True, False), config)[0]
+
+
+@register_kernel("bias_gelu", backend="triton", rank=20, rejects=_bias_reasons)
+@optimize_kernel(space=BIASED_SPACE)
+def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, config: StripConfig) -> Tensor:
+    activation = _gelu_name(approximate)
+    if bias is None:
+        return _forward(x, None, activation, _flat(config))
+    out = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return out
+    x = rows(x)
+    block_rows, block_cols = _strip_blocks(*x.shape, config)
+    launch(
+        _biased_fwd_kernel, (cdiv(x.shape[0], block_rows) * cdiv(x.shape[1], block_cols),),
+        x, bias.contiguous(), out, x.stride(0), *x.shape,
+        ACTIVATION=activation, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=config.num_warps,
+    )  # fmt: skip
+    return out
+
+
+@register_kernel("bias_gelu_vjp", backend="triton", rank=20, rejects=_bias_reasons)
+@optimize_kernel(space=STRIP_SPACE)
+def bias_gelu_vjp(
+    dout: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    approximate: str,
+    output_mask: Sequence[bool],
+    *,
+    config: StripConfig,
+) -> tuple[Tensor, Tensor]:
+    activation = _gelu_name(approximate)
+    if bias is None:
+        return _backward(dout, x, None, activation, output_mask, _flat(config))
+    return _biased_backward(dout, x, bias, activation, output_mask, config)
