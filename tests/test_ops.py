@@ -111,13 +111,17 @@ def test_compiles_whole_and_dynamic(name):
         grads = torch.autograd.grad([o for o in outs if o.requires_grad], leaves, _cotangents(outs), allow_unused=True)
         named = [n for n, a in zip(op.parameters, args) if isinstance(a, Tensor) and a.requires_grad]
         for n, grad in zip(named, grads):
-            torch.testing.assert_close(grad if grad is not None else torch.zeros_like(expected[f"d{n}"]), expected[f"d{n}"])
+            torch.testing.assert_close(
+                grad if grad is not None else torch.zeros_like(expected[f"d{n}"]), expected[f"d{n}"]
+            )
 
 
 def _cotangents(outs):
     generator = torch.Generator().manual_seed(17)
     drawn = [
-        torch.randn(o.shape, generator=generator).to(torch.bfloat16).to(o.device, o.dtype) for o in outs if o.requires_grad
+        torch.randn(o.shape, generator=generator).to(torch.bfloat16).to(o.device, o.dtype)
+        for o in outs
+        if o.requires_grad
     ]
     kept = [o for o in outs if o.requires_grad]
     return [torch.where(o.detach().isfinite(), c, 0) for o, c in zip(kept, drawn)]
@@ -157,7 +161,10 @@ def test_fake_tensors_tell_shape_dtype_and_strides(name):
             real = op.run(work, backend)
         real = real if isinstance(real, tuple) else (real,)
         for n, fake, out in zip(op.outputs, faked, real):
-            assert (tuple(fake.shape), fake.dtype, fake.stride()) == (tuple(out.shape), out.dtype, out.stride()), (backend, n)
+            assert (tuple(fake.shape), fake.dtype, fake.stride()) == (tuple(out.shape), out.dtype, out.stride()), (
+                backend,
+                n,
+            )
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -201,7 +208,9 @@ def test_vmap_equals_a_loop(name):
 def test_double_backward_is_right_or_refused(name):
     op, args = _arguments(name, torch.float64)
     if not all(a.dtype is torch.float64 for a in args if isinstance(a, Tensor) and a.requires_grad):
-        args = tuple(a.double().detach().requires_grad_() if isinstance(a, Tensor) and a.requires_grad else a for a in args)
+        args = tuple(
+            a.double().detach().requires_grad_() if isinstance(a, Tensor) and a.requires_grad else a for a in args
+        )
     leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
 
     def second(fn):
@@ -258,7 +267,12 @@ def test_a_pin_around_the_forward_holds_for_the_backward(name):
             continue
         ran = []
         kernel = op.vjp.kernel(backend)
-        op.vjp.replace_kernel(backend, lambda *a, k=kernel: (ran.append(backend), k.fn(*a))[1])
+
+        def spied(*a, kernel=kernel, ran=ran):
+            ran.append(kernel.backend)
+            return kernel.fn(*a)
+
+        op.vjp.replace_kernel(backend, spied)
         try:
             with use(**{name: backend}):
                 try:

@@ -71,7 +71,7 @@ def test_rows_are_replaced_and_found_again(tmp_path, monkeypatch):
     for r in (row, other, better):
         append("mine.triton", "sm90", [r])
     rows = Table.of("mine.triton", "sm90").rows
-    assert set(r.date for r in rows if r.kernel == "triton.f") == {"2026-01-02"}
+    assert {r.date for r in rows if r.kernel == "triton.f"} == {"2026-01-02"}
     found = Table.of("mine.triton", "sm90").nearest("triton.f", torch.float32, {"rows": 9})
     assert found.config == {"pause": 1}
     assert Table.of("mine.triton", "sm90").nearest("triton.f", torch.float32, {"rows": 900}) is None

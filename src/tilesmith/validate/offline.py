@@ -1,4 +1,4 @@
-"""Compile one family's Triton kernels for a GPU that is not here: `python -m tilesmith.validate.offline norm cuda 90 32`."""
+"""Compile a family's kernels for a GPU that is not here: `python -m tilesmith.validate.offline norm cuda 90 32`."""
 
 from __future__ import annotations
 

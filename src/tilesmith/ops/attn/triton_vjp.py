@@ -197,9 +197,7 @@ def _attention_dkv_kernel(
     cols = start + tl.arange(0, BLOCK_N)
     if cu_q_ptr is not None:
         document = find_document(cu_k_ptr, documents, cols)
-        q_begin, q_end, _, k_end, prefix_end = span(
-            document, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, tokens, keys
-        )
+        q_begin, q_end, _, k_end, prefix_end = span(document, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, tokens, keys)
         real = (cols < k_end) & (cols < tl.load(cu_k_ptr + documents))
     else:
         q_begin, q_end, _, k_end, prefix_end = span(batch, None, None, lengths_ptr, prefix_ptr, tokens, keys)
@@ -356,7 +354,7 @@ def _attention_dbias_kernel(
         start = (block_m + (step // walk_n) % walk_m) * BLOCK_M
         first = (block_n + step % walk_n) * BLOCK_N
         # no `_` here: below it is a score's slope, and a name must keep its type
-        rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_lo, full_hi = key_walk(
+        rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, in_lo, in_hi = key_walk(
             start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, None,
             window_left, window_right, LEFT, RIGHT, True, BLOCK_M, BLOCK_N)  # fmt: skip
         if (first < hi) & (first + BLOCK_N > lo):
