@@ -222,9 +222,7 @@ def _swept_kernel(
     chosen, _ = _score(chosen, scale, softcap, SOFTCAP)
     label_weight = _label_weight(weight_ptr, label, counted & valid)
     all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, cols)
-    loss = _loss(
-        lse2, chosen, tl.sum(total, 0), label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH
-    )
+    loss = _loss(lse2, chosen, tl.sum(total, 0), label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH)
     if ADD_Z:
         loss += z_loss * lse * lse
     tl.store(losses_ptr + row, loss)
