@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilesmith.bench import peers_attention, peers_distill, peers_gemm, peers_probability
+from tilesmith.bench import (
+    peers_attention,
+    peers_distill,
+    peers_gate,
+    peers_gemm,
+    peers_probability,
+    peers_rotary,
+)
 from tilesmith.bench.missing import Missing, only
 from tilesmith.engine import Op, ops
 
@@ -286,6 +293,6 @@ PEERS: dict[str, dict[str, Adapter]] = {
     "cross_entropy": {"liger": _liger_cross_entropy, "quack": _quack_cross_entropy},
     "linear_cross_entropy": {"liger": _liger_linear_cross_entropy, "quack": _quack_linear_cross_entropy},
 }
-for _family in (peers_distill, peers_gemm, peers_probability):
+for _family in (peers_distill, peers_gate, peers_gemm, peers_probability, peers_rotary):
     EAGER.update(_family.EAGER)
     PEERS.update(_family.PEERS)

@@ -30,7 +30,9 @@ class Gradient:
         if self.plan is not None:
             position = {n: i for i, n in enumerate(op.parameters)}
             self.targets = tuple(position[n[1:]] for n in op.vjp.outputs)
-            self.twins = tuple((position[a], position[of]) for a, of in op.alias.items())
+            self.twins = tuple((position[a], position[of]) for a, of in op.alias.items() if of in position)
+            grads = {f"d{name}": i for i, name in enumerate(op.outputs[: op.public])}
+            self.passed = tuple((position[a], grads[of]) for a, of in op.alias.items() if of not in position)
             self.described = tuple(i for i in self.tensors if i not in self.kept_inputs)
         self.hidden = len(op.outputs) > op.public
         self.refusal = ""
@@ -101,6 +103,9 @@ class Gradient:
                 if want and of == target and needs[twin]:
                     dtype = (like.get(twin) or _like(args[twin]))[0]
                     result[twin] = grad if grad.dtype == dtype else grad.to(dtype)
+        for target, i in self.passed:
+            if needs[target]:
+                result[target] = grads[i]
         return tuple(result)
 
     def through_reference(self, ctx: Any, grads: tuple, needs: tuple) -> tuple:

@@ -47,7 +47,8 @@ class Op:
     outputs: their names; public: how many of them, from the left, users get (the rest exist for the gradient).
     kernels: backend -> module that registers its kernels when imported, or the kernels' functions register themselves.
     check: raises on bad arguments, before any launch. describe: arguments -> hashable metadata for `rejects`.
-    alias: input -> input whose gradient is the same values (``{"residual": "x"}``).
+    alias: input -> input whose gradient is the same values (``{"residual": "x"}``), or an incoming gradient that is
+    its own, shape and dtype included (``{"residual": "dout"}``).
     mutates: names of the arguments that the op writes. decompose: plain function traced in place of the op under
     torch.compile. autocast: names of the tensors cast to the autocast dtype while autocast is on. fold: tensor
     arguments whose leading dims are free, so that vmap adds rows instead of looping. sharding: DTensor rule ("rows",

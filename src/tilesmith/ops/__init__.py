@@ -17,6 +17,12 @@ _FAMILIES = {
         "tvd",
         "tvd_vjp",
     ),
+    "tilesmith.ops.drop.op": (
+        "bias_dropout",
+        "bias_dropout_residual",
+        "bias_dropout_residual_vjp",
+        "bias_dropout_vjp",
+    ),
     "tilesmith.ops.gate.op": (
         "add_relu",
         "add_relu_vjp",
@@ -76,6 +82,7 @@ _FAMILIES = {
         "rms_norm_vjp",
     ),
     "tilesmith.ops.probability.op": ("softmax", "softmax_dropout", "softmax_dropout_vjp", "softmax_vjp"),
+    "tilesmith.ops.rotary.norm_op": ("rms_norm_rope", "rms_norm_rope_vjp"),
     "tilesmith.ops.rotary.op": ("rope", "rope_vjp"),
     "tilesmith.ops.scores.op": ("attention_stats", "attention_weights", "attention_weights_vjp"),
 }

@@ -31,3 +31,51 @@ def random_bits_by_four(seed_ptr, counter):
     w0, w1, w2, w3 = random_words(seed_ptr, counter)
     pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(pairs, (counter.shape[0], counter.shape[1] * 4))
+
+
+@triton.jit
+def _multiply(a, b):
+    """High and low word of the product of two 32-bit words by one wide multiplication; mul.hi and mul.lo are two."""
+    product = a.to(tl.uint64) * b
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
+def random_words_wide(seed_ptr, counter):
+    """`random_words` in half the multiplications, for kernels that these hold up.
+
+    Its 64-bit products make Triton take the words for too dear to compute in another layout: where the tile that they
+    meet does not have theirs, they go through shared memory.
+    """
+    seed = tl.load(seed_ptr).to(tl.uint64, bitcast=True)
+    offset = tl.load(seed_ptr + 1).to(tl.uint64, bitcast=True)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    c2, c3 = offset.to(tl.uint32) + c0 * 0, (offset >> 32).to(tl.uint32) + c0 * 0
+    for _ in tl.static_range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_bits_wide(seed_ptr, first, BLOCK_COLS: tl.constexpr, LANES: tl.constexpr):
+    """The uint32s [M, BLOCK_COLS] of a tile whose row m starts at the linear index first[m], [M, 1] int64.
+
+    LANES: 4 or 8 neighbours that a thread holds, so many as a 16-byte access moves of the tile's elements; `first` are
+    multiples of it. The words then lie in the threads that load and store those elements.
+    """
+    group = tl.arange(0, BLOCK_COLS // LANES)[None, :]
+    if LANES == 8:
+        counter = (first >> 2) + 2 * group
+        a0, a1, a2, a3 = random_words_wide(seed_ptr, counter)
+        b0, b1, b2, b3 = random_words_wide(seed_ptr, counter + 1)
+        even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
+        odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
+    else:
+        a0, a1, a2, a3 = random_words_wide(seed_ptr, (first >> 2) + group)
+        even, odd = tl.join(a0, a2), tl.join(a1, a3)
+    return tl.reshape(tl.join(even, odd), (first.shape[0], BLOCK_COLS))

@@ -1,4 +1,4 @@
-"""Example inputs of rope."""
+"""Example inputs of the rotary family."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.ops.rotary import norm_cases
+from tilesmith.ops.rotary.norm_cases import normed
 
 SMALL = frozenset({"test", "interpret"})
 BENCH = frozenset({"gpu", "bench", "tune"})
@@ -143,6 +145,53 @@ CASES: dict[str, list[Case]] = {
         Case("partial_4x4096", _rope(4, 32, 8, 4096, 128, rotated=64), BENCH),
         Case("decode_128", _rope(128, 32, 8, 1, 128, table=8192, offsets=_ints(128, values=(4000, 17))), BENCH),
     ],
+    "rms_norm_rope": [
+        normed("plain", _rope(2, 4, 2, 5, 16), SMALL),
+        normed("row", _rope(2, 4, 2, 5, 16), SMALL, norm_dim="row"),
+        normed("row_odd_heads", _rope(2, 5, 3, 7, 16), SMALL, norm_dim="row"),
+        normed("interleaved", _rope(2, 4, 2, 5, 16, interleaved=True), SMALL),
+        normed("row_interleaved", _rope(1, 3, 2, 5, 16, interleaved=True), SMALL, norm_dim="row"),
+        normed("q_only", _rope(2, 3, None, 5, 16), SMALL),
+        normed("many_blocks", _rope(2, 9, 3, 37, 16), SMALL),
+        normed("heads_first", _rope(2, 3, 1, 5, 16, init="normal"), SMALL),
+        normed("partial", _rope(1, 2, 1, 4, 40, rotated=16), SMALL),
+        normed("row_partial", _rope(1, 3, 1, 4, 40, rotated=16), SMALL, norm_dim="row"),
+        normed("partial_interleaved", _rope(1, 2, 1, 4, 40, rotated=10, interleaved=True), SMALL),
+        normed("dim_80", _rope(1, 2, 1, 3, 80), SMALL),
+        normed("odd_dim", _rope(1, 2, 1, 3, 17), SMALL),
+        normed("nothing_rotated", _rope(1, 2, 1, 3, 8, rotated=0), SMALL),
+        normed("one_pair", _rope(1, 1, 1, 3, 2), SMALL),
+        normed("no_weights", _rope(2, 2, 1, 5, 16), SMALL, weights=""),
+        normed("q_weight_alone", _rope(2, 2, 1, 5, 16), SMALL, weights="q"),
+        normed("frozen_weights", _rope(2, 2, 1, 5, 16), SMALL, frozen=True),
+        normed("fp32_weights", _rope(2, 2, 1, 5, 16), SMALL, weight_dtype=torch.float32),
+        normed("offset_weights", _rope(2, 2, 1, 5, 16), SMALL, weight_offset=1.0, eps=1e-3),
+        normed("llama", _rope(2, 2, 1, 5, 16), SMALL, casting="llama"),
+        normed("llama_no_weights", _rope(2, 2, 1, 5, 16), SMALL, weights="", casting="llama"),
+        normed("llama_fp32_weights", _rope(2, 2, 1, 5, 16), SMALL, weight_dtype=torch.float32, casting="llama"),
+        normed("llama_row", _rope(2, 2, 1, 5, 16), SMALL, norm_dim="row", casting="llama"),
+        normed("angles_repeated", _rope(2, 2, 1, 5, 16, per_token=2, repeated="halves", angle_dtype=None), SMALL),
+        normed("offset", _rope(1, 2, 1, 4, 16, table=9, offset=5), SMALL),
+        normed("both_offsets", _rope(2, 2, 1, 1, 16, table=9, offsets=_ints(2, values=(4, 0)), offset=2), SMALL),
+        normed("positions", _rope(2, 2, 1, 5, 16, table=9, positions=_ints(2, 5, values=(8, 0, 3))), SMALL),
+        normed("packed", _rope(1, 2, 1, 11, 16, cu_seqlens=DOCUMENTS), SMALL),
+        normed("strided", _rope(2, 2, 1, 5, 24, layout="strided", init="normal"), SMALL),
+        normed("transposed", _rope(2, 2, 1, 5, 24, layout="transposed", init="normal"), SMALL),
+        normed("inside_projection", _rope(2, 3, 3, 5, 16, init=_packed), SMALL),
+        normed("one_token", _rope(4, 8, 2, 1, 16), SMALL),
+        normed("no_tokens", _rope(2, 2, 1, 0, 16), SMALL),
+        normed("no_rows", _rope(0, 2, 1, 4, 16), SMALL),
+        normed("no_key_heads", _rope(1, 2, 0, 4, 16), SMALL),
+        normed("row_5120", _rope(1, 40, 8, 9, 128), frozenset({"gpu"}), norm_dim="row"),
+        normed("row_16384", _rope(1, 128, 8, 9, 128), frozenset({"gpu"}), norm_dim="row"),
+        normed("far", _rope(1, 2, None, 64, 128, init=_far), frozenset({"gpu"})),
+        normed("qwen3_4x4096", _rope(4, 32, 8, 4096, 128), BENCH),
+        normed("qwen3_1x16384", _rope(1, 32, 8, 16384, 128), BENCH),
+        normed("dim64_8x2048", _rope(8, 64, 8, 2048, 64), BENCH),
+        normed("dim64_1x16384", _rope(1, 64, 8, 16384, 64), BENCH),
+        normed("llama_4x4096", _rope(4, 32, 8, 4096, 128), BENCH, casting="llama"),
+        normed("row_4x4096", _rope(4, 32, 8, 4096, 128), BENCH, norm_dim="row"),
+    ],
 }
 
 
@@ -159,4 +208,5 @@ def _angle_bytes(cos: Tensor, tokens: int) -> int:
 bytes_moved = {
     "rope": lambda q, k, cos: _moved(q) + _moved(k) + _angle_bytes(cos, q.shape[2]),
     "rope_vjp": lambda q, k, cos: _moved(q) + _moved(k) + _angle_bytes(cos, q.shape[2]),
+    **norm_cases.bytes_moved,
 }

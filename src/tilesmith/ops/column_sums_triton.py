@@ -1,0 +1,43 @@
+"""Sums over rows in two stages, the same bits in every run: how many partial rows kernels write, and their sum."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import cdiv, launch, next_power_of_2
+
+
+@triton.jit
+def _column_sums_kernel(
+    partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):  # fmt: skip
+    """A block of columns a program: its partial rows added in a fixed order, in fp32, and cast."""
+    col = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    lane = tl.arange(0, BLOCK_ROWS)[:, None]
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for start in tl.range(0, partials, BLOCK_ROWS, num_stages=3):
+        row = start + lane
+        mask = (row < partials) & (col < num_cols)
+        total += tl.load(partial_ptr + (row.to(tl.int64) * num_cols + col), mask=mask, other=0.0)
+    total = tl.sum(total, 0, keep_dims=True)
+    tl.store(out_ptr + col, total.to(out_ptr.dtype.element_ty), mask=col < num_cols)
+
+
+def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of the rows of `partial`, contiguous [partials, N] fp32, as [N] in `dtype`; zeros where there is none."""
+    partials, cols = partial.shape
+    out = partial.new_empty(cols, dtype=dtype)
+    if cols:
+        tall = min(64, next_power_of_2(max(partials, 1)))
+        wide = 2048 // tall
+        flags = {"BLOCK_ROWS": tall, "BLOCK_COLS": wide}
+        launch(_column_sums_kernel, (cdiv(cols, wide),), partial, out, partials, cols, **flags)
+    return out
+
+
+def partial_rows(tiles: int, col_blocks: int, programs: int, least: int) -> int:
+    """Programs along `tiles` row tiles: so many that, times `col_blocks`, about `programs` run, each with at least
+    `least` tiles, and none with a tile less than its neighbours if that frees a whole program."""
+    most = max(1, programs // max(1, col_blocks))
+    return cdiv(tiles, max(1, least, cdiv(tiles, most)))

@@ -1,0 +1,117 @@
+"""The drop family: what its ops are, what they accept, their kernels, and the doors that draw a seed.
+
+Legend: F features, the last dim; the other dims are rows.
+"""
+
+from torch import Tensor
+
+from tilesmith.engine import Op
+from tilesmith.ops.drop import reference
+from tilesmith.ops.dropout import check_dropout, seed_for
+
+TRITON = {"triton": "tilesmith.ops.drop.triton"}
+
+
+def _fake(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_vjp(dout: Tensor, bias: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
+    wants_x, wants_bias = rest[-1]
+    dbias = bias.new_empty(bias.shape) if wants_bias else dout.new_empty(0)
+    return dout.new_empty(dout.shape if wants_x else 0), dbias
+
+
+def _check_biased(op: str, x: Tensor, bias: Tensor | None) -> None:
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{op}: x has dtype {x.dtype}; it must be a floating dtype")
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x has no dims; it must be [..., F]")
+    if bias is None:
+        return
+    if not bias.dtype.is_floating_point:
+        raise TypeError(f"{op}: bias has dtype {bias.dtype}; it must be a floating dtype")
+    if bias.ndim != 1 or bias.shape[0] != x.shape[-1]:
+        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}; for this x it must be [{x.shape[-1]}]")
+    if bias.device != x.device:
+        raise ValueError(f"{op}: bias is on {bias.device}, x on {x.device}; move them to one device")
+
+
+def _check_bias_dropout(x: Tensor, bias: Tensor | None, seed: Tensor | None, p: float) -> None:
+    _check_biased("bias_dropout", x, bias)
+    check_dropout("bias_dropout", x, seed, p)
+
+
+def _check_bias_dropout_residual(
+    x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, p: float
+) -> None:
+    name = "bias_dropout_residual"
+    _check_biased(name, x, bias)
+    if residual.shape != x.shape:
+        raise ValueError(f"{name}: residual has shape {tuple(residual.shape)}; it must equal x's, {tuple(x.shape)}")
+    if residual.dtype != x.dtype:
+        raise TypeError(f"{name}: residual has dtype {residual.dtype}, x has {x.dtype}; they must agree")
+    if residual.device != x.device:
+        raise ValueError(f"{name}: residual is on {residual.device}, x on {x.device}; move them to one device")
+    check_dropout(name, x, seed, p)
+
+
+# No fold and no sharding rule: which elements are dropped depends on their place in the whole tensor.
+bias_dropout_vjp = Op(reference.bias_dropout_vjp, fake=_fake_vjp, outputs=("dx", "dbias"), kernels=TRITON)
+bias_dropout_op = Op(
+    reference.bias_dropout,
+    fake=_fake,
+    vjp=bias_dropout_vjp,
+    outputs=("out",),
+    check=_check_bias_dropout,
+    kernels=TRITON,
+)
+
+bias_dropout_residual_vjp = Op(
+    reference.bias_dropout_residual_vjp,
+    fake=_fake_vjp,
+    outputs=("dx", "dbias"),
+    kernels=TRITON,
+)
+bias_dropout_residual_op = Op(
+    reference.bias_dropout_residual,
+    fake=_fake,
+    vjp=bias_dropout_residual_vjp,
+    outputs=("out",),
+    check=_check_bias_dropout_residual,
+    kernels=TRITON,
+    alias={"residual": "dout"},
+)
+
+
+def bias_dropout(
+    x: Tensor, bias: Tensor | None = None, p: float = 0.5, training: bool = True, *, seed: Tensor | None = None
+) -> Tensor:
+    """dropout(x + bias): an element is zeroed with probability p, else divided by 1 - p.
+
+    x: [..., F], floating. bias: [F] or None. training: False drops nothing. seed: int64 [2] = (seed, offset) fixes what
+    is dropped; None draws one from the default generator of x's device, as `torch.manual_seed` sets it.
+
+    Returns a contiguous tensor of x's shape and dtype; saves nothing of x's size for the gradient. Raises ValueError or
+    TypeError, naming the argument, for p outside [0, 1) and for shapes, dtypes and devices that do not fit. The
+    meaning in full: `tilesmith.ops.drop.reference.bias_dropout`.
+    """
+    p = float(p) if training else 0.0
+    return bias_dropout_op(x, bias, seed_for(x, seed, p), p)
+
+
+def bias_dropout_residual(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """residual + dropout(x + bias), in one pass.
+
+    residual: x's shape and dtype. The other arguments, the result and what raises: `bias_dropout`.
+    """
+    p = float(p) if training else 0.0
+    return bias_dropout_residual_op(x, residual, bias, seed_for(x, seed, p), p)

@@ -1,0 +1,229 @@
+"""Dropout of a biased tensor in Triton: one kernel forward and for dx alone, one that also sums dx for dbias."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
+from tilesmith.ops.dropout import kernel_numbers
+from tilesmith.ops.philox_triton import random_bits, random_bits_wide
+from tilesmith.ops.rows import rows
+
+# Pointers that are None stand for tensors that a call does not have; Triton compiles a variant without them.
+
+
+@triton.jit
+def _dropout(x, seed_ptr, first, drop_below, keep_scale, BLOCK_COLS: tl.constexpr, LANES: tl.constexpr):
+    """x / (1 - p) where it survives, else 0; x itself without a seed. first: index of each row's first element."""
+    if seed_ptr is not None:
+        if LANES == 1:
+            bits = random_bits(seed_ptr, first + tl.arange(0, BLOCK_COLS)[None, :])
+        else:
+            bits = random_bits_wide(seed_ptr, first, BLOCK_COLS, LANES)
+        x = tl.where(bits >= drop_below.to(tl.uint32, bitcast=True), x * keep_scale, 0.0)
+    return x
+
+
+@triton.jit
+def _bias_dropout_kernel(
+    x_ptr, bias_ptr, residual_ptr, seed_ptr, out_ptr,
+    x_row, residual_row, num_rows, num_cols, drop_below, keep_scale,
+    LANES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """out = residual + dropout(x + bias) of one tile."""
+    col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
+    program = tl.program_id(0).to(tl.int64)
+    row = (program // col_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    start = (program % col_blocks) * BLOCK_COLS
+    lane = start + tl.arange(0, BLOCK_COLS)
+    col = lane[None, :]
+    mask = (row < num_rows) & (col < num_cols)
+    x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_row + col, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:  # one dim: a tile of one row would get a layout of its own, and the tile be moved to it
+        x += tl.load(bias_ptr + lane, mask=lane < num_cols, other=0.0).to(tl.float32)[None, :]
+    out = _dropout(x, seed_ptr, row * num_cols + start, drop_below, keep_scale, BLOCK_COLS, LANES)
+    if residual_ptr is not None:
+        out += residual
+    tl.store(out_ptr + row * num_cols + col, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bias_dropout_bwd_kernel(
+    dout_ptr, seed_ptr, dx_ptr, partial_ptr, dout_row, num_rows, num_cols, tiles_each, drop_below, keep_scale,
+    LANES: tl.constexpr, WANTS_DX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of columns and `tiles_each` tiles of rows a program: dx, and one row of partial sums of dx for dbias."""
+    col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
+    strip = (tl.program_id(0) // col_blocks).to(tl.int64)
+    start = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_COLS
+    col = start + tl.arange(0, BLOCK_COLS)[None, :]
+    row = strip * tiles_each * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for _ in tl.range(0, tiles_each, num_stages=STAGES):
+        mask = (row < num_rows) & (col < num_cols)
+        dout = tl.load(dout_ptr + (row * dout_row + col), mask=mask, other=0.0).to(tl.float32)
+        dx = _dropout(dout, seed_ptr, row * num_cols + start, drop_below, keep_scale, BLOCK_COLS, LANES)
+        total += dx
+        if WANTS_DX:
+            tl.store(dx_ptr + (row * num_cols + col), dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        row += BLOCK_ROWS
+    tl.store(partial_ptr + (strip * num_cols + col), tl.sum(total, 0, keep_dims=True), mask=col < num_cols)
+
+
+class DropConfig(NamedTuple):
+    """block_rows, block_cols: a tile. num_stages, programs: of the backward that sums; each of its programs walks at
+    least `LEAST` rows of its columns."""
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+LEAST = 64  # rows; the partial sums are then a thirtieth of the traffic
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, bias: Tensor | None, seed: Tensor | None, p: float, config: DropConfig
+) -> Tensor:
+    out = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return out
+    read = x if residual is None else residual
+    if bias is None and x.is_contiguous() and read.is_contiguous():
+        x, read = x.view(1, -1), read.view(1, -1)
+    else:
+        x, read = rows(x), rows(read)
+    num_rows, num_cols = x.shape
+    block_rows, block_cols = _blocks(num_rows, num_cols, config)
+    launch(
+        _bias_dropout_kernel, (cdiv(num_rows, block_rows) * cdiv(num_cols, block_cols),),
+        x, None if bias is None else bias.contiguous(), None if residual is None else read,
+        seed if p > 0.0 else None, out, x.stride(0), read.stride(0), num_rows, num_cols, *kernel_numbers(p),
+        LANES=_lanes(num_rows, num_cols, out.element_size()), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def _backward(
+    dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool], config: DropConfig
+) -> tuple[Tensor, Tensor]:
+    wants_dx, wants_dbias = output_mask
+    if not wants_dbias:
+        dx = _forward(dout, None, None, seed, p, config) if wants_dx else dout.new_empty(0)
+        return dx, dout.new_empty(0)
+    dx = dout.new_empty(dout.shape if wants_dx else 0)
+    dout = rows(dout)
+    num_rows, num_cols = dout.shape
+    block_rows, block_cols = _blocks(num_rows, num_cols, config)
+    tiles, col_blocks = cdiv(num_rows, block_rows), cdiv(num_cols, block_cols)
+    strips = partial_rows(tiles, col_blocks, config.programs, cdiv(LEAST, block_rows)) if num_cols else 0
+    partial = dout.new_empty(strips, num_cols, dtype=torch.float32)
+    if partial.numel():
+        launch(
+            _bias_dropout_bwd_kernel, (strips * col_blocks,),
+            dout, seed if p > 0.0 else None, dx, partial, dout.stride(0), num_rows, num_cols, cdiv(tiles, strips),
+            *kernel_numbers(p),
+            LANES=_lanes(num_rows, num_cols, dx.element_size()), WANTS_DX=wants_dx, BLOCK_ROWS=block_rows,
+            BLOCK_COLS=block_cols, STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+    return dx, sum_partials(partial, bias.dtype)
+
+
+def _lanes(num_rows: int, num_cols: int, element_size: int) -> int:
+    """Neighbours that one thread draws for: as many as 16 bytes hold, where rows start at a multiple of them, or 1."""
+    lanes = 16 // element_size
+    while lanes >= 4 and num_rows > 1 and num_cols % lanes:
+        lanes //= 2
+    return lanes if lanes >= 4 else 1
+
+
+def _blocks(num_rows: int, num_cols: int, config: DropConfig) -> tuple[int, int]:
+    """A tile of `config`'s size, no wider than the rows (but two Philox calls wide), no taller than the columns."""
+    block_cols = min(config.block_cols, max(8, next_power_of_2(num_cols)))
+    if num_rows == 1:
+        block_cols = min(config.block_rows * config.block_cols, max(8, next_power_of_2(num_cols)))
+    block_rows = max(1, config.block_rows * config.block_cols // block_cols)
+    return min(block_rows, next_power_of_2(num_rows)), block_cols
+
+
+def _reasons(call: Any) -> list[str]:
+    return [
+        f"{name} is float64; this kernel computes in float32"
+        for name in ("x", "dout", "bias")
+        if getattr(getattr(call, name, None), "dtype", None) == torch.float64
+    ]
+
+
+def _dims(x: Tensor, *_: object) -> dict[str, int]:
+    cols = x.shape[-1]
+    return {"rows": x.numel() // max(1, cols), "cols": cols}
+
+
+def _forward_default(dims, arch, dtype) -> DropConfig:
+    # Four 16-byte accesses a thread for every tensor: what is not Philox is then a tenth of the instructions.
+    return DropConfig(8, 128 * 8 // dtype.itemsize, num_warps=4, num_stages=1, programs=0)
+
+
+def _backward_default(dims, arch, dtype) -> DropConfig:
+    return DropConfig(8, 64 * 8 // dtype.itemsize, num_warps=4, num_stages=3, programs=8 * max(1, arch.sms))
+
+
+FORWARD_CHOICES = {"block_rows": (2, 4, 8, 16), "block_cols": (256, 512, 1024), "num_warps": (4, 8)}
+BACKWARD_CHOICES = {
+    "block_rows": (4, 8, 16),
+    "block_cols": (128, 256, 512),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4),
+    "programs": (528, 792, 1056, 1584),
+}
+FORWARD_SPACE = Space(default=_forward_default, dims=_dims, choices=FORWARD_CHOICES)
+BACKWARD_SPACE = Space(default=_backward_default, dims=_dims, choices=BACKWARD_CHOICES)
+
+
+@register_kernel("bias_dropout", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=FORWARD_SPACE)
+def bias_dropout(
+    x: Tensor, bias: Tensor | None = None, seed: Tensor | None = None, p: float = 0.0, *, config: DropConfig
+) -> Tensor:
+    return _forward(x, None, bias, seed, p, config)
+
+
+@register_kernel("bias_dropout_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=BACKWARD_SPACE)
+def bias_dropout_vjp(
+    dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool], *, config: DropConfig
+) -> tuple[Tensor, Tensor]:
+    return _backward(dout, bias, seed, p, output_mask, config)
+
+
+@register_kernel("bias_dropout_residual", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=FORWARD_SPACE)
+def bias_dropout_residual(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    *,
+    config: DropConfig,
+) -> Tensor:
+    return _forward(x, residual, bias, seed, p, config)
+
+
+@register_kernel("bias_dropout_residual_vjp", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=BACKWARD_SPACE)
+def bias_dropout_residual_vjp(
+    dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool], *, config: DropConfig
+) -> tuple[Tensor, Tensor]:
+    return _backward(dout, bias, seed, p, output_mask, config)

@@ -1,0 +1,50 @@
+"""Example inputs of rms_norm_rope: those of rope, with weights."""
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+
+
+def normed(name: str, rope_args: dict, tags: frozenset[str], *, weights: str = "both", **options: object) -> Case:
+    """A case of rms_norm_rope from the arguments of one of rope. weights: "both", "q", or "" for none; options may set
+    `weight_dtype` and `frozen` (weights ask for no gradient)."""
+    q, k = rope_args["q"], rope_args["k"]
+    how = {"dtype": options.pop("weight_dtype", None), "grad": not options.pop("frozen", False), "init": _around_one}
+    row = options.get("norm_dim") == "row"
+
+    def weight(x: T | None, wanted: bool) -> T | None:
+        return T(x.shape[3] * (x.shape[1] if row else 1), **how) if x is not None and wanted else None
+
+    both = {"q_weight": weight(q, weights != ""), "k_weight": weight(k, weights == "both")}
+    rest = {n: v for n, v in rope_args.items() if n not in ("q", "k")}
+    dtypes = {} if how["dtype"] is None else {"dtypes": (torch.float16, torch.bfloat16)}
+    return Case(name, {"q": q, "k": k, **both, **rest, **options}, tags, **dtypes)
+
+
+def _around_one(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
+
+
+def _states(x: Tensor | None) -> int:
+    return 0 if x is None else x.numel() * x.element_size()
+
+
+def _angles(cos: Tensor, tokens: int) -> int:
+    """cos and sin read once, as many of their rows as a row of the batch has tokens."""
+    return 2 * cos.shape[-1] * cos.element_size() * min(tokens, cos.shape[-2]) * (cos.shape[0] if cos.ndim == 3 else 1)
+
+
+def _rstds(q: Tensor, k: Tensor | None, norm_dim: str) -> int:
+    lines = [x.numel() // x.shape[-1] // (x.shape[1] if norm_dim == "row" else 1) for x in (q, k) if x is not None]
+    return 4 * sum(lines)
+
+
+bytes_moved = {
+    "rms_norm_rope": lambda q, k, cos, norm_dim: (
+        2 * (_states(q) + _states(k)) + _angles(cos, q.shape[2]) + _rstds(q, k, norm_dim)
+    ),
+    "rms_norm_rope_vjp": lambda q, k, cos, norm_dim: (
+        3 * (_states(q) + _states(k)) + _angles(cos, q.shape[2]) + _rstds(q, k, norm_dim)
+    ),
+}

@@ -1,0 +1,110 @@
+"""rms_norm_rope: what it accepts, its gradient and its kernels. Legend: see op.py."""
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Op
+from tilesmith.ops.rotary import norm_reference, op
+
+NAME = "rms_norm_rope"
+TRITON = {"triton": "tilesmith.ops.rotary.triton_norm"}
+NORM_DIMS = ("head", "row")
+CASTINGS = ("fp32", "llama")
+
+
+def _fake(q: Tensor, k: Tensor | None, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    norm_dim = rest[9]
+    q_rstd = _fake_rstd(q, norm_dim)
+    if k is None:
+        return torch.empty_like(q), q.new_empty(0), q_rstd, q_rstd.new_empty(0)
+    return torch.empty_like(q), torch.empty_like(k), q_rstd, _fake_rstd(k, norm_dim)
+
+
+def _fake_rstd(x: Tensor, norm_dim: str) -> Tensor:
+    batch, heads, tokens, _ = x.shape
+    per_token = heads if norm_dim == "head" else 1
+    return x.new_empty(batch, tokens, per_token, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _fake_vjp(
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    *rest: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wanted = zip((dq_out, dk_out) * 2, (q, k, q_weight, k_weight), rest[-1])
+    return tuple(_fake_like(x) if want and d is not None else q.new_empty(0) for d, x, want in wanted)
+
+
+def _fake_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x) if x.ndim == 4 else x.new_empty(x.shape)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    norm_dim: str,
+    eps: float,
+    weight_offset: float,
+    casting: str,
+) -> None:
+    op._check(q, k, cos, sin, positions, offsets, cu_seqlens, offset)
+    if q.shape[-1] == 0:
+        raise ValueError(f"{NAME}: q has shape {tuple(q.shape)}; D must be at least 1")
+    if norm_dim not in NORM_DIMS:
+        raise ValueError(f"{NAME}: norm_dim is {norm_dim!r}; it must be 'head' or 'row'")
+    if casting not in CASTINGS:
+        raise ValueError(f"{NAME}: casting is {casting!r}; it must be 'fp32' or 'llama'")
+    if not eps >= 0:
+        raise ValueError(f"{NAME}: eps is {eps}; it must be 0 or more")
+    if norm_dim == "row" and 0 in (q.shape[1], 1 if k is None else k.shape[1]):
+        raise ValueError(f"{NAME}: norm_dim is 'row', but q or k has no heads; there is nothing to normalise")
+    if k is None and k_weight is not None:
+        raise ValueError(f"{NAME}: k_weight is given without k")
+    _check_weight("q_weight", q_weight, q, norm_dim)
+    if k is not None:
+        _check_weight("k_weight", k_weight, k, norm_dim)
+
+
+def _check_weight(name: str, weight: Tensor | None, x: Tensor, norm_dim: str) -> None:
+    if weight is None:
+        return
+    if not weight.dtype.is_floating_point:
+        raise TypeError(f"{NAME}: {name} has dtype {weight.dtype}; it must be a floating dtype")
+    size = x.shape[3] if norm_dim == "head" else x.shape[1] * x.shape[3]
+    if weight.ndim != 1 or weight.shape[0] != size:
+        raise ValueError(
+            f"{NAME}: {name} has shape {tuple(weight.shape)}; with norm_dim={norm_dim!r} it must be [{size}]"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"{NAME}: {name} is on {weight.device}, q on {x.device}; move them to one device")
+
+
+rms_norm_rope_vjp = Op(
+    norm_reference.rms_norm_rope_vjp,
+    fake=_fake_vjp,
+    outputs=("dq", "dk", "dq_weight", "dk_weight"),
+    kernels=TRITON,
+)
+
+rms_norm_rope = Op(
+    norm_reference.rms_norm_rope,
+    fake=_fake,
+    vjp=rms_norm_rope_vjp,
+    outputs=("q_out", "k_out", "q_rstd", "k_rstd"),
+    public=2,
+    check=_check,
+    kernels=TRITON,
+)

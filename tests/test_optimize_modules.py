@@ -1,0 +1,271 @@
+"""`optimize` on plain modules: what is recognised by what it computes, and what only looks alike."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from optimize_models import Calls, ops_everywhere, rows_of  # noqa: F401
+from tilesmith.models import optimize, undo
+from tilesmith.rewrite import RewriteError
+
+
+class Llama(nn.Module):
+    """RMSNorm that rounds before the weight."""
+
+    def __init__(self, width=24, eps=1e-5):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(width)), eps
+
+    def forward(self, x):
+        """Normalise the last dimension."""
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Gemma(Llama):
+    """RMSNorm times 1 + weight, rounded once."""
+
+    def forward(self, x):
+        """Normalise the last dimension."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * (1 + self.weight.float())).to(x.dtype)
+
+
+class HalfRMSNorm(Llama):
+    """Looks like one and is not."""
+
+    def forward(self, x):
+        """Half of a norm."""
+        return super().forward(x) * 0.5
+
+
+class GatedRMSNorm(Llama):
+    """Takes a gate."""
+
+    def forward(self, x, gate):
+        """A norm times a gate."""
+        return super().forward(x) * F.silu(gate)
+
+
+class ClippedGELU(nn.Module):
+    """Differs for large inputs."""
+
+    def forward(self, x):
+        """At most 10."""
+        return F.gelu(x).clamp(-10, 10)
+
+
+@pytest.mark.parametrize(
+    ("norm", "says"),
+    [
+        (Llama(), "rounded before"),
+        (Gemma(), "(1 + weight), rounded after"),
+        (nn.RMSNorm(24), "rounded after"),
+        (nn.RMSNorm(24, elementwise_affine=False), "RMSNorm"),
+        (nn.LayerNorm(24), "LayerNorm"),
+        (nn.LayerNorm(24, bias=False), "LayerNorm"),
+    ],
+)
+def test_norms_are_told_apart(norm, says):
+    model = nn.Sequential(norm).bfloat16()
+    x = torch.randn(7, 24).bfloat16()
+    y = model(x)
+    optimize(model, strict=True)
+    assert says in rows_of(model)["0", "norm"].reason
+    assert (model(x) != y).float().mean() < 0.02
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    assert (model(x) != undo(copy.deepcopy(model))(x)).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (HalfRMSNorm(), "differs from RMSNorm"),
+        (GatedRMSNorm(), r"takes \(x, gate\)"),
+        (nn.LayerNorm((3, 24)), "more than the last dimension"),
+        (nn.GroupNorm(2, 24), "differs|raised"),
+        (nn.SiLU(inplace=True), "in place"),
+        (ClippedGELU(), "differs from silu, gelu"),
+    ],
+)
+def test_what_only_looks_alike_stays(module, reason):
+    cls = type(module)
+    model = nn.Sequential(module)
+    optimize(model)
+    assert type(model[0]) is cls
+    with pytest.raises(RewriteError, match=reason):
+        optimize(model, strict=True)
+
+
+def test_mixed_dtypes_keep_the_dtype_of_the_original():
+    model = nn.Sequential(Llama())
+    x = torch.randn(3, 24).bfloat16()
+    y = model(x)
+    optimize(model)
+    assert y.dtype is torch.float32 and torch.equal(model(x), y)
+
+
+class Gated(nn.Module):
+    """A gated MLP in one of several guises."""
+
+    def __init__(self, act, limit=math.inf, hidden=12, inner=20):
+        super().__init__()
+        self.a, self.b = nn.Linear(hidden, inner), nn.Linear(hidden, inner)
+        self.c, self.act, self.limit = nn.Linear(inner, hidden), act, limit
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        """b is the gate."""
+        return self.c(self.drop(self.a(x) * self.act(self.b(x)).clamp(max=self.limit)))
+
+
+class PackedMLP(nn.Module):
+    """Gate and up in one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.down = nn.Linear(12, 40), nn.Linear(20, 12)
+
+    def forward(self, x):
+        """Gate first."""
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.gelu(gate, approximate="tanh") * up)
+
+
+@pytest.mark.parametrize(
+    ("mlp", "says"),
+    [
+        (Gated(nn.SiLU()), r"c\(silu\(b\) \* a\)"),
+        (Gated(nn.GELU()), r"c\(gelu\(b\) \* a\)"),
+        (PackedMLP(), r"down\(gelu_tanh\(one half of both\) \* the other\)"),
+    ],
+)
+def test_gated_mlps_are_found_by_what_they_compute(mlp, says):
+    model, x = nn.Sequential(mlp), torch.randn(5, 12)
+    torch.manual_seed(0)
+    y = model(x)
+    rng = torch.get_rng_state()
+    optimize(model)
+    assert torch.equal(torch.get_rng_state(), rng)
+    torch.manual_seed(0)
+    torch.testing.assert_close(model(x), y)
+    row = rows_of(model)["0", "mlp"]
+    assert row.action == "replaced" and re.search(says, row.reason)
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.Tanh()])
+def test_gated_mlps_with_other_activations_stay(act):
+    model = optimize(nn.Sequential(Gated(act)))
+    assert type(model[0]) is Gated
+
+
+def test_gated_mlps_that_clamp_stay():
+    model = optimize(nn.Sequential(Gated(nn.SiLU(), limit=7.0)))
+    assert type(model[0]) is Gated
+
+
+class DroppingMLP(PackedMLP):
+    """A dropout that only training shows."""
+
+    def forward(self, x):
+        """Gate first."""
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+def test_what_only_training_shows_is_seen():
+    model = nn.Sequential(DroppingMLP()).eval()
+    assert type(optimize(model)[0]) is DroppingMLP
+
+
+class Layer(nn.Module):
+    """The ways in which layers add and normalise."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm, self.post = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.body = nn.Linear(width, width)
+
+    def forward(self, x, extra=None):
+        """A sum that lives on, one behind an `if`, one inside a call, one that nobody reads again."""
+        residual = x
+        x = self.body(x)
+        x = residual + x
+        residual = x
+        x = self.norm(x)
+        x = x + residual
+        if extra is not None:
+            residual = x + extra
+            x = self.post(residual)
+        residual = x
+        x = self.norm(x)
+        total = x + residual
+        y = self.post(total)
+        y = self.post(y + total)
+        z = y + 1
+        z = self.norm(z)
+        return z - y
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_sums_that_go_into_norms_are_fused(extra):
+    layer, x = Layer(), torch.randn(2, 5, 16, requires_grad=True)
+    args = (x, torch.randn(2, 5, 16)) if extra else (x,)
+    y = layer(*args)
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    model = optimize(nn.ModuleList([layer]))
+    assert rows_of(model)["0", "add_norm"].ops == ("add_layer_norm",)
+    with Calls() as calls:
+        torch.testing.assert_close(layer(*args), y)
+    assert calls["add_layer_norm"] == 4  # the sum with 1 is none of two tensors
+    torch.testing.assert_close(torch.autograd.grad(layer(*args).square().sum(), x)[0], dx)
+    layer.norm.register_forward_hook(lambda module, inputs, output: output * 0)
+    hooked = layer(*args)
+    undo(model)
+    torch.testing.assert_close(hooked, layer(*args))
+
+
+def test_plain_models_and_their_reports():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.MultiheadAttention(8, 2), nn.Dropout())
+    ids = [id(p) for p in model.parameters()]
+    assert optimize(model) is model
+    rows = rows_of(model)
+    assert rows["1", "activation"].ops == ("gelu",) and rows["2", "norm"].ops == ("layer_norm",)
+    assert rows["3", "attention"].action == "skipped"
+    assert rows["0", ""].reason == "no rule for Linear" and rows["4", ""].reason == "no rule for Dropout"
+    assert [id(p) for p in model.parameters()] == ids
+    assert undo(model) is model and [type(m) for m in model] == [
+        nn.Linear, nn.GELU, nn.LayerNorm, nn.MultiheadAttention, nn.Dropout,
+    ]  # fmt: skip
+    assert "tilesmith_report" not in model.__dict__
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_transformer_encoder_of_torch(first):
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True, norm_first=first)
+    x = torch.randn(2, 5, 16)
+    padding = torch.arange(5).expand(2, 5) > 3
+    for mode in (True, False):
+        model.train(mode)
+        wanted = model(x, src_key_padding_mask=padding)
+        optimize(model)
+        torch.testing.assert_close(model(x, src_key_padding_mask=padding), wanted)
+        undo(model)
+
+
+def test_only_and_exclude():
+    model = optimize(nn.Sequential(nn.GELU(), nn.LayerNorm(8), nn.LayerNorm(8)), only="norm", exclude=["2"])
+    assert [row.fqn for row in model.tilesmith_report.replaced] == ["1"]
+    model = optimize(nn.Sequential(nn.GELU(), nn.LayerNorm(8)), exclude="norm")
+    assert [row.fqn for row in model.tilesmith_report.replaced] == ["0"]
+    with pytest.raises(ValueError, match="rules are norm"):
+        optimize(model, only=["norms"])
+    with pytest.raises(TypeError, match="takes a torch.nn.Module"):
+        optimize("model")
