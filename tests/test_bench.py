@@ -131,12 +131,18 @@ def test_no_case_left_names_those_there_are(op):
 
 @pytest.mark.parametrize("name", peers.EAGER)
 def test_eager_pytorch_computes_what_the_reference_does(name):
-    op = peers.ops()[name]
+    op, compared = peers.ops()[name], 0
     for case in run.cases(name):
         if "test" in case.tags and torch.float32 in case.dtypes and not case.args.get("p"):  # each drops its own
             args = case.build(CPU, torch.float64, case.generator())
-            gap = run.difference(peers.EAGER[name](**args), peers.reference(op)(**args))
+            try:
+                found = peers.EAGER[name](**args)
+            except Missing:
+                continue
+            gap = run.difference(found, peers.reference(op)(**args))
             assert gap != gap or gap < 1e-5, case.name  # NaN: both say that nothing is there to average
+            compared += 1
+    assert compared
 
 
 def test_offers_are_checked_in_words():

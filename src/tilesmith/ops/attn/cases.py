@@ -202,6 +202,10 @@ ATTENTION = [
     Case("d128_whole_tiles", _attend(2, 4, 4, 1024, 1024, 128, causal=True), GPU, HALF),
     Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
     Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d192_tiles", _attend(1, 4, 4, 300, 700, 192, causal=True, window_left=200), GPU, HALF),
+    Case("d256_more_queries", _attend(2, 4, 2, 300, 130, 256, causal=True, sinks=True), GPU, HALF),
+    Case("d256_packed", _attend(
+        1, 4, 2, 700, 700, 256, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
     Case("d256_tiles", _attend(2, 4, 2, 520, 520, 256, init=_tokens_first, causal=True), GPU, HALF),
     Case("d64_more_queries", _attend(2, 4, 2, 300, 130, 64, causal=True), GPU, HALF),
     Case("d128_more_queries", _attend(2, 4, 2, 300, 130, 128, causal=True), GPU, HALF),
@@ -213,6 +217,17 @@ ATTENTION = [
     Case("packed_tiles", _attend(
         1, 8, 2, 2000, 2000, 128, init=_tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
         cu_seqlens_k=(700, 3, 0, 900, 140, 200)), GPU, HALF),
+    Case("d64_packed_tail", _attend(
+        1, 4, 4, 1000, 1000, 64, causal=True, cu_seqlens_q=(130, 1, 64, 600), cu_seqlens_k=(130, 1, 64, 600)),
+        GPU, HALF),
+    Case("packed_many", _attend(
+        1, 4, 2, 1240, 1240, 128, causal=True, cu_seqlens_q=(31,) * 40, cu_seqlens_k=(31,) * 40), GPU, HALF),
+    Case("packed_cross_window", _attend(
+        1, 4, 2, 530, 760, 128, init=_tokens_first, causal=True, window_left=70, sinks=True,
+        cu_seqlens_q=(13, 200, 0, 300, 1), cu_seqlens_k=(100, 0, 50, 150, 400)), GPU, HALF),
+    Case("d64_packed_lengths", _attend(
+        1, 4, 2, 300, 720, 64, window_left=100, window_right=33, cu_seqlens_q=(100, 5, 150),
+        cu_seqlens_k=(200, 200, 300), kv_lengths=(200, 90, 160)), GPU, HALF),
     Case("documents_tiles", _attend(1, 4, 2, 1100, 1100, 128, causal=True, documents=(300, 310, 900)), GPU, HALF),
     Case("bias_tiles", _attend(2, 4, 4, 500, 500, 64, bias=(1, 4, 500, 500)), GPU, HALF),
     Case("mask_tiles", _attend(2, 4, 4, 500, 500, 128, mask=(2, 1, 500, 500)), GPU, HALF),
