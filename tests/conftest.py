@@ -23,7 +23,7 @@ def _fresh_dynamo():
 @pytest.fixture
 def missing():
     """missing(reason): skip, or fail where nothing may be skipped for want of a tool."""
-    from tilesmith.engine.settings import settings
+    from tilesmith.settings import settings
 
     def decide(reason: str) -> None:
         if settings().require_all:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.kernel import Kernel
-from tilesmith.engine.settings import settings
+from tilesmith.settings import settings
 
 log = logging.getLogger("tilesmith")
 

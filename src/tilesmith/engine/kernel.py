@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.launch import hooked
-from tilesmith.engine.settings import settings
 from tilesmith.engine.table import Table
 from tilesmith.hardware.detect import arch_of
+from tilesmith.settings import settings
 
 
 def _accept(call: Any) -> Sequence[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilesmith.engine.settings import settings
+from tilesmith.settings import settings
 
 
 @dataclass(frozen=True)

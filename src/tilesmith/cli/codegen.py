@@ -1,0 +1,98 @@
+"""`tilesmith codegen`: a portable kernel's text or binary for one target."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilesmith.cli.output import errors, refuse
+
+TARGETS = ("cuda", "ptx", "metal", "wgsl", "spirv", "json")
+
+
+def command(
+    kernel: Annotated[str, typer.Argument(help="A kernel, such as swiglu or flash_attention.")],
+    target: Annotated[str, typer.Option("--target", "-t", help=f"One of {', '.join(TARGETS)}.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", help="A field: hidden_dim=4096. Repeatable.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Of flash_attention: ampere, hopper, rdna3, apple, ...")] = None,
+    arch: Annotated[str, typer.Option(help="What PTX is for.")] = "sm_80",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; otherwise standard output.")] = None,
+) -> None:
+    """A pre-built kernel, compiled from its Python text to CUDA C++, PTX, Metal, WGSL, SPIR-V or JSON.
+
+    Says on standard error which tensors, scalars and grid the kernel takes.
+    """
+    from tilesmith.codegen import KernelError
+
+    if target not in TARGETS:
+        refuse(f"--target must be one of {', '.join(TARGETS)}, got {target!r}")
+    if target == "spirv" and output is None:
+        refuse("SPIR-V is binary; name a file with -o")
+    try:
+        ir = _build(kernel, preset, dict(map(_field, set_ or [])))
+        code = _print(ir, target, arch)
+    except (KernelError, ValueError, TypeError) as problem:
+        refuse(str(problem).replace("[", "\\["))
+    if output is None:
+        sys.stdout.write(code)
+    else:
+        output.write_bytes(code if isinstance(code, bytes) else code.encode())
+    errors.print(_summary(ir), highlight=False, markup=False)
+
+
+def _build(kernel: str, preset: str | None, fields: dict):
+    from tilesmith.kernels import KERNELS
+    from tilesmith.kernels.flash_attention import TunedConfigs
+
+    if kernel not in KERNELS:
+        refuse(f"there is no kernel {kernel!r}; known: {', '.join(KERNELS)}")
+    entry = KERNELS[kernel]
+    known = [f.name for f in dataclasses.fields(entry.config)]
+    for name in fields:
+        if name not in known:
+            refuse(f"--set {name}: {kernel} has the fields {', '.join(known)}")
+    if preset is None:
+        needed = [f.name for f in dataclasses.fields(entry.config) if f.default is dataclasses.MISSING]
+        absent = [name for name in needed if name not in fields]
+        if absent:
+            refuse(f"{kernel} needs {', '.join(f'--set {name}=...' for name in absent)}")
+        return entry.create(entry.config(**fields))
+    presets = [name for name in vars(TunedConfigs) if not name.startswith("_")]
+    if kernel != "flash_attention" or preset not in presets:
+        refuse(f"--preset is for flash_attention and one of {', '.join(presets)}; got {preset!r} for {kernel}")
+    return entry.create(dataclasses.replace(getattr(TunedConfigs, preset), **fields))
+
+
+def _field(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        refuse(f"--set must be NAME=VALUE, such as hidden_dim=4096; got {text!r}")
+    words = {"true": True, "false": False, "none": None} if name != "approximate" and name != "matrix" else {}
+    if value.lower() in words:
+        return name, words[value.lower()]
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _print(ir, target: str, arch: str) -> str | bytes:
+    from tilesmith.codegen import cuda, metal, spirv, to_json, wgsl
+
+    if target == "ptx":
+        return cuda.ptx(ir, arch)
+    return {"cuda": cuda.generate, "metal": metal.generate, "wgsl": wgsl.generate, "spirv": spirv.generate}.get(
+        target, to_json
+    )(ir)
+
+
+def _summary(ir) -> str:
+    tensors = ", ".join(f"{b.name}: {b.access} {b.type}" for b in ir.buffers)
+    scalars = ", ".join(f"{s.name}: {s.type}" for s in ir.scalars)
+    needs = f", needs {', '.join(sorted(ir.features))}" if ir.features else ""
+    return f"{ir.name}({tensors}; {scalars}): {ir.threads} threads, {ir.shared_bytes:,} bytes of shared memory{needs}"

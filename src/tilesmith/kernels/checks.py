@@ -1,0 +1,46 @@
+"""What a kernel's configuration may hold, said in words where it does not."""
+
+from __future__ import annotations
+
+
+def positive(config: object, *fields: str) -> None:
+    """Raise ValueError for a field that is no int of at least 1."""
+    for field in fields:
+        value = getattr(config, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{_name(config)}: {field} must be a whole number of at least 1, got {value!r}")
+
+
+def flags(config: object, *fields: str) -> None:
+    """Raise ValueError for a field that is neither True nor False."""
+    for field in fields:
+        if not isinstance(getattr(config, field), bool):
+            raise ValueError(f"{_name(config)}: {field} must be True or False, got {getattr(config, field)!r}")
+
+
+def one_of(config: object, field: str, *allowed: object) -> None:
+    """Raise ValueError for a value that is not listed."""
+    value = getattr(config, field)
+    if value not in allowed:
+        listed = ", ".join(map(repr, allowed))
+        raise ValueError(f"{_name(config)}: {field} must be one of {listed}, got {value!r}")
+
+
+def workgroup(config: object) -> None:
+    """Raise ValueError for a `workgroup_size` that is no power of two from 32 to 1024."""
+    one_of(config, "workgroup_size", 32, 64, 128, 256, 512, 1024)
+
+
+def a(config: object, kind: type) -> None:
+    """Raise TypeError for a configuration of another kernel."""
+    if not isinstance(config, kind):
+        raise TypeError(f"config must be a {kind.__name__}, got {type(config).__name__}")
+
+
+def fail(config: object, message: str) -> None:
+    """Raise ValueError in the configuration's name."""
+    raise ValueError(f"{_name(config)}: {message}")
+
+
+def _name(config: object) -> str:
+    return type(config).__name__

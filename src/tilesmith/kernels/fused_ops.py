@@ -1,0 +1,43 @@
+"""Pre-built fused kernels: each `create_*_kernel(config)` gives a KernelIR that every target compiles.
+
+A configuration is what is known when the kernel is built; the number of rows is a scalar of the launch, whose grid is
+`config.grid(rows)`. Tensors are contiguous and have at most 2³² elements.
+"""
+
+from tilesmith.kernels.gates import GeGLUConfig, SwiGLUConfig, create_geglu_kernel, create_swiglu_kernel
+from tilesmith.kernels.norm_linear import LayerNormLinearConfig, create_layer_norm_linear_kernel
+from tilesmith.kernels.norms import (
+    ResidualLayerNormConfig,
+    RMSNormRoPEConfig,
+    create_residual_layer_norm_kernel,
+    create_rms_norm_rope_kernel,
+)
+from tilesmith.kernels.probability import SoftmaxDropoutConfig, create_softmax_dropout_kernel
+
+createLayerNormLinearKernel = create_layer_norm_linear_kernel
+createRMSNormRoPEKernel = create_rms_norm_rope_kernel
+createSwiGLUKernel = create_swiglu_kernel
+createResidualLayerNormKernel = create_residual_layer_norm_kernel
+createGeGLUKernel = create_geglu_kernel
+createSoftmaxDropoutKernel = create_softmax_dropout_kernel
+
+__all__ = [
+    "LayerNormLinearConfig",
+    "RMSNormRoPEConfig",
+    "SwiGLUConfig",
+    "ResidualLayerNormConfig",
+    "GeGLUConfig",
+    "SoftmaxDropoutConfig",
+    "create_layer_norm_linear_kernel",
+    "create_rms_norm_rope_kernel",
+    "create_swiglu_kernel",
+    "create_residual_layer_norm_kernel",
+    "create_geglu_kernel",
+    "create_softmax_dropout_kernel",
+    "createLayerNormLinearKernel",
+    "createRMSNormRoPEKernel",
+    "createSwiGLUKernel",
+    "createResidualLayerNormKernel",
+    "createGeGLUKernel",
+    "createSoftmaxDropoutKernel",
+]

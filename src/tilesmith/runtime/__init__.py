@@ -1,0 +1,74 @@
+"""Launchers of portable kernels: one call for the interpreter, CUDA, Vulkan, WebGPU and Metal.
+
+    from tilesmith.kernels import fused_ops
+    from tilesmith.runtime import launch, missing
+
+    config = fused_ops.SwiGLUConfig(hidden_dim=4096, use_half=True)
+    ir = fused_ops.create_swiglu_kernel(config)
+    launch(ir, config.grid(rows), {"gate": gate, "up": up, "out": out}, {"rows": rows})
+
+`missing(backend)` says why a backend cannot be used here, or None; no backend is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from tilesmith.codegen import KernelIR
+from tilesmith.runtime.arguments import check, mark_written
+
+BACKENDS = ("interpreter", "cuda", "vulkan", "webgpu", "metal")
+_OF_DEVICE = {"cuda": "cuda", "mps": "metal", "cpu": "interpreter"}
+
+__all__ = ["BACKENDS", "launch", "missing"]
+
+
+def missing(backend: str) -> str | None:
+    """Why `backend` cannot launch here, with what to install; None if it can. Raises ValueError for another name."""
+    return _module(backend).missing()
+
+
+def launch(
+    ir: KernelIR,
+    grid: tuple[int, int, int],
+    tensors: Mapping[str, Tensor],
+    scalars: Mapping[str, int | float] | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Run `ir` over a grid of workgroups; it writes to `tensors` in place.
+
+    tensors: one a buffer, by name: contiguous, all on one device, of the buffer's dtype. A buffer of u32 takes any
+    dtype, whose bytes it reads. One that is written overlaps no other.
+    backend: one of `BACKENDS`; None: that of the tensors' device, for the CPU the interpreter. CUDA and Metal take
+    tensors where they are and run in the current stream; Vulkan and WebGPU copy CPU tensors there and back.
+
+    Raises ValueError or TypeError for arguments that do not fit, RuntimeError with the reason where the backend is
+    missing, KernelError for a kernel that the device cannot run.
+    """
+    values = dict(scalars or {})
+    device = check(ir, grid, tensors, values)
+    backend = backend or _OF_DEVICE.get(device.type)
+    if backend is None:
+        raise ValueError(f"no backend takes tensors on {device}; name one of {', '.join(BACKENDS)}")
+    module = _module(backend)
+    if device.type not in module.DEVICES:
+        raise ValueError(f"{backend} takes tensors on {' or '.join(module.DEVICES)}, got {device}")
+    reason = module.missing()
+    if reason is not None:
+        raise RuntimeError(f"{backend}: {reason}")
+    if min(grid) > 0:
+        with torch.no_grad():
+            module.launch(ir, tuple(grid), {b.name: tensors[b.name] for b in ir.buffers}, values)
+        mark_written(ir, tensors)
+
+
+def _module(backend: str) -> ModuleType:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return importlib.import_module(f"tilesmith.runtime.{backend}")

@@ -1,0 +1,85 @@
+"""What every launcher checks of its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tilesmith.codegen import KernelIR
+
+DTYPES = {
+    "f32": (torch.float32,),
+    "f16": (torch.float16,),
+    "bf16": (torch.bfloat16,),
+    "i32": (torch.int32,),
+}
+_RANGES = {"u32": (0, 2**32 - 1), "i32": (-(2**31), 2**31 - 1)}
+
+
+def check(ir: KernelIR, grid: tuple, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]):
+    """The device of the tensors. Raises ValueError or TypeError that names the argument."""
+    if len(grid) != 3 or not all(isinstance(n, int) and 0 <= n < 2**31 for n in grid):
+        raise ValueError(f"{ir.name}: grid must be three whole numbers of at least 0, got {grid!r}")
+    for kind, declared, given in (("tensors", ir.buffers, tensors), ("scalars", ir.scalars, scalars)):
+        wanted = [d.name for d in declared]
+        if set(wanted) != set(given):
+            raise ValueError(
+                f"{ir.name} takes the {kind} {', '.join(wanted) or 'none'}; got {', '.join(given) or 'none'}"
+            )
+    for s in ir.scalars:
+        value, allowed = scalars[s.name], _RANGES.get(s.type.dtype)
+        if isinstance(value, bool) or not isinstance(value, int if allowed else (int, float)):
+            raise TypeError(f"{ir.name}: {s.name} is a {s.type}, got {value!r}")
+        if allowed and not allowed[0] <= value <= allowed[1]:
+            raise ValueError(f"{ir.name}: {s.name} is a {s.type}, which does not hold {value}")
+    for b in ir.buffers:
+        _check_tensor(ir, b, tensors[b.name])
+    devices = {t.device for t in tensors.values()}
+    if len(devices) != 1:
+        raise ValueError(f"{ir.name}: tensors are on {', '.join(sorted(map(str, devices)))}; move them to one device")
+    _check_overlap(ir, tensors)
+    return devices.pop()
+
+
+def _check_tensor(ir: KernelIR, b, tensor: Tensor) -> None:
+    where = f"{ir.name}: {b.name}"
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{where} must be a torch.Tensor, got {type(tensor).__name__}")
+    allowed = DTYPES.get(b.type.dtype)
+    if allowed is not None and tensor.dtype not in allowed:
+        raise TypeError(f"{where} is a buffer of {b.type}: wanted {allowed[0]}, got {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{where} must be contiguous, got strides {tuple(tensor.stride())}")
+    if tensor.nbytes % b.type.bytes:
+        raise ValueError(f"{where} has {tensor.nbytes} bytes, not a multiple of the {b.type.bytes} of {b.type}")
+    if tensor.nbytes and tensor.data_ptr() % b.type.bytes:
+        raise ValueError(f"{where} must start at a multiple of {b.type.bytes} bytes; clone() it")
+    if tensor.nbytes // b.type.bytes > 2**32:
+        raise ValueError(f"{where} has more than 2**32 elements; launch the kernel in parts")
+
+
+def _check_overlap(ir: KernelIR, tensors: Mapping[str, Tensor]) -> None:
+    spans = [
+        (t.data_ptr(), t.data_ptr() + t.nbytes, b.name, b.access)
+        for b in ir.buffers
+        for t in (tensors[b.name],)
+        if t.nbytes
+    ]
+    for i, (start, end, name, access) in enumerate(spans):
+        for other_start, other_end, other, other_access in spans[:i]:
+            if start < other_end and other_start < end and (access, other_access) != ("read", "read"):
+                raise ValueError(f"{ir.name}: {other} and {name} overlap in memory, and one of them is written")
+
+
+def mark_written(ir: KernelIR, tensors: Mapping[str, Tensor]) -> None:
+    """Tell autograd that the outputs changed, as an operation in place does."""
+    for b in ir.buffers:
+        if b.access != "read":
+            torch.autograd.graph.increment_version(tensors[b.name])
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, flat; a view."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,65 @@
+"""What launchers keep: compiled kernels in memory while the process lives, and what drivers compile on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tilesmith.codegen import KernelIR
+from tilesmith.settings import settings
+
+_ENTRIES = 256
+
+
+class Compiled:
+    """Compiled kernels by kernel and device, the least recently used of more than 256 dropped."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[tuple, tuple[KernelIR, Any]] = OrderedDict()
+
+    def get(self, ir: KernelIR, device: object, make: Callable[[], Any]) -> Any:
+        """The entry of this very `ir` object; hashing its tree would cost more than a launch."""
+        key = (id(ir), device)
+        if key not in self._entries:
+            self._entries[key] = (ir, make())  # holding ir keeps its id from being given to another
+            while len(self._entries) > _ENTRIES:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return self._entries[key][1]
+
+
+def directory() -> Path:
+    """Where compiled kernels lie: beside the tuning rows of this machine."""
+    return settings().cache_dir / "kernels"
+
+
+def key(*parts: str | bytes) -> str:
+    """A file name for what these texts make."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:40]
+
+
+def read(name: str) -> bytes | None:
+    """A kept file, or None."""
+    try:
+        return (directory() / name).read_bytes()
+    except OSError:
+        return None
+
+
+def write(name: str, data: bytes) -> None:
+    """Keep a file whole or not at all; a directory that cannot be written is as good as none."""
+    with contextlib.suppress(OSError):
+        directory().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory(), delete=False) as file:
+            file.write(data)
+        os.replace(file.name, directory() / name)

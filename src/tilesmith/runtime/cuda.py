@@ -1,0 +1,109 @@
+"""Launches on NVIDIA GPUs: NVRTC compiles, the driver launches torch's own memory in torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilesmith.codegen import KernelError, KernelIR, cuda, nvrtc
+from tilesmith.hardware.limits import Limits
+from tilesmith.runtime import cache
+
+DEVICES = ("cuda",)
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_KINDS = {"f32": ctypes.c_float, "u32": ctypes.c_uint32, "i32": ctypes.c_int32}
+_compiled = cache.Compiled()
+
+
+@lru_cache(maxsize=1)
+def missing() -> str | None:
+    """Why CUDA cannot be used."""
+    if torch.version.hip:
+        return "this torch is built for AMD GPUs; use vulkan"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        nvrtc.library()
+        _driver()
+    except (KernelError, OSError) as problem:
+        return str(problem)
+    return None
+
+
+def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
+    """Queue `ir` on the current stream of the tensors' device."""
+    index = next(iter(tensors.values())).device.index
+    with torch.cuda.device(index):
+        _make_current(index, ir)
+        function = _compiled.get(ir, index, lambda: _load(ir, index))
+        values = [ctypes.c_void_p(tensors[b.name].data_ptr()) for b in ir.buffers]
+        values += [_KINDS[s.type.dtype](scalars[s.name]) for s in ir.scalars]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        shared = cuda.dynamic_shared(ir)
+        _ok(_driver().cuLaunchKernel(function, *grid, *ir.workgroup, shared, stream, pointers, None), ir, "launch")
+
+
+def image(ir: KernelIR, arch: str, limits: Limits | None = None) -> bytes:
+    """The kernel's cubin for `arch` ("sm_90"), from the disk if it was compiled before."""
+    source = cuda.generate(ir, limits)
+    name = cache.key(source, arch, _nvrtc_version()) + ".cubin"
+    found = cache.read(name)
+    if found is None:
+        found = nvrtc.compile(source, ir.name, arch, binary=True)
+        cache.write(name, found)
+    return found
+
+
+def _load(ir: KernelIR, index: int) -> ctypes.c_void_p:
+    """The kernel in this device's context. The module stays for as long as the process."""
+    found = torch.cuda.get_device_properties(index)
+    shared = getattr(found, "shared_memory_per_block_optin", cuda.STATIC_SHARED)
+    limits = Limits(found.name, shared, 1024, (1024, 1024, 64))
+    code = image(ir, f"sm_{found.major}{found.minor}", limits)
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    _ok(driver.cuModuleLoadData(ctypes.byref(module), code), ir, "load")
+    _ok(driver.cuModuleGetFunction(ctypes.byref(function), module, ir.name.encode()), ir, "find")
+    dynamic = cuda.dynamic_shared(ir)
+    if dynamic:
+        _ok(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, dynamic), ir, f"give {dynamic} bytes to")
+    return function
+
+
+def _make_current(index: int, ir: KernelIR) -> None:
+    """Give a thread that has not called CUDA yet the context that torch uses."""
+    driver, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    _ok(driver.cuCtxGetCurrent(ctypes.byref(context)), ir, "find a context for")
+    if not context:
+        _ok(driver.cuDeviceGet(ctypes.byref(device), index), ir, "find a device for")
+        _ok(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), ir, "make a context for")
+        _ok(driver.cuCtxSetCurrent(context), ir, "set a context for")
+
+
+@lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise OSError("no CUDA driver: libcuda.so.1 is not on this machine")
+
+
+@lru_cache(maxsize=1)
+def _nvrtc_version() -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def _ok(code: int, ir: KernelIR, what: str) -> None:
+    if code != 0:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        said = text.value.decode() if text.value else "unknown error"
+        raise RuntimeError(f"the CUDA driver cannot {what} {ir.name}: {said} ({code})")

@@ -1,0 +1,77 @@
+"""Launches through Vulkan, with the `vulkan` package: CPU tensors are copied to the device and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from tilesmith.codegen import KernelError, KernelIR, spirv
+from tilesmith.runtime import cache
+from tilesmith.runtime.arguments import as_bytes
+from tilesmith.runtime.vulkan_device import STORAGE, UNIFORM, Device
+
+DEVICES = ("cpu",)
+_FEATURES = {"f16": "16-bit floats", "subgroups": "subgroup arithmetic", "fragments": "cooperative matrices"}
+_compiled = cache.Compiled()
+
+
+@lru_cache(maxsize=1)
+def missing() -> str | None:
+    """Why Vulkan cannot be used."""
+    if find_spec("vulkan") is None:
+        return "the package vulkan is not installed: pip install 'tilesmith[vulkan]'"
+    try:
+        import vulkan
+    except OSError as problem:
+        return f"there is no Vulkan loader (Debian: apt install libvulkan1): {problem}"
+    try:
+        device()
+    except (vulkan.VkError, vulkan.VkException, StopIteration) as problem:
+        return f"no driver offers a compute device (Debian: apt install mesa-vulkan-drivers): {problem!r}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def device() -> Device:
+    """The device that launches use: a discrete GPU before an integrated one before a CPU."""
+    import vulkan
+
+    return Device(vulkan)
+
+
+def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
+    """Copy the tensors, run `ir`, copy back what it wrote, and wait."""
+    d = device()
+    if max(grid) > min(d.max_groups):
+        raise ValueError(f"{ir.name}: a grid of {grid}; {d.name} allows {d.max_groups} workgroups along an axis")
+    pipeline = _compiled.get(ir, "vulkan", lambda: _compile(ir, d))
+    with contextlib.ExitStack() as frees:
+        buffers = []
+        for b in ir.buffers:
+            data = as_bytes(tensors[b.name]).numpy()
+            buffers.append(d.buffer(max(16, -(-data.nbytes // 4) * 4), STORAGE, frees))
+            buffers[-1].memory[: data.nbytes] = data.tobytes() if b.access == "write" else memoryview(data)
+        if ir.scalars:
+            block = ir.pack_scalars(scalars)
+            buffers.append(d.buffer(len(block), UNIFORM, frees))
+            buffers[-1].memory[:] = block
+        d.dispatch(pipeline, buffers, grid, frees)
+        for b, buffer in zip(ir.buffers, buffers):
+            if b.access != "read":
+                data = as_bytes(tensors[b.name]).numpy()
+                memoryview(data)[:] = buffer.memory[: data.nbytes]
+
+
+def _compile(ir: KernelIR, d: Device):
+    absent = [words for feature, words in _FEATURES.items() if feature in ir.features and feature not in d.features]
+    if absent:
+        raise KernelError(f"{ir.name} needs {' and '.join(absent)}, which {d.name} does not have")
+    if ir.subgroup_size is not None and not d.fixes_subgroup(ir.subgroup_size):
+        low, high = d.subgroup_sizes
+        raise KernelError(f"{ir.name} needs subgroups of {ir.subgroup_size}; {d.name} has {low} to {high}")
+    kinds = [STORAGE] * len(ir.buffers) + [UNIFORM] * bool(ir.scalars)
+    return d.pipeline(spirv.generate(ir, d.limits), ir.name, kinds, ir.subgroup_size)

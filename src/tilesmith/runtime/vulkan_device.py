@@ -1,0 +1,224 @@
+"""One Vulkan device: its buffers, pipelines and launches. `vk` below is the module of the `vulkan` package."""
+
+from __future__ import annotations
+
+import contextlib
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from tilesmith.hardware.limits import Limits
+from tilesmith.runtime import cache
+
+STORAGE, UNIFORM = 7, 6
+"""Descriptor types."""
+
+_USAGE = {STORAGE: 0x20, UNIFORM: 0x10}
+_DEVICE_LOCAL, _MAPPED = 1, 2 | 4  # memory properties; the latter: visible to the host and coherent
+_PREFERRED = {2: 0, 1: 1, 3: 2, 4: 3}  # device types: discrete, integrated, virtual, CPU
+_SUBGROUP_OPERATIONS = 1 | 4 | 16  # basic, arithmetic, shuffle
+_MATRIX, _SUBGROUP_SIZE = "VK_KHR_cooperative_matrix", "VK_EXT_subgroup_size_control"
+_FULL_SUBGROUPS = 2  # of a pipeline's shader stage
+_ALL = 2**64 - 1
+
+
+class Buffer(NamedTuple):
+    """A buffer on the device, and its bytes as the host sees them."""
+
+    handle: Any
+    memory: Any
+
+
+class Pipeline(NamedTuple):
+    """A compiled kernel and the kinds of its bindings."""
+
+    descriptors: Any
+    layout: Any
+    handle: Any
+    kinds: list[int]
+
+
+class Device:
+    """The best device that any driver offers; it lives as long as the process.
+
+    features: of `f16`, `subgroups`, `fragments`, as in `KernelIR.features`. limits: what a workgroup may use.
+    """
+
+    def __init__(self, vk: ModuleType) -> None:
+        self.vk = vk
+        app = vk.VkApplicationInfo(apiVersion=vk.VK_MAKE_VERSION(1, 3, 0))
+        self.instance = vk.vkCreateInstance(vk.VkInstanceCreateInfo(pApplicationInfo=app), None)
+        found = [(vk.vkGetPhysicalDeviceProperties(p), p) for p in vk.vkEnumeratePhysicalDevices(self.instance)]
+        able = [(q, p) for q, p in found if q.apiVersion >= vk.VK_MAKE_VERSION(1, 2, 0)]
+        if not able:
+            raise vk.VkErrorIncompatibleDriver("no device knows Vulkan 1.2")
+        self.properties, self.physical = min(able, key=lambda f: _PREFERRED.get(f[0].deviceType, 4))
+        self.name = self.properties.deviceName
+        limits = self.properties.limits
+        self.max_groups = tuple(limits.maxComputeWorkGroupCount)
+        shared, size = limits.maxComputeSharedMemorySize, tuple(limits.maxComputeWorkGroupSize)
+        self.limits = Limits(self.name, shared, limits.maxComputeWorkGroupInvocations, size)
+        self.memory_types = vk.vkGetPhysicalDeviceMemoryProperties(self.physical)
+        families = enumerate(vk.vkGetPhysicalDeviceQueueFamilyProperties(self.physical))
+        self.family = next(k for k, f in families if f.queueFlags & vk.VK_QUEUE_COMPUTE_BIT)
+        self.features: set[str] = set()
+        self.subgroup_sizes = (0, 0)
+        self.device = self._create()
+        self.queue = vk.vkGetDeviceQueue(self.device, self.family, 0)
+        info = vk.VkCommandPoolCreateInfo(queueFamilyIndex=self.family)
+        self.pool = vk.vkCreateCommandPool(self.device, info, None)
+        self.cache = self._pipeline_cache()
+
+    def _create(self):
+        """The logical device, with what kernels may use and it has."""
+        vk = self.vk
+        names = {e.extensionName for e in vk.vkEnumerateDeviceExtensionProperties(self.physical, None)}
+        sizes_known = self.properties.apiVersion >= vk.VK_MAKE_VERSION(1, 3, 0) or _SUBGROUP_SIZE in names
+        matrix = vk.VkPhysicalDeviceCooperativeMatrixFeaturesKHR()
+        sizes = vk.VkPhysicalDeviceSubgroupSizeControlFeatures(pNext=matrix if _MATRIX in names else None)
+        v12 = vk.VkPhysicalDeviceVulkan12Features(pNext=sizes if sizes_known else sizes.pNext)
+        v11 = vk.VkPhysicalDeviceVulkan11Features(pNext=v12)
+        vk.vkGetPhysicalDeviceFeatures2(self.physical, vk.VkPhysicalDeviceFeatures2(pNext=v11))
+        size_range = vk.VkPhysicalDeviceSubgroupSizeControlProperties()
+        subgroups = vk.VkPhysicalDeviceVulkan11Properties(pNext=size_range if sizes_known else None)
+        vk.vkGetPhysicalDeviceProperties2(self.physical, vk.VkPhysicalDeviceProperties2(pNext=subgroups))
+        if v12.shaderFloat16 and v11.storageBuffer16BitAccess:
+            self.features.add("f16")
+        if subgroups.subgroupSupportedOperations & _SUBGROUP_OPERATIONS == _SUBGROUP_OPERATIONS:
+            self.features.add("subgroups")
+        self.subgroup_sizes = (subgroups.subgroupSize, subgroups.subgroupSize)
+        if sizes.subgroupSizeControl and sizes.computeFullSubgroups:
+            self.subgroup_sizes = (size_range.minSubgroupSize, size_range.maxSubgroupSize)
+        if matrix.cooperativeMatrix and v12.vulkanMemoryModel and self.fixes_subgroup(32):
+            self.features.add("fragments")
+        # A queried chain also says what to enable, so it is built again with only that.
+        chain = None
+        wanted = []
+        if "fragments" in self.features:
+            chain = vk.VkPhysicalDeviceCooperativeMatrixFeaturesKHR(cooperativeMatrix=1)
+            wanted.append(_MATRIX)
+        if sizes.subgroupSizeControl and sizes.computeFullSubgroups:
+            chain = vk.VkPhysicalDeviceSubgroupSizeControlFeatures(
+                pNext=chain, subgroupSizeControl=1, computeFullSubgroups=1
+            )
+            wanted += [_SUBGROUP_SIZE] * (_SUBGROUP_SIZE in names)
+        half, model = int("f16" in self.features), int("fragments" in self.features)
+        v12 = vk.VkPhysicalDeviceVulkan12Features(pNext=chain, shaderFloat16=half, vulkanMemoryModel=model)
+        v11 = vk.VkPhysicalDeviceVulkan11Features(pNext=v12, storageBuffer16BitAccess=half)
+        queues = [vk.VkDeviceQueueCreateInfo(queueFamilyIndex=self.family, pQueuePriorities=[1.0])]
+        info = vk.VkDeviceCreateInfo(pNext=v11, pQueueCreateInfos=queues, ppEnabledExtensionNames=wanted)
+        return vk.vkCreateDevice(self.physical, info, None)
+
+    def fixes_subgroup(self, size: int) -> bool:
+        """Whether a kernel may count on subgroups of `size` threads."""
+        low, high = self.subgroup_sizes
+        return low <= size <= high
+
+    def buffer(self, size: int, kind: int, frees: contextlib.ExitStack) -> Buffer:
+        """A buffer of `size` bytes that the host sees, in the device's memory where there is such."""
+        vk = self.vk
+        info = vk.VkBufferCreateInfo(size=size, usage=_USAGE[kind], sharingMode=0)
+        handle = vk.vkCreateBuffer(self.device, info, None)
+        frees.callback(vk.vkDestroyBuffer, self.device, handle, None)
+        needs = vk.vkGetBufferMemoryRequirements(self.device, handle)
+        types = [
+            (not self.memory_types.memoryTypes[k].propertyFlags & _DEVICE_LOCAL, k)
+            for k in range(self.memory_types.memoryTypeCount)
+            if needs.memoryTypeBits >> k & 1 and self.memory_types.memoryTypes[k].propertyFlags & _MAPPED == _MAPPED
+        ]
+        memory = self._allocate(needs.size, [k for _, k in sorted(types)])
+        frees.callback(vk.vkFreeMemory, self.device, memory, None)
+        vk.vkBindBufferMemory(self.device, handle, memory, 0)
+        return Buffer(handle, vk.vkMapMemory(self.device, memory, 0, size, 0))
+
+    def _allocate(self, size: int, types: list[int]):
+        """Memory of the first of these types that has room."""
+        vk = self.vk
+        for last, kind in zip([*([False] * (len(types) - 1)), True], types):
+            try:
+                return vk.vkAllocateMemory(
+                    self.device, vk.VkMemoryAllocateInfo(allocationSize=size, memoryTypeIndex=kind), None
+                )
+            except (vk.VkErrorOutOfDeviceMemory, vk.VkErrorOutOfHostMemory):
+                if last:
+                    raise
+        raise RuntimeError(f"{self.name} has no memory that both it and the host see")
+
+    def pipeline(self, module: bytes, entry: str, kinds: list[int], subgroup_size: int | None) -> Pipeline:
+        """The compiled kernel; the driver's pipeline cache on disk grows with it."""
+        vk = self.vk
+        info = vk.VkShaderModuleCreateInfo(codeSize=len(module), pCode=module)
+        shader = vk.vkCreateShaderModule(self.device, info, None)
+        bindings = [
+            vk.VkDescriptorSetLayoutBinding(binding=k, descriptorType=t, descriptorCount=1, stageFlags=32)
+            for k, t in enumerate(kinds)
+        ]
+        info = vk.VkDescriptorSetLayoutCreateInfo(pBindings=bindings)
+        descriptors = vk.vkCreateDescriptorSetLayout(self.device, info, None)
+        layout = vk.vkCreatePipelineLayout(self.device, vk.VkPipelineLayoutCreateInfo(pSetLayouts=[descriptors]), None)
+        size, flags = None, 0
+        if subgroup_size is not None and self.subgroup_sizes[0] != self.subgroup_sizes[1]:
+            size = vk.VkPipelineShaderStageRequiredSubgroupSizeCreateInfo(requiredSubgroupSize=subgroup_size)
+            flags = _FULL_SUBGROUPS
+        stage = vk.VkPipelineShaderStageCreateInfo(pNext=size, flags=flags, stage=32, module=shader, pName=entry)
+        info = vk.VkComputePipelineCreateInfo(stage=stage, layout=layout)
+        handle = vk.vkCreateComputePipelines(self.device, self.cache, 1, [info], None)[0]
+        vk.vkDestroyShaderModule(self.device, shader, None)
+        self._keep_cache()
+        return Pipeline(descriptors, layout, handle, kinds)
+
+    def dispatch(self, pipeline: Pipeline, buffers: list[Buffer], grid, frees: contextlib.ExitStack) -> None:
+        """Run a kernel and wait for it."""
+        vk = self.vk
+        bound = self._bind(pipeline, buffers, frees)
+        info = vk.VkCommandBufferAllocateInfo(commandPool=self.pool, level=0, commandBufferCount=1)
+        commands = vk.vkAllocateCommandBuffers(self.device, info)[0]
+        frees.callback(vk.vkFreeCommandBuffers, self.device, self.pool, 1, [commands])
+        vk.vkBeginCommandBuffer(commands, vk.VkCommandBufferBeginInfo())
+        vk.vkCmdBindPipeline(commands, 1, pipeline.handle)
+        vk.vkCmdBindDescriptorSets(commands, 1, pipeline.layout, 0, 1, [bound], 0, None)
+        vk.vkCmdDispatch(commands, *grid)
+        # What the shader wrote becomes visible to the host.
+        done = vk.VkMemoryBarrier(srcAccessMask=0x40, dstAccessMask=0x2000)
+        vk.vkCmdPipelineBarrier(commands, 0x800, 0x4000, 0, 1, [done], 0, None, 0, None)
+        vk.vkEndCommandBuffer(commands)
+        vk.vkQueueSubmit(self.queue, 1, [vk.VkSubmitInfo(pCommandBuffers=[commands])], vk.VK_NULL_HANDLE)
+        vk.vkQueueWaitIdle(self.queue)
+
+    def _bind(self, pipeline: Pipeline, buffers: list[Buffer], frees: contextlib.ExitStack):
+        vk = self.vk
+        sizes = [vk.VkDescriptorPoolSize(type=t, descriptorCount=pipeline.kinds.count(t)) for t in set(pipeline.kinds)]
+        info = vk.VkDescriptorPoolCreateInfo(maxSets=1, pPoolSizes=sizes)
+        pool = vk.vkCreateDescriptorPool(self.device, info, None)
+        frees.callback(vk.vkDestroyDescriptorPool, self.device, pool, None)
+        info = vk.VkDescriptorSetAllocateInfo(descriptorPool=pool, pSetLayouts=[pipeline.descriptors])
+        bound = vk.vkAllocateDescriptorSets(self.device, info)[0]
+        writes = []
+        for k, (buffer, kind) in enumerate(zip(buffers, pipeline.kinds)):
+            whole = vk.VkDescriptorBufferInfo(buffer=buffer.handle, offset=0, range=_ALL)
+            writes.append(
+                vk.VkWriteDescriptorSet(
+                    dstSet=bound, dstBinding=k, descriptorCount=1, descriptorType=kind, pBufferInfo=[whole]
+                )
+            )
+        vk.vkUpdateDescriptorSets(self.device, len(writes), writes, 0, None)
+        return bound
+
+    def _pipeline_cache(self):
+        """The driver's pipeline cache, begun with what earlier processes left."""
+        vk, p = self.vk, self.properties
+        self._cache_name = cache.key(self.name, str((p.vendorID, p.deviceID, p.driverVersion))) + ".vulkan"
+        kept = cache.read(self._cache_name)
+        if kept is None:
+            return vk.vkCreatePipelineCache(self.device, vk.VkPipelineCacheCreateInfo(), None)
+        data = vk.ffi.from_buffer(kept)
+        info = vk.VkPipelineCacheCreateInfo(initialDataSize=len(kept), pInitialData=data)
+        return vk.vkCreatePipelineCache(self.device, info, None)
+
+    def _keep_cache(self) -> None:
+        """Write the pipeline cache to disk; the package wraps all functions but this one."""
+        ffi, get = self.vk.ffi, self.vk.lib.vkGetPipelineCacheData
+        size = ffi.new("size_t*")
+        if get(self.device, self.cache, size, ffi.NULL) == 0:
+            data = ffi.new("char[]", size[0])
+            if get(self.device, self.cache, size, data) == 0:
+                cache.write(self._cache_name, bytes(ffi.buffer(data, size[0])))

@@ -1,0 +1,278 @@
+"""The portable kernels in the interpreter, against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from codegen import tools
+from kernel_runs import EPS, random, run, within
+from tilesmith.codegen import KernelError, KernelIR, cuda, metal, nvrtc, spirv, wgsl
+from tilesmith.hardware.limits import limits_of
+from tilesmith.kernels import KERNELS, flash_attention, fused_ops
+from tilesmith.kernels.flash_attention import (
+    FlashAttentionConfig,
+    TunedConfigs,
+    create_flash_attention_kernel,
+    required_shared_memory,
+    validate_config,
+)
+from tilesmith.ops import philox
+
+HALF = pytest.mark.parametrize("half", [False, True], ids=["f32", "f16"])
+COLUMNS = pytest.mark.parametrize("columns", [1, 6, 33, 256, 1201])
+
+
+@HALF
+@COLUMNS
+@pytest.mark.parametrize("kind", ["swiglu", "none", "tanh"])
+def test_gates(kind, columns, half):
+    rows = 9
+    gate, up = 3 * random(rows, columns, half=half), random(rows, columns, half=half, seed=1)
+    if kind == "swiglu":
+        config = fused_ops.SwiGLUConfig(columns, use_half=half, workgroup_size=32)
+        ir = fused_ops.create_swiglu_kernel(config)
+    else:
+        config = fused_ops.GeGLUConfig(columns, use_half=half, approximate=kind, workgroup_size=32)
+        ir = fused_ops.create_geglu_kernel(config)
+    out = run(ir, config.grid(rows), {"gate": gate, "up": up}, {"out": gate.shape}, {"rows": rows}, half)["out"]
+    activation = F.silu if kind == "swiglu" else lambda x: F.gelu(x, approximate=kind)
+    within(out, lambda g, u: activation(g) * u, gate, up)
+
+
+def test_exact_gelu_is_right_in_its_tail():
+    gate = np.linspace(-12, 12, 401, dtype=np.float32)[None]
+    config = fused_ops.GeGLUConfig(401, approximate="none", workgroup_size=32)
+    tensors = {"gate": gate, "up": np.ones_like(gate)}
+    out = run(fused_ops.create_geglu_kernel(config), config.grid(1), tensors, {"out": gate.shape}, {"rows": 1}, False)[
+        "out"
+    ]
+    wide = torch.from_numpy(gate).double()
+    wanted = wide * 0.5 * torch.erfc(-wide / 2**0.5)
+    error = (torch.from_numpy(out).double() - wanted).abs() / wanted.abs().clamp_min(1e-30)
+    assert error.max() < 2e-5, error.max()  # exp(-72) costs 72 eps
+
+
+@HALF
+@COLUMNS
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_residual_layer_norm(placement, columns, half):
+    rows = 5
+    config = fused_ops.ResidualLayerNormConfig(columns, use_half=half, placement=placement, workgroup_size=64)
+    names = ("x", "residual", "weight", "bias")
+    tensors = {n: random(*((rows,) * (k < 2)), columns, half=half, seed=k) for k, n in enumerate(names)}
+    shapes = {"y": (rows, columns)} | ({"sum": (rows, columns)} if placement == "pre" else {})
+    ir = fused_ops.create_residual_layer_norm_kernel(config)
+    out = run(ir, config.grid(rows), tensors, shapes, {"rows": rows, "eps": EPS}, half)
+    summed = tensors["x"] + tensors["residual"]
+    within(
+        out["y"],
+        lambda s, w, b: F.layer_norm(s, (columns,), w, b, EPS),
+        summed,
+        tensors["weight"],
+        tensors["bias"],
+    )
+    if placement == "pre":
+        np.testing.assert_array_equal(out["sum"], summed)
+
+
+def rotated(x, weight, cos, sin, heads: int, by_head: bool, interleaved: bool):
+    parts = x.unflatten(-1, (heads, -1)) if by_head else x
+    y = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + EPS) * weight).reshape(len(x), heads, -1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    a, b = (y[..., ::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).flatten(-2)
+
+
+@HALF
+@pytest.mark.parametrize("norm_dim", ["row", "head"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 12), (4, 64)])
+def test_rms_norm_rope(heads, head_dim, interleaved, norm_dim, half):
+    rows, hidden, held = 5, heads * head_dim, 11
+    config = fused_ops.RMSNormRoPEConfig(hidden, head_dim, held, half, norm_dim, interleaved, workgroup_size=32)
+    angles = np.arange(held)[:, None] / 10.0 ** np.linspace(0, 4, head_dim // 2)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    positions = np.array([0, 10, 3, 3, 7], np.uint32)
+    x, weight = random(rows, hidden, half=half), random(config.normed, half=half, seed=1)
+    tensors = {"x": x, "weight": weight, "cos": cos, "sin": sin, "positions": positions}
+    ir = fused_ops.create_rms_norm_rope_kernel(config)
+    y = run(ir, config.grid(rows), tensors, {"y": x.shape}, {"rows": rows, "eps": EPS}, half)["y"]
+    within(
+        y,
+        lambda x, w, c, s: rotated(x, w, c, s, heads, norm_dim == "head", interleaved),
+        x,
+        weight,
+        cos[positions],
+        sin[positions],
+    )
+
+
+@HALF
+@COLUMNS
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_softmax_dropout(p, causal, columns, half):
+    batch, queries, scale = 2, 4, 0.7
+    config = fused_ops.SoftmaxDropoutConfig(columns, half, p, causal, workgroup_size=64)
+    x, rows = 3 * random(batch, queries, columns, half=half), batch * queries
+    seed = torch.tensor([-(2**62) + 12345, 987654321987])
+    tensors = {"x": x, "seed": seed.numpy().view(np.uint32)}
+    scalars = {"rows": rows, "queries": queries, "scale": scale}
+    ir = fused_ops.create_softmax_dropout_kernel(config)
+    y = run(ir, config.grid(rows), tensors, {"y": x.shape}, scalars, half)["y"]
+    keep = philox.keep_mask(seed, x.shape, p)
+    sees = torch.ones(queries, columns, dtype=torch.bool).tril(columns - queries if causal else columns)
+
+    def reference(x):
+        weights = torch.softmax((x * scale).masked_fill(~sees, float("-inf")), -1).nan_to_num(0.0)
+        return torch.where(keep, weights / (1 - p), 0.0)
+
+    within(y, reference, x)
+    np.testing.assert_array_equal(y[(~keep | ~sees).numpy()], 0.0)
+
+
+@HALF
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("columns", "outputs"), [(1, 3), (6, 70), (33, None), (64, 20)])
+def test_layer_norm_linear(columns, outputs, bias, half):
+    rows = 33
+    config = fused_ops.LayerNormLinearConfig(columns, outputs, half, bias)
+    shapes = {
+        "x": (rows, columns),
+        "norm_weight": (columns,),
+        "norm_bias": (columns,),
+        "weight": (config.outputs, columns),
+        "bias": (config.outputs,),
+    }
+    tensors = {name: random(*shape, half=half, seed=k) for k, (name, shape) in enumerate(shapes.items())}
+    ir = fused_ops.create_layer_norm_linear_kernel(config)
+    scalars = {"rows": rows, "eps": EPS}
+    y = run(ir, config.grid(rows), tensors, {"y": (rows, config.outputs)}, scalars, half)["y"]
+
+    def reference(x, norm_weight, norm_bias, weight, b):
+        normed = F.layer_norm(x, (columns,), norm_weight, norm_bias, EPS)
+        return F.linear(normed, weight, b if bias else None)
+
+    within(y, reference, *tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: fused_ops.SwiGLUConfig(0), "hidden_dim must be a whole number of at least 1, got 0"),
+        (lambda: fused_ops.SwiGLUConfig(True), "hidden_dim must be"),
+        (lambda: fused_ops.SwiGLUConfig(8, use_half=1), "use_half must be True or False, got 1"),
+        (lambda: fused_ops.SwiGLUConfig(8, workgroup_size=100), "workgroup_size must be one of 32, 64"),
+        (lambda: fused_ops.GeGLUConfig(8, approximate="erf"), "approximate must be one of 'none', 'tanh', got 'erf'"),
+        (lambda: fused_ops.ResidualLayerNormConfig(8, placement="mid"), "placement must be one of 'pre', 'post'"),
+        (lambda: fused_ops.RMSNormRoPEConfig(9, 3, 4), "head_dim must be even"),
+        (lambda: fused_ops.RMSNormRoPEConfig(10, 4, 4), "hidden_dim 10 is not a multiple of head_dim 4"),
+        (lambda: fused_ops.RMSNormRoPEConfig(8, 4, 4, norm_dim="all"), "norm_dim must be one of 'row', 'head'"),
+        (lambda: fused_ops.SoftmaxDropoutConfig(8, dropout=1.0), "dropout must be a probability in"),
+        (lambda: fused_ops.LayerNormLinearConfig(8, 0), "output_dim must be"),
+        (lambda: fused_ops.LayerNormLinearConfig(8).grid(2**31), "launch them in parts"),
+        (lambda: FlashAttentionConfig(33), "block_size_q must be one of"),
+        (lambda: FlashAttentionConfig(head_dim=6), "head_dim must be a multiple of 4"),
+        (lambda: FlashAttentionConfig(head_dim=24, use_half=True, matrix="cuda"), "multiple of 16.*cuda's matrix"),
+        (lambda: FlashAttentionConfig(matrix="cuda"), "matrix units of cuda multiply f16; set use_half=True"),
+        (lambda: FlashAttentionConfig(256, 256), "need 4096 threads; a workgroup has at most 1024"),
+        (lambda: FlashAttentionConfig().grid(8, 2**17), "larger than 65535 along an axis"),
+    ],
+)
+def test_configurations_refuse_in_words(make, field):
+    with pytest.raises(ValueError, match=f"(?s)Config: .*{field}"):
+        make()
+
+
+def test_a_kernel_refuses_the_configuration_of_another():
+    with pytest.raises(TypeError, match="config must be a GeGLUConfig, got SwiGLUConfig"):
+        fused_ops.create_geglu_kernel(fused_ops.SwiGLUConfig(8))
+
+
+def test_rows_beyond_one_axis_fold_onto_two():
+    config = fused_ops.ResidualLayerNormConfig(1, workgroup_size=32)
+    assert config.grid(65_536 * 32) == (65_535, 2, 1)
+    rows, half = 5 * 32, False
+    tensors = {n: random(*((rows,) * (k < 2)), 1, seed=k) for k, n in enumerate(("x", "residual", "weight", "bias"))}
+    ir = fused_ops.create_residual_layer_norm_kernel(config)
+    out = run(ir, (2, 3, 1), tensors, {"y": (rows, 1), "sum": (rows, 1)}, {"rows": rows, "eps": EPS}, half)
+    np.testing.assert_array_equal(out["sum"], tensors["x"] + tensors["residual"])
+
+
+def test_the_seeds_names():
+    assert flash_attention.createFlashAttentionKernel is create_flash_attention_kernel
+    assert flash_attention.requiredSharedMemory is required_shared_memory
+    assert flash_attention.validateConfig is validate_config
+    for name in ("LayerNormLinear", "RMSNormRoPE", "SwiGLU", "ResidualLayerNorm", "GeGLU", "SoftmaxDropout"):
+        assert callable(getattr(fused_ops, f"create{name}Kernel"))
+
+
+def test_the_example_runs():
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "portable_kernels.py"))
+    assert example["run"](tokens=20, heads=1) < 1e-5
+    assert example["memory"]() == 36_864
+    with pytest.raises(ValueError, match="allows 32,768"):
+        example["memory"](32_768)
+    for ir in (*example["attention_kernels"](), *example["fused_kernels"]()):
+        assert cuda.generate(ir)
+    assert set(example["compile_everywhere"](example["fused_kernels"]()[0])) == {"Vulkan", "CUDA", "Metal", "WebGPU"}
+
+
+def small(entry, **fields) -> KernelIR:
+    """A kernel of the catalogue for rows of 64 elements."""
+    given = {"hidden_dim": 64, "head_dim": 32, "max_seq_len": 16} | fields
+    return entry.create(entry.config(**{k: v for k, v in given.items() if k in entry.config.__dataclass_fields__}))
+
+
+@pytest.mark.parametrize("entry", KERNELS.values(), ids=KERNELS)
+def test_every_kernel_of_the_catalogue_prints_everywhere(entry):
+    ir = small(entry)
+    for target in (cuda, metal, wgsl, spirv):
+        assert target.generate(ir, limits_of({cuda: "cuda", metal: "metal", wgsl: "webgpu", spirv: "vulkan"}[target]))
+
+
+def accepted(target: str, ir: KernelIR) -> str:
+    """What the target's own compiler or validator says against a kernel; empty if nothing."""
+    if target == "cuda":
+        return ".local memory is used" * (".local" in cuda.ptx(ir, "sm_90"))
+    printed = {"metal": metal, "webgpu": wgsl, "vulkan": spirv}[target].generate(ir)
+    check = {"metal": tools.compile_metal, "webgpu": tools.validate_wgsl, "vulkan": tools.validate_spirv}[target]
+    return check(printed)
+
+
+@pytest.mark.parametrize("target", ["cuda", "metal", "webgpu", "vulkan"])
+def test_compilers_accept_every_kernel(target, missing):
+    reason = {
+        "cuda": without_nvrtc,
+        "metal": lambda: None if tools.cpp() else "no C++ compiler",
+        "webgpu": lambda: tools.dawn() if isinstance(tools.dawn(), str) else None,
+        "vulkan": lambda: tools.spirv_val() if isinstance(tools.spirv_val(), str) else None,
+    }[target]()
+    if reason is not None:
+        missing(reason)
+    for entry in KERNELS.values():
+        assert accepted(target, small(entry, use_half=True)) == ""
+    for name in {"cuda": ("ampere", "hopper"), "metal": ("apple",), "vulkan": ("rdna3",)}.get(target, ()):
+        assert accepted(target, create_flash_attention_kernel(getattr(TunedConfigs, name))) == ""
+
+
+def without_nvrtc() -> str | None:
+    try:
+        nvrtc.library()
+    except KernelError as problem:
+        return str(problem)
+    return None
+
+
+def test_kernels_know_neither_torch_nor_triton():
+    code = "import sys; import tilesmith.kernels; sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,249 @@
+"""Launchers: the same kernels on every backend that this machine has, and what launch refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tilesmith import runtime
+from tilesmith.codegen import In, KernelError, Out, Scalar, bf16, build, cuda, f32, gid, i32, nvrtc, tid, u32
+from tilesmith.kernels import fused_ops
+from tilesmith.kernels.flash_attention import FlashAttentionConfig, create_flash_attention_kernel
+from tilesmith.ops import philox
+from tilesmith.runtime import cache, launch, missing
+from tilesmith.settings import settings
+
+DEVICE = {"cuda": "cuda", "metal": "mps"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """What is compiled here is kept nowhere else."""
+    keep_in(monkeypatch, tmp_path)
+
+
+def keep_in(monkeypatch, folder):
+    """Have `folder` for the cache."""
+    monkeypatch.setattr(cache, "settings", lambda: replace(settings(), cache_dir=folder))
+
+
+@pytest.fixture(params=runtime.BACKENDS)
+def backend(request, missing):
+    """Each backend; CUDA and Metal are nothing a package installs, so they skip where their GPU is not."""
+    reason = runtime.missing(request.param)
+    if reason is not None and request.param in DEVICE:
+        pytest.skip(f"{request.param}: {reason}")
+    if reason is not None:
+        missing(f"{request.param}: {reason}")
+    return request.param
+
+
+def run(backend: str, ir, grid, tensors: dict, out: str, scalars: dict) -> torch.Tensor:
+    there = {name: t.to(DEVICE.get(backend, "cpu")) for name, t in tensors.items()}
+    launch(ir, grid, there, scalars, backend=backend)
+    return there[out].cpu()
+
+
+def nan_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(x, float("nan"))
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["f32", "f16"])
+@pytest.mark.parametrize("columns", [64, 33])
+def test_swiglu(backend, columns, half):
+    gate, up = torch.randn(2, 13, columns, dtype=torch.float16 if half else torch.float32)
+    config = fused_ops.SwiGLUConfig(columns, use_half=half, workgroup_size=64)
+    tensors = {"gate": gate, "up": up, "out": nan_like(gate)}
+    out = run(backend, fused_ops.create_swiglu_kernel(config), config.grid(13), tensors, "out", {"rows": 13})
+    torch.testing.assert_close(out, (F.silu(gate.float()) * up.float()).to(gate.dtype))
+
+
+def test_residual_layer_norm(backend):
+    x, residual = torch.randn(2, 11, 100)
+    weight, bias = torch.randn(2, 100)
+    config = fused_ops.ResidualLayerNormConfig(100, placement="post", workgroup_size=64)
+    tensors = {"x": x, "residual": residual, "weight": weight, "bias": bias, "y": nan_like(x)}
+    ir = fused_ops.create_residual_layer_norm_kernel(config)
+    y = run(backend, ir, config.grid(11), tensors, "y", {"rows": 11, "eps": 1e-5})
+    torch.testing.assert_close(y, F.layer_norm(x + residual, (100,), weight, bias, 1e-5))
+
+
+def test_dropout_draws_the_same_elements_everywhere(backend):
+    seed, x = torch.tensor([-987654321, 2**40 + 3]), torch.randn(6, 50)
+    config = fused_ops.SoftmaxDropoutConfig(50, dropout=0.4, workgroup_size=32)
+    tensors = {"x": x, "seed": seed, "y": nan_like(x)}
+    scalars = {"rows": 6, "queries": 6, "scale": 1.0}
+    y = run(backend, fused_ops.create_softmax_dropout_kernel(config), config.grid(6), tensors, "y", scalars)
+    kept = philox.keep_mask(seed, (6, 50), 0.4)
+    assert torch.equal(y != 0, kept)
+    torch.testing.assert_close(y, torch.where(kept, torch.softmax(x, -1) / 0.6, 0.0))
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["f32", "f16"])
+def test_flash_attention(backend, half):
+    config = FlashAttentionConfig(16, 32, 32, use_half=half, causal=True, return_lse=True)
+    q = torch.randn(1, 4, 30, 32, dtype=torch.float16 if half else torch.float32)
+    k, v = torch.randn(2, 1, 2, 45, 32, dtype=q.dtype)
+    tensors = {"q": q, "k": k, "v": v, "out": nan_like(q), "lse": torch.full((1, 4, 30), float("nan"))}
+    scalars = {"n_q": 30, "n_kv": 45, "heads": 4, "kv_heads": 2, "scale": 32**-0.5}
+    out = run(backend, create_flash_attention_kernel(config), config.grid(30, 4), tensors, "out", scalars)
+    sees = torch.ones(30, 45, dtype=torch.bool).tril(15)
+    wanted = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), sees, enable_gqa=True)
+    torch.testing.assert_close(out.float(), wanted, atol=2e-3 if half else 1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("matrix", ["cuda", "metal", "vulkan"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_on_matrix_units(matrix, causal):
+    """Runs where there is such a GPU; elsewhere the interpreter's tests of these kernels must do."""
+    reason = runtime.missing(matrix)
+    if reason is None and matrix == "vulkan":
+        from tilesmith.runtime.vulkan import device
+
+        reason = None if "fragments" in device().features else f"{device().name} has no cooperative matrices"
+    if reason is not None:
+        pytest.skip(reason)
+    config = FlashAttentionConfig(64, 64, 64, use_half=True, causal=causal, matrix=matrix)
+    q, k, v = torch.randn(3, 1, 2, 150, 64, dtype=torch.float16)
+    scalars = {"n_q": 150, "n_kv": 150, "heads": 2, "kv_heads": 2, "scale": 0.125}
+    tensors = {"q": q, "k": k, "v": v, "out": nan_like(q)}
+    out = run(matrix, create_flash_attention_kernel(config), config.grid(150, 2), tensors, "out", scalars)
+    wanted = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
+    torch.testing.assert_close(out.float(), wanted, atol=2e-3, rtol=1e-3)
+
+
+def test_no_rows_are_no_launch(backend):
+    config = fused_ops.SwiGLUConfig(8)
+    empty = torch.empty(0, 8)
+    run(
+        backend,
+        fused_ops.create_swiglu_kernel(config),
+        config.grid(0),
+        dict.fromkeys(("gate", "up", "out"), empty),
+        "out",
+        {"rows": 0},
+    )
+
+
+def copy_kernel(of=f32):
+    def copy(x: In[of], y: Out[of], n: Scalar[u32], shift: Scalar[i32]):
+        i = gid(0) * 32 + tid(0)
+        if i < n:
+            y[i] = x[i]
+
+    return build(copy, (32, 1, 1))
+
+
+GOOD = {"x": torch.ones(40), "y": torch.zeros(40)}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"grid": (1, 1)}, ValueError, "grid must be three whole numbers"),
+        ({"grid": (-1, 1, 1)}, ValueError, "grid must be three whole numbers"),
+        ({"tensors": {"x": GOOD["x"]}}, ValueError, "copy takes the tensors x, y; got x"),
+        ({"scalars": {"n": 40}}, ValueError, "copy takes the scalars n, shift; got n"),
+        ({"scalars": {"n": 1.5, "shift": 0}}, TypeError, "n is a u32, got 1.5"),
+        ({"scalars": {"n": -1, "shift": 0}}, ValueError, "n is a u32, which does not hold -1"),
+        ({"scalars": {"n": 1, "shift": 2**31}}, ValueError, "shift is a i32, which does not hold"),
+        ({"tensors": {"x": GOOD["x"].half(), "y": GOOD["y"]}}, TypeError, "x is a buffer of f32: wanted torch.float32"),
+        ({"tensors": {"x": [1.0], "y": GOOD["y"]}}, TypeError, "x must be a torch.Tensor, got list"),
+        ({"tensors": {"x": torch.ones(80)[::2], "y": GOOD["y"]}}, ValueError, "x must be contiguous"),
+        ({"tensors": {"x": GOOD["x"].to("meta"), "y": GOOD["y"]}}, ValueError, "tensors are on cpu, meta"),
+        ({"tensors": {"x": GOOD["x"], "y": GOOD["x"]}}, ValueError, "x and y overlap in memory"),
+        ({"backend": "opencl"}, ValueError, "backend must be one of interpreter, cuda"),
+        ({"backend": "metal"}, ValueError, "metal takes tensors on mps, got cpu"),
+    ],
+)
+def test_refusals(change, error, match):
+    given = {"grid": (2, 1, 1), "tensors": GOOD, "scalars": {"n": 40, "shift": 0}} | change
+    with pytest.raises(error, match=match):
+        launch(copy_kernel(), given["grid"], given["tensors"], given["scalars"], backend=given.get("backend"))
+
+
+def test_a_launch_counts_as_a_change_in_place():
+    tensors = {name: t.clone() for name, t in GOOD.items()}
+    launch(copy_kernel(), (2, 1, 1), tensors, {"n": 40, "shift": 0})
+    assert torch.equal(tensors["y"], tensors["x"])
+    assert (tensors["x"]._version, tensors["y"]._version) == (0, 1)
+
+
+def test_brain_floats_in_the_interpreter():
+    x = torch.randn(40, dtype=torch.bfloat16)
+    y = torch.zeros_like(x)
+    launch(copy_kernel(bf16), (2, 1, 1), {"x": x, "y": y}, {"n": 40, "shift": 0})
+    assert torch.equal(x, y)
+
+
+def test_a_backend_that_is_absent_is_a_reason(monkeypatch):
+    for name, package in (("vulkan", "vulkan"), ("webgpu", "wgpu")):
+        module = runtime._module(name)
+        module.missing.cache_clear()
+        monkeypatch.setattr(module, "find_spec", lambda _: None)
+        assert missing(name) == f"the package {package} is not installed: pip install 'tilesmith[{name}]'"
+        with pytest.raises(RuntimeError, match=f"{name}: the package {package} is not installed"):
+            launch(copy_kernel(), (2, 1, 1), GOOD, {"n": 40, "shift": 0}, backend=name)
+        module.missing.cache_clear()
+    if not torch.cuda.is_available():
+        assert missing("cuda") == "torch sees no CUDA device"
+    if not torch.backends.mps.is_available():
+        assert missing("metal") == "torch sees no Apple GPU"
+
+
+def test_vulkan_refuses_what_the_device_has_not(monkeypatch, missing):
+    reason = runtime.missing("vulkan")
+    if reason is not None:
+        missing(reason)
+    from tilesmith.runtime import vulkan
+
+    monkeypatch.setattr(vulkan.device(), "features", set())
+    config = FlashAttentionConfig(16, 16, 16, use_half=True, matrix="vulkan")
+    q = torch.zeros(1, 1, 16, 16, dtype=torch.float16)
+    tensors = {"q": q, "k": q.clone(), "v": q.clone(), "out": q.clone()}
+    scalars = {"n_q": 16, "n_kv": 16, "heads": 1, "kv_heads": 1, "scale": 0.25}
+    with pytest.raises(KernelError, match="needs 16-bit floats and .*cooperative matrices, which .* does not have"):
+        launch(create_flash_attention_kernel(config), config.grid(16, 1), tensors, scalars, backend="vulkan")
+
+
+def test_compiled_kernels_are_kept_on_disk(monkeypatch, tmp_path, missing):
+    try:
+        nvrtc.library()
+    except KernelError as problem:
+        missing(str(problem))
+    from tilesmith.runtime.cuda import image
+
+    keep_in(monkeypatch, tmp_path)
+    ir = copy_kernel()
+    first = image(ir, "sm_90")
+    assert first[:4] == b"\x7fELF"
+    assert [p.read_bytes() for p in (tmp_path / "kernels").iterdir()] == [first]
+    monkeypatch.setattr(nvrtc, "compile", lambda *_, **__: pytest.fail("compiled again"))
+    assert image(ir, "sm_90") == first
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    keep_in(monkeypatch, tmp_path / "file")
+    cache.write("name", b"data")
+    assert cache.read("name") is None
+
+
+def test_kernels_in_memory_are_few(monkeypatch):
+    monkeypatch.setattr(cache, "_ENTRIES", 2)
+    kept, kernels = cache.Compiled(), [copy_kernel() for _ in range(3)]
+    first, *_, last = [kept.get(ir, "d", object) for ir in kernels]
+    assert kept.get(kernels[2], "d", object) is last
+    assert kept.get(kernels[0], "d", object) is not first
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_ptx_of_attention_on_tensor_cores(arch, missing):
+    try:
+        nvrtc.library()
+    except KernelError as problem:
+        missing(str(problem))
+    ptx = cuda.ptx(create_flash_attention_kernel(FlashAttentionConfig(64, 64, 64, True, matrix="cuda")), arch)
+    assert "mma.sync" in ptx
+    assert ".local" not in ptx
