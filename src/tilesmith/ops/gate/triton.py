@@ -111,7 +111,10 @@ def _gate_bwd_kernel(
     if WANTS_DX:
         if GATED:
             dout *= tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * num_cols + col, (dout * slope).to(dx_ptr.dtype.element_ty), mask=mask)
+        dx = dout * slope
+        if ACTIVATION == "of_relu":  # 0 times inf is no gradient of a relu
+            dx = tl.where(x <= 0, 0.0, dout)
+        tl.store(dx_ptr + row * num_cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
