@@ -1,6 +1,5 @@
 """Activations and gated activations in Triton: one elementwise kernel forward, one backward; both again with a bias."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,62 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.activations_triton import activate, gradient
 from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
 from tilesmith.ops.rows import rows
-
-SQRT_HALF = tl.constexpr(math.sqrt(0.5))
-NORMAL_PEAK = tl.constexpr(1 / math.sqrt(2 * math.pi))
-TANH_SLOPE = tl.constexpr(math.sqrt(8 / math.pi))
-TANH_CUBIC = tl.constexpr(0.044715)
-LOG2E = tl.constexpr(math.log2(math.e))
-
-
-@triton.jit
-def _lower_tail(a):
-    """The standard normal's probability below -a, a >= 0: 2 to a polynomial, whose relative error is 4e-6 for a < 4.5
-    and 2e-5 for a < 7; it falls all the way beyond. A minimax fit, by Lawson's algorithm, to log2 of the probability.
-
-    16-bit tensors are read at such a rate that erf, of 30 instructions, would be what takes the time; this is 8.
-    """
-    power = -1.7770024e-06 * a + 6.046321e-05
-    power = power * a - 0.0009217353
-    power = power * a + 0.008473727
-    power = power * a - 0.05389008
-    power = power * a - 0.45853657
-    power = power * a - 1.1512191
-    return tl.exp2(power * a - 0.99999917)
-
-
-@triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    """The value and its derivative; what a caller does not use costs nothing. "of_sigmoid", "of_relu": the derivative
-    where sigmoid or relu gave x."""
-    if ACTIVATION == "gelu":
-        cdf = 0.5 + 0.5 * tl.math.erf(x * SQRT_HALF)
-        return x * cdf, cdf + x * (NORMAL_PEAK * tl.exp(-0.5 * x * x))
-    elif ACTIVATION == "gelu_16_bit":
-        tail = _lower_tail(tl.abs(x))
-        cdf = tl.where(x < 0, tail, 1 - tail)
-        return x * cdf, cdf + x * (NORMAL_PEAK * tl.exp2((-0.5 * LOG2E) * x * x))
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(z)) / 2 is sigmoid(2 z), which does not cancel where tanh(z) is near -1.
-        cdf = 1 / (1 + tl.exp(-TANH_SLOPE * (x + TANH_CUBIC * x * x * x)))
-        value = x * cdf
-        return value, cdf + value * (1 - cdf) * (TANH_SLOPE + 3 * TANH_CUBIC * TANH_SLOPE * x * x)
-    elif ACTIVATION == "sigmoid":
-        sigmoid = 1 / (1 + tl.exp(-x))
-        return sigmoid, sigmoid * (1 - sigmoid)
-    elif ACTIVATION == "of_sigmoid":
-        return x, x * (1 - x)
-    elif ACTIVATION == "relu_squared":  # tl.where, as tl.maximum does not keep a NaN
-        positive = tl.where(x <= 0, 0.0, x)
-        return positive * positive, 2 * positive
-    elif ACTIVATION == "relu" or ACTIVATION == "of_relu":
-        return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)
-    else:
-        sigmoid = 1 / (1 + tl.exp(-x))
-        value = x * sigmoid
-        return value, sigmoid + value * (1 - sigmoid)
 
 
 @triton.jit
@@ -89,7 +35,7 @@ def _gate_fwd_kernel(
     x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
     if ADDED:
         x += tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
-    out, _ = _activate(x, ACTIVATION)
+    out, _ = activate(x, ACTIVATION)
     if GATED:
         out *= tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * num_cols + col, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -105,15 +51,13 @@ def _gate_bwd_kernel(
     row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
     x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + row * dout_row + col, mask=mask, other=0.0).to(tl.float32)
-    value, slope = _activate(x, ACTIVATION)
     if WANTS_DUP:
+        value, _ = activate(x, ACTIVATION)
         tl.store(dup_ptr + row * num_cols + col, (dout * value).to(dup_ptr.dtype.element_ty), mask=mask)
     if WANTS_DX:
         if GATED:
             dout *= tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
-        dx = dout * slope
-        if ACTIVATION == "of_relu":  # 0 times inf is no gradient of a relu
-            dx = tl.where(x <= 0, 0.0, dout)
+        dx = gradient(dout, x, ACTIVATION)
         tl.store(dx_ptr + row * num_cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -125,7 +69,7 @@ def _biased_fwd_kernel(
     """out = activation(x + bias), bias along the columns."""
     row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
     x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
-    out, _ = _activate(x + _bias_tile(bias_ptr, num_cols, BLOCK_COLS), ACTIVATION)
+    out, _ = activate(x + _bias_tile(bias_ptr, num_cols, BLOCK_COLS), ACTIVATION)
     tl.store(out_ptr + row * num_cols + col, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -157,8 +101,7 @@ def _biased_bwd_kernel(
         mask = (row < num_rows) & (col < num_cols)
         x = tl.load(x_ptr + (row * x_row + col), mask=mask, other=0.0).to(tl.float32)
         dout = tl.load(dout_ptr + (row * dout_row + col), mask=mask, other=0.0).to(tl.float32)
-        _, slope = _activate(x + bias, ACTIVATION)
-        dx = dout * slope
+        dx = gradient(dout, x + bias, ACTIVATION)
         total += dx
         if WANTS_DX:
             tl.store(dx_ptr + (row * num_cols + col), dx.to(dx_ptr.dtype.element_ty), mask=mask)

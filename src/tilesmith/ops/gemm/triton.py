@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.activations_triton import activated, activation_slope, activation_slope_at_output
+from tilesmith.ops.activations_triton import activate, gradient
 from tilesmith.ops.gemm import chunks
 from tilesmith.ops.gemm.products import column_sums, gradients, product
 from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat, keeps_pre
@@ -49,7 +49,8 @@ def _store_bulk(
         z += tl.load(bias_ptr + col, mask=col < n, other=0.0).to(tl.float32)[None, :]
     if KEEPS_PRE:
         pre_desc.store([first_m, first_n], z.to(pre_desc.dtype))
-    out_desc.store([first_m, first_n], activated(z, ACTIVATION).to(out_desc.dtype))
+    out, _ = activate(z, ACTIVATION)
+    out_desc.store([first_m, first_n], out.to(out_desc.dtype))
 
 
 @triton.jit
@@ -105,7 +106,8 @@ def _gemm_kernel(
             inside = (row < m)[:, None] & (col < n)[None, :]
             if KEEPS_PRE:
                 tl.store(pre_ptr + place, acc.to(pre_ptr.dtype.element_ty), mask=inside)
-            tl.store(out_ptr + place, activated(acc, ACTIVATION).to(out_ptr.dtype.element_ty), mask=inside)
+            out, _ = activate(acc, ACTIVATION)
+            tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -165,18 +167,19 @@ def _activation_kernel(z_ptr, elements, ACTIVATION: tl.constexpr, BLOCK: tl.cons
     """z = activation(z), in place."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(z_ptr + at, mask=at < elements, other=0.0).to(tl.float32)
-    tl.store(z_ptr + at, activated(z, ACTIVATION).to(z_ptr.dtype.element_ty), mask=at < elements)
+    value, _ = activate(z, ACTIVATION)
+    tl.store(z_ptr + at, value.to(z_ptr.dtype.element_ty), mask=at < elements)
 
 
 @triton.jit
 def _activation_bwd_kernel(
     dy_ptr, z_ptr, dz_ptr, sums_ptr, m, n, dy_row, z_row, strip,
-    ACTIVATION: tl.constexpr, FROM_OUTPUT: tl.constexpr, SUMS: tl.constexpr,
+    ACTIVATION: tl.constexpr, SUMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dz = dy · activation'(z), contiguous, which may be z itself; sums [strips, n] = column sums of strips of rows.
 
-    z is the activation's output where FROM_OUTPUT. The sums are of dz before it is rounded.
+    The sums are of dz before it is rounded.
     """
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * strip
@@ -186,10 +189,7 @@ def _activation_bwd_kernel(
         inside = (row < m) & (col < n)[None, :]
         dy = tl.load(dy_ptr + row * dy_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
         z = tl.load(z_ptr + row * z_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        if FROM_OUTPUT:
-            dz = dy * activation_slope_at_output(z, ACTIVATION)
-        else:
-            dz = dy * activation_slope(z, ACTIVATION)
+        dz = gradient(dy, z, ACTIVATION)
         tl.store(dz_ptr + row * n + col[None, :], dz.to(dz_ptr.dtype.element_ty), mask=inside)
         if SUMS:
             total += tl.where(inside, dz, 0.0)
@@ -292,7 +292,7 @@ def _activation_gradient(
     launch(
         _activation_bwd_kernel, (cdiv(n, config.block_n), strips),
         dy, z, dz, partial if sums else dz, m, n, dy.stride(0), z.stride(0), strip,
-        ACTIVATION=activation, FROM_OUTPUT=from_output, SUMS=sums,
+        ACTIVATION=f"of_{activation}" if from_output else activation, SUMS=sums,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
     return dz, partial.sum(0) if sums else None
