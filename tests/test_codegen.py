@@ -272,14 +272,14 @@ def test_nodes_are_frozen():
 def test_costs(sample):
     targets = (cuda.generate, metal.generate, spirv.generate, wgsl.generate)
     best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
+    for _ in range(5):
+        start = time.process_time()  # not the wall clock: other tests run beside this one
         for generate in targets:
             try:
                 generate(sample.ir)
             except KernelError:
                 continue
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best <= 0.020
 
 
