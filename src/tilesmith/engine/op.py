@@ -281,6 +281,8 @@ class Op:
     def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice:
         """Which kernel would serve this call, and why not the others. Runs nothing."""
         args = self.bind(args, kwargs)
+        if self.autocast:
+            args = self._autocast(args)
         if self.check is not None:
             self.check(*args)
         device = next(a.device for a in args if isinstance(a, Tensor))

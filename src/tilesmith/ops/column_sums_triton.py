@@ -9,9 +9,7 @@ from tilesmith.engine import cdiv, launch, next_power_of_2
 
 
 @triton.jit
-def _column_sums_kernel(
-    partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):  # fmt: skip
+def sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     """A block of columns a program: its partial rows added in a fixed order, in fp32, and cast."""
     col = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     lane = tl.arange(0, BLOCK_ROWS)[:, None]
@@ -22,6 +20,13 @@ def _column_sums_kernel(
         total += tl.load(partial_ptr + (row.to(tl.int64) * num_cols + col), mask=mask, other=0.0)
     total = tl.sum(total, 0, keep_dims=True)
     tl.store(out_ptr + col, total.to(out_ptr.dtype.element_ty), mask=col < num_cols)
+
+
+@triton.jit
+def _column_sums_kernel(
+    partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):  # fmt: skip
+    sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
 
 
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.column_sums_triton import partial_rows, sum_block
 from tilesmith.ops.dropout_triton import keep_block, keep_tile
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 
@@ -318,26 +319,15 @@ def _norm_bwd_kernel(
 
 
 @triton.jit
-def _sum_block(partial_ptr, out_ptr, partials, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-    lane = tl.arange(0, BLOCK_ROWS)[:, None]
-    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    for start in tl.range(0, partials, BLOCK_ROWS, num_stages=3):
-        row = start + lane
-        total += tl.load(partial_ptr + (row.to(tl.int64) * cols + col), mask=(row < partials) & (col < cols), other=0.0)
-    tl.store(out_ptr + col, tl.sum(total, 0, keep_dims=True), mask=col < cols)
-
-
-@triton.jit
 def _norm_bwd_sum_kernel(
     dweight_partial_ptr, dbias_partial_ptr, dweight_ptr, dbias_ptr, partials, cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Partial rows of both sums, [partials, cols] fp32, added in a fixed order and cast."""
     if dweight_ptr is not None:
-        _sum_block(dweight_partial_ptr, dweight_ptr, partials, cols, BLOCK_ROWS, BLOCK_COLS)
+        sum_block(dweight_partial_ptr, dweight_ptr, partials, cols, BLOCK_ROWS, BLOCK_COLS)
     if dbias_ptr is not None:
-        _sum_block(dbias_partial_ptr, dbias_ptr, partials, cols, BLOCK_ROWS, BLOCK_COLS)
+        sum_block(dbias_partial_ptr, dbias_ptr, partials, cols, BLOCK_ROWS, BLOCK_COLS)
 
 
 class ForwardConfig(NamedTuple):
@@ -464,7 +454,9 @@ def _launch_backward(
             _norm_bwd_rows_kernel, (count,), dy, x, weight, mean, rstd, dot, total,
             cols, dy.stride(0), x.stride(0), offset, BLOCK_COLS=SWEEP, STAGES=config.num_stages, num_warps=8,
         )  # fmt: skip
-    blocks, partials = cdiv(cols, block_cols), _partials(count, cols, block_rows, block_cols, config.programs)
+    blocks = cdiv(cols, block_cols)
+    # 4 rows each at least, so that partial sums stay a small part of the traffic
+    partials = partial_rows(cdiv(count, block_rows), blocks, config.programs, cdiv(4, block_rows))
     sums = [None if t is None else t.new_empty(partials, cols, dtype=torch.float32) for t in (dweight, dbias)]
     if count and (dx is not None or dweight is not None or dbias is not None):
         launch(
@@ -480,15 +472,6 @@ def _launch_backward(
         tall = min(64, next_power_of_2(max(partials, 1)))
         flags = {"BLOCK_ROWS": tall, "BLOCK_COLS": 2048 // tall}
         launch(_norm_bwd_sum_kernel, (cdiv(cols, 2048 // tall),), *sums, dweight, dbias, partials, cols, **flags)
-
-
-def _partials(count: int, cols: int, block_rows: int, block_cols: int, programs: int) -> int:
-    """Programs along the rows: enough to fill the device, yet 4 rows each so that partial sums stay a small part of the
-    traffic, and none with a tile less than its neighbours if that frees a whole program."""
-    tiles = cdiv(count, block_rows)
-    most = max(1, programs // cdiv(cols, block_cols))
-    each = max(1, cdiv(4, block_rows), cdiv(tiles, most))
-    return cdiv(tiles, each)
 
 
 def _packed(vector: Tensor | None) -> Tensor | None:
