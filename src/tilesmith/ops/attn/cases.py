@@ -308,9 +308,7 @@ def _pairs(
 def _products(dims_of_q: int, dims_of_v: int) -> Callable[..., int]:
     """FLOPs of as many products over D and over Dv for each visible pair."""
 
-    def count(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, causal, window_left, window_right
-    ) -> int:
+    def count(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, causal, window_left, window_right) -> int:
         pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, causal, window_left, window_right)
         return 2 * q.shape[1] * pairs * (dims_of_q * q.shape[3] + dims_of_v * v.shape[3])
 
