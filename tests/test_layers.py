@@ -61,8 +61,11 @@ def _level(module: str) -> int:
     return levels[package]
 
 
-def test_import_contracts():
-    from importlinter.cli import lint_imports
+def test_import_contracts(missing):
+    try:
+        from importlinter.cli import lint_imports
+    except ImportError as error:
+        missing(f"import-linter is not installed (pip install import-linter): {error}")
 
     assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
 

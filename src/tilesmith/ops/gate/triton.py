@@ -206,10 +206,11 @@ def _strip_blocks(num_rows: int, num_cols: int, config: StripConfig) -> tuple[in
     return min(block_rows, next_power_of_2(num_rows)), block_cols
 
 
-def _gelu_name(approximate: str, x: Tensor) -> str:
+def _gelu_name(approximate: str, *tensors: Tensor | None) -> str:
+    """The activation that is exact enough for all of the tensors."""
     if approximate == "tanh":
         return "gelu_tanh"
-    return "gelu_16_bit" if x.element_size() == 2 else "gelu"
+    return "gelu_16_bit" if all(x is None or x.element_size() == 2 for x in tensors) else "gelu"
 
 
 def _reasons(call) -> list[str]:
@@ -393,7 +394,7 @@ def bias_gelu_vjp(
     *,
     config: StripConfig,
 ) -> tuple[Tensor, Tensor]:
-    activation = _gelu_name(approximate, x)
+    activation = _gelu_name(approximate, x, bias)
     if bias is None:
         return _backward(dout, x, None, activation, output_mask, _flat(config))
     return _biased_backward(dout, x, bias, activation, output_mask, config)
