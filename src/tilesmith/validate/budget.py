@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_PIECE = 2**26  # elements judged at a time: fp64 copies of a tensor of 2^31 would not fit beside it
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -43,21 +45,29 @@ def compare(got: Tensor, reference: Tensor, oracle: Tensor, computed: torch.dtyp
         return Budget(0.0 if same else float("inf"), 0.0, "" if same else "integers differ")
     if got.numel() == 0:
         return Budget(0.0, 0.0)
-    wide, seen, exact = got.double(), reference.double(), oracle.double()
-    finite = exact.isfinite()
     limit = torch.finfo(got.dtype).max
+    pieces = zip(*(t.reshape(-1).split(_PIECE) for t in (got, reference, oracle)))
+    errors, bases, sizes, messages = zip(*(_judge(*(t.double() for t in piece), limit) for piece in pieces))
+    allowed = 2 * (max(bases) + torch.finfo(computed or got.dtype).eps * max(sizes))
+    return Budget(max(errors), allowed, next((m for m in messages if m), ""))
+
+
+def _judge(got: Tensor, reference: Tensor, exact: Tensor, limit: float) -> tuple[float, float, float, str]:
+    """Largest error of `got` and of `reference`, largest finite element of `exact`, and what is wrong besides size.
+
+    All [n] fp64; limit: the largest number of got's own dtype.
+    """
+    finite = exact.isfinite()
     overflow = finite & (exact.abs() > limit)  # the dtype cannot hold it: any infinity of that sign will do
-    odd = ~finite & ~overflow
+    odd, kept = ~finite, finite & ~overflow
     message = ""
-    if not torch.equal(
-        wide[odd].nan_to_num(nan=7.0, posinf=8.0, neginf=9.0), exact[odd].nan_to_num(nan=7.0, posinf=8.0, neginf=9.0)
-    ):
+    if not torch.equal(*(t[odd].nan_to_num(nan=7.0, posinf=8.0, neginf=9.0) for t in (got, exact))):
         message = "another NaN or infinity than the oracle"
-    kept = finite & ~overflow
-    if not wide[kept].isfinite().all():
-        bad = int((~wide[kept].isfinite()).sum())
-        message = message or f"{bad} of {got.numel()} elements are NaN or infinite, the oracle's are finite"
-    error = (wide - exact)[kept].abs().nan_to_num(nan=float("inf")).max().item() if kept.any() else 0.0
-    base = (seen - exact)[kept].abs().nan_to_num(nan=0.0, posinf=0.0).max().item() if kept.any() else 0.0
-    size = exact[kept].abs().max().item() if kept.any() else 0.0
-    return Budget(error, 2 * (base + torch.finfo(computed or got.dtype).eps * size), message)
+    bad = int((~got[kept].isfinite()).sum())
+    if bad and not message:
+        message = f"{bad} of {got.numel()} elements are NaN or infinite, the oracle's are finite"
+    if not kept.any():
+        return 0.0, 0.0, 0.0, message
+    error = (got - exact)[kept].abs().nan_to_num(nan=float("inf")).max().item()
+    base = (reference - exact)[kept].abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+    return error, base, exact[kept].abs().max().item(), message

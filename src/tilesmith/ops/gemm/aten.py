@@ -8,7 +8,7 @@ from torch import Tensor
 from tilesmith.engine import register_kernel
 from tilesmith.ops.gate import op as gate
 from tilesmith.ops.gemm import chunks
-from tilesmith.ops.gemm.products import activated_product, gradients, product
+from tilesmith.ops.gemm.products import activated_product, gradients, near, product
 from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat, keeps_pre
 from tilesmith.ops.norm import op as norm
 
@@ -16,7 +16,7 @@ from tilesmith.ops.norm import op as norm
 @register_kernel("matmul", backend="aten", rank=10)
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """One product of all rows."""
-    return torch.mm(flat(a), b).view(*a.shape[:-1], b.shape[1])
+    return torch.mm(near(flat(a)), b).view(*a.shape[:-1], b.shape[1])
 
 
 @register_kernel("matmul_vjp", backend="aten", rank=10)
@@ -24,7 +24,7 @@ def matmul_vjp(dy: Tensor, a: Tensor, b: Tensor, output_mask: Sequence[bool]) ->
     """Two products."""
     dy = flat(dy)
     da = torch.mm(dy, b.t()).view(a.shape) if output_mask[0] else a.new_empty(0)
-    return da, torch.mm(flat(a).t(), dy) if output_mask[1] else b.new_empty(0)
+    return da, torch.mm(near(flat(a)).t(), dy) if output_mask[1] else b.new_empty(0)
 
 
 @register_kernel("linear", backend="aten", rank=10)

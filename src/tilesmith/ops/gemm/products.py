@@ -8,9 +8,15 @@ from torch import Tensor
 from tilesmith.ops.gemm.reference import flat
 
 
+def near(x: Tensor) -> Tensor:
+    """x [M, K]; a packed copy where its rows lie so far apart that a 32-bit offset, cuBLAS's, does not reach the last."""
+    far = x.ndim == 2 and x.shape[0] * x.stride(0) > 2**31 - 1 and not x.is_contiguous()
+    return x.contiguous() if far else x
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias, [M, N] in x's dtype; with cuBLAS a contiguous bias is added before rounding."""
-    transposed = weight.to(x.dtype).t()
+    x, transposed = near(x), weight.to(x.dtype).t()
     if bias is None:
         return torch.mm(x, transposed, out=out)
     return torch.addmm(bias.to(x.dtype), x, transposed, out=out)
@@ -27,6 +33,7 @@ def activated_product(
     served = activation == "relu" or (activation == "gelu_tanh" and _takes_gelu(x))
     if not served or x.device.type != "cuda" or x.numel() == 0:  # without features cuBLASLt is not asked
         return None
+    x = near(x)
     start = x.new_zeros(weight.shape[0]) if bias is None else bias.to(x.dtype)
     use_gelu = activation == "gelu_tanh"
     if out is None:
@@ -56,7 +63,7 @@ def column_sums(dz: Tensor) -> Tensor:
 def weight_gradient(dz: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """dzᵀ · x, [N, K], rounded once, to `dtype`, where the library can write it."""
     if dtype.itemsize <= x.dtype.itemsize:
-        return torch.mm(dz.t(), x).to(dtype)
+        return torch.mm(dz.t(), near(x)).to(dtype)
     out = dz.new_empty((dz.shape[1], x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
     return add_weight_gradient(out, dz, x, first=True).to(dtype)
 
@@ -65,6 +72,7 @@ def add_weight_gradient(total: Tensor, dz: Tensor, x: Tensor, first: bool) -> Te
     """total += dzᵀ · x, or = where `first`; total is fp32 or of x's dtype. Returns it."""
     if dz.shape[0] == 0:
         return total.zero_() if first else total
+    x = near(x)
     if total.dtype == x.dtype:
         return torch.addmm(total, dz.t(), x, beta=0 if first else 1, out=total)
     if x.device.type == "cuda" and torch.version.hip is None:
