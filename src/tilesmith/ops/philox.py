@@ -5,6 +5,8 @@ shape or another device draws the same ones. Source: Salmon et al., "Parallel ra
 (SC 2011); known-answer vectors in the Random123 distribution.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LOW = 0xFFFFFFFF
+PIECE = 2**26  # elements
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -49,11 +52,8 @@ def random_bits(seed: Tensor, index: Tensor) -> Tensor:
     seed: int64 [2] = (seed, offset). The key is the seed's low and high word; the counter is the low and high word of
     index // 4, then those of the offset; index % 4 picks one of the four words.
     """
-    seed, offset = seed.to(index.device)
-    counter = index // 4
-    halves = (offset & LOW).expand_as(counter), ((offset >> 32) & LOW).expand_as(counter)
-    words = philox((counter & LOW, (counter >> 32) & LOW, *halves), (seed & LOW, (seed >> 32) & LOW))
-    return torch.stack(words, -1).gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1)
+    words = torch.stack(_words(seed, index // 4), -1)
+    return words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1)
 
 
 def keep_mask(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
@@ -61,8 +61,16 @@ def keep_mask(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
 
     The linear index runs over `shape` in row-major order, whatever the strides of the tensor in question.
     """
-    count = 1
-    for size in shape:
-        count *= size
-    index = torch.arange(count, dtype=torch.int64, device=seed.device)
-    return (random_bits(seed, index) >= threshold(p)).view(shape)
+    count, least = math.prod(shape), threshold(p)
+    pieces = []
+    for first in range(0, max(1, count), PIECE):  # the words of all elements at once would be 64 bytes for each
+        counter = torch.arange(first // 4, (min(count, first + PIECE) + 3) // 4, device=seed.device)
+        pieces.append((torch.stack(_words(seed, counter), -1) >= least).flatten())
+    return torch.cat(pieces)[:count].view(shape)
+
+
+def _words(seed: Tensor, counter: Tensor) -> tuple[Tensor, ...]:
+    """The four words that a seed (int64 [2]) gives for each counter."""
+    seed, offset = seed.to(counter.device)
+    halves = (offset & LOW).expand_as(counter), ((offset >> 32) & LOW).expand_as(counter)
+    return philox((counter & LOW, (counter >> 32) & LOW, *halves), (seed & LOW, (seed >> 32) & LOW))
