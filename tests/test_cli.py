@@ -113,6 +113,7 @@ def test_explain_takes_shapes_and_values():
         (("bench", "--readme", "no/such/file"), "no/such/file"),
         (("optimize", "no/such/model"), "no/such/model does not exist"),
         (("demo", "--text", "no/such/text"), "no/such/text"),
+        (("demo", "--model", ".", "--export", "model"), "--export writes the model that the demo makes"),
     ],
 )
 def test_wrong_use_exits_with_2_and_says_why(arguments, message):
@@ -312,18 +313,31 @@ def test_the_demo_runs_from_end_to_end(library, tmp_path, monkeypatch, missing):
     monkeypatch.setattr(subject, "find_spec", lambda name: library == "transformers")
     monkeypatch.setattr(demo, "SMALL", demo.Plan(batch=2, length=16, steps=6, rate=1e-3))
     monkeypatch.setattr(subject.Subject, "new_tokens", 4)
-    code, output = run("demo", "--device", "cpu", "--steps", "5", "--out", tmp_path)
+    model = tmp_path / "model"
+    code, output = run("demo", "--device", "cpu", "--steps", "5", "--out", tmp_path, "--export", model)
     assert code == 0, output
     for part in ("tokens/s", "peak memory", "gradients, nearest", "linear_cross_entropy_vjp"):
         assert part in output
     assert "✗" not in output
-    assert {p.name for p in tmp_path.iterdir()} == {"loss.svg", "loss.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {"loss.svg", "loss.png", "model"}
+    assert {p.name for p in model.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "byte_pairs.json",
+        "reference.json",
+    }
+    if library == "transformers":
+        from transformers import LlamaForCausalLM
+
+        told = json.loads((model / "reference.json").read_text())
+        logits = LlamaForCausalLM.from_pretrained(model)(torch.tensor([told["prompt"]])).logits[0, -1]
+        assert (logits.double() - torch.tensor(told["logits"], dtype=torch.float64)).abs().max() <= told["budget"]
 
 
 def test_a_written_continuation_is_what_the_model_says_without_a_cache():
     torch.manual_seed(0)
     sizes = subject.Sizes(vocab=300, hidden=32, inter=64, layers=2, heads=2, kv_heads=1, deviation=0.05)
-    _, model, optimise = subject._own_llama(sizes)
+    _, model, optimise = subject._own_llama(subject._config(sizes))
     chosen, _ = optimise(copy.deepcopy(model))
     pairs = text.BytePairs.train("some text " * 50, 300)
     subjected = subject.Subject("a", model, optimise, torch.tensor([0]), 300, pairs.encode, pairs.decode, new_tokens=6)

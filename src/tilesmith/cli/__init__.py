@@ -12,7 +12,7 @@ def build():
     """The typer application with every subcommand."""
     import typer
 
-    from tilesmith.cli import bench, codegen, demo, doctor, explain, optimize, tune, verify
+    from tilesmith.cli import bench, codegen, demo, doctor, explain, generate, optimize, train, tune, verify
 
     app = typer.Typer(
         name="tilesmith",
@@ -23,7 +23,7 @@ def build():
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for command in (demo, doctor, explain, verify, bench, tune, optimize, codegen):
+    for command in (demo, doctor, explain, verify, bench, tune, optimize, train, generate, codegen):
         app.command(command.__name__.rpartition(".")[2])(command.command)
     return app
 

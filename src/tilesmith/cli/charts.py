@@ -1,4 +1,4 @@
-"""Charts of the demo."""
+"""Loss curves, of the demo and of training."""
 
 from __future__ import annotations
 
@@ -10,19 +10,40 @@ COLOURS = ("#8a8a8a", "#d1495b", "#2e86ab", "#3c887e")
 
 def loss_curves(losses: Mapping[str, Sequence[float]], folder: Path, title: str) -> list[Path]:
     """Draw one line a model, the first one wide so that an equal one shows; save loss.svg and loss.png."""
+    figure, axes = _loss_axes(title)
+    for i, (name, values) in enumerate(losses.items()):
+        wide = i == 0
+        axes.plot(range(1, len(values) + 1), values, label=name, color=COLOURS[i % 4], linewidth=5 if wide else 1.5)
+    return _saved(figure, axes, folder)
+
+
+def training_curves(losses: Sequence[float], validation: Mapping[int, float], folder: Path, title: str) -> list[Path]:
+    """Draw the training loss of each step, and the validation losses by step; save loss.svg and loss.png."""
+    figure, axes = _loss_axes(title)
+    axes.plot(range(1, len(losses) + 1), losses, label="training", color=COLOURS[0], linewidth=1, alpha=0.7)
+    axes.plot(
+        list(validation), list(validation.values()), label="validation", color=COLOURS[1], marker="o", markersize=4
+    )
+    return _saved(figure, axes, folder)
+
+
+def _loss_axes(title: str):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for i, (name, values) in enumerate(losses.items()):
-        wide = i == 0
-        axes.plot(range(1, len(values) + 1), values, label=name, color=COLOURS[i % 4], linewidth=5 if wide else 1.5)
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _saved(figure, axes, folder: Path) -> list[Path]:
+    from matplotlib import pyplot
+
+    axes.legend(frameon=False)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "loss.svg", folder / "loss.png"]
     for path in paths:

@@ -47,6 +47,9 @@ def command(
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the loss curves.")] = Path("tilesmith-demo"),
+    export: Annotated[
+        Path | None, typer.Option(help="Folder for the trained weights, as examples/webgpu wants them.")
+    ] = None,
 ) -> None:
     """Optimise a Llama model and show, on real text, that it computes the same, how fast, and in how much memory.
 
@@ -55,6 +58,8 @@ def command(
     needs("matplotlib", "bench", "drawing the loss curves")
     from tilesmith.cli import subject as subjects
 
+    if model is not None and export is not None:
+        refuse("--export writes the model that the demo makes; leave out --model")
     where = device_named(device)
     kind = dtype_named(dtype, where)
     source = _text(text)
@@ -79,6 +84,8 @@ def command(
     _kernels(models[OPTIMISED], subject, plan)
     _curves({name: run.losses for name, run in losses.items()}, out, text)
     _write(models[OPTIMISED], subject, seed)
+    if export is not None:
+        _export(models[OPTIMISED], subject, export)
     if not equal:
         raise typer.Exit(CHECK_FAILED)
 
@@ -277,6 +284,14 @@ def _write(model: nn.Module, subject: Subject, seed: int) -> None:
         style="dim",
         highlight=False,
     )
+
+
+def _export(model: nn.Module, subject: Subject, folder: Path) -> None:
+    from tilesmith.cli import subject as subjects
+    from tilesmith.cli.export import export
+
+    paths = export(folder, subject.config, model.state_dict(), subject.pairs, subjects.PROMPT)
+    console.print(f"the model: {', '.join(map(str, paths))}", highlight=False)
 
 
 def _progress() -> Progress:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.cli.text import BytePairs
+from tilesmith.cli.writing import sample
 from tilesmith.models import optimize
+from tilesmith.nn import DecoderConfig
 from tilesmith.rewrite import Report
 
 PROMPT = "The following example shows how"
@@ -49,7 +51,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Subject:
-    """A causal language model, how to optimise a copy of it, and its text as tokens [N], on the CPU."""
+    """A causal language model, how to optimise a copy of it, and its text as tokens [N], on the CPU.
+
+    config, pairs: the sizes and the byte pairs of a model that `build` made.
+    """
 
     name: str
     model: nn.Module
@@ -59,6 +64,8 @@ class Subject:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     new_tokens: int = 96
+    config: DecoderConfig | None = None
+    pairs: BytePairs | None = None
 
     @property
     def size(self) -> int:
@@ -77,7 +84,7 @@ class Subject:
         seen = [out.logits[0, -1].float().cpu()]
         prefill = time.perf_counter() - start
         for count in range(self.new_tokens):
-            ids.append(_sample(seen[-1], draw))
+            ids.append(sample(seen[-1], draw, temperature=0.8, top_k=40))
             progress(count + 1)
             if count + 1 < self.new_tokens:
                 step = torch.tensor([ids[-1:]], device=device)
@@ -100,9 +107,20 @@ def build(
     pairs = BytePairs.train(text, sizes.vocab, lambda size: progress(size, sizes.vocab))
     tokens = torch.tensor(pairs.encode(text))
     torch.manual_seed(seed)
-    made = _hugging_face_llama(sizes) if find_spec("transformers") else _own_llama(sizes)
+    config = _config(sizes)
+    made = _hugging_face_llama(sizes) if find_spec("transformers") else _own_llama(config)
     name, model, optimise = made
-    return Subject(name, model.to(device, dtype), optimise, tokens, sizes.vocab, pairs.encode, pairs.decode)
+    return Subject(
+        name,
+        model.to(device, dtype),
+        optimise,
+        tokens,
+        sizes.vocab,
+        pairs.encode,
+        pairs.decode,
+        config=config,
+        pairs=pairs,
+    )
 
 
 def load(folder: Path, text: str, device: torch.device, dtype: torch.dtype) -> Subject:
@@ -144,11 +162,9 @@ def _hugging_face_llama(sizes: Sizes) -> tuple[str, nn.Module, Callable[[nn.Modu
     return "LlamaForCausalLM of Hugging Face transformers", LlamaForCausalLM(config), optimise_in_place
 
 
-def _own_llama(sizes: Sizes) -> tuple[str, nn.Module, Callable[[nn.Module], tuple[nn.Module, str]]]:
-    from tilesmith.cli.own import OwnLlama
-    from tilesmith.nn import DecoderConfig
-
-    config = DecoderConfig(
+def _config(sizes: Sizes) -> DecoderConfig:
+    """The same Llama as the library's own decoder: transformers' defaults are DecoderConfig's."""
+    return DecoderConfig(
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.inter,
@@ -159,13 +175,12 @@ def _own_llama(sizes: Sizes) -> tuple[str, nn.Module, Callable[[nn.Module], tupl
         init_std=sizes.deviation,
     )
 
+
+def _own_llama(config: DecoderConfig) -> tuple[str, nn.Module, Callable[[nn.Module], tuple[nn.Module, str]]]:
+    from tilesmith.cli.own import OwnLlama
+
     def optimise(model: OwnLlama) -> tuple[nn.Module, str]:
         model.plain = False
         return model, "The decoder calls tilesmith.ops by itself; the original runs their references, plain PyTorch."
 
     return "the decoder of tilesmith.nn", OwnLlama(config, plain=True), optimise
-
-
-def _sample(logits: Tensor, draw: torch.Generator) -> int:
-    best = torch.topk(logits / 0.8, min(40, len(logits)))
-    return int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=draw)])

@@ -1,12 +1,13 @@
-"""Real text for the demo, and the small byte-pair encoding that turns it into tokens."""
+"""Real text, and the small byte-pair encoding that turns it into tokens."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 WORDS = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
@@ -25,6 +26,15 @@ def read(path: Path) -> str:
     if len(text) < 20_000:
         raise ValueError(f"{path} has {len(text)} characters; the demo needs at least 20,000 to train on")
     return text
+
+
+def read_all(paths: Sequence[Path]) -> str:
+    """UTF-8 files, one after the other. Raises OSError where one cannot be read, ValueError where one is empty."""
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    for path, text in zip(paths, texts):
+        if not text.strip():
+            raise ValueError(f"{path} holds no text")
+    return "\n".join(texts)
 
 
 class BytePairs:
@@ -97,6 +107,15 @@ class BytePairs:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.tokens[i] for i in ids).decode(errors="replace")
+
+    def save(self, path: Path) -> None:
+        """Write the merges, from which everything else follows, as JSON."""
+        path.write_text(json.dumps({"merges": self._pairs}), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> BytePairs:
+        """What `save` wrote."""
+        return cls(map(tuple, json.loads(path.read_text(encoding="utf-8"))["merges"]))
 
     def _add(self, pair: tuple[int, int]) -> int:
         self.tokens.append(self.tokens[pair[0]] + self.tokens[pair[1]])

@@ -54,7 +54,7 @@ def train(
         ids = windows(tokens, batch, length, draw).to(device)
         for name in names if step % 2 == 0 else names[::-1]:
             for group in optimizers[name].param_groups:
-                group["lr"] = rate * _schedule(step, steps)
+                group["lr"] = rate * learning_rate(step, steps, max(1, steps // 10))
             loss, spent = _step(models[name], optimizers[name], ids)
             runs[name].losses.append(loss)
             runs[name].seconds.append(spent)
@@ -68,9 +68,11 @@ def windows(tokens: Tensor, batch: int, length: int, draw: torch.Generator) -> T
     return tokens[starts + torch.arange(length)]
 
 
-def _schedule(step: int, steps: int) -> float:
-    rising = max(1, steps // 10)
-    return min((step + 1) / rising, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+def learning_rate(step: int, steps: int, warmup: int, floor: float = 0.0) -> float:
+    """The share of the highest rate at a step: it rises over `warmup` steps, then falls along a cosine to `floor`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return floor + (1 - floor) * (0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> tuple[float, float]:

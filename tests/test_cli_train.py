@@ -1,0 +1,379 @@
+"""`tilesmith train` and `generate`: a resumed run is the uninterrupted one, and bad input changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+typer_testing = pytest.importorskip("typer.testing")
+
+from tilesmith import cli  # noqa: E402
+from tilesmith import nn as layers  # noqa: E402
+from tilesmith.cli import charts, checkpoint, text, trainer, writing  # noqa: E402
+from tilesmith.cli.training import learning_rate  # noqa: E402
+from tilesmith.cli.windows import Windows, held_out  # noqa: E402
+
+SMALL = ("--hidden", 16, "--inter", 32, "--layers", 2, "--heads", 2, "--kv-heads", 1, "--vocab", 280)
+PLAN = ("--device", "cpu", "--batch", 2, "--length", 16, "--steps", 6, "--eval-windows", 4, "--accumulate", 2)
+
+
+def run(*arguments):
+    """Exit code and all output of `tilesmith ...`, in this process."""
+    result = typer_testing.CliRunner().invoke(cli.build(), [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.fixture(autouse=True)
+def _tools(missing):
+    for needed in ("matplotlib", "safetensors"):
+        if not find_spec(needed):
+            missing(f"{needed} is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch):
+    monkeypatch.setattr(charts, "training_curves", lambda *args: [])
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}; the cat sat on the mat, it’s said.\n" for i in range(80)))
+    return path
+
+
+@pytest.fixture
+def llama(tmp_path, missing):
+    """A folder with the config.json of a very small Llama."""
+    if not find_spec("transformers"):
+        missing("transformers is not installed")
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=300, attention_dropout=0.1).save_pretrained(
+        tmp_path / "llama"
+    )
+    return tmp_path / "llama"
+
+
+def train(out, *more):
+    code, output = run("train", "--out", out, *more)
+    assert code == 0, output
+    return output
+
+
+def weights(folder):
+    return checkpoint.load_tensors(folder / checkpoint.WEIGHTS)
+
+
+def assert_same_run(first, second):
+    """Weights, moments, random state, data position and history, all bit for bit."""
+    (a,), (b,) = (trainer.checkpoints(folder)[-1:] for folder in (first, second))
+    for name in (checkpoint.WEIGHTS, trainer.OPTIMIZER):
+        left, right = checkpoint.load_tensors(a / name), checkpoint.load_tensors(b / name)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[key], right[key]) for key in left)
+    states = [json.loads((folder / trainer.STATE).read_text()) for folder in (a, b)]
+    assert states[0] == states[1]
+    assert states[0]["step"] == 6
+
+
+@pytest.mark.parametrize("kind", ["own", "transformers"])
+def test_a_resumed_run_is_the_uninterrupted_one(kind, book, tmp_path, request):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    model = SMALL if kind == "own" else ("--model", request.getfixturevalue("llama") / "config.json")
+    first = train(whole, book, *model, *PLAN, "--eval-every", 2)
+    train(halves, book, *model, *PLAN, "--eval-every", 2, "--stop-at", 3)
+    assert [p.name for p in trainer.checkpoints(halves)] == ["step-000003"]
+    output = train(halves, "--resume", "--eval-every", 2, "--device", "cpu")
+    assert "3 of them done" in output
+    assert "step 6 of 6" in output
+    assert_same_run(whole, halves)
+    assert first.count("validation ") == 4  # steps 0, 2, 4, 6
+    losses = json.loads((whole / "step-000006" / trainer.STATE).read_text())["history"]["validation"]
+    assert losses["6"] < losses["0"]
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(whole / "step-000006").values()))
+
+
+def test_transformers_reads_what_train_wrote(book, tmp_path, missing):
+    if not find_spec("transformers"):
+        missing("transformers is not installed")
+    from transformers import AutoModelForCausalLM
+
+    train(tmp_path / "out", book, *SMALL, *PLAN, "--steps", 1)
+    ours = checkpoint.read(tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.tensor([ours.prompt("the cat")])
+    torch.testing.assert_close(ours.model.eval()(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_the_checkpoints_asked_for_stay(book, tmp_path):
+    train(tmp_path / "out", book, *SMALL, *PLAN, "--save-every", 1, "--keep", 2, "--no-optimize")
+    assert [p.name for p in trainer.checkpoints(tmp_path / "out")] == ["step-000005", "step-000006"]
+    (tmp_path / "out" / "step-000009.partial").mkdir()
+    (tmp_path / "out" / "step-000008").mkdir()  # without a state: not one of ours
+    assert trainer.checkpoints(tmp_path / "out")[-1].name == "step-000006"
+
+
+def test_a_run_can_be_made_longer(book, tmp_path):
+    train(tmp_path / "out", book, *SMALL, *PLAN, "--steps", 2)
+    assert run("train", "--out", tmp_path / "out", "--resume")[0] == 2
+    assert "step 3 of 3" in train(tmp_path / "out", "--resume", "--steps", 3, "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name at least one text file"),
+        (("no/such/text",), "no/such/text"),
+        (("EMPTY",), "holds no text"),
+        (("BOOK", "--length", 9999), "the text is too short: of its 2,014 tokens"),
+        (("BOOK", "--validation", 0.001), "the text is too short: of its"),
+        (("BOOK", "--validation", 1.0), "--validation is 1.0; it must be between 0 and 1"),
+        (("BOOK", "--rate", 0), "--rate is 0.0"),
+        (("BOOK", "--warmup", 7), "--warmup is 7, of --steps 6"),
+        (("BOOK", "--dtype", "float16"), "--dtype must be float32 or bfloat16, got 'float16'"),
+        (("BOOK", "--device", "gpu7"), "'gpu7' is no device"),
+        (("BOOK", "--heads", 3, "--kv-heads", 2), "the sizes of the model do not fit together: num_kv_heads is 2"),
+        (("BOOK", "--heads", 3, "--kv-heads", 3), "num_heads is 3, which does not divide hidden_size"),
+        (("BOOK", "--resume"), "holds no checkpoint"),
+        (("BOOK", "--model", "no/such/model"), "no/such/model holds no config.json"),
+        (("BOOK", "--model", "LLAMA"), "no file named model.safetensors"),
+        (("BOOK", "--model", "CONFIG", "--hidden", 8), "--hidden is for a new model"),
+        (("BOOK", "--model", "CONFIG", "--length", 4000), "the model has 2048 positions"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(arguments, message, book, llama, tmp_path):
+    (tmp_path / "empty").touch()
+    known = {"BOOK": book, "EMPTY": tmp_path / "empty", "LLAMA": llama, "CONFIG": llama / "config.json"}
+    named = [known.get(a, a) for a in arguments]
+    sizes = () if "--model" in arguments else SMALL
+    code, output = run("train", "--out", tmp_path / "out", *sizes, *PLAN, *named)
+    assert code == 2
+    assert message in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_in_it_is_not_trained_into(book, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    for out in (tmp_path / "out", book):
+        code, output = run("train", "--out", out, book, *SMALL, *PLAN)
+        assert code == 2
+        assert "is not an empty folder" in output
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(book, tmp_path):
+    from safetensors.torch import save_file
+
+    out = tmp_path / "out"
+    train(out, book, *SMALL, *PLAN, "--steps", 1)
+    more = ("--resume", "--steps", 2, "--device", "cpu")
+    other = tmp_path / "other.txt"
+    other.write_text("another text " * 400)
+    step = out / "step-000001"
+    before = {p: p.read_bytes() for p in step.iterdir()}
+
+    def refusal(*extra):
+        code, output = run("train", "--out", out, *more, *extra)
+        assert code == 2
+        assert sorted(p.name for p in out.glob("step-*")) == ["step-000001"]
+        return output
+
+    assert "is not the text that the run began with" in refusal(other)
+    assert "--rate belongs to the run that is resumed" in refusal("--rate", 0.5)
+    assert "--hidden belongs to the run that is resumed" in refusal("--hidden", 32)
+    for name in (checkpoint.WEIGHTS, trainer.OPTIMIZER):
+        tensors = checkpoint.load_tensors(step / name)
+        key = next(key for key in tensors if key.endswith("q_proj.weight") and "step" not in key)
+        (step / name).unlink()
+        save_file({**tensors, key: torch.zeros(3, 3)}, step / name)
+        assert "does not fit" in refusal()
+        (step / name).write_bytes(before[step / name][:100])
+        assert "is no whole safetensors file" in refusal()
+        (step / name).write_bytes(before[step / name])
+    (step / trainer.STATE).write_text("{")
+    assert "cannot be continued" in refusal()
+    (step / trainer.STATE).write_bytes(before[step / trainer.STATE])
+    train(out, *more)
+
+
+class Fixed(nn.Module):
+    """A model whose loss is the square of its only weight, or not finite."""
+
+    def __init__(self, factor: float = 1.0):
+        super().__init__()
+        self.weight, self.factor = nn.Parameter(torch.ones(2, 2)), factor
+
+    def forward(self, input_ids, labels, use_cache):
+        return SimpleNamespace(loss=self.factor * self.weight.square().sum() * input_ids.float().mean())
+
+
+def made(model, **changes):
+    values = {
+        "steps": 4,
+        "batch": 2,
+        "accumulate": 1,
+        "length": 4,
+        "rate": 0.1,
+        "warmup": 1,
+        "floor": 0.0,
+        "decay": 0.0,
+    }
+    values |= {"clip": 0.0, "seed": 0, "validation": 0.1, "eval_windows": 1, "dtype": "float32", "autocast": "none"}
+    plan = trainer.Plan(**{**values, "optimize": False, **changes})
+    language = checkpoint.LanguageModel(model, text.BytePairs(), None)
+    return trainer.Trainer(language, torch.ones(40, dtype=torch.long), torch.ones(1, 4, dtype=torch.long), plan)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    trained = made(Fixed(math.inf))
+    with pytest.raises(trainer.Diverged, match="step 1: the loss is inf"):
+        trained.advance()
+    assert trained.step == 0
+    assert torch.equal(trained.language.model.weight, torch.ones(2, 2))
+
+
+def test_micro_batches_add_up_to_a_batch():
+    runs = [made(Fixed(), batch=4), made(Fixed(), batch=2, accumulate=2), made(Fixed(), batch=1, accumulate=4)]
+    for trained in runs:
+        trained.advance()
+        trained.advance()
+    assert runs[0].history == runs[1].history == runs[2].history
+    assert runs[0].history.norm[0] == 4.0  # of 2 w, four of them
+    assert runs[0].history.rate == [0.1, 0.1]
+
+
+def test_the_gradient_is_clipped_and_only_matrices_decay():
+    trained = made(Fixed(), clip=1.0, decay=0.5)
+    trained.advance()
+    assert trained.history.norm == [4.0]
+    (state,) = trained.optimizer.state.values()
+    assert torch.allclose(state["exp_avg"], torch.full((2, 2), 0.1 * 0.5))  # a norm of 1, spread over four
+    assert [group["weight_decay"] for group in trained.optimizer.param_groups] == [0.5]
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [learning_rate(step, 20, warmup=5, floor=0.1) for step in range(20)]
+    assert rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert learning_rate(20, 20, warmup=5, floor=0.1) == pytest.approx(0.1)
+
+
+def test_an_epoch_has_every_window_once_and_another_order_than_the_next():
+    epochs = [Windows(torch.arange(100), 8, seed=3, epoch=epoch)._starts.tolist() for epoch in range(2)]
+    for starts in epochs:
+        assert sorted(starts) == list(range(min(starts), 93, 8))
+        assert min(starts) < 8
+    assert epochs[0] != epochs[1]
+    taken = Windows(torch.arange(100), 8, seed=3).take(len(epochs[0]) + 2)
+    assert taken[:, 0].tolist() == epochs[0] + epochs[1][:2]
+
+
+def test_windows_continue_where_they_were():
+    tokens = torch.arange(50)
+    straight, first = Windows(tokens, 7, seed=1), Windows(tokens, 7, seed=1)
+    expected = [straight.take(4) for _ in range(5)]
+    found = [first.take(4) for _ in range(2)]
+    second = Windows(tokens, 7, seed=1, epoch=first.epoch, position=first.position)
+    found += [second.take(4) for _ in range(3)]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    assert Windows(tokens[:7], 7, seed=1).take(3).tolist() == [list(range(7))] * 3
+    assert held_out(tokens, 7, 3).tolist() == torch.arange(21).view(3, 7).tolist()
+
+
+def test_byte_pairs_are_saved(tmp_path):
+    pairs = text.BytePairs.train("the cat and the hat, " * 9, 270)
+    pairs.save(tmp_path / "pairs.json")
+    again = text.BytePairs.load(tmp_path / "pairs.json")
+    assert again.tokens == pairs.tokens
+    assert again.encode("the cat’s hat") == pairs.encode("the cat’s hat")
+
+
+@pytest.fixture
+def trained(book, tmp_path):
+    train(tmp_path / "out", book, *SMALL, *PLAN, "--steps", 2)
+    return tmp_path / "out"
+
+
+def test_the_likeliest_tokens_are_those_of_the_library_s_own_loop(trained):
+    language = checkpoint.read(trained)
+    ids = language.prompt("the cat")
+    expected = layers.generate(language.model.decoder.eval(), torch.tensor([ids]), 12)[0].tolist()
+    greedy = writing.continued(language.model, ids, 12, lambda logits: writing.sample(logits, None, temperature=0))
+    assert list(greedy) == expected
+    code, output = run("generate", trained, "-p", "the cat", "-n", 12, "--temperature", 0, "--device", "cpu")
+    assert code == 0
+    assert " ".join(language.tokenizer.decode(ids + expected).split()) in output
+    assert "tokens/s" in output
+
+
+def test_a_seed_makes_it_write_the_same(trained):
+    def written(*more):
+        return run("generate", trained, "-p", "the", "-n", 20, "--device", "cpu", *more)[1].partition("first token")[0]
+
+    assert written("--seed", 4) == written("--seed", 4, "--no-optimize")
+    assert written("--seed", 4) != written("--seed", 5)
+
+
+def test_generate_reads_a_hugging_face_checkpoint(llama, book, missing):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    LlamaForCausalLM(LlamaConfig.from_pretrained(llama)).save_pretrained(llama)
+    words = Tokenizer(models.WordLevel({"<s>": 0, "the": 1, "cat": 2, "sat": 3, "?": 4}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="?").save_pretrained(llama)
+    code, output = run("generate", llama, "-p", "the cat", "-n", 5, "--device", "cpu", "--seed", 1)
+    assert code == 0, output
+    assert output.startswith("the cat")
+    train(llama.parent / "out", book, "--model", llama, *PLAN, "--steps", 1)
+    assert run("generate", llama.parent / "out", "-p", "the cat", "-n", 5, "--device", "cpu")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no/such/folder", "-p", "x"), "no/such/folder holds no config.json"),
+        (("OUT", "-p", ""), "--prompt is empty"),
+        (("OUT", "-p", "x", "-n", 5000), "the model has 2048 positions"),
+        (("OUT", "-p", "x", "--top-p", 0), "--top-p is 0.0"),
+        (("OUT", "-p", "x", "--dtype", "float33"), "'float33' is no dtype"),
+    ],
+)
+def test_generate_says_what_is_wrong(arguments, message, trained):
+    code, output = run("generate", "--device", "cpu", *(trained if a == "OUT" else a for a in arguments))
+    assert code == 2
+    assert message in output
+
+
+def test_draws_are_from_the_tokens_asked_for():
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
+    drawn = lambda **how: {writing.sample(logits, draw, **how) for _ in range(200)}  # noqa: E731
+    assert drawn() == {0, 1, 2, 3}
+    assert drawn(top_k=2) == {1, 3}
+    assert drawn(top_p=0.79) == {1, 3}
+    assert drawn(top_p=0.81) == {1, 2, 3}
+    assert drawn(top_p=0.01) == drawn(temperature=0.0) == drawn(top_k=1) == {1}
+
+
+def test_characters_are_told_whole():
+    pairs = text.BytePairs()
+    ids = pairs.encode("aé’b")
+    spelling = writing.Spelling(pairs.decode, ids[:1])
+    told = [spelling.add(i) for i in ids[1:]]
+    assert "".join(told) == "é’b"
+    assert told == ["", "é", "", "", "’", "b"]
+    half = writing.Spelling(pairs.decode, [])
+    assert half.add(ids[1]) == ""
+    assert half.rest() == "\ufffd"
