@@ -193,5 +193,4 @@ def held(x: Tensor | None) -> int:
 def computed_in(x: Tensor) -> torch.dtype:
     """The dtype that autocast, where it is on, makes of x's."""
     kind = x.device.type
-    casts = x.dtype.itemsize <= 4 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if casts else x.dtype
+    return torch.get_autocast_dtype(kind) if x.dtype.itemsize <= 4 and torch.is_autocast_enabled(kind) else x.dtype

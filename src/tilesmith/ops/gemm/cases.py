@@ -79,7 +79,7 @@ def _shapes(**options: object) -> list[Case]:
         Case("no_bias", _linear(9, 16, 8, bias=False, **options), SMALL),
         Case("one_row", _linear((), 16, 24, **options), SMALL),
         Case("one_feature", _linear(5, 1, 7, **options), SMALL),
-        Case("one_output", _linear(5, 33, 1, **options), SMALL),
+        Case("one_output", _linear(7, 33, 1, **options), SMALL),
         Case("no_rows", _linear((2, 0), 16, 8, **options), SMALL),
         Case("no_outputs", _linear(3, 16, 0, **options), SMALL),
         Case("no_features", _linear(3, 0, 5, **options), SMALL),
