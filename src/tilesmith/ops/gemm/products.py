@@ -9,7 +9,7 @@ from tilesmith.ops.gemm.reference import flat
 
 
 def near(x: Tensor) -> Tensor:
-    """x [M, K]; a packed copy where its rows lie so far apart that a 32-bit offset, cuBLAS's, does not reach the last."""
+    """x [M, K]; a packed copy where its rows lie so far apart that a 32-bit offset, as cuBLAS has, is too short."""
     far = x.ndim == 2 and x.shape[0] * x.stride(0) > 2**31 - 1 and not x.is_contiguous()
     return x.contiguous() if far else x
 
