@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
-from tilesmith.engine.launch import cdiv
+from tilesmith.engine.launch import cdiv, next_power_of_2
 from tilesmith.engine.replay import each_time
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
@@ -22,31 +22,37 @@ from tilesmith.ops.attn.hopper_backward import (
 )
 from tilesmith.ops.attn.hopper_forward import attention_fwd_kernel
 from tilesmith.ops.attn.hopper_gluon import TensorDescriptor, gl
+from tilesmith.ops.attn.hopper_packed import key_tiles, query_tiles
 
 LOG2E = 1.4426950408889634
 _CAUSAL = list(inspect.signature(reference.attention).parameters).index("causal")
 _VJP = list(inspect.signature(reference.attention_vjp).parameters)
-_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_TILES = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (4, 5)}
 _PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def rejects(call) -> list[str]:
-    """Why the Hopper kernels cannot serve a call of attention or attention_vjp."""
+    """Why the Hopper kernels cannot serve a call of attention."""
+    reasons = _reasons(call)
+    if any(cols % 8 or not 64 <= cols <= 256 for cols in (call.q.cols, call.v.cols)):
+        reasons.append(f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256 are served")
+    return reasons
+
+
+def _reasons(call) -> list[str]:
     reasons = []
     if call.arch.capability != (9, 0):
         reasons.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
     if call.q.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"q is {call.q.dtype}; float16 and bfloat16 are served")
-    if call.q.cols not in (64, 128) or call.v.cols != call.q.cols:
-        reasons.append(
-            f"the head dims are {call.q.cols} and {call.v.cols}; 64 and 128, the same for q and v, are served"
-        )
     for name in ("q", "k", "v"):
         if not getattr(call, name).unit:
             reasons.append(f"{name} has a last stride other than 1")
     for name, what in _UNSERVED.items():
         if getattr(call, name) is not None:
             reasons.append(f"{name}: {what}")
+    if call.kv_lengths is not None and call.cu_seqlens_q is None:
+        reasons.append("kv_lengths: without cu_seqlens_q all keys count")
     return reasons
 
 
@@ -55,8 +61,6 @@ _UNSERVED = {
     "mask": "only causal and window masks are known",
     "alibi": "scores know no distance",
     "seed": "nothing is dropped",
-    "cu_seqlens_q": "packed documents are not walked",
-    "kv_lengths": "all keys count",
     "prefix_lengths": "only causal and window masks are known",
     "q_documents": "only causal and window masks are known",
     "block_offsets": "block lists are not walked",
@@ -69,21 +73,22 @@ _UNSERVED = {
 
 def rejects_vjp(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention_vjp."""
-    reasons = rejects(call)
+    reasons = _reasons(call)
+    if call.q.cols % 8 or not 64 <= call.q.cols <= 128 or call.v.cols != call.q.cols:
+        reasons.append(
+            f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 128, one for all, are served"
+        )
     if call.deterministic:
         reasons.append("deterministic: parts of dq are added in the order in which they come")
     return reasons
 
 
 class HopperConfig(NamedTuple):
-    """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
-    dynamic: tiles come from a counter. polynomial: a quarter of the powers goes to the multipliers."""
+    """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight."""
 
     consumers: int
     block_n: int
     stages: int
-    dynamic: bool
-    polynomial: bool = False
 
 
 def _dims(*args) -> dict[str, int]:
@@ -95,20 +100,16 @@ def _dims(*args) -> dict[str, int]:
 
 
 def _default(dims, arch, dtype) -> HopperConfig:
-    # H200, bf16, hidden 2048, TFLOP/s of 1k / 4k / 16k keys: D 128 full in fixed order 573 / 682 / 720, from a counter
-    # 576 / 686 / 686; causal 421 / 594 / 582 and 422 / 595 / 658. D 64 full with three consumers 425 / 499 / 509, two
-    # 419 / 470 / 458; causal 232 / 387 / 470 and 292 / 397 / 425. The polynomial takes 1 to 10 % everywhere.
+    # H200, bf16, hidden 2048, TFLOP/s of 1k / 4k / 16k keys at head dim 64: three consumers 447 / 557 / 567, two
+    # 437 / 474 / 463; with a causal mask 249 / 417 / 511 and 319 / 429 / 467.
     causal = dims["causal"] > 1
-    if dims["dim"] == 128:
-        return HopperConfig(2, 128, 2, causal)
-    return HopperConfig(2 if causal and dims["keys"] < 8192 else 3, 128, 3, True)
+    wide = max(dims["dim"], dims["value_dim"])
+    if wide > 64:
+        return HopperConfig(2, 128 if wide <= 128 else 64, 2)
+    return HopperConfig(2 if causal and dims["keys"] < 8192 else 3, 128, 3)
 
 
-SPACE = Space(
-    default=_default,
-    dims=_dims,
-    choices={"consumers": (2, 3), "dynamic": (False, True), "polynomial": (False, True)},
-)
+SPACE = Space(default=_default, dims=_dims, choices={"consumers": (2, 3), "stages": (2, 3)})
 
 
 @register_kernel("attention", backend="hopper", rank=25, rejects=rejects)
@@ -153,7 +154,7 @@ def attention(
     """One program a multiprocessor, each with many tiles of queries."""
     batch, heads, tokens, dim = q.shape
     keys = k.shape[2]
-    out = reference.out_like(q, dim)
+    out = reference.out_like(q, v.shape[3])
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
@@ -161,35 +162,36 @@ def attention(
         lse.copy_(lse.new_full((), float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None])
         return out.zero_(), lse
     arch = arch_of(q.device)
-    left, right, has_left, has_right = _window(tokens, keys, causal, window_left, window_right)
+    window = left, right, has_left, has_right = _window(tokens, keys, causal, window_left, window_right)
     block_m = 64 * config.consumers
-    blocks = cdiv(tokens, block_m)
+    blocks, table, packed = cdiv(tokens, block_m), None, cu_seqlens_q is not None
+    if packed:
+        table, blocks = query_tiles(cu_seqlens_q, cu_seqlens_k, kv_lengths, tokens, keys, window, block_m)
     tiles = blocks * batch * heads
     programs = min(arch.sms, tiles)
-    dynamic = config.dynamic and programs < tiles
+    dynamic = programs < tiles
     scale = dim**-0.5 if scale is None else scale
+    wide, value_wide = _columns(q), _columns(v)
     launch(
         attention_fwd_kernel,
         (programs,),
-        descriptor(q, 64), descriptor(k, config.block_n), descriptor(v, config.block_n), descriptor(out, 64),
-        lse, sinks, counter(q.device) if dynamic else None,
+        descriptor(q, 64, packed), descriptor(k, config.block_n, packed), descriptor(v, config.block_n, packed),
+        descriptor(out, 64, packed), lse, sinks, counter(q.device) if dynamic else None, table,
         tokens, keys, heads, blocks, batch * heads, section(k, heads, arch), left, right, heads // k.shape[1],
         scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
         LEFT=has_left, RIGHT=has_right,
-        WHOLE=not has_left and not has_right and keys % config.block_n == 0, DYNAMIC=dynamic,
-        BN=config.block_n, D=dim, CONSUMERS=config.consumers, STAGES=config.stages, SOFTCAP=softcap > 0.0,
-        POLYNOMIAL=config.polynomial, num_warps=4,
+        WHOLE=not (has_left or has_right or packed) and keys % config.block_n == 0, DYNAMIC=dynamic,
+        BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,
+        SOFTCAP=softcap > 0.0, num_warps=4,
     )  # fmt: skip
     return out, lse
 
 
 class HopperVjpConfig(NamedTuple):
-    """stages: tiles of queries in flight. split: consumers tell each other that ds is there before they wait for it.
-    dynamic: tiles come from a counter."""
+    """stages: tiles of queries in flight. split: consumers tell each other that ds is there before they wait for it."""
 
     stages: int
     split: bool
-    dynamic: bool
 
 
 def _dims_vjp(*args) -> dict[str, int]:
@@ -202,13 +204,11 @@ def _dims_vjp(*args) -> dict[str, int]:
 
 def _default_vjp(dims, arch, dtype) -> HopperVjpConfig:
     # H200, 16k keys, TFLOP/s: D 128 causal 597 split, 547 not, full 572 and 582; D 64 is never faster split
-    wide = dims["dim"] == 128
-    return HopperVjpConfig(2 if wide else 3, wide and dims["causal"] > 1, True)
+    wide = dims["dim"] > 64
+    return HopperVjpConfig(2 if wide else 3, wide and dims["causal"] > 1)
 
 
-SPACE_VJP = Space(
-    default=_default_vjp, dims=_dims_vjp, choices={"stages": (2, 3), "split": (False, True), "dynamic": (False, True)}
-)
+SPACE_VJP = Space(default=_default_vjp, dims=_dims_vjp, choices={"stages": (2, 3), "split": (False, True)})
 
 
 @register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp)
@@ -273,44 +273,48 @@ def attention_vjp(
     elif dout.stride(3) != 1:
         dout = dout.contiguous()
     arch = arch_of(q.device)
-    left, right, has_left, has_right = _window(tokens, keys, causal, window_left, window_right)
-    shift = keys - tokens
+    window = left, right, has_left, has_right = _window(tokens, keys, causal, window_left, window_right)
+    packed, blocks, table = cu_seqlens_q is not None, None, None
     # queries that see nothing and keys that nobody sees may hold NaN: no tile touches them
-    q_begin = max(0, -shift - right) if has_right else 0
-    k_begin = max(0, shift - left) if has_left else 0
+    q_begin = max(0, tokens - keys - right) if has_right and not packed else 0
+    k_begin = max(0, keys - tokens - left) if has_left and not packed else 0
     if q_begin:
         dq[:, :, :q_begin].zero_()
     if k_begin:
         dk[:, :, :k_begin].zero_()
         dv[:, :, :k_begin].zero_()
     q_blocks, k_blocks = cdiv(tokens - q_begin, 64), cdiv(keys - k_begin, 128)
+    if packed:
+        blocks, table, q_blocks, k_blocks = key_tiles(cu_seqlens_q, cu_seqlens_k, kv_lengths, tokens, keys, window)
+    wide = _columns(q)
     rows = lse.new_empty(2, batch * heads, q_blocks * 64)
-    parts = lse.new_empty(batch * heads * q_blocks * dim // 4, 256)
+    parts = lse.new_empty(batch * heads * q_blocks * wide // 4, 256)
     launch(
         attention_rows_kernel, (batch * heads * q_blocks,),
-        out, dout, lse, dlse, rows[0], rows[1], parts, out.stride(), dout.stride(),
-        None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, D=dim, num_warps=4,
+        out, dout, lse, dlse, rows[0], rows[1], parts, blocks, out.stride(), dout.stride(),
+        None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, DIM=dim, D=wide, num_warps=4,
     )  # fmt: skip
     scale = dim**-0.5 if scale is None else scale
     tiles = k_blocks * batch * kv_heads
     programs = min(arch.sms, tiles)
-    dynamic = config.dynamic and programs < tiles
+    dynamic = programs < tiles
     launch(
         attention_dkv_kernel, (programs,),
-        descriptor(q, 64), descriptor(k, 128), descriptor(v, 128), descriptor(dout, 64),
-        TensorDescriptor(parts, list(parts.shape), [256, 1], [dim // 8, 256], _PARTS),
-        descriptor(dk, 64), descriptor(dv, 64), rows[0], rows[1], counter(q.device) if dynamic else None,
+        descriptor(q, 64, packed), descriptor(k, 128, packed), descriptor(v, 128, packed), descriptor(dout, 64, packed),
+        TensorDescriptor(parts, list(parts.shape), [256, 1], [wide // 8, 256], _PARTS),
+        descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1],
+        counter(q.device) if dynamic else None, table,
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads, section_vjp(q, kv_heads, arch),
         left, right,
         scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E, scale,
         GROUP=heads // kv_heads, LEFT=has_left, RIGHT=has_right,
-        TAIL=(keys - k_begin) % 128 != 0, DYNAMIC=dynamic, SPLIT=config.split, D=dim,
+        TAIL=packed or (keys - k_begin) % 128 != 0, DYNAMIC=dynamic, SPLIT=config.split, D=wide,
         STAGES=config.stages, SOFTCAP=softcap > 0.0, num_warps=4,
     )  # fmt: skip
     if output_mask[0]:
         launch(
             attention_dq_kernel, (batch * heads * q_blocks,),
-            parts, dq, dq.stride(), heads, tokens, q_begin, q_blocks, scale, D=dim, num_warps=4,
+            parts, dq, blocks, dq.stride(), heads, tokens, q_begin, q_blocks, scale, DIM=dim, D=wide, num_warps=4,
         )  # fmt: skip
     if wants_sinks:
         launch(
@@ -327,14 +331,24 @@ def _window(tokens: int, keys: int, causal: bool, left: int, right: int) -> tupl
     return left, right, 0 <= left < keys - 1, 0 <= right < max(tokens - 1, 1)
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+def _columns(x: Tensor) -> int:
+    """The columns of a tile of x: its head dim up to 64, 128 or 256; the accelerator fills in zeros."""
+    return max(64, next_power_of_2(x.shape[3]))
+
+
+def descriptor(x: Tensor, rows: int, packed: bool = False) -> TensorDescriptor:
     """x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows; of a copy, where its strides do not
-    suit it."""
+    suit it. packed: coordinates are those of `hopper_gluon.corner`."""
     if x.data_ptr() % 16 or any(n > 1 and (s <= 0 or s % 8) for n, s in zip(x.shape[:3], x.stride()[:3])):
         x = x.clone(memory_format=torch.contiguous_format)
     # the stride of a dim of size 1 is never used, but must be legal
     strides = [s if n > 1 else 8 for n, s in zip(x.shape[:3], x.stride()[:3])]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, x.shape[3]], _TILE)
+    shape, block = list(x.shape), [1, 1, rows, _columns(x)]
+    if packed:
+        _, head, token = strides
+        strides = [2**34 - token, token, head, token]
+        shape, block = [2**31 - 2**16, 2**31 - 2**16, shape[1], 2**30, shape[3]], [1, *block]
+    return TensorDescriptor(x, shape, [*strides, 1], block, _TILES[len(shape)])
 
 
 def section(k: Tensor, heads: int, arch) -> int:

@@ -10,23 +10,27 @@ Scores live in units of log 2.
 import triton
 import triton.language as tl
 
-from tilesmith.ops.attn.hopper_forward import bend, draw, follow, tickets
+from tilesmith.ops.attn.hopper_forward import before, bend, draw, holds, tickets
 from tilesmith.ops.attn.hopper_gluon import (
     aggregate,
     arrive,
+    at,
     barriers,
     bulk_add,
     bulk_load,
     bulk_store,
     bulk_wait,
+    corner,
     fence,
     gl,
     gluon,
+    inside,
     load_row,
     meet,
     mma,
     mma_wait,
     reinterpret,
+    tiles_of,
     wait,
 )
 
@@ -34,11 +38,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _block_rows(blocks_ptr, block, tokens, begin):
+    """The 64 tokens of a block, and where they end: from `begin` on, or of packed documents (`key_tiles_kernel`)."""
+    lane = tl.arange(0, 64)
+    rows, end = begin + block * 64 + lane, tokens
+    if blocks_ptr is not None:
+        held = block < tl.load(blocks_ptr)
+        entry = blocks_ptr + (block + 1) * 2
+        rows, end = tl.load(entry, mask=held, other=0) + lane, tl.load(entry + 1, mask=held, other=0)
+    return rows, end
+
+
+@triton.jit
 def attention_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dq_ptr, out_strides, dout_strides, dlse_strides,
-    heads, tokens, begin, blocks, D: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dq_ptr, blocks_ptr,
+    out_strides, dout_strides, dlse_strides, heads, tokens, begin, blocks, DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """For 64 queries from `begin` on: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
+    """For 64 queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
     makes its p 0); delta = sum(out * dout) - dlse; and zeros for their part of dq."""
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
@@ -46,14 +62,15 @@ def attention_rows_kernel(
     head = (head_row % heads).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * 64
     lane = tl.arange(0, 64)
-    rows = begin + block * 64 + lane
-    held = rows < tokens
+    rows, end = _block_rows(blocks_ptr, block, tokens, begin)
+    held = rows < end
     cols = tl.arange(0, D)[None, :]
     long_rows = rows.to(tl.int64)
     out_ptr += batch * out_strides[0] + head * out_strides[1]
     dout_ptr += batch * dout_strides[0] + head * dout_strides[1]
-    out = tl.load(out_ptr + (long_rows * out_strides[2])[:, None] + cols, mask=held[:, None], other=0.0)
-    dout = tl.load(dout_ptr + (long_rows * dout_strides[2])[:, None] + cols, mask=held[:, None], other=0.0)
+    there = held[:, None] & (cols < DIM)
+    out = tl.load(out_ptr + (long_rows * out_strides[2])[:, None] + cols, mask=there, other=0.0)
+    dout = tl.load(dout_ptr + (long_rows * dout_strides[2])[:, None] + cols, mask=there, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     lse = tl.load(lse_ptr + head_row.to(tl.int64) * tokens + rows, mask=held, other=float("-inf"))
     if dlse_ptr is not None:
@@ -66,7 +83,9 @@ def attention_rows_kernel(
 
 
 @triton.jit
-def attention_dq_kernel(parts_ptr, dq_ptr, dq_strides, heads, tokens, begin, blocks, scale, D: tl.constexpr):
+def attention_dq_kernel(
+    parts_ptr, dq_ptr, blocks_ptr, dq_strides, heads, tokens, begin, blocks, scale, DIM: tl.constexpr, D: tl.constexpr
+):
     """dq of 64 queries from what the main kernel added up, which lies in the order of its registers: half of the
     columns, group of 8 columns, warp, row of 8, pair of columns, upper or lower 8 rows, column."""
     head_row = tl.program_id(0) // blocks
@@ -74,10 +93,11 @@ def attention_dq_kernel(parts_ptr, dq_ptr, dq_strides, heads, tokens, begin, blo
     x = tl.load(parts_ptr + tl.program_id(0).to(tl.int64) * (64 * D) + tl.arange(0, 64 * D)) * scale
     x = tl.reshape(x, [2, D // 16, 4, 8, 4, 2, 2])
     x = tl.reshape(tl.permute(x, (2, 5, 3, 0, 1, 4, 6)), [64, D])
-    rows = begin + block * 64 + tl.arange(0, 64)
+    rows, end = _block_rows(blocks_ptr, block, tokens, begin)
     dq_ptr += (head_row // heads).to(tl.int64) * dq_strides[0] + (head_row % heads).to(tl.int64) * dq_strides[1]
-    dq_ptr += (rows.to(tl.int64) * dq_strides[2])[:, None] + tl.arange(0, D)[None, :]
-    tl.store(dq_ptr, x.to(dq_ptr.dtype.element_ty), mask=(rows < tokens)[:, None])
+    cols = tl.arange(0, D)[None, :]
+    dq_ptr += (rows.to(tl.int64) * dq_strides[2])[:, None] + cols
+    tl.store(dq_ptr, x.to(dq_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < DIM))
 
 
 @triton.jit
@@ -102,7 +122,8 @@ class KeyWalk:
 
     q_begin, k_begin: the first query and key of the first tiles; those before see nothing, or nobody sees them, and
     they may hold NaN. q_blocks, k_blocks: tiles of a head. rows: batch * kv heads. section: how many kv heads are
-    worked on together, so that what they stream stays in L2. left, right: the window.
+    worked on together, so that what they stream stays in L2. left, right: the window. PACKED: sizes and beginnings are
+    those of one document at a time.
     """
 
     tokens: gl.tensor
@@ -120,35 +141,54 @@ class KeyWalk:
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     DYNAMIC: gl.constexpr
+    PACKED: gl.constexpr
     D: gl.constexpr
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right,
-        GROUP, LEFT, RIGHT, DYNAMIC, D, STAGES,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, D, STAGES,
     ):  # fmt: skip
         self.tokens, self.keys, self.kv_heads, self.q_begin, self.k_begin = tokens, keys, kv_heads, q_begin, k_begin
         self.q_blocks, self.k_blocks, self.rows, self.section = q_blocks, k_blocks, rows, section
         self.left, self.right = left, right
         self.GROUP, self.LEFT, self.RIGHT = gl.constexpr(GROUP), gl.constexpr(LEFT), gl.constexpr(RIGHT)
-        self.DYNAMIC, self.D, self.STAGES = gl.constexpr(DYNAMIC), gl.constexpr(D), gl.constexpr(STAGES)
+        self.DYNAMIC, self.PACKED = gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
+        self.D, self.STAGES = gl.constexpr(D), gl.constexpr(STAGES)
 
     @gluon.jit
-    def tile(self, number):
-        """First key, batch and kv head of a tile. Sections of heads one after another; in each the first keys of all
-        its heads first, which a causal mask shows to the most queries."""
+    def tile(self, number, table):
+        """First key and kv head of a tile, the places of its keys and of its queries (`corner`), its first block of
+        queries, and the same walk over its document. Sections of heads one after another; in each the first keys of
+        all its heads first, which a causal mask shows to the most queries."""
         behind = number // (self.section * self.k_blocks)
         inside = number - behind * (self.section * self.k_blocks)
         width = gl.minimum(self.section, self.rows - behind * self.section)
         block = inside // width
         row = behind * self.section + inside - block * width
         batch = row // self.kv_heads
-        return self.k_begin + block * 128, batch, row - batch * self.kv_heads
+        kv_head = row - batch * self.kv_heads
+        place = row * self.GROUP * self.q_blocks
+        found = (self.k_begin + block * 128, kv_head, batch, batch, place, self)
+        if self.PACKED:
+            entry = table + (block + 1) * 8
+            walk = self.within(gl.load(entry + 3), gl.load(entry + 1), gl.load(entry + 5), gl.load(entry + 7))
+            found = (gl.load(entry), kv_head, gl.load(entry + 2), gl.load(entry + 4), place + gl.load(entry + 6), walk)
+        return found
+
+    @gluon.jit
+    def within(self, tokens, keys, q_begin, q_blocks):
+        """The same for a document of so many tokens and keys, and with so many blocks of queries from q_begin on."""
+        return KeyWalk(
+            tokens, keys, self.kv_heads, q_begin, self.k_begin, q_blocks, self.k_blocks, self.rows, self.section,
+            self.left, self.right, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC, self.PACKED, self.D, self.STAGES,
+        )  # fmt: skip
 
     @gluon.jit
     def span(self, start):
-        """The first block of queries that a tile of keys meets, and how many: at least one, where all may be hidden."""
+        """The first block of queries that a tile of keys meets, and how many: at least one, where all may be hidden,
+        or none of keys that nobody sees."""
         shift = self.keys - self.tokens
         first = self.q_blocks * 0
         end = self.q_blocks
@@ -156,29 +196,43 @@ class KeyWalk:
             first = gl.minimum(gl.maximum(start - shift - self.right - self.q_begin, 0) // 64, self.q_blocks - 1)
         if self.LEFT:
             end = gl.minimum(end, (gl.maximum(start + 128 - shift + self.left - self.q_begin, 0) + 63) // 64)
-        return first, gl.maximum(end - first, 1)
+        blocks = gl.maximum(end - first, 1)
+        if self.PACKED:
+            blocks = gl.where(self.q_blocks == 0, 0, blocks)
+        return first, blocks
 
 
-_START, _BATCH, _KV_HEAD, _BLOCKS, _EDGE, _PLACE, _LIMIT = (gl.constexpr(i) for i in range(7))
+_START, _KEYS_AT, _KV_HEAD, _BLOCKS, _EDGE, _PLACE, _LIMIT = (gl.constexpr(i) for i in range(7))
 
 
 @gluon.jit
-def _produce(parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter):
+def _load_pair(parts, walk, k_desc, v_desc, place, kv_head, start, turn):
+    """A tile's keys and values."""
+    tickets, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
+    there = corner(place, kv_head, start, walk.keys, walk.PACKED)
+    wait(kv_empty.index(0), (turn & 1) ^ 1)
+    bulk_load(k_desc, there, kv_full.index(0), k)
+    wait(kv_empty.index(1), (turn & 1) ^ 1)
+    bulk_load(v_desc, there, kv_full.index(1), v)
+
+
+@gluon.jit
+def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table):
     tickets, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lane = gl.arange(0, 64, LANES)
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
-    tiles = walk.k_blocks * walk.rows
+    tiles = whole.k_blocks * whole.rows
     while number < tiles:
-        start, batch, kv_head = walk.tile(number)
+        start, kv_head, k_place, q_place, place, walk = whole.tile(number, table)
         first, blocks = walk.span(start)
         head = kv_head * walk.GROUP
-        place = (batch * walk.kv_heads * walk.GROUP + head) * walk.q_blocks + first
+        place += first
         tickets.open(turn)
-        tickets.write(turn, _START, start)
-        tickets.write(turn, _BATCH, batch)
+        tickets.write(turn, _START, inside(start, walk.keys, walk.PACKED))
+        tickets.write(turn, _KEYS_AT, k_place)
         tickets.write(turn, _KV_HEAD, kv_head)
         tickets.write(turn, _BLOCKS, blocks)
         edge = walk.q_begin + first * 64 + (walk.keys - walk.tokens) - start
@@ -186,26 +240,26 @@ def _produce(parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr,
         tickets.write(turn, _PLACE, place)
         tickets.write(turn, _LIMIT, walk.keys - start)
         tickets.close(turn)
+        if walk.PACKED and blocks == 0:
+            _load_pair(parts, walk, k_desc, v_desc, k_place, kv_head, start, turn)
         for member in range(walk.GROUP):
             for i in range(blocks):
                 row = walk.q_begin + (first + i) * 64
+                there = corner(q_place, head + member, row, walk.tokens, walk.PACKED)
                 s = count % walk.STAGES
                 wait(q_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
-                bulk_load(q_desc, [batch, head + member, row, 0], q_full.index(s), q.index(s))
+                bulk_load(q_desc, there, q_full.index(s), q.index(s))
                 load_row(lse_ptr + (place + i) * 64 + lane, q_full.index(s), lse.index(s))
                 if member + i == 0:
-                    wait(kv_empty.index(0), (turn & 1) ^ 1)
-                    bulk_load(k_desc, [batch, kv_head, start, 0], kv_full.index(0), k)
-                    wait(kv_empty.index(1), (turn & 1) ^ 1)
-                    bulk_load(v_desc, [batch, kv_head, start, 0], kv_full.index(1), v)
-                bulk_load(dout_desc, [batch, head + member, row, 0], dout_full.index(s), dout.index(s))
+                    _load_pair(parts, walk, k_desc, v_desc, k_place, kv_head, start, turn)
+                bulk_load(dout_desc, there, dout_full.index(s), dout.index(s))
                 load_row(delta_ptr + (place + i) * 64 + lane, dout_full.index(s), delta.index(s))
                 count += 1
-            place += walk.q_blocks
-        if walk.DYNAMIC:
+            place += whole.q_blocks
+        if whole.DYNAMIC:
             number = draw(counter, tiles)
         else:
-            number = follow(number, turn)
+            number = tiles
         turn += 1
     tickets.open(turn)
     tickets.write(turn, _START, -1)
@@ -216,7 +270,7 @@ def _produce(parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr,
 def _consume(
     C: gl.constexpr, parts, q_blocks, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, D: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     tickets, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     HALF: gl.constexpr = D // 2
@@ -271,17 +325,14 @@ def _consume(
                     if LEFT:
                         crossed = crossed | (edge - window > -63)
                     if crossed:
-                        # from the edge on, since what does not change in the loop would be kept in registers
                         key = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None]
-                        query = (edge + gl.arange(0, 64, QUERY))[None, :]
-                        seen = (key == key) & (query == query)
-                        if TAIL:
-                            seen = seen & (key < limit)
+                        query = gl.arange(0, 64, QUERY)[None, :]
+                        word = gl.where(key < limit if TAIL else key >= 0, -1, 0)
                         if RIGHT:
-                            seen = seen & (key <= query)
+                            word = word & ~before(key - edge, query)
                         if LEFT:
-                            seen = seen & (key >= query - window)
-                        p = gl.where(seen, p, 0.0)
+                            word = word & before(key - edge + window + 1, query)
+                        p = gl.where(holds(word, query), p, 0.0)
                 p_operand = gl.convert_layout(p.to(dtype), P)
                 row_delta = delta.index(s).load(QUERY)
                 dp = mma_wait(0, deps=[dp_made])
@@ -322,18 +373,18 @@ def _consume(
             place += q_blocks
         arrive(kv_empty.index(0))
         arrive(kv_empty.index(1))
-        batch = tickets.read(turn, _BATCH)
+        place = tickets.read(turn, _KEYS_AT)
         kv_head = tickets.read(turn, _KV_HEAD)
         start = tickets.read(turn, _START) + C * 64
         tickets.give_back(turn)
         bulk_wait(0)
         parked_dkv.reshape([64, D]).store((dk * scale).to(dtype))
         fence()
-        bulk_store(dk_desc, [batch, kv_head, start, 0], parked_dkv)
+        bulk_store(dk_desc, at(place, kv_head, start, PACKED), parked_dkv)
         bulk_wait(0)
         parked_dkv.reshape([64, D]).store(dv.to(dtype))
         fence()
-        bulk_store(dv_desc, [batch, kv_head, start, 0], parked_dkv)
+        bulk_store(dv_desc, at(place, kv_head, start, PACKED), parked_dkv)
         turn += 1
         tickets.take(turn)
     bulk_wait(0)
@@ -345,26 +396,30 @@ def _consume(
     ]
 )  # fmt: skip
 def attention_dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, counter,
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, counter, table,
     tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
     SPLIT: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 keys of one kv head. inner, outer: q . k to scores, before and behind the softcap's tanh; scale: d
-    score / d (q . k) but for tanh. TAIL: the last tile has fewer keys. SPLIT: a consumer tells the
-    other one that its half of ds is there, starts dv, and only then waits; else both wait at once."""
+    """Tiles of 128 keys of one kv head. table: tiles of documents (`key_tiles_kernel`), or None. inner, outer: q . k to
+    scores, before and behind the softcap's tanh; scale: d score / d (q . k) but for tanh. TAIL: the last tile has fewer
+    keys. SPLIT: a consumer tells the other one that its half of ds is there, starts dv, and only then waits; else both
+    wait at once."""
     dtype: gl.constexpr = q_desc.dtype
+    PACKED: gl.constexpr = table is not None
+    if PACKED:
+        k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right,
-        GROUP, LEFT, RIGHT, DYNAMIC, D, STAGES,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, D, STAGES,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], q_desc.layout)
-    dout = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [1, 1, 128, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, 128, D], k_desc.layout)
+    q = tiles_of(STAGES, q_desc)
+    dout = tiles_of(STAGES, q_desc)
+    k = tiles_of(1, k_desc).index(0)
+    v = tiles_of(1, k_desc).index(0)
     ds = gl.allocate_shared_memory(dtype, [2, 128, 64], gl.NVMMASharedLayout(128, 16, 2))
-    parking = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], dk_desc.layout)
+    parking = tiles_of(2, dk_desc)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
     ticket = tickets(2, 7)
@@ -378,11 +433,11 @@ def attention_dkv_kernel(
     window = left + right if RIGHT else left
     gl.warp_specialize(
         [
-            (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter)),
+            (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table)),
             (_consume, (0, parts, q_blocks, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, SPLIT, D, GROUP, STAGES, SOFTCAP)),
+                        LEFT, RIGHT, TAIL, SPLIT, D, GROUP, STAGES, SOFTCAP, PACKED)),
             (_consume, (1, parts, q_blocks, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, SPLIT, D, GROUP, STAGES, SOFTCAP)),
+                        LEFT, RIGHT, TAIL, SPLIT, D, GROUP, STAGES, SOFTCAP, PACKED)),
         ],
         [4, 4],
         [240, 240],

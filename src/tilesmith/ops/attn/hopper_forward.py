@@ -13,11 +13,13 @@ from tilesmith.ops.attn.hopper_gluon import (
     bulk_load,
     bulk_store,
     bulk_wait,
+    corner,
     fence,
     gl,
     gluon,
     mma,
     mma_wait,
+    tiles_of,
     wait,
 )
 
@@ -30,7 +32,8 @@ class Walk:
     """What every part of a program knows: the sizes of the call, who sees which keys, and the order of the tiles.
 
     blocks: tiles of queries of a head. rows: batch * heads. section: how many heads are worked on together, so that
-    their keys and values stay in L2. left, right: the window. group: heads of q that share one of k and v.
+    their keys and values stay in L2. left, right: the window. group: heads of q that share one of k and v. PACKED:
+    tokens and keys are those of one document at a time.
     """
 
     tokens: gl.tensor
@@ -46,35 +49,53 @@ class Walk:
     RIGHT: gl.constexpr
     WHOLE: gl.constexpr
     DYNAMIC: gl.constexpr
+    PACKED: gl.constexpr
     BM: gl.constexpr
     BN: gl.constexpr
     D: gl.constexpr
+    DV: gl.constexpr
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group,
-        LEFT, RIGHT, WHOLE, DYNAMIC, BM, BN, D, CONSUMERS, STAGES,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
         self.LEFT, self.RIGHT = gl.constexpr(LEFT), gl.constexpr(RIGHT)
-        self.WHOLE, self.DYNAMIC = gl.constexpr(WHOLE), gl.constexpr(DYNAMIC)
-        self.BM, self.BN, self.D = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(D)
+        self.WHOLE, self.DYNAMIC, self.PACKED = gl.constexpr(WHOLE), gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
+        self.BM, self.BN, self.D, self.DV = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(D), gl.constexpr(DV)
         self.CONSUMERS, self.STAGES = gl.constexpr(CONSUMERS), gl.constexpr(STAGES)
 
     @gluon.jit
-    def tile(self, number):
-        """First query, batch and head of a tile. Sections of heads one after another; in each the last queries of all
-        its heads first, which see the most keys, so that the short tiles fill the end."""
+    def tile(self, number, table):
+        """First query and head of a tile, tokens and keys of its document, and the places of its queries and its keys
+        (`corner`). Sections of heads one after another; in each the last queries of all its heads first, which see the
+        most keys, so that the short tiles fill the end."""
         behind = number // (self.section * self.blocks)
         inside = number - behind * (self.section * self.blocks)
         width = gl.minimum(self.section, self.rows - behind * self.section)
         block = inside // width
         row = behind * self.section + inside - block * width
         batch = row // self.heads
-        return (self.blocks - 1 - block) * self.BM, batch, row - batch * self.heads
+        head = row - batch * self.heads
+        found = ((self.blocks - 1 - block) * self.BM, head, self.tokens, self.keys, batch, batch)
+        if self.PACKED:
+            entry = table + (block + 1) * 8
+            start, tokens, keys = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+            found = (start, head, tokens, keys, gl.load(entry + 3), gl.load(entry + 4))
+        return found
+
+    @gluon.jit
+    def within(self, tokens, keys):
+        """The same for a document of so many tokens and keys."""
+        return Walk(
+            tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
+            self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED, self.BM, self.BN, self.D, self.DV,
+            self.CONSUMERS, self.STAGES,
+        )  # fmt: skip
 
     @gluon.jit
     def end(self, query):
@@ -89,7 +110,7 @@ class Walk:
         """The first key that a query sees."""
         begin = self.keys * 0
         if self.LEFT:
-            begin = gl.minimum(gl.maximum(query + (self.keys - self.tokens) - self.left, 0), self.keys - 1)
+            begin = gl.maximum(gl.minimum(query + (self.keys - self.tokens) - self.left, self.keys - 1), 0)
         return begin
 
     @gluon.jit
@@ -159,79 +180,65 @@ def draw(counter, tiles):
 
 
 @gluon.jit
-def follow(number, turn):
-    """The next tile of a program in the fixed order: forth and back over the programs, which evens out tiles that get
-    shorter and shorter."""
-    programs = gl.num_programs(0)
-    first = gl.program_id(0)
-    return (turn + 1) * programs + gl.where((turn & 1) == 0, programs - 1 - first, first)
-
-
-@gluon.jit
-def _produce(parts, q_desc, k_desc, v_desc, counter):
-    walk, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+def _produce(parts, q_desc, k_desc, v_desc, counter, table):
+    whole, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
-    tiles = walk.blocks * walk.rows
+    tiles = whole.blocks * whole.rows
     while number < tiles:
-        start, batch, head = walk.tile(number)
+        start, head, tokens, keys, q_place, k_place = whole.tile(number, table)
+        walk = whole.within(tokens, keys)
         kv_head = head // walk.group
         begin, blocks = walk.span(start)
         for j in range(blocks):
             first = begin + (blocks - 1 - j) * walk.BN
             s = count % walk.STAGES
             phase = (count // walk.STAGES) & 1
+            kv_corner = corner(k_place, kv_head, first, keys, walk.PACKED)
             wait(k_empty.index(s), phase ^ 1)
-            bulk_load(k_desc, [batch, kv_head, first, 0], k_full.index(s), k.index(s))
+            bulk_load(k_desc, kv_corner, k_full.index(s), k.index(s))
             if j == 0:
                 for c in gl.static_range(walk.CONSUMERS):
                     wait(q_empty.index(c), (turn & 1) ^ 1)
-                    bulk_load(q_desc, [batch, head, start + c * 64, 0], q_full.index(c), q.index(c))
+                    q_corner = corner(q_place, head, start + c * 64, tokens, walk.PACKED)
+                    bulk_load(q_desc, q_corner, q_full.index(c), q.index(c))
             wait(v_empty.index(s), phase ^ 1)
-            bulk_load(v_desc, [batch, kv_head, first, 0], v_full.index(s), v.index(s))
+            bulk_load(v_desc, kv_corner, v_full.index(s), v.index(s))
             count += 1
-        if walk.DYNAMIC:
+        if whole.DYNAMIC:
             number = draw(counter, tiles)
             tickets.open(turn)
             tickets.write(turn, 0, number)
             tickets.close(turn)
         else:
-            number = follow(number, turn)
+            number = tiles
         turn += 1
 
 
 @gluon.jit
-def power(x, EASY: gl.constexpr):
-    """2 ** x. EASY: x <= 0, and a share of the elements goes to the multipliers, since heads of dim 64 wait for the
-    special function unit."""
-    if EASY:
-        # One element of four: 2 ** (x - n) by a polynomial of degree 4 on [-1/2, 1/2] (relative error 3e-6), n = x
-        # rounded (by adding 1.5 * 2**23) put into the exponent.
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .f32 x, n, f, p;
-            .reg .b32 e, r;
-            ex2.approx.ftz.f32 $0, $4;
-            ex2.approx.ftz.f32 $1, $5;
-            ex2.approx.ftz.f32 $2, $6;
-            max.f32 x, $7, 0fC2FC0000;
-            add.rn.f32 n, x, 0f4B400000;
-            sub.rn.f32 f, n, 0f4B400000;
-            sub.rn.f32 f, x, f;
-            fma.rn.f32 p, f, 0f3C1D0119, 0f3D64FDDA;
-            fma.rn.f32 p, p, f, 0f3E7601BB;
-            fma.rn.f32 p, p, f, 0f3F317097;
-            fma.rn.f32 p, p, f, 0f3F800000;
-            mov.b32 e, n;
-            mov.b32 r, p;
-            shl.b32 e, e, 23;
-            add.s32 r, r, e;
-            mov.b32 $3, r;
-            }""",
-            "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4,
-        )  # fmt: skip
-    return gl.exp2(x)
+def pack(x, dtype: gl.constexpr):
+    """Neighbours of a row as halves of an integer, to be carried to the next round of a loop: carried as elements, they
+    cost 64 instructions of 480 at head dim 64, since ptxas packs them the other way round and turns them twice."""
+    low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    if dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        x = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    return x
+
+
+@gluon.jit
+def unpack(x, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """The operand of a product that `pack` packed."""
+    low = x.to(gl.int16).to(dtype, bitcast=True)
+    high = (x >> 16).to(gl.int16).to(dtype, bitcast=True)
+    x = gl.join(low, high)
+    return gl.convert_layout(gl.reshape(x, [x.shape[0], x.shape[1] * 2]), LAYOUT)
 
 
 @gluon.jit
@@ -241,42 +248,59 @@ def bend(x):
 
 
 @gluon.jit
-def _hide(qk, walk, queries, first, LOW: gl.constexpr):
-    """Scores of a block that some queries do not see whole. LOW: the left edge of the window may be in it, too."""
-    keys = first + gl.arange(0, walk.BN, gl.SliceLayout(0, qk.type.layout))
-    if walk.RIGHT:
-        seen = keys[None, :] < walk.end(queries)[:, None]
-    else:
-        seen = (keys < walk.keys)[None, :]
-    if LOW:
-        seen = seen & (keys[None, :] >= walk.begin(queries)[:, None])
-    return gl.where(seen, qk, NOTHING)
+def before(limit, cols):
+    """A word of the columns `cols` that lie before `limit`. A thread has 2 of every 8 columns, so all its columns of a
+    row find themselves in the bits of one word, which costs 2 instructions an element; comparing each costs 6."""
+    rest = limit - (cols & 6)
+    count = gl.minimum(gl.maximum((rest >> 3) * 2 + gl.minimum(rest & 7, 2), 0), 32)
+    return (1 << count.to(gl.int64)).to(gl.int32) - 1
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, inner, scale, out,
-             SOFTCAP: gl.constexpr, POLYNOMIAL: gl.constexpr):  # fmt: skip
-    walk, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
-    BN: gl.constexpr = walk.BN
-    D: gl.constexpr = walk.D
+def holds(word, cols):
+    """Whether the columns' bits are set."""
+    return (word & (1 << (((cols >> 3) << 1) | (cols & 1)))) != 0
+
+
+@gluon.jit
+def _hide(qk, walk, queries, first, LOW: gl.constexpr):
+    """Scores of a block that some queries do not see whole. LOW: the left edge of the window may be in it, too."""
+    cols = gl.arange(0, walk.BN, gl.SliceLayout(0, qk.type.layout))[None, :]
+    if walk.RIGHT:
+        word = before((walk.end(queries) - first)[:, None], cols)
+    else:
+        word = before(walk.keys - first, cols)
+    if LOW:
+        word = word & ~before((walk.begin(queries) - first)[:, None], cols)
+    return gl.where(holds(word, cols), qk, NOTHING)
+
+
+@gluon.jit
+def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+             SOFTCAP: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+    whole, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    BN: gl.constexpr = whole.BN
+    D: gl.constexpr = whole.D
+    DV: gl.constexpr = whole.DV
     dtype: gl.constexpr = q.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    PHASES: gl.constexpr = 3 if walk.LEFT else 2
+    PHASES: gl.constexpr = 3 if whole.LEFT else 2
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
-    tiles = walk.blocks * walk.rows
+    tiles = whole.blocks * whole.rows
     q_tile = q.index(C).reshape([64, D])
     while number < tiles:
-        start, batch, head = walk.tile(number)
+        start, head, tokens, keys, q_place, _ = whole.tile(number, table)
+        walk = whole.within(tokens, keys)
         begin, blocks = walk.span(start)
         start += C * 64
         queries = start + gl.arange(0, 64, ROW)
-        acc = gl.zeros([64, D], gl.float32, OUT)
+        acc = gl.zeros([64, DV], gl.float32, OUT)
         zero = gl.zeros([64, BN], gl.float32, SCORES)
 
         wait(q_full.index(C), turn & 1)
@@ -293,9 +317,9 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, inner, scale,
         base = top
         if not walk.WHOLE:
             base = gl.where(top == NOTHING, 0.0, top)
-        p = power(qk * scale - base[:, None], False)
+        p = gl.exp2(qk * scale - base[:, None])
         total = gl.sum(p, 1)
-        p = gl.convert_layout(p.to(dtype), P)
+        p = pack(p, dtype)
 
         # blocks from the end: those that the right edge crosses, whole ones, those that the left edge crosses
         right = gl.minimum(gl.maximum(blocks - gl.maximum(walk.end(start) - begin, 0) // BN, 1), blocks)
@@ -312,7 +336,8 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, inner, scale,
                 lower, upper = left, blocks
             if phase != 0 or walk.RIGHT:
                 for j in range(lower, upper):
-                    before = count % walk.STAGES
+                    p_half = unpack(p, dtype, P)
+                    behind = count % walk.STAGES
                     v_phase = (count // walk.STAGES) & 1
                     count += 1
                     s = count % walk.STAGES
@@ -320,8 +345,8 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, inner, scale,
                     qk_made = mma(
                         q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True
                     )
-                    wait(v_full.index(before), v_phase)
-                    acc_made = mma(p, v.index(before).reshape([BN, D]), acc, use_acc=True, is_async=True)
+                    wait(v_full.index(behind), v_phase)
+                    acc_made = mma(p_half, v.index(behind).reshape([BN, DV]), acc, use_acc=True, is_async=True)
                     qk = mma_wait(1, deps=[qk_made])
                     arrive(k_empty.index(s))
                     if SOFTCAP:
@@ -332,19 +357,20 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, inner, scale,
                     base = new_top
                     if phase != 1:
                         base = gl.where(new_top == NOTHING, 0.0, new_top)
-                    new = power(qk * scale - base[:, None], POLYNOMIAL and phase == 1)
+                    new = gl.exp2(qk * scale - base[:, None])
                     decay = gl.exp2(top - base)
                     total = total * decay + gl.sum(new, 1)
                     top = new_top
                     acc = mma_wait(0, deps=[acc_made])
-                    arrive(v_empty.index(before))
+                    arrive(v_empty.index(behind))
                     acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
-                    p = gl.convert_layout(new.to(dtype), P)
+                    p = pack(new, dtype)
 
-        arrive(q_empty.index(C))
+        if not SHARED:
+            arrive(q_empty.index(C))
         s = count % walk.STAGES
         wait(v_full.index(s), (count // walk.STAGES) & 1)
-        acc_made = mma(p, v.index(s).reshape([BN, D]), acc, use_acc=True, is_async=True)
+        acc_made = mma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
         decay = gl.full([64], 1.0, gl.float32, ROW)
         if sinks_ptr is not None:
@@ -357,46 +383,58 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, inner, scale,
         dead = total == 0.0
         total = gl.where(dead, 1.0, total)
         lse = gl.where(dead, NOTHING, (top + gl.log2(total)) * LN2)
-        row = (batch * walk.heads + head).to(gl.int64) * walk.tokens
-        gl.store(lse_ptr + row + queries, lse, mask=queries < walk.tokens)
+        if walk.PACKED:
+            row = head.to(gl.int64) * whole.tokens + (q_place - tokens)
+        else:
+            row = (q_place * walk.heads + head).to(gl.int64) * tokens
+        gl.store(lse_ptr + row + queries, lse, mask=queries < tokens)
         acc = mma_wait(0, deps=[acc_made])
         arrive(v_empty.index(s))
         acc = acc * gl.convert_layout(decay / total, OUT_ROW)[:, None]
-        bulk_wait(0)
+        if not SHARED:
+            bulk_wait(0)
         tile = out.index(C)
-        tile.reshape([64, D]).store(acc.to(dtype))
+        tile.reshape([64, DV]).store(acc.to(dtype))
         fence()
-        bulk_store(out_desc, [batch, head, start, 0], tile)
+        bulk_store(out_desc, corner(q_place, head, start, tokens, walk.PACKED), tile)
+        if SHARED:
+            bulk_wait(0)
+            arrive(q_empty.index(C))
         if walk.DYNAMIC:
             tickets.take(turn)
             number = tickets.read(turn, 0)
             tickets.give_back(turn)
         else:
-            number = follow(number, turn)
+            number = tiles
         turn += 1
     bulk_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens", "keys", "heads", "blocks", "rows", "section", "left", "right", "group"])
 def attention_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, counter,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, counter, table,
     tokens, keys, heads, blocks, rows, section, left, right, group, inner, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
-    BN: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-    POLYNOMIAL: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of CONSUMERS * 64 queries of one head. scale: of q . k, times log2(e); with SOFTCAP inner is
-    the factor before tanh and scale that behind it. WHOLE: every query sees every key,
-    in whole blocks."""
-    dtype: gl.constexpr = q_desc.dtype
+    """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), or None. scale: of
+    q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind it. WHOLE: every query sees
+    every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a tensor's own are zeros."""
+    PACKED: gl.constexpr = table is not None
+    SHARED: gl.constexpr = D == 256 and DV == 256  # out takes the place of q
+    if PACKED:
+        blocks = gl.load(table)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group,
-        LEFT, RIGHT, WHOLE, DYNAMIC, CONSUMERS * 64, BN, D, CONSUMERS, STAGES,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES,
     )  # fmt: skip
-    q = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_desc.layout)
-    out = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], out_desc.layout)
+    q = tiles_of(CONSUMERS, q_desc)
+    k = tiles_of(STAGES, k_desc)
+    v = tiles_of(STAGES, v_desc)
+    out = q
+    if not SHARED:
+        out = tiles_of(CONSUMERS, out_desc)
     ticket = tickets(CONSUMERS, 1)
     q_full = barriers(CONSUMERS, 1)
     q_empty = barriers(CONSUMERS, 1)
@@ -409,21 +447,26 @@ def attention_fwd_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, k_desc, v_desc, counter)),
-                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, inner, scale, out, SOFTCAP, POLYNOMIAL)),
-                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, inner, scale, out, SOFTCAP, POLYNOMIAL)),
+                (_produce, (parts, q_desc, k_desc, v_desc, counter, table)),
+                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                            SOFTCAP, SHARED)),
+                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                            SOFTCAP, SHARED)),
             ],
             [4, 4],
             [240, 240],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, k_desc, v_desc, counter)),
-                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, inner, scale, out, SOFTCAP, POLYNOMIAL)),
-                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, inner, scale, out, SOFTCAP, POLYNOMIAL)),
-                (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, inner, scale, out, SOFTCAP, POLYNOMIAL)),
+                (_produce, (parts, q_desc, k_desc, v_desc, counter, table)),
+                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                            SOFTCAP, SHARED)),
+                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                            SOFTCAP, SHARED)),
+                (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                            SOFTCAP, SHARED)),
             ],
             [4, 4, 4],
             [160, 160, 160],
-        )
+        )  # fmt: skip

@@ -7,6 +7,7 @@ changes: upstream already has `tma.async_load`, `mbarrier.allocate_mbarrier` and
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr as _unwrap
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
@@ -23,19 +24,23 @@ __all__ = [
     "TensorDescriptor",
     "aggregate",
     "arrive",
+    "at",
     "barriers",
     "bulk_add",
     "bulk_load",
     "bulk_store",
     "bulk_wait",
+    "corner",
     "fence",
     "gl",
     "gluon",
+    "inside",
     "load_row",
     "meet",
     "mma",
     "mma_wait",
     "reinterpret",
+    "tiles_of",
     "wait",
 ]
 
@@ -62,6 +67,43 @@ def barriers(number: gl.constexpr, count: gl.constexpr):
     for i in gl.static_range(number):
         mbarrier.init(found.index(i), count=count)
     return found
+
+
+@builtin
+def tiles_of(number, desc, _semantic=None):
+    """Room in shared memory for `number` of the tiles that a descriptor moves."""
+    shape = [_unwrap(number), *desc.block_type.shape]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout, _semantic=_semantic)
+
+
+# In a tensor packed with documents a tile must end where its document ends: nothing may be written behind, and nothing
+# read, since it may be NaN. The accelerator only knows the bounds of a dim, so the token dim is 2**30 long, entered so
+# that the document's end is its end, and a dim of the same stride moves that end to where the document ends. The first
+# dim takes the 2**30 tokens off again, modulo 2**64. See `triton.tools.ragged_tma`, which this is learned from.
+FAR = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def corner(place, head, token, length, PACKED: gl.constexpr):
+    """Coordinates of a tile. place: the batch, or with PACKED where the document ends; length: the document's."""
+    return at(place, head, inside(token, length, PACKED), PACKED)
+
+
+@gluon.jit
+def inside(token, length, PACKED: gl.constexpr):
+    """The coordinate of a token."""
+    if PACKED:
+        token = FAR - length + token
+    return token
+
+
+@gluon.jit
+def at(place, head, row, PACKED: gl.constexpr):
+    """Coordinates of a tile, from the coordinate of its first token."""
+    there = (place, head, row, 0)
+    if PACKED:
+        there = (FAR, place, head, row, 0)
+    return there
 
 
 @gluon.jit
