@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -121,6 +122,25 @@ def test_the_checkpoints_asked_for_stay(book, tmp_path):
     (tmp_path / "out" / "step-000009.partial").mkdir()
     (tmp_path / "out" / "step-000008").mkdir()  # without a state: not one of ours
     assert trainer.checkpoints(tmp_path / "out")[-1].name == "step-000006"
+
+
+def test_ctrl_c_saves_after_the_step_and_leaves(book, tmp_path, monkeypatch):
+    advance = trainer.Trainer.advance
+
+    def interrupted(self):
+        if self.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        advance(self)
+
+    train(tmp_path / "whole", book, *SMALL, *PLAN)
+    monkeypatch.setattr(trainer.Trainer, "advance", interrupted)
+    code, output = run("train", "--out", tmp_path / "out", book, *SMALL, *PLAN)
+    assert code == 130
+    assert "interrupted; step 3 of 6" in output
+    monkeypatch.undo()
+    monkeypatch.setattr(charts, "training_curves", lambda *args: [])
+    train(tmp_path / "out", "--resume", "--device", "cpu")
+    assert torch.equal(weights(tmp_path / "whole")["lm_head.weight"], weights(tmp_path / "out")["lm_head.weight"])
 
 
 def test_a_run_can_be_made_longer(book, tmp_path):

@@ -14,6 +14,7 @@ import torch
 from tilesmith.hardware import arch_of
 from tilesmith.hardware.detect import driver
 
+OURS = "tilesmith"  # among the providers of a row
 PACKAGES = ("tilesmith", "triton", "transformers", "liger-kernel", "quack-kernels", "flash-attn-4", "torchao")
 
 

@@ -20,13 +20,14 @@ from tilesmith.bench import (
     peers_gemm,
     peers_probability,
     peers_rotary,
+    peers_scores,
 )
+from tilesmith.bench.document import OURS
 from tilesmith.bench.missing import Missing, only
 from tilesmith.engine import Op, ops
 
 Call = Callable[[], Any]
 Adapter = Callable[[Mapping[str, Any]], Call]
-OURS = "tilesmith"
 
 
 def providers(name: str) -> dict[str, Adapter]:
@@ -57,6 +58,7 @@ def reference(op: Op) -> Callable[..., Any]:
 
 
 def _compiled(eager: Callable[..., Any], args: Mapping[str, Any]) -> Call:
+    torch._dynamo.reset()  # a function is compiled for eight shapes and then runs as it is: each case starts anew
     compiled = torch.compile(lambda tensors: eager(**{**args, **tensors}), dynamic=False)
     tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
     return lambda: compiled(tensors)
@@ -133,8 +135,9 @@ def _cross_entropy(
 
 
 def _linear_cross_entropy(
-    x, weight, target, bias=None, class_weight=None, chunk_tokens=0, accumulate_fp32=True, grad_mask=None, **options
-):
+    x, weight, target, bias=None, class_weight=None, chunk_tokens=0, accumulate_fp32=True, mode="", grad_mask=None,
+    **options,
+):  # fmt: skip
     bias = None if bias is None else bias.to(x.dtype)
     return _cross_entropy(F.linear(x, weight.to(x.dtype), bias), target, class_weight, **options)
 
@@ -293,6 +296,6 @@ PEERS: dict[str, dict[str, Adapter]] = {
     "cross_entropy": {"liger": _liger_cross_entropy, "quack": _quack_cross_entropy},
     "linear_cross_entropy": {"liger": _liger_linear_cross_entropy, "quack": _quack_linear_cross_entropy},
 }
-for _family in (peers_distill, peers_gate, peers_gemm, peers_probability, peers_rotary):
+for _family in (peers_distill, peers_gate, peers_gemm, peers_probability, peers_rotary, peers_scores):
     EAGER.update(_family.EAGER)
     PEERS.update(_family.PEERS)

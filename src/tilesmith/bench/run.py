@@ -19,7 +19,17 @@ from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.engine.timing import Timing, measure, peak_memory
 
 # A loss computes its gradient where it likes: in the forward (Liger), or in the backward. Only the sum compares.
-TOGETHER = frozenset({"cross_entropy", "linear_cross_entropy"})
+TOGETHER = frozenset(
+    {
+        "cross_entropy",
+        "jsd",
+        "kl_div",
+        "linear_cross_entropy",
+        "linear_distillation",
+        "linear_preference",
+        "tvd",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ def run(
     rows = []
     for case in wanted:
         progress(case.name)
-        rows += _case_rows(ops()[name], case, device, dtype, only, rounds)
+        rows += case_rows(ops()[name], case, device, dtype, only, rounds)
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
     limits = ceilings(device)
@@ -121,7 +131,7 @@ def ceilings(device: torch.device) -> Ceilings:
     )
 
 
-def _case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+def case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     torch._dynamo.reset()  # each case is compiled anew: dynamo gives up on a function after a few recompilations
     calls, rows, differences = {}, [], {}
     expected = head = None

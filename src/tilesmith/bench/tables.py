@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilesmith.bench.document import load
-from tilesmith.bench.peers import OURS
+from tilesmith.bench.document import OURS, load
 
 MARKED = re.compile(r"(<!-- bench:(?P<what>[\w./-]+) -->\n)(?P<body>.*?)(<!-- /bench -->)", re.DOTALL)
 EQUAL = 1.02  # times within 2 % count as equal

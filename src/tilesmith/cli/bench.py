@@ -1,4 +1,4 @@
-"""`tilesmith bench`: ops, a whole model and host time beside their peers; results as tables, JSON and README tables."""
+"""`tilesmith bench`: ops, sweeps, a whole model and host time beside their peers; as tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ RESULTS = Path("benchmarks/results")
 
 
 def command(
-    what: Annotated[list[str] | None, typer.Argument(help="Ops; or all, model, host.")] = None,
+    what: Annotated[
+        list[str] | None, typer.Argument(help="Ops; or all, model, host; or a saved sweep, which --plot draws.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     against: Annotated[str, typer.Option(help="Peers to measure, separated by commas; all by default.")] = "",
     tag: Annotated[str | None, typer.Option(help="Cases to run: bench (default on a GPU) or test (on a CPU).")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="Only this case. Repeatable.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Only this case; of a sweep, curves that say so. Repeatable.")
+    ] = None,
+    sweep: Annotated[
+        str | None, typer.Option(help="Along columns, tokens or vocabulary; columns=512,4096 at these values.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder for plots of a sweep, SVG and PNG.")] = None,
     shape: Annotated[str, typer.Option(help="Which model: 1.5b, 1.5b-long or tiny.")] = "1.5b",
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median is reported.")] = 5,
     save: Annotated[bool, typer.Option("--save", help="Write results as JSON.")] = False,
@@ -39,45 +47,96 @@ def command(
         return
     if not what:
         refuse("name what to measure: an op, all, model or host")
+    if plot is not None:
+        needs("matplotlib", "bench", "--plot")
+    results = [Path(name) for name in what if name.endswith(".json")]
+    if results:
+        if len(results) < len(what):
+            refuse("plot saved results, or measure; not both at once")
+        _saved(results, plot)
+        return
+    if plot is not None and sweep is None:
+        refuse("--plot draws a sweep; say along what: --sweep columns, tokens or vocabulary")
     where = device_named(device)
-    kind = dtype_named(dtype, where)
     line = "tilesmith " + shlex.join(sys.argv[1:])
-    peers = tuple(filter(None, against.split(",")))
-    for subject in _subjects(what, tag or _tag(where)):
+    measure = {"device": where, "dtype": dtype_named(dtype, where), "command": line, "rounds": rounds}
+    measure["only"] = tuple(filter(None, against.split(",")))
+    for subject in _subjects(what, tag or _tag(where), sweep):
         with console.status(f"measuring {subject}") as status:
             told = lambda step, subject=subject: status.update(f"measuring {subject}: {step}")  # noqa: E731
             if subject == "model":
-                found = _model(shape, where, kind, line, peers, rounds, told)
+                found = _model(shape, {**measure, "progress": told})
             elif subject == "host":
-                from tilesmith.bench import host
-
-                found = host.run(where, kind, command=line, only=peers, rounds=rounds)
+                found = _host(measure)
             else:
-                from tilesmith.bench import run
-
-                named = {
-                    "tag": tag or _tag(where),
-                    "only": peers,
-                    "named": case or (),
-                    "rounds": rounds,
-                    "progress": told,
-                }
-                try:
-                    found = run.run(op_named(subject).name, where, kind, command=line, **named)
-                except ValueError as problem:
-                    refuse(str(problem))
+                found = _op(subject, sweep, {**measure, "progress": told, "named": case or ()}, tag or _tag(where))
         _show(found)
         if save:
             from tilesmith.bench.document import save as write
 
             console.print(f"wrote {write(found, out)}", highlight=False)
+        if plot is not None:
+            _plot(found, plot)
+
+
+def _op(name: str, sweep: str | None, measure: dict[str, Any], tag: str) -> dict[str, Any]:
+    try:
+        if sweep is None:
+            from tilesmith.bench import run
+
+            return run.run(name, **measure, tag=tag)
+        from tilesmith.bench import sweep as sweeps
+
+        axis, _, values = sweep.partition("=")
+        return sweeps.run(name, axis, **measure, at=[int(value) for value in filter(None, values.split(","))])
+    except ValueError as problem:
+        refuse(f"--sweep {sweep}: {problem}" if sweep else str(problem))
+
+
+def _host(measure: dict[str, Any]) -> dict[str, Any]:
+    from tilesmith.bench import host
+
+    return host.run(**measure)
+
+
+def _plot(document: dict[str, Any], folder: Path) -> None:
+    from tilesmith.bench.plots import plot
+
+    try:
+        paths = plot(document, folder)
+    except ValueError as problem:
+        refuse(str(problem))
+    console.print(f"drew {', '.join(map(str, paths))}", highlight=False, soft_wrap=True)
+
+
+def _saved(paths: list[Path], folder: Path | None) -> None:
+    """Plot saved sweeps."""
+    from tilesmith.bench.document import load
+
+    if folder is None:
+        refuse(f"{paths[0]} is a result; --plot FOLDER draws it")
+    for path in paths:
+        try:
+            document = load(path)
+        except (OSError, ValueError) as problem:
+            refuse(f"{path} is no result: {problem}")
+        _plot(document, folder)
 
 
 def _tag(device: torch.device) -> str:
     return "test" if device.type == "cpu" else "bench"
 
 
-def _subjects(what: list[str], tag: str) -> list[str]:
+def _subjects(what: list[str], tag: str, sweep: str | None) -> list[str]:
+    if sweep is not None:
+        from tilesmith.bench.sweep import AXES, swept
+
+        axis = sweep.partition("=")[0]
+        if axis not in AXES:
+            refuse(
+                f"--sweep must be {', '.join(AXES)}, or such an axis with its values: columns=512,4096; got {sweep!r}"
+            )
+        return swept(axis) if what == ["all"] else [op_named(name).name for name in what]
     if what != ["all"]:
         return [s if s in ("model", "host") else op_named(s).name for s in what]
     from tilesmith.bench.run import benchable
@@ -85,16 +144,16 @@ def _subjects(what: list[str], tag: str) -> list[str]:
     return [*benchable(tag), "host"]
 
 
-def _model(shape: str, device, dtype, line: str, peers: tuple[str, ...], rounds: int, told) -> dict[str, Any]:
+def _model(shape: str, measure: dict[str, Any]) -> dict[str, Any]:
     needs("transformers", "hf", "the model benchmark")
     from tilesmith.bench import model
     from tilesmith.models import optimize
 
     if shape not in model.SHAPES:
         refuse(f"--shape must be one of {', '.join(model.SHAPES)}, got {shape!r}")
+    peers = measure["only"]
     only = tuple(dict.fromkeys(("tilesmith", *peers))) if peers else model.PROVIDERS
-    named = {"optimize": optimize, "command": line, "only": only, "rounds": rounds, "progress": told}
-    return model.run(model.SHAPES[shape], device, dtype, **named)
+    return model.run(model.SHAPES[shape], optimize=optimize, **{**measure, "only": only})
 
 
 def _fill(readme: Path, results: Path) -> None:

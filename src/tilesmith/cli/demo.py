@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, dtype_named, needs, refuse, table
+from tilesmith.cli.output import CHECK_FAILED, console, device_named, dtype_named, needs, progress, refuse, table
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +62,7 @@ def command(
     where = device_named(device)
     kind = dtype_named(dtype, where)
     source = _text(text)
-    with _progress() as progress:
+    with progress() as bars:
         if model is not None:
             needs("transformers", "hf", "--model")
             try:
@@ -71,8 +70,8 @@ def command(
             except (OSError, ValueError) as problem:
                 refuse(f"--model {model}: {str(problem).splitlines()[0]}")
         else:
-            bar = progress.add_task("learning byte pairs", total=None)
-            learned = lambda size, wanted: progress.update(bar, completed=size, total=wanted)  # noqa: E731
+            bar = bars.add_task("learning byte pairs", total=None)
+            learned = lambda size, wanted: bars.update(bar, completed=size, total=wanted)  # noqa: E731
             subject = subjects.build(source, where, kind, seed, learned)
     plan = LOADED if model else SMALL if where.type == "cpu" else LARGE
     _headline(subject, where, kind, text)
@@ -175,12 +174,12 @@ def _train(models: Mapping[str, nn.Module], subject: Subject, plan: Plan, seed: 
     from tilesmith.cli import training
 
     console.rule("Training both, step by step in turn", align="left")
-    with _progress() as progress:
-        bar = progress.add_task("training", total=plan.steps)
+    with progress() as bars:
+        bar = bars.add_task("training", total=plan.steps)
 
         def told(step, runs):
             shown = ", ".join(f"{name} {run.losses[-1]:.4f}" for name, run in runs.items())
-            progress.update(bar, completed=step + 1, description=f"loss: {shown}")
+            bars.update(bar, completed=step + 1, description=f"loss: {shown}")
 
         sizes = {"batch": plan.batch, "length": plan.length, "steps": plan.steps, "rate": plan.rate, "seed": seed}
         runs = training.train(models, subject.tokens, **sizes, progress=told)
@@ -271,9 +270,9 @@ def _curves(losses: Mapping[str, list[float]], out: Path, text: Path | None) -> 
 
 def _write(model: nn.Module, subject: Subject, seed: int) -> None:
     console.rule("Writing with a KV cache", align="left")
-    with _progress() as progress:
-        bar = progress.add_task("generating", total=subject.new_tokens)
-        written = subject.write(model, seed, lambda done: progress.update(bar, completed=done))
+    with progress() as bars:
+        bar = bars.add_task("generating", total=subject.new_tokens)
+        written = subject.write(model, seed, lambda done: bars.update(bar, completed=done))
     new = len(written.ids) - written.prompt
     console.print(subject.decode(written.ids[: written.prompt]), style="dim", end="", markup=False, highlight=False)
     console.print(subject.decode(written.ids[written.prompt :]), markup=False, highlight=False)
@@ -292,9 +291,3 @@ def _export(model: nn.Module, subject: Subject, folder: Path) -> None:
 
     paths = export(folder, subject.config, model.state_dict(), subject.pairs, subjects.PROMPT)
     console.print(f"the model: {', '.join(map(str, paths))}", highlight=False)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-    )

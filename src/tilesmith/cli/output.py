@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     for row in rows:
         shown.add_row(*row)
     return shown
+
+
+def progress() -> Progress:
+    """Bars that say what is being done, how much of it is, and how long the rest will take."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
 
 
 def needs(package: str, extra: str, why: str) -> None:

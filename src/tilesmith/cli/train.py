@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, needs, refuse
+from tilesmith.cli.output import CHECK_FAILED, console, device_named, needs, progress, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +30,7 @@ SCHEDULE, MODEL = "Optimizer and schedule", "Model"
 ON_A_CPU = {"batch": 8, "length": 128, "rate": 3e-3}
 ON_A_GPU = {"batch": 16, "length": 1024, "rate": 1e-3}
 RATE_OF_A_CHECKPOINT = 2e-5
+INTERRUPTED = 130  # as shells say of Ctrl-C
 
 
 def command(
@@ -216,9 +216,9 @@ def _language(text: str, plan: Plan, options: dict[str, Any], device: torch.devi
 def _pairs(text: str, size: int) -> BytePairs:
     from tilesmith.cli.text import BytePairs
 
-    with _progress() as progress:
-        bar = progress.add_task("learning byte pairs", total=size)
-        return BytePairs.train(text, size, lambda done: progress.update(bar, completed=done))
+    with progress() as bars:
+        bar = bars.add_task("learning byte pairs", total=size)
+        return BytePairs.train(text, size, lambda done: bars.update(bar, completed=done))
 
 
 def _split(language: LanguageModel, text: str, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,8 +263,8 @@ def _train(trainer: Trainer, last: int, eval_every: int, save: Callable[[], Path
     from tilesmith.cli.trainer import Diverged
 
     plan, clock = trainer.plan, _Clock()
-    with _interruption() as asked, _progress() as progress:
-        bar = progress.add_task("training", total=plan.steps, completed=trainer.step)
+    with _interruption() as asked, progress() as bars:
+        bar = bars.add_task("training", total=plan.steps, completed=trainer.step)
         if not trainer.history.validation:
             _told(trainer, trainer.evaluate(), "")
         kept = trainer.step
@@ -274,7 +274,7 @@ def _train(trainer: Trainer, last: int, eval_every: int, save: Callable[[], Path
             except Diverged as problem:
                 console.print(f"[red]{problem}[/]; the last checkpoint is of step {kept}", highlight=False)
                 raise typer.Exit(CHECK_FAILED) from None
-            progress.update(bar, completed=trainer.step, description=f"loss {trainer.history.loss[-1]:.4f}")
+            bars.update(bar, completed=trainer.step, description=f"loss {trainer.history.loss[-1]:.4f}")
             if trainer.step % eval_every == 0 or trainer.step == plan.steps:
                 speed = clock.lap() * plan.accumulate * plan.batch * plan.length
                 _told(trainer, trainer.evaluate(), f"{speed:,.0f} tokens/s")
@@ -282,6 +282,8 @@ def _train(trainer: Trainer, last: int, eval_every: int, save: Callable[[], Path
                 where, kept = save(), trainer.step
     stopped = "interrupted; " if asked.is_set() else ""
     console.print(f"{stopped}step {trainer.step:,} of {plan.steps:,} is in {where}", highlight=False)
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _told(trainer: Trainer, loss: float, speed: str) -> None:
@@ -341,9 +343,3 @@ def _curves(trainer: Trainer, out: Path, about: dict[str, Any]) -> None:
 def _first_line(problem: Exception) -> str:
     text = str(problem).strip().split("\n")[0]
     return f"{problem!r}" if isinstance(problem, KeyError) else text
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-    )

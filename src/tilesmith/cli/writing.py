@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from tilesmith.cli.own import OwnLlama
+
 
 def sample(logits: Tensor, draw: torch.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> int:
     """One token of logits [vocab], on the CPU.
@@ -37,7 +39,9 @@ def continued(
     choose: makes a token of logits [vocab], which come to the CPU in float32.
     """
     device = next(model.parameters()).device
-    out = model(input_ids=torch.tensor([list(ids)], device=device), use_cache=True)
+    # a cache of the decoder has all its slots from the start, and attention without a kernel reads them all
+    cache = model.decoder.new_cache(1, len(ids) + count) if isinstance(model, OwnLlama) else None
+    out = model(input_ids=torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True)
     for left in range(count, 0, -1):
         token = choose(out.logits[0, -1].float().cpu())
         if token in stop:
