@@ -182,7 +182,11 @@ def test_export(family):
         inputs["use_cache"] = False
     with torch.no_grad():
         program = torch.export.export(model, (), inputs, strict=False)
-        torch.testing.assert_close(program.module()(**inputs).logits, model(**inputs).logits)
+        found, expected = program.module()(**inputs).logits, model(**inputs).logits
+    if "attention_mask" in inputs and found.shape[:2] == inputs["attention_mask"].shape:
+        # a traced model cannot know where the padding is, so that padding attends to other keys
+        found, expected = (logits[inputs["attention_mask"].bool()] for logits in (found, expected))
+    torch.testing.assert_close(found, expected)
     assert any("tilesmith" in str(node.target) for node in program.graph.nodes)
 
 

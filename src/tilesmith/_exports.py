@@ -6,6 +6,8 @@ EXPORTS = {
     "explain": "tilesmith.engine",
     "optimize": "tilesmith.models",
     "optimize_kernel": "tilesmith.engine",
+    "register_for_sdpa": "tilesmith.models",
+    "register_for_transformers": "tilesmith.models",
     "register_kernel": "tilesmith.engine",
     "undo": "tilesmith.models",
     "use": "tilesmith.engine",

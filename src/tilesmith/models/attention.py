@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.models.attention_masks import KeyMask, key_mask
 from tilesmith.models.reach import reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, original_class
 
@@ -24,13 +25,26 @@ NAME = "tilesmith"
 _REPLACED = ("sdpa", "eager")
 
 
-def register() -> None:
-    """Make `attn_implementation="tilesmith"` known to transformers; needs transformers."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+def register_for_transformers() -> None:
+    """Make `attn_implementation="tilesmith"` known to transformers, which must be version 5 or later.
 
+        tilesmith.register_for_transformers()
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilesmith")
+
+    or, for a model that is there, `model.set_attn_implementation("tilesmith")`. Its attention modules then call
+    `ops.attention`; masks of padding, windows, caches and packed documents reach it as arguments of a few numbers a row
+    (`attention_masks.key_mask`), others as dense masks. Where no kernel of the library is, they call PyTorch's
+    attention, or for soft caps and sinks the model's own. What padding itself attends to may differ from other
+    implementations. `optimize` does this and more. Raises ImportError without such a transformers.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as problem:
+        raise ImportError(
+            "register_for_transformers needs transformers 5 or later: pip install 'transformers>=5'"
+        ) from problem
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, key_mask)
 
 
 def attention_forward(
@@ -38,7 +52,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | KeyMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -49,9 +63,12 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query [B, H, T, D], key and value [B, G, S, D]; returns ([B, T, H, D], None).
 
-    A bool mask tells what may be attended, a floating one is added. Without a mask the first T keys are attended
-    causally (S > T is an empty static cache) unless there is one query, and a window is known not to reach beyond them.
+    A KeyMask or a bool mask tells what may be attended, a floating mask is added. Without one the first T keys are
+    attended causally (S > T is an empty static cache) unless there is one query, and a window is known not to reach
+    beyond them.
     """
+    if isinstance(attention_mask, KeyMask) and not reaches("attention", query):
+        attention_mask = attention_mask.tensor()
     if kwargs.get("cache") is not None or not (reaches("attention", query) or softcap or s_aux is not None):
         # Pages of transformers' own, or no kernel of ours here while PyTorch has one.
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -67,17 +84,22 @@ def attention_forward(
     if not reaches("attention", query):
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         return _own_attention(module, query, key, value, attention_mask, causal, **options)
-    mask, bias = attention_mask, position_bias
-    if mask is not None and mask.dtype is not torch.bool:
-        mask, bias = None, mask if bias is None else mask + bias
+    bias, lengths = position_bias, None
+    if isinstance(attention_mask, KeyMask):
+        mask, lengths = attention_mask.mask(), attention_mask.lengths
+    elif attention_mask is not None and attention_mask.dtype is not torch.bool:
+        mask, bias = ops.Mask(), attention_mask if bias is None else attention_mask + bias
+    else:
+        mask = ops.Mask(causal=causal, dense=attention_mask)
     out, _ = ops.attention(
         query,
         key,
         value,
-        ops.Mask(causal=causal, dense=mask),
+        mask,
         ops.Score(scale=scaling, softcap=softcap or 0.0, bias=bias),
         sinks=s_aux,
         dropout_p=dropout,
+        kv_lengths=lengths,
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -101,7 +123,7 @@ class AttentionForm(Form):
     before: tuple[tuple[str, str | None], ...]
 
     def namespace(self, base: type) -> dict[str, Any]:
-        register()  # here, since a process that only unpickles a model comes this way too
+        register_for_transformers()  # here, since a process that only unpickles a model comes this way too
         return {}
 
     def enter(self, module: nn.Module) -> None:

@@ -14,11 +14,12 @@ from tilesmith.engine.choice import pinned
 
 def reaches(op: str, x: Tensor) -> bool:
     """True when a kernel other than the reference can serve `op` on the device of `x`, or the caller has pinned one."""
-    return _reaches(op, x.device.type)
+    return reaches_device(op, x.device.type)
 
 
 @torch.compiler.assume_constant_result
-def _reaches(op: str, kind: str) -> bool:
+def reaches_device(op: str, kind: str) -> bool:
+    """The same for the devices of a type."""
     return bool(pinned(op)) or _has_kernel(op, kind)
 
 

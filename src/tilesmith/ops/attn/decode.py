@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine.launch import cdiv, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.triton_tiles import LN2, LOG2E, tanh
@@ -19,7 +20,10 @@ from tilesmith.ops.attn.triton_tiles import LN2, LOG2E, tanh
 def _load(rows, columns, held, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """A tile of keys or values. rows: pointers [BLOCK_N, 1]. columns: [1, BLOCK]. held: which rows may be read."""
     if MASKED:
-        return tl.load(rows + columns, mask=held[:, None] & (columns < COLUMNS), other=0.0)
+        mask = held[:, None]
+        if BLOCK != COLUMNS:
+            mask = mask & (columns < COLUMNS)
+        return tl.load(rows + columns, mask=mask, other=0.0)
     if BLOCK != COLUMNS:
         return tl.load(rows + columns, mask=columns < COLUMNS, other=0.0)
     return tl.load(rows + columns)
@@ -41,12 +45,17 @@ def _skip(step, gap, gap_size, MASKED: tl.constexpr):
 
 @triton.jit
 def _walk(
-    acc, total, top, q, lo, hi, gap, gap_size, begin, end, row_begin, row_end,
-    k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, pages_ptr, score_scale, softcap,
+    acc, total, top, q, lo, hi, gap, gap_size, begin, end, row_begin, row_end, mask_rows, row_document,
+    k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
+    mask_ptr, mask_slot, documents_ptr, pages_ptr, score_scale, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PRODUCT: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over slots. MASKED: some row does not see some of them, and [lo, hi) has a gap cut out of it."""
+    """Online softmax over slots. MASKED: some row does not see some of them, and [lo, hi) has a gap cut out of it.
+    K_SCALES, V_SCALES: each slot has a factor of its own. PRODUCT: the dtype in which values are multiplied."""
+    PLAIN: tl.constexpr = k_scale_ptr is None and not SOFTCAP
+    SPARSE: tl.constexpr = mask_ptr is not None or documents_ptr is not None
     slots = tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_D)[None, :]
     features_v = tl.arange(0, BLOCK_DV)[None, :]
@@ -65,23 +74,51 @@ def _walk(
             k_rows = k_ptr + ((page * k_page + slot * k_slot) * UNIT)[:, None]
             v_rows = v_ptr + ((page * v_page + slot * v_slot) * UNIT)[:, None]
         else:
+            page = tl.zeros([BLOCK_N], tl.int64)
+            slot = columns.to(tl.int64)
             k_rows = k_ptr + tl.cast(first, tl.int64) * k_slot * UNIT + (slots.to(tl.int64) * k_slot * UNIT)[:, None]
             v_rows = v_ptr + tl.cast(first, tl.int64) * v_slot * UNIT + (slots.to(tl.int64) * v_slot * UNIT)[:, None]
         k = _load(k_rows, features, held, DIM, BLOCK_D, MASKED)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+        if STAGES == 1:  # both loads at once, where nothing is loaded ahead
+            v = _load(v_rows, features_v, held, DIM_V, BLOCK_DV, MASKED)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if not PLAIN:
+            scores *= score_scale
+        if K_SCALES:
+            at = page * k_scale_strides[0] + slot * k_scale_strides[2]
+            scores *= tl.load(k_scale_ptr + at, mask=held, other=0.0).to(tl.float32)[None, :]
         if SOFTCAP:
             scores = tanh(scores, q.dtype == tl.float32) * softcap
         if MASKED:
-            seen = (columns[None, :] >= row_begin[:, None]) & (columns[None, :] < row_end[:, None])
+            seen = columns[None, :] < row_end[:, None]
+            if LEFT:
+                seen = seen & (columns[None, :] >= row_begin[:, None])
+            if documents_ptr is not None:
+                document = tl.load(documents_ptr + columns, mask=held, other=0)
+                seen = seen & (document[None, :] == row_document[:, None])
+            if mask_ptr is not None:
+                mask_at = mask_ptr + mask_rows[:, None] + columns.to(tl.int64)[None, :] * mask_slot
+                seen = seen & (tl.load(mask_at, mask=held[None, :] & (row_end > 0)[:, None], other=0) != 0)
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
+        if PLAIN:  # scaled, shifted and raised in one multiply-add and a power: with 128 rows that is what takes time
+            new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores * score_scale - shift[:, None])
+        else:
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(top - shift)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
-        v = _load(v_rows, features_v, held, DIM_V, BLOCK_DV, MASKED)
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        if V_SCALES:
+            at = page * v_scale_strides[0] + slot * v_scale_strides[2]
+            weights *= tl.load(v_scale_ptr + at, mask=held, other=0.0).to(tl.float32)[None, :]
+        if STAGES > 1:
+            v = _load(v_rows, features_v, held, DIM_V, BLOCK_DV, MASKED)
+        if SPARSE and MASKED:  # a slot that no row sees may hold NaN
+            v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, tl.zeros_like(v))
+        acc = tl.dot(weights.to(PRODUCT), v.to(PRODUCT), acc, input_precision="ieee")
         top = new_top
     return acc, total, top
 
@@ -112,18 +149,22 @@ def _join(lse, sink):
 def _attention_split_kernel(
     q_ptr, q_row, q_head, q_token, k_ptr, k_page, k_head, k_slot, v_ptr, v_page, v_head, v_slot,
     out_ptr, out_split, out_row, out_head, out_token, lse_ptr, lse_split,
-    sinks_ptr, lengths_ptr, pages_ptr, pages_row,
+    k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
+    mask_ptr, mask_strides, q_documents_ptr, k_documents_ptr, sinks_ptr, lengths_ptr, pages_ptr, pages_row,
     scale, softcap, slots, tokens, kv_heads, tiles, splits, window_left, window_right,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PEEL: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch row, kv head, tile, split): a tile of rows, which are pairs (token, query head of that kv head),
-    over a share of the keys. Writes a normalised result and its lse. Strides of q, k and v count UNIT elements."""
-    split = tl.program_id(0) % splits
-    tile = tl.program_id(0) // splits % tiles
-    head = tl.program_id(0) // splits // tiles % kv_heads
-    batch = (tl.program_id(0) // splits // tiles // kv_heads).to(tl.int64)
+    """Program (batch row, kv head, split, tile): a tile of rows, which are pairs (token, query head of that kv head),
+    over a share of the keys. Writes a normalised result and its lse. Strides of q, k and v count UNIT elements. PEEL:
+    slots that every row sees are walked apart, without masks. CHAINED: the next kernel may start and wait."""
+    # Tiles of the same keys are neighbours, so that one of them finds the keys in the L2 cache.
+    tile = tl.program_id(0) % tiles
+    split = tl.program_id(0) // tiles % splits
+    head = tl.program_id(0) // tiles // splits % kv_heads
+    batch = (tl.program_id(0) // tiles // splits // kv_heads).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
     query_head = (head * GROUP + row % GROUP).to(tl.int64)
@@ -151,6 +192,7 @@ def _attention_split_kernel(
         end = tl.minimum(tl.maximum(shift + last_token + window_right + 1, 0), length)
         every_end = tl.minimum(tl.maximum(shift + first_token + window_right + 1, 0), length)
         row_end = tl.minimum(shift + token + window_right + 1, length)
+    row_end = tl.where(real, row_end, 0)
 
     base = begin // BLOCK_N
     blocks = tl.maximum(tl.cdiv(end, BLOCK_N) - base, 0)
@@ -164,34 +206,72 @@ def _attention_split_kernel(
     q = tl.load(q_ptr + q_at[:, None] * UNIT + features, mask=real[:, None] & (features < DIM), other=0.0)
     k_ptr += head.to(tl.int64) * k_head * UNIT
     v_ptr += head.to(tl.int64) * v_head * UNIT
+    page_row = batch
     if pages_ptr is not None:
         pages_ptr += batch * pages_row
+        page_row = batch * 0
     else:
         k_ptr += batch * k_page * UNIT
         v_ptr += batch * v_page * UNIT
-
     # Scores are kept in base 2; a softcap takes them in its own unit first.
     score_scale = scale / softcap if SOFTCAP else scale * LOG2E
     softcap *= LOG2E
+    # 8-bit floats become fp16 in one instruction, bf16 in many; q does too, behind a power of two of its own.
+    BRAIN: tl.constexpr = q_ptr.dtype.element_ty == tl.bfloat16
+    PRODUCT: tl.constexpr = (
+        tl.float16 if BRAIN and v_ptr.dtype.element_ty.is_fp8() and not V_SCALES else q_ptr.dtype.element_ty
+    )
+    out_scale = 1.0
+    if k_scale_ptr is not None:
+        k_scale_ptr += page_row * k_scale_strides[0] + head.to(tl.int64) * k_scale_strides[1]
+        if not K_SCALES:
+            score_scale *= tl.load(k_scale_ptr).to(tl.float32)
+    if BRAIN and k_ptr.dtype.element_ty.is_fp8():
+        size = tl.exp2(tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-30))))
+        q = (q.to(tl.float32) / size[:, None]).to(tl.float16)
+        score_scale *= size[:, None]
+    if v_scale_ptr is not None:
+        v_scale_ptr += page_row * v_scale_strides[0] + head.to(tl.int64) * v_scale_strides[1]
+        if not V_SCALES:
+            out_scale = tl.load(v_scale_ptr).to(tl.float32)
+    mask_rows = row.to(tl.int64)
+    mask_slot = 0
+    if mask_ptr is not None:
+        mask_rows = batch * mask_strides[0] + query_head * mask_strides[1] + token.to(tl.int64) * mask_strides[2]
+        mask_slot = mask_strides[3]
+    row_document = row
+    if q_documents_ptr is not None:
+        row_document = tl.load(q_documents_ptr + batch * tokens + token, mask=real, other=0)
+        k_documents_ptr += batch * slots
+
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    # First the stretch that every row sees in full, pipelined and unmasked; then what is left on both sides of it.
-    full_lo = tl.minimum(tl.maximum(lo, every_begin), hi)
-    full_hi = tl.minimum(tl.maximum(full_lo, every_end), hi)
+    full_lo = lo
+    full = 0
+    if PEEL:
+        # First the stretch that every row sees in full, pipelined and unmasked; then what is left on both sides of it.
+        full_lo = tl.minimum(tl.maximum(lo, every_begin), hi)
+        full_hi = tl.minimum(tl.maximum(full_lo, every_end), hi)
+        acc, total, top = _walk(
+            acc, total, top, q, full_lo, full_hi, 0, 0, begin, end, row_begin, row_end, mask_rows, row_document,
+            k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
+            mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
+            DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES, PRODUCT,
+            False, STAGES,
+        )  # fmt: skip
+        full = full_hi - full_lo
     acc, total, top = _walk(
-        acc, total, top, q, full_lo, full_hi, 0, 0, begin, end, row_begin, row_end,
-        k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, pages_ptr, score_scale, softcap,
-        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, SOFTCAP, UNIT, False, STAGES,
-    )  # fmt: skip
-    full = full_hi - full_lo
-    acc, total, top = _walk(
-        acc, total, top, q, lo, hi - full, full_lo, full, begin, end, row_begin, row_end,
-        k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, pages_ptr, score_scale, softcap,
-        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, SOFTCAP, UNIT, True, 1,
+        acc, total, top, q, lo, hi - full, full_lo, full, begin, end, row_begin, row_end, mask_rows, row_document,
+        k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
+        mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
+        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES, PRODUCT,
+        True, 1 if PEEL else STAGES,
     )  # fmt: skip
 
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+    out = acc * (out_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     lse = (top + tl.log2(total)) * LN2
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + query_head, mask=real, other=float("-inf")).to(tl.float32)
@@ -208,25 +288,30 @@ def _attention_split_kernel(
 @triton.jit(do_not_specialize=("rows", "tokens", "heads", "splits"))
 def _attention_combine_kernel(
     part_out_ptr, part_lse_ptr, sinks_ptr, out_ptr, out_row, out_head, out_token, lse_ptr, rows, tokens, heads, splits,
-    DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch row, query head, token): the mean of the splits' results, weighted by exp(lse)."""
+    """Program (batch row, query head, token): the mean of the splits' results, weighted by exp(lse). CHAINED: it may
+    have started before they are there."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    every = tl.arange(0, BLOCK_SPLITS)
-    part_lse = tl.load(part_lse_ptr + every.to(tl.int64) * rows + row, mask=every < splits, other=float("-inf"))
-    top = tl.max(part_lse, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
     features = tl.arange(0, BLOCK_DV)
+    top = float("-inf")
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for first in tl.range(0, splits, CHUNK):
         chunk = first + tl.arange(0, CHUNK)
         at = chunk.to(tl.int64) * rows + row
-        weights = tl.exp(tl.load(part_lse_ptr + at, mask=chunk < splits, other=float("-inf")) - top)
         mask = (chunk < splits)[:, None] & (features < DIM_V)[None, :]
         part = tl.load(part_out_ptr + at[:, None] * DIM_V + features[None, :], mask=mask, other=0.0)
-        total += tl.sum(weights, 0)
-        acc += tl.sum(part * weights[:, None], 0)
+        part_lse = tl.load(part_lse_ptr + at, mask=chunk < splits, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(part_lse, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(part_lse - shift)
+        decay = tl.exp(top - shift)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(part * weights[:, None], 0)
+        top = new_top
     out = acc / tl.where(total == 0.0, 1.0, total)
     lse = top + tl.log(total)
     head = row // tokens % heads
@@ -240,13 +325,17 @@ def _attention_combine_kernel(
 
 class SplitConfig(NamedTuple):
     """block_m: rows of a tile (pairs of token and query head). block_n: keys of a step. per_sm: programs that share an
-    SM, by which the number of splits is chosen."""
+    SM, by which the number of splits is chosen. peel: keys that every row sees are walked apart, without masks.
+    chained: the combining kernel is launched to wait for its parts on the device (CUDA, compute capability 9 and up).
+    """
 
     block_m: int
     block_n: int
     per_sm: int
     num_warps: int
     num_stages: int
+    peel: bool = True
+    chained: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -277,14 +366,20 @@ def _dims(*args) -> dict[str, int]:
     keys = _slots(k, call["page_table"])
     if call["window_left"] >= 0:
         keys = min(keys, q.shape[2] + call["window_left"])
-    rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    return {"heads": q.shape[0] * k.shape[1], "rows": rows, "keys": keys, "dim": max(q.shape[3], call["v"].shape[3])}
+    return {
+        "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": keys,
+        "dim": max(q.shape[3], call["v"].shape[3]), "sparse": 1 if call["mask"] is call["q_documents"] is None else 8,
+    }  # fmt: skip
 
 
 def _default(dims, arch, dtype) -> SplitConfig:
-    block_m, block_d = max(16, triton.next_power_of_2(dims["rows"])), triton.next_power_of_2(max(16, dims["dim"]))
+    block_m, block_d = max(16, next_power_of_2(dims["rows"])), next_power_of_2(max(16, dims["dim"]))
     if arch.kind not in ("cuda", "hip", "xpu"):
         return SplitConfig(16, 16, 8, 4, 1)  # the interpreter: small tensors, which are to be split all the same
+    # H200, bf16, 64/8 heads of 128, TB/s of keys and values at 1 x 8k / 1 x 128k / 32 x 8k: 1 token 2.1 / 4.2 / 4.5,
+    # 8 tokens 1.7 / 4.2 / 4.4, 16 tokens 1.3 / 3.5 / 3.8. A combining kernel that is there already saves 1 us.
+    chained = arch.kind == "cuda" and arch.capability[0] >= 9
+    large = dims["heads"] * dims["keys"] > 2048 * max(1, arch.sms)
     if dtype == torch.float32:
         # Products in full float32 run without tensor cores and hold whole rows in registers.
         config = SplitConfig(16, 16, 1, 8, 2)
@@ -292,14 +387,18 @@ def _default(dims, arch, dtype) -> SplitConfig:
         # 256 registers a thread and none to spare: tiles twice as high or wide spill 56 to 290 of them.
         config = SplitConfig(min(block_m, 32), 32, 1, 8, 2) if block_d <= 128 else SplitConfig(16, 16, 1, 8, 2)
     elif block_m >= 64 and block_d > 128:
-        config = SplitConfig(64, 32, 1, 8, 3)
-    elif block_m >= 64:
-        config = SplitConfig(64, 64, 2, 4, 3) if block_m == 64 else SplitConfig(128, 64, 1, 8, 3)
-    elif dims["heads"] * dims["keys"] > 2048 * max(1, arch.sms):
-        config = SplitConfig(block_m, 128, 2, 4, 2)
+        config = SplitConfig(64, 32, 1, 4 if chained else 8, 3)
+    elif block_m > 64:
+        config = SplitConfig(128, 64, 1, 8, 3)
+        if large and chained and dims["sparse"] == 1:
+            config = SplitConfig(128, 128, 1, 8, 3)
+    elif block_m == 64 or (block_m == 32 and block_d <= 128 and chained):
+        config = SplitConfig(64, 64, 2, 4, 3) if dims["heads"] >= arch.sms else SplitConfig(64, 64, 1, 4, 4)
+    elif chained:
+        config = SplitConfig(block_m, 64 if block_d > 64 else 128, 2, 4, 3, peel=False)
     else:
-        config = SplitConfig(block_m, 128, 1, 8, 3)
-    return _fit(config, block_d, arch, dtype)
+        config = SplitConfig(block_m, 128, 2, 4, 2) if large else SplitConfig(block_m, 128, 1, 8, 3)
+    return _fit(config._replace(chained=chained), block_d, arch, dtype)
 
 
 def _fit(config: SplitConfig, block_d: int, arch, dtype) -> SplitConfig:
@@ -322,6 +421,8 @@ def _fit(config: SplitConfig, block_d: int, arch, dtype) -> SplitConfig:
     return config
 
 
+_SMALL = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
 SPLIT_SPACE = Space(
     default=_default,
     dims=_dims,
@@ -336,21 +437,25 @@ SPLIT_SPACE = Space(
 
 
 def _reasons(call) -> list[str]:
-    unread = ("bias", "mask", "alibi", "seed", "cu_seqlens_q", "prefix_lengths", "q_documents", "block_offsets")
-    unread += ("q_scale", "k_scale", "v_scale")
+    unread = ("bias", "alibi", "seed", "cu_seqlens_q", "prefix_lengths", "block_offsets", "q_scale")
     reasons = [
         f"{name} is given, which this kernel does not read" for name in unread if getattr(call, name) is not None
     ]
-    if call.rows > 128 and call.page_table is None:
-        reasons.append("T * H / G is more than 128: this kernel is for few query tokens")
+    if call.rows > 512 and call.page_table is None:
+        reasons.append("T * H / G is more than 512: this kernel is for few query tokens")
     if call.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(f"q is {call.q.dtype}; float16, bfloat16 and float32 are served")
+    for name in ("k", "v"):
+        dtype = getattr(call, name).dtype
+        if dtype != call.q.dtype and dtype not in _SMALL:
+            reasons.append(f"{name} is {dtype}; q's dtype, int8, float8_e4m3fn and float8_e5m2 are served")
+        if dtype in _SMALL[1:] and call.arch.kind == "hip":
+            reasons.append(f"{name} is {dtype}, which {call.arch.name} does not convert")
+        if dtype in _SMALL[1:] and call.arch.kind == "cuda" and call.arch.capability < (8, 9):
+            reasons.append(f"{name} is {dtype}; compute capability 8.9 and up converts it")
     for name in ("q", "v"):
         if getattr(call, name).cols > 256:
             reasons.append(f"{name} has head dim {getattr(call, name).cols}; up to 256 is served")
-    if call.v.cols != call.q.cols and call.q.dtype != torch.float32:
-        # on an H200 D 72 beside Dv 16, 51 rows, came out wrong in both 16-bit dtypes and right in fp32
-        reasons.append(f"v has head dim {call.v.cols}, q {call.q.cols}: in 16 bits only equal ones have proved right")
     reasons += [f"{name}'s last stride is not 1" for name in ("q", "k", "v") if not getattr(call, name).unit]
     return reasons
 
@@ -401,12 +506,14 @@ def attention(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
-    sinks, kv_lengths, page_table = (None if x is None else x.contiguous() for x in (sinks, kv_lengths, page_table))
+    sinks, kv_lengths, page_table, q_documents, k_documents = (
+        None if x is None else x.contiguous() for x in (sinks, kv_lengths, page_table, q_documents, k_documents)
+    )
     group, slots, right = heads // kv_heads, _slots(k, page_table), 0 if causal else window_right
-    tiles = triton.cdiv(group * tokens, config.block_m)
+    tiles = cdiv(group * tokens, config.block_m)
     seen = slots if window_left < 0 else min(slots, min(tokens, config.block_m // group + 1) + window_left)
     splits = _splits(
-        batch * kv_heads * tiles, triton.cdiv(seen, config.block_n), max(1, arch_of(q.device).sms) * config.per_sm,
+        batch * kv_heads * tiles, cdiv(seen, config.block_n), max(1, arch_of(q.device).sms) * config.per_sm,
         8 * config.block_m * dim_v / (config.block_n * (dim + dim_v) * k.element_size()),
     )  # fmt: skip
     part_out, part_lse, part_strides = out, lse, (0, *out.stride()[:3])
@@ -415,24 +522,42 @@ def attention(
         part_lse = torch.empty((splits, batch, heads, tokens), dtype=torch.float32, device=q.device)
         part_strides = part_out.stride()[:4]
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    # In units of 8 elements the compiler sees that rows start on 16 bytes, also where D is 72 or 200.
-    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    # In units of 8 or 16 elements the compiler sees that rows start on 16 bytes, also where D is 72 or 200.
+    small = k.element_size() == 1 or v.element_size() == 1
+    unit = next((n for n in ((16, 8) if small else (8,)) if all(stride % n == 0 for stride in strides)), 1)
     strides = tuple(stride // unit for stride in strides)
-    block_dv = triton.next_power_of_2(max(16, dim_v))
+    k_scale_strides, k_scales = _scale_strides(k_scale, page_table)
+    v_scale_strides, v_scales = _scale_strides(v_scale, page_table)
+    chained = {"launch_pdl": True} if config.chained and splits > 1 else {}
+    block_dv = next_power_of_2(max(16, dim_v))
     launch(
         _attention_split_kernel, (batch * kv_heads * tiles * splits,),
         q, *strides[:3], k, *strides[3:6], v, *strides[6:], part_out, *part_strides, part_lse, lse.numel(),
+        k_scale, k_scale_strides, v_scale, v_scale_strides, mask, _broadcast_strides(mask), q_documents, k_documents,
         sinks if splits == 1 else None, kv_lengths, page_table, 0 if page_table is None else page_table.shape[1],
         dim**-0.5 if scale is None else scale, softcap, slots, tokens, kv_heads, tiles, splits, window_left, right,
         GROUP=group, DIM=dim, DIM_V=dim_v, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_D=triton.next_power_of_2(max(16, dim)), BLOCK_DV=block_dv, PAGE_SIZE=page_size,
+        BLOCK_D=next_power_of_2(max(16, dim)), BLOCK_DV=block_dv, PAGE_SIZE=page_size,
         LEFT=0 <= window_left < slots, RIGHT=0 <= right < tokens - 1, SOFTCAP=softcap > 0.0, UNIT=unit,
-        STAGES=config.num_stages, num_warps=config.num_warps,
+        K_SCALES=k_scales, V_SCALES=v_scales, PEEL=config.peel and mask is None and q_documents is None,
+        STAGES=config.num_stages, CHAINED=bool(chained), num_warps=config.num_warps,
     )  # fmt: skip
     if splits > 1:
         launch(
             _attention_combine_kernel, (lse.numel(),),
             part_out, part_lse, sinks, out, *out.stride()[:3], lse, lse.numel(), tokens, heads, splits,
-            DIM_V=dim_v, BLOCK_DV=block_dv, BLOCK_SPLITS=triton.next_power_of_2(splits), CHUNK=16, num_warps=4,
+            DIM_V=dim_v, BLOCK_DV=block_dv, CHUNK=min(32, next_power_of_2(splits)), CHAINED=bool(chained),
+            num_warps=4, **chained,
         )  # fmt: skip
     return out, lse
+
+
+def _broadcast_strides(x: Tensor | None) -> tuple[int, ...] | None:
+    """The strides of x, 0 along dims of size 1."""
+    return None if x is None else tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride()))
+
+
+def _scale_strides(scale: Tensor | None, page_table: Tensor | None) -> tuple[tuple[int, ...] | None, bool]:
+    """Strides of factors by page (by batch row, without pages), head and slot; whether they differ within a program."""
+    strides = _broadcast_strides(scale)
+    return strides, strides is not None and (strides[2] != 0 or (page_table is not None and strides[0] != 0))

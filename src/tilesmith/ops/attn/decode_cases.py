@@ -45,6 +45,43 @@ def _nan(*index):
     return init
 
 
+def _normal(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Normal numbers in fp32; torch draws none in 8 bits."""
+    return torch.randn(tuple(shape), generator=generator, device=generator.device).to(device)
+
+
+def _rounded(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return (20 * _normal(generator, shape, device)).clamp(-127, 127).to(torch.int8)
+
+
+def _factors(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Factors of quantised values: positive, not all alike."""
+    return (0.5 + torch.rand(tuple(shape), generator=generator, device=generator.device)).to(device)
+
+
+def _padded(*starts: int):
+    """Document ids of keys: -1 before each row's start, 0 from there on."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        first = torch.tensor(starts * -(-shape[0] // len(starts)), device=device)[: shape[0], None]
+        return torch.where(torch.arange(shape[1], device=device) < first, -1, 0).int()
+
+    return init
+
+
+def _nothing(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.zeros(tuple(shape), dtype=torch.int32, device=device)
+
+
+def _tree(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """A bool mask [.., T, S] of drafted tokens: all old keys, and of the T new ones each token's own ancestors."""
+    tokens, keys = shape[-2:]
+    seen = torch.ones(tuple(shape), dtype=torch.bool, device=device)
+    token = torch.arange(tokens, device=device)
+    seen[..., keys - tokens :] = (token[:, None] - token) % 2 == 0
+    return seen
+
+
 def _decode(
     batch: int,
     tokens: int,
@@ -59,16 +96,33 @@ def _decode(
     dim_v: int | None = None,
     sinks: bool = False,
     layout: str = "contiguous",
+    small: torch.dtype | None = None,
+    scales: tuple[int, ...] = (),
+    starts: tuple[int, ...] = (),
+    mask: tuple[int, ...] = (),
     **options,
 ) -> dict:
-    """Arguments of one call. keys: of a row; with a page size, a multiple of it. num_pages: by default one to spare."""
+    """Arguments of one call. keys: of a row; with a page size, a multiple of it. num_pages: by default one to spare.
+    small: an 8-bit dtype of the cache, scales: the shape of its factors. starts: of the rows, left of which is padding.
+    mask: the shape of a bool mask."""
     pages = keys // page_size if page_size else 0
     rows, slots = (num_pages or batch * pages + 1, page_size) if page_size else (batch, keys)
+    kind = {"grad": False, "layout": layout}
+    cache = {**kind, "dtype": small}
+    if small is not None:
+        cache["init"] = _rounded if small is torch.int8 else _normal
     args = {
-        "q": T(batch, heads, tokens, dim, grad=False, layout=layout),
-        "k": T(rows, kv_heads, slots, dim, grad=False, layout=layout),
-        "v": T(rows, kv_heads, slots, dim_v or dim, grad=False, layout=layout),
+        "q": T(batch, heads, tokens, dim, **kind),
+        "k": T(rows, kv_heads, slots, dim, **cache),
+        "v": T(rows, kv_heads, slots, dim_v or dim, **cache),
     }
+    for name in ("k_scale", "v_scale") if scales else ():
+        args[name] = T(*scales, dtype=torch.float32, grad=False, init=_factors)
+    if starts:
+        args["q_documents"] = T(batch, tokens, dtype=torch.int32, init=_nothing)
+        args["k_documents"] = T(batch, keys, dtype=torch.int32, init=_padded(*starts))
+    if mask:
+        args["mask"] = T(*mask, dtype=torch.bool, init=_tree)
     if sinks:
         args["sinks"] = T(heads, dtype=torch.float32, grad=False)
     if lengths is not None:
@@ -81,6 +135,10 @@ def _decode(
 UNWRITTEN_SLOTS = dict.fromkeys(
     ("k", "v"), T(2, 2, 40, 16, grad=False, init=_nan(slice(None), slice(None), slice(19, None)))
 )
+LEFT_PADDING = dict.fromkeys(
+    ("k", "v"), T(2, 2, 40, 16, grad=False, init=_nan(slice(None), slice(None), slice(None, 7)))
+)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 UNWRITTEN_PAGES = {
     **dict.fromkeys(("k", "v"), T(21, 2, 4, 16, grad=False, init=_nan(0))),
     "page_table": T(2, 10, dtype=torch.int32, grad=False, init=_pages(21, used=5)),
@@ -123,6 +181,29 @@ CASES: list[Case] = [
         {**_decode(2, 2, 4, 2, 16, 40, lengths=(20, 9), page_size=4), **UNWRITTEN_PAGES},
         SMALL,
     ),
+    Case("decode_e4m3", _decode(2, 1, 8, 2, 32, 50, lengths=(50, 12), small=E4M3, scales=(1, 2, 1)), SMALL),
+    Case("decode_e5m2", _decode(2, 3, 4, 2, 48, 50, small=E5M2, scales=(1, 1, 1), softcap=5.0), SMALL),
+    Case("decode_e4m3_rows", _decode(2, 3, 4, 2, 32, 50, lengths=(50, 12), small=E4M3, scales=(2, 2, 1)), SMALL),
+    Case("decode_int8_slots", _decode(2, 2, 4, 2, 32, 50, small=torch.int8, scales=(2, 1, 50), scale=0.01), SMALL),
+    Case(
+        "decode_e4m3_pages",
+        _decode(2, 2, 4, 2, 16, 40, lengths=(40, 9), page_size=4, small=E4M3, scales=(21, 2, 1)),
+        SMALL,
+    ),
+    Case(
+        "decode_e4m3_page_slots",
+        _decode(2, 9, 4, 2, 16, 40, lengths=(40, 9), page_size=8, small=E4M3, scales=(11, 1, 8), sinks=True),
+        SMALL,
+    ),
+    Case("decode_left_padding", _decode(3, 1, 4, 2, 32, 70, starts=(0, 9, 69)), SMALL),
+    Case(
+        "decode_left_padding_in_room", _decode(2, 3, 4, 2, 16, 40, lengths=(30, 21), starts=(3, 20), sinks=True), SMALL
+    ),
+    Case("decode_left_padding_window", _decode(2, 3, 4, 2, 16, 60, starts=(3, 45), window_left=20), SMALL),
+    Case("decode_over_nan", {**_decode(2, 2, 4, 2, 16, 40, starts=(7, 11)), **LEFT_PADDING}, SMALL),
+    Case("decode_tree", _decode(2, 5, 4, 2, 16, 50, mask=(2, 1, 5, 50)), SMALL),
+    Case("decode_mask_of_keys", _decode(2, 3, 4, 2, 16, 50, lengths=(50, 21), mask=(1, 4, 3, 50)), SMALL),
+    Case("decode_64_tokens", _decode(1, 64, 4, 2, 16, 150, lengths=(130,)), SMALL),
     Case("decode_no_keys", _decode(2, 2, 4, 2, 16, 0), SMALL),
     Case("decode_no_rows", _decode(0, 1, 4, 2, 16, 20), SMALL),
     Case("decode_wide_head", _decode(2, 3, 8, 2, 256, 500, lengths=(500, 321)), frozenset({"test"})),
@@ -134,9 +215,15 @@ CASES: list[Case] = [
     Case("decode_8_b1_8k", _decode(1, 8, 64, 8, 128, 8192), BENCH),
     Case("decode_8_b1_128k", _decode(1, 8, 64, 8, 128, 131_072), BENCH),
     Case("decode_8_b32_8k", _decode(32, 8, 64, 8, 128, 8192), BENCH),
-    Case("decode_16_b8_8k", _decode(8, 16, 64, 8, 128, 8192, lengths=(8192, 6000)), BENCH),
+    Case("decode_16_b1_8k", _decode(1, 16, 64, 8, 128, 8192), BENCH),
+    Case("decode_16_b1_128k", _decode(1, 16, 64, 8, 128, 131_072), BENCH),
+    Case("decode_16_b32_8k", _decode(32, 16, 64, 8, 128, 8192), BENCH),
+    Case("decode_16_b8_lengths", _decode(8, 16, 64, 8, 128, 8192, lengths=(8192, 6000)), BENCH),
     Case("decode_1_pages_b32_8k", _decode(32, 1, 64, 8, 128, 8192, lengths=(8192,), page_size=16), BENCH),
     Case("decode_8_pages_b32_8k", _decode(32, 8, 64, 8, 128, 8192, lengths=(8192,), page_size=16), BENCH),
+    Case("decode_1_e4m3_b32_8k", _decode(32, 1, 64, 8, 128, 8192, small=E4M3, scales=(1, 8, 1)), BENCH),
+    Case("decode_8_e4m3_b32_8k", _decode(32, 8, 64, 8, 128, 8192, small=E4M3, scales=(1, 8, 1)), BENCH),
+    Case("decode_1_left_padding_b32_8k", _decode(32, 1, 64, 8, 128, 8192, starts=(0, 1000, 37)), BENCH),
     Case("decode_1_d256_b8_8k", _decode(8, 1, 32, 4, 256, 8192), BENCH),
     Case("decode_1_d64_b8_8k", _decode(8, 1, 64, 8, 64, 8192), BENCH),
 ]

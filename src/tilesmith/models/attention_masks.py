@@ -1,0 +1,267 @@
+"""Masks of transformers models as arguments of attention: padding, windows and caches, not a dense [T, S] mask."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tilesmith import ops
+from tilesmith.models.reach import reaches_device
+
+
+class KeyMask(BlockMask):
+    """Which keys the queries of a batch see, as what `attention` takes; a bool mask [B, 1, T, S] for all others.
+
+    causal, window (keys to the left and right, -1 unlimited): as in `ops.Mask`. lengths int32 [B]: filled slots of a
+    cache. documents int32 [B, S]: ids of keys, -1 for padding; a query has the id of its own key, or 0.
+
+    It is a BlockMask only in name: transformers hands masks that are tensors or BlockMasks of four dims through.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        device: torch.device,
+        causal: bool,
+        window: tuple[int, int] | None = None,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+    ):
+        self.sizes, self.where, self.causal, self.window = shape, device, causal, window
+        self.lengths, self.documents = lengths, documents
+        self.dense: Tensor | None = None
+
+    def mask(self) -> ops.Mask:
+        """All of it but `lengths`."""
+        return ops.Mask(causal=self.causal, window=self.window, documents=self._documents())
+
+    def tensor(self) -> Tensor:
+        """The same as a bool tensor [B, 1, T, S]: True may attend."""
+        if self.dense is not None:
+            return self.dense
+        batch, _, tokens, keys = self.sizes
+        named = {"batch": batch, "device": self.where, "kv_lengths": self.lengths}
+        dense = self.mask().materialize(tokens, keys, **named)
+        if not torch.compiler.is_compiling():
+            self.dense = dense
+        return dense
+
+    def _documents(self) -> tuple[Tensor, Tensor] | None:
+        if self.documents is None:
+            return None
+        batch, _, tokens, keys = self.sizes
+        if tokens == keys:
+            return self.documents.clamp(min=0), self.documents
+        return self.documents.new_zeros(batch, tokens), self.documents
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.sizes
+
+    @property
+    def device(self) -> torch.device:
+        return self.where
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bool
+
+    def to(self, *where: Any, **named: Any) -> KeyMask | Tensor:
+        """As `Tensor.to`; a dense mask where more than the device changes."""
+        given = [*where, *(value for name, value in named.items() if name != "non_blocking")]
+        if len(given) != 1 or not isinstance(given[0], (str, int, torch.device)):
+            return self.tensor().to(*where, **named)
+        device = torch.empty(0, device=given[0]).device
+        moved = (None if x is None else x.to(*where, **named) for x in (self.lengths, self.documents))
+        return KeyMask(self.sizes, device, self.causal, self.window, *moved)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*map(_real, args), **{name: _real(value) for name, value in (kwargs or {}).items()})
+
+    def __repr__(self) -> str:
+        parts = ["causal"] * self.causal + [f"window {self.window}"] * (self.window is not None)
+        parts += [name for name in ("lengths", "documents") if getattr(self, name) is not None]
+        return f"KeyMask({list(self.sizes)}, {', '.join(parts) or 'all'})"
+
+    __str__ = __repr__
+
+
+def _through(name: str) -> Callable[..., Any]:
+    return lambda self, *others: getattr(self.tensor(), name)(*map(_real, others))
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert", "eq", "ne"):
+    setattr(KeyMask, f"__{_name}__", _through(f"__{_name}__"))
+KeyMask.__hash__ = object.__hash__
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, KeyMask):
+        return value.tensor()
+    return type(value)(map(_real, value)) if type(value) in (list, tuple) else value
+
+
+def key_mask(**given: Any) -> KeyMask | Tensor | None:
+    """The mask function that transformers calls before the layers, for attention by `attention_forward`.
+
+    Its arguments are those of transformers' `sdpa_mask`. Returns None where causality, or nothing, says it all; a
+    KeyMask where causality, a window, padding, packed documents and a cache's lengths do; else, and where no kernel of
+    ours is, what `sdpa_mask` returns. Padding behind all tokens needs no mask under causality: only padding sees it, so
+    what comes out for padding differs from what other implementations give there.
+    """
+    from transformers import masking_utils
+
+    # the first versions of transformers 5 pass cache_position in place of q_length
+    if "q_length" in given and reaches_device("attention", torch.device(given.get("device", "cpu")).type):
+        rule = _rule(given.get("mask_function", masking_utils.causal_mask_function))
+        if rule is not None and _fits(rule, **given):
+            return _as_arguments(rule, **given)
+    return masking_utils.sdpa_mask(**given)
+
+
+def _fits(
+    rule: _Rule,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    **others: Any,
+) -> bool:
+    """Whether positions are what `attention` takes them for: the last query stands at the last filled slot."""
+    if attention_mask is not None and attention_mask.ndim != 2:
+        return False
+    if isinstance(q_offset, Tensor):
+        return kv_offset == 0 and rule.window is None
+    return rule.causal or rule.window is None or q_offset + q_length == kv_offset + kv_length
+
+
+def _as_arguments(
+    rule: _Rule,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> KeyMask | None:
+    window, causal, documents, lengths = rule.window, rule.causal, rule.documents, None
+    if window is not None and kv_length <= (window[0] if causal else min(window)) + 1:
+        window = None
+    if attention_mask is not None:
+        padding = _slots(attention_mask, kv_length, kv_offset)
+        full, behind = _known(padding)
+        if not full and behind and not causal and window is None and documents is None:
+            lengths = padding.sum(1, dtype=torch.int32)
+        elif not full and not (behind and causal):
+            documents = torch.where(padding, 0 if documents is None else documents, -1)
+    documents = None if documents is None else documents.int()
+    here = torch.device(device)
+    empty = aligned = False
+    if not isinstance(q_offset, Tensor):
+        empty = q_offset == kv_offset == 0 and q_length > 1
+        aligned = q_offset + q_length == kv_offset + kv_length
+    if causal and not aligned:
+        filled = torch.as_tensor(q_offset + q_length - kv_offset, dtype=torch.int32, device=here)
+        lengths = filled.reshape(-1).expand(batch_size)
+    if window is None and documents is None:
+        if causal and allow_is_causal_skip and (empty or (aligned and q_length in (1, kv_length))):
+            return None
+        if not causal and allow_is_bidirectional_skip and lengths is None:
+            return None
+    return KeyMask((batch_size, 1, q_length, kv_length), here, causal, window, lengths, documents)
+
+
+def _slots(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+    """The slots of a cache out of a mask [B, seen tokens]; slots that no token has reached are False."""
+    missing = max(0, kv_length + kv_offset - attention_mask.shape[-1])
+    padded = torch.nn.functional.pad(attention_mask, (0, missing)) if missing else attention_mask
+    return padded[:, kv_offset : kv_offset + kv_length].bool()
+
+
+def _known(padding: Tensor) -> tuple[bool, bool]:
+    """Whether all tokens are real, and whether padding is only behind them; False where values cannot be read now."""
+    from transformers.utils.import_utils import is_tracing
+
+    if is_tracing(padding):
+        return False, False
+    # one transfer for both
+    full, behind = torch.stack((padding.all(), (padding[:, 1:] <= padding[:, :-1]).all())).tolist()
+    return full, behind and not full
+
+
+class _Rule(NamedTuple):
+    """What a mask function of transformers means."""
+
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    documents: Tensor | None = None
+
+
+_CAUSAL, _ALL = _Rule(causal=True), _Rule()
+
+
+def _rule(function: Callable) -> _Rule | None:
+    """Recognise a mask function by its code, since its result could only be tried out on some pairs. None: unknown."""
+    from transformers import masking_utils
+
+    if function is masking_utils.causal_mask_function:
+        return _CAUSAL
+    if function is masking_utils.bidirectional_mask_function:
+        return _ALL
+    code = getattr(function, "__code__", None)
+    # a compiler cannot look into closures
+    kind = None if code is None or torch.compiler.is_compiling() else _made().get(code)
+    if kind is None:
+        return None
+    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
+    return kind(held)
+
+
+@functools.cache
+def _made() -> dict[Any, Callable[[dict[str, Any]], _Rule | None]]:
+    """What transformers' makers of mask functions make, by code object: from what a closure holds to its rule."""
+    from transformers import masking_utils
+
+    meanings: list[tuple[str, tuple, Callable[[dict[str, Any]], _Rule | None]]] = [
+        ("and_masks", (masking_utils.causal_mask_function,), lambda held: _all(held["mask_functions"])),
+        ("sliding_window_overlay", (1,), lambda held: _Rule(window=(held["sliding_window"] - 1, -1))),
+        ("sliding_window_bidirectional_overlay", (1,), lambda held: _Rule(window=(held["sliding_window"],) * 2)),
+        ("packed_sequence_mask_function", (None,), lambda held: _Rule(documents=held["packed_sequence_mask"])),
+        # positions within documents that `packed_sequence_mask_function` beside it keeps apart
+        ("remap_positions_for_packed_sequence", (None, None), lambda held: _rule(held["mask_function"])),
+    ]
+    makers = ((getattr(masking_utils, name, None), arguments, meaning) for name, arguments, meaning in meanings)
+    return {maker(*arguments).__code__: meaning for maker, arguments, meaning in makers if maker is not None}
+
+
+def _all(functions: tuple[Callable, ...]) -> _Rule | None:
+    """The rule that says what all of them say; None where one is unknown or two say different things of one kind."""
+    rules = [_rule(function) for function in functions]
+    windows = [rule.window for rule in rules if rule is not None and rule.window is not None]
+    documents = [rule.documents for rule in rules if rule is not None and rule.documents is not None]
+    if None in rules or len(windows) > 1 or len(documents) > 1:
+        return None
+    return _Rule(any(rule.causal for rule in rules), *((found or [None])[0] for found in (windows, documents)))
