@@ -25,7 +25,13 @@ def run(*arguments: str):
 
 @pytest.mark.parametrize(
     ("target", "holds"),
-    [("cuda", "__global__"), ("metal", "half4"), ("wgsl", "@compute"), ("json", '"swiglu"')],
+    [
+        ("cuda", "__global__"),
+        ("metal", "half4"),
+        ("wgsl", "@compute"),
+        ("spvasm", "OpEntryPoint"),
+        ("json", '"swiglu"'),
+    ],
 )
 def test_text(target, holds):
     code, output = run("swiglu", "--target", target, "--set", "hidden_dim=64", "--set", "use_half=true")
@@ -50,7 +56,7 @@ def test_json_is_a_kernel(tmp_path):
     ("arguments", "words"),
     [
         (("swiglu", "-t", "hlsl"), "--target must be one of cuda, ptx"),
-        (("swiglu", "-t", "spirv"), "SPIR-V is binary; name a file with -o"),
+        (("swiglu", "-t", "spirv"), "SPIR-V is binary; name a file with -o, or ask for spvasm"),
         (("nothing", "-t", "cuda"), "there is no kernel 'nothing'; known: flash_attention"),
         (("swiglu", "-t", "cuda"), "swiglu needs --set hidden_dim=..."),
         (("swiglu", "-t", "cuda", "--set", "hidden_dim"), "--set must be NAME=VALUE"),

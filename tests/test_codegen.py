@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -46,6 +49,8 @@ from tilesmith.codegen import (
 )
 from tilesmith.codegen.interpreter import DivergentFlow, Fault, OutOfBounds, Race, Undefined
 from tilesmith.codegen.nodes import Assign, Barrier, Binary, Const, If, Load, Var, blocks, walk
+from tilesmith.kernels import KERNELS
+from tilesmith.kernels.flash_attention import TunedConfigs, create_flash_attention_kernel
 
 
 @pytest.fixture(params=SAMPLES)
@@ -246,6 +251,22 @@ def test_inline_functions_and_lists():
     assert np.array_equal(y, np.where(t > 0, 4 * (t + 1) * 100 + 4 * t + 4 * (t + 2), 5))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_arguments_may_be_left_out(biased):
+    def scale(x: In[f32], bias: In[f32] if biased else None, y: Out[f32], by: Scalar[f32] if biased else None):
+        v = x[tid(0)]
+        if biased and bias is not None and by is not None:
+            v = v * by + bias[tid(0)]
+        y[tid(0)] = v
+
+    ir = build(scale, (2, 1, 1))
+    assert [b.name for b in ir.buffers] == (["x", "bias", "y"] if biased else ["x", "y"])
+    x, y = np.array([1, 2], np.float32), np.zeros(2, np.float32)
+    more = {"bias": x} if biased else {}
+    interpret(ir, (1, 1, 1), {"x": x, "y": y, **more}, {"by": 3.0} if biased else {})
+    np.testing.assert_array_equal(y, x * 4 if biased else x)
+
+
 def test_loop_bounds_are_read_once():
     def moving(y: Out[u32]):
         n, total = tid(0) + 3, u32(0)
@@ -269,18 +290,62 @@ def test_nodes_are_frozen():
     assert Assign(1, "x", node).value is node
 
 
+def test_copies_are_equal_and_print_the_same():
+    ir = SAMPLES["rms_norm"]().ir
+    printed = wgsl.generate(ir)
+    for copied in (copy.deepcopy(ir), pickle.loads(pickle.dumps(ir))):
+        assert copied == ir
+        assert wgsl.generate(copied) == printed
+
+
+def cpu_seconds(work) -> float:
+    """The processor's time for work(), not the wall clock's: other tests run beside this one."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def print_everywhere(ir: KernelIR) -> None:
+    """All targets that accept the kernel."""
+    for target in (cuda, metal, spirv, wgsl):
+        with contextlib.suppress(KernelError):
+            target.generate(ir)
+
+
 def test_costs(sample):
-    targets = (cuda.generate, metal.generate, spirv.generate, wgsl.generate)
-    best = float("inf")
-    for _ in range(5):
-        start = time.process_time()  # not the wall clock: other tests run beside this one
-        for generate in targets:
-            try:
-                generate(sample.ir)
-            except KernelError:
-                continue
-        best = min(best, time.process_time() - start)
-    assert best <= 0.020
+    assert min(cpu_seconds(lambda: print_everywhere(sample.ir)) for _ in range(5)) <= 0.020
+
+
+def catalogue():
+    """Every pre-built kernel for rows of 4096, and every preset of attention."""
+    given = {"hidden_dim": 4096, "head_dim": 128, "max_seq_len": 8192}
+    for name, entry in KERNELS.items():
+        if name != "flash_attention":
+            fields = {k: v for k, v in given.items() if k in entry.config.__dataclass_fields__}
+            yield pytest.param(entry.create, entry.config(**fields), id=name)
+    for name, preset in vars(TunedConfigs).items():
+        if not name.startswith("_"):
+            yield pytest.param(create_flash_attention_kernel, preset, id=name)
+
+
+def count_up() -> None:
+    total = 0
+    for i in range(100_000):
+        total += i * i
+
+
+IDLE = 0.0045  # seconds that count_up takes where 20 ms were promised: a server's core with nothing beside it
+
+
+@pytest.mark.parametrize(("create", "config"), list(catalogue()))
+def test_costs_of_the_catalogue(create, config):
+    """20 ms for all targets, on a core that counts up in IDLE; more on one that is slower, or shared just now."""
+    ratios = []
+    for _ in range(7):
+        ir = from_json(to_json(create(config)))  # one that no printer has seen
+        pace = max(1.0, cpu_seconds(count_up) / IDLE)
+        ratios.append(cpu_seconds(lambda ir=ir: print_everywhere(ir)) / pace)
+    assert min(ratios) <= 0.020
 
 
 def test_importing_is_quick_and_brings_nothing(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from codegen import golden, tools, vulkan_runner, webgpu_runner
 from codegen.samples import SAMPLES
 from tilesmith.codegen import KernelError, cuda, metal, nvrtc, spirv, wgsl
+from tilesmith.codegen.disassembly import disassemble
 
 
 def accepted_by(generate) -> list[str]:
@@ -81,6 +82,24 @@ def test_spirv_val_is_no_rubber_stamp(missing):
     at = next(k for k in range(20, len(module), 4) if module[k : k + 4] == (5 << 16 | 133).to_bytes(4, "little"))
     module[at] = 132  # FMul becomes IMul
     assert "int" in tools.validate_spirv(bytes(module))
+
+
+@pytest.mark.parametrize("name", SPIRV)
+def test_the_assembler_makes_the_module_of_its_listing(name, missing):
+    if isinstance(tools.spirv_val(), str):
+        missing(tools.spirv_val())
+    module = spirv.generate(SAMPLES[name]().ir)
+    numbered = tools.assemble_spirv(disassemble(module, names=False))
+    assert numbered[20:] == module[20:]  # after the header, which says who wrote it
+    assert tools.validate_spirv(tools.assemble_spirv(disassemble(module))) == ""
+
+
+def test_only_our_modules_are_listed():
+    with pytest.raises(ValueError, match="this is no SPIR-V module"):
+        disassemble(b"nothing")
+    module = spirv.generate(SAMPLES["rms_norm"]().ir)
+    with pytest.raises(ValueError, match="no instruction of ours, opcode 0 with 0 words"):
+        disassemble(module + bytes(4))
 
 
 @pytest.mark.parametrize("name", CUDA)

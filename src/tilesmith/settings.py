@@ -18,6 +18,8 @@ class Settings:
     cache_dir: ``TILESMITH_CACHE_DIR``: where tuning rows found on this machine are kept as JSON.
     tune: ``TILESMITH_TUNE=1``: tune a kernel at its first call with a size that no row covers.
     debug: ``TILESMITH_DEBUG=1``: synchronise after each kernel and check its outputs for NaN.
+    portable: ``TILESMITH_PORTABLE="vulkan"``: where portable kernels run on CPU tensors: "interpreter" (the default),
+        "vulkan" or "webgpu".
     require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.
     """
 
@@ -25,6 +27,7 @@ class Settings:
     cache_dir: Path
     tune: bool
     debug: bool
+    portable: str
     require_all: bool
 
 
@@ -42,6 +45,12 @@ def _pins(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(pins)
 
 
+def _portable(text: str) -> str:
+    if text not in ("interpreter", "vulkan", "webgpu"):
+        raise ValueError(f"{PREFIX}PORTABLE must be interpreter, vulkan or webgpu, got {text!r}")
+    return text
+
+
 def _default_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tilesmith"
@@ -56,5 +65,6 @@ def settings() -> Settings:
         cache_dir=Path(cache) if cache else _default_cache(),
         tune=_flag("TUNE"),
         debug=_flag("DEBUG"),
+        portable=_portable(os.environ.get(PREFIX + "PORTABLE") or "interpreter"),
         require_all=_flag("REQUIRE_ALL"),
     )

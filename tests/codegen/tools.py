@@ -37,6 +37,15 @@ def validate_spirv(module: bytes) -> str:
     return (done.stdout + done.stderr) or "rejected" * (done.returncode != 0)
 
 
+def assemble_spirv(listing: str) -> bytes:
+    """The module of a listing, by the assembler beside spirv-val; its results keep their numbers."""
+    with tempfile.NamedTemporaryFile(suffix=".spv") as file:
+        assembler = Path(spirv_val()[0]).with_name("spirv-as")
+        command = [assembler, "--preserve-numeric-ids", "--target-env", "spv1.3", "-o", file.name, "-"]
+        subprocess.run(command, input=listing, text=True, check=True)
+        return Path(file.name).read_bytes()
+
+
 @lru_cache(maxsize=1)
 def cpp() -> str | None:
     """A C++ compiler."""

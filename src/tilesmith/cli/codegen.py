@@ -12,7 +12,7 @@ import typer
 
 from tilesmith.cli.output import errors, refuse
 
-TARGETS = ("cuda", "ptx", "metal", "wgsl", "spirv", "json")
+TARGETS = ("cuda", "ptx", "metal", "wgsl", "spirv", "spvasm", "json")
 
 
 def command(
@@ -23,7 +23,7 @@ def command(
     arch: Annotated[str, typer.Option(help="What PTX is for.")] = "sm_80",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; otherwise standard output.")] = None,
 ) -> None:
-    """A pre-built kernel, compiled from its Python text to CUDA C++, PTX, Metal, WGSL, SPIR-V or JSON.
+    """A pre-built kernel, compiled from its Python text to CUDA C++, PTX, Metal, WGSL, SPIR-V, its assembly or JSON.
 
     Says on standard error which tensors, scalars and grid the kernel takes.
     """
@@ -32,7 +32,7 @@ def command(
     if target not in TARGETS:
         refuse(f"--target must be one of {', '.join(TARGETS)}, got {target!r}")
     if target == "spirv" and output is None:
-        refuse("SPIR-V is binary; name a file with -o")
+        refuse("SPIR-V is binary; name a file with -o, or ask for spvasm")
     try:
         ir = _build(kernel, preset, dict(map(_field, set_ or [])))
         code = _print(ir, target, arch)
@@ -86,6 +86,10 @@ def _print(ir, target: str, arch: str) -> str | bytes:
 
     if target == "ptx":
         return cuda.ptx(ir, arch)
+    if target == "spvasm":
+        from tilesmith.codegen.disassembly import disassemble
+
+        return disassemble(spirv.generate(ir))
     return {"cuda": cuda.generate, "metal": metal.generate, "wgsl": wgsl.generate, "spirv": spirv.generate}.get(
         target, to_json
     )(ir)

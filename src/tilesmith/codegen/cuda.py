@@ -123,14 +123,15 @@ class _Cuda(TextPrinter):
     def pieces(self) -> list[str]:
         """The parts of the prelude that the kernel uses, in an order that compiles."""
         ir, found = self.ir, self.ir.expressions
-        calls = {(self.function(x), len(x.args)) for x in found if isinstance(x, Call) and x.type.lanes > 1}
-        binaries = {x.op for x in found if isinstance(x, Binary) and x.type.lanes > 1}
-        signs = {x.op for x in found if isinstance(x, Unary) and x.type.lanes > 1}
-        arithmetic = any(
+        wide = [x for x in found if x.type.lanes > 1]
+        calls = {(self.function(x), len(x.args)) for x in wide if isinstance(x, Call)}
+        binaries = {x.op for x in wide if isinstance(x, Binary)}
+        signs = {x.op for x in wide if isinstance(x, Unary)}
+        arithmetic = "f16" in ir.features and any(
             isinstance(x, (Binary, Unary, Call)) and "f16" in (x.type.dtype, operands(x)[0].type.dtype) for x in found
         )
         dtypes = {f.type.dtype for f in ir.fragments if f.role != "c"}
-        vectors = any(d.type.lanes > 1 for d in (*ir.buffers, *ir.arrays)) or any(x.type.lanes > 1 for x in found)
+        vectors = bool(wide) or any(d.type.lanes > 1 for d in (*ir.buffers, *ir.arrays))
         named = ir.functions
         wanted = [
             (prelude.F16, "f16" in ir.features),
@@ -138,7 +139,7 @@ class _Cuda(TextPrinter):
             (prelude.BF16, "bf16" in ir.features),
             (prelude.VECTOR, vectors),
             *((prelude.vector16(t), vectors) for t in ("f16", "bf16") if t in ir.features),
-            (prelude.READ, any(isinstance(x, Load) and x.type.lanes > 1 for x in found)),
+            (prelude.READ, any(isinstance(x, Load) for x in wide)),
             (prelude.EXP2, "exp2" in named),
             (prelude.PACK_F16, "pack_f16" in named),
             (prelude.UNPACK_F16, "unpack_f16" in named),

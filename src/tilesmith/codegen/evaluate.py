@@ -260,6 +260,8 @@ class Evaluator:
                 part = bool(self.python(node, compute, left, right))
             elif name in typed.COMPARISONS:
                 part = typed.binary(name, left, right)
+            elif name in ("is", "is not") and (left is None or right is None):
+                part = name == "is not"
             else:
                 raise Misuse(f"{name} of run-time values; allowed: {' '.join(typed.COMPARISONS)}")
             result = part if result is True else typed.logical("and", typed.lift(result), typed.lift(part))

@@ -53,6 +53,8 @@ def build(
 ) -> KernelIR:
     """The verified KernelIR of a Python function whose arguments are annotated In, Out, InOut or Scalar.
 
+    An argument whose annotation is None (as of `bias: In[f32] if biased else None`) is left out, and None inside.
+
     workgroup: threads along x, y, z. subgroup_size: what the kernel relies on; 32 with fragments; None: any.
     limits: those of a device; a workgroup beyond them is refused. constants: compile-time values by name, beside those
     of the function's closure and module.
@@ -118,6 +120,9 @@ class Frontend(Evaluator):
             declared = self.function.__annotations__.get(arg.arg)
             if isinstance(declared, str):
                 declared = self.value(arg.annotation)
+            if declared is None and arg.annotation is not None:
+                frame.locals[arg.arg] = None
+                continue
             if not isinstance(declared, language.Annotation):
                 raise self.error(arg, "allowed annotations: In[type], Out[type], InOut[type], Scalar[type]")
             self.used.add(arg.arg)

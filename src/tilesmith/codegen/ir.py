@@ -21,6 +21,7 @@ from tilesmith.codegen.nodes import (
     walk,
 )
 from tilesmith.codegen.types import KernelError, Type
+from tilesmith.codegen.variables import declarations
 
 
 class Buffer(Node):
@@ -115,6 +116,11 @@ class KernelIR(Node):
     def expressions(self) -> tuple[Expr, ...]:
         """Every expression of every statement."""
         return tuple(e for s in self.statements for e in expressions(s))
+
+    @cached_property
+    def declarations(self) -> dict[int, dict[int, list[str]]]:
+        """Where a text declares each variable; see `variables.declarations`."""
+        return declarations(self.body)
 
     @cached_property
     def features(self) -> frozenset[str]:

@@ -35,6 +35,9 @@ class Node:
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"cannot delete field {name!r}")
 
+    def __getstate__(self) -> dict:
+        return dict(zip(self._names, self._values()))  # without what is kept beside the fields
+
     def _values(self) -> tuple:
         return tuple(self.__dict__[name] for name in self._names)
 

@@ -124,6 +124,8 @@ class Element(Expr):
 class Stmt(Node):
     """One step. `line` is the line of the author's file, 0 where there is none."""
 
+    __slots__ = ("_inside", "_reads")  # kept by `expressions` and `reads`, which the verifier and each printer ask
+
     line: int
     _operand_names = ()
 
@@ -273,18 +275,33 @@ def operands(node: Expr | Stmt) -> list[Expr]:
     return found
 
 
-def expressions(node: Expr | Stmt) -> list[Expr]:
+def expressions(node: Expr | Stmt) -> tuple[Expr, ...]:
     """Every expression inside `node`, outer before inner, not those of nested statements nor `node` itself."""
-    found: list[Expr] = []
-    _gather(node, found)
-    return found
+    if isinstance(node, Stmt):
+        try:
+            return node._inside
+        except AttributeError:
+            object.__setattr__(node, "_inside", tuple(_gather(node, [])))
+            return node._inside
+    return tuple(_gather(node, []))
 
 
-def _gather(node: Expr | Stmt, found: list[Expr]) -> None:
+def reads(statement: Stmt) -> tuple[str, ...]:
+    """The variables that a statement's own expressions read, each as often as it is read."""
+    try:
+        return statement._reads
+    except AttributeError:
+        found = tuple(e.name for e in expressions(statement) if type(e) is Var)
+        object.__setattr__(statement, "_reads", found)
+        return found
+
+
+def _gather(node: Expr | Stmt, found: list[Expr]) -> list[Expr]:
     for e in operands(node):
         found.append(e)
         if e._operand_names:
             _gather(e, found)
+    return found
 
 
 _OPERAND_KINDS = ("Expr", "tuple[Expr, ...]", "Expr | None")

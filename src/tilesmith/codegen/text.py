@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from tilesmith.codegen.ir import Array, KernelIR
@@ -36,8 +37,7 @@ from tilesmith.codegen.nodes import (
     Var,
     Vector,
     While,
-    blocks,
-    expressions,
+    reads,
 )
 from tilesmith.codegen.reserved import RESERVED
 from tilesmith.codegen.types import KernelError, Type
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from tilesmith.hardware.limits import Limits
 
 _SPELLED = {"//": "/", "and": "&&", "or": "||", "not": "!"}
+_COMPOUND = frozenset((Binary, Unary, Select))
 _ADD, _MULTIPLY, _COMPARE, _LOGIC = ("+", "-"), ("*", "/", "//", "%"), ("<", "<=", ">", ">=", "==", "!="), ("and", "or")
 
 
@@ -70,6 +71,10 @@ class TextPrinter:
     vector_type = "{scalar}{lanes}"
     barrier = ""
     constant_word = "const "
+    printers: ClassVar[dict[type, Callable]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls.printers = {kind: getattr(cls, name) for kind, name in _PRINTERS.items()}
 
     def __init__(self, ir: KernelIR, limits: Limits | None = None):
         self.ir = ir
@@ -77,10 +82,8 @@ class TextPrinter:
         self.lines: list[str] = []
         self.depth = 1
         self.line = 0
-        self.declared: set[str] = set()
-        self.mentioned: dict[int, dict[str, None]] = {}
+        self.literals: dict[tuple[Type, str], str] = {}
         self.assignments: dict[str, int] = {}
-        self.counters = {s.name for s in ir.statements if isinstance(s, For)}
         for s in ir.statements:
             if isinstance(s, Assign):
                 self.assignments[s.name] = self.assignments.get(s.name, 0) + 1
@@ -110,52 +113,24 @@ class TextPrinter:
         scalar = self.types[t.dtype]
         return scalar if t.lanes == 1 else self.vector_type.format(scalar=scalar, lanes=t.lanes)
 
-    def mentions(self, s: Stmt) -> dict[str, None]:
-        """The variables that a statement assigns or reads, loops' own excepted, in order."""
-        if id(s) not in self.mentioned:
-            found = self.header(s)
-            for block in blocks(s):
-                for inner in block:
-                    found.update(self.mentions(inner))
-            self.mentioned[id(s)] = found
-        return dict(self.mentioned[id(s)])
-
-    def header(self, s: Stmt) -> dict[str, None]:
-        """The variables of a statement without its blocks; the condition of a while is inside its block."""
-        found = {s.name: None} if isinstance(s, Assign) else {}
-        found.update((e.name, None) for e in expressions(s) if isinstance(e, Var) and e.name not in self.counters)
-        return found
-
     def put(self, text: str) -> None:
         """Add a line."""
         self.lines.append("  " * self.depth + text)
 
     def block(self, body: tuple[Stmt, ...]) -> None:
-        """Print statements, declaring each variable in the innermost block that holds all its uses."""
-        outer = set(self.declared)
-        uses: dict[str, list[int]] = {}
+        """Print statements and, before the first that needs them, the variables that belong to this block."""
+        declared = self.ir.declarations[id(body)]
         for k, s in enumerate(body):
-            for name in self.mentions(s):
-                uses.setdefault(name, []).append(k)
-        here: dict[int, list[str]] = {}
-        for name, places in uses.items():
-            first = body[places[0]]
-            inside = len(places) == 1 and blocks(first) and name not in self.header(first)
-            if name not in outer and not inside:
-                here.setdefault(places[0], []).append(name)
-        for k, s in enumerate(body):
-            fresh = here.get(k, [])
-            inline = isinstance(s, Assign) and s.name in fresh and s.name not in _read(s)
+            fresh = declared.get(k, ())
+            inline = isinstance(s, Assign) and s.name in fresh and s.name not in reads(s)
             for name in fresh:
                 if not (inline and name == s.name):
                     self.put(self.declaration(name, None, False))
-            self.declared.update(fresh)
             self.line = s.line
             if inline:
                 self.put(self.declaration(s.name, self.rooted(s.value), self.assignments[s.name] == 1))
             else:
-                _STATEMENTS[type(s)](self, s)
-        self.declared = outer
+                self.printers[type(s)](self, s)
 
     def nested(self, body: tuple[Stmt, ...]) -> None:
         """Print a block, indented."""
@@ -181,6 +156,9 @@ class TextPrinter:
 
     def store(self, s: Store) -> None:
         self.put(f"{self.name(s.array)}[{self.e(s.index)}] = {self.e(s.value)};")
+
+    def wait(self, s: Barrier) -> None:
+        self.put(self.barrier)
 
     def if_(self, s: If) -> None:
         self.put(f"if ({self.e(s.condition)}) {{")
@@ -217,18 +195,23 @@ class TextPrinter:
 
     def e(self, e: Expr) -> str:
         """An expression."""
-        return _EXPRESSIONS[type(e)](self, e)
+        return self.printers[type(e)](self, e)
 
     def operand(self, e: Expr) -> str:
         """An expression as an operand of anything: in parentheses unless it is one word or a call."""
         text = self.e(e)
-        bare = not isinstance(e, (Binary, Unary, Select)) and not (isinstance(e, Const) and text.startswith("-"))
+        bare = type(e) not in _COMPOUND and not (type(e) is Const and text[0] == "-")
         return text if bare else f"({text})"
 
     def const(self, e: Const) -> str:
-        if e.type.lanes > 1:
-            return f"{self.type(e.type)}({self.const(Const(e.type.scalar, e.value))})"
-        return self.literal(e.type.dtype, e.value)
+        key = e.type, str(e.value)  # 0.0 and -0.0 are equal, and two literals
+        text = self.literals.get(key)
+        if text is None:
+            text = self.literal(e.type.dtype, e.value)
+            if e.type.lanes > 1:
+                text = f"{self.type(e.type)}({text})"
+            self.literals[key] = text
+        return text
 
     def literal(self, dtype: str, value) -> str:
         """A scalar literal, as C spells it."""
@@ -245,7 +228,7 @@ class TextPrinter:
 
     def side(self, e: Binary, x: Expr, left: bool) -> str:
         """One operand of a binary operation, in parentheses where all four languages would not bind it the same way."""
-        inner = x.op if isinstance(x, Binary) else None
+        inner = x.op if type(x) is Binary else None
         if e.op in _ADD:
             bare = inner in _MULTIPLY or (left and inner in _ADD)
         elif e.op in _MULTIPLY:
@@ -255,6 +238,9 @@ class TextPrinter:
         else:
             bare = e.op in _LOGIC and (inner in _COMPARE or (left and inner == e.op))
         return self.e(x) if bare else self.operand(x)
+
+    def var(self, e: Var) -> str:
+        return self.name(e.name)
 
     def load(self, e: Load) -> str:
         return f"{self.name(e.array)}[{self.e(e.index)}]"
@@ -307,37 +293,31 @@ class TextPrinter:
     load_fragment = store_fragment = mma = set_element = convert = fill
 
 
-def _read(s: Assign) -> set[str]:
-    return {e.name for e in expressions(s) if isinstance(e, Var)}
-
-
-_STATEMENTS = {
-    Assign: lambda p, s: p.assign(s),
-    Store: lambda p, s: p.store(s),
-    Barrier: lambda p, s: p.put(p.barrier),
-    If: lambda p, s: p.if_(s),
-    For: lambda p, s: p.for_(s),
-    While: lambda p, s: p.while_(s),
-    Fill: lambda p, s: p.fill(s),
-    LoadFragment: lambda p, s: p.load_fragment(s),
-    StoreFragment: lambda p, s: p.store_fragment(s),
-    Mma: lambda p, s: p.mma(s),
-    SetElement: lambda p, s: p.set_element(s),
-    Convert: lambda p, s: p.convert(s),
-}
-_EXPRESSIONS = {
-    Const: lambda p, e: p.const(e),
-    Var: lambda p, e: p.name(e.name),
-    Param: lambda p, e: p.param(e),
-    Builtin: lambda p, e: p.builtin(e),
-    Load: lambda p, e: p.load(e),
-    Unary: lambda p, e: p.unary(e),
-    Binary: lambda p, e: p.binary(e),
-    Call: lambda p, e: p.call(e),
-    Select: lambda p, e: p.select(e),
-    Cast: lambda p, e: p.cast(e),
-    Bitcast: lambda p, e: p.bitcast(e),
-    Vector: lambda p, e: p.vector(e),
-    Component: lambda p, e: p.component(e),
-    Element: lambda p, e: p.element(e),
+_PRINTERS = {
+    Assign: "assign",
+    Store: "store",
+    Barrier: "wait",
+    If: "if_",
+    For: "for_",
+    While: "while_",
+    Fill: "fill",
+    LoadFragment: "load_fragment",
+    StoreFragment: "store_fragment",
+    Mma: "mma",
+    SetElement: "set_element",
+    Convert: "convert",
+    Const: "const",
+    Var: "var",
+    Param: "param",
+    Builtin: "builtin",
+    Load: "load",
+    Unary: "unary",
+    Binary: "binary",
+    Call: "call",
+    Select: "select",
+    Cast: "cast",
+    Bitcast: "bitcast",
+    Vector: "vector",
+    Component: "component",
+    Element: "element",
 }

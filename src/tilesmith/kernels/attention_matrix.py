@@ -15,7 +15,6 @@ from tilesmith.codegen import (
     convert,
     elements,
     exp2,
-    f16,
     f32,
     fill,
     fragment,
@@ -39,6 +38,7 @@ from tilesmith.codegen import (
     unroll,
 )
 from tilesmith.kernels.functions import LOG2E, log_sum, share
+from tilesmith.kernels.rows import block, head_rows, stored_scalar
 
 HIDDEN = -1.0e30
 """The score of a key that a query does not see."""
@@ -51,69 +51,97 @@ _AT_ONCE = 64  # keys whose scores are in registers together
 def create(config) -> KernelIR:
     """The kernel of a FlashAttentionConfig with matrix units; see `create_flash_attention_kernel`."""
     body = _in_shared(config) if config.matrix == "vulkan" else _in_registers(config, TILES[config.matrix])
+    step = Scalar[u32] if config.strided else None
 
     def flash_attention(
         q: In[u32x4],
         k: In[u32x4],
         v: In[u32x4],
-        out: Out[f16],
+        out: Out[stored_scalar(config)],
+        lse: Out[f32] if config.return_lse else None,
         n_q: Scalar[u32],
         n_kv: Scalar[u32],
         heads: Scalar[u32],
         kv_heads: Scalar[u32],
         scale: Scalar[f32],
+        q_batch: step,
+        q_head: step,
+        q_row: step,
+        k_batch: step,
+        k_head: step,
+        k_row: step,
+        v_batch: step,
+        v_head: step,
+        v_row: step,
+        out_batch: step,
+        out_head: step,
+        out_row: step,
     ):
-        body(q, k, v, out, None, n_q, n_kv, heads, kv_heads, scale)
+        q_steps, k_steps, v_steps = [q_batch, q_head, q_row], [k_batch, k_head, k_row], [v_batch, v_head, v_row]
+        out_steps = [out_batch, out_head, out_row]
+        body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale, q_steps, k_steps, v_steps, out_steps)
 
-    def flash_attention_lse(
-        q: In[u32x4],
-        k: In[u32x4],
-        v: In[u32x4],
-        out: Out[f16],
-        lse: Out[f32],
-        n_q: Scalar[u32],
-        n_kv: Scalar[u32],
-        heads: Scalar[u32],
-        kv_heads: Scalar[u32],
-        scale: Scalar[f32],
-    ):
-        body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale)
+    return build(flash_attention, (32 * (config.block_size_q // TILES[config.matrix]), 1, 1))
 
-    chosen = flash_attention_lse if config.return_lse else flash_attention
-    return build(chosen, (32 * (config.block_size_q // TILES[config.matrix]), 1, 1), name="flash_attention")
+
+def _shares(rows: int, head_dim: int, threads: int) -> int:
+    """Words of `rows` rows that a thread fetches."""
+    return -(-rows * (head_dim // _WORDS) // threads)
 
 
 @inline
-def stage(tile, source, first, rows, last, head_dim, threads):
-    """Rows first, first + 1, ... of a matrix to shared memory, zero past the last; a row is padded by eight halves."""
+def fetch(held, source, base, step, first, rows, count, head_dim, threads):
+    """A thread's share of rows first, first + 1, ... of a head, zero from `count` on, all loads in flight at once."""
     words = head_dim // _WORDS
-    for i in range(tid(0), rows * words, threads):
-        r = i // words
-        v = u32x4(0)
-        if first + r < last:
-            v = source[(first + r) * words + i % words]
-        tile[r * (words + 1) + i % words] = v
+    for k in unroll(_shares(rows, head_dim, threads)):
+        i = tid(0) + k * threads
+        held[k] = u32x4(0)
+        if (rows * words % threads == 0 or i < rows * words) and first + i // words < count:
+            held[k] = source[base + (first + i // words) * step + i % words]
+
+
+@inline
+def put(tile, held, rows, head_dim, threads):
+    """What `fetch` got, to shared memory; a row is padded by eight halves."""
+    words = head_dim // _WORDS
+    for k in unroll(_shares(rows, head_dim, threads)):
+        i = tid(0) + k * threads
+        if rows * words % threads == 0 or i < rows * words:
+            tile[i // words * (words + 1) + i % words] = held[k]
+
+
+@inline
+def stage(tile, source, base, step, first, rows, count, head_dim, threads):
+    """Rows first, first + 1, ... of a head to shared memory, zero from `count` on."""
+    held = local(u32x4, _shares(rows, head_dim, threads))
+    fetch(held, source, base, step, first, rows, count, head_dim, threads)
+    put(tile, held, rows, head_dim, threads)
 
 
 def _in_registers(config, t: int):
     bq, bkv, d, causal = config.block_size_q, config.block_size_kv, config.head_dim, config.causal
+    stored = stored_scalar(config)
     threads, stride, chunks = 32 * (bq // t), d + _WORDS, d // t
-    at_once = min(bkv, _AT_ONCE)
+    at_once, shares = min(bkv, _AT_ONCE), _shares(bkv, d, threads)
     own = 2 if t == 16 else 1  # rows that a thread holds elements of
 
     @inline
-    def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale):
+    def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale, q_steps, k_steps, v_steps, out_steps):
         keys, values = shared(u32x4, max(bq, bkv) * stride // _WORDS), shared(u32x4, bkv * stride // _WORDS)
-        queries = [fragment("a", f16, t) for _ in range(chunks)]
-        weights = [fragment("a", f16, t) for _ in range(at_once // t)]
+        queries = [fragment("a", stored, t) for _ in range(chunks)]
+        weights = [fragment("a", stored, t) for _ in range(at_once // t)]
         scores = [fragment("c", f32, t) for _ in range(at_once // t)]
         held = [fragment("c", f32, t) for _ in range(chunks)]
-        right = fragment("b", f16, t)
-        m0, head, batch = gid(0) * bq, gid(1), gid(2)
-        q0 = (batch * heads + head) * n_q
-        kv0 = (batch * kv_heads + head * kv_heads // heads) * n_kv
+        right = fragment("b", stored, t)
+        m0, head, batch = block(causal) * bq, gid(1), gid(2)
+        kv_head = head * kv_heads // heads
+        q0, q_row = head_rows(q_steps, batch, head, heads, n_q, d // _WORDS)
+        k0, k_row = head_rows(k_steps, batch, kv_head, kv_heads, n_kv, d // _WORDS)
+        v0, v_row = head_rows(v_steps, batch, kv_head, kv_heads, n_kv, d // _WORDS)
+        out0, out_row = head_rows(out_steps, batch, head, heads, n_q, d)
+        lse0 = (batch * heads + head) * n_q
         factor, mine = scale * LOG2E, m0 + subgroup() * t
-        stage(keys, q, q0 + m0, bq, q0 + n_q, d, threads)
+        stage(keys, q, q0, q_row, m0, bq, n_q, d, threads)
         barrier()
         for c in unroll(chunks):
             load_fragment(queries[c], keys, subgroup() * (t * stride) + c * t, stride)
@@ -122,13 +150,16 @@ def _in_registers(config, t: int):
         for h in unroll(own):
             top[h] = HIDDEN
             total[h] = 0.0
+        next_keys, next_values = local(u32x4, shares), local(u32x4, shares)
         last = n_kv
         if causal:
             last = min(n_kv, max(m0 + bq + n_kv, n_q) - n_q)
         for start in range(0, last, bkv):
+            fetch(next_keys, k, k0, k_row, start, bkv, n_kv, d, threads)
+            fetch(next_values, v, v0, v_row, start, bkv, n_kv, d, threads)
             barrier()
-            stage(keys, k, kv0 + start, bkv, kv0 + n_kv, d, threads)
-            stage(values, v, kv0 + start, bkv, kv0 + n_kv, d, threads)
+            put(keys, next_keys, bkv, d, threads)
+            put(values, next_values, bkv, d, threads)
             barrier()
             for part in range(0, bkv, at_once):
                 for j in unroll(at_once // t):
@@ -183,10 +214,10 @@ def _in_registers(config, t: int):
                 for c in unroll(chunks):
                     for e in unroll(elements(held[c])):
                         if e // 2 % own == h:
-                            place = (q0 + query) * d + c * t + column(held[c], e)
-                            out[place] = f16(held[c][e] * portion)
+                            place = out0 + query * out_row + c * t + column(held[c], e)
+                            out[place] = stored(held[c][e] * portion)
                 if lse is not None and column(held[0], 0) == 0:
-                    lse[q0 + query] = log_sum(top[h], whole)
+                    lse[lse0 + query] = log_sum(top[h], whole)
 
     return body
 
@@ -194,23 +225,28 @@ def _in_registers(config, t: int):
 def _in_shared(config):
     t = TILES["vulkan"]
     bq, bkv, d, causal = config.block_size_q, config.block_size_kv, config.head_dim, config.causal
+    stored = stored_scalar(config)
     threads, stride, chunks = 32 * (bq // t), d + _WORDS, d // t
     wide, packed = max(bkv, d) + 4, bkv + _WORDS  # strides of scores or products, and of weights
 
     @inline
-    def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale):
+    def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale, q_steps, k_steps, v_steps, out_steps):
         tile, area = shared(u32x4, max(bq, bkv) * stride // _WORDS), shared(f32, bq * wide)
-        weights = shared(f16, bq * packed)
-        queries = [fragment("a", f16, t) for _ in range(chunks)]
-        left = [fragment("a", f16, t) for _ in range(bkv // t)]
-        right, sums = fragment("b", f16, t), fragment("c", f32, t)
+        weights = shared(stored, bq * packed)
+        queries = [fragment("a", stored, t) for _ in range(chunks)]
+        left = [fragment("a", stored, t) for _ in range(bkv // t)]
+        right, sums = fragment("b", stored, t), fragment("c", f32, t)
         held = local(f32, d // 2)
-        m0, head, batch = gid(0) * bq, gid(1), gid(2)
-        q0 = (batch * heads + head) * n_q
-        kv0 = (batch * kv_heads + head * kv_heads // heads) * n_kv
+        m0, head, batch = block(causal) * bq, gid(1), gid(2)
+        kv_head = head * kv_heads // heads
+        q0, q_row = head_rows(q_steps, batch, head, heads, n_q, d // _WORDS)
+        k0, k_row = head_rows(k_steps, batch, kv_head, kv_heads, n_kv, d // _WORDS)
+        v0, v_row = head_rows(v_steps, batch, kv_head, kv_heads, n_kv, d // _WORDS)
+        out0, out_row = head_rows(out_steps, batch, head, heads, n_q, d)
+        lse0 = (batch * heads + head) * n_q
         factor, mine = scale * LOG2E, subgroup() * t
         own, side = mine + lane() // 2, lane() % 2  # two threads share a row: even and odd columns
-        stage(tile, q, q0 + m0, bq, q0 + n_q, d, threads)
+        stage(tile, q, q0, q_row, m0, bq, n_q, d, threads)
         barrier()
         for c in unroll(chunks):
             load_fragment(queries[c], tile, mine * stride + c * t, stride)
@@ -221,7 +257,7 @@ def _in_shared(config):
             last = min(n_kv, max(m0 + bq + n_kv, n_q) - n_q)
         for start in range(0, last, bkv):
             barrier()
-            stage(tile, k, kv0 + start, bkv, kv0 + n_kv, d, threads)
+            stage(tile, k, k0, k_row, start, bkv, n_kv, d, threads)
             barrier()
             for j in unroll(bkv // t):
                 fill(sums, 0.0)
@@ -230,7 +266,7 @@ def _in_shared(config):
                     mma(sums, queries[c], right)
                 store_fragment(sums, area, mine * wide + j * t, wide)
             barrier()
-            stage(tile, v, kv0 + start, bkv, kv0 + n_kv, d, threads)
+            stage(tile, v, v0, v_row, start, bkv, n_kv, d, threads)
             high = top
             for i in unroll(bkv // 2):
                 key = start + 2 * i + side
@@ -245,7 +281,7 @@ def _in_shared(config):
             top, some = high, 0.0
             for i in unroll(bkv // 2):
                 p = exp2(area[own * wide + 2 * i + side] - base)
-                weights[own * packed + 2 * i + side] = f16(p)
+                weights[own * packed + 2 * i + side] = stored(p)
                 some += p
             total = total * fade + some
             barrier()
@@ -264,8 +300,8 @@ def _in_shared(config):
         portion = share(total)
         if m0 + own < n_q:
             for i in unroll(d // 2):
-                out[(q0 + m0 + own) * d + 2 * i + side] = f16(held[i] * portion)
+                out[out0 + (m0 + own) * out_row + 2 * i + side] = stored(held[i] * portion)
             if lse is not None and side == 0:
-                lse[q0 + m0 + own] = log_sum(top, total)
+                lse[lse0 + m0 + own] = log_sum(top, total)
 
     return body

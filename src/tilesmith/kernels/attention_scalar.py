@@ -8,7 +8,6 @@ from tilesmith.codegen import (
     barrier,
     build,
     exp2,
-    f16,
     f32,
     f32x4,
     fma,
@@ -23,6 +22,7 @@ from tilesmith.codegen import (
     vector,
 )
 from tilesmith.kernels.functions import LOG2E, LOWEST, log_sum, share
+from tilesmith.kernels.rows import block, head_rows, stored_scalar
 
 OWN = 4
 """A thread computes OWN x OWN scores."""
@@ -31,7 +31,7 @@ OWN = 4
 def create(config) -> KernelIR:
     """The kernel of a FlashAttentionConfig whose `matrix` is "none"; see `create_flash_attention_kernel`."""
     bq, bkv, d, causal = config.block_size_q, config.block_size_kv, config.head_dim, config.causal
-    stored = vector(f16 if config.use_half else f32, 4)
+    stored = vector(stored_scalar(config), 4)
     tx, ty = bkv // OWN, bq // OWN
     threads, vectors = tx * ty, d // 4
     stride = vectors + 1  # rows start in different banks
@@ -39,26 +39,30 @@ def create(config) -> KernelIR:
     own = -(-vectors // tx)  # vectors of the output that a thread holds for each of its rows
 
     @inline
-    def stage(tile, source, first, rows, last):
-        """Rows first, first + 1, ... of a matrix to shared memory, zero past the last."""
+    def stage(tile, source, base, step, first, rows, count):
+        """Rows first, first + 1, ... of a head to shared memory, zero from `count` on."""
         for k in range(tid(0), rows * vectors, threads):
             r = k // vectors
             v = stored(0)
-            if first + r < last:
-                v = source[(first + r) * vectors + k % vectors]
+            if first + r < count:
+                v = source[base + (first + r) * step + k % vectors]
             tile[r * stride + k % vectors] = v
 
     @inline
-    def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale):
+    def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale, q_steps, k_steps, v_steps, out_steps):
         queries, tile = shared(stored, bq * stride), shared(stored, bkv * stride)
         weights, tops = shared(f32, bq * wide * 4), shared(f32, bq * tx)
         t = tid(0)
         x, y = t % tx, t // tx  # this thread's keys are x, x + tx, ...; its rows y, y + ty, ...
-        m0, head, batch = gid(0) * bq, gid(1), gid(2)
+        m0, head, batch = block(causal) * bq, gid(1), gid(2)
         factor = scale * LOG2E
-        q0 = (batch * heads + head) * n_q
-        kv0 = (batch * kv_heads + head * kv_heads // heads) * n_kv
-        stage(queries, q, q0 + m0, bq, q0 + n_q)
+        kv_head = head * kv_heads // heads
+        q0, q_row = head_rows(q_steps, batch, head, heads, n_q, vectors)
+        k0, k_row = head_rows(k_steps, batch, kv_head, kv_heads, n_kv, vectors)
+        v0, v_row = head_rows(v_steps, batch, kv_head, kv_heads, n_kv, vectors)
+        out0, out_row = head_rows(out_steps, batch, head, heads, n_q, vectors)
+        lse0 = (batch * heads + head) * n_q
+        stage(queries, q, q0, q_row, m0, bq, n_q)
         left, right = local(f32x4, OWN), local(f32x4, OWN)
         scores, total = local(f32, OWN * OWN), local(f32, OWN)
         top, held = local(f32, OWN), local(f32x4, OWN * own)
@@ -72,7 +76,7 @@ def create(config) -> KernelIR:
             last = min(n_kv, max(m0 + bq + n_kv, n_q) - n_q)
         for start in range(0, last, bkv):
             barrier()
-            stage(tile, k, kv0 + start, bkv, kv0 + n_kv)
+            stage(tile, k, k0, k_row, start, bkv, n_kv)
             barrier()
             for i in unroll(OWN * OWN):
                 scores[i] = 0.0
@@ -93,7 +97,7 @@ def create(config) -> KernelIR:
                     high = max(high, score)
                 tops[(y + i * ty) * tx + x] = high
             barrier()
-            stage(tile, v, kv0 + start, bkv, kv0 + n_kv)
+            stage(tile, v, v0, v_row, start, bkv, n_kv)
             for i in unroll(OWN):
                 high = top[i]
                 for j in range(tx):
@@ -130,9 +134,9 @@ def create(config) -> KernelIR:
                 for j in unroll(own):
                     c = x + j * tx
                     if vectors % tx == 0 or c < vectors:
-                        out[(q0 + row) * vectors + c] = stored(held[i * own + j] * portion)
+                        out[out0 + row * out_row + c] = stored(held[i * own + j] * portion)
                 if lse is not None and x == 0:
-                    lse[q0 + row] = log_sum(top[i], whole)
+                    lse[lse0 + row] = log_sum(top[i], whole)
 
     @inline
     def products(scores, left, right):
@@ -141,32 +145,34 @@ def create(config) -> KernelIR:
                 for e in unroll(4):
                     scores[i * OWN + j] = fma(left[i][e], right[j][e], scores[i * OWN + j])
 
+    step = Scalar[u32] if config.strided else None
+
     def flash_attention(
         q: In[stored],
         k: In[stored],
         v: In[stored],
         out: Out[stored],
+        lse: Out[f32] if config.return_lse else None,
         n_q: Scalar[u32],
         n_kv: Scalar[u32],
         heads: Scalar[u32],
         kv_heads: Scalar[u32],
         scale: Scalar[f32],
+        q_batch: step,
+        q_head: step,
+        q_row: step,
+        k_batch: step,
+        k_head: step,
+        k_row: step,
+        v_batch: step,
+        v_head: step,
+        v_row: step,
+        out_batch: step,
+        out_head: step,
+        out_row: step,
     ):
-        body(q, k, v, out, None, n_q, n_kv, heads, kv_heads, scale)
+        q_steps, k_steps, v_steps = [q_batch, q_head, q_row], [k_batch, k_head, k_row], [v_batch, v_head, v_row]
+        out_steps = [out_batch, out_head, out_row]
+        body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale, q_steps, k_steps, v_steps, out_steps)
 
-    def flash_attention_lse(
-        q: In[stored],
-        k: In[stored],
-        v: In[stored],
-        out: Out[stored],
-        lse: Out[f32],
-        n_q: Scalar[u32],
-        n_kv: Scalar[u32],
-        heads: Scalar[u32],
-        kv_heads: Scalar[u32],
-        scale: Scalar[f32],
-    ):
-        body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale)
-
-    chosen = flash_attention_lse if config.return_lse else flash_attention
-    return build(chosen, (threads, 1, 1), name="flash_attention")
+    return build(flash_attention, (threads, 1, 1))

@@ -31,6 +31,11 @@ def workgroup(config: object) -> None:
     one_of(config, "workgroup_size", 32, 64, 128, 256, 512, 1024)
 
 
+def half(config: object) -> None:
+    """Raise ValueError for a `half` that is not the name of a 16-bit type."""
+    one_of(config, "half", "f16", "bf16")
+
+
 def a(config: object, kind: type) -> None:
     """Raise TypeError for a configuration of another kernel."""
     if not isinstance(config, kind):

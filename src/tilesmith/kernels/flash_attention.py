@@ -22,11 +22,12 @@ class FlashAttentionConfig:
     """A flash attention kernel.
 
     block_size_q, block_size_kv: queries of a workgroup, and keys that it stages at a time. head_dim: elements of a
-    head. use_half: q, k, v and out are f16, else f32; sums are f32. causal: query i sees the keys j <= i + n_kv - n_q.
-    return_lse: also write the logarithm of each row's sum of exponentials.
+    head. use_half: q, k, v and out have 16 bits an element, else f32; sums are f32. causal: query i sees the keys
+    j <= i + n_kv - n_q. return_lse: also write the logarithm of each row's sum of exponentials.
 
     matrix: whose matrix units to use: "cuda", "vulkan", "metal"; or "none", which runs on every backend. With them
-    use_half must be True, and a subgroup of 32 owns 16 (Metal: 8) queries.
+    use_half must be True, and a subgroup of 32 owns 16 (Metal: 8) queries. half: which 16 bits, "f16", or "bf16" where
+    the target has it. strided: tensors lie in memory as the launch says.
     """
 
     block_size_q: int = 32
@@ -36,10 +37,13 @@ class FlashAttentionConfig:
     causal: bool = False
     return_lse: bool = False
     matrix: str = "none"
+    half: str = "f16"
+    strided: bool = False
 
     def __post_init__(self) -> None:
         checks.positive(self, "block_size_q", "block_size_kv", "head_dim")
-        checks.flags(self, "use_half", "causal", "return_lse")
+        checks.flags(self, "use_half", "causal", "return_lse", "strided")
+        checks.half(self)
         checks.one_of(self, "block_size_q", 16, 32, 64, 128, 256)
         checks.one_of(self, "block_size_kv", 16, 32, 64, 128, 256)
         checks.one_of(self, "matrix", "none", "cuda", "vulkan", "metal")
@@ -52,6 +56,16 @@ class FlashAttentionConfig:
         if self.threads > 1024:
             blocks = f"{self.block_size_q} x {self.block_size_kv}"
             checks.fail(self, f"blocks of {blocks} need {self.threads} threads; a workgroup has at most 1024")
+
+    @property
+    def lanes(self) -> int:
+        """Elements of a vector of q, k and v, in which their steps are counted."""
+        return 4 if self.matrix == "none" else 8
+
+    @property
+    def out_lanes(self) -> int:
+        """Elements of a vector of out."""
+        return 4 if self.matrix == "none" else 1
 
     @property
     def threads(self) -> int:
@@ -77,6 +91,9 @@ def create_flash_attention_kernel(config: FlashAttentionConfig) -> KernelIR:
     divisor of heads), scale (of q · k). Any n_q and n_kv. Grid: `config.grid(n_q, heads, batch)`.
 
     With matrix units q, k and v are read as u32 words, and start at multiples of 16 bytes.
+
+    With `strided` batches, heads and rows lie as far apart as the further scalars q_batch, q_head, q_row, k_batch, ...,
+    v_batch, ..., out_batch, ... say, in vectors of `config.lanes` elements, those of out of `config.out_lanes`.
 
     A query that sees no key gives 0, and -3e38 in lse. Source: Dao, arXiv:2307.08691.
     """

@@ -5,13 +5,26 @@ A configuration is what is known when the kernel is built; the number of rows is
 """
 
 from tilesmith.kernels.gates import GeGLUConfig, SwiGLUConfig, create_geglu_kernel, create_swiglu_kernel
-from tilesmith.kernels.norm_linear import LayerNormLinearConfig, create_layer_norm_linear_kernel
-from tilesmith.kernels.norms import (
-    ResidualLayerNormConfig,
+from tilesmith.kernels.gates_vjp import GatedVjpConfig, create_gated_vjp_kernel
+from tilesmith.kernels.norm_linear import (
+    LayerNormLinearConfig,
+    NormLinearConfig,
+    create_layer_norm_linear_kernel,
+    create_norm_linear_kernel,
+)
+from tilesmith.kernels.norm_rope import (
+    HeadsNormRoPEConfig,
     RMSNormRoPEConfig,
-    create_residual_layer_norm_kernel,
+    create_heads_norm_rope_kernel,
     create_rms_norm_rope_kernel,
 )
+from tilesmith.kernels.norms import (
+    NormConfig,
+    ResidualLayerNormConfig,
+    create_norm_kernel,
+    create_residual_layer_norm_kernel,
+)
+from tilesmith.kernels.norms_vjp import NormVjpConfig, create_norm_vjp_kernel
 from tilesmith.kernels.probability import SoftmaxDropoutConfig, create_softmax_dropout_kernel
 
 createLayerNormLinearKernel = create_layer_norm_linear_kernel
@@ -22,13 +35,23 @@ createGeGLUKernel = create_geglu_kernel
 createSoftmaxDropoutKernel = create_softmax_dropout_kernel
 
 __all__ = [
+    "NormVjpConfig",
+    "GatedVjpConfig",
+    "HeadsNormRoPEConfig",
     "LayerNormLinearConfig",
+    "NormConfig",
+    "NormLinearConfig",
     "RMSNormRoPEConfig",
     "SwiGLUConfig",
     "ResidualLayerNormConfig",
     "GeGLUConfig",
     "SoftmaxDropoutConfig",
+    "create_gated_vjp_kernel",
+    "create_heads_norm_rope_kernel",
     "create_layer_norm_linear_kernel",
+    "create_norm_kernel",
+    "create_norm_linear_kernel",
+    "create_norm_vjp_kernel",
     "create_rms_norm_rope_kernel",
     "create_swiglu_kernel",
     "create_residual_layer_norm_kernel",

@@ -1,11 +1,12 @@
 """Gated linear units: SwiGLU and GeGLU of a gate and an up projection, element by element."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from tilesmith.codegen import In, KernelIR, Out, Scalar, build, f16, f32, inline, local, tid, u32, unroll, vector
+from tilesmith.codegen import In, KernelIR, Out, Scalar, build, f32, inline, local, tid, u32, unroll, vector
 from tilesmith.kernels import checks
 from tilesmith.kernels.functions import gelu_exact, gelu_tanh, silu
-from tilesmith.kernels.rows import collected, folded, group_index, vector_lanes
+from tilesmith.kernels.rows import collected, folded, group_index, stored_scalar, vector_lanes
 
 _VECTORS_A_THREAD = 4
 
@@ -14,17 +15,22 @@ _VECTORS_A_THREAD = 4
 class SwiGLUConfig:
     """SwiGLU over rows of `hidden_dim` elements.
 
-    use_half: gate, up and out are f16, else f32; the arithmetic is f32. workgroup_size: threads of a workgroup.
+    use_half: gate, up and out have 16 bits an element, else f32; the arithmetic is f32. workgroup_size: threads of a
+    workgroup. half: which 16 bits, "f16", or "bf16" where the target has it. strided: rows of gate and up lie at
+    distances that the launch names, as halves of a packed projection do.
     """
 
     hidden_dim: int
     use_half: bool = False
     workgroup_size: int = 256
+    half: str = "f16"
+    strided: bool = False
 
     def __post_init__(self) -> None:
         checks.positive(self, "hidden_dim")
-        checks.flags(self, "use_half")
+        checks.flags(self, "use_half", "strided")
         checks.workgroup(self)
+        checks.half(self)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
@@ -35,29 +41,35 @@ class SwiGLUConfig:
 class GeGLUConfig:
     """GeGLU over rows of `hidden_dim` elements.
 
-    use_half, workgroup_size: see `SwiGLUConfig`. approximate: "tanh", or "none" for the exact GELU.
+    approximate: "tanh", or "none" for the exact GELU. The others: see `SwiGLUConfig`.
     """
 
     hidden_dim: int
     use_half: bool = False
     approximate: str = "tanh"
     workgroup_size: int = 256
+    half: str = "f16"
+    strided: bool = False
 
     def __post_init__(self) -> None:
         checks.positive(self, "hidden_dim")
-        checks.flags(self, "use_half")
+        checks.flags(self, "use_half", "strided")
         checks.one_of(self, "approximate", "none", "tanh")
         checks.workgroup(self)
+        checks.half(self)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
         return _grid(self, rows)
 
 
+@lru_cache(maxsize=64)
 def create_swiglu_kernel(config: SwiGLUConfig) -> KernelIR:
     """out = silu(gate) · up, with silu(x) = x · sigmoid(x).
 
     Tensors gate, up, out: [rows, hidden_dim], contiguous. Scalars: rows. Grid: `config.grid(rows)`. Rounded once.
+    With `strided` also the scalars gate_step and up_step: from one row to the next, in vectors of the widest of 4, 2
+    and 1 elements that divides hidden_dim.
 
     Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
     """
@@ -65,10 +77,11 @@ def create_swiglu_kernel(config: SwiGLUConfig) -> KernelIR:
     return _gated(config, silu, whole=True)
 
 
+@lru_cache(maxsize=64)
 def create_geglu_kernel(config: GeGLUConfig) -> KernelIR:
     """out = gelu(gate) · up, with the GELU that `config.approximate` names.
 
-    Tensors gate, up, out: [rows, hidden_dim], contiguous. Scalars: rows. Grid: `config.grid(rows)`. Rounded once.
+    Tensors, scalars, grid and rounding: as `create_swiglu_kernel`.
 
     Source: as `create_swiglu_kernel`; Hendrycks and Gimpel, arXiv:1606.08415.
     """
@@ -85,25 +98,37 @@ def _grid(config: SwiGLUConfig | GeGLUConfig, rows: int) -> tuple[int, int, int]
 def _gated(config: SwiGLUConfig | GeGLUConfig, activation, whole: bool) -> KernelIR:
     """`activation` takes a vector where `whole`, else one lane."""
     lanes = vector_lanes(config.hidden_dim)
-    wide, stored = vector(f32, lanes), vector(f16 if config.use_half else f32, lanes)
-    threads, a_row = config.workgroup_size, config.hidden_dim // lanes
+    wide, stored = vector(f32, lanes), vector(stored_scalar(config), lanes)
+    threads, a_row, strided = config.workgroup_size, config.hidden_dim // lanes, config.strided
 
     @inline
     def activated(x):
         return activation(x) if whole else collected(wide, [activation(x[k]) for k in range(lanes)])
 
-    def swiglu(gate: In[stored], up: In[stored], out: Out[stored], rows: Scalar[u32]):
+    @inline
+    def place(i, step):
+        """Where vector i of the rows lies."""
+        return i // a_row * step + i % a_row if strided else i
+
+    def swiglu(
+        gate: In[stored],
+        up: In[stored],
+        out: Out[stored],
+        rows: Scalar[u32],
+        gate_step: Scalar[u32] if strided else None,
+        up_step: Scalar[u32] if strided else None,
+    ):
         first = group_index() * (threads * _VECTORS_A_THREAD)
         gates, ups = local(stored, _VECTORS_A_THREAD), local(stored, _VECTORS_A_THREAD)
         if first + threads * _VECTORS_A_THREAD <= rows * a_row:
             for k in unroll(_VECTORS_A_THREAD):  # all loads before the first store, so that all are in flight
-                gates[k] = gate[first + tid(0) + k * threads]
-                ups[k] = up[first + tid(0) + k * threads]
+                gates[k] = gate[place(first + tid(0) + k * threads, gate_step)]
+                ups[k] = up[place(first + tid(0) + k * threads, up_step)]
             for k in unroll(_VECTORS_A_THREAD):
                 out[first + tid(0) + k * threads] = stored(activated(wide(gates[k])) * wide(ups[k]))
         else:
             for i in range(first + tid(0), rows * a_row, threads):
-                out[i] = stored(activated(wide(gate[i])) * wide(up[i]))
+                out[i] = stored(activated(wide(gate[place(i, gate_step)])) * wide(up[place(i, up_step)]))
 
     name = "swiglu" if isinstance(config, SwiGLUConfig) else "geglu"
     return build(swiglu, (threads, 1, 1), name=name)

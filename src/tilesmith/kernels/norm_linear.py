@@ -1,6 +1,7 @@
-"""Layer norm fused with the linear layer after it."""
+"""Layer norm or RMS norm, fused with the linear layer after it."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tilesmith.codegen import (
     In,
@@ -9,7 +10,6 @@ from tilesmith.codegen import (
     Scalar,
     barrier,
     build,
-    f16,
     f32,
     fma,
     gid,
@@ -23,7 +23,7 @@ from tilesmith.codegen import (
     vector,
 )
 from tilesmith.kernels import checks
-from tilesmith.kernels.rows import MAX_GROUPS, across, vector_lanes
+from tilesmith.kernels.rows import MAX_GROUPS, across, stored_scalar, vector_lanes
 
 _DEPTH = 32  # elements of a row staged at a time
 _OWN = 4  # a thread computes _OWN x _OWN outputs
@@ -33,8 +33,9 @@ _OWN = 4  # a thread computes _OWN x _OWN outputs
 class LayerNormLinearConfig:
     """Layer norm over rows of `hidden_dim` elements, then a linear layer to `output_dim` (None: hidden_dim).
 
-    bias: whether the linear layer has one. use_half: tensors are f16, else f32; the arithmetic is f32. block_m,
-    block_n: rows and outputs of a workgroup, which has block_m · block_n / 16 threads.
+    bias: whether the linear layer has one. use_half: tensors have 16 bits an element, else f32; the arithmetic is f32.
+    half: which 16 bits, "f16", or "bf16" where the target has it. block_m, block_n: rows and outputs of a workgroup,
+    which has block_m · block_n / 16 threads.
     """
 
     hidden_dim: int
@@ -43,14 +44,10 @@ class LayerNormLinearConfig:
     bias: bool = True
     block_m: int = 32
     block_n: int = 64
+    half: str = "f16"
 
     def __post_init__(self) -> None:
-        checks.positive(self, "hidden_dim")
-        if self.output_dim is not None:
-            checks.positive(self, "output_dim")
-        checks.flags(self, "use_half", "bias")
-        checks.one_of(self, "block_m", 16, 32, 64, 128)
-        checks.one_of(self, "block_n", 16, 32, 64, 128)
+        _check(self)
 
     @property
     def outputs(self) -> int:
@@ -59,12 +56,62 @@ class LayerNormLinearConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows. Raises ValueError for more than the 65,535 blocks of rows that fit a grid."""
-        blocks = -(-rows // self.block_m)
-        if blocks > MAX_GROUPS:
-            checks.fail(self, f"{rows:,} rows are more than {MAX_GROUPS * self.block_m:,}; launch them in parts")
-        return (-(-self.outputs // self.block_n), blocks, 1)
+        return _grid(self, rows)
 
 
+@dataclass(frozen=True)
+class NormLinearConfig:
+    """A norm and a linear layer that also return what their backward needs.
+
+    kind: "rms" or "layer". norm_weight, norm_bias: whether the norm has them. The others: `LayerNormLinearConfig`.
+    """
+
+    hidden_dim: int
+    output_dim: int | None = None
+    kind: str = "rms"
+    use_half: bool = False
+    bias: bool = True
+    norm_weight: bool = True
+    norm_bias: bool = False
+    block_m: int = 32
+    block_n: int = 64
+    half: str = "f16"
+
+    def __post_init__(self) -> None:
+        _check(self)
+        checks.flags(self, "norm_weight", "norm_bias")
+        checks.one_of(self, "kind", "rms", "layer")
+        if self.kind == "rms" and self.norm_bias:
+            checks.fail(self, "an RMS norm has no bias")
+
+    @property
+    def outputs(self) -> int:
+        """Elements of a row of the result."""
+        return self.hidden_dim if self.output_dim is None else self.output_dim
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """The workgroups for `rows` rows, as `LayerNormLinearConfig.grid` has it."""
+        return _grid(self, rows)
+
+
+def _check(config: LayerNormLinearConfig | NormLinearConfig) -> None:
+    checks.positive(config, "hidden_dim")
+    if config.output_dim is not None:
+        checks.positive(config, "output_dim")
+    checks.flags(config, "use_half", "bias")
+    checks.one_of(config, "block_m", 16, 32, 64, 128)
+    checks.one_of(config, "block_n", 16, 32, 64, 128)
+    checks.half(config)
+
+
+def _grid(config: LayerNormLinearConfig | NormLinearConfig, rows: int) -> tuple[int, int, int]:
+    blocks = -(-rows // config.block_m)
+    if blocks > MAX_GROUPS:
+        checks.fail(config, f"{rows:,} rows are more than {MAX_GROUPS * config.block_m:,}; launch them in parts")
+    return (-(-config.outputs // config.block_n), blocks, 1)
+
+
+@lru_cache(maxsize=64)
 def create_layer_norm_linear_kernel(config: LayerNormLinearConfig) -> KernelIR:
     """y = n · weightᵀ + bias, with n = layer_norm(x) · norm_weight + norm_bias, rounded to x's type.
 
@@ -72,10 +119,61 @@ def create_layer_norm_linear_kernel(config: LayerNormLinearConfig) -> KernelIR:
     [output_dim], if configured; y: [rows, output_dim]; all contiguous. Scalars: rows, eps. Grid: `config.grid(rows)`.
     """
     checks.a(config, LayerNormLinearConfig)
+    scalar = stored_scalar(config)
+    stored = vector(scalar, vector_lanes(config.hidden_dim))
+    body, threads = _body(config, layer=True)
+
+    def layer_norm_linear(
+        x: In[stored],
+        norm_weight: In[stored],
+        norm_bias: In[stored],
+        weight: In[stored],
+        bias: In[scalar] if config.bias else None,
+        y: Out[scalar],
+        rows: Scalar[u32],
+        eps: Scalar[f32],
+    ):
+        body(x, norm_weight, norm_bias, weight, bias, y, None, None, rows, eps, None)
+
+    return build(layer_norm_linear, (threads, 1, 1))
+
+
+@lru_cache(maxsize=64)
+def create_norm_linear_kernel(config: NormLinearConfig) -> KernelIR:
+    """y = n · weightᵀ + bias, with n the norm of x, rounded to x's type.
+
+    Tensors: as `create_layer_norm_linear_kernel`, but norm_weight and norm_bias are f32, and there as configured; after
+    y mean (for "layer") and rstd, f32 [rows]. Scalars: rows, eps, and for "rms" with a weight offset, which is added to
+    it. Grid: `config.grid(rows)`.
+    """
+    checks.a(config, NormLinearConfig)
+    scalar, lanes, layer = stored_scalar(config), vector_lanes(config.hidden_dim), config.kind == "layer"
+    stored, wide = vector(scalar, lanes), vector(f32, lanes)
+    body, threads = _body(config, layer)
+
+    def norm_linear(
+        x: In[stored],
+        norm_weight: In[wide] if config.norm_weight else None,
+        norm_bias: In[wide] if config.norm_bias else None,
+        weight: In[stored],
+        bias: In[scalar] if config.bias else None,
+        y: Out[scalar],
+        mean: Out[f32] if layer else None,
+        rstd: Out[f32],
+        rows: Scalar[u32],
+        eps: Scalar[f32],
+        offset: Scalar[f32] if config.norm_weight and not layer else None,
+    ):
+        body(x, norm_weight, norm_bias, weight, bias, y, mean, rstd, rows, eps, offset)
+
+    return build(norm_linear, (threads, 1, 1))
+
+
+def _body(config: LayerNormLinearConfig | NormLinearConfig, layer: bool):
+    """The body of both kernels, whose arguments may be None where there is nothing, and its threads."""
     columns, outputs, bm, bn = config.hidden_dim, config.outputs, config.block_m, config.block_n
-    lanes = vector_lanes(columns)
-    wide, stored = vector(f32, lanes), vector(f16 if config.use_half else f32, lanes)
-    scalar = f16 if config.use_half else f32
+    lanes, scalar = vector_lanes(columns), stored_scalar(config)
+    wide, stored = vector(f32, lanes), vector(scalar, lanes)
     vectors, depth = columns // lanes, _DEPTH // lanes  # of a row, of a stage
     tx, ty = bn // _OWN, bm // _OWN
     threads = tx * ty
@@ -84,18 +182,20 @@ def create_layer_norm_linear_kernel(config: LayerNormLinearConfig) -> KernelIR:
 
     @inline
     def statistics(x, mean, rstd, stage, m0, rows, eps):
-        """The mean and 1 / deviation of the workgroup's rows, the variance around the mean."""
+        """The mean (0 for an RMS norm) and 1 / deviation of the workgroup's rows, the variance around the mean."""
         t = tid(0)
         start = min(m0 + t // helpers, rows - 1) * vectors
-        total = 0.0
-        for i in range(t % helpers, vectors, helpers):
-            total += across(wide(x[start + i]), lanes)
-        stage[t] = total
-        barrier()
-        total = 0.0
-        for k in unroll(helpers):
-            total += stage[t - t % helpers + k]
-        middle = total / f32(columns)
+        middle = 0.0
+        if layer:
+            total = 0.0
+            for i in range(t % helpers, vectors, helpers):
+                total += across(wide(x[start + i]), lanes)
+            stage[t] = total
+            barrier()
+            total = 0.0
+            for k in unroll(helpers):
+                total += stage[t - t % helpers + k]
+            middle = total / f32(columns)
         squares = 0.0
         for i in range(t % helpers, vectors, helpers):
             off = wide(x[start + i]) - middle
@@ -111,11 +211,17 @@ def create_layer_norm_linear_kernel(config: LayerNormLinearConfig) -> KernelIR:
             rstd[t // helpers] = rsqrt(squares / f32(columns) + eps)
 
     @inline
-    def body(x, norm_weight, norm_bias, weight, bias, y, rows, eps):
+    def body(x, norm_weight, norm_bias, weight, bias, y, means, rstds, rows, eps, offset):
         xs, ws = shared(wide, bm * stride), shared(wide, bn * stride)
         mean, rstd, stage = shared(f32, bm), shared(f32, bm), shared(f32, threads)
         t, m0, n0 = tid(0), gid(1) * bm, gid(0) * bn
         statistics(x, mean, rstd, stage, m0, rows, eps)
+        if rstds is not None:
+            barrier()
+            if gid(0) == 0 and t < bm and m0 + t < rows:
+                rstds[m0 + t] = rstd[t]
+                if means is not None:
+                    means[m0 + t] = mean[t]
         left, right, totals = local(wide, _OWN), local(wide, _OWN), local(f32, _OWN * _OWN)
         for k in unroll(_OWN * _OWN):
             totals[k] = 0.0
@@ -126,7 +232,14 @@ def create_layer_norm_linear_kernel(config: LayerNormLinearConfig) -> KernelIR:
                 v = wide(0)
                 if i < vectors:
                     v = wide(x[min(m0 + r, rows - 1) * vectors + i])
-                    v = (v - mean[r]) * rstd[r] * wide(norm_weight[i]) + wide(norm_bias[i])
+                    v = (v - mean[r]) * rstd[r]
+                    if norm_weight is not None:
+                        w = wide(norm_weight[i])
+                        if offset is not None:
+                            w = w + offset
+                        v = v * w
+                    if norm_bias is not None:
+                        v = v + wide(norm_bias[i])
                 xs[r * stride + k % depth] = wide(stored(v))
             for k in range(t, bn * depth, threads):
                 n, i = k // depth, start + k % depth
@@ -156,27 +269,4 @@ def create_layer_norm_linear_kernel(config: LayerNormLinearConfig) -> KernelIR:
                 for j in unroll(lanes):
                     totals[r * _OWN + n] = fma(left[r][j], right[n][j], totals[r * _OWN + n])
 
-    def layer_norm_linear(
-        x: In[stored],
-        norm_weight: In[stored],
-        norm_bias: In[stored],
-        weight: In[stored],
-        bias: In[scalar],
-        y: Out[scalar],
-        rows: Scalar[u32],
-        eps: Scalar[f32],
-    ):
-        body(x, norm_weight, norm_bias, weight, bias, y, rows, eps)
-
-    def without_bias(
-        x: In[stored],
-        norm_weight: In[stored],
-        norm_bias: In[stored],
-        weight: In[stored],
-        y: Out[scalar],
-        rows: Scalar[u32],
-        eps: Scalar[f32],
-    ):
-        body(x, norm_weight, norm_bias, weight, None, y, rows, eps)
-
-    return build(layer_norm_linear if config.bias else without_bias, (threads, 1, 1), name="layer_norm_linear")
+    return body, threads

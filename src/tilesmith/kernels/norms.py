@@ -1,10 +1,27 @@
-"""Norms fused with their neighbours: layer norm after a residual, RMS norm before rotary embedding."""
+"""RMS norm and layer norm over rows, of a sum with a residual or of x itself."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from tilesmith.codegen import In, KernelIR, Out, Scalar, build, f16, f32, inline, local, rsqrt, shared, u32, vector
+from tilesmith.codegen import (
+    In,
+    KernelIR,
+    Out,
+    Scalar,
+    build,
+    f32,
+    inline,
+    local,
+    rsqrt,
+    shared,
+    type_named,
+    u32,
+    vector,
+)
 from tilesmith.kernels import checks
-from tilesmith.kernels.rows import Rows, across, row_of_thread, row_sum
+from tilesmith.kernels.rows import Rows, across, row_of_thread, row_sum, stored_scalar
+
+_TYPES = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -12,24 +29,27 @@ class ResidualLayerNormConfig:
     """Residual and layer norm over rows of `hidden_dim` elements.
 
     placement: "pre" also returns the sum, which a pre-norm transformer carries on; "post" returns the norm alone.
-    use_half: tensors are f16, else f32; the arithmetic is f32. workgroup_size: threads of a workgroup.
+    use_half: tensors have 16 bits an element, else f32; the arithmetic is f32. workgroup_size: threads of a workgroup.
+    half: which 16 bits, "f16", or "bf16" where the target has it.
     """
 
     hidden_dim: int
     use_half: bool = False
     placement: str = "pre"
     workgroup_size: int = 256
+    half: str = "f16"
 
     def __post_init__(self) -> None:
         checks.positive(self, "hidden_dim")
         checks.flags(self, "use_half")
         checks.one_of(self, "placement", "pre", "post")
         checks.workgroup(self)
+        checks.half(self)
 
     @property
     def plan(self) -> Rows:
         """How the rows are shared out."""
-        return Rows.of(self.hidden_dim, self.workgroup_size, self.use_half)
+        return Rows.of(self.hidden_dim, self.workgroup_size, stored_scalar(self))
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
@@ -37,49 +57,45 @@ class ResidualLayerNormConfig:
 
 
 @dataclass(frozen=True)
-class RMSNormRoPEConfig:
-    """RMS norm and rotary embedding of tokens of `hidden_dim` elements, which are heads of `head_dim`.
+class NormConfig:
+    """A norm over rows of `hidden_dim` elements that also returns what its backward needs.
 
-    max_seq_len: positions that the tables hold. norm_dim: "row" normalises the whole token, as the seed of this
-    library does; "head" each head by itself (QK-norm). interleaved: neighbours form a pair (GPT-J), else the two halves
-    of a head (GPT-NeoX, Llama). use_half: x, weight and y are f16, else f32; tables and arithmetic are f32.
+    kind: "rms" or "layer". x, residual, weight, bias: the type of these tensors' elements, "f32", "f16", or "bf16"
+    where the target has it; None where there is no such tensor. casting: for "rms", where "llama" rounds before the
+    weight, "fp32" once at the end. workgroup_size: threads of a workgroup.
     """
 
     hidden_dim: int
-    head_dim: int
-    max_seq_len: int
-    use_half: bool = False
-    norm_dim: str = "row"
-    interleaved: bool = False
+    kind: str = "rms"
+    x: str = "f32"
+    residual: str | None = None
+    weight: str | None = "f32"
+    bias: str | None = None
+    casting: str = "fp32"
     workgroup_size: int = 256
 
     def __post_init__(self) -> None:
-        checks.positive(self, "hidden_dim", "head_dim", "max_seq_len")
-        checks.flags(self, "use_half", "interleaved")
-        checks.one_of(self, "norm_dim", "row", "head")
+        checks.positive(self, "hidden_dim")
+        checks.one_of(self, "kind", "rms", "layer")
+        checks.one_of(self, "x", *_TYPES)
+        for field in ("residual", "weight", "bias"):
+            checks.one_of(self, field, None, *_TYPES)
+        checks.one_of(self, "casting", "fp32", "llama")
+        if self.kind == "rms" and self.bias is not None:
+            checks.fail(self, "an RMS norm has no bias")
         checks.workgroup(self)
-        if self.head_dim % 2:
-            checks.fail(self, f"head_dim must be even, since features turn in pairs; got {self.head_dim}")
-        if self.hidden_dim % self.head_dim:
-            checks.fail(self, f"hidden_dim {self.hidden_dim} is not a multiple of head_dim {self.head_dim}")
-
-    @property
-    def normed(self) -> int:
-        """Elements that are normalised together."""
-        return self.hidden_dim if self.norm_dim == "row" else self.head_dim
 
     @property
     def plan(self) -> Rows:
-        """How the pairs of features are shared out: a vector of first ones goes with one of second ones."""
-        pairs, half = self.normed // 2, self.head_dim // 2
-        lanes = 1 if self.interleaved else 4 if half % 4 == 0 else 2 if half % 2 == 0 else 1
-        return Rows.of(pairs, self.workgroup_size, self.use_half, lanes)
+        """How the rows are shared out."""
+        return Rows.of(self.hidden_dim, self.workgroup_size, type_named(self.x))
 
     def grid(self, rows: int) -> tuple[int, int, int]:
-        """The workgroups for `rows` tokens."""
-        return self.plan.grid(rows * (self.hidden_dim // self.normed))
+        """The workgroups for `rows` rows."""
+        return self.plan.grid(rows)
 
 
+@lru_cache(maxsize=64)
 def create_residual_layer_norm_kernel(config: ResidualLayerNormConfig) -> KernelIR:
     """y = layer_norm(s) · weight + bias, with s = x + residual, rounded to their type before it is normalised.
 
@@ -89,138 +105,127 @@ def create_residual_layer_norm_kernel(config: ResidualLayerNormConfig) -> Kernel
     Source: Ba, Kiros and Hinton, arXiv:1607.06450; Xiong et al., arXiv:2002.04745, for the placement.
     """
     checks.a(config, ResidualLayerNormConfig)
-    plan = config.plan
+    stored, a_row, pre = config.plan.stored, config.plan.vectors, config.placement == "pre"
+    name = stored.dtype
+    norm = _norm(NormConfig(config.hidden_dim, "layer", name, name, name, name, "fp32", config.workgroup_size))
+
+    def residual_layer_norm(
+        x: In[stored],
+        residual: In[stored],
+        weight: In[stored],
+        bias: In[stored],
+        y: Out[stored],
+        sum: Out[stored] if pre else None,
+        rows: Scalar[u32],
+        eps: Scalar[f32],
+    ):
+        norm(x, residual, weight, bias, y, sum, None, None, rows, eps, None, a_row, a_row)
+
+    return build(residual_layer_norm, (config.plan.workgroup, 1, 1), name=f"residual_layer_norm_{config.placement}")
+
+
+@lru_cache(maxsize=64)
+def create_norm_kernel(config: NormConfig) -> KernelIR:
+    """y = s · rstd · (weight + offset), or (s - mean) · rstd · weight + bias, with s = x or x + residual.
+
+    Tensors x, residual: [rows, hidden_dim], rows x_step and residual_step apart, counted in vectors of the widest of 4,
+    2 and 1 elements that divides hidden_dim; weight, bias: [hidden_dim]; y: [rows, hidden_dim] of x's type, contiguous;
+    sum: as y, of residual's type, takes s, which is rounded before it is normalised; mean (for "layer") and rstd: f32
+    [rows]. Scalars: rows, eps, offset (for "rms" with a weight), x_step, residual_step. Grid: `config.grid(rows)`.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467; Ba, Kiros and Hinton, arXiv:1607.06450.
+    """
+    checks.a(config, NormConfig)
+    layer = config.kind == "layer"
+    stored, added, scaled, shifted = (
+        None if name is None else vector(type_named(name), config.plan.lanes)
+        for name in (config.x, config.residual, config.weight, config.bias)
+    )
+    norm = _norm(config)
+
+    def norm_rows(
+        x: In[stored],
+        residual: In[added] if added else None,
+        weight: In[scaled] if scaled else None,
+        bias: In[shifted] if shifted else None,
+        y: Out[stored],
+        sum: Out[added] if added else None,
+        mean: Out[f32] if layer else None,
+        rstd: Out[f32],
+        rows: Scalar[u32],
+        eps: Scalar[f32],
+        offset: Scalar[f32] if scaled and not layer else None,
+        x_step: Scalar[u32],
+        residual_step: Scalar[u32] if added else None,
+    ):
+        norm(x, residual, weight, bias, y, sum, mean, rstd, rows, eps, offset, x_step, residual_step)
+
+    return build(norm_rows, (config.plan.workgroup, 1, 1), name=f"{config.kind}_norm")
+
+
+def _norm(config: NormConfig):
+    """The body of a norm; arguments that it has no use for are None."""
+    plan, layer, llama = config.plan, config.kind == "layer", config.casting == "llama"
     stored, wide, lanes, sweep = plan.stored, plan.wide, plan.lanes, plan.sweep
+    added = stored if config.residual is None else vector(type_named(config.residual), lanes)
+    factor = stored if config.weight == config.x else wide  # what weight + offset is rounded to, for "llama"
 
     @inline
-    def norm(x, residual, weight, bias, y, sum, rows, eps):
+    def read(x, residual, start, beside, i):
+        """Vector i of s, as it is stored."""
+        if residual is not None:
+            s = added(wide(x[start + i]) + wide(residual[beside + i]))
+        else:
+            s = x[start + i]
+        return s
+
+    @inline
+    def norm(x, residual, weight, bias, y, sum, mean, rstd, rows, eps, offset, x_step, residual_step):
         stage = shared(f32, plan.workgroup)
-        kept = local(wide, plan.count) if plan.keep else None
+        kept = local(added, plan.count) if plan.keep else None
         row, at, t = row_of_thread(plan, rows)
-        start = at * plan.vectors
+        start, beside, place = at * x_step, at * residual_step if residual is not None else None, at * plan.vectors
         total = 0.0
         for k in sweep(plan.count):
             i = t + k * plan.threads
             if plan.exact or i < plan.vectors:
-                s = stored(wide(x[start + i]) + wide(residual[start + i]))
+                s = read(x, residual, start, beside, i)
                 if plan.keep:
-                    kept[k] = wide(s)
+                    kept[k] = s
                 if sum is not None and row < rows:
-                    sum[start + i] = s
-                total += across(wide(s), lanes)
-        mean = row_sum(total, stage, plan.threads) / f32(plan.columns)
-        squares = 0.0
-        for k in sweep(plan.count):
-            i = t + k * plan.threads
-            if plan.exact or i < plan.vectors:
-                v = kept[k] if plan.keep else wide(stored(wide(x[start + i]) + wide(residual[start + i])))
-                off = v - mean
-                squares += across(off * off, lanes)
-        rstd = rsqrt(row_sum(squares, stage, plan.threads) / f32(plan.columns) + eps)
+                    sum[place + i] = s
+                v = wide(s)
+                total += across(v if layer else v * v, lanes)
+        total = row_sum(total, stage, plan.threads) / f32(plan.columns)
+        middle = 0.0
+        if layer:
+            middle = total
+            squares = 0.0
+            for k in sweep(plan.count):
+                i = t + k * plan.threads
+                if plan.exact or i < plan.vectors:
+                    off = wide(kept[k] if plan.keep else read(x, residual, start, beside, i)) - middle
+                    squares += across(off * off, lanes)
+            total = row_sum(squares, stage, plan.threads) / f32(plan.columns)
+        scale = rsqrt(total + eps)
+        if rstd is not None and t == 0 and row < rows:
+            rstd[row] = scale
+            if layer:
+                mean[row] = middle
         for k in sweep(plan.count):
             i = t + k * plan.threads
             if row < rows and (plan.exact or i < plan.vectors):
-                v = kept[k] if plan.keep else wide(stored(wide(x[start + i]) + wide(residual[start + i])))
-                y[start + i] = stored((v - mean) * rstd * wide(weight[i]) + wide(bias[i]))
+                v = wide(kept[k] if plan.keep else read(x, residual, start, beside, i))
+                n = (v - middle) * scale if layer else v * scale
+                if llama:
+                    n = wide(stored(n))
+                if weight is not None:
+                    w = wide(weight[i])
+                    if offset is not None:
+                        w = w + offset
+                    n = n * (wide(factor(w)) if llama else w)
+                if bias is not None:
+                    n = n + wide(bias[i])
+                y[place + i] = stored(n)
 
-    def pre(
-        x: In[stored],
-        residual: In[stored],
-        weight: In[stored],
-        bias: In[stored],
-        y: Out[stored],
-        sum: Out[stored],
-        rows: Scalar[u32],
-        eps: Scalar[f32],
-    ):
-        norm(x, residual, weight, bias, y, sum, rows, eps)
-
-    def post(
-        x: In[stored],
-        residual: In[stored],
-        weight: In[stored],
-        bias: In[stored],
-        y: Out[stored],
-        rows: Scalar[u32],
-        eps: Scalar[f32],
-    ):
-        norm(x, residual, weight, bias, y, None, rows, eps)
-
-    return build(
-        pre if config.placement == "pre" else post,
-        (plan.workgroup, 1, 1),
-        name=f"residual_layer_norm_{config.placement}",
-    )
-
-
-def create_rms_norm_rope_kernel(config: RMSNormRoPEConfig) -> KernelIR:
-    """y = rope(rms_norm(x) · weight): a pair (a, b) becomes (a cos - b sin, b cos + a sin). Rounded once.
-
-    Tensors x, y: [rows, hidden_dim], contiguous, a row being a token; weight: [hidden_dim], for norm_dim "head"
-    [head_dim]; cos, sin: f32 [max_seq_len, head_dim / 2]; positions: u32 [rows]. A position past the tables reads their
-    last row. Scalars: rows, eps. Grid: `config.grid(rows)`.
-
-    Source: Zhang and Sennrich, arXiv:1910.07467; Su et al., arXiv:2104.09864.
-    """
-    checks.a(config, RMSNormRoPEConfig)
-    plan, interleaved = config.plan, config.interleaved
-    wide, two, sweep = plan.wide, vector(f32, 2), plan.sweep
-    stored = vector(f16 if config.use_half else f32, 2 if interleaved else plan.lanes)
-    half = config.head_dim // 2 // plan.lanes  # pairs a head, in vectors
-    length = plan.vectors if interleaved else 2 * plan.vectors
-    parts = config.hidden_dim // config.normed
-
-    @inline
-    def pair_at(buffer, start, p):
-        if interleaved:
-            both = two(buffer[start + p])
-            first, second = both.x, both.y
-        else:
-            place = start + p // half * (2 * half) + p % half
-            first, second = wide(buffer[place]), wide(buffer[place + half])
-        return first, second
-
-    def rms_norm_rope(
-        x: In[stored],
-        weight: In[stored],
-        cos: In[wide],
-        sin: In[wide],
-        positions: In[u32],
-        y: Out[stored],
-        rows: Scalar[u32],
-        eps: Scalar[f32],
-    ):
-        stage = shared(f32, plan.workgroup)
-        kept = local(wide, 2 * plan.count) if plan.keep else None
-        part, at, t = row_of_thread(plan, rows * parts)
-        start = at * length
-        total = 0.0
-        for k in sweep(plan.count):
-            p = t + k * plan.threads
-            if plan.exact or p < plan.vectors:
-                a, b = pair_at(x, start, p)
-                if plan.keep:
-                    kept[2 * k] = a
-                    kept[2 * k + 1] = b
-                total += across(a * a + b * b, plan.lanes)
-        rstd = rsqrt(row_sum(total, stage, plan.threads) / f32(config.normed) + eps)
-        angles = min(positions[at // parts], config.max_seq_len - 1) * half
-        for k in sweep(plan.count):
-            p = t + k * plan.threads
-            if part < rows * parts and (plan.exact or p < plan.vectors):
-                if plan.keep:
-                    a, b = kept[2 * k], kept[2 * k + 1]
-                else:
-                    a, b = pair_at(x, start, p)
-                wa, wb = pair_at(weight, u32(0), p)
-                c, s = cos[angles + p % half], sin[angles + p % half]
-                a, b = a * rstd * wa, b * rstd * wb
-                first, second = a * c - b * s, b * c + a * s
-                if interleaved:
-                    y[start + p] = stored(two(first, second))
-                else:
-                    place = start + p // half * (2 * half) + p % half
-                    y[place] = stored(first)
-                    y[place + half] = stored(second)
-
-    return build(rms_norm_rope, (plan.workgroup, 1, 1))
+    return norm

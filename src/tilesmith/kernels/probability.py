@@ -1,11 +1,12 @@
 """Softmax with dropout over rows of scores, causal or not."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tilesmith.codegen import In, KernelIR, Out, Scalar, build, exp, f32, inline, local, select, shared, u32, unroll
 from tilesmith.kernels import checks
 from tilesmith.kernels.functions import LOWEST, philox
-from tilesmith.kernels.rows import Rows, collected, row_highest, row_of_thread, row_sum
+from tilesmith.kernels.rows import Rows, collected, row_highest, row_of_thread, row_sum, stored_scalar
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,9 @@ class SoftmaxDropoutConfig:
     """Softmax and dropout over rows of `hidden_dim` scores.
 
     dropout: probability p of dropping an element, in [0, 1). causal: row t of a matrix [T, hidden_dim] sees the columns
-    j <= t + hidden_dim - T. use_half: x and y are f16, else f32; the arithmetic is f32.
+    j <= t + hidden_dim - T. use_half: x and y have 16 bits an element, else f32; the arithmetic is f32. half: which 16
+    bits, "f16", or "bf16" where the target has it. strided: rows of x lie at a distance that the launch names.
+    statistics: also return each row's maximum and sum, for a backward.
     """
 
     hidden_dim: int
@@ -21,24 +24,29 @@ class SoftmaxDropoutConfig:
     dropout: float = 0.0
     causal: bool = False
     workgroup_size: int = 256
+    half: str = "f16"
+    strided: bool = False
+    statistics: bool = False
 
     def __post_init__(self) -> None:
         checks.positive(self, "hidden_dim")
-        checks.flags(self, "use_half", "causal")
+        checks.flags(self, "use_half", "causal", "strided", "statistics")
         checks.workgroup(self)
+        checks.half(self)
         if not isinstance(self.dropout, (int, float)) or not 0.0 <= self.dropout < 1.0:
             checks.fail(self, f"dropout must be a probability in [0, 1), got {self.dropout!r}")
 
     @property
     def plan(self) -> Rows:
         """How the rows are shared out."""
-        return Rows.of(self.hidden_dim, self.workgroup_size, self.use_half)
+        return Rows.of(self.hidden_dim, self.workgroup_size, stored_scalar(self))
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
         return self.plan.grid(rows)
 
 
+@lru_cache(maxsize=64)
 def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     """y = dropout(softmax(scale · x)): kept elements are divided by 1 - p, the others 0. Rounded once.
 
@@ -47,7 +55,11 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
 
     An element is kept iff the 32 bits that Philox4x32-10 draws for its row-major index are at least round(p · 2³²):
     key = seed, counter = (index // 4, offset), word index % 4; the same elements as on every other backend. A row that
-    sees no column is 0.
+    sees no column is 0; one that holds NaN or +inf, or -inf alone, is NaN.
+
+    With `strided` also the scalar x_step, from one row of x to the next in vectors of the widest of 4, 2 and 1 elements
+    that divides hidden_dim. With `statistics` also top and total: f32 [rows], the maximum of scale · x over what a row
+    sees (-3e38 where that is nothing) and the sum of exp(scale · x - top).
     """
     checks.a(config, SoftmaxDropoutConfig)
     plan, causal = config.plan, config.causal
@@ -70,11 +82,11 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
         )
 
     @inline
-    def body(x, seed, y, rows, queries, scale):
+    def body(x, seed, y, tops, totals, rows, queries, scale, x_step):
         stage = shared(f32, plan.workgroup)
         kept = local(wide, plan.count) if plan.keep else None
         row, at, t = row_of_thread(plan, rows)
-        start = at * plan.vectors
+        start, place = at * x_step, at * plan.vectors
         seen = max(at % queries + (1 + plan.columns), queries) - queries if causal else u32(plan.columns)
         top = LOWEST
         for k in sweep(plan.count):
@@ -96,37 +108,40 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
                 for j in unroll(lanes):
                     total += select(sees(i, j, seen), v[j], 0.0)
         total = row_sum(total, stage, plan.threads)
+        if tops is not None and t == 0 and row < rows:
+            tops[row] = top
+            totals[row] = total
         factor = kept_scale / select(seen > 0, total, 1.0)
         for k in sweep(plan.count):
             i = t + k * plan.threads
             if row < rows and (plan.exact or i < plan.vectors):
                 v = kept[k] if plan.keep else exp(wide(x[start + i]) * scale - top)
                 if dropout:
-                    element = (start + i) * lanes
+                    element = (place + i) * lanes
                     words = philox(element // 4, seed)
                     bits = [words[j] if lanes == 4 else word(words, element + j) for j in range(lanes)]
-                    y[start + i] = stored(
+                    y[place + i] = stored(
                         collected(
                             wide,
                             [select(sees(i, j, seen) and bits[j] >= least, v[j] * factor, 0.0) for j in range(lanes)],
                         )
                     )
                 else:
-                    y[start + i] = stored(
+                    y[place + i] = stored(
                         collected(wide, [select(sees(i, j, seen), v[j] * factor, 0.0) for j in range(lanes)])
                     )
 
-    def softmax(x: In[stored], y: Out[stored], rows: Scalar[u32], queries: Scalar[u32], scale: Scalar[f32]):
-        body(x, None, y, rows, queries, scale)
-
-    def softmax_dropout(
+    def softmax(
         x: In[stored],
-        seed: In[u32],
+        seed: In[u32] if dropout else None,
         y: Out[stored],
+        top: Out[f32] if config.statistics else None,
+        total: Out[f32] if config.statistics else None,
         rows: Scalar[u32],
         queries: Scalar[u32],
         scale: Scalar[f32],
+        x_step: Scalar[u32] if config.strided else None,
     ):
-        body(x, seed, y, rows, queries, scale)
+        body(x, seed, y, top, total, rows, queries, scale, x_step if config.strided else plan.vectors)
 
-    return build(softmax_dropout if dropout else softmax, (plan.workgroup, 1, 1))
+    return build(softmax, (plan.workgroup, 1, 1), name="softmax_dropout" if dropout else "softmax")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilesmith.codegen import Type, barrier, f16, f32, gid, groups, inline, tid, unroll, vector
+from tilesmith.codegen import Type, barrier, const, f32, gid, groups, inline, tid, type_named, u32, unroll, vector
 
 MAX_GROUPS = 65_535
 """Workgroups along an axis that every backend allows."""
 
 _VECTORS_A_THREAD = 4
-_KEPT = 16
+_KEPT = 64  # elements that a thread keeps in registers
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,19 @@ class Rows:
     lanes: int
     threads: int
     rows: int
-    half: bool
+    scalar: Type
 
     @classmethod
-    def of(cls, columns: int, workgroup: int, half: bool, lanes: int | None = None) -> Rows:
-        """Vectors of four (two, one) where they divide `columns`, and about four of them a thread."""
+    def of(cls, columns: int, workgroup: int, scalar: Type, lanes: int | None = None, beside: int = 1) -> Rows:
+        """Vectors of four (two, one) where they divide `columns`, and about four of them a thread.
+
+        beside: so many threads read a row side by side before any of them reads more than one vector.
+        """
         lanes = lanes or vector_lanes(columns)
         threads = 1
-        while threads < workgroup and threads * _VECTORS_A_THREAD * lanes < columns:
+        while threads < workgroup and threads * lanes * (_VECTORS_A_THREAD if threads >= beside else 1) < columns:
             threads *= 2
-        return cls(columns, lanes, threads, workgroup // threads, half)
+        return cls(columns, lanes, threads, workgroup // threads, scalar)
 
     @property
     def vectors(self) -> int:
@@ -54,7 +57,7 @@ class Rows:
     @property
     def keep(self) -> bool:
         """Whether a thread's vectors fit registers."""
-        return self.count <= _KEPT
+        return self.count * self.lanes <= _KEPT
 
     @property
     def sweep(self) -> type[range] | object:
@@ -69,7 +72,7 @@ class Rows:
     @property
     def stored(self) -> Type:
         """A vector in memory."""
-        return vector(f16 if self.half else f32, self.lanes)
+        return vector(self.scalar, self.lanes)
 
     @property
     def wide(self) -> Type:
@@ -79,6 +82,11 @@ class Rows:
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
         return folded(-(-rows // self.rows))
+
+
+def stored_scalar(config: object) -> Type:
+    """The type of the elements in memory that `use_half` and `half` of a configuration say."""
+    return type_named(config.half) if config.use_half else f32
 
 
 def vector_lanes(columns: int) -> int:
@@ -105,6 +113,23 @@ def row_of_thread(plan, rows):
 
 
 @inline
+def block(causal):
+    """The workgroup's block of queries; under a causal mask the last, which see most, come first."""
+    return groups(0) - 1 - gid(0) if causal else gid(0)
+
+
+@inline
+def head_rows(steps, batch, head, heads, rows, a_row):
+    """(where a head's rows begin, from a row to the next) in a tensor [batch, heads, rows, a_row]: as `steps` of batch,
+    head and row say, or, where these are None, contiguous."""
+    if steps[0] is None:
+        first, step = (batch * heads + head) * rows * a_row, u32(a_row)
+    else:
+        first, step = batch * steps[0] + head * steps[1], steps[2]
+    return first, step
+
+
+@inline
 def across(v, lanes):
     """The sum of a vector's lanes."""
     total = v[0]
@@ -127,27 +152,51 @@ def collected(wide, lanes):
 
 @inline
 def row_sum(x, stage, threads):
-    """The sum of `x` over the `threads` (a power of two) that share a row; `stage` holds one f32 a thread."""
+    """The sum of `x` over the `threads` (a power of two) that share a row; `stage` holds one f32 a thread.
+
+    In one or two steps, after which every thread adds up the rest by itself: a barrier costs more than that.
+    """
     t = tid(0)
+    last: const = _left(threads)
+    own, first = t % threads, t - t % threads
     barrier()
     stage[t] = x
-    for step in unroll(threads.bit_length() - 1):
-        barrier()
-        if t % threads < threads >> step + 1:
-            stage[t] += stage[t + (threads >> step + 1)]
     barrier()
-    return stage[t - t % threads]
+    if threads > last:
+        if own < last:
+            partial = stage[t]
+            for k in unroll(1, threads // last):
+                partial += stage[t + k * last]
+            stage[t] = partial
+        barrier()
+    total = stage[first]
+    for k in unroll(1, last):
+        total += stage[first + k]
+    return total
 
 
 @inline
 def row_highest(x, stage, threads):
     """The maximum of `x` over the threads that share a row; see `row_sum`."""
     t = tid(0)
+    last: const = _left(threads)
+    own, first = t % threads, t - t % threads
     barrier()
     stage[t] = x
-    for step in unroll(threads.bit_length() - 1):
-        barrier()
-        if t % threads < threads >> step + 1:
-            stage[t] = max(stage[t], stage[t + (threads >> step + 1)])
     barrier()
-    return stage[t - t % threads]
+    if threads > last:
+        if own < last:
+            partial = stage[t]
+            for k in unroll(1, threads // last):
+                partial = max(partial, stage[t + k * last])
+            stage[t] = partial
+        barrier()
+    top = stage[first]
+    for k in unroll(1, last):
+        top = max(top, stage[first + k])
+    return top
+
+
+def _left(threads: int) -> int:
+    """Values of a row that are left for every thread: all, or about as many as one thread brought together."""
+    return threads if threads <= 16 else 1 << threads.bit_length() // 2

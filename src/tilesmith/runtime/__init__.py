@@ -21,16 +21,25 @@ from torch import Tensor
 
 from tilesmith.codegen import KernelIR
 from tilesmith.runtime.arguments import check, mark_written
+from tilesmith.settings import settings
 
 BACKENDS = ("interpreter", "cuda", "vulkan", "webgpu", "metal")
-_OF_DEVICE = {"cuda": "cuda", "mps": "metal", "cpu": "interpreter"}
+_OF_DEVICE = {"cuda": "cuda", "mps": "metal"}
 
-__all__ = ["BACKENDS", "launch", "missing"]
+__all__ = ["BACKENDS", "backend_of", "launch", "missing"]
 
 
 def missing(backend: str) -> str | None:
     """Why `backend` cannot launch here, with what to install; None if it can. Raises ValueError for another name."""
     return _module(backend).missing()
+
+
+def backend_of(device: torch.device) -> str | None:
+    """The backend that takes tensors on `device` where none is named, or None.
+
+    For the CPU it is the one that TILESMITH_PORTABLE names, "interpreter" if that is not set.
+    """
+    return settings().portable if device.type == "cpu" else _OF_DEVICE.get(device.type)
 
 
 def launch(
@@ -45,15 +54,15 @@ def launch(
 
     tensors: one a buffer, by name: contiguous, all on one device, of the buffer's dtype. A buffer of u32 takes any
     dtype, whose bytes it reads. One that is written overlaps no other.
-    backend: one of `BACKENDS`; None: that of the tensors' device, for the CPU the interpreter. CUDA and Metal take
-    tensors where they are and run in the current stream; Vulkan and WebGPU copy CPU tensors there and back.
+    backend: one of `BACKENDS`; None: what `backend_of` says. CUDA and Metal take tensors where they are and run in the
+    current stream; Vulkan and WebGPU copy CPU tensors there and back.
 
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError with the reason where the backend is
     missing, KernelError for a kernel that the device cannot run.
     """
     values = dict(scalars or {})
     device = check(ir, grid, tensors, values)
-    backend = backend or _OF_DEVICE.get(device.type)
+    backend = backend or backend_of(device)
     if backend is None:
         raise ValueError(f"no backend takes tensors on {device}; name one of {', '.join(BACKENDS)}")
     module = _module(backend)
