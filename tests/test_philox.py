@@ -89,3 +89,26 @@ def test_triton_draws_the_same_bits(start):
     every = torch.arange(64, dtype=torch.int64, device=device)
     assert torch.equal(out, philox.random_bits(seed, start + every))
     assert torch.equal(by_four, philox.random_bits(seed, start // 4 * 16 + every))
+
+
+@pytest.mark.skipif(triton_missing() is not None, reason="Triton is not installed")
+@pytest.mark.skipif(not (torch.cuda.is_available() or interpreting()), reason="needs a GPU or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("lanes", [4, 8])
+@pytest.mark.parametrize(("start", "short"), [(0, True), (8, True), (2**34 - 64, True), (2**34 - 32, False)])
+def test_triton_draws_the_same_bits_by_wide_products(start, short, lanes):
+    import triton
+    import triton.language as tl
+
+    from tilesmith.ops import philox_triton
+
+    @triton.jit
+    def kernel(seed_ptr, out_ptr, start, draw: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr):
+        row = tl.arange(0, 2)[:, None]
+        bits = draw(seed_ptr, start.to(tl.int64) + 32 * row.to(tl.int64), 32, LANES, SHORT)
+        tl.store(out_ptr + 32 * row + tl.arange(0, 32)[None, :], bits.to(tl.int64))
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out = torch.empty(64, dtype=torch.int64, device=device)
+    kernel[(1,)](SEED.to(device), out, start, philox_triton.random_bits_wide, lanes, short)
+    every = torch.arange(64, dtype=torch.int64, device=device)
+    assert torch.equal(out, philox.random_bits(SEED.to(device), start + every))

@@ -29,3 +29,12 @@ def kernel_numbers(p: float) -> tuple[int, float]:
     """(drop_below, keep_scale) for `dropout_triton`: the threshold's 32 bits as a signed int, and 1 / (1 - p)."""
     below = philox.threshold(p)
     return below - 2**32 if below >= 2**31 else below, 1.0 / (1.0 - p)
+
+
+def dropout_flags(rows: int, cols: int, element_size: int) -> dict[str, int]:
+    """LANES and SHORT of `dropout_triton` for a contiguous tensor [rows, cols]: neighbours that one thread draws for,
+    as many as 16 bytes hold where rows start at a multiple of them, else 1; whether counters fit 32 bits."""
+    lanes = 16 // element_size
+    while lanes >= 4 and rows > 1 and cols % lanes:
+        lanes //= 2
+    return {"LANES": lanes if lanes >= 4 else 1, "SHORT": rows * cols <= 2**34}

@@ -41,8 +41,9 @@ def _multiply(a, b):
 
 
 @triton.jit
-def random_words_wide(seed_ptr, counter):
-    """`random_words` in half the multiplications, for kernels that these hold up.
+def random_words_wide(seed_ptr, low, high):
+    """`random_words` of the counters low + high · 2**32, uint32, in half the multiplications, for kernels that these
+    hold up. Where `high` is a scalar, so is all that the first two rounds make of it and of the offset.
 
     Its 64-bit products make Triton take the words for too dear to compute in another layout: where the tile that they
     meet does not have theirs, they go through shared memory.
@@ -50,8 +51,7 @@ def random_words_wide(seed_ptr, counter):
     seed = tl.load(seed_ptr).to(tl.uint64, bitcast=True)
     offset = tl.load(seed_ptr + 1).to(tl.uint64, bitcast=True)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
-    c2, c3 = offset.to(tl.uint32) + c0 * 0, (offset >> 32).to(tl.uint32) + c0 * 0
+    c0, c1, c2, c3 = low, high, offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
         high0, low0 = _multiply(c0, 0xD2511F53)
         high1, low1 = _multiply(c2, 0xCD9E8D57)
@@ -62,20 +62,31 @@ def random_words_wide(seed_ptr, counter):
 
 
 @triton.jit
-def random_bits_wide(seed_ptr, first, BLOCK_COLS: tl.constexpr, LANES: tl.constexpr):
+def _words_of_group(seed_ptr, first, group, SHORT: tl.constexpr):
+    """The words of the `group`-th counter of rows that start at the linear indices `first`, multiples of four. SHORT:
+    no counter needs more than 32 bits."""
+    if SHORT:
+        return random_words_wide(seed_ptr, (first >> 2).to(tl.uint32) + group, tl.full([], 0, tl.uint32))
+    else:
+        counter = (first >> 2) + group
+        return random_words_wide(seed_ptr, counter.to(tl.uint32), (counter >> 32).to(tl.uint32))
+
+
+@triton.jit
+def random_bits_wide(seed_ptr, first, BLOCK_COLS: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr):
     """The uint32s [M, BLOCK_COLS] of a tile whose row m starts at the linear index first[m], [M, 1] int64.
 
     LANES: 4 or 8 neighbours that a thread holds, so many as a 16-byte access moves of the tile's elements; `first` are
-    multiples of it. The words then lie in the threads that load and store those elements.
+    multiples of it. The words then lie in the threads that load and store those elements. SHORT: the tensor has at most
+    2**34 elements.
     """
-    group = tl.arange(0, BLOCK_COLS // LANES)[None, :]
+    group = tl.arange(0, BLOCK_COLS // LANES).to(tl.uint32)[None, :]
     if LANES == 8:
-        counter = (first >> 2) + 2 * group
-        a0, a1, a2, a3 = random_words_wide(seed_ptr, counter)
-        b0, b1, b2, b3 = random_words_wide(seed_ptr, counter + 1)
+        a0, a1, a2, a3 = _words_of_group(seed_ptr, first, 2 * group, SHORT)
+        b0, b1, b2, b3 = _words_of_group(seed_ptr, first, 2 * group + 1, SHORT)
         even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
         odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
     else:
-        a0, a1, a2, a3 = random_words_wide(seed_ptr, (first >> 2) + group)
+        a0, a1, a2, a3 = _words_of_group(seed_ptr, first, group, SHORT)
         even, odd = tl.join(a0, a2), tl.join(a1, a3)
     return tl.reshape(tl.join(even, odd), (first.shape[0], BLOCK_COLS))

@@ -7,17 +7,19 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, optimize_kernel, register_kernel
-from tilesmith.ops.dropout import kernel_numbers
+from tilesmith.ops.dropout import dropout_flags, kernel_numbers
 from tilesmith.ops.norm import triton as norms
 from tilesmith.ops.rows import row_order
 
 
-def _dropout(seed: Tensor | None, p: float, cols: int) -> dict[str, Any]:
+def _dropout(seed: Tensor | None, p: float, like: Tensor) -> dict[str, Any]:
     """The kernels' arguments that say what is dropped; none for p = 0."""
     if p == 0.0:
         return {}
     drop_below, keep_scale = kernel_numbers(p)
-    return {"seed_ptr": seed, "drop_below": drop_below, "keep_scale": keep_scale, "BY_FOUR": cols % 4 == 0}
+    cols = like.shape[-1]
+    flags = dropout_flags(like.numel() // cols, cols, like.element_size())
+    return {"seed_ptr": seed, "drop_below": drop_below, "keep_scale": keep_scale, **flags}
 
 
 def _reasons(call: Any) -> list[str]:
@@ -47,7 +49,7 @@ def dropout_add_norm(
     """y, s, mean and rstd of `dropout_add_norm`."""
     if row_order(x) is not None:  # the index that the mask counts by is that of a contiguous tensor
         x = x.contiguous()
-    dropout = _dropout(seed, p, x.shape[-1])
+    dropout = _dropout(seed, p, x)
     y, s, mean, rstd = norms._forward(x, residual, weight, bias, eps, 0.0, kind == "layer", False, config, **dropout)
     return y, s, rstd.new_empty(0) if mean is None else mean, rstd
 
@@ -87,7 +89,7 @@ def dropout_add_norm_vjp(
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if wants_dbias else None
     if dy is None:  # only s was used
         dy = torch.zeros_like(s)
-    dropout = {} if dx is None else {"dropped_ptr": dx, **_dropout(seed, p, s.shape[-1])}
+    dropout = {} if dx is None else {"dropped_ptr": dx, **_dropout(seed, p, s)}
     mean = mean if kind == "layer" else None
     norms._launch_backward(dy, ds, s, weight, mean, rstd, 0.0, dresidual, dweight, dbias, None, config, **dropout)
     found = (dx, dresidual if wants_dresidual else None, dweight, dbias)

@@ -73,7 +73,7 @@ def _norm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
     rows, cols, x_stride, residual_stride, eps, offset,
     CENTER: tl.constexpr, LLAMA: tl.constexpr, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    seed_ptr=None, drop_below=None, keep_scale=None, BY_FOUR: tl.constexpr = False,
+    seed_ptr=None, drop_below=None, keep_scale=None, LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
 ):  # fmt: skip
     """A tile of whole rows, read once, held in registers. CENTER: layer norm, else RMS. EVEN: cols == BLOCK_COLS."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
@@ -89,7 +89,7 @@ def _norm_fwd_kernel(
             residual_ptr + first * residual_stride + (row * residual_stride + col), mask=inside, other=0.0
         )
         if seed_ptr is not None:
-            keep = keep_tile(seed_ptr, (first + row) * cols, drop_below, BLOCK_COLS, BY_FOUR)
+            keep = keep_tile(seed_ptr, (first + row) * cols, drop_below, BLOCK_COLS, LANES, SHORT)
             x = tl.where(keep, x * keep_scale, 0.0)
         x = _round(x + residual.to(tl.float32), s_ptr)
         tl.store(s_ptr + first * cols + (row * cols + col), x, mask=inside)
@@ -131,8 +131,9 @@ def _sample_mean(x_ptr, residual_ptr, s_ptr, cols):
 
 @triton.jit
 def _first_sweep(
-    x_ptr, residual_ptr, s_ptr, col, inside, seed_ptr, first, drop_below, keep_scale, BY_FOUR: tl.constexpr
-):
+    x_ptr, residual_ptr, s_ptr, col, inside, seed_ptr, first, drop_below, keep_scale,
+    LANES: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
     """A block of x, or of the sum with the residual, which is also stored. What is read again asks to stay cached."""
     if residual_ptr is None:
         return tl.load(x_ptr + col, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -140,7 +141,7 @@ def _first_sweep(
         x = tl.load(x_ptr + col, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         residual = tl.load(residual_ptr + col, mask=inside, other=0.0, eviction_policy="evict_first")
         if seed_ptr is not None:
-            keep = keep_block(seed_ptr, first, drop_below, col.shape[0], col.shape[1], BY_FOUR)
+            keep = keep_block(seed_ptr, first, drop_below, col.shape[0], col.shape[1], LANES, SHORT)
             x = tl.where(keep, x * keep_scale, 0.0)
         s = _round(x + residual.to(tl.float32), s_ptr)
         tl.store(s_ptr + col, s, mask=inside)
@@ -152,14 +153,14 @@ def _norm_fwd_wide_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
     rows, cols, x_stride, residual_stride, eps, offset,
     CENTER: tl.constexpr, LLAMA: tl.constexpr, EVEN: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
-    seed_ptr=None, drop_below=None, keep_scale=None, BY_FOUR: tl.constexpr = False,
+    seed_ptr=None, drop_below=None, keep_scale=None, LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
 ):  # fmt: skip
     """One row a program, swept twice in blocks: statistics, then y from what the caches still hold of the row.
 
     The second sweep goes backwards, to meet the youngest lines first. The eviction hints are worth 3-8 % (H200, bf16,
     4,096 to 32,768 columns): the first sweep asks to keep the row, the second to let it go. Beyond that the rows in
-    flight outgrow the L2 cache: 0.83 of the copy rate at 65,536 columns, 0.71 at 131,072. Programs that share a row and
-    exchange sums (grid-wide through atomics; clusters of 2 to 8, persistent or not) reach 0.5 to 0.77. EVEN: as below.
+    flight outgrow the L2 cache: 0.83 of the copy rate at 65,536 columns, 0.71 at 131,072; hopper.py reads them once.
+    EVEN: as below.
     """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -185,7 +186,7 @@ def _norm_fwd_wide_kernel(
         col = start + lane
         inside = whole if EVEN else col < cols
         x = _first_sweep(
-            x_ptr, residual_ptr, s_ptr, col, inside, seed_ptr, row * cols + start, drop_below, keep_scale, BY_FOUR
+            x_ptr, residual_ptr, s_ptr, col, inside, seed_ptr, row * cols + start, drop_below, keep_scale, LANES, SHORT
         )
         if CENTER:
             x = tl.where(inside, x - pivot, 0.0)
@@ -246,7 +247,8 @@ def _norm_bwd_kernel(
     dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dot_ptr, sum_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     rows, cols, dy_stride, ds_stride, x_stride, offset,
     EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
-    dropped_ptr=None, seed_ptr=None, drop_below=None, keep_scale=None, BY_FOUR: tl.constexpr = False,
+    dropped_ptr=None, seed_ptr=None, drop_below=None, keep_scale=None,
+    LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
 ):  # fmt: skip
     """A block of columns a program; it walks every num_programs(1)-th tile of rows, from the last to the first.
 
@@ -308,7 +310,7 @@ def _norm_bwd_kernel(
             if dropped_ptr is not None:
                 if seed_ptr is not None:
                     index = (first + row) * cols + tl.program_id(0) * BLOCK_COLS
-                    keep = keep_tile(seed_ptr, index, drop_below, BLOCK_COLS, BY_FOUR)
+                    keep = keep_tile(seed_ptr, index, drop_below, BLOCK_COLS, LANES, SHORT)
                     dx = tl.where(keep, dx * keep_scale, 0.0)
                 tl.store(dropped_ptr + first * cols + dx_at, dx, mask=inside)
     partial = tl.program_id(1).to(tl.int64) * cols + col

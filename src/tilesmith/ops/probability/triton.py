@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.ops.dropout import kernel_numbers
+from tilesmith.ops.dropout import dropout_flags, kernel_numbers
 from tilesmith.ops.dropout_triton import keep_block, keep_tile
 from tilesmith.ops.rows import empty_rows, row_order, rows
 
@@ -64,7 +64,8 @@ def _load_last(ptr, col, cols, end, CAUSAL: tl.constexpr):
 def _softmax_fwd_kernel(
     x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr,
     rows, cols, x_stride, scale, tokens, inner, drop_below, keep_scale,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, BY_FOUR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """A tile of whole rows, read once, held in registers. EVEN: cols == BLOCK_COLS."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
@@ -78,7 +79,9 @@ def _softmax_fwd_kernel(
         end = _end(first + row, cols, tokens, inner)
         seen, loaded = inside & (col < end), inside & (col < _aligned(end))
     x = tl.load(x_ptr + first * x_stride + (row * x_stride + col), mask=loaded, other=0.0).to(tl.float32)
-    z = tl.where(seen, x * scale, float("-inf"))
+    z = x * scale
+    if CAUSAL or not EVEN:
+        z = tl.where(seen, z, float("-inf"))
     top = tl.max(z, 1, keep_dims=True)
     y = tl.exp2((z - top) * LOG2E)
     if CAUSAL:  # a row that sees nothing has top = -inf
@@ -90,7 +93,7 @@ def _softmax_fwd_kernel(
         tl.store(total_ptr + first + row, total, mask=first + row < rows)
     if seed_ptr is not None:
         factor *= keep_scale
-        y = tl.where(keep_tile(seed_ptr, (first + row) * cols, drop_below, BLOCK_COLS, BY_FOUR), y * factor, 0.0)
+        y = tl.where(keep_tile(seed_ptr, (first + row) * cols, drop_below, BLOCK_COLS, LANES, SHORT), y * factor, 0.0)
     else:
         y *= factor
     if CAUSAL:
@@ -102,7 +105,7 @@ def _softmax_fwd_kernel(
 def _softmax_fwd_wide_kernel(
     x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr,
     rows, cols, x_stride, scale, tokens, inner, drop_below, keep_scale,
-    CAUSAL: tl.constexpr, BY_FOUR: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Every num_programs(0)-th row a program, swept twice; in the first sweep each group of columns keeps a maximum and
     a sum of its own.
@@ -141,7 +144,7 @@ def _softmax_fwd_wide_kernel(
             y = tl.exp2((x * scale - top) * LOG2E) * factor
             if seed_ptr is not None:
                 first = row * cols + last - start
-                y = tl.where(keep_block(seed_ptr, first, drop_below, BLOCK_COLS // GROUP, GROUP, BY_FOUR), y, 0.0)
+                y = tl.where(keep_block(seed_ptr, first, drop_below, BLOCK_COLS // GROUP, GROUP, LANES, SHORT), y, 0.0)
             if CAUSAL:
                 y = tl.where(col < end, y, 0.0)
             tl.store(y_ptr + row * cols + col, y, mask=col < cols)
@@ -157,7 +160,8 @@ def _probabilities(x, top, total, scale):
 def _softmax_bwd_kernel(
     dy_ptr, x_ptr, top_ptr, total_ptr, seed_ptr, dx_ptr,
     rows, cols, dy_stride, x_stride, scale, tokens, inner, drop_below, keep_scale,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, BY_FOUR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """A tile of whole rows: dx from dy and y, which x_ptr holds; with top_ptr it holds x, and y is made of it."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
@@ -174,9 +178,11 @@ def _softmax_bwd_kernel(
     if top_ptr is not None:
         top = tl.load(top_ptr + first + row, mask=row_inside, other=0.0)
         total = tl.load(total_ptr + first + row, mask=row_inside, other=1.0)
-        y = tl.where(seen, _probabilities(y, top, total, scale), 0.0)
+        y = _probabilities(y, top, total, scale)
+        if not EVEN and not CAUSAL:
+            y = tl.where(seen, y, 0.0)
     if seed_ptr is not None:
-        keep = keep_tile(seed_ptr, (first + row) * cols, drop_below, BLOCK_COLS, BY_FOUR)
+        keep = keep_tile(seed_ptr, (first + row) * cols, drop_below, BLOCK_COLS, LANES, SHORT)
         dy = tl.where(keep, dy * keep_scale, 0.0)
     if CAUSAL:
         y, dy = tl.where(seen, y, 0.0), tl.where(seen, dy, 0.0)
@@ -192,7 +198,7 @@ def _softmax_bwd_kernel(
 def _softmax_bwd_wide_kernel(
     dy_ptr, x_ptr, top_ptr, total_ptr, seed_ptr, dx_ptr,
     rows, cols, dy_stride, x_stride, scale, tokens, inner, drop_below, keep_scale,
-    CAUSAL: tl.constexpr, BY_FOUR: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Rows swept twice, as in the forward: the sums of y and of y · dy, then dx."""
     lane = _block(BLOCK_COLS, GROUP)
@@ -219,7 +225,7 @@ def _softmax_bwd_wide_kernel(
                 y = _probabilities(y, top, total, scale)
             if seed_ptr is not None:
                 first = row * cols + start
-                keep = keep_block(seed_ptr, first, drop_below, BLOCK_COLS // GROUP, GROUP, BY_FOUR)
+                keep = keep_block(seed_ptr, first, drop_below, BLOCK_COLS // GROUP, GROUP, LANES, SHORT)
                 dy = tl.where(keep, dy * keep_scale, 0.0)
             if CAUSAL:
                 dy = tl.where(col < end, dy, 0.0)
@@ -236,7 +242,7 @@ def _softmax_bwd_wide_kernel(
                 y = _probabilities(y, top, total, scale)
             if seed_ptr is not None:
                 first = row * cols + last - start
-                keep = keep_block(seed_ptr, first, drop_below, BLOCK_COLS // GROUP, GROUP, BY_FOUR)
+                keep = keep_block(seed_ptr, first, drop_below, BLOCK_COLS // GROUP, GROUP, LANES, SHORT)
                 dy = tl.where(keep, dy * keep_scale, 0.0)
             dx = y * (dy - mean) * scale
             if CAUSAL:
@@ -267,7 +273,8 @@ def _launch(kernels: tuple[Any, Any], tensors: tuple, numbers: tuple, causal: bo
     width = config.block_cols
     if not width or width >= cols:
         width = next_power_of_2(cols) if cols <= MAX_HELD else 8192
-    flags = {"CAUSAL": causal, "BY_FOUR": cols % 4 == 0, "BLOCK_COLS": width, "num_warps": config.num_warps}
+    flags = {"CAUSAL": causal, "BLOCK_COLS": width, "num_warps": config.num_warps}
+    flags |= dropout_flags(count, cols, tensors[0].element_size())
     if width < cols:
         group = min(8, 16 // tensors[0].element_size())
         programs = min(count, config.programs or count)
