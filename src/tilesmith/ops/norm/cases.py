@@ -97,6 +97,12 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("heads", args(2, 3, 5, 64, init=_heads), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
+        Case("parts", args(3, 33_024), SMALL),
+        Case("parts_many_rows", args(901, 36_864), GPU),
+        Case("parts_strided", args(40, 36_864, layout="strided"), GPU),
+        Case("parts_part", args(37, 65_536, init=_part), GPU),
+        Case("parts_shifted", args(1, 65_536, init=_shifted), GPU),
+        Case("parts_no_vectors", plain(5, 66_048), GPU),
         Case("wide", args(4, 262_144), GPU),
         Case("far", args(2, 4096, init=_far), GPU, (torch.bfloat16,)),
         Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, (torch.bfloat16,)),
@@ -110,6 +116,9 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
             Case("fp32_residual", wide, SMALL, HALVES),
             Case("fp32_residual_and_vectors", all_wide, SMALL, HALVES),
             Case("swept_fp32_residual", swept, SMALL, HALVES),
+            Case(
+                "parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALVES
+            ),
             Case("residual_in_another_order", other, SMALL),
             Case("frozen_residual", args(6, 40) | {"residual": T(6, 40, grad=False)}, SMALL),
             Case("frozen_x", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),
@@ -129,6 +138,7 @@ def _rms_cases(rows: Sequence[str]) -> list[Case]:
         Case("llama_fp32_weight", args(6, 40, casting="llama", offset=0.5) | fp32, SMALL, HALVES),
         Case("llama_no_weight", {name: T(6, 40) for name in rows} | {"weight": None, "casting": "llama"}, SMALL),
         Case("llama_swept", args(2, 17_000, casting="llama", offset=1.0), TEST),
+        Case("llama_parts", args(2, 33_024, casting="llama", offset=1.0), GPU),
         Case("eps", args(6, 40, eps=0.5), SMALL),
     ]
 
