@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | bench. On a fresh machine each needs only make and Python >= 3.10.
+# make demo | test | test-gpu | lint | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +13,7 @@ gpu_tools := $(foreach tool,nvidia-smi rocminfo xpu-smi,$(shell command -v $(too
 # Without a GPU the CPU build is taken (a tenth of the size); an index that does not answer is only a warning.
 cpu_index := $(if $(gpu_tools),,--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu lint bench matrix clean
 
 demo: $(venv)/installed-demo
 	@$(bin)/tilesmith demo $(ARGS)
@@ -32,6 +32,9 @@ lint: $(venv)/installed-dev
 
 bench: $(venv)/installed-demo
 	@$(bin)/tilesmith bench $(or $(ARGS),all)
+
+matrix: $(venv)/installed-dev
+	@$(bin)/python -m tilesmith.validate.matrix $(ARGS)
 
 clean:
 	rm -rf $(venv) build dist tilesmith-demo

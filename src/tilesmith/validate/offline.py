@@ -36,7 +36,7 @@ def _launch_all(op: Op, case: Any, dtype: torch.dtype, target: Any, arch: Any, c
     hopper = ("hopper",) if (target.backend, target.arch) == ("cuda", 90) else ()
     for backend in [b for b in op.backends() if b.startswith("triton") or b in hopper]:
         kernel = op.kernel(backend)
-        if kernel.rejects(op._describe(*args)):
+        if kernel.rejects(op._describe(*args)._replace(arch=arch)):
             continue
         taps = [_Tap(op, backend, arch)]
         if op.vjp is not None and backend in op.vjp.backends():

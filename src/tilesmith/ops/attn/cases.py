@@ -195,6 +195,11 @@ ATTENTION = [
     Case("everything", _attend(
         2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),
         mask=(2, 1, 40, 52), kv_lengths=(52, 31), prefix_lengths=(4, 0), dropout_p=0.2), SMALL),
+    Case("d64_small", _attend(1, 2, 1, 70, 130, 64, causal=True, sinks=True), SMALL),
+    Case("d72_small", _attend(1, 2, 2, 20, 40, 72, window_left=9, softcap=9.0), SMALL),
+    Case("d64_packed_small", _attend(
+        1, 2, 1, 50, 60, 64, causal=True, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
+    Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
     Case("d64_tiles", _attend(2, 4, 4, 1030, 1030, 64, init=_tokens_first), GPU, HALF),
     Case("d64_causal_tiles", _attend(2, 8, 2, 1030, 1030, 64, init=_tokens_first, causal=True), GPU, HALF),
     Case("d128_tiles", _attend(2, 4, 4, 777, 1030, 128, init=_tokens_first), GPU, HALF),

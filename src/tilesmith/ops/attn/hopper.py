@@ -376,7 +376,7 @@ def counter(device: torch.device) -> Tensor:
 
 def _counter(device: torch.device) -> Tensor:
     """Launches on several streams have each their own; so has one in a CUDA graph, which may run at any time."""
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # on a CPU kernels are only compiled
         return torch.zeros(4, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     ring = _rings.get(index)

@@ -56,11 +56,12 @@ class Walk:
     DV: gl.constexpr
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr
+    Q_STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -68,6 +69,7 @@ class Walk:
         self.WHOLE, self.DYNAMIC, self.PACKED = gl.constexpr(WHOLE), gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
         self.BM, self.BN, self.D, self.DV = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(D), gl.constexpr(DV)
         self.CONSUMERS, self.STAGES = gl.constexpr(CONSUMERS), gl.constexpr(STAGES)
+        self.Q_STAGES = gl.constexpr(Q_STAGES)
 
     @gluon.jit
     def tile(self, number, table):
@@ -94,7 +96,7 @@ class Walk:
         return Walk(
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED, self.BM, self.BN, self.D, self.DV,
-            self.CONSUMERS, self.STAGES,
+            self.CONSUMERS, self.STAGES, self.Q_STAGES,
         )  # fmt: skip
 
     @gluon.jit
@@ -200,9 +202,10 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table):
             bulk_load(k_desc, kv_corner, k_full.index(s), k.index(s))
             if j == 0:
                 for c in gl.static_range(walk.CONSUMERS):
-                    wait(q_empty.index(c), (turn & 1) ^ 1)
+                    box = turn % walk.Q_STAGES * walk.CONSUMERS + c
+                    wait(q_empty.index(box), ((turn // walk.Q_STAGES) & 1) ^ 1)
                     q_corner = corner(q_place, head, start + c * 64, tokens, walk.PACKED)
-                    bulk_load(q_desc, q_corner, q_full.index(c), q.index(c))
+                    bulk_load(q_desc, q_corner, q_full.index(box), q.index(box))
             wait(v_empty.index(s), phase ^ 1)
             bulk_load(v_desc, kv_corner, v_full.index(s), v.index(s))
             count += 1
@@ -293,7 +296,6 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
     tiles = whole.blocks * whole.rows
-    q_tile = q.index(C).reshape([64, D])
     while number < tiles:
         start, head, tokens, keys, q_place, _ = whole.tile(number, table)
         walk = whole.within(tokens, keys)
@@ -303,7 +305,9 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
         acc = gl.zeros([64, DV], gl.float32, OUT)
         zero = gl.zeros([64, BN], gl.float32, SCORES)
 
-        wait(q_full.index(C), turn & 1)
+        box = turn % walk.Q_STAGES * walk.CONSUMERS + C
+        q_tile = q.index(box).reshape([64, D])
+        wait(q_full.index(box), (turn // walk.Q_STAGES) & 1)
         s = count % walk.STAGES
         wait(k_full.index(s), (count // walk.STAGES) & 1)
         qk = mma(q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -367,7 +371,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
                     p = pack(new, dtype)
 
         if not SHARED:
-            arrive(q_empty.index(C))
+            arrive(q_empty.index(box))
         s = count % walk.STAGES
         wait(v_full.index(s), (count // walk.STAGES) & 1)
         acc_made = mma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
@@ -399,7 +403,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
         bulk_store(out_desc, corner(q_place, head, start, tokens, walk.PACKED), tile)
         if SHARED:
             bulk_wait(0)
-            arrive(q_empty.index(C))
+            arrive(q_empty.index(box))
         if walk.DYNAMIC:
             tickets.take(turn)
             number = tickets.read(turn, 0)
@@ -423,21 +427,24 @@ def attention_fwd_kernel(
     every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a tensor's own are zeros."""
     PACKED: gl.constexpr = table is not None
     SHARED: gl.constexpr = D == 256 and DV == 256  # out takes the place of q
+    # queries of the next tile are loaded early: 328 for 317 TFLOP/s (head dim 64, 1k causal); with three consumers that
+    # costs registers (540 for 585, 16k), with larger head dims it gains nothing
+    Q_STAGES: gl.constexpr = 2 if CONSUMERS == 2 and D == 64 and DV == 64 else 1
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES,
     )  # fmt: skip
-    q = tiles_of(CONSUMERS, q_desc)
+    q = tiles_of(Q_STAGES * CONSUMERS, q_desc)
     k = tiles_of(STAGES, k_desc)
     v = tiles_of(STAGES, v_desc)
     out = q
     if not SHARED:
         out = tiles_of(CONSUMERS, out_desc)
     ticket = tickets(CONSUMERS, 1)
-    q_full = barriers(CONSUMERS, 1)
-    q_empty = barriers(CONSUMERS, 1)
+    q_full = barriers(Q_STAGES * CONSUMERS, 1)
+    q_empty = barriers(Q_STAGES * CONSUMERS, 1)
     k_full = barriers(STAGES, 1)
     k_empty = barriers(STAGES, CONSUMERS)
     v_full = barriers(STAGES, 1)

@@ -1,7 +1,7 @@
-"""The names of Gluon (Triton's explicit dialect) that change between Triton releases, under one roof. Written for 3.6.
+"""The names of Gluon (Triton's explicit dialect) that change between Triton releases, under one roof.
 
 Kernels of this family take these from here and everything else from `gl`. When a release renames one, only this file
-changes: upstream already has `tma.async_load`, `mbarrier.allocate_mbarrier` and `gluon.aggregate`.
+changes. They were run with Triton 3.6 and compile with 3.7, 3.8 and 3.9, which removed names that 3.6 has.
 """
 
 from triton._C.libtriton import ir
@@ -49,7 +49,9 @@ mma_wait = warpgroup_mma_wait
 fence = fence_async_shared
 wait = mbarrier.wait
 arrive = mbarrier.arrive
-bulk_store = tma.async_copy_shared_to_global
+_bulk_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+_row_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+bulk_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 bulk_wait = tma.store_wait
 
 
@@ -110,20 +112,21 @@ def at(place, head, row, PACKED: gl.constexpr):
 def bulk_load(desc, coord, barrier, tile):
     """Start to load a tile; `barrier` gets one arrival, and the phase is over when the tile is there."""
     mbarrier.expect(barrier, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, coord, barrier, tile)
+    _bulk_load(desc, coord, barrier, tile)
 
 
 @gluon.jit
 def load_row(pointers, barrier, row):
     """Start to load a row of numbers, one a thread; `barrier` gets an arrival of each thread when its own is there."""
-    async_copy.async_copy_global_to_shared(row, pointers)
+    _row_load(row, pointers)
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @builtin
 def reinterpret(tile, dtype, shape, layout, _semantic=None):
     """The same shared memory, seen as another type and shape."""
-    return tile._reinterpret(dtype, shape, layout, _semantic=_semantic)
+    see_as = getattr(tile, "reinterpret", None) or tile._reinterpret
+    return see_as(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
