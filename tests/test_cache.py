@@ -5,6 +5,7 @@ import torch
 
 from tilesmith.engine import use
 from tilesmith.engine.backends import missing
+from tilesmith.ops import Mask, attention
 from tilesmith.ops.cache import kv_cache_append
 from tilesmith.validate.budget import compare
 
@@ -175,6 +176,33 @@ def test_64_bit_lengths_and_pages(backend):
     assert torch.equal(k_cache, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_8_bit_caches_hold_what_attention_multiplies_back(backend, dtype):
+    kinds = {"device": DEVICE, "dtype": dtype}
+    k_cache, v_cache = torch.zeros(2, 2, 6, 16, **kinds), torch.zeros(2, 2, 6, 16, **kinds)
+    # numbers that 8 bits hold exactly: Triton's interpreter rounds up to the next power of two wrongly
+    k, v = (_randn(2, 2, 3, 16, dtype=torch.float64).round().clamp(-4, 4).float() for _ in range(2))
+    q, v = _randn(2, 4, 3, 16), 64 * v
+    k_scale, v_scale = (torch.tensor(x, device=DEVICE).view(1, -1, 1) for x in ([0.5, 0.25], [16.0]))
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(0, 2), k_scale=k_scale, v_scale=v_scale)
+    assert torch.equal(k_cache[1, :, 2:5].float() * k_scale[0, :, :, None], k[1])
+    assert torch.equal(v_cache[0, :, :3].float() * 16, v[0])
+    assert not k_cache[1, :, 5].float().any()
+    lengths = _lengths(3, 5)
+    with use(attention="reference"):
+        out, _ = attention(q, k_cache, v_cache, Mask(causal=True), kv_lengths=lengths, k_scale=k_scale, v_scale=v_scale)
+        wanted, _ = attention(q[:1], k[:1], v[:1], Mask(causal=True))
+    torch.testing.assert_close(out[:1], wanted)
+
+
+def test_8_bit_caches_saturate(backend):
+    k_cache, v_cache = (torch.zeros(1, 1, 4, 8, device=DEVICE, dtype=torch.float8_e4m3fn) for _ in range(2))
+    k = torch.tensor([1e6, -1e6, 449.0, -0.5, 1.0, 0.0, -448.0, 320.0], device=DEVICE).view(1, 1, 1, 8)
+    one = torch.ones(1, 1, 1, device=DEVICE)
+    kv_cache_append(k_cache, v_cache, k, k, _lengths(0), k_scale=one, v_scale=one)
+    assert v_cache[0, 0, 0].float().tolist() == [448.0, -448.0, 448.0, -0.5, 1.0, 0.0, -448.0, 320.0]
+
+
 def _arguments(**changes):
     given = {
         "k_cache": _randn(2, 2, 6, 8),
@@ -205,6 +233,9 @@ def _arguments(**changes):
         ({"cos": _randn(6, 4), "sin": _randn(6, 3)}, ValueError, "they must agree"),
         ({"cos": _randn(6, 5), "sin": _randn(6, 5)}, ValueError, "cos has 5 angles for 10 features, but D is 8"),
         ({"cos": _randn(2, 4, 4), "sin": _randn(2, 4, 4)}, ValueError, r"cos has shape \(2, 4, 4\)"),
+        ({"k_cache": _randn(2, 2, 6, 8).to(torch.float8_e4m3fn)}, ValueError, "give k_scale with it"),
+        ({"v_scale": _randn(2, 2, 1)}, ValueError, r"v_scale has shape \(2, 2, 1\); it must be \[1, 2, 1\] or"),
+        ({"v_scale": _lengths(1).view(1, 1, 1)}, TypeError, "v_scale has dtype torch.int32"),
         ({"q": _randn(2, 4, 2, 8), "cos": _randn(6, 4), "sin": _randn(6, 4)}, ValueError, "q has shape"),
     ],
 )

@@ -99,6 +99,25 @@ def test_compiles_whole(family, padded):
     torch.testing.assert_close(found[:2], wanted[:2])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_compiled_step_takes_masks_from_outside(family):
+    ids = torch.randint(3, 120, (2, 7), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    model = build(family, attention="tilesmith").eval()
+    wanted = model.generate(ids, attention_mask=mask, **options)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=backend)
+    assert torch.equal(model.generate(ids, attention_mask=mask, disable_compile=True, **options), wanted)
+    assert len(graphs) == 2  # one for the prompt, one for all steps
+
+
 def test_gradient_checkpointing():
     model, inputs = build("llama", attention="tilesmith"), batch("llama", "left")
     wanted = train(model, inputs)
@@ -173,7 +192,7 @@ def test_what_needs_a_dense_mask_gets_one(monkeypatch):
 
 def test_a_mask_passes_for_a_tensor():
     documents = torch.tensor([[-1, 0, 0], [0, 0, 0]], dtype=torch.int32)
-    mask = KeyMask((2, 1, 3, 3), torch.device("cpu"), True, documents=documents)
+    mask = KeyMask((2, 1, 3, 3), torch.device("cpu"), True, documents=(documents.clamp(min=0), documents))
     dense = mask.tensor()
     assert dense.tolist()[0][0] == [[False] * 3, [False, True, False], [False, True, True]]
     assert torch.equal(mask[:, :, :2], dense[:, :, :2])

@@ -18,7 +18,7 @@ class KeyMask(BlockMask):
     """Which keys the queries of a batch see, as what `attention` takes; a bool mask [B, 1, T, S] for all others.
 
     causal, window (keys to the left and right, -1 unlimited): as in `ops.Mask`. lengths int32 [B]: filled slots of a
-    cache. documents int32 [B, S]: ids of keys, -1 for padding; a query has the id of its own key, or 0.
+    cache. documents int32 [B, T] and [B, S]: ids of queries and keys, -1 for a key that is padding.
 
     It is a BlockMask only in name: transformers hands masks that are tensors or BlockMasks of four dims through.
     """
@@ -30,7 +30,7 @@ class KeyMask(BlockMask):
         causal: bool,
         window: tuple[int, int] | None = None,
         lengths: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: tuple[Tensor, Tensor] | None = None,
     ):
         self.sizes, self.where, self.causal, self.window = shape, device, causal, window
         self.lengths, self.documents = lengths, documents
@@ -38,7 +38,7 @@ class KeyMask(BlockMask):
 
     def mask(self) -> ops.Mask:
         """All of it but `lengths`."""
-        return ops.Mask(causal=self.causal, window=self.window, documents=self._documents())
+        return ops.Mask(causal=self.causal, window=self.window, documents=self.documents)
 
     def tensor(self) -> Tensor:
         """The same as a bool tensor [B, 1, T, S]: True may attend."""
@@ -50,14 +50,6 @@ class KeyMask(BlockMask):
         if not torch.compiler.is_compiling():
             self.dense = dense
         return dense
-
-    def _documents(self) -> tuple[Tensor, Tensor] | None:
-        if self.documents is None:
-            return None
-        batch, _, tokens, keys = self.sizes
-        if tokens == keys:
-            return self.documents.clamp(min=0), self.documents
-        return self.documents.new_zeros(batch, tokens), self.documents
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -81,8 +73,9 @@ class KeyMask(BlockMask):
         if len(given) != 1 or not isinstance(given[0], (str, int, torch.device)):
             return self.tensor().to(*where, **named)
         device = torch.empty(0, device=given[0]).device
-        moved = (None if x is None else x.to(*where, **named) for x in (self.lengths, self.documents))
-        return KeyMask(self.sizes, device, self.causal, self.window, *moved)
+        lengths = None if self.lengths is None else self.lengths.to(*where, **named)
+        documents = None if self.documents is None else tuple(x.to(*where, **named) for x in self.documents)
+        return KeyMask(self.sizes, device, self.causal, self.window, lengths, documents)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensor()[index]
@@ -177,7 +170,11 @@ def _as_arguments(
             lengths = padding.sum(1, dtype=torch.int32)
         elif not full and not (behind and causal):
             documents = torch.where(padding, 0 if documents is None else documents, -1)
-    documents = None if documents is None else documents.int()
+    if documents is not None:
+        documents = documents.int()
+        # queries that are padding themselves see what transformers lets them see
+        whole = q_length == kv_length
+        documents = documents.clamp(min=0) if whole else documents.new_zeros(batch_size, q_length), documents
     here = torch.device(device)
     empty = aligned = False
     if not isinstance(q_offset, Tensor):
@@ -185,7 +182,7 @@ def _as_arguments(
         aligned = q_offset + q_length == kv_offset + kv_length
     if causal and not aligned:
         filled = torch.as_tensor(q_offset + q_length - kv_offset, dtype=torch.int32, device=here)
-        lengths = filled.reshape(-1).expand(batch_size)
+        lengths = filled.reshape(-1).expand(batch_size).contiguous()
     if window is None and documents is None:
         if causal and allow_is_causal_skip and (empty or (aligned and q_length in (1, kv_length))):
             return None

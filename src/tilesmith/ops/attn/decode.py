@@ -432,6 +432,7 @@ SPLIT_SPACE = Space(
         "per_sm": (1, 2, 3),
         "num_warps": (4, 8),
         "num_stages": (2, 3, 4),
+        "peel": (False, True),
     },
 )
 

@@ -9,6 +9,7 @@ from tilesmith.engine import Case, T
 
 SMALL = frozenset({"test", "interpret"})
 BENCH = frozenset({"gpu", "bench", "tune"})
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def _lengths(*values: int):
@@ -31,6 +32,16 @@ def _pages(num_pages: int):
         return table.view(*shape).to(device)
 
     return init
+
+
+def _normal(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Normal numbers in fp32; torch draws none in 8 bits."""
+    return torch.randn(tuple(shape), generator=generator, device=generator.device).to(device)
+
+
+def _factors(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Factors of which the smallest makes numbers too large for 8 bits."""
+    return torch.logspace(-3, -1, shape[1], device=device).view(*shape)
 
 
 def _angles(function):
@@ -59,10 +70,14 @@ def _append(
     interleaved: bool = False,
     layout: str = "contiguous",
     angle_dtype: torch.dtype | None = None,
+    small: torch.dtype | None = None,
+    scales: int = 0,
 ) -> dict:
-    """Arguments of one call. slots: a page's where `pages` (of a row) is given. positions None: angles by token."""
+    """Arguments of one call. slots: a page's where `pages` (of a row) is given. positions None: angles by token. small:
+    an 8-bit dtype of the cache. scales: how many factors of keys and of values there are."""
     num_pages = batch * pages + 1
-    cache = T(num_pages if pages else batch, kv_heads, slots, dim, grad=False, layout=layout)
+    kind = {"grad": False, "layout": layout, "dtype": small, "init": "normal" if small is None else _normal}
+    cache = T(num_pages if pages else batch, kv_heads, slots, dim, **kind)
     new = T(batch, kv_heads, tokens, dim, grad=False, layout=layout)
     angles = (batch, tokens, rotated // 2) if positions is None else (positions, rotated // 2)
     args = {"k_cache": cache, "v_cache": cache, "k": new, "v": new}
@@ -72,6 +87,8 @@ def _append(
     args["sin"] = T(*angles, dtype=angle_dtype, grad=False, init=_angles(torch.sin)) if rotated else None
     args["page_table"] = T(batch, pages, dtype=torch.int32, grad=False, init=_pages(num_pages)) if pages else None
     args["interleaved"] = interleaved
+    for name in ("k_scale", "v_scale") if scales else ():
+        args[name] = T(1, scales, 1, dtype=torch.float32, grad=False, init=_factors)
     return args
 
 
@@ -90,6 +107,10 @@ CASES: dict[str, list[Case]] = {
         Case("page_of_one", _append(2, 3, 1, 8, 1, lengths=(0, 2), pages=6), SMALL),
         Case("dropped", _append(4, 4, 2, 8, 6, lengths=(-2, 0, 5, 9)), SMALL),
         Case("dropped_paged", _append(3, 4, 2, 8, 3, lengths=(-1, 4, 8), pages=2), SMALL),
+        Case("e4m3", _append(2, 3, 2, 16, 11, q_heads=6, rotated=12, positions=11, small=E4M3, scales=2), SMALL),
+        Case("e4m3_pages", _append(2, 5, 2, 16, 4, lengths=(2, 5), pages=3, small=E4M3, scales=1), SMALL),
+        Case("e5m2", _append(2, 3, 2, 8, 9, rotated=8, interleaved=True, small=E5M2, scales=2), SMALL),
+        Case("scaled", _append(2, 3, 2, 16, 11, rotated=16, positions=11, scales=2), SMALL),
         Case("no_angle", _append(2, 3, 1, 8, 9, lengths=(2, 7), q_heads=2, rotated=8, positions=4), SMALL),
         Case("strided", _append(2, 3, 2, 24, 11, q_heads=4, rotated=24, positions=11, layout="strided"), SMALL),
         Case("transposed", _append(2, 3, 2, 24, 11, q_heads=4, rotated=24, positions=11, layout="transposed"), SMALL),

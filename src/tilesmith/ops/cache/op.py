@@ -11,6 +11,7 @@ from tilesmith.engine import Op
 from tilesmith.ops.cache import reference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -25,6 +26,8 @@ def _fake(
     sin: Tensor | None = None,
     page_table: Tensor | None = None,
     interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     return k.new_empty(0) if q is None else torch.empty_like(q)
 
@@ -40,14 +43,18 @@ def _check(
     sin: Tensor | None = None,
     page_table: Tensor | None = None,
     interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "q": q, "cos": cos, "sin": sin}
     for name, x in tensors.items():
         if x is None:
             continue
-        if x.dtype not in FLOATS:
+        small = name in ("k_cache", "v_cache") and x.dtype in SMALL
+        if x.dtype not in FLOATS and not small:
             raise TypeError(
-                f"kv_cache_append: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served"
+                f"kv_cache_append: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served, in "
+                "caches also float8_e4m3fn and float8_e5m2"
             )
         if x.device != k_cache.device:
             raise ValueError(
@@ -61,6 +68,7 @@ def _check(
     _check_caches(k_cache, v_cache, k, v)
     _check_places(k_cache, k, lengths, page_table)
     _check_rotation(k, q, cos, sin)
+    _check_scales(k_cache, v_cache, k_scale, v_scale)
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
@@ -141,6 +149,26 @@ def _check_rotation(k: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor
             f"kv_cache_append: cos has {cos.shape[-1]} angles for {2 * cos.shape[-1]} features, but D is {dim}; "
             "give one angle for each pair: cos[..., : R // 2] or cos[..., ::2] of a table that holds each angle twice"
         )
+
+
+def _check_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    for name, cache, scale in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
+        if scale is None:
+            if cache.dtype in SMALL:
+                raise ValueError(f"kv_cache_append: {name}_cache has dtype {cache.dtype}; give {name}_scale with it")
+            continue
+        if not scale.is_floating_point():
+            raise TypeError(f"kv_cache_append: {name}_scale has dtype {scale.dtype}; it must be floating point")
+        if scale.device != cache.device:
+            raise ValueError(
+                f"kv_cache_append: {name}_scale is on {scale.device}, {name}_cache on {cache.device}; "
+                "move them to one device"
+            )
+        heads = cache.shape[1]
+        if scale.shape not in ((1, heads, 1), (1, 1, 1)):
+            raise ValueError(
+                f"kv_cache_append: {name}_scale has shape {tuple(scale.shape)}; it must be [1, {heads}, 1] or [1, 1, 1]"
+            )
 
 
 kv_cache_append = Op(

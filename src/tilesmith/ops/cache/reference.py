@@ -15,6 +15,8 @@ def kv_cache_append(
     sin: Tensor | None = None,
     page_table: Tensor | None = None,
     interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Write new keys and values into a KV cache in place, rotating keys and queries on the way.
 
@@ -28,7 +30,8 @@ def kv_cache_append(
     Args:
         k_cache, v_cache: [B, G, S, D], or [num_pages, G, page_size, D] with ``page_table``; changed in place. Any
             strides, as long as no two elements share memory.
-        k, v: [B, G, T, D] new keys and values; cast to the caches' dtypes.
+        k, v: [B, G, T, D] new keys and values; cast to the caches' dtypes, to the largest number of an 8-bit one if
+            they are beyond it.
         lengths: [B] int32 or int64, tokens already in each row's cache; read on the device.
         q: [B, H, T, D] queries to rotate, only with ``cos`` and ``sin``.
         cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, T, R / 2] or
@@ -37,6 +40,8 @@ def kv_cache_append(
         page_table: [B, pages] int32 or int64; slot ``s`` of row ``b`` is slot ``s % page_size`` of page
             ``page_table[b, s // page_size]``.
         interleaved: features (2i, 2i + 1) form a pair; otherwise (i, i + R / 2).
+        k_scale, v_scale: fp32 [1, G, 1] or [1, 1, 1], positive: what is stored is the key (rotated) and the value
+            divided by them, as `attention` takes it. A cache in float8_e4m3fn or float8_e5m2 needs both.
 
     Returns:
         The rotated queries with q's shape, dtype and memory order (dense, as ``torch.empty_like`` lays it out), or an
@@ -51,11 +56,30 @@ def kv_cache_append(
     if cos is not None and sin is not None:
         cos, sin = _angles(cos, position), _angles(sin, position)
     rows, columns, page, slot = _destinations(k_cache, position, page_table)
-    k_cache[page, :, slot] = _rotate(k, cos, sin, interleaved).to(k_cache.dtype)[rows, :, columns]
-    v_cache[page, :, slot] = v.to(v_cache.dtype)[rows, :, columns]
+    for cache, new in ((k_cache, _scaled(_rotate(k, cos, sin, interleaved), k_scale)), (v_cache, _scaled(v, v_scale))):
+        new = _cast(new, cache.dtype)[rows, :, columns]
+        if cache.dtype.itemsize == 1:  # torch indexes bytes, but no 8-bit floats
+            cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+        cache[page, :, slot] = new
     if q is None:
         return k.new_empty(0)
     return torch.empty_like(q).copy_(_rotate(q, cos, sin, interleaved))
+
+
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x [B, G, T, D] divided by the factors [1, G or 1, 1] that readers multiply it with."""
+    if scale is None:
+        return x
+    acc = torch.promote_types(x.dtype, torch.float32)
+    return x.to(acc) / scale.to(acc)[..., None]
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a dtype; in 8 bits the largest number stands for all beyond it."""
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)
 
 
 def _destinations(cache: Tensor, position: Tensor, page_table: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,13 +11,26 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 
 
 @triton.jit
+def _cast(x, ptr):
+    """x in the dtype that is behind a pointer; in 8 bits the largest number stands for all beyond it."""
+    if ptr.dtype.element_ty.is_fp8():
+        limit: tl.constexpr = 448.0 if ptr.dtype.element_ty.is_fp8e4nv() else 57344.0
+        x = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
+    return x.to(ptr.dtype.element_ty)
+
+
+@triton.jit
 def _rotate_and_store(
-    x_ptr, x_head, y_ptr, y_head, y_dim, cos, sin, heads, num_heads, written,
+    x_ptr, x_head, y_ptr, y_head, y_dim, scale_ptr, scale_head, cos, sin, heads, num_heads, written,
     DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the first 2 * PAIRS features of a block of heads, copy the others; store only where `written`."""
+    """Rotate the first 2 * PAIRS features of a block of heads, copy the others, divide all by the head's scale; store
+    only where `written`."""
     inside = heads[:, None] < num_heads
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + heads[:, None] * scale_head, mask=inside, other=1.0).to(tl.float32)
     rows = heads.to(tl.int64)[:, None]
     x_rows, y_rows = x_ptr + rows * x_head, y_ptr + rows * y_head
     if PAIRS > 0:
@@ -28,21 +41,22 @@ def _rotate_and_store(
             first, second = tl.split(tl.reshape(x, (x.shape[0], BLOCK_PAIRS, 2)))
             turned = tl.join(first * cos - second * sin, second * cos + first * sin)
             y = tl.reshape(turned, (x.shape[0], 2 * BLOCK_PAIRS))
-            tl.store(y_rows + cols * y_dim, y.to(y_ptr.dtype.element_ty), mask=inside & (cols < 2 * PAIRS) & written)
+            y = _cast(y / scale, y_ptr)
+            tl.store(y_rows + cols * y_dim, y, mask=inside & (cols < 2 * PAIRS) & written)
         else:
             cols = tl.arange(0, BLOCK_PAIRS)[None, :]
             mask = inside & (cols < PAIRS)
             first = tl.load(x_rows + cols, mask=mask, other=0.0).to(tl.float32)
             second = tl.load(x_rows + PAIRS + cols, mask=mask, other=0.0).to(tl.float32)
-            y_first = (first * cos - second * sin).to(y_ptr.dtype.element_ty)
-            y_second = (second * cos + first * sin).to(y_ptr.dtype.element_ty)
+            y_first = _cast((first * cos - second * sin) / scale, y_ptr)
+            y_second = _cast((second * cos + first * sin) / scale, y_ptr)
             tl.store(y_rows + cols * y_dim, y_first, mask=mask & written)
             tl.store(y_rows + (PAIRS + cols) * y_dim, y_second, mask=mask & written)
     if DIM > 2 * PAIRS:
         cols = 2 * PAIRS + tl.arange(0, BLOCK_TAIL)[None, :]
         mask = inside & (cols < DIM)
         x = tl.load(x_rows + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_rows + cols * y_dim, x.to(y_ptr.dtype.element_ty), mask=mask & written)
+        tl.store(y_rows + cols * y_dim, _cast(x / scale, y_ptr), mask=mask & written)
 
 
 @triton.jit(
@@ -65,7 +79,7 @@ def _kv_cache_append_kernel(
     q_ptr, q_row, q_head, q_token, rotated_q_ptr, rq_row, rq_head, rq_token, rq_dim,
     lengths_ptr, lengths_row,
     cos_ptr, cos_row, cos_token, cos_pair, sin_ptr, sin_row, sin_token, sin_pair, max_positions,
-    page_table_ptr, page_table_row, pages, num_pages, page_size,
+    page_table_ptr, page_table_row, pages, num_pages, page_size, k_scale_ptr, k_scale_head, v_scale_ptr, v_scale_head,
     kv_heads, q_heads, tokens,
     DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, TABLE: tl.constexpr,
@@ -105,20 +119,20 @@ def _kv_cache_append_kernel(
     if part < kv_parts:
         heads = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _rotate_and_store(
-            k_ptr + row * k_row + token * k_token, k_head, k_cache_ptr, kc_head, kc_dim,
+            k_ptr + row * k_row + token * k_token, k_head, k_cache_ptr, kc_head, kc_dim, k_scale_ptr, k_scale_head,
             cos, sin, heads, kv_heads, written, DIM, PAIRS, BLOCK_PAIRS, BLOCK_TAIL, INTERLEAVED,
         )  # fmt: skip
     elif part < 2 * kv_parts:
         heads = (part - kv_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _rotate_and_store(
-            v_ptr + row * v_row + token * v_token, v_head, v_cache_ptr, vc_head, vc_dim,
+            v_ptr + row * v_row + token * v_token, v_head, v_cache_ptr, vc_head, vc_dim, v_scale_ptr, v_scale_head,
             1.0, 0.0, heads, kv_heads, written, DIM, 0, BLOCK_PAIRS, BLOCK_DIM, INTERLEAVED,
         )  # fmt: skip
     elif q_ptr is not None:
         heads = (part - 2 * kv_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         out = rotated_q_ptr + row * rq_row + token * rq_token
         _rotate_and_store(
-            q_ptr + row * q_row + token * q_token, q_head, out, rq_head, rq_dim,
+            q_ptr + row * q_row + token * q_token, q_head, out, rq_head, rq_dim, None, 0,
             cos, sin, heads, q_heads, True, DIM, PAIRS, BLOCK_PAIRS, BLOCK_TAIL, INTERLEAVED,
         )  # fmt: skip
 
@@ -136,10 +150,14 @@ def _reasons(call) -> list[str]:
         x = getattr(call, name)
         if x is not None and x.dtype == torch.float64:
             reasons.append(f"{name} is float64; this kernel computes in float32")
+    for name in ("k_cache", "v_cache"):
+        dtype, arch = getattr(call, name).dtype, call.arch
+        if dtype.itemsize == 1 and (arch.kind == "hip" or (arch.kind == "cuda" and arch.capability < (8, 9))):
+            reasons.append(f"{name} is {dtype}; compute capability 8.9 and up converts it")
     return reasons
 
 
-def _dims(k_cache, v_cache, k, v, lengths, q, cos, sin, page_table, interleaved) -> dict[str, int]:
+def _dims(k_cache, v_cache, k, v, lengths, q, *rest) -> dict[str, int]:
     return {"tokens": k.shape[0] * k.shape[2], "heads": k.shape[1] if q is None else q.shape[1], "dim": k.shape[3]}
 
 
@@ -169,6 +187,8 @@ def kv_cache_append(
     sin: Tensor | None = None,
     page_table: Tensor | None = None,
     interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     config: AppendConfig,
 ) -> Tensor:
@@ -192,7 +212,7 @@ def kv_cache_append(
         *((0, 0, 0, 0) if q is None else rotated_q.stride()), lengths, lengths.stride(0),
         cos, *_angle_strides(cos), sin, *_angle_strides(sin), 0 if cos is None else cos.shape[0],
         page_table, 0 if page_table is None else page_table.stride(0), pages if k_cache.shape[2] else 0,
-        k_cache.shape[0], max(1, k_cache.shape[2]),
+        k_cache.shape[0], max(1, k_cache.shape[2]), k_scale, _head_stride(k_scale), v_scale, _head_stride(v_scale),
         kv_heads, q_heads, tokens,
         DIM=dim, PAIRS=pairs, BLOCK_PAIRS=triton.next_power_of_2(max(1, pairs)),
         BLOCK_TAIL=triton.next_power_of_2(max(1, dim - 2 * pairs)), BLOCK_DIM=triton.next_power_of_2(dim),
@@ -205,6 +225,10 @@ def kv_cache_append(
 def _unit(x: Tensor) -> Tensor:
     """x with a last stride of 1; a copy where it has another, which is cheap: x holds only the new tokens."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _head_stride(scale: Tensor | None) -> int:
+    return 0 if scale is None or scale.shape[1] == 1 else scale.stride(1)
 
 
 def _angle_strides(angles: Tensor | None) -> tuple[int, int, int]:
