@@ -9,7 +9,7 @@ import torch
 
 import tilesmith
 from tilesmith import MemoryConfig, ops
-from tilesmith.ops.memory import GB, Bounds, Need, active, rows_in_budget
+from tilesmith.ops.memory import GB, Bounds, Need, active, rows_in_budget, workspaces
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type != "cpu"
@@ -100,6 +100,57 @@ def test_values_do_not_depend_on_the_config():
                 torch.testing.assert_close(got, want)
 
 
+def _mode(*args, **kwargs):
+    op = ops.linear_cross_entropy
+    return op.bind(args, kwargs)[op.parameters.index("mode")]
+
+
+@pytest.mark.skipif(ON_GPU, reason="a CPU has no workspaces, so small targets bite")
+def test_the_mode_follows_from_sizes_and_config():
+    x, weight, target = _loss_inputs(dtype=torch.bfloat16)
+    assert _mode(x, weight, target) == "keep"
+    assert _mode(x, weight, target, mode="recompute") == "recompute"
+    assert _mode(x, weight, target, chunk_tokens=100) == "chunks"
+    assert _mode(x, weight.detach(), target) == "chunks"
+    assert _mode(x.half(), weight.half(), target) == "chunks"  # the gradient of a mean may underflow
+    assert _mode(*_loss_inputs(9000, 64, 3000)) == "chunks"
+    for target_gb, mode in ((0.02, "keep"), (0.002, "chunks"), (0.0016, "recompute")):
+        with MemoryConfig(max_memory_gb=1, target_memory_gb=target_gb):
+            assert _mode(x, weight, target) == mode, target_gb
+
+
+def test_explain_tells_the_mode_and_why():
+    x, weight, target = _loss_inputs(dtype=torch.bfloat16)
+    assert "mode keep: the logits' gradient is kept" in str(
+        tilesmith.explain("linear_cross_entropy", x, weight, target)
+    )
+    told = str(tilesmith.explain("linear_cross_entropy", x, weight, target, chunk_tokens=300))
+    assert "mode chunks" in told and "4 times 300 tokens (chunk_tokens is 300)" in told
+    told = str(tilesmith.explain("linear_cross_entropy", x, weight, target, reduction="none"))
+    assert "mode recompute" in told and 'reduction "none"' in told
+    assert "(as asked)" in str(tilesmith.explain("linear_cross_entropy", x, weight, target, mode="recompute"))
+
+
+@pytest.mark.parametrize("mode", ["", "keep", "chunks", "recompute"])
+def test_no_guard_on_tokens_decides_the_mode_under_compile(mode):
+    x, weight, target = _loss_inputs()
+    graphs = []
+
+    def record(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda *a: ops.linear_cross_entropy(*a, mode=mode), backend=record, fullgraph=True)
+    for tokens in (100, 1000):
+        rows, labels = x[:tokens].detach().requires_grad_(), target[:tokens]
+        torch._dynamo.mark_dynamic(rows, 0)
+        torch._dynamo.mark_dynamic(labels, 0)
+        got = compiled(rows, weight, labels)
+        want = ops.linear_cross_entropy(rows, weight, labels, mode=mode)
+        torch.testing.assert_close(got, want)
+    assert len(graphs) == 1
+
+
 @pytest.mark.skipif(ON_GPU, reason="a CPU has no workspaces, so small targets bite")
 def test_the_config_reaches_the_op_also_under_compile():
     x, weight, target = _loss_inputs()
@@ -121,8 +172,9 @@ def test_the_config_reaches_the_op_also_under_compile():
 
 
 def _peak(run):
-    """Bytes that a call and its backward allocate at their peak, the second time."""
-    for _ in range(2):
+    """Bytes that a call and its backward allocate at their peak, the third time: the second is recorded for replays,
+    which keeps what a launcher allocates until it returns."""
+    for _ in range(3):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -172,6 +224,60 @@ def _without_grad(op, *args):
         op(*args)
 
 
+def _formulas():
+    """name -> (a call with its backward, the bytes that its documentation says it takes at its peak)."""
+    x, weight, labels = _loss_inputs(16_384, 2048, 49_152, torch.bfloat16)
+    dx, dweight, row = x.nbytes, weight.nbytes, 2 * weight.shape[0]
+    heads, targets = x.view(16, 1024, 2048), labels.view(16, 1024)
+    sequences = torch.ones(3, 16, device=DEVICE)
+    teacher, teacher_weight = x.detach(), weight.detach()
+    rows = torch.randn(65_536, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    up = torch.randn(2048, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(65_536, 2048, device=DEVICE, dtype=torch.bfloat16)
+
+    def loss(**options):
+        op = ops.linear_cross_entropy
+        need = op._need(*op.bind((x, weight, labels), options)).chunked(options.get("chunk_tokens", len(x)))
+        return lambda: torch.autograd.grad(op(x, weight, labels, **options), (x, weight)), need - workspaces(DEVICE)
+
+    def preference(formula, chunk, options, cat):
+        def run():
+            out, _ = ops.linear_preference(heads, weight, targets, sequences, formula, options, chunk_tokens=chunk)
+            return torch.autograd.grad(out, (x, weight))
+
+        return run, max(dx + dweight + chunk * row + cat * chunk * 2 * 2048, 2 * (dx + dweight))
+
+    def distillation():
+        out, _ = ops.linear_distillation(x, weight, teacher, teacher_weight, chunk_tokens=2048)
+        return torch.autograd.grad(out, (x, weight))
+
+    def hidden():
+        out = ops.memory_efficient_linear(rows, up, activation="gelu", chunk_rows=16_384)
+        return torch.autograd.grad(out, (rows, up), dy)
+
+    return {
+        "linear_cross_entropy, keep": loss(mode="keep"),
+        "linear_cross_entropy, chunks": loss(mode="chunks", chunk_tokens=4096),
+        "linear_cross_entropy, rounded chunks": loss(mode="chunks", chunk_tokens=4096, accumulate_fp32=False),
+        "linear_cross_entropy, recompute": loss(mode="recompute", chunk_tokens=1024),
+        "linear_preference pairs": preference("sigmoid", 4096, [0.1, 0.0, 0.0, 0.05], 2),
+        "linear_distillation": (distillation, max(dx + dweight + 2 * 2048 * row, 2 * (dx + dweight))),
+        "memory_efficient_linear": (
+            hidden, dy.nbytes + rows.nbytes + up.nbytes + 4 * up.numel() + 16_384 * 2048 * 2,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.large
+@pytest.mark.skipif(not ON_GPU, reason="peaks are measured on a GPU")
+def test_peaks_are_those_of_the_formulas():
+    for name, (run, expected) in _formulas().items():
+        peak = _peak(run)
+        assert abs(peak - expected) <= 0.05 * expected, (
+            f"{name}: {peak / GB:.3f} GB, {expected / GB:.3f} by the formula"
+        )
+
+
 @pytest.mark.large
 @pytest.mark.skipif(not ON_GPU, reason="peaks are measured on a GPU")
 def test_peaks_stay_at_or_below_the_target_and_larger_targets_are_no_slower():
@@ -184,3 +290,13 @@ def test_peaks_stay_at_or_below_the_target_and_larger_targets_are_no_slower():
             assert peak <= target * GB, f"{name}: {peak / GB:.3f} GB at a target of {target}"
         for slower, faster in itertools.pairwise(spent):
             assert faster <= 1.02 * slower, f"{name}: {spent} ms at targets of {targets} GB"
+
+
+@pytest.mark.parametrize(("activation", "kept"), [("gelu", 1), ("silu", 1), ("relu", 1), ("none", 0)])
+def test_an_activated_product_keeps_one_tensor_of_its_size(activation, kept):
+    x = torch.randn(48, 32, device=DEVICE, requires_grad=True)
+    weight = torch.randn(40, 32, device=DEVICE, requires_grad=True)
+    y = ops.linear_act(x, weight, None, activation)
+    assert sum(t.shape == y.shape for t in y.grad_fn.saved_tensors if t is not None) == kept
+    y.backward(torch.randn_like(y))
+    assert x.grad.shape == x.shape

@@ -16,12 +16,12 @@ ON_GPU = DEVICE.type != "cpu"
 
 
 def _kernels(op):
-    """Backends to check here: all that run on this device, Triton's on a CPU through the interpreter."""
+    """Backends to check here: all that run on this device, Triton's and portable ones on a CPU through interpreters."""
     return [b for b in op.backends() if missing(b, DEVICE, pinned=True) is None]
 
 
 def _interpreted(backend):
-    return not ON_GPU and interpreting() and backend.startswith("triton")
+    return not ON_GPU and (backend == "portable" or (interpreting() and backend.startswith("triton")))
 
 
 def _runs(name):

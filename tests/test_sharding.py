@@ -1,57 +1,68 @@
-"""DTensor: row-sharded inputs go through norms and gates without a gather; gradients of shared weights are summed."""
+"""DTensors and process groups: two gloo ranks run the checks of the modules named here, in one spawn."""
 
+import datetime
+import importlib
 import os
-import socket
+import time
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+MODULES = ("sharded_ops", "sharded_losses", "sharded_models")
 
 
-def _rank(rank, size, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+def checks() -> dict:
+    """The functions check_*(mesh) by module and name."""
+    found = {}
+    for module in MODULES:
+        for name, check in vars(importlib.import_module(module)).items():
+            if name.startswith("check_"):
+                found[f"{module}.{name}"] = check
+    return found
+
+
+def run_checks(folder, size: int = 2, only: str = "") -> list[str]:
+    """Run the checks whose name holds `only` on `size` ranks; what failed where, and the processor time of each."""
+    mp.spawn(_rank, args=(size, str(folder), only), nprocs=size, join=True)
+    return [(folder / f"rank{rank}").read_text() for rank in range(size)]
+
+
+def _rank(rank: int, size: int, folder: str, only: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    from tilesmith import ops
-
-    mesh = init_device_mesh("cpu", (size,))
-    generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(4, 6, 8, generator=generator), torch.randn(8, generator=generator)
-    up = torch.randn(4, 6, 8, generator=generator)
-    for dim in (0, 1):
-        whole = [t.clone().requires_grad_() for t in (x, weight)]
-        expected = ops.rms_norm(*whole)
-        expected.square().sum().backward()
-        sharded = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
-        shared = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
-        with CommDebugMode() as talk:
-            y = ops.rms_norm(sharded, shared)
-            y.square().sum().backward()
-        assert isinstance(y, DTensor) and y.placements == (Shard(dim),)
-        names = [str(op) for op in talk.get_comm_counts()]
-        assert not any("all_gather" in name for name in names), names
-        torch.testing.assert_close(y.full_tensor(), expected)
-        torch.testing.assert_close(sharded.grad.full_tensor(), whole[0].grad)
-        torch.testing.assert_close(shared.grad.full_tensor(), whole[1].grad)
-    for dim in (0, 2):
-        gate, other = (distribute_tensor(t, mesh, [Shard(dim)]) for t in (x, up))
-        y = ops.swiglu(gate, other)
-        assert y.placements == (Shard(dim),)
-        torch.testing.assert_close(y.full_tensor(), ops.swiglu(x, up))
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("ranks",))
+    told = []
+    for name, check in checks().items():
+        if only in name:
+            torch.manual_seed(0)
+            began = time.process_time()
+            try:
+                check(mesh)
+            except Exception:
+                told.append(f"FAILED on rank {rank}: {name}\n{traceback.format_exc()}")
+                break  # from here on the ranks would talk at cross purposes
+            told.append(f"{name}: {time.process_time() - began:.1f} s")
+    with open(f"{folder}/rank{rank}", "w") as file:
+        file.write("\n".join(told))
+    if told and told[-1].startswith("FAILED"):
+        os._exit(0)  # a peer may still wait in a collective
     dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-def test_row_sharded_tensors_stay_sharded():
-    mp.spawn(_rank, args=(2, _free_port()), nprocs=2, join=True)
+def test_two_ranks(tmp_path):
+    told = run_checks(tmp_path)
+    assert not any("FAILED" in one for one in told), "\n".join(told)
+
+
+if __name__ == "__main__":  # python tests/test_sharding.py [part of a name]
+    import pathlib
+    import sys
+    import tempfile
+
+    sys.stdout.write("\n".join(run_checks(pathlib.Path(tempfile.mkdtemp()), only=sys.argv[1] if sys.argv[1:] else "")))

@@ -59,6 +59,8 @@ def command(
 
     if model is not None and export is not None:
         refuse("--export writes the model that the demo makes; leave out --model")
+    if export is not None:
+        needs("safetensors", "cli", "--export")
     where = device_named(device)
     kind = dtype_named(dtype, where)
     source = _text(text)

@@ -57,7 +57,14 @@ class Gradient:
 
     def save(self, ctx: Any, args: tuple, outs: tuple, pin: str) -> None:
         """Save all inputs that the vjp (or a second backward) reads, and the outputs that the vjp reads."""
-        ctx.save_for_backward(*[args[i] for i in self.kept_inputs], *[outs[i] for i in self.kept_outputs])
+        kept = [outs[i] for i in self.kept_outputs]
+        if self.op.unsaved is not None:
+            unread = self.op.unsaved(*args)
+            kept = [
+                out.new_empty((*out.shape[:-1], 0)) if self.op.outputs[i] in unread else out
+                for i, out in zip(self.kept_outputs, kept)
+            ]
+        ctx.save_for_backward(*[args[i] for i in self.kept_inputs], *kept)
         ctx.scalars = rest = list(args)
         for i in self.tensors:
             rest[i] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -50,7 +51,16 @@ def _gluon_missing() -> str | None:
     return None
 
 
-_NEEDS = {"triton": _needs_triton, "triton_split": _needs_triton, "hopper": _needs_hopper}
+_NEEDS: dict[str, Callable[[torch.device, bool], str | None]] = {
+    "triton": _needs_triton,
+    "triton_split": _needs_triton,
+    "hopper": _needs_hopper,
+}
+
+
+def declare_backend(name: str, need: Callable[[torch.device, bool], str | None]) -> None:
+    """Say when a backend can be asked: `need(device, pinned)` is why it cannot, in words, or None when it can."""
+    _NEEDS[name] = need
 
 
 def missing(backend: str, device: torch.device, pinned: bool = False) -> str | None:

@@ -67,6 +67,27 @@ def parse_pin(pin: str) -> tuple[str, dict[str, int]]:
 pinned._dynamo_marked_constant = True
 
 
+ASKED = "?"
+"""The pin of an op whose next call is only asked about."""
+
+
+class Asked(Exception):
+    """Raised in place of a kernel's launch; `arguments` are the op's."""
+
+    def __init__(self, arguments: tuple):
+        self.arguments = arguments
+
+
+@contextlib.contextmanager
+def asking(name: str) -> Iterator[None]:
+    """Inside, a call of the op raises `Asked` before it runs anything."""
+    token = _PINS.set({**pins(), name: ASKED})
+    try:
+        yield
+    finally:
+        _PINS.reset(token)
+
+
 @contextlib.contextmanager
 def use(**backends: str) -> Iterator[None]:
     """Pin ops to backends inside the `with`: `with use(rms_norm="triton"): ...`.

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.autograd import Gradient, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
-from tilesmith.engine.choice import Choice, choose, parse_pin, pinned
+from tilesmith.engine.choice import ASKED, Asked, Choice, asking, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.replay import Replay
@@ -51,8 +51,9 @@ class Op:
     its own, shape and dtype included (``{"residual": "dout"}``).
     mutates: names of the arguments that the op writes. decompose: plain function traced in place of the op under
     torch.compile. autocast: names of the tensors cast to the autocast dtype while autocast is on. fold: tensor
-    arguments whose leading dims are free, so that vmap adds rows instead of looping. sharding: DTensor rule ("rows",
-    "elementwise").
+    arguments whose leading dims are free, so that vmap adds rows instead of looping. unsaved: from a call's arguments,
+    names of outputs that its vjp takes but will not read: it gets [..., 0] for them. sharding: which dims of DTensors
+    may be sharded, a pattern as `engine.sharding` explains, or (op, arguments) -> public outputs; None: DTensors raise.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class Op:
         decompose: Callable[..., Any] | None = None,
         autocast: Sequence[str] = (),
         fold: Sequence[str] = (),
-        sharding: str | None = None,
+        unsaved: Callable[..., Sequence[str]] | None = None,
+        sharding: str | Callable[[Op, tuple], Any] | None = None,
     ):
         self.name = name or reference.__name__
         if self.name in _OPS:
@@ -80,7 +82,7 @@ class Op:
         self.reference, self.vjp, self.outputs = reference, vjp, tuple(outputs)
         self.public = len(self.outputs) if public is None else public
         self.check, self.decompose, self.mutates = check, decompose, tuple(mutates)
-        self.alias, self.fold, self.sharding = dict(alias or {}), tuple(fold), sharding
+        self.alias, self.fold, self.unsaved, self.sharding = dict(alias or {}), tuple(fold), unsaved, sharding
         self.signature = inspect.signature(reference)
         self.parameters = tuple(self.signature.parameters)
         self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
@@ -97,6 +99,7 @@ class Op:
         self._modules = dict(kernels or {})
         self._kernels: dict[str, Kernel] = {}
         self._recent: dict[tuple, Callable[..., Any]] = {}
+        self._door: Callable[..., Any] | None = None
         self._select = lru_cache(maxsize=512)(lambda call, pin, device: choose(self, call, pin, device))
         self._define(fake or reference)
         self.add_kernel(Kernel(self.name, REFERENCE, reference, 0))
@@ -149,6 +152,11 @@ class Op:
                 raise RuntimeError(f"{self._modules[backend]} registers no kernel {backend!r} for {self.name}")
         return self._kernels[backend]
 
+    def door(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate the function that users call, where its arguments are not the op's: `explain` takes its own."""
+        self._door = function
+        return function
+
     # calls --------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +168,8 @@ class Op:
             args = self._autocast(args)
         pin = pinned(self.name)
         key = self._key(args, pin)
+        if key is None and sharding_rules.distributed(args):
+            return sharding_rules.call(self, args)
         ready = self._recent.get(key)
         if ready is None:  # a check looks at what is in the key, so a known key has passed it
             if self.check is not None:
@@ -179,6 +189,8 @@ class Op:
             self.check(*args)
         if self.autocast:
             args = self._autocast(args)
+        if sharding_rules.distributed(args):
+            return sharding_rules.call(self, args)
         pin = pinned(self.name)
         if self.decompose is not None and not pin:
             return self.decompose(*args)
@@ -212,8 +224,6 @@ class Op:
             return self._execute(key, args, pin)
         if _functorch() is not None and self.gradient is not None:
             return self.gradient.transformed.apply(pin, *args)
-        if self.sharding is not None:
-            sharding_rules.ensure(self, args)
         return self.handle(*args, pin=pin)
 
     def complete(self, args: tuple) -> tuple:
@@ -254,6 +264,8 @@ class Op:
         return ready
 
     def _ready(self, args: tuple, pin: str) -> Callable[..., Any]:
+        if pin == ASKED:
+            raise Asked(args)
         device = next(a.device for a in args if isinstance(a, Tensor))
         kernel = self._select(self._describe(*args), pin, device).kernel
         configure = getattr(kernel.fn, "configure", None)
@@ -327,6 +339,18 @@ def _without_config(fn: Callable[..., Any]) -> Callable[..., Any]:
     return shown
 
 
+def _asked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """The arguments with which the op's door would call it."""
+    devices = {a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.device.type != "cpu"}
+    kind = next((device.type for device in devices), "cuda")
+    with torch.random.fork_rng(devices, device_type=kind), asking(op.name):  # a door may draw a dropout's seed
+        try:
+            op._door(*args, **kwargs)
+        except Asked as asked:
+            return asked.arguments
+    raise RuntimeError(f"{op.name}: this call runs no kernel")
+
+
 def explain(op: str | Op, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice | str:
     """Why a call is served as it is: `explain("rms_norm", x, weight)`; without arguments, the op's kernels.
 
@@ -339,5 +363,7 @@ def explain(op: str | Op, *args: Any, compiled: bool = False, **kwargs: Any) -> 
     if found is None:
         raise ValueError(f"unknown op {name!r}; known: {', '.join(sorted([*ops(), *_PLAIN]))}")
     if args or kwargs:
+        if found._door is not None:
+            args, kwargs = _asked(found, args, kwargs), {}
         return found.explain(*args, compiled=compiled, **kwargs)
     return f"{name}{found.signature}: kernels {', '.join(found.backends())}"

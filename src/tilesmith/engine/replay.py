@@ -46,8 +46,9 @@ def each_time(make: Callable[[], Tensor]) -> Tensor:
         return make()
     with _disable_current_modes():
         tensor = make()
-    here.alive.append(tensor)
-    here.made[id(tensor)] = make
+    if not here.refusal:
+        here.alive.append(tensor)
+        here.made[id(tensor)] = make
     return tensor
 
 
@@ -69,13 +70,23 @@ class Recorder(TorchDispatchMode):
                     self.refusal = "one tensor came as two arguments"
                 self._know(a, name)
                 self.memory[name] = a
+        if self.refusal:
+            self._refuse(self.refusal)
 
     def _know(self, tensor: Tensor, name: str) -> None:
         self.alive.append(tensor)
         self.sources.setdefault(id(tensor), name)
 
+    def _refuse(self, why: str) -> None:
+        """Give up, and let go of what the launcher may want to be free again."""
+        self.refusal = why
+        for held in (self.alive, self.sources, self.made, self.memory, self.steps):
+            held.clear()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        if self.refusal:
+            return out
         packet = func.overloadpacket
         if packet in _FACTORIES and out.device.type == "cuda":
             name = f"t{len(self.steps)}"
@@ -86,29 +97,31 @@ class Recorder(TorchDispatchMode):
             for view in out if isinstance(out, tuple | list) else (out,):
                 self._know(view, self.sources[id(args[0])])
         else:
-            self.refusal = self.refusal or f"the launcher calls {func}"
+            self._refuse(f"the launcher calls {func}")
         return out
 
     def launched(self, found: Any, device: int, grid: tuple[int, int, int], values: list[Any]) -> None:
         """`engine.launch` ran a compiled kernel; None: one that it could not keep."""
+        if self.refusal:
+            return
         if found is None:
-            self.refusal = self.refusal or "a launch is not covered"
+            self._refuse("a launch is not covered")
             return
         self.steps.append(("launch", (found, device, grid, values)))
 
     def replay(self, out: Any) -> Callable[..., Any] | None:
         """The function of the same arguments that allocates, launches and returns as the recorded run did."""
+        if self.refusal:
+            return None
         outs = out if isinstance(out, tuple | list) else (out,)
         results = []
         for o in outs:
             name = self.sources.get(id(o)) if isinstance(o, Tensor) else None
             if name is None or name in self.parameters or name in results or not _same_memory(o, self.memory[name]):
-                self.refusal = self.refusal or "an output is not a tensor that the launcher allocated"
+                self.refusal = "an output is not a tensor that the launcher allocated"
                 return None
             self.memory[name] = o  # returned through a view: its shape is what counts
             results.append(name)
-        if self.refusal:
-            return None
         try:
             return _generate(self, results, isinstance(out, tuple | list))
         except _Unknown as problem:

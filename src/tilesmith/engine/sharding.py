@@ -1,66 +1,322 @@
-"""DTensor rules: an op that works row by row, or element by element, is never gathered when those are sharded."""
+"""DTensors: an op's pattern says which dims may be sharded, and each rank calls the op on what it holds.
+
+A pattern names the dims of the op's tensor arguments, in order, and of its public outputs::
+
+    "*k nk +n -> *n(k)"          linear: x [..., k], weight [n, k], bias [n] -> y [..., n], a sum over k
+
+One letter is one dim; equal letters are split alike. A capital letter is a dim that the op needs whole. `*` stands for
+all leading dims. `(k)` names the dims that are summed: where one of them is sharded, the output is `Partial`. `+` marks
+an argument that is added to the result, so that one rank alone may add it to a partial sum. `@` is a dropout's seed.
+
+Only one letter may be sharded over a mesh dim. An argument that has it and is replicated is sliced where it lies; one
+that has it not must be replicated, and its gradient is `Partial`. Partial arguments are summed. Nothing is gathered:
+what would need that raises ValueError. A plain tensor beside DTensors is the same on all ranks, and has no gradient.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-_registered: set[str] = set()
+Label = str | int
+_LAYOUTS: dict[tuple, Layout] = {}
 
 
-def ensure(op: Any, args: tuple) -> None:
-    """Register the op's DTensor rule at its first call with a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    if op.name not in _registered and any(isinstance(a, DTensor) for a in args):
-        _registered.add(op.name)
-        _RULES[op.sharding](op)
+def distributed(args: Sequence[Any]) -> bool:
+    """Whether any argument is a DTensor."""
+    return any(isinstance(a, Tensor) and hasattr(a, "device_mesh") for a in args)
 
 
-def _rows(op: Any, last: bool = False) -> None:
-    """Tensors named in `fold` may be sharded along any dim (the last too, if `last`); the rest replicate.
+def call(op: Any, args: tuple) -> Any:
+    """The op's public outputs, as DTensors, from arguments of which some are."""
+    if op.check is not None:
+        op.check(*args)
+    if op.sharding is None:
+        raise ValueError(f"{op.name}: takes no DTensors; call it on what each rank holds, x.to_local()")
+    return spread(op, args, op.sharding) if isinstance(op.sharding, str) else op.sharding(op, args)
 
-    An output of a vjp that is the gradient of a replicated tensor is a partial sum over the row shards.
+
+def spread(op: Any, args: tuple, pattern: str, starts: Mapping[str, str] | None = None) -> Any:
+    """Call the op on each rank's part. starts: int argument -> the letter of the dim it is a position in."""
+    layout = lay_out(op, args, pattern)
+    local = layout.local(args)
+    for name, label in (starts or {}).items():
+        local[op.parameters.index(name)] += layout.start(label)
+    outs = op(*local)
+    if not isinstance(outs, tuple):
+        return layout.wrap(outs, layout.outputs[0])
+    return tuple(layout.wrap(out, token) for out, token in zip(outs, layout.outputs))
+
+
+def lay_out(op: Any, args: tuple, pattern: str) -> Layout:
+    """The layout of these arguments by a pattern; the same call asks for it once."""
+    given = {i: args[i] for i in op.gradient.tensors if args[i] is not None}
+    if torch.compiler.is_compiling():
+        return Layout(op, given, pattern)
+    key = (op.name, pattern, *((i, *_where(a)) for i, a in given.items()))
+    if key not in _LAYOUTS:
+        if len(_LAYOUTS) >= 1024:  # ever new lengths: start over rather than grow
+            _LAYOUTS.clear()
+        _LAYOUTS[key] = Layout(op, given, pattern)
+    return _LAYOUTS[key]
+
+
+def _where(a: Tensor) -> tuple:
+    if hasattr(a, "device_mesh"):
+        return a.shape, id(a.device_mesh), a.placements  # its layout holds the mesh; an equal one has other groups
+    return a.shape, a.requires_grad
+
+
+class Token(NamedTuple):
+    """One tensor of a pattern. dims: its labels, `*` still folded; sums: labels it is a sum over; mark: "", + or @."""
+
+    dims: str
+    sums: str = ""
+    mark: str = ""
+
+    def labels(self, ndim: int) -> tuple[Label, ...]:
+        """A label for each of `ndim` dims; leading ones are numbered."""
+        if not self.dims.startswith("*"):
+            return tuple(self.dims)
+        return (*range(ndim - len(self.dims) + 1), *self.dims[1:])
+
+
+def _tokens(side: str) -> tuple[Token, ...]:
+    tokens = []
+    for word in side.split():
+        mark = word[0] if word[0] in "+@" else ""
+        dims, _, sums = word[len(mark) :].partition("(")
+        tokens.append(Token(dims, sums.rstrip(")"), mark))
+    return tuple(tokens)
+
+
+class Step(NamedTuple):
+    """How an argument becomes this rank's part of it. move: placements that have no partial sums, if it has some;
+    grads: placements of the gradient (None: a plain tensor); cuts: (dim, start, length); silent: not added here."""
+
+    move: list[Any] | None
+    grads: list[Any] | None
+    cuts: tuple[tuple[int, int, int], ...]
+    silent: bool
+
+
+class Layout:
+    """Which label is sharded over each mesh dim, and which part of every tensor belongs to this rank.
+
+    mesh: the arguments' DeviceMesh. labels: for each of its dims the label that is sharded over it, or None. sizes: of
+    each label, over all ranks. outputs: the pattern's tokens.
     """
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
 
-    @register_sharding(op.handle)
-    def strategies(*specs, **kwargs):
-        first = next(s for n, s in zip(op.parameters, specs) if n in op.fold)
-        found = []
-        # a causal op looks along the last two dims at where a row is
-        whole_dims = 0 if last else 2 if dict(zip(op.parameters, specs)).get("causal") else 1
-        for dim in [None, *range(first.ndim - whole_dims)]:
-            row = Replicate() if dim is None else Shard(dim)
-            whole = Replicate() if dim is None else Partial()
-            outs = [row if _row_output(op, n) else whole for n in op.outputs]
-            ins = [
-                None
-                if not hasattr(s, "placements") and not isinstance(s, Tensor)
-                else row
-                if _row_input(op, n)
-                else Replicate()
-                for n, s in zip(op.parameters, specs)
-            ]
-            found.append((outs, [*ins, *([None] * (len(specs) - len(ins)))]))
+    def __init__(self, op: Any, given: Mapping[int, Tensor], pattern: str):
+        inputs, _, outputs = pattern.partition("->")
+        self.name, self.names, self.outputs = op.name, op.parameters, _tokens(outputs)
+        self.tokens = dict(zip(op.gradient.tensors, _tokens(inputs)))
+        self.mesh = self._mesh(given)
+        self.sizes: dict[Label, set[int]] = {}
+        for i, a in given.items():
+            for label, size in zip(self.tokens[i].labels(a.ndim), a.shape):
+                self.sizes.setdefault(label, set()).add(size)
+        self.labels = tuple(self._label(given, m) for m in range(self.mesh.ndim))
+        self._check_splits()
+        self.steps = {i: self._step(i, a) for i, a in given.items() if self.tokens[i].mark != "@"}
+        self.seeds = [i for i in given if self.tokens[i].mark == "@"]
+
+    def dims_of(self, label: Label) -> tuple[int, ...]:
+        """The mesh dims over which a label is sharded."""
+        return tuple(m for m, found in enumerate(self.labels) if found == label)
+
+    def size(self, label: Label) -> int:
+        """How many there are of a label over all ranks."""
+        return max(self.sizes[label])
+
+    def start(self, label: Label) -> int:
+        """Where this rank's part of a label begins."""
+        return self._range(label, self.size(label))[0]
+
+    def local(self, args: Sequence[Any]) -> list[Any]:
+        """The op's arguments with this rank's part of each tensor, connected to autograd."""
+        local = list(args)
+        for i, step in self.steps.items():
+            a = local[i]
+            if step.move is not None:
+                a = a.redistribute(placements=step.move)
+            if step.grads is not None:
+                a = a.to_local(grad_placements=step.grads)
+            for cut in step.cuts:
+                a = a.narrow(*cut)
+            local[i] = a * 0 if step.silent else a  # a product, so that every rank has a share of the gradient
+        for i in self.seeds:
+            local[i] = self._seed(local[i])
+        return local
+
+    def wrap(self, out: Tensor, token: Token) -> Tensor:
+        """A local output as a DTensor."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        labels = token.labels(out.ndim)
+        if len(labels) != out.ndim:  # a placeholder for an output that is not there
+            return DTensor.from_local(out, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        placements = []
+        for label in self.labels:
+            if label is not None and label in labels:
+                placements.append(Shard(labels.index(label)))
+            else:
+                summed = ("*" if isinstance(label, int) else label or " ") in token.sums
+                placements.append(Partial() if summed else Replicate())
+        sharded = [label for label in labels if label in self.labels]
+        if all(size % self._parts(label) == 0 for label in sharded for size in self.sizes[label]):
+            return DTensor.from_local(out, self.mesh, placements, run_check=False)
+        shape = torch.Size([self.size(label) if label in sharded else n for label, n in zip(labels, out.shape)])
+        return DTensor.from_local(out, self.mesh, placements, run_check=False, shape=shape, stride=_strides(shape, out))
+
+    def total(self, out: Tensor, rows: bool = False) -> Tensor:
+        """The sum of a local tensor over the ranks that hold other parts, or other rows; local too, with a gradient."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        parted = [isinstance(label, int) or (label is not None and not rows) for label in self.labels]
+        placements = [Partial() if part else Replicate() for part in parted]
+        parts = DTensor.from_local(out, self.mesh, placements, run_check=False)
+        return parts.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
+
+    # how it is found ------------------------------------------------------------------------------------------------
+
+    def _mesh(self, given: Mapping[int, Tensor]) -> Any:
+        mesh, holder = None, ""
+        for i, a in given.items():
+            if not hasattr(a, "device_mesh"):
+                if a.requires_grad:
+                    raise ValueError(
+                        f"{self.name}: {self.names[i]} is a plain tensor that requires a gradient, beside DTensors; "
+                        "say where it lies: DTensor.from_local(tensor, mesh, [Replicate()]) if every rank holds the "
+                        "same, or distribute_module for a module's parameters"
+                    )
+            elif mesh is None:
+                mesh, holder = a.device_mesh, self.names[i]
+            elif a.device_mesh != mesh:
+                raise ValueError(f"{self.name}: {self.names[i]} lies on {a.device_mesh}, {holder} on {mesh}")
+        return mesh
+
+    def _label(self, given: Mapping[int, Tensor], m: int) -> Label | None:
+        """The label that is sharded over a mesh dim."""
+        found, holder = None, -1
+        for i, a in given.items():
+            placement = a.placements[m] if hasattr(a, "device_mesh") else None
+            if placement is None or placement.is_replicate() or placement.is_partial():
+                continue
+            if not placement.is_shard() or "Strided" in type(placement).__name__ or self.tokens[i].mark == "@":
+                raise ValueError(f"{self.name}: {self.names[i]} is placed by {placement}, which is not served")
+            dim = placement.dim
+            label = self.tokens[i].labels(a.ndim)[dim]
+            if _whole(label) or (a.shape[dim] == 1 and self.sizes[label] != {1}):
+                raise ValueError(
+                    f"{self.name}: {self._place(given, i, m)} on mesh dim {self._dim_name(m)}, {self._instead(i, a)}"
+                )
+            if found is None:
+                found, holder = label, i
+            elif found != label:
+                raise ValueError(
+                    f"{self.name}: on mesh dim {self._dim_name(m)} {self._place(given, holder, m)} and "
+                    f"{self._place(given, i, m)}, and these dims cannot be split over the same ranks; redistribute one "
+                    "of the two to Replicate()"
+                )
         return found
 
+    def _place(self, given: Mapping[int, Tensor], i: int, m: int) -> str:
+        return f"{self.names[i]} is Shard({given[i].placements[m].dim})"
 
-def _row_input(op: Any, name: str) -> bool:
-    return name in op.fold
+    def _instead(self, i: int, a: Tensor) -> str:
+        free = [str(d) for d, label in enumerate(self.tokens[i].labels(a.ndim)) if not _whole(label)]
+        shard = f"; dims that may be sharded: {', '.join(free)}" if free else ""
+        return f"and the op needs that dim whole on every rank; redistribute it to Replicate(){shard}"
+
+    def _check_splits(self) -> None:
+        """Dims of one letter but different sizes, as query and key heads, must be split evenly to belong together."""
+        for label in self.labels:
+            sizes = self.sizes.get(label, set()) - {1}
+            if len(sizes) > 1 and any(size % self._parts(label) for size in sizes):
+                raise ValueError(
+                    f"{self.name}: dims of sizes {sorted(sizes)} are split over {self._parts(label)} ranks, which must "
+                    "divide them all"
+                )
+
+    def _step(self, i: int, a: Tensor) -> Step:
+        token, labels = self.tokens[i], self.tokens[i].labels(a.ndim)
+        split = [l for l, size in zip(labels, a.shape) if l in self.labels and (size > 1 or self.sizes[l] == {1})]
+        silent = token.mark == "+" and any(
+            isinstance(label, str) and label not in labels and self.mesh.get_local_rank(m) != 0
+            for m, label in enumerate(self.labels)
+        )
+        move = grads = None
+        held: set[Label] = set()
+        if hasattr(a, "device_mesh"):
+            move, grads, held = self._moves(a, labels, split)
+        cuts = ((d, *self._range(l, a.shape[d])) for d, l in enumerate(labels) if l in split and l not in held)
+        return Step(move, grads, tuple(cuts), silent)
+
+    def _moves(self, a: Tensor, labels: tuple[Label, ...], split: Sequence[Label]) -> tuple[Any, Any, set[Label]]:
+        """`Step.move` and `Step.grads` of a DTensor, and the labels that it is sharded by."""
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        have = list(a.placements)
+        for m, (label, placement) in enumerate(zip(self.labels, a.placements)):
+            if placement.is_partial():
+                have[m] = Shard(labels.index(label)) if label in split else Replicate()
+        held = {label for label, placement in zip(self.labels, have) if placement.is_shard()}
+        for label in held:
+            if any(have[m].is_replicate() for m in self.dims_of(label)):
+                raise ValueError(
+                    f"{self.name}: a dim is split over mesh dims {self.dims_of(label)} in one argument and only over "
+                    "some of them in another"
+                )
+        # what each rank contributes to the gradient of a replicated tensor is its part of a sum
+        grads = [Partial() if l is not None and p.is_replicate() else p for l, p in zip(self.labels, have)]
+        return have if any(p.is_partial() for p in a.placements) else None, grads, held
+
+    def _parts(self, label: Label) -> int:
+        parts = 1
+        for m in self.dims_of(label):
+            parts *= self.mesh.size(m)
+        return parts
+
+    def _range(self, label: Label, size: int) -> tuple[int, int]:
+        """(start, length) of this rank's part of a dim, as `Shard` splits it."""
+        start, length = 0, size
+        for m in self.dims_of(label):
+            step = -(-length // self.mesh.size(m))
+            first = min(self.mesh.get_local_rank(m) * step, length)
+            start, length = start + first, min(step, length - first)
+        return start, length
+
+    def _dim_name(self, m: int) -> str:
+        names = self.mesh.mesh_dim_names
+        return repr(names[m]) if names else str(m)
+
+    def _seed(self, seed: Tensor) -> Tensor:
+        """The same for ranks that hold the same elements, another for each part, which counts its elements from 0."""
+        from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
+        if hasattr(seed, "device_mesh"):
+            seed = seed.to_local()
+        part = 0
+        for m, label in enumerate(self.labels):
+            if label is None and self.mesh.size(m) > 1:
+                seed = wait_tensor(all_reduce(seed, "max", (self.mesh, m)))
+            elif label is not None:
+                part = part * self.mesh.size(m) + self.mesh.get_local_rank(m)
+        return seed + torch.tensor([0, part], device=seed.device) if part else seed
 
 
-def _row_output(op: Any, name: str) -> bool:
-    if not op.name.endswith("_vjp"):
-        return True
-    return name[1:] in op.fold
+def _whole(label: Label) -> bool:
+    return isinstance(label, str) and label.isupper()
 
 
-def _elementwise(op: Any) -> None:
-    """As rows, where the last dim is like any other."""
-    _rows(op, last=True)
-
-
-_RULES = {"rows": _rows, "elementwise": _elementwise}
+def _strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
+    """Dense strides of `shape` in the memory order of `like`."""
+    order = sorted(range(like.ndim), key=like.stride, reverse=True) if not like.is_contiguous() else range(like.ndim)
+    strides, step = [1] * like.ndim, 1
+    for d in reversed(list(order)):
+        strides[d], step = step, step * max(1, shape[d])
+    return tuple(strides)

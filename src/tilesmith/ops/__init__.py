@@ -60,6 +60,8 @@ _FAMILIES = {
         "linear_cross_entropy_vjp",
     ),
     "tilesmith.ops.loss.preference": ("linear_log_probs", "linear_preference", "linear_preference_vjp"),
+    "tilesmith.ops.loss.vocabulary": ("vocab_parallel_cross_entropy",),
+    "tilesmith.ops.loss.vocabulary_linear": ("vocab_parallel_linear_cross_entropy",),
     "tilesmith.ops.names": (
         "flash_attention_backward",
         "flash_attention_forward",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.engine.metadata import describer
-from tilesmith.ops import philox
-from tilesmith.ops.attn import checks, reference
+from tilesmith.ops import philox, portable
+from tilesmith.ops.attn import checks, reference, sharding
 from tilesmith.ops.attn.mask import Mask, Score
 
 
@@ -39,16 +39,17 @@ def _fake_merge_vjp(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tup
 
 
 def _describer(op_name: str, function):
-    """Metadata of a call: a field per parameter, and what a kernel for few queries or for pages wants to know.
+    """Metadata of a call: a field per parameter, and what kernels for few queries, pages or no softcap want to know.
 
     rows: query rows of a kv head (T * H / G), rounded up to a power of two, at most 1024. page_size: 0 without pages.
+    capped: whether there is a softcap.
     Lengths of documents are left out: they differ from step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
     plain = describer(op_name, parameters)
     skipped = [parameters.index(name) for name in ("max_seqlen_q", "max_seqlen_k")]
-    at_q, at_k, at_pages = (parameters.index(name) for name in ("q", "k", "page_table"))
-    kind = namedtuple(f"{op_name}_call", [*parameters, "arch", "rows", "page_size"])
+    at_q, at_k, at_pages, at_cap = (parameters.index(name) for name in ("q", "k", "page_table", "softcap"))
+    kind = namedtuple(f"{op_name}_call", [*parameters, "arch", "rows", "page_size", "capped"])
 
     def describe(*args: Any) -> Any:
         args = list(args)
@@ -56,7 +57,8 @@ def _describer(op_name: str, function):
             args[i] = 0
         q, k = args[at_q], args[at_k]
         rows = max(1, q.shape[2] * (q.shape[1] // max(1, k.shape[1])))
-        return kind(*plain(*args), min(1024, 1 << (rows - 1).bit_length()), 0 if args[at_pages] is None else k.shape[2])
+        rows = min(1024, 1 << (rows - 1).bit_length())
+        return kind(*plain(*args), rows, 0 if args[at_pages] is None else k.shape[2], args[at_cap] > 0.0)
 
     return describe
 
@@ -77,10 +79,12 @@ attention_op = Op(
     check=checks.check_attention,
     describe=_describer("attention", reference.attention),
     autocast=("q", "k", "v"),
+    sharding=sharding.attention,
     kernels={
         "triton": "tilesmith.ops.attn.triton",
         "triton_split": "tilesmith.ops.attn.decode",
         "hopper": "tilesmith.ops.attn.hopper",
+        portable.NAME: "tilesmith.ops.attn.portable",
     },
 )
 
@@ -97,6 +101,7 @@ merge_attention = Op(
     vjp=merge_attention_vjp,
     outputs=("out", "lse"),
     check=checks.check_merge,
+    sharding="bhtd bht bhtd bht -> bhtd bht",
     kernels={"triton": "tilesmith.ops.attn.triton_merge"},
 )
 
@@ -104,6 +109,7 @@ merge_attention = Op(
 EVERYTHING, SCALED = Mask(), Score()
 
 
+@attention_op.door
 def attention(
     q: Tensor,
     k: Tensor,

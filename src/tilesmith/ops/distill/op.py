@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
-from tilesmith.ops.distill import reference
+from tilesmith.ops.distill import reference, sharding
 from tilesmith.ops.loss.op import INTEGERS, LossWithGradients
 from tilesmith.ops.loss.reference import saved_dtype
 
@@ -271,16 +271,38 @@ _CHUNKED = {**_TRITON, "chunked": "tilesmith.ops.distill.chunked"}
 _GRADIENTS = ("dx", "dtarget")
 
 kl_div_vjp = Op(reference.kl_div_vjp, fake=_fake_kl_vjp, outputs=_GRADIENTS, kernels=_TRITON)
-kl_div = Op(reference.kl_div, fake=_fake_kl, vjp=kl_div_vjp, outputs=("loss",), check=_check_kl, kernels=_TRITON)
+kl_div = Op(
+    reference.kl_div,
+    fake=_fake_kl,
+    vjp=kl_div_vjp,
+    outputs=("loss",),
+    check=_check_kl,
+    kernels=_TRITON,
+    sharding=sharding.divergence,
+)
 
 jsd_vjp = Op(reference.jsd_vjp, fake=_fake_jsd_vjp, outputs=_GRADIENTS, kernels=_TRITON)
 jsd = Op(
-    reference.jsd, fake=_fake_jsd, vjp=jsd_vjp, outputs=("loss", "count"), public=1, check=_check_jsd, kernels=_TRITON
+    reference.jsd,
+    fake=_fake_jsd,
+    vjp=jsd_vjp,
+    outputs=("loss", "count"),
+    public=1,
+    check=_check_jsd,
+    kernels=_TRITON,
+    sharding=sharding.divergence,
 )
 
 tvd_vjp = Op(reference.tvd_vjp, fake=_fake_tvd_vjp, outputs=_GRADIENTS, kernels=_TRITON)
 tvd = Op(
-    reference.tvd, fake=_fake_tvd, vjp=tvd_vjp, outputs=("loss", "count"), public=1, check=_check_tvd, kernels=_TRITON
+    reference.tvd,
+    fake=_fake_tvd,
+    vjp=tvd_vjp,
+    outputs=("loss", "count"),
+    public=1,
+    check=_check_tvd,
+    kernels=_TRITON,
+    sharding=sharding.divergence,
 )
 
 linear_distillation_vjp = Op(
@@ -295,4 +317,5 @@ linear_distillation = LossWithGradients(
     check=_check_linear,
     autocast=("x", "teacher"),
     kernels=_CHUNKED,
+    sharding=sharding.linear_distillation,
 )

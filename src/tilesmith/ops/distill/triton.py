@@ -57,6 +57,29 @@ def _jsd(a, b, beta):
 
 
 @triton.jit
+def _jsd_half(a, b):
+    """`_jsd` for beta 1/2, by the log-cosh of half the distance: the same precision without a logarithm."""
+    top = tl.maximum(a, b)
+    gap = tl.where(top == float("-inf"), 0.0, -tl.abs(a - b))
+    first = a >= b
+    ratio = tl.exp(gap)
+    larger = tl.exp(top)
+    # top − log(M): near 0 the series of its distance from gap / 2, else log(2) − log(1 + ratio)
+    half = gap * -0.5
+    square = half * half
+    near = half - square * (1 / 2 + square * (-1 / 12 + square * (1 / 45 + square * (-17 / 2520))))
+    part = ratio / (2.0 + ratio)
+    square = part * part
+    far = 0.6931471805599453 - 2.0 * part * (
+        1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9 + square * (1 / 11)))))
+    )
+    fall = tl.where(half < 0.25, near, far)
+    of_larger = 0.5 * larger * fall
+    of_smaller = 0.5 * larger * tl.where(ratio > 0, ratio * (fall + gap), 0.0)
+    return of_larger + of_smaller, tl.where(first, of_larger, of_smaller), tl.where(first, of_smaller, of_larger)
+
+
+@triton.jit
 def _distance(a, b, beta, eps, KIND: tl.constexpr):
     """An element of the distance of a from b and its derivatives; what a caller does not use costs nothing.
 
@@ -74,6 +97,8 @@ def _distance(a, b, beta, eps, KIND: tl.constexpr):
     elif KIND == "total":
         sign = tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
         return sign * (a - b), sign, -sign
+    elif KIND == "jsd_half":
+        return _jsd_half(a, b)
     else:
         return _jsd(a, b, beta)
 
@@ -323,7 +348,7 @@ def _backward(
 
 
 def _jsd_kind(beta: float) -> str:
-    return "kl" if beta == 0 else "reverse_kl" if beta == 1 else "jsd"
+    return {0: "kl", 0.5: "jsd_half", 1: "reverse_kl"}.get(beta, "jsd")
 
 
 def _mean(total: Tensor, x: Tensor, labels: Tensor | None, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -361,12 +386,13 @@ def _step(
     """`DistanceSteps.step`; losses are [2, C] with a unit last stride."""
     if student.shape[0] == 0:
         return
+    kind = _jsd_kind(distance.beta) if distance.kind == "jsd" else distance.kind
     launch(
         _distill_kernel, (student.shape[0],),
         student, teacher, target, upstream, losses, student.stride(0), teacher.stride(0),
         losses.stride(0), student.shape[1],
         distance.beta, 1 / distance.temperature, distance.soft, distance.hard, distance.ignore_index,
-        KIND=distance.kind, PROBS=distance.probs, HARD=target is not None, WARM=distance.temperature != 1, GRAD=grad,
+        KIND=kind, PROBS=distance.probs, HARD=target is not None, WARM=distance.temperature != 1, GRAD=grad,
         BLOCK=min(config.block, next_power_of_2(student.shape[1])), num_warps=config.num_warps,
     )  # fmt: skip
 

@@ -56,7 +56,7 @@ def _check_bias_dropout_residual(
     check_dropout(name, x, seed, p)
 
 
-# No fold and no sharding rule: which elements are dropped depends on their place in the whole tensor.
+# No fold: which elements are dropped depends on their place in the whole tensor.
 bias_dropout_vjp = Op(reference.bias_dropout_vjp, fake=_fake_vjp, outputs=("dx", "dbias"), kernels=TRITON)
 bias_dropout_op = Op(
     reference.bias_dropout,
@@ -65,6 +65,7 @@ bias_dropout_op = Op(
     outputs=("out",),
     check=_check_bias_dropout,
     kernels=TRITON,
+    sharding="*n n @ -> *n",
 )
 
 bias_dropout_residual_vjp = Op(
@@ -81,9 +82,11 @@ bias_dropout_residual_op = Op(
     check=_check_bias_dropout_residual,
     kernels=TRITON,
     alias={"residual": "dout"},
+    sharding="*n *n n @ -> *n",
 )
 
 
+@bias_dropout_op.door
 def bias_dropout(
     x: Tensor, bias: Tensor | None = None, p: float = 0.5, training: bool = True, *, seed: Tensor | None = None
 ) -> Tensor:
@@ -100,6 +103,7 @@ def bias_dropout(
     return bias_dropout_op(x, bias, seed_for(x, seed, p), p)
 
 
+@bias_dropout_residual_op.door
 def bias_dropout_residual(
     x: Tensor,
     residual: Tensor,

@@ -6,9 +6,11 @@ Legend: F features, the last dim; all ops work element by element.
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.ops import portable
 from tilesmith.ops.gate import reference
 
 TRITON = {"triton": "tilesmith.ops.gate.triton"}
+EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.gate.portable"}
 APPROXIMATE = ("none", "tanh")
 
 
@@ -103,9 +105,7 @@ def _check_bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "
     _check_approximate("bias_gelu", approximate)
 
 
-silu_vjp = Op(
-    reference.silu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"), sharding="elementwise"
-)
+silu_vjp = Op(reference.silu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"))
 silu = Op(
     reference.silu,
     fake=_fake,
@@ -115,12 +115,10 @@ silu = Op(
     kernels=TRITON,
     decompose=reference.silu,
     fold=("x",),
-    sharding="elementwise",
+    sharding="* -> *",
 )
 
-gelu_vjp = Op(
-    reference.gelu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"), sharding="elementwise"
-)
+gelu_vjp = Op(reference.gelu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"))
 gelu = Op(
     reference.gelu,
     fake=_fake,
@@ -130,16 +128,15 @@ gelu = Op(
     kernels=TRITON,
     decompose=reference.gelu,
     fold=("x",),
-    sharding="elementwise",
+    sharding="* -> *",
 )
 
 swiglu_vjp = Op(
     reference.swiglu_vjp,
     fake=_fake_gated_vjp,
     outputs=("dgate", "dup"),
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("dout", "gate", "up"),
-    sharding="elementwise",
 )
 swiglu = Op(
     reference.swiglu,
@@ -147,18 +144,17 @@ swiglu = Op(
     vjp=swiglu_vjp,
     outputs=("out",),
     check=_check_swiglu,
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("gate", "up"),
-    sharding="elementwise",
+    sharding="* * -> *",
 )
 
 geglu_vjp = Op(
     reference.geglu_vjp,
     fake=_fake_gated_vjp,
     outputs=("dgate", "dup"),
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("dout", "gate", "up"),
-    sharding="elementwise",
 )
 geglu = Op(
     reference.geglu,
@@ -166,9 +162,9 @@ geglu = Op(
     vjp=geglu_vjp,
     outputs=("out",),
     check=_check_geglu,
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("gate", "up"),
-    sharding="elementwise",
+    sharding="* * -> *",
 )
 
 sigmoid_vjp = Op(
@@ -177,7 +173,6 @@ sigmoid_vjp = Op(
     outputs=("dx",),
     kernels=TRITON,
     fold=("dout", "out", "x"),
-    sharding="elementwise",
 )
 sigmoid = Op(
     reference.sigmoid,
@@ -188,7 +183,7 @@ sigmoid = Op(
     kernels=TRITON,
     decompose=reference.sigmoid,
     fold=("x",),
-    sharding="elementwise",
+    sharding="* -> *",
 )
 
 relu_squared_vjp = Op(
@@ -197,7 +192,6 @@ relu_squared_vjp = Op(
     outputs=("dx",),
     kernels=TRITON,
     fold=("dout", "x"),
-    sharding="elementwise",
 )
 relu_squared = Op(
     reference.relu_squared,
@@ -208,7 +202,7 @@ relu_squared = Op(
     kernels=TRITON,
     decompose=reference.relu_squared,
     fold=("x",),
-    sharding="elementwise",
+    sharding="* -> *",
 )
 
 add_relu_vjp = Op(
@@ -217,7 +211,6 @@ add_relu_vjp = Op(
     outputs=("dx",),
     kernels=TRITON,
     fold=("dout", "out", "x"),
-    sharding="elementwise",
 )
 add_relu = Op(
     reference.add_relu,
@@ -229,7 +222,7 @@ add_relu = Op(
     alias={"y": "x"},
     decompose=reference.add_relu,
     fold=("x", "y"),
-    sharding="elementwise",
+    sharding="* * -> *",
 )
 
 # Not decomposed: Inductor reads dx again for dbias, or x and dout twice.
@@ -239,7 +232,6 @@ bias_gelu_vjp = Op(
     outputs=("dx", "dbias"),
     kernels=TRITON,
     fold=("dout", "x"),
-    sharding="rows",
 )
 bias_gelu = Op(
     reference.bias_gelu,
@@ -249,5 +241,5 @@ bias_gelu = Op(
     check=_check_bias_gelu,
     kernels=TRITON,
     fold=("x",),
-    sharding="rows",
+    sharding="*n n -> *n",
 )

@@ -73,7 +73,7 @@ def linear_act_vjp(
     elif activation == "none":
         dz = flat(dy)
     else:
-        kept = flat(pre) if pre.shape == y.shape else product(flat(x), weight, bias)
+        kept = flat(pre) if pre.shape == dy.shape else product(flat(x), weight, bias)
         dz = _activated_vjp(flat(dy), kept, activation, False)
     return gradients(dz, x, weight, bias, output_mask)
 

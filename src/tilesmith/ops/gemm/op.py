@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.ops import portable
 from tilesmith.ops.gemm import checks, reference
 from tilesmith.ops.gemm.memory import memory_efficient_linear_need
 from tilesmith.ops.memory import ChunkedOp
 
 KERNELS = {"aten": "tilesmith.ops.gemm.aten", "triton": "tilesmith.ops.gemm.triton"}
+EVERYWHERE = {**KERNELS, portable.NAME: "tilesmith.ops.gemm.portable"}
 
 
 def _fake_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -88,6 +90,13 @@ def _decomposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def _unread_by_vjp(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_pre: bool | None
+) -> tuple[str, ...]:
+    """y, unless it is what the activation's derivative is made of."""
+    return () if activation in reference.FROM_OUTPUT else ("y",)
+
+
 class _LinearAct(Op):
     """linear_act, whose call must say whether autograd will ask for what only the backward reads."""
 
@@ -105,7 +114,6 @@ matmul_vjp = Op(
     outputs=("da", "db"),
     kernels=KERNELS,
     fold=("dy", "a"),
-    sharding="rows",
 )
 matmul = Op(
     reference.matmul,
@@ -117,7 +125,7 @@ matmul = Op(
     decompose=_decomposed_matmul,
     autocast=("a", "b"),
     fold=("a",),
-    sharding="rows",
+    sharding="*k kn -> *n(k)",
 )
 
 linear_vjp = Op(
@@ -126,7 +134,6 @@ linear_vjp = Op(
     outputs=("dx", "dweight", "dbias"),
     kernels=KERNELS,
     fold=("dy", "x"),
-    sharding="rows",
 )
 linear = Op(
     reference.linear,
@@ -138,7 +145,7 @@ linear = Op(
     decompose=_decomposed_linear,
     autocast=("x",),
     fold=("x",),
-    sharding="rows",
+    sharding="*k nk +n -> *n(k)",
 )
 
 linear_act_vjp = Op(
@@ -147,7 +154,6 @@ linear_act_vjp = Op(
     outputs=("dx", "dweight", "dbias"),
     kernels=KERNELS,
     fold=("dy", "x", "y", "pre"),
-    sharding="rows",
 )
 linear_act = _LinearAct(
     reference.linear_act,
@@ -159,7 +165,8 @@ linear_act = _LinearAct(
     kernels=KERNELS,
     autocast=("x",),
     fold=("x",),
-    sharding="rows",
+    unsaved=_unread_by_vjp,
+    sharding="*K nK n -> *n",
 )
 
 norm_linear_vjp = Op(
@@ -168,7 +175,6 @@ norm_linear_vjp = Op(
     outputs=("dx", "dweight", "dbias", "dnorm_weight", "dnorm_bias"),
     kernels={"aten": KERNELS["aten"]},
     fold=("dy", "x", "mean", "rstd"),
-    sharding="rows",
 )
 norm_linear = Op(
     reference.norm_linear,
@@ -177,10 +183,10 @@ norm_linear = Op(
     outputs=("y", "mean", "rstd"),
     public=1,
     check=checks.norm_linear,
-    kernels=KERNELS,
+    kernels=EVERYWHERE,
     autocast=("x",),
     fold=("x",),
-    sharding="rows",
+    sharding="*K nK n K K -> *n",
 )
 
 memory_efficient_linear_vjp = Op(
@@ -189,7 +195,6 @@ memory_efficient_linear_vjp = Op(
     outputs=("dx", "dweight", "dbias"),
     kernels=KERNELS,
     fold=("dy", "x"),
-    sharding="rows",
 )
 memory_efficient_linear = ChunkedOp(
     reference.memory_efficient_linear,
@@ -202,5 +207,5 @@ memory_efficient_linear = ChunkedOp(
     kernels=KERNELS,
     autocast=("x",),
     fold=("x",),
-    sharding="rows",
+    sharding="*k nk +n -> *n(k)",
 )

@@ -112,7 +112,7 @@ def linear_act_vjp(
     if activation in FROM_OUTPUT:
         dz = activation_vjp(dy.to(acc), y.to(acc), activation, from_output=True).to(x.dtype)
     elif activation != "none":
-        z = pre if pre.shape == y.shape else linear(x, weight, bias)
+        z = pre if pre.shape == dy.shape else linear(x, weight, bias)
         dz = activation_vjp(dy.to(acc), z.to(acc), activation).to(x.dtype)
     return linear_vjp(dz, x, weight, bias, output_mask)
 

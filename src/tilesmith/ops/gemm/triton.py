@@ -386,6 +386,8 @@ SWEEP_VJP_SPACE = Space(dims=_dims_vjp, default=_default_sweep, choices=STRIPS)
 
 # A product in Triton reaches less of the tensor cores than cuBLAS, so the library's kernels, of rank 10, come first for
 # every op whose work is a product, and these serve where they are pinned. Passes over memory are Triton's, rank 20.
+# On an H200, bf16, 8192 × 4096 × 14336: the product alone 0.93 of cuBLAS's speed, with an activation 0.88 to 0.96 of
+# cuBLAS and an elementwise kernel, norm_linear 0.23. At 16 rows, bound by reading weight, 1.01, 1.10 and 0.68.
 BELOW_LIBRARY = 5
 
 
@@ -459,7 +461,7 @@ def linear_act_vjp(
     """One pass for the activation and the bias, then the library's products."""
     if activation == "none":
         return gradients(flat(dy), x, weight, bias, output_mask)
-    from_output, kept = activation in FROM_OUTPUT, pre.shape == y.shape
+    from_output, kept = activation in FROM_OUTPUT, pre.shape == dy.shape
     z = flat(y) if from_output else flat(pre) if kept else product(flat(x), weight, bias)
     dz, sums = _activation_gradient(
         flat(dy), z, activation, output_mask[2], config, from_output=from_output, in_place=not (from_output or kept)

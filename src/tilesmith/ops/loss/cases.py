@@ -13,6 +13,7 @@ BIG = frozenset({"gpu"})
 BENCH = frozenset({"gpu", "bench", "tune"})
 HALF = (torch.float16, torch.bfloat16)
 BF16 = (torch.bfloat16,)
+WIDE = (torch.float32, torch.bfloat16)
 
 Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
 
@@ -171,15 +172,36 @@ CASES: dict[str, list[Case]] = {
         Case("transposed", _linear((2, 5), 16, 40, layout="transposed", chunk_tokens=4), SMALL),
         Case("weight_fp32", _linear(9, 16, 40, weight=torch.float32, bias=True, chunk_tokens=4), SMALL, HALF),
         Case("weight_bf16", _linear(9, 16, 40, weight=torch.bfloat16, chunk_tokens=4), SMALL, (torch.float32,)),
+        Case("keep", _linear((2, 5), 16, 40, mode="keep", bias=True), SMALL, WIDE),
+        Case("keep_everything", _linear(9, 16, 40, mode="keep", bias=True, **EVERYTHING), SMALL, WIDE),
+        Case("keep_swept", _linear(5, 8, 4101, mode="keep", reduction="sum", z_loss=1e-2), SMALL, WIDE),
+        Case("keep_frozen", _linear((2, 5), 16, 40, mode="keep", frozen=True, layout="strided"), SMALL, WIDE),
+        Case("keep_weight_only", _linear(7, 16, 40, mode="keep", x_grad=False, weighted=True), SMALL, WIDE),
+        Case("keep_none", _linear(7, 16, 40, mode="keep", reduction="none"), SMALL, WIDE),
+        Case("keep_all_ignored", _linear(6, 16, 40, mode="keep", every=1), SMALL, WIDE),
+        Case("keep_no_tokens", _linear(0, 16, 40, mode="keep"), SMALL, WIDE),
+        Case("whole_chunk", _linear(7, 16, 40, mode="chunks", bias=True), SMALL),
+        Case("whole_chunk_rounded", _linear(7, 16, 40, mode="chunks", accumulate_fp32=False), SMALL),
+        Case("recompute", _linear((2, 5), 16, 40, mode="recompute", chunk_tokens=4, bias=True), SMALL),
+        Case("recompute_whole", _linear(7, 16, 40, mode="recompute"), SMALL),
+        Case("recompute_everything", _linear(9, 16, 40, mode="recompute", chunk_tokens=4, **EVERYTHING), SMALL),
+        Case("recompute_swept", _linear(9, 8, 9000, mode="recompute", chunk_tokens=5, **EVERYTHING), SMALL),
+        Case("recompute_tall", _linear(60, 8, 7, mode="recompute", chunk_tokens=9), SMALL),
+        Case("recompute_frozen", _linear(7, 16, 40, mode="recompute", chunk_tokens=3, frozen=True), SMALL),
+        Case("recompute_weight_only", _linear(7, 16, 40, mode="recompute", chunk_tokens=3, x_grad=False), SMALL),
         Case("many_labels", _linear(600, 24, 9000, chunk_tokens=256)),
+        Case("many_labels_again", _linear(600, 24, 9000, mode="recompute", chunk_tokens=64)),
         Case("llama2", _linear(700, 512, 32_000, chunk_tokens=300, bias=True), BIG),
         Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **EVERYTHING), BIG),
         Case("gpt2", _linear(700, 768, 50_257, chunk_tokens=300), BIG),
+        Case("llama3_again", _linear(700, 512, 128_256, mode="recompute", chunk_tokens=50, **EVERYTHING), BIG),
+        Case("llama3_kept", _linear(700, 512, 128_256, mode="keep", bias=True, **EVERYTHING), BIG, WIDE),
         Case("bench_8k_32k", _linear(8192, 4096, 32_000, every=0), BENCH, BF16),
         Case("bench_4k_128k", _linear(4096, 4096, 128_256, every=0), BENCH, BF16),
         Case("bench_8k_128k", _linear(8192, 4096, 128_256, every=0), BENCH, BF16),
         Case("bench_16k_128k", _linear(16_384, 4096, 128_256, every=0), BENCH, BF16),
         Case("bench_16k_narrow", _linear(16_384, 2048, 128_256, every=0), BENCH, BF16),
+        Case("bench_8k_128k_again", _linear(8192, 4096, 128_256, every=0, mode="recompute"), BENCH, BF16),
         Case("bench_frozen", _linear(8192, 4096, 128_256, every=0, frozen=True), BENCH, BF16),
     ],
     **preference_cases.CASES,

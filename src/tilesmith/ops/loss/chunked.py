@@ -41,7 +41,7 @@ def cross_entropy(
     lse = torch.empty_like(losses)
     divisors = divisors_of(target, weight, ignore_index, logits.shape[-1], losses.dtype, reduction)
     rows = logits.reshape(-1, logits.shape[-1])
-    _forward(rows, target.reshape(-1), weight, losses.view(-1), lse.view(-1), divisors, terms, False, copied=True)
+    _forward(rows, target.reshape(-1), weight, losses.view(-1), lse.view(-1), divisors, terms, "", copied=True)
     return reduce_losses(losses, lse, divisors, z_loss, reduction), lse, divisors
 
 
@@ -68,7 +68,8 @@ def cross_entropy_vjp(
     dlogits = logits.clone(memory_format=torch.contiguous_format)
     labels = target.reshape(-1)
     dloss = dloss.reshape(-1) if reduction == "none" else dloss.expand(labels.shape)
-    _backward(dlogits.view(-1, logits.shape[-1]), labels, weight, lse.reshape(-1), dloss, divisors, terms)
+    rows = dlogits.view(-1, logits.shape[-1])
+    _backward(rows, labels, weight, lse.reshape(-1), dloss, divisors, terms, 0, rows.shape[1])
     return dlogits
 
 
@@ -87,13 +88,14 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_tokens: int = 0,
     accumulate_fp32: bool = True,
+    mode: str = "",
     grad_mask: Sequence[bool] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chunks of tokens, swept in place by PyTorch's own element-wise ops."""
     check_labels(target, weight.shape[0], ignore_index)
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     return chunks.linear_cross_entropy(
-        STEPS, x, weight, target, bias, class_weight, terms, reduction, chunk_tokens, accumulate_fp32, grad_mask
+        STEPS, x, weight, target, bias, class_weight, terms, reduction, chunk_tokens, accumulate_fp32, mode, grad_mask
     )
 
 
@@ -110,6 +112,7 @@ def linear_cross_entropy_vjp(
     x_grad: Tensor,
     weight_grad: Tensor,
     bias_grad: Tensor,
+    logit_grad: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -118,13 +121,15 @@ def linear_cross_entropy_vjp(
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
+    mode: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The saved gradients times the loss's, or the same walk with the logits computed again."""
+    """The saved gradients times the loss's, products of the logits', or a walk with the logits computed again."""
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     return chunks.linear_cross_entropy_vjp(
-        STEPS, dloss, x, weight, target, bias, class_weight, lse, divisors, (x_grad, weight_grad, bias_grad),
-        terms, reduction, chunk_tokens, accumulate_fp32, output_mask,
+        STEPS, dloss, x, weight, target, bias, class_weight, lse, divisors,
+        (x_grad, weight_grad, bias_grad, logit_grad),
+        terms, reduction, chunk_tokens, accumulate_fp32, mode, output_mask,
     )  # fmt: skip
 
 
@@ -136,14 +141,17 @@ def _forward(
     lse: Tensor,
     divisors: Tensor,
     terms: Terms,
-    grad: bool,
+    grad: str,
     copied: bool = False,
 ) -> None:
     """`LogitSteps.forward`, which overwrites logits also without `grad`, unless `copied`."""
-    token_grad, z_grad = undivided_token_grads(losses, divisors)
+    if grad == "mean":
+        token_grad, z_grad = token_grads(losses.new_ones(()), divisors, losses.shape, grad)
+    else:
+        token_grad, z_grad = undivided_token_grads(losses, divisors)
     for rows in _blocks(logits):
-        z, slope = _scores(logits[rows].to(losses.dtype, copy=copied), terms, grad)
-        block = _Block(z, target[rows], class_weight, terms)
+        z, slope = _scores(logits[rows].to(losses.dtype, copy=copied), terms, grad != "")
+        block = _Block(z, target[rows], class_weight, terms, 0, logits.shape[1])
         peak = z.amax(-1, keepdim=True)
         chosen = z.gather(-1, block.label)[:, 0]
         total = block.weighted_sum(z) if terms.label_smoothing else None
@@ -164,22 +172,24 @@ def _backward(
     dloss: Tensor,
     divisors: Tensor,
     terms: Terms,
+    first_class: int,
+    classes: int,
 ) -> None:
     token_grad, z_grad = token_grads(dloss, divisors, dloss.shape, "mean" if divisors.numel() else "none")
     for rows in _blocks(logits):
         z, slope = _scores(logits[rows].to(lse.dtype), terms, True)
-        block = _Block(z, target[rows], class_weight, terms)
+        block = _Block(z, target[rows], class_weight, terms, first_class, classes)
         # Where the target is ignored lse is 0, and exp(z) could overflow.
         z.sub_(torch.where(block.counted, lse[rows], float("inf"))[:, None]).exp_()
         block.finish_gradient(lse[rows], None, token_grad[rows], z_grad[rows], slope)
         _store(z, logits[rows])
 
 
-def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, over: bool = False) -> Tensor:
     factor = loss_factor(dloss, divisors, "mean" if divisors.numel() else "sum")
     if grad.dtype == factor.dtype == dtype:
-        return grad * factor
-    out = torch.empty_like(grad, dtype=dtype)
+        return grad.mul_(factor) if over else grad * factor
+    out = grad if over else torch.empty_like(grad, dtype=dtype)
     flat_out, flat = out.view(-1), grad.view(-1)
     # A scalar tensor would be rounded to half precision before the product, so the product is taken in fp32.
     for start in range(0, flat.numel(), ACCELERATOR_BLOCK):
@@ -188,18 +198,38 @@ def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype) ->
     return out
 
 
-STEPS = chunks.LogitSteps(_forward, _backward, _scale)
+def _divide(
+    target: Tensor, class_weight: Tensor | None, terms: Terms, classes: int, dtype: torch.dtype, reduction: str
+) -> Tensor:
+    return divisors_of(target, class_weight, terms.ignore_index, classes, dtype, reduction)
+
+
+def _reduce(
+    losses: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    classes: int,
+    divisors: Tensor,
+    terms: Terms,
+    reduction: str,
+) -> Tensor:
+    return reduce_losses(losses, lse, divisors, terms.z_loss, reduction)
+
+
+STEPS = chunks.LogitSteps(_forward, _backward, _divide, _reduce, _scale)
 KEEPING_STEPS = STEPS._replace(forward=partial(_forward, copied=True))
 
 
 class _Block:
-    """A block of logits, overwritten first by exponentials, then by gradients. Vectors have one value a token."""
+    """A block of logits, those of the classes from `first` on of so many `classes`, overwritten first by exponentials,
+    then by gradients. Vectors have one value a token."""
 
-    def __init__(self, z: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms):
-        self.z, self.terms, self.classes = z, terms, z.shape[1]
+    def __init__(self, z: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, first: int, classes: int):
+        self.z, self.terms, self.first, self.classes = z, terms, first, classes
         self.counted = target != terms.ignore_index
-        self.valid = (target >= 0) & (target < self.classes)
-        self.label = target.clamp(0, self.classes - 1).long()[:, None]
+        self.valid = (target >= 0) & (target < classes)
+        self.label = target.clamp(0, classes - 1).long()[:, None]
         self.weights = None if class_weight is None else class_weight.to(z.dtype)
 
     def weighted_sum(self, z: Tensor) -> Tensor:
@@ -237,8 +267,11 @@ class _Block:
         if terms.label_smoothing and self.weights is None:
             z.sub_(every[:, None])
         elif terms.label_smoothing:
-            z.addcmul_(every[:, None], self.weights, value=-1)
-        z.scatter_(-1, self.label, z.gather(-1, self.label) - hit[:, None])
+            z.addcmul_(every[:, None], self.weights[self.first : self.first + z.shape[1]], value=-1)
+        column = self.label - self.first
+        hit = torch.where((column >= 0) & (column < z.shape[1]), hit[:, None], 0.0)
+        column = column.clamp(0, z.shape[1] - 1)
+        z.scatter_(-1, column, z.gather(-1, column) - hit)
         if slope is not None:
             z.mul_(slope)
 

@@ -1,53 +1,82 @@
-"""linear_cross_entropy by chunks of tokens: products, accumulation, memory. What is done to logits is a backend's."""
+"""linear_cross_entropy by chunks: products, accumulation, memory. What is done to logits is a backend's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilesmith.ops.loss.reduction import divisors_of, reduce_losses
-from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, saved_dtype
+from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, keeps_logit_grad, summed_dtype
 
 ACCELERATOR_BUDGET = 512 * 2**20
 CPU_BUDGET = 16 * 2**20  # the logits of a chunk are swept several times, so they should stay in the cache
+RECOMPUTE_BUDGET = 96 * 10**6  # less would make blocks so thin that adding up dx costs more than 6 % of the products
 FEWEST_TOKENS = 256  # thinner products are bound by reading weight
+SPEEDY_TOKENS = 4096  # each chunk reads and writes the whole sum of weight's gradient, at these 6 % of its products
 
 
 class LogitSteps(NamedTuple):
     """What a backend does to one chunk of logits [C, V].
 
     forward(logits, target, class_weight, losses, lse, divisors, terms, grad): writes each token's cross-entropy
-    (without its z term) and lse into `losses` and `lse` [C], and with `grad` the gradient of their undivided sum over
-    `logits`.
-    backward(logits, target, class_weight, lse, dloss, divisors, terms): overwrites `logits` with the gradient, given
-    the loss's gradient `dloss` [C] (a stride of 0 is usual) and the divisors (empty: 1).
-    scale(grad, dloss, divisors, dtype): grad · `loss_factor`, as a new tensor of `dtype`.
+    (without its z term) and lse into `losses` and `lse` [C], and with `grad` over `logits` the gradient of their sum:
+    "sum", undivided, or "mean", divided by the divisors.
+    backward(logits, target, class_weight, lse, dloss, divisors, terms, first_class, classes): overwrites `logits`,
+    those of the classes from first_class on, with the gradient, given the loss's gradient `dloss` [C] (a stride of 0 is
+    usual) and the divisors (empty: 1). classes: how many there are in all.
+    divide(target, class_weight, terms, classes, dtype, reduction): the divisors.
+    reduce(losses, lse, target, class_weight, classes, divisors, terms, reduction): the loss.
+    scale(grad, dloss, divisors, dtype, over): grad · `loss_factor`, as a tensor of `dtype`: a new one, or `over` grad.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, bool], None]
-    backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms], None]
-    scale: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
+    forward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, str], None]
+    backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, int, int], None]
+    divide: Callable[[Tensor, Tensor | None, Terms, int, torch.dtype, str], Tensor]
+    reduce: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor, Terms, str], Tensor]
+    scale: Callable[[Tensor, Tensor, Tensor, torch.dtype, bool], Tensor]
 
 
-def tokens_per_chunk(tokens: int, classes: int, hidden: int, itemsize: int, on_cpu: bool, accumulator: int = 0) -> int:
-    """How many tokens' logits are in memory at a time, where the caller does not say.
+def budget(device: torch.device, recompute: bool = False) -> int:
+    """Bytes of logits in memory at a time, where nothing else decides."""
+    most = RECOMPUTE_BUDGET if recompute else ACCELERATOR_BUDGET
+    return min(CPU_BUDGET, most) if device.type == "cpu" else most
 
-    All of them if they take no more than a budget (512 MiB; 16 MiB on a CPU) or than `accumulator`, the bytes of the
-    fp32 weight gradient that more than one chunk would need beside the result: then one chunk is no larger and
-    faster. Else equal chunks of at most the budget, or 256 tokens if that is more; with an accumulator also `hidden`
-    tokens, whose logits fit in the result's own memory, which is not written before the end.
-    """
-    row = max(1, classes * itemsize)
-    budget = CPU_BUDGET if on_cpu else ACCELERATOR_BUDGET
-    if tokens * row <= max(budget, accumulator):
-        return max(1, tokens)
-    most = max(budget // row, FEWEST_TOKENS, hidden if accumulator else 0)
+
+def whole(
+    tokens: int, classes: int, hidden: int, itemsize: int, device: torch.device, known: Callable[[bool], bool] = bool
+) -> bool:
+    """Whether all logits take no more than a budget (512 MiB; 16 MiB on a CPU), or than an fp32 gradient of weight,
+    which is what more than one chunk would need. known: whether a comparison of sizes holds, where they are symbols."""
+    size = tokens * classes * itemsize
+    return known(size <= budget(device)) or known(size <= 4 * classes * hidden)
+
+
+def tokens_per_chunk(tokens: int, classes: int, itemsize: int, room: int, least: int = FEWEST_TOKENS) -> int:
+    """How many tokens' logits are in memory at a time, where the caller does not say: equal chunks whose logits take at
+    most `room` bytes, or of at most `least` tokens if that is more."""
+    most = max(room // max(1, classes * itemsize), least)
     if most >= tokens:
-        return tokens
+        return max(1, tokens)
     chunks = -(-tokens // most)
     even = -(-tokens // chunks)
     rounded = -(-even // 128) * 128
+    return rounded if rounded <= most else even
+
+
+def tokens_per_step(tokens: int, classes: int, hidden: int, itemsize: int, device: torch.device, summed: bool) -> int:
+    """`tokens_per_chunk` within the budget; where weight's gradient is `summed` over chunks beside its result, at least
+    4096 tokens and `hidden`: the result, which is not there yet, takes as much as the logits of `hidden` tokens."""
+    least = FEWEST_TOKENS
+    if summed:
+        least = hidden if device.type == "cpu" else max(hidden, SPEEDY_TOKENS)
+    return tokens_per_chunk(tokens, classes, itemsize, budget(device), least)
+
+
+def classes_per_block(tokens: int, classes: int, chunk_tokens: int) -> int:
+    """How many classes' logits of all tokens fit where all logits of `chunk_tokens` tokens do; equal blocks."""
+    most = max(1, chunk_tokens * classes // max(1, tokens))
+    even = -(-classes // -(-classes // most))
+    rounded = -(-even // 64) * 64
     return rounded if rounded <= most else even
 
 
@@ -62,25 +91,34 @@ def linear_cross_entropy(
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
+    mode: str,
     grad_mask: Sequence[bool] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The forward op's outputs."""
-    acc = torch.promote_types(x.dtype, torch.float32)
-    mask = gradients_now(grad_mask, reduction)
-    saved = saved_dtype(weight)
-    chunks = Chunks(x, weight, bias, mask, saved, acc, chunk_tokens, accumulate_fp32)
-    labels = target.reshape(-1)
+    acc, labels, classes = torch.promote_types(x.dtype, torch.float32), target.reshape(-1), weight.shape[0]
+    mask = gradients_now(grad_mask, reduction, mode)
+    keeps = keeps_logit_grad(grad_mask, reduction, mode)
+    size = chunk_tokens
+    if keeps:
+        size = labels.numel()
+    elif not size and mode == "recompute":
+        size = tokens_per_chunk(labels.numel(), classes, x.element_size(), budget(x.device, recompute=True))
+    chunks = Chunks(x, weight, bias, mask, summed_dtype(weight, accumulate_fp32), acc, size, accumulate_fp32)
     losses = x.new_empty(labels.shape, dtype=acc)
     lse = torch.empty_like(losses)
-    divisors = divisors_of(target, class_weight, terms.ignore_index, weight.shape[0], acc, reduction)
+    divisors = steps.divide(labels, class_weight, terms, classes, acc, reduction)
+    grad = "mean" if keeps and reduction == "mean" else "sum" if keeps or any(mask) else ""
     for tokens in chunks:
         logits = chunks.logits(tokens)
-        steps.forward(
-            logits, labels[tokens], class_weight, losses[tokens], lse[tokens], divisors, terms, any(mask)
-        )  # fmt: skip
+        steps.forward(logits, labels[tokens], class_weight, losses[tokens], lse[tokens], divisors, terms, grad)
         chunks.add_gradients(tokens, logits)
-    losses, lse = losses.view(target.shape), lse.view(target.shape)
-    return reduce_losses(losses, lse, divisors, terms.z_loss, reduction), lse, divisors, *chunks.gradients()
+        del logits
+    logit_grad = x.new_empty(0)
+    if keeps:
+        logit_grad = chunks.buffer[: labels.numel() * classes].view(*target.shape, classes)
+    loss = steps.reduce(losses, lse, labels, class_weight, classes, divisors, terms, reduction)
+    loss = loss.view(target.shape) if reduction == "none" else loss
+    return loss, lse.view(target.shape), divisors, *chunks.gradients(), logit_grad
 
 
 def linear_cross_entropy_vjp(
@@ -98,25 +136,102 @@ def linear_cross_entropy_vjp(
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
+    mode: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward op's outputs: the saved gradients times the loss's, or new ones from the logits computed again."""
+    """The backward op's outputs: from the logits' gradient, or the saved gradients times the loss's, or from the logits
+    computed again. saved: x_grad, weight_grad, bias_grad, logit_grad."""
     dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    *saved, logit_grad = saved
+    if logit_grad.shape == (*target.shape, weight.shape[0]):
+        return _from_logit_grad(steps, dloss, x, weight, logit_grad, dtypes, output_mask)
     if already_computed(x, weight, bias, saved, output_mask):
         dx, dweight, dbias = (
-            steps.scale(grad, dloss, divisors, dtype) if wanted else grad.new_empty(0, dtype=dtype)
+            steps.scale(grad, dloss, divisors, dtype, False) if wanted else grad.new_empty(0, dtype=dtype)
             for grad, dtype, wanted in zip(saved, dtypes, output_mask)
         )
         return dx, dweight, dbias
-    chunks = Chunks(x, weight, bias, tuple(output_mask), weight.dtype, lse.dtype, chunk_tokens, accumulate_fp32)
     labels, lse = target.reshape(-1), lse.reshape(-1)
     dloss = dloss.reshape(-1) if reduction == "none" else dloss.expand(labels.shape)
+    room = budget(x.device, mode == "recompute")
+    size = chunk_tokens or tokens_per_chunk(labels.numel(), weight.shape[0], x.element_size(), room)
+    # In chunks of tokens weight's gradient is a sum over chunks, in blocks of classes x's: the smaller one should be.
+    if size < labels.numel() <= weight.shape[0] and output_mask[1]:
+        given = (labels, class_weight, lse, dloss, divisors, terms)
+        return _by_classes(steps, x, weight, bias, given, size, dtypes, output_mask)
+    size = size if mode == "recompute" else chunk_tokens
+    chunks = Chunks(x, weight, bias, tuple(output_mask), weight.dtype, lse.dtype, size, accumulate_fp32)
     for tokens in chunks:
         logits = chunks.logits(tokens)
-        steps.backward(logits, labels[tokens], class_weight, lse[tokens], dloss[tokens], divisors, terms)
+        steps.backward(
+            logits, labels[tokens], class_weight, lse[tokens], dloss[tokens], divisors, terms, 0, weight.shape[0]
+        )
         chunks.add_gradients(tokens, logits)
+        del logits
     dx, dweight, dbias = chunks.gradients()
     return dx, dweight, dbias.to(dtypes[2])
+
+
+def _from_logit_grad(
+    steps: LogitSteps,
+    dloss: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    logit_grad: Tensor,
+    dtypes: Sequence[torch.dtype],
+    mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Products of the logits' gradient. dloss, a power of two as a rule, goes into x and dx, which are small; the
+    scaled x is gone before dx is there."""
+    none = dloss.new_empty(0)
+    rows = logit_grad.view(-1, weight.shape[0])
+    dx, dweight, dbias = (rows.new_empty(0, dtype=dtype) for dtype in dtypes)
+    if mask[1]:
+        scaled = steps.scale(x.reshape(-1, x.shape[-1]).contiguous(), dloss, none, x.dtype, False)
+        dweight = weight.new_empty(weight.shape)
+        if scaled.shape[0]:
+            _add_product(dweight, rows.t(), scaled, first=True)
+        else:
+            dweight.zero_()
+        del scaled
+    if mask[0]:
+        dx = steps.scale(torch.mm(rows, weight.to(x.dtype)), dloss, none, x.dtype, True).view(x.shape)
+    if mask[2]:
+        dbias = steps.scale(rows.sum(0, dtype=dloss.dtype), dloss, none, dtypes[2], False)
+    return dx, dweight, dbias
+
+
+def _by_classes(
+    steps: LogitSteps,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    given: tuple,
+    chunk_tokens: int,
+    dtypes: Sequence[torch.dtype],
+    mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by blocks of classes: weight's are final block by block, x's are summed in fp32."""
+    labels, class_weight, lse, dloss, divisors, terms = given
+    rows, (classes, hidden) = x.reshape(-1, x.shape[-1]), weight.shape
+    cast, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    size = classes_per_block(rows.shape[0], classes, chunk_tokens)
+    buffer = x.new_empty(rows.shape[0] * size)
+    total = x.new_empty((rows.shape[0], hidden) if mask[0] else 0, dtype=lse.dtype)
+    dweight = weight.new_empty(weight.shape)
+    dbias = lse.new_empty(classes if mask[2] else 0)
+    for first in range(0, classes, size):
+        block = slice(first, min(first + size, classes))
+        logits = buffer[: rows.shape[0] * (block.stop - first)].view(rows.shape[0], -1)
+        _product(rows, cast[block], None if bias is None else bias[block], logits)
+        steps.backward(logits, labels, class_weight, lse, dloss, divisors, terms, first, classes)
+        if mask[0]:
+            _add_product(total, logits, cast[block], first=first == 0)
+        _add_product(dweight[block], logits.t(), rows, first=True)
+        if mask[2]:
+            dbias[block] = logits.sum(0, dtype=lse.dtype)
+    del buffer, logits
+    return total.to(x.dtype).view(x.shape if mask[0] else 0), dweight, dbias.to(dtypes[2])
 
 
 class Chunks:
@@ -136,41 +251,29 @@ class Chunks:
         self.x = x.reshape(-1, x.shape[-1])
         self.weight = weight.to(x.dtype)
         self.bias = None if bias is None else bias.to(x.dtype)
-        self.mask = mask
+        self.mask, self.weight_dtype = mask, weight_dtype
         tokens, classes, hidden = self.x.shape[0], *weight.shape
-        beside = accumulate_fp32 and mask[1] and weight_dtype.itemsize < acc.itemsize
-        self.size = chunk_tokens or tokens_per_chunk(
-            tokens, classes, hidden, x.element_size(), x.device.type == "cpu", classes * hidden * acc.itemsize * beside
-        )
-        self.size = max(1, min(self.size, tokens))
+        summed = mask[1] and accumulate_fp32 and weight.dtype.itemsize < acc.itemsize
+        size = chunk_tokens or tokens_per_step(tokens, classes, hidden, x.element_size(), x.device, summed)
+        self.size = max(1, min(size, tokens))
         self.dx = x.new_empty(x.shape if mask[0] else 0)
-        self.dweight = x.new_empty(weight.shape if mask[1] else 0, dtype=weight_dtype)
+        # Where chunks are summed in fp32 beside a half-precision result, that one is not needed before the logits are
+        # gone, so it takes their place.
+        sums = acc if summed and self.size < tokens else weight_dtype
+        self.sum = x.new_empty(weight.shape if mask[1] else 0, dtype=sums)
         self.dbias = x.new_zeros(classes if mask[2] else 0, dtype=acc)
-        self.sum = self.dweight
-        if beside and self.size < tokens:
-            self.sum = torch.empty_like(self.dweight, dtype=acc)
         if tokens == 0:
-            self.dweight.zero_()
-        self.buffer = self._room(self.size * classes)
+            self.sum.zero_()
+        self.buffer = x.new_empty(self.size * classes)
 
-    def _room(self, elements: int) -> Tensor:
-        """Memory for the logits: the result's own while gradients are summed elsewhere, if it is large enough."""
-        free = self.sum is not self.dweight and self.dweight.dtype == self.x.dtype
-        if free and self.dweight.numel() >= elements:
-            return self.dweight.view(-1)
-        return self.x.new_empty(elements)
-
-    def __iter__(self):
+    def __iter__(self) -> Iterator[slice]:
         tokens = self.x.shape[0]
         return (slice(start, min(start + self.size, tokens)) for start in range(0, tokens, self.size))
 
     def logits(self, tokens: slice | Sequence[slice]) -> Tensor:
         """x · weightᵀ + bias of these tokens, in the buffer."""
         x, classes = self._features(tokens), self.weight.shape[0]
-        out = self.buffer[: x.shape[0] * classes].view(x.shape[0], classes)
-        if self.bias is None:
-            return torch.mm(x, self.weight.t(), out=out)
-        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+        return _product(x, self.weight, self.bias, self.buffer[: x.shape[0] * classes].view(x.shape[0], classes))
 
     def add_gradients(self, tokens: slice | Sequence[slice], dlogits: Tensor) -> None:
         """Write dx of these tokens, add their share to the weight's and the bias's gradient."""
@@ -190,10 +293,16 @@ class Chunks:
         return self.x[tokens] if isinstance(tokens, slice) else torch.cat([self.x[part] for part in tokens])
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(dx, dweight, dbias), each empty where it is not wanted; dbias still in the accumulation's dtype."""
-        if self.sum is not self.dweight:
-            self.dweight.copy_(self.sum)
-        return self.dx, self.dweight, self.dbias
+        """(dx, dweight, dbias), each empty where it is not wanted; dbias still in the accumulation's dtype. The logits
+        are gone."""
+        del self.buffer
+        return self.dx, self.sum.to(self.weight_dtype), self.dbias
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -1,12 +1,13 @@
-"""What linear_cross_entropy and its backward hold in memory, in bytes, by the number of tokens in a chunk."""
+"""What linear_cross_entropy and its backward hold in memory, in bytes, and which mode follows from that."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tilesmith.ops.loss.reference import gradients_now, saved_dtype
-from tilesmith.ops.memory import Need, computed_in, held, workspaces
+from tilesmith.ops.loss.chunks import budget, tokens_per_chunk, tokens_per_step, whole
+from tilesmith.ops.loss.reference import summed_dtype
+from tilesmith.ops.memory import FEWEST_ROWS, GB, Need, active, computed_in, held, workspaces
 
 
 def linear_cross_entropy_need(
@@ -23,40 +24,90 @@ def linear_cross_entropy_need(
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
+    mode: str,
     grad_mask: Sequence[bool] | None,
 ) -> Need:
     """The need of a call with its backward, if autograd will ask for one. For N tokens in chunks of C, K features, V
-    classes, e bytes an element of x, s of the saved weight gradient (weight's, 4 for fp16), w of weight:
+    classes, e bytes an element of x, w of weight, s of the sum of its gradient (4, or for accumulate_fp32=False w, but
+    4 for fp16), 24·N always for losses, lse and what reduces them, and where x and weight require gradients:
 
-    the forward takes 24·N (losses, lse and what reduces them) and C·V·e (logits); with gradients also N·K·e + V·K·s,
-    and V·K·4 to sum in where s < 4 and C < N, in which case C <= K logits lie in the memory of the result. The backward
-    takes the saved N·K·e + V·K·s and the results N·K·e + V·K·w; for reduction "none", where nothing is saved, what the
-    forward takes otherwise. A weight of another dtype than x, or an x that is not contiguous, costs a copy. On a CPU
-    each chunk is swept in fp32, in blocks that are not counted.
+    mode "keep": N·V·e for the logits and their gradient; the backward adds V·K·w and N·K·e (the scaled x, then dx).
+    mode "chunks": N·K·e + V·K·s, in the forward C·V·e, in the backward the results N·K·e + V·K·w.
+    mode "recompute": C·V·e; in the backward also V·K·w and, for dx, 4·N·K in blocks of classes, whose logits are gone
+        before dx, N·K·e, is there. In chunks of tokens N·K·e, 4·V·K in place of 4·N·K, and V·K·w in place of N·K·e.
+    Without gradients C·V·e.
+
+    A weight of another dtype than x, or an x that is not contiguous, costs a copy. On a CPU each chunk is swept in
+    fp32, in blocks that are not counted.
     """
-    tokens, classes, hidden = target.numel(), *weight.shape
+    tokens, classes = target.numel(), weight.shape[0]
     dtype = computed_in(x)
-    wanted = _wanted(grad_mask, x, weight, bias)
     acc = torch.promote_types(dtype, torch.float32)
-    saved = saved_dtype(weight) if any(gradients_now(wanted, reduction)) else weight.dtype
     copies = 0 if x.is_contiguous() and x.dtype == dtype else x.numel() * dtype.itemsize
     copies += 0 if weight.dtype == dtype else weight.numel() * dtype.itemsize
     fixed = workspaces(x.device) + copies + 6 * acc.itemsize * tokens + 3 * acc.itemsize * classes
-    dx = x.numel() * dtype.itemsize if wanted[0] else 0
-    dweight = weight.numel() * saved.itemsize if wanted[1] else 0
-    beside = weight.numel() * acc.itemsize if wanted[1] and accumulate_fp32 and saved.itemsize < acc.itemsize else 0
     row = classes * dtype.itemsize
-    forward, backward = fixed + dx + dweight, 0
-    if reduction != "none" and any(wanted):
-        backward = forward + dx + (held(weight) if wanted[1] else 0)
-    return Need(
-        rows=tokens,
-        whole=max(forward + tokens * row, backward),
-        base=forward + beside,
-        row=row,
-        free=hidden if beside and saved == dtype else 0,
-        least=backward,
-    )
+    wanted = _wanted(grad_mask, x, weight, bias)
+    if not any(wanted):
+        return Need(tokens, fixed + tokens * row, fixed, row)
+    dx = x.numel() * dtype.itemsize if wanted[0] else 0
+    dweight = held(weight) if wanted[1] else 0
+    if reduction != "none" and mode == "keep":
+        need = fixed + tokens * row + dweight + x.numel() * dtype.itemsize
+        return Need(tokens, need, need)
+    if reduction != "none" and mode != "recompute":
+        kept = dx + (weight.numel() * summed_dtype(weight, accumulate_fp32).itemsize if wanted[1] else 0)
+        backward = fixed + kept + dx + dweight
+        return Need(tokens, max(fixed + kept + tokens * row, backward), fixed + kept, row, least=backward)
+    result, other = (dx, dweight) if tokens <= classes and wanted[1] else (dweight, dx)
+    summed = x.numel() if result is dx else weight.numel()
+    if wanted[0 if result is dx else 1] and result < summed * acc.itemsize and (result is dx or accumulate_fp32):
+        base, least = summed * acc.itemsize, summed * acc.itemsize + result
+    else:
+        base = least = result
+    base, least = fixed + other + base, fixed + other + least
+    return Need(tokens, fixed + dx + dweight + tokens * row, base, row, least=least)
+
+
+def chosen_mode(*args: object) -> str:
+    """The mode of a call of linear_cross_entropy that names none; args: all of its arguments, not yet checked."""
+    x, weight, target, bias, *_, reduction, chunk_tokens, accumulate_fp32, _, grad_mask = args
+    if chunk_tokens or reduction == "none" or weight.ndim != 2 or not _wanted(grad_mask, x, weight, bias)[1]:
+        return "chunks"
+    dtype, bounds = computed_in(x), active()
+    modes = ("chunks", "recompute") if dtype == torch.float16 else ("keep", "chunks", "recompute")
+    if bounds is not None:
+        needs = {mode: linear_cross_entropy_need(*args[:-2], mode, grad_mask) for mode in modes}
+        fitting = (mode for mode, need in needs.items() if need.chunked(FEWEST_ROWS) <= bounds.target)
+        return next(fitting, min(modes, key=lambda mode: needs[mode].chunked(FEWEST_ROWS)))
+    known = bool
+    if torch.compiler.is_compiling():  # no guard on a size that may change
+        known = torch.fx.experimental.symbolic_shapes.statically_known_true
+    return modes[0] if whole(target.numel(), *weight.shape, dtype.itemsize, x.device, known) else "chunks"
+
+
+def described_mode(asked: str, *args: object) -> str:
+    """For `explain`: what the mode of a call does, why it is this one, and what it needs. asked: the mode it named."""
+    x, weight, target, bias, *_, reduction, chunk_tokens, accumulate_fp32, mode, grad_mask = args
+    wanted, tokens, size = _wanted(grad_mask, x, weight, bias), target.numel(), computed_in(x).itemsize
+    if not any(wanted):
+        return "no gradients: a chunk of logits is held at a time"
+    need = linear_cross_entropy_need(*args)
+    logits = f"all logits take {tokens * weight.shape[0] * size / GB:.3f} GB"
+    if reduction == "none" or mode == "recompute":
+        rows = chunk_tokens or tokens_per_chunk(tokens, weight.shape[0], size, budget(x.device, mode == "recompute"))
+        why = 'only the backward knows the weights of reduction "none"' if reduction == "none" else "for a MemoryConfig"
+        what = "recompute: the backward computes the logits again"
+    elif mode == "keep":
+        rows, why, what = tokens, logits, "keep: the logits' gradient is kept for the backward's products"
+    else:
+        summed = wanted[1] and accumulate_fp32 and weight.dtype.itemsize < 4
+        rows = chunk_tokens or tokens_per_step(tokens, *weight.shape, size, x.device, summed)
+        why = f"chunk_tokens is {chunk_tokens}" if chunk_tokens else logits
+        what = f"chunks: gradients along with the loss, {-(-tokens // max(1, rows))} times {rows} tokens"
+    results = sum(held(t) for t, w in zip((x, weight), wanted) if w)
+    beside = max(0, need.chunked(rows) - results - workspaces(x.device)) / GB
+    return f"mode {what} ({'as asked' if asked else why}); {beside:.3f} GB beside inputs and gradients"
 
 
 def _wanted(

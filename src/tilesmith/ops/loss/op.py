@@ -4,18 +4,20 @@ Legend: V classes (the vocabulary), K features of a token, C tokens of a chunk; 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilesmith.engine import Op
-from tilesmith.ops.loss import reference
-from tilesmith.ops.loss.memory import linear_cross_entropy_need
+from tilesmith.engine import Choice, Op
+from tilesmith.ops.loss import reference, sharded
+from tilesmith.ops.loss.memory import chosen_mode, described_mode, linear_cross_entropy_need
 from tilesmith.ops.memory import ChunkedOp
 
 INTEGERS = (torch.int32, torch.int64)
 REDUCTIONS = ("mean", "sum", "none")
+MODES = ("", "keep", "chunks", "recompute")
 
 
 def _acc(x: Tensor) -> torch.dtype:
@@ -73,14 +75,17 @@ def _fake_linear(
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
+    mode: str,
     grad_mask: Sequence[bool] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    mask = reference.gradients_now(grad_mask, reduction)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    mask = reference.gradients_now(grad_mask, reduction, mode)
+    keeps = reference.keeps_logit_grad(grad_mask, reduction, mode)
     return (
         *_fake_loss(x, target, reduction),
         x.new_empty(x.shape if mask[0] else 0),
-        weight.new_empty(weight.shape if mask[1] else 0, dtype=reference.saved_dtype(weight)),
+        weight.new_empty(weight.shape if mask[1] else 0, dtype=reference.summed_dtype(weight, accumulate_fp32)),
         x.new_empty(weight.shape[0] if mask[2] else 0, dtype=_acc(x)),
+        x.new_empty((*target.shape, weight.shape[0]) if keeps else 0),
     )
 
 
@@ -96,6 +101,7 @@ def _fake_linear_vjp(
     x_grad: Tensor,
     weight_grad: Tensor,
     bias_grad: Tensor,
+    logit_grad: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -104,6 +110,7 @@ def _fake_linear_vjp(
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
+    mode: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = (x, weight, weight[:, 0] if bias is None else bias)
@@ -147,6 +154,7 @@ def _check_linear(
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
+    mode: str,
     grad_mask: Sequence[bool] | None,
 ) -> None:
     for name, value in (("x", x), ("weight", weight), ("bias", bias)):
@@ -174,6 +182,13 @@ def _check_linear(
         raise ValueError(
             f"linear_cross_entropy: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more"
         )
+    if mode not in MODES:
+        raise ValueError(
+            f"linear_cross_entropy: mode is {mode!r}; it must be {', '.join(map(repr, MODES[1:]))} or '' (the library "
+            "chooses)"
+        )
+    if mode == "keep" and x.dtype == torch.float16:
+        raise ValueError("linear_cross_entropy: mode is 'keep' with a float16 x; it must be 'chunks' or 'recompute'")
     if grad_mask is not None and len(grad_mask) != 3:
         raise ValueError(
             f"linear_cross_entropy: grad_mask is {list(grad_mask)}; it must have 3 entries: x, weight, bias"
@@ -235,6 +250,23 @@ class LossWithGradients(ChunkedOp):
         return (*full[:-1], wanted) if any(wanted) else full
 
 
+class LinearCrossEntropy(LossWithGradients):
+    """linear_cross_entropy, whose call also says where the gradients will come from."""
+
+    def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        full, at = Op.bind(self, args, kwargs), self.parameters.index("mode")
+        if full[at] == "":
+            full = (*full[:at], chosen_mode(*full), *full[at + 1 :])
+        return super().bind(full, {})
+
+    def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice:
+        """As `Op.explain`, and which mode serves and why."""
+        choice = super().explain(*args, compiled=compiled, **kwargs)
+        asked = Op.bind(self, args, kwargs)[self.parameters.index("mode")]
+        mode = described_mode(asked, *self.bind(args, kwargs))
+        return replace(choice, note="; ".join(filter(None, (choice.note, mode))))
+
+
 cross_entropy_vjp = Op(
     reference.cross_entropy_vjp,
     fake=_fake_vjp,
@@ -249,6 +281,7 @@ cross_entropy = Op(
     outputs=("loss", "lse", "divisors"),
     public=1,
     check=_check,
+    sharding=sharded.cross_entropy,
     kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
 )
 
@@ -259,13 +292,14 @@ linear_cross_entropy_vjp = Op(
     kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
 )
 
-linear_cross_entropy = LossWithGradients(
+linear_cross_entropy = LinearCrossEntropy(
     reference.linear_cross_entropy,
     fake=_fake_linear,
     vjp=linear_cross_entropy_vjp,
-    outputs=("loss", "lse", "divisors", "x_grad", "weight_grad", "bias_grad"),
+    outputs=("loss", "lse", "divisors", "x_grad", "weight_grad", "bias_grad", "logit_grad"),
     public=1,
     check=_check_linear,
+    sharding=sharded.linear_cross_entropy,
     autocast=("x",),
     chunk="chunk_tokens",
     need=linear_cross_entropy_need,

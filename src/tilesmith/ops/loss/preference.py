@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.ops.loss import preference_reference as reference
+from tilesmith.ops.loss import sharded
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.op import INTEGERS, LossWithGradients, linear_cross_entropy
 from tilesmith.ops.loss.reference import saved_dtype
@@ -162,6 +163,7 @@ linear_preference = LossWithGradients(
     check=_check,
     autocast=("x",),
     kernels=_KERNELS,
+    sharding=sharded.linear_preference,
 )
 
 

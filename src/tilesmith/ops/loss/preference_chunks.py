@@ -11,20 +11,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tilesmith.ops.loss.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, Chunks, LogitSteps, linear_cross_entropy_vjp
+from tilesmith.ops.loss.chunks import Chunks, LogitSteps, linear_cross_entropy_vjp
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.reference import Terms, already_computed, saved_dtype
 
 
-def sequences_per_chunk(units: int, tokens: int, classes: int, hidden: int, itemsize: int, on_cpu: bool) -> int:
+def sequences_per_chunk(units: int, tokens: int, classes: int, hidden: int) -> int:
     """How many units (sequences, or pairs of them) of `tokens` tokens each a chunk holds, if the caller does not say.
 
-    As many as keep the logits within the size of the weight's gradient, [V, K], or within a budget (512 MiB; 16 MiB on
-    a CPU) if that is more, but one at least; chunks of equal size. So the peak is at most twice the weight's gradient,
-    or that gradient and the logits of one unit.
+    As many as keep the logits within the size of the gradients, [V, K] and [N, K], which the backward holds twice; but
+    one at least; chunks of equal size. So the forward holds no more than the backward, or the gradients and the logits
+    of one unit.
     """
-    row = max(1, classes * itemsize)
-    most = max(1, max((CPU_BUDGET if on_cpu else ACCELERATOR_BUDGET) // row, hidden) // max(1, tokens))
+    most = max(1, (hidden + hidden * units * tokens // classes) // max(1, tokens))
     return max(1, -(-units // max(1, -(-units // most))))
 
 
@@ -59,8 +58,7 @@ def linear_preference(
     units, unit = batch // halves, length * halves
     size = max(1, chunk_tokens // max(1, unit))
     if not chunk_tokens:
-        on_cpu = x.device.type == "cpu"
-        size = sequences_per_chunk(units, unit, weight.shape[0], x.shape[-1], x.element_size(), on_cpu)
+        size = sequences_per_chunk(units, unit, *weight.shape)
     chunks = Chunks(x, weight, bias, mask, saved_dtype(weight), acc, max(1, size * unit), accumulate_fp32)
     loss, slopes = walk.losses.new_zeros(()), torch.empty_like(walk.losses).view(target.shape)
     for rows in _rows_of_chunks(units, size, halves):
@@ -77,6 +75,7 @@ def linear_preference(
             slopes[r] = s
             walk.turn(part, block, -slopes.view(-1)[part])
         chunks.add_gradients(whole, logits)
+        del logits, blocks, block
     return loss, *walk.log_probs(), slopes, *chunks.gradients()
 
 
@@ -101,13 +100,13 @@ def linear_preference_vjp(
     if dlog_probs is None and already_computed(x, weight, bias, saved, output_mask):
         dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         dx, dweight, dbias = (
-            steps.scale(grad, dloss, none, dtype) if wanted else grad.new_empty(0, dtype=dtype)
+            steps.scale(grad, dloss, none, dtype, False) if wanted else grad.new_empty(0, dtype=dtype)
             for grad, dtype, wanted in zip(saved, dtypes, output_mask)
         )
         return dx, dweight, dbias
     return linear_cross_entropy_vjp(
-        steps, token_grads(dloss, dlog_probs, slopes), x, weight, target, bias, None, lse, none, (none, none, none),
-        terms, "none", chunk_tokens, accumulate_fp32, output_mask,
+        steps, token_grads(dloss, dlog_probs, slopes), x, weight, target, bias, None, lse, none, (none,) * 4,
+        terms, "none", chunk_tokens, accumulate_fp32, "", output_mask,
     )  # fmt: skip
 
 
@@ -130,12 +129,13 @@ class _Walk:
     def read(self, part: slice, logits: Tensor) -> None:
         """Losses and lse of these tokens, from logits that stay."""
         self.steps.forward(
-            logits, self.labels[part], None, self.losses[part], self.lse[part], self.none, self.terms, False
+            logits, self.labels[part], None, self.losses[part], self.lse[part], self.none, self.terms, ""
         )
 
     def turn(self, part: slice, logits: Tensor, grads: Tensor) -> None:
         """Logits become their gradient, from the gradients of the tokens' cross-entropies."""
-        self.steps.backward(logits, self.labels[part], None, self.lse[part], grads, self.none, self.terms)
+        given = (self.labels[part], None, self.lse[part], grads, self.none, self.terms)
+        self.steps.backward(logits, *given, 0, logits.shape[1])
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
         return self.losses.neg_().view(self.shape), self.lse.view(self.shape)

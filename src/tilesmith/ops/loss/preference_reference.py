@@ -49,8 +49,8 @@ def linear_preference(
     rounding a chunk. grad_mask: as in `linear_cross_entropy`.
 
     Memory beside inputs and results, for C tokens of a chunk and e bytes an element of x: C·V·e for the logits, and
-    where a chunk is not the whole batch 2·C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K more,
-    but puts half-precision logits into the weight's gradient if C <= K. Results are dx and dweight, in the forward and,
+    where a chunk is not the whole batch 2·C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K, and
+    dweight's memory only when the logits are gone. Results are dx and dweight, in the forward and,
     scaled, in the backward, and 12 bytes a token.
 
     A gradient through log_probs costs the product of the logits again in any case. Labels are checked on a CPU only, as
@@ -66,8 +66,8 @@ def linear_preference(
     x_grad = weight_grad = bias_grad = losses.new_empty(0)
     if any(mask):
         x_grad, weight_grad, bias_grad = reference.linear_cross_entropy_vjp(
-            -slopes, x, weight, target, bias, None, lse, lse, x_grad, weight_grad, bias_grad,
-            ignore_index, 0.0, 0.0, scale, softcap, "none", 0, True, mask,
+            -slopes, x, weight, target, bias, None, lse, lse, x_grad, weight_grad, bias_grad, lse.new_empty(0),
+            ignore_index, 0.0, 0.0, scale, softcap, "none", 0, True, "", mask,
         )  # fmt: skip
     return (
         loss,
@@ -106,8 +106,8 @@ def linear_preference_vjp(
         return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype)
     none = lse.new_empty(0)
     return reference.linear_cross_entropy_vjp(
-        token_grads(dloss, dlog_probs, token_grad), x, weight, target, bias, None, lse, lse, none, none, none,
-        ignore_index, 0.0, 0.0, scale, softcap, "none", 0, True, output_mask,
+        token_grads(dloss, dlog_probs, token_grad), x, weight, target, bias, None, lse, lse, none, none, none, none,
+        ignore_index, 0.0, 0.0, scale, softcap, "none", 0, True, "", output_mask,
     )  # fmt: skip
 
 

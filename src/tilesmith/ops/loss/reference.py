@@ -105,8 +105,9 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_tokens: int = 0,
     accumulate_fp32: bool = True,
+    mode: str = "",
     grad_mask: Sequence[bool] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`cross_entropy` of x · weightᵀ + bias, whose logits are never whole in memory (but in the reference itself).
 
     Kernels take the products in x's dtype: they cast a weight or bias of another dtype to it first, as autocast would,
@@ -116,25 +117,41 @@ def linear_cross_entropy(
     x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. class_weight: [V], without gradient. The
     other loss arguments, and what raises: see `cross_entropy`.
 
-    Kernels walk over chunks of tokens: logits of a chunk, its loss, its gradients, in one pass, so a gradient costs no
-    second product. chunk_tokens: tokens of a chunk; 0 lets the library choose by `chunks.tokens_per_chunk`.
-    accumulate_fp32: whether the weight's gradient is summed over chunks in fp32, which takes 4·V·K bytes beside a
-    half-precision result when there is more than one chunk; else in weight's dtype, with one rounding a chunk.
-    grad_mask: which gradients (x, weight, bias) to compute along with the loss; None: those that autograd will ask
-    for. A gradient that is wanted later but was not computed here, as with reduction "none", costs a second product of
-    the logits.
+    mode says where gradients come from; "" lets the library choose, and `explain` tells what it chose. For N tokens,
+    chunks of C of them, e bytes an element of x:
+    "keep": the gradient of all logits is kept (N·V·e bytes, the logits' own), and the backward takes its two products.
+        The loss's own gradient is multiplied into x, rounded to x's dtype, and into dx. Not for float16, where the
+        gradient of a mean can underflow.
+    "chunks": the gradients are computed along with the loss, chunk after chunk of tokens (C·V·e), and the backward
+        multiplies them by the loss's own gradient.
+    "recompute": nothing is kept; the backward computes the logits again, a fourth product, in blocks of classes (C·V·e
+        too), so that weight's gradient is final block by block and only x's is summed, in fp32 (4·N·K). With more
+        tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
+        the backward knows the tokens' weights, and for gradients that were not asked for here.
+    Chosen is "keep" where weight's gradient is wanted and `chunks.whole` holds, else "chunks"; inside a `MemoryConfig`
+    the first of "keep", "chunks" and "recompute" that meets it.
+
+    chunk_tokens: C; 0 lets the library choose, by `chunks.tokens_per_step`; more make the mode "chunks" where none is
+    given. accumulate_fp32: whether weight's gradient is summed over chunks in fp32, which is then also how "chunks"
+    keeps it, 4·V·K bytes; else in weight's dtype, with one rounding a chunk. grad_mask: which gradients (x, weight,
+    bias) to prepare along with the loss; None: those that autograd will ask for.
 
     Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none". Saved beside it: lse [...], the divisors
-    of "mean", and the gradients of the undivided sum of losses, each empty where not computed: x's in its dtype,
-    weight's likewise but fp32 for fp16, whose range such sums leave, bias's in fp32.
+    of "mean", and what the mode keeps, else empty: the gradients of the undivided sum of losses (x's in its dtype,
+    weight's in fp32 for accumulate_fp32 and for fp16, whose range such sums leave, else in its dtype, bias's in fp32),
+    and that of the logits, in x's dtype, of the loss.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     check_labels(target, weight.shape[0], ignore_index)
     logits = linear_logits(x, weight, bias)
     loss, lse = token_losses(logits, target, class_weight, terms)
     divisors = divisors_of(target, class_weight, ignore_index, weight.shape[0], loss.dtype, reduction)
-    grad_mask = gradients_now(grad_mask, reduction)
-    x_grad = weight_grad = bias_grad = loss.new_empty(0)
+    keeps = keeps_logit_grad(grad_mask, reduction, mode)
+    grad_mask = gradients_now(grad_mask, reduction, mode)
+    x_grad = weight_grad = bias_grad = logit_grad = loss.new_empty(0)
+    if keeps:
+        token_grad, z_grad = token_grads(loss.new_ones(()), divisors, loss.shape, reduction)
+        logit_grad = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms)
     if any(grad_mask):
         token_grad, z_grad = undivided_token_grads(loss, divisors)
         dlogits = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms)
@@ -144,8 +161,9 @@ def linear_cross_entropy(
         lse,
         divisors,
         x_grad.to(x.dtype),
-        weight_grad.to(saved_dtype(weight)),
+        weight_grad.to(summed_dtype(weight, accumulate_fp32)),
         bias_grad.to(loss.dtype),
+        logit_grad.to(x.dtype),
     )
 
 
@@ -161,6 +179,7 @@ def linear_cross_entropy_vjp(
     x_grad: Tensor,
     weight_grad: Tensor,
     bias_grad: Tensor,
+    logit_grad: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -169,13 +188,17 @@ def linear_cross_entropy_vjp(
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
+    mode: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_cross_entropy`.
 
-    Where the forward computed them they are multiplied by dloss over the divisor; the others come from the logits anew.
+    Where the forward kept the logits' they are its products, times dloss; where it computed them they are multiplied
+    by dloss over the divisor; the others come from the logits anew.
     """
-    if already_computed(x, weight, bias, (x_grad, weight_grad, bias_grad), output_mask):
+    if logit_grad.shape == (*target.shape, weight.shape[0]):
+        grads = linear_grads(logit_grad.to(dloss.dtype) * dloss, x, weight, output_mask)
+    elif already_computed(x, weight, bias, (x_grad, weight_grad, bias_grad), output_mask):
         factor = loss_factor(dloss, divisors, reduction)
         saved = (x_grad, weight_grad, bias_grad)
         grads = tuple(g.to(factor.dtype) * factor if m else g.new_empty(0) for g, m in zip(saved, output_mask))
@@ -264,9 +287,21 @@ def linear_grads(dlogits: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool
     return dx, dweight, rows.sum(0) if mask[2] else empty
 
 
-def gradients_now(grad_mask: Sequence[bool] | None, reduction: str) -> tuple[bool, ...]:
+def gradients_now(grad_mask: Sequence[bool] | None, reduction: str, mode: str = "") -> tuple[bool, ...]:
     """Which gradients the forward computes: none for "none", whose tokens' weights only the backward knows."""
-    return (False, False, False) if grad_mask is None or reduction == "none" else tuple(grad_mask)
+    if grad_mask is None or reduction == "none" or mode in ("keep", "recompute"):
+        return (False, False, False)
+    return tuple(grad_mask)
+
+
+def keeps_logit_grad(grad_mask: Sequence[bool] | None, reduction: str, mode: str) -> bool:
+    """Whether the forward leaves the gradient of the logits."""
+    return mode == "keep" and reduction != "none" and grad_mask is not None and any(grad_mask)
+
+
+def summed_dtype(weight: Tensor, accumulate_fp32: bool) -> torch.dtype:
+    """In what dtype weight's gradient is summed over chunks, and kept for the backward."""
+    return torch.promote_types(weight.dtype, torch.float32) if accumulate_fp32 else saved_dtype(weight)
 
 
 def saved_dtype(weight: Tensor) -> torch.dtype:

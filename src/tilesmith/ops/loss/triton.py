@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.loss import chunks
+from tilesmith.ops.loss.reduction import reduce_losses
 from tilesmith.ops.loss.reference import Terms
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -44,9 +45,12 @@ def _score(logits, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _row_start(row, stride, outer_stride, inner_rows, GROUPED: tl.constexpr):
-    """Offset of a row; GROUPED: rows lie in groups of `inner_rows`, as those of logits[:, :-1] do."""
+def _row_start(row, stride, outer_stride, inner_rows, GROUPED: tl.constexpr, UNIT: tl.constexpr):
+    """Offset of a row; GROUPED: rows lie in groups of `inner_rows`, as those of logits[:, :-1] do. All strides are
+    multiples of UNIT, which Triton only sees in an argument if it is one of 16."""
+    stride = stride // UNIT * UNIT
     if GROUPED:
+        outer_stride = outer_stride // UNIT * UNIT
         return (row // inner_rows) * outer_stride + (row % inner_rows) * stride
     else:
         return row * stride
@@ -101,12 +105,15 @@ def _coefficients(
 
 
 @triton.jit
-def _undivided(divisors_ptr, Z: tl.constexpr):
-    """Weight of the z term in the loss times its first divisor."""
-    if Z and divisors_ptr is not None:
-        return tl.load(divisors_ptr) / tl.load(divisors_ptr + 1)
+def _own_grads(divisors_ptr, Z: tl.constexpr, MEAN: tl.constexpr):
+    """The gradient of a loss with respect to a token's cross-entropy and to its z term: of the mean, or of that times
+    its first divisor."""
+    if MEAN:
+        return 1.0 / tl.load(divisors_ptr), 1.0 / tl.load(divisors_ptr + 1)
+    elif Z and divisors_ptr is not None:
+        return 1.0, tl.load(divisors_ptr) / tl.load(divisors_ptr + 1)
     else:
-        return 1.0
+        return 1.0, 1.0
 
 
 @triton.jit
@@ -120,11 +127,18 @@ def _upstream(dloss_ptr, dloss_stride, divisors_ptr, row, inside):
 
 
 @triton.jit
+def _tile(BLOCK: tl.constexpr, LANES: tl.constexpr):
+    """Places of a block, as [BLOCK / LANES, LANES]: LANES neighbours are what one thread loads at once."""
+    return tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
 def _sweep(
     row_ptr, weight_ptr, at, shift, end, peak, sums, total, scale, softcap,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take one block of a row into the running maximum, the running sums of exponentials and those of scores."""
+    """Take one block of a row into the running maxima, the running sums of exponentials and those of scores. Each
+    thread has its own, so that threads meet once a row and not once a block."""
     inside = (at >= shift) & (at < end)
     if MASKED:
         z, _ = _score(tl.load(row_ptr + at, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
@@ -134,12 +148,12 @@ def _sweep(
         part = z
         if weight_ptr is not None:
             part = z * tl.load(weight_ptr + (at - shift), mask=inside, other=0.0).to(tl.float32)
-        total += tl.where(inside, part, 0.0) if MASKED else part
+        total += tl.sum(tl.where(inside, part, 0.0), 1) if MASKED else tl.sum(part, 1)
     if MASKED:
         z = tl.where(inside, z, float("-inf"))
-    top = tl.maximum(peak, tl.max(z, 0))
+    top = tl.maximum(peak, tl.max(z, 1))
     finite = tl.where(top == float("-inf"), 0.0, top)
-    sums = sums * tl.exp2(peak - finite) + tl.exp2(z - finite)
+    sums = sums * tl.exp2(peak - finite) + tl.sum(tl.exp2(z - finite[:, None]), 1)
     return top, sums, total
 
 
@@ -174,87 +188,87 @@ def _gradient(
 @triton.jit
 def _swept_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, divisors_ptr, losses_ptr, lse_ptr,
-    cols, stride, outer_stride, inner_rows, ignore_index, smoothing, z_loss, scale, softcap,
+    rows, cols, stride, outer_stride, inner_rows, ignore_index, smoothing, z_loss, scale, softcap,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, ADD_Z: tl.constexpr, GRAD: tl.constexpr,
-    GROUPED: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    MEAN: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr, COLS_UNIT: tl.constexpr, ALIGN: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. ALIGN > 1: rows start anywhere, so blocks start at the multiple of ALIGN elements before, and
-    only the first and the last one are masked: the others keep 16-byte accesses."""
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    counted = target != ignore_index
-    valid = (target >= 0) & (target < cols)
-    label = tl.where(valid, target, 0)
-    start = _row_start(row, stride, outer_stride, inner_rows, GROUPED)
-    base = start // ALIGN * ALIGN
-    shift = (start - base).to(tl.int32)
-    end = shift + cols
-    row_ptr = logits_ptr + base
-    lane = tl.arange(0, BLOCK)
-    chosen = tl.load(logits_ptr + start + label, mask=counted & valid, other=0.0).to(tl.float32)
+    """Rows one after the other. ALIGN > 1: rows start anywhere, so blocks start at the multiple of ALIGN elements
+    before. Only the first block (where ALIGN > 1) and the last one are masked: the others keep 16-byte accesses. The
+    gradient's sweep goes backwards, so that it meets what the L2 cache has seen last."""
+    cols = cols // COLS_UNIT * COLS_UNIT
+    place = _tile(BLOCK, LANES)
+    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        target = tl.load(target_ptr + row).to(tl.int64)
+        counted = target != ignore_index
+        valid = (target >= 0) & (target < cols)
+        label = tl.where(valid, target, 0)
+        start = _row_start(row, stride, outer_stride, inner_rows, GROUPED, UNIT)
+        base = start // ALIGN * ALIGN
+        shift = (start - base).to(tl.int32)
+        end = shift + cols
+        row_ptr = logits_ptr + base
+        chosen = tl.load(logits_ptr + start + label, mask=counted & valid, other=0.0).to(tl.float32)
 
-    peak = float("-inf")
-    sums = tl.zeros([BLOCK], tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    stop = tl.where(counted, end, 0)
-    if ALIGN > 1:
+        peak = tl.full([BLOCK // LANES], float("-inf"), tl.float32)
+        sums = tl.zeros([BLOCK // LANES], tl.float32)
+        total = tl.zeros([BLOCK // LANES], tl.float32)
+        stop = tl.where(counted, end, 0)
         full = stop // BLOCK * BLOCK
-        for first in tl.range(0, tl.minimum(stop, BLOCK), BLOCK, num_stages=1):
-            peak, sums, total = _sweep(
-                row_ptr, weight_ptr, first + lane, shift, end, peak, sums, total, scale, softcap, SMOOTH, SOFTCAP, True
-            )
-        for first in tl.range(BLOCK, full, BLOCK, num_stages=STAGES):
-            peak, sums, total = _sweep(
-                row_ptr, weight_ptr, first + lane, shift, end, peak, sums, total, scale, softcap, SMOOTH, SOFTCAP, False
-            )
-        for first in tl.range(tl.maximum(full, BLOCK), stop, BLOCK, num_stages=1):
-            peak, sums, total = _sweep(
-                row_ptr, weight_ptr, first + lane, shift, end, peak, sums, total, scale, softcap, SMOOTH, SOFTCAP, True
-            )
-    else:
-        for first in tl.range(0, stop, BLOCK, num_stages=STAGES):
-            peak, sums, total = _sweep(
-                row_ptr, weight_ptr, first + lane, 0, end, peak, sums, total, scale, softcap, SMOOTH, SOFTCAP, True
-            )
-
-    lse2 = tl.where(counted, peak + tl.log2(tl.sum(sums, 0)), 0.0)
-    lse = lse2 * LN2
-    chosen, _ = _score(chosen, scale, softcap, SOFTCAP)
-    label_weight = _label_weight(weight_ptr, label, counted & valid)
-    all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, cols)
-    loss = _loss(lse2, chosen, tl.sum(total, 0), label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH)
-    if ADD_Z:
-        loss += z_loss * lse * lse
-    tl.store(losses_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
-
-    if GRAD:
-        probability, hit, every = _coefficients(
-            1.0, _undivided(divisors_ptr, Z), lse, label_weight, all_weights, cols, smoothing, z_loss, scale,
-            counted, valid, SMOOTH, Z,
-        )  # fmt: skip
-        label_at = label + shift
+        begin = 0
         if ALIGN > 1:
+            begin = BLOCK
+            if counted:
+                peak, sums, total = _sweep(
+                    row_ptr, weight_ptr, place, shift, end, peak, sums, total, scale, softcap, SMOOTH, SOFTCAP, True
+                )
+        for first in tl.range(begin, full, BLOCK, num_stages=STAGES):
+            peak, sums, total = _sweep(
+                row_ptr, weight_ptr, first + place, shift, end, peak, sums, total, scale, softcap,
+                SMOOTH, SOFTCAP, False,
+            )  # fmt: skip
+        last = tl.maximum(full, begin)
+        if last < stop:
+            peak, sums, total = _sweep(
+                row_ptr, weight_ptr, last + place, shift, end, peak, sums, total, scale, softcap, SMOOTH, SOFTCAP, True
+            )
+
+        top = tl.max(peak, 0)
+        finite = tl.where(top == float("-inf"), 0.0, top)
+        lse2 = tl.where(counted, top + tl.log2(tl.sum(sums * tl.exp2(peak - finite), 0)), 0.0)
+        lse = lse2 * LN2
+        chosen, _ = _score(chosen, scale, softcap, SOFTCAP)
+        label_weight = _label_weight(weight_ptr, label, counted & valid)
+        all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, cols)
+        loss = _loss(lse2, chosen, tl.sum(total, 0), label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH)
+        if ADD_Z:
+            loss += z_loss * lse * lse
+        tl.store(losses_ptr + row, loss)
+        tl.store(lse_ptr + row, lse)
+
+        if GRAD:
+            token_grad, z_grad = _own_grads(divisors_ptr, Z, MEAN)
+            probability, hit, every = _coefficients(
+                token_grad, z_grad, lse, label_weight, all_weights, cols, smoothing, z_loss, scale,
+                counted, valid, SMOOTH, Z,
+            )  # fmt: skip
+            label_at = label.to(tl.int32) + shift
             full = end // BLOCK * BLOCK
-            for first in tl.range(0, tl.minimum(end, BLOCK), BLOCK, num_stages=1):
+            last = tl.maximum(full, begin)
+            if last < end:
                 _gradient(
-                    row_ptr, row_ptr, weight_ptr, first + lane, shift, end, label_at, lse2, probability, hit, every,
+                    row_ptr, row_ptr, weight_ptr, last + place, shift, end, label_at, lse2, probability, hit, every,
                     scale, softcap, counted, SMOOTH, SOFTCAP, True,
                 )  # fmt: skip
-            for first in tl.range(BLOCK, full, BLOCK, num_stages=STAGES):
+            for back in tl.range(begin, full, BLOCK, num_stages=STAGES):
                 _gradient(
-                    row_ptr, row_ptr, weight_ptr, first + lane, shift, end, label_at, lse2, probability, hit, every,
-                    scale, softcap, counted, SMOOTH, SOFTCAP, False,
+                    row_ptr, row_ptr, weight_ptr, full - BLOCK + begin - back + place, shift, end, label_at, lse2,
+                    probability, hit, every, scale, softcap, counted, SMOOTH, SOFTCAP, False,
                 )  # fmt: skip
-            for first in tl.range(tl.maximum(full, BLOCK), end, BLOCK, num_stages=1):
+            if ALIGN > 1:
                 _gradient(
-                    row_ptr, row_ptr, weight_ptr, first + lane, shift, end, label_at, lse2, probability, hit, every,
-                    scale, softcap, counted, SMOOTH, SOFTCAP, True,
-                )  # fmt: skip
-        else:
-            for first in tl.range(0, end, BLOCK, num_stages=STAGES):
-                _gradient(
-                    row_ptr, row_ptr, weight_ptr, first + lane, 0, end, label_at, lse2, probability, hit, every,
+                    row_ptr, row_ptr, weight_ptr, place, shift, end, label_at, lse2, probability, hit, every,
                     scale, softcap, counted, SMOOTH, SOFTCAP, True,
                 )  # fmt: skip
 
@@ -264,9 +278,12 @@ def _held_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, divisors_ptr, losses_ptr, lse_ptr,
     rows, cols, stride, outer_stride, inner_rows, ignore_index, smoothing, z_loss, scale, softcap,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, ADD_Z: tl.constexpr, GRAD: tl.constexpr,
-    GROUPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    MEAN: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr, COLS_UNIT: tl.constexpr, PLAIN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of whole rows, read once and held in registers."""
+    """A tile of whole rows, read once and held in registers. PLAIN: scores are the logits, so that what lies outside a
+    row can be loaded as −∞."""
+    cols = cols // COLS_UNIT * COLS_UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)[None, :]
     exists = row < rows
@@ -274,10 +291,13 @@ def _held_kernel(
     counted = exists & (target != ignore_index)
     valid = (target >= 0) & (target < cols)
     label = tl.where(valid, target, 0)
-    at = _row_start(row, stride, outer_stride, inner_rows, GROUPED)[:, None] + col
+    start = _row_start(row, stride, outer_stride, inner_rows, GROUPED, UNIT)
+    at = start[:, None] + col
     read = counted[:, None] & (col < cols)
-    z, slope = _score(tl.load(logits_ptr + at, mask=read, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
-    chosen = tl.sum(tl.where(col == label[:, None], z, 0.0), 1)
+    outside = float("-inf") if PLAIN else 0.0
+    z, slope = _score(tl.load(logits_ptr + at, mask=read, other=outside).to(tl.float32), scale, softcap, SOFTCAP)
+    chosen = tl.load(logits_ptr + start + label, mask=counted & valid, other=0.0).to(tl.float32)
+    chosen, _ = _score(chosen, scale, softcap, SOFTCAP)
     total = chosen
     if SMOOTH:
         part = z
@@ -285,7 +305,8 @@ def _held_kernel(
             weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
             part = z * weight
         total = tl.sum(tl.where(read, part, 0.0), 1)
-    z = tl.where(read, z, float("-inf"))
+    if not PLAIN:
+        z = tl.where(read, z, float("-inf"))
     peak = tl.max(z, 1)
     finite = tl.where(peak == float("-inf"), 0.0, peak)
     sums = tl.sum(tl.exp2(z - finite[:, None]), 1)
@@ -301,8 +322,9 @@ def _held_kernel(
     tl.store(lse_ptr + row, lse, mask=exists)
 
     if GRAD:
+        token_grad, z_grad = _own_grads(divisors_ptr, Z, MEAN)
         probability, hit, every = _coefficients(
-            tl.full([ROWS], 1.0, tl.float32), _undivided(divisors_ptr, Z), lse, label_weight, all_weights, cols,
+            token_grad + tl.zeros([ROWS], tl.float32), z_grad, lse, label_weight, all_weights, cols,
             smoothing, z_loss, scale, counted, valid, SMOOTH, Z,
         )  # fmt: skip
         grad = tl.exp2(z - lse2[:, None]) * probability[:, None]
@@ -311,7 +333,7 @@ def _held_kernel(
                 grad -= every[:, None] * weight
             else:
                 grad -= every[:, None]
-        grad = tl.where(col == label[:, None], grad - hit[:, None], grad)
+        grad = tl.where(col == label.to(tl.int32)[:, None], grad - hit[:, None], grad)
         if SOFTCAP:
             grad *= slope
         tl.store(logits_ptr + at, grad.to(logits_ptr.dtype.element_ty), mask=exists[:, None] & (col < cols))
@@ -320,47 +342,52 @@ def _held_kernel(
 @triton.jit
 def _swept_vjp_kernel(
     logits_ptr, out_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, dloss_ptr, divisors_ptr,
-    cols, blocks, stride, outer_stride, inner_rows, dloss_stride,
+    cols, first_class, classes, blocks, stride, outer_stride, inner_rows, dloss_stride,
     ignore_index, smoothing, z_loss, scale, softcap,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, GROUPED: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr,
+    COLS_UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row a program. ALIGN > 1, as in `_swept_kernel`, only where out has the strides of logits."""
+    """One block of one row a program. ALIGN > 1, as in `_swept_kernel`, only where out has the strides of logits.
+    The columns are the classes from first_class on, of `classes`."""
+    cols = cols // COLS_UNIT * COLS_UNIT
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     at = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row).to(tl.int64)
     counted = target != ignore_index
-    valid = (target >= 0) & (target < cols)
+    valid = (target >= 0) & (target < classes)
     label = tl.where(valid, target, 0)
     lse = tl.load(lse_ptr + row)
     token_grad, z_grad = _upstream(dloss_ptr, dloss_stride, divisors_ptr, row, counted)
     label_weight = _label_weight(weight_ptr, label, counted & valid)
-    all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, cols)
+    all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, classes)
     probability, hit, every = _coefficients(
-        token_grad, z_grad, lse, label_weight, all_weights, cols, smoothing, z_loss, scale, counted, valid, SMOOTH, Z
+        token_grad, z_grad, lse, label_weight, all_weights, classes, smoothing, z_loss, scale, counted, valid, SMOOTH, Z
     )
-    start = _row_start(row, stride, outer_stride, inner_rows, GROUPED)
+    start = _row_start(row, stride, outer_stride, inner_rows, GROUPED, UNIT)
     base = start // ALIGN * ALIGN
     shift = (start - base).to(tl.int32)
     end = shift + cols
     in_ptr = logits_ptr + base
     lse2 = lse * LOG2E
+    label_at = (label - first_class).to(tl.int32) + shift
+    if weight_ptr is not None:
+        weight_ptr += first_class
     if ALIGN > 1:
         first = (program % blocks) * BLOCK
         if (first >= shift) & (first + BLOCK <= end):
             _gradient(
-                in_ptr, out_ptr + base, weight_ptr, at, shift, end, label + shift, lse2, probability, hit, every,
+                in_ptr, out_ptr + base, weight_ptr, at, shift, end, label_at, lse2, probability, hit, every,
                 scale, softcap, counted, SMOOTH, SOFTCAP, False,
             )  # fmt: skip
         else:
             _gradient(
-                in_ptr, out_ptr + base, weight_ptr, at, shift, end, label + shift, lse2, probability, hit, every,
+                in_ptr, out_ptr + base, weight_ptr, at, shift, end, label_at, lse2, probability, hit, every,
                 scale, softcap, counted, SMOOTH, SOFTCAP, True,
             )  # fmt: skip
     else:
         _gradient(
-            in_ptr, out_ptr + row * cols, weight_ptr, at, 0, end, label, lse2, probability, hit, every,
+            in_ptr, out_ptr + row * cols, weight_ptr, at, 0, end, label_at, lse2, probability, hit, every,
             scale, softcap, counted, SMOOTH, SOFTCAP, True,
         )  # fmt: skip
 
@@ -368,36 +395,37 @@ def _swept_vjp_kernel(
 @triton.jit
 def _held_vjp_kernel(
     logits_ptr, out_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, dloss_ptr, divisors_ptr,
-    rows, cols, stride, outer_stride, inner_rows, dloss_stride,
+    rows, cols, first_class, classes, stride, outer_stride, inner_rows, dloss_stride,
     ignore_index, smoothing, z_loss, scale, softcap,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, GROUPED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr,
+    COLS_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of whole rows."""
+    """A tile of whole rows, or of all their columns that are there: the classes from first_class on."""
+    cols = cols // COLS_UNIT * COLS_UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)[None, :]
     exists = row < rows
     target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
     counted = exists & (target != ignore_index)
-    valid = (target >= 0) & (target < cols)
+    valid = (target >= 0) & (target < classes)
     label = tl.where(valid, target, 0)
     lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
     token_grad, z_grad = _upstream(dloss_ptr, dloss_stride, divisors_ptr, row, counted)
     label_weight = _label_weight(weight_ptr, label, counted & valid)
-    all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, cols)
+    all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, classes)
     probability, hit, every = _coefficients(
-        token_grad, z_grad, lse, label_weight, all_weights, cols, smoothing, z_loss, scale, counted, valid, SMOOTH, Z
+        token_grad, z_grad, lse, label_weight, all_weights, classes, smoothing, z_loss, scale, counted, valid, SMOOTH, Z
     )
-    at = _row_start(row, stride, outer_stride, inner_rows, GROUPED)[:, None] + col
+    at = _row_start(row, stride, outer_stride, inner_rows, GROUPED, UNIT)[:, None] + col
     x = tl.load(logits_ptr + at, mask=counted[:, None] & (col < cols), other=0.0).to(tl.float32)
     z, slope = _score(x, scale, softcap, SOFTCAP)
     grad = tl.exp2(z - (lse * LOG2E)[:, None]) * probability[:, None]
     if SMOOTH:
         if weight_ptr is not None:
-            grad -= every[:, None] * tl.load(weight_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
+            grad -= every[:, None] * tl.load(weight_ptr + first_class + col, mask=col < cols, other=0.0).to(tl.float32)
         else:
             grad -= every[:, None]
-    grad = tl.where(col == label[:, None], grad - hit[:, None], grad)
+    grad = tl.where(col == (label - first_class).to(tl.int32)[:, None], grad - hit[:, None], grad)
     if SOFTCAP:
         grad *= slope
     out_at = (row * cols)[:, None] + col
@@ -419,7 +447,7 @@ def _finish(losses, squares, weights, number, loss_ptr, divisors_ptr, z_loss):
 @triton.jit
 def _sum_kernel(
     losses_ptr, lse_ptr, target_ptr, weight_ptr, partials_ptr, loss_ptr, divisors_ptr,
-    rows, span, cols, ignore_index, z_loss, BLOCK: tl.constexpr,
+    rows, span, cols, ignore_index, z_loss, MEAN: tl.constexpr, Z: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums over `span` tokens a program, in a fixed order; with partials_ptr None the one program finishes."""
     first = tl.program_id(0).to(tl.int64) * span
@@ -430,13 +458,16 @@ def _sum_kernel(
     for start in range(0, span, BLOCK):
         row = first + start + tl.arange(0, BLOCK)
         exists = row < rows
-        losses += tl.load(losses_ptr + row, mask=exists, other=0.0)
-        lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
-        squares += lse * lse
-        target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
-        counted = exists & (target != ignore_index)
-        number += tl.where(counted, 1.0, 0.0)
-        weights += _label_weight(weight_ptr, target, counted & (target >= 0) & (target < cols))
+        if losses_ptr is not None:
+            losses += tl.load(losses_ptr + row, mask=exists, other=0.0)
+        if Z:
+            lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
+            squares += lse * lse
+        if MEAN:
+            target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
+            counted = exists & (target != ignore_index)
+            number += tl.where(counted, 1.0, 0.0)
+            weights += _label_weight(weight_ptr, target, counted & (target >= 0) & (target < cols))
     losses, squares = tl.sum(losses, 0), tl.sum(squares, 0)
     weights, number = tl.sum(weights, 0), tl.sum(number, 0)
     if partials_ptr is None:
@@ -474,15 +505,17 @@ def _scale_kernel(grad_ptr, out_ptr, dloss_ptr, divisors_ptr, elements, BLOCK: t
 
 class LossConfig(NamedTuple):
     """block: classes a program holds at a time; rows: rows of a tile, where a whole row fits in a block; num_stages:
-    how deep the loads of a swept row are pipelined."""
+    how deep the loads of a swept row are pipelined; programs: how many rows are swept at a time, 0: as many as fit."""
 
     block: int
     rows: int
     num_warps: int
     num_stages: int
+    programs: int = 0
 
 
-SUM_SPAN, MOST_SUMS, SUM_BLOCK = 16384, 1024, 2048
+SUM_SPAN, MOST_SUMS, SUM_BLOCK = 16384, 1024, 8192
+LINE = 128  # bytes; blocks that start elsewhere leave lines half written
 
 
 class _Rows(NamedTuple):
@@ -495,12 +528,21 @@ class _Rows(NamedTuple):
     outer: int
     inner: int
 
+    @property
+    def lanes(self) -> int:
+        """Elements of 16 bytes."""
+        return 16 // self.logits.element_size()
+
+    def units(self) -> dict[str, int]:
+        """What the strides and the number of columns are multiples of: 16 bytes or one element."""
+        strides = self.stride % self.lanes == 0 and self.outer % self.lanes == 0
+        return {"UNIT": self.lanes if strides else 1, "COLS_UNIT": 1 if self.cols % self.lanes else self.lanes}
+
     def align(self, out_like_in: bool) -> int:
-        """Elements of 16 bytes where rows do not start and end at multiples of them, and peeling can help; else 1."""
-        lanes = 16 // self.logits.element_size()
-        if self.cols % lanes == 0 and self.stride % lanes == 0 and self.outer % lanes == 0:
+        """Elements of a line where rows do not start at multiples of 16 bytes and peeling can help; else 1."""
+        if self.stride % self.lanes == 0 and self.outer % self.lanes == 0:
             return 1
-        return lanes if out_like_in else 1
+        return LINE // self.logits.element_size() if out_like_in else 1
 
 
 def _rows(logits: Tensor) -> _Rows:
@@ -546,26 +588,30 @@ def _forward(
     divisors: Tensor | None,
     terms: Terms,
     add_z: bool,
-    grad: bool,
+    grad: str,
 ) -> None:
-    """Losses and lse of all rows, and with `grad` the gradient of their undivided sum in place of the logits."""
+    """Losses and lse of all rows, and with `grad` the gradient of their "sum", undivided, or "mean" over the logits."""
     if rows.count == 0:
         return
     options = {
         "SMOOTH": terms.label_smoothing != 0, "SOFTCAP": terms.softcap != 0, "Z": terms.z_loss != 0,
-        "ADD_Z": add_z and terms.z_loss != 0, "GRAD": grad, "GROUPED": rows.inner > 0,
-        "BLOCK": config.block, "num_warps": config.num_warps,
+        "ADD_Z": add_z and terms.z_loss != 0, "GRAD": grad != "", "MEAN": grad == "mean",
+        "GROUPED": rows.inner > 0, **rows.units(), "BLOCK": config.block, "num_warps": config.num_warps,
+        # a fused product and difference would round a score in two ways: a certain label would cost something
+        "enable_fp_fusion": False,
     }  # fmt: skip
     tensors = (rows.logits, target, weight, _weight_sum(weight, terms), divisors, losses, lse)
     numbers = (rows.cols, rows.stride, rows.outer, rows.inner, *terms)
     if config.block >= rows.cols:
-        grid = (triton.cdiv(rows.count, config.rows),)
-        launch(_held_kernel, grid, *tensors, rows.count, *numbers, ROWS=config.rows, **options)
+        grid = (cdiv(rows.count, config.rows),)
+        options |= {"PLAIN": terms.scale == 1 and not terms.softcap, "ROWS": config.rows}
+        launch(_held_kernel, grid, *tensors, rows.count, *numbers, **options)
     else:
         # With smoothing, class weights are loaded beside logits; pipelined too, they would not fit in shared memory.
         stages = 1 if weight is not None and terms.label_smoothing else config.num_stages
-        options |= {"ALIGN": rows.align(True), "STAGES": stages}
-        launch(_swept_kernel, (rows.count,), *tensors, *numbers, **options)
+        options |= {"ALIGN": rows.align(True), "LANES": rows.lanes, "STAGES": stages}
+        programs = min(config.programs or rows.count, rows.count)
+        launch(_swept_kernel, (programs,), *tensors, rows.count, *numbers, **options)
 
 
 def _backward(
@@ -578,50 +624,62 @@ def _backward(
     dloss: Tensor,
     divisors: Tensor | None,
     terms: Terms,
+    first_class: int = 0,
+    classes: int = 0,
 ) -> None:
-    """The gradient of all rows into `out`, which is contiguous; dloss is a scalar or has one value a row."""
+    """The gradient of all rows into `out`, which is contiguous; dloss is a scalar or has one value a row. The columns
+    are the classes from first_class on, of `classes` (0: they are all)."""
     if rows.count == 0:
         return
     options = {
         "SMOOTH": terms.label_smoothing != 0, "SOFTCAP": terms.softcap != 0, "Z": terms.z_loss != 0,
-        "GROUPED": rows.inner > 0, "BLOCK": config.block, "num_warps": config.num_warps,
+        "GROUPED": rows.inner > 0, **rows.units(), "BLOCK": config.block, "num_warps": config.num_warps,
     }  # fmt: skip
     tensors = (rows.logits, out, target, weight, _weight_sum(weight, terms), lse, dloss, divisors)
     numbers = (rows.stride, rows.outer, rows.inner, dloss.stride(0) if dloss.ndim else 0, *terms)
+    columns = (rows.cols, first_class, classes or rows.cols)
     if config.block >= rows.cols:
-        grid = (triton.cdiv(rows.count, config.rows),)
-        launch(_held_vjp_kernel, grid, *tensors, rows.count, rows.cols, *numbers, ROWS=config.rows, **options)
+        grid = (cdiv(rows.count, config.rows),)
+        launch(_held_vjp_kernel, grid, *tensors, rows.count, *columns, *numbers, ROWS=config.rows, **options)
     else:
         align = rows.align(rows.inner == 0 and rows.stride == rows.cols)
-        blocks = triton.cdiv(rows.cols + align - 1, config.block)
-        launch(_swept_vjp_kernel, (rows.count * blocks,), *tensors, rows.cols, blocks, *numbers, ALIGN=align, **options)
+        blocks = cdiv(rows.cols + align - 1, config.block)
+        launch(_swept_vjp_kernel, (rows.count * blocks,), *tensors, *columns, blocks, *numbers, ALIGN=align, **options)
 
 
 def _reduce(
-    losses: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, cols: int, terms: Terms, mean: bool
+    losses: Tensor | None,
+    lse: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    cols: int,
+    terms: Terms,
+    mean: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The loss and its divisors from the tokens' cross-entropies: one launch, or two above 16,384 tokens."""
-    loss, divisors = losses.new_empty(()), losses.new_empty(2 if mean else 0)
+    """The loss and its divisors from the tokens' cross-entropies: one launch, or two above 16,384 tokens. Without
+    losses the divisors alone count."""
+    loss, divisors = (target.new_empty(shape, dtype=torch.float32) for shape in ((), 2 if mean else 0))
     divided = divisors if mean else None
-    count = losses.numel()
-    span = max(SUM_SPAN, triton.next_power_of_2(triton.cdiv(count, MOST_SUMS)))
-    programs = max(1, triton.cdiv(count, span))
-    span = span if programs > 1 else triton.cdiv(count, SUM_BLOCK) * SUM_BLOCK
-    partials = None if programs == 1 else losses.new_empty(programs * 4)
+    count = target.numel()
+    span = max(SUM_BLOCK, next_power_of_2(cdiv(count, MOST_SUMS))) if count > SUM_SPAN else SUM_SPAN
+    programs = max(1, cdiv(count, span))
+    span = span if programs > 1 else cdiv(count, SUM_BLOCK) * SUM_BLOCK
+    partials = None if programs == 1 else target.new_empty(programs * 4, dtype=torch.float32)
     launch(
         _sum_kernel, (programs,), losses, lse, target, weight, partials, loss, divided,
-        count, span, cols, terms.ignore_index, terms.z_loss, BLOCK=SUM_BLOCK, num_warps=8,
+        count, span, cols, terms.ignore_index, terms.z_loss,
+        MEAN=mean, Z=terms.z_loss != 0, BLOCK=SUM_BLOCK, num_warps=16,
     )  # fmt: skip
     if partials is not None:
         launch(_finish_kernel, (1,), partials, loss, divided, programs, terms.z_loss, BLOCK=MOST_SUMS, num_warps=4)
     return loss, divisors
 
 
-def _scaled(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty_like(grad, dtype=dtype)
+def _scaled(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, over: bool = False) -> Tensor:
+    out = grad if over else torch.empty_like(grad, dtype=dtype)
     if out.numel():
         given = divisors if divisors.numel() else None
-        grid = (triton.cdiv(out.numel(), 4096),)
+        grid = (cdiv(out.numel(), 4096),)
         launch(_scale_kernel, grid, grad, out, dloss, given, out.numel(), BLOCK=4096, num_warps=8)
     return out
 
@@ -631,14 +689,28 @@ def _chunk_forward(config, logits, target, class_weight, losses, lse, divisors, 
     _forward(config, _rows(logits), target, class_weight, losses, lse, given, terms, False, grad)
 
 
-def _chunk_backward(config, logits, target, class_weight, lse, dloss, divisors, terms) -> None:
+def _chunk_divisors(target, class_weight, terms, classes, dtype, reduction) -> Tensor:
+    if reduction != "mean":
+        return target.new_empty(0, dtype=dtype)
+    return _reduce(None, None, target, class_weight, classes, terms._replace(z_loss=0.0), True)[1]
+
+
+def _chunk_reduce(losses, lse, target, class_weight, classes, divisors, terms, reduction) -> Tensor:
+    if reduction == "none":
+        return reduce_losses(losses, lse, divisors, terms.z_loss, reduction)
+    return _reduce(losses, lse, target, class_weight, classes, terms, reduction == "mean")[0]
+
+
+def _chunk_backward(config, logits, target, class_weight, lse, dloss, divisors, terms, first_class, classes) -> None:
     given = divisors if divisors.numel() else None
-    _backward(config, _rows(logits), logits, target, class_weight, lse, dloss, given, terms)
+    _backward(config, _rows(logits), logits, target, class_weight, lse, dloss, given, terms, first_class, classes)
 
 
 def steps(config: LossConfig) -> chunks.LogitSteps:
     """What is done to a chunk of logits, with this configuration."""
-    return chunks.LogitSteps(partial(_chunk_forward, config), partial(_chunk_backward, config), _scaled)
+    return chunks.LogitSteps(
+        partial(_chunk_forward, config), partial(_chunk_backward, config), _chunk_divisors, _chunk_reduce, _scaled
+    )
 
 
 def _reasons(call) -> list[str]:
@@ -649,13 +721,14 @@ def _linear_reasons(call) -> list[str]:
     return ["x is float64; this kernel computes in float32"] if call.x.dtype == torch.float64 else []
 
 
-def _tile(dims, arch, elements: int) -> LossConfig:
-    """Whole rows, `elements` of them a program as long as that leaves a program for each multiprocessor."""
-    block = triton.next_power_of_2(dims["cols"])
-    rows = max(1, elements // block)
+def _held(dims, arch) -> LossConfig:
+    """Whole rows: short ones several to a warp, so that no row crosses warps, as long as that leaves a program for each
+    multiprocessor; long ones with 32 elements a thread."""
+    block = next_power_of_2(dims["cols"])
+    rows, warps = max(1, 2048 // block), max(1, block // 1024)
     while rows > 1 and dims["rows"] < rows * max(1, arch.sms):
         rows //= 2
-    return LossConfig(block, rows, min(8, max(1, rows * block // 512)), 1)
+    return LossConfig(block, rows, _warps(warps, arch), 1)
 
 
 def _warps(wanted: int, arch) -> int:
@@ -663,31 +736,36 @@ def _warps(wanted: int, arch) -> int:
     return min(wanted, 1024 // max(32, arch.warp))
 
 
-def _stages(block: int, arch, dtype: torch.dtype) -> int:
-    """Blocks in flight: three through shared memory, of which the programs of a multiprocessor leave one half free."""
+def _stages(block: int, arch, dtype: torch.dtype, most: int = 3) -> int:
+    """How deep loads are pipelined: through at most half of a multiprocessor's shared memory."""
     if arch.kind != "cuda" or arch.capability < (8, 0):  # without asynchronous copies they would cost registers
         return 1
-    return 1 + min(2, arch.shared_memory // (2 * block * dtype.itemsize))
+    return min(most, 1 + arch.shared_memory // (2 * block * dtype.itemsize))
 
 
 def _default(dims, arch, dtype) -> LossConfig:
     if dims["cols"] <= 4096:
-        return _tile(dims, arch, 4096)
+        return _held(dims, arch)
     if dims["rows"] <= arch.sms and dims["cols"] > 16384:  # too few rows to fill the device: longer blocks of each
         return LossConfig(16384, 1, _warps(32, arch), _stages(16384, arch, dtype))
-    return LossConfig(4096, 1, 8, _stages(4096, arch, dtype))
+    return LossConfig(2048, 1, _warps(4, arch), _stages(2048, arch, dtype))
 
 
 def _default_vjp(dims, arch, dtype) -> LossConfig:
-    return _tile(dims, arch, 4096) if dims["cols"] <= 4096 else LossConfig(4096, 1, 8, 1)
+    return _held(dims, arch) if dims["cols"] <= 4096 else LossConfig(2048, 1, 4, 1)
 
 
 def _default_chunk(dims, arch, dtype) -> LossConfig:
     """The second sweep should find its row in the L2 cache, so the longer the row, the fewer of them at a time."""
-    if dims["cols"] <= 4096:
-        return _tile(dims, arch, 4096)
-    warps = _warps(8 if dims["cols"] <= 32768 else 16 if dims["cols"] <= 65536 else 32, arch)
-    return LossConfig(512 * warps, 1, warps, _stages(512 * warps, arch, dtype))
+    cols, odd = dims["cols"], dims["cols"] * dtype.itemsize % 16 != 0
+    if cols <= 4096:
+        return _held(dims, arch)
+    if cols * dtype.itemsize <= 2**17:
+        block, warps, programs = 2048 if odd else 4096, 8, 8
+    else:
+        block, warps, programs = 16384, 16, 2
+    stages = _stages(block, arch, dtype, most=4 if odd or programs == 2 else 3)
+    return LossConfig(block, 1, _warps(warps, arch), stages, programs * max(1, arch.sms))
 
 
 def _dims(logits, *_) -> dict[str, int]:
@@ -706,7 +784,7 @@ def _dims_linear_vjp(dloss, x, weight, *_) -> dict[str, int]:
     return _dims_linear(x, weight)
 
 
-SWEEPS = {"block": (2048, 4096, 8192, 16384, 32768), "rows": (1, 2, 4, 8, 16, 32), "num_warps": (4, 8, 16, 32)}
+SWEEPS = {"block": (2048, 4096, 8192, 16384, 32768), "rows": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8, 16, 32)}
 CROSS_ENTROPY_SPACE = Space(dims=_dims, default=_default, choices={**SWEEPS, "num_stages": (1, 2, 3, 4)})
 CROSS_ENTROPY_VJP_SPACE = Space(dims=_dims_vjp, default=_default_vjp, choices=SWEEPS)
 LINEAR_SPACE = Space(dims=_dims_linear, default=_default_chunk, choices={**SWEEPS, "num_stages": (1, 2, 3, 4)})
@@ -734,7 +812,7 @@ def cross_entropy(
     losses = logits.new_empty(target.shape, dtype=torch.float32)
     lse = torch.empty_like(losses)
     whole = reduction != "none"
-    _forward(config, _rows(logits), labels, weight, losses, lse, None, terms, not whole, False)
+    _forward(config, _rows(logits), labels, weight, losses, lse, None, terms, not whole, "")
     if not whole:
         return losses, lse, losses.new_empty(0)
     loss, divisors = _reduce(losses, lse, labels, weight, logits.shape[-1], terms, reduction == "mean")
@@ -788,16 +866,17 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_tokens: int = 0,
     accumulate_fp32: bool = True,
+    mode: str = "",
     grad_mask: Sequence[bool] | None = None,
     *,
     config: LossConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """For each chunk a product, one launch over its logits, and the products of the gradients."""
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     class_weight = None if class_weight is None else class_weight.contiguous()
     return chunks.linear_cross_entropy(
         steps(config), x, weight, target, bias, class_weight,
-        terms, reduction, chunk_tokens, accumulate_fp32, grad_mask,
+        terms, reduction, chunk_tokens, accumulate_fp32, mode, grad_mask,
     )  # fmt: skip
 
 
@@ -815,6 +894,7 @@ def linear_cross_entropy_vjp(
     x_grad: Tensor,
     weight_grad: Tensor,
     bias_grad: Tensor,
+    logit_grad: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -823,14 +903,16 @@ def linear_cross_entropy_vjp(
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
+    mode: str,
     output_mask: Sequence[bool],
     *,
     config: LossConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The saved gradients times the loss's, or the chunks again with their lse known."""
+    """The saved gradients times the loss's, products of the logits', or the logits again with their lse known."""
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     class_weight = None if class_weight is None else class_weight.contiguous()
     return chunks.linear_cross_entropy_vjp(
-        steps(config), dloss, x, weight, target, bias, class_weight, lse, divisors, (x_grad, weight_grad, bias_grad),
-        terms, reduction, chunk_tokens, accumulate_fp32, output_mask,
+        steps(config), dloss, x, weight, target, bias, class_weight, lse, divisors,
+        (x_grad, weight_grad, bias_grad, logit_grad),
+        terms, reduction, chunk_tokens, accumulate_fp32, mode, output_mask,
     )  # fmt: skip

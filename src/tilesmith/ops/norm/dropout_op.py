@@ -65,7 +65,7 @@ dropout_add_norm_vjp = Op(
     outputs=("dx", "dresidual", "dweight", "dbias"),
     kernels=TRITON,
 )
-# No fold and no sharding rule: which elements are dropped depends on the place of a row in the whole tensor.
+# No fold: which elements are dropped depends on the place of a row in the whole tensor.
 dropout_add_norm_op = Op(
     dropout_reference.dropout_add_norm,
     fake=_fake,
@@ -74,9 +74,11 @@ dropout_add_norm_op = Op(
     public=2,
     check=_check,
     kernels=TRITON,
+    sharding="*N *N N N @ -> *N *N",
 )
 
 
+@dropout_add_norm_op.door
 def dropout_add_norm(
     x: Tensor,
     residual: Tensor,

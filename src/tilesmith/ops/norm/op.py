@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.ops import portable
 from tilesmith.ops.norm import reference
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order
 
-TRITON = {"triton": "tilesmith.ops.norm.triton"}
+TRITON = {"triton": "tilesmith.ops.norm.triton", "hopper": "tilesmith.ops.norm.hopper"}
+EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CASTINGS = ("fp32", "llama")
 
@@ -157,9 +159,8 @@ rms_norm_vjp = Op(
     reference.rms_norm_vjp,
     fake=_fake_rms_norm_vjp,
     outputs=("dx", "dweight"),
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("dy", "x", "rstd"),
-    sharding="rows",
 )
 rms_norm = Op(
     reference.rms_norm,
@@ -168,18 +169,17 @@ rms_norm = Op(
     outputs=("y", "rstd"),
     public=1,
     check=_check_rms_norm,
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("x",),
-    sharding="rows",
+    sharding="*N N -> *N",
 )
 
 layer_norm_vjp = Op(
     reference.layer_norm_vjp,
     fake=_fake_layer_norm_vjp,
     outputs=("dx", "dweight", "dbias"),
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("dy", "x", "mean", "rstd"),
-    sharding="rows",
 )
 layer_norm = Op(
     reference.layer_norm,
@@ -188,9 +188,9 @@ layer_norm = Op(
     outputs=("y", "mean", "rstd"),
     public=1,
     check=_check_layer_norm,
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("x",),
-    sharding="rows",
+    sharding="*N N N -> *N",
 )
 
 # The gradient of x is that of residual: the vjp gives it in residual's dtype, the wider of the two, and the engine
@@ -199,9 +199,8 @@ add_rms_norm_vjp = Op(
     reference.add_rms_norm_vjp,
     fake=_fake_add_rms_norm_vjp,
     outputs=("dresidual", "dweight"),
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("dy", "ds", "s", "rstd", "residual"),
-    sharding="rows",
 )
 add_rms_norm = Op(
     reference.add_rms_norm,
@@ -210,19 +209,18 @@ add_rms_norm = Op(
     outputs=("y", "s", "rstd"),
     public=2,
     check=_check_add_rms_norm,
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     alias={"x": "residual"},
     fold=("x", "residual"),
-    sharding="rows",
+    sharding="*N *N N -> *N *N",
 )
 
 add_layer_norm_vjp = Op(
     reference.add_layer_norm_vjp,
     fake=_fake_add_layer_norm_vjp,
     outputs=("dresidual", "dweight", "dbias"),
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("dy", "ds", "s", "mean", "rstd", "residual"),
-    sharding="rows",
 )
 add_layer_norm = Op(
     reference.add_layer_norm,
@@ -231,8 +229,8 @@ add_layer_norm = Op(
     outputs=("y", "s", "mean", "rstd"),
     public=2,
     check=_check_add_layer_norm,
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     alias={"x": "residual"},
     fold=("x", "residual"),
-    sharding="rows",
+    sharding="*N *N N N -> *N *N",
 )

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.sharding import spread
+from tilesmith.ops import portable
 from tilesmith.ops.dropout import check_dropout, seed_for
 from tilesmith.ops.probability import reference
 from tilesmith.ops.rows import empty_rows, row_order
 
 TRITON = {"triton": "tilesmith.ops.probability.triton"}
+EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.probability.portable"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -51,13 +54,18 @@ def _check_softmax_dropout(x: Tensor, seed: Tensor | None, p: float, scale: floa
     check_dropout("softmax_dropout", x, seed, p)
 
 
+def _spread(op: Op, args: tuple) -> Tensor:
+    """A causal row looks at where it is, along the last two dims."""
+    rows = "*TN" if args[-1] else "*N"
+    return spread(op, args, f"{rows} @ -> {rows}" if op is softmax_dropout_op else f"{rows} -> {rows}")
+
+
 softmax_vjp = Op(
     reference.softmax_vjp,
     fake=_fake_softmax_vjp,
     outputs=("dx",),
     kernels=TRITON,
     fold=("dy", "y", "x"),
-    sharding="rows",
 )
 softmax = Op(
     reference.softmax,
@@ -65,12 +73,12 @@ softmax = Op(
     vjp=softmax_vjp,
     outputs=("y",),
     check=_check_softmax,
-    kernels=TRITON,
+    kernels=EVERYWHERE,
     fold=("x",),
-    sharding="rows",
+    sharding=_spread,
 )
 
-# No fold and no sharding rule: which elements are dropped depends on the place of a row in the whole tensor.
+# No fold: which elements are dropped depends on the place of a row in the whole tensor.
 softmax_dropout_vjp = Op(reference.softmax_dropout_vjp, fake=_fake_softmax_dropout_vjp, outputs=("dx",), kernels=TRITON)
 softmax_dropout_op = Op(
     reference.softmax_dropout,
@@ -79,10 +87,12 @@ softmax_dropout_op = Op(
     outputs=("out", "top", "total"),
     public=1,
     check=_check_softmax_dropout,
-    kernels=TRITON,
+    kernels=EVERYWHERE,
+    sharding=_spread,
 )
 
 
+@softmax_dropout_op.door
 def softmax_dropout(
     x: Tensor, p: float, *, scale: float = 1.0, causal: bool = False, seed: Tensor | None = None
 ) -> Tensor:

@@ -4,10 +4,13 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.sharding import spread
+from tilesmith.ops import portable
 from tilesmith.ops.rotary import norm_reference, op
 
 NAME = "rms_norm_rope"
 TRITON = {"triton": "tilesmith.ops.rotary.triton_norm"}
+EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.rotary.portable"}
 NORM_DIMS = ("head", "row")
 CASTINGS = ("fp32", "llama")
 
@@ -92,6 +95,14 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor, norm_dim: str) ->
         raise ValueError(f"{NAME}: {name} is on {weight.device}, q on {x.device}; move them to one device")
 
 
+def _spread(op_: Op, args: tuple) -> tuple[Tensor, Tensor]:
+    named = dict(zip(op_.parameters, args))
+    pattern, starts = op.angle_dims(**{name: named[name] for name in ("cos", "positions", "offsets", "cu_seqlens")})
+    tokens = "T" if named["cu_seqlens"] is not None else "t"
+    heads = f"bh{tokens}D" if named["norm_dim"] == "head" else f"bH{tokens}D"
+    return spread(op_, args, f"{heads} {heads} D D {pattern} -> {heads} {heads}", starts)
+
+
 rms_norm_rope_vjp = Op(
     norm_reference.rms_norm_rope_vjp,
     fake=_fake_vjp,
@@ -106,5 +117,6 @@ rms_norm_rope = Op(
     outputs=("q_out", "k_out", "q_rstd", "k_rstd"),
     public=2,
     check=_check,
-    kernels=TRITON,
+    kernels=EVERYWHERE,
+    sharding=_spread,
 )

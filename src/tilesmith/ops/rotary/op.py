@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.sharding import spread
 from tilesmith.ops.rotary import reference
 
 INTEGERS = (torch.int32, torch.int64)
@@ -169,6 +170,26 @@ def _check_integers(name: str, value: Tensor, device: torch.device) -> None:
         raise ValueError(f"rope: {name} is on {value.device}, q on {device}; move them to one device")
 
 
+def _spread(op: Op, args: tuple) -> tuple[Tensor, Tensor]:
+    named = dict(zip(op.parameters, args))
+    pattern, starts = angle_dims(**{name: named[name] for name in ("cos", "positions", "offsets", "cu_seqlens")})
+    tokens = "T" if named["cu_seqlens"] is not None else "t"
+    heads = f"bh{tokens}D bh{tokens}D"
+    return spread(op, args, f"{heads} {pattern} -> {heads}", starts)
+
+
+def angle_dims(
+    cos: Tensor, positions: Tensor | None, offsets: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[str, dict[str, str]]:
+    """The dims of cos, sin, positions, offsets and cu_seqlens beside q [b, h, t, D], and what counts from a start."""
+    table = ("b" if cos.shape[0] > 1 else "O") + "tR" if cos.ndim == 3 else "PR"
+    place = "t"
+    if positions is not None and positions.ndim == 2:
+        place = "bt" if positions.shape[0] > 1 else "Ot"
+    counted = cos.ndim == 2 and positions is None and cu_seqlens is None
+    return f"{table} {table} {place} {'b' if cu_seqlens is None else 'N'} S", {"offset": "t"} if counted else {}
+
+
 rope_vjp = Op(
     reference.rope_vjp,
     fake=_fake_vjp,
@@ -184,4 +205,5 @@ rope = Op(
     public=2,
     check=_check,
     kernels={"triton": "tilesmith.ops.rotary.triton"},
+    sharding=_spread,
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.sharding import spread
 from tilesmith.ops.scores import reference
 
 TRITON = {"triton": "tilesmith.ops.scores.triton"}
@@ -72,6 +73,13 @@ def _check_stats(q: Tensor, k: Tensor, scale: float | None = None, causal: bool 
     _check_values("attention_stats", q, k, scale)
 
 
+def _spread(op: Op, args: tuple) -> Tensor | tuple[Tensor, Tensor]:
+    """A causal query looks at where it is."""
+    rows = "bhT" if args[-1] else "bht"
+    outputs = f"{rows}S" if op is attention_weights else f"{rows} {rows}"
+    return spread(op, args, f"{rows}D bhSD {rows} -> {outputs}")
+
+
 attention_weights_vjp = Op(
     reference.attention_weights_vjp, fake=_fake_vjp, outputs=("dq", "dk", "dlse"), kernels=TRITON
 )
@@ -83,8 +91,14 @@ attention_weights = Op(
     outputs=("weights",),
     check=_check,
     kernels=TRITON,
+    sharding=_spread,
 )
 
 attention_stats = Op(
-    reference.attention_stats, fake=_fake_stats, outputs=("m", "l"), check=_check_stats, kernels=TRITON
+    reference.attention_stats,
+    fake=_fake_stats,
+    outputs=("m", "l"),
+    check=_check_stats,
+    kernels=TRITON,
+    sharding=_spread,
 )

@@ -1,0 +1,135 @@
+"""Portable kernels of the attention family."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import register_kernel
+from tilesmith.hardware.detect import arch_of
+from tilesmith.hardware.limits import limits_of
+from tilesmith.kernels.flash_attention import (
+    FlashAttentionConfig,
+    create_flash_attention_kernel,
+    preset_for,
+    required_shared_memory,
+)
+from tilesmith.ops import portable
+from tilesmith.ops.attn import reference
+from tilesmith.runtime import backend_of
+
+_UNSERVED = {
+    "bias": "scores get nothing added",
+    "mask": "only causal masks are known",
+    "alibi": "scores know no distance",
+    "sinks": "nothing is added to the denominator",
+    "seed": "nothing is dropped",
+    "cu_seqlens_q": "documents are not told apart",
+    "kv_lengths": "all keys count",
+    "prefix_lengths": "only causal masks are known",
+    "q_documents": "documents are not told apart",
+    "block_offsets": "block lists are not walked",
+    "page_table": "paged keys and values are not read",
+    "q_scale": "quantised values are not read",
+    "k_scale": "quantised values are not read",
+    "v_scale": "quantised values are not read",
+}
+
+
+def _reasons(call) -> list[str]:
+    found = portable.reasons(call, "q")
+    found += [f"{name}: {what}" for name, what in _UNSERVED.items() if getattr(call, name) is not None]
+    if call.capped:
+        found.append("softcap: scores are not bent")
+    if call.window_left >= 0 or (call.window_right >= 0 and not call.causal):
+        found.append("window: only causal masks are known")
+    if call.q.cols != call.v.cols:
+        found.append(f"the head dims are {call.q.cols} and {call.v.cols}; one for all is served")
+    elif call.q.cols % 4 or not 4 <= call.q.cols <= 256:
+        found.append(f"the head dim is {call.q.cols}; multiples of 4 up to 256 are served")
+    if not found:
+        try:
+            _config(call.q.cols, call.q.dtype, call.q.device, call.causal)
+        except ValueError as problem:  # no blocks fit
+            found.append(str(problem))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _config(dim: int, dtype: torch.dtype, device: torch.device, causal: bool) -> FlashAttentionConfig:
+    """Blocks that fit a device, with matrix units where they are sure to be there. Raises ValueError if none do."""
+    backend, half = backend_of(device), dtype is not torch.float32
+    if backend == "cuda":
+        granted = limits_of("cuda")
+        limits = replace(granted, shared_memory=max(granted.shared_memory, arch_of(device).shared_memory))
+        units = half and dim % 16 == 0
+        # H200, 16,384 tokens, hidden 2048, 4k keys, TFLOP/s of 128 x 128 and 64 x 64: f16 D 64 full 233, 227, causal
+        # 225, 209; D 128 full 200, 220, causal 186, 196. f32 of 64 x 32 and 64 x 64: D 64 30, 29, D 128 28, 30.
+        blocks = ((128, 128) if units else (64, 32)) if dim <= 64 else (64, 64)
+        config = FlashAttentionConfig(*blocks, dim, half, matrix="cuda" if units else "none")
+        if limits.refuses(required_shared_memory(config), (config.threads, 1, 1)):
+            config = preset_for(limits, dim, use_half=half, matrix=config.matrix)
+    else:
+        matrix = None if dtype is torch.float16 else "none"
+        limits = limits_of("vulkan" if backend == "interpreter" else backend)
+        config = preset_for(limits, dim, use_half=half, matrix=matrix)
+    return replace(config, half=portable.half_of(dtype), causal=causal, return_lse=True, strided=True)
+
+
+@register_kernel("attention", backend="portable", rank=portable.RANK, rejects=_reasons)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    block_offsets: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_offsets_t: Tensor | None = None,
+    block_indices_t: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_q: int = 0,
+    block_k: int = 0,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A workgroup for each block of queries of a head."""
+    batch, heads, tokens, dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    out = reference.out_like(q, dim)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
+    if keys == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    config = _config(dim, q.dtype, q.device, causal)
+    scalars = {"n_q": tokens, "n_kv": keys, "heads": heads, "kv_heads": kv_heads}
+    scalars["scale"] = dim**-0.5 if scale is None else scale
+    tensors = {"lse": lse}
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        tensors[name], steps = portable.flat(x, config.out_lanes if name == "out" else config.lanes)
+        scalars |= {f"{name}_{axis}": step for axis, step in zip(("batch", "head", "row"), steps)}
+    portable.launch(create_flash_attention_kernel(config), config.grid(tokens, heads, batch), tensors, scalars)
+    if causal and tokens > keys:
+        lse.masked_fill_(lse < -1e38, float("-inf"))  # queries that see no key
+    return out, lse

@@ -1,0 +1,53 @@
+"""Portable kernels of the gemm family."""
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import register_kernel
+from tilesmith.kernels.fused_ops import NormLinearConfig, create_norm_linear_kernel
+from tilesmith.kernels.rows import vector_lanes
+from tilesmith.ops import portable
+from tilesmith.ops.gemm import reference
+from tilesmith.ops.gemm.reference import flat
+
+BELOW_LIBRARY = 3  # a library's product, where there is one, has matrix units; this kernel has none
+
+
+def _reasons(call) -> list[str]:
+    return portable.reasons(call, "x", "weight", "bias", "norm_weight", "norm_bias")
+
+
+@register_kernel("norm_linear", backend="portable", rank=BELOW_LIBRARY, rejects=_reasons)
+def norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    kind: str = "rms",
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tiles of 32 rows by 64 outputs, sixteen sums a thread; every tile normalises its rows anew."""
+    columns, outputs = x.shape[-1], weight.shape[0]
+    if x.numel() == 0 or outputs == 0:  # nothing to multiply, at most statistics
+        return reference.norm_linear(x, weight, bias, norm_weight, norm_bias, kind, eps, offset)
+    rows, lanes = flat(x), vector_lanes(columns)
+    y = x.new_empty((*x.shape[:-1], outputs))
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    mean = rstd.new_empty((*x.shape[:-1], 0)) if kind == "rms" else torch.empty_like(rstd)
+    has = {"bias": bias is not None, "norm_weight": norm_weight is not None, "norm_bias": norm_bias is not None}
+    config = NormLinearConfig(columns, outputs, kind, **portable.storage(x), **has)
+    vectors = {"norm_weight": norm_weight, "norm_bias": norm_bias}
+    given = {name: v.to(torch.float32).contiguous() for name, v in vectors.items() if v is not None}
+    given |= {"x": rows.contiguous(), "weight": weight.to(x.dtype).contiguous()}
+    tensors = {name: portable.flat(v, lanes)[0] for name, v in given.items()} | {"y": y, "rstd": rstd}
+    if bias is not None:
+        tensors["bias"] = bias.to(x.dtype).contiguous()
+    if kind == "layer":
+        tensors["mean"] = mean
+    scalars = {"rows": rows.shape[0], "eps": eps}
+    if kind == "rms" and norm_weight is not None:
+        scalars["offset"] = offset
+    portable.launch(create_norm_linear_kernel(config), config.grid(rows.shape[0]), tensors, scalars)
+    return y, mean, rstd

@@ -1,0 +1,232 @@
+"""Cross-entropies whose classes are spread over the ranks of a group: each rank reads only its own part.
+
+Two all-reduces of one to three numbers a token make the losses; the gradient of the logits needs none, that of the
+hidden states is a sum over ranks. Everything that is as long as the vocabulary is done by `ops.cross_entropy` and its
+gradient on a rank's own classes. Source of the scheme: Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilesmith import ops
+from tilesmith.engine.choice import pinned
+from tilesmith.ops.loss import op
+from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads
+from tilesmith.ops.loss.reference import Terms
+
+ELEMENTS = 2**24  # swept at a time where no kernel fuses what is left to do
+
+
+class Part(NamedTuple):
+    """The classes of this rank begin at `start`; there are `classes` in all; group: the ranks that hold them."""
+
+    group: Any
+    start: int
+    classes: int
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+    *,
+    group: Any = None,
+    classes: int | None = None,
+) -> Tensor:
+    """`cross_entropy` of logits [..., V] of which each rank of `group` holds a slice [..., V / ranks], in rank's order.
+
+    target [...] (labels 0 … V - 1) and weight [V] are the same on every rank, and so is the loss; the gradient is that
+    of the rank's own slice. group: a ProcessGroup or a DeviceMesh of one dim; None: all ranks. classes: V, where the
+    ranks do not divide it; they then hold ceil(V / ranks) each and the last ones less, as `torch.chunk` gives them.
+    Ranks exchange two or three fp32 (fp64 for fp64) numbers a token. The other arguments: see `cross_entropy`.
+
+    A DTensor that is sharded by its last dim can be given to `cross_entropy` itself. Raises TypeError and ValueError as
+    `cross_entropy` does, also for a slice of another size than said here, and NotImplementedError for a second
+    derivative; where torch.compile traces it, a label that is no class makes NaN instead of an IndexError.
+    """
+    name = "vocab_parallel_cross_entropy"
+    if logits.ndim == 0 or not logits.is_floating_point():
+        raise TypeError(
+            f"{name}: logits is {logits.dtype} {tuple(logits.shape)}; it must be floating, [..., V / ranks]"
+        )
+    part = part_of(name, "logits", logits.shape[-1], group, classes)
+    op._check_tokens(name, "logits", logits, target)
+    op._check_class_weight(name, "weight", weight, logits, part.classes)
+    op._check_terms(name, label_smoothing, z_loss, softcap, reduction)
+    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    return cross_entropy(logits, target, weight, terms, reduction, part)
+
+
+def part_of(name: str, argument: str, held: int, group: Any, classes: int | None) -> Part:
+    """This rank's part of the vocabulary; ValueError if `held`, the classes in `argument`, is another number."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if classes is None:
+        classes = held * ranks
+    step = -(-classes // ranks)
+    start = min(rank * step, classes)
+    expected = min(step, classes - start)
+    if held != expected or held == 0:
+        raise ValueError(
+            f"{name}: {argument} holds {held} classes; rank {rank} of {ranks} must hold {expected} of the {classes}, "
+            "and 1 at least"
+        )
+    return Part(group, start, classes)
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, reduction: str, part: Part
+) -> Tensor:
+    """The loss, with its gradient, of a rank's slice of the logits."""
+    return _CrossEntropy.apply(logits, target, weight, terms, reduction, part)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, target, weight, terms, reduction, part):
+        if not torch.compiler.is_compiling():
+            check_labels(target, part.classes, terms.ignore_index)
+        losses, lse = token_losses(logits, target, weight, terms, part)
+        divisors = divisors_of(target, weight, terms.ignore_index, part.classes, lse.dtype, reduction)
+        ctx.save_for_backward(logits, target, weight, lse, divisors)
+        ctx.call = terms, reduction, part
+        return reduce_losses(losses, lse, divisors, terms.z_loss, reduction)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        refuse_twice("vocab_parallel_cross_entropy")
+        logits, target, weight, lse, divisors = ctx.saved_tensors
+        terms, reduction, part = ctx.call
+        token_grad, z_grad = token_grads(dloss, divisors, target.shape, reduction)
+        dlogits = logit_grads(logits, target, weight, lse, token_grad, z_grad, terms, part)
+        return dlogits, None, None, None, None, None
+
+
+def token_losses(
+    logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, part: Part
+) -> tuple[Tensor, Tensor]:
+    """As `reference.token_losses`: each token's cross-entropy without its z term, and lse; 0 where ignored."""
+    smoothed, own = terms.label_smoothing > 0, _own(weight, logits, part)
+    counted, valid, inside, at = _labels(target, terms, part, logits.shape[-1])
+    # over this rank's classes: lse and, if smoothed, the mean of w · (lse − z); the label is of no account
+    misses, part_lse, _ = ops.cross_entropy.handle(
+        logits, counted.long() - 1, own if smoothed else None, -1, 1.0 if smoothed else 0.0, 0.0, terms.scale,
+        terms.softcap, "none", pin=pinned("cross_entropy"),
+    )  # fmt: skip
+    chosen = _scores(logits.gather(-1, at[..., None])[..., 0], terms, part_lse.dtype)
+    top = exchange(part_lse, "max", part)
+    sums = [(part_lse - top).exp(), torch.where(inside, chosen, 0.0)]
+    if smoothed:
+        own_weights = logits.shape[-1] if own is None else own.to(top.dtype).sum()
+        sums.append(logits.shape[-1] * misses + own_weights * (top - part_lse))
+    total, chosen, *every = exchange(torch.stack(sums), "sum", part)
+    lse = top + total.log()
+    losses = lse - chosen
+    if weight is not None:
+        losses = losses * weight.to(lse.dtype)[target.clamp(0, part.classes - 1).long()]
+    if smoothed:
+        all_weights = part.classes if weight is None else weight.to(lse.dtype).sum()
+        spread = (every[0] + all_weights * total.log()) / part.classes
+        losses = (1 - terms.label_smoothing) * losses + terms.label_smoothing * spread
+    losses = torch.where(valid, losses, float("nan"))
+    return torch.where(counted, losses, 0.0), torch.where(counted, lse, 0.0)
+
+
+def logit_grads(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    token_grad: Tensor,
+    z_grad: Tensor,
+    terms: Terms,
+    part: Part,
+) -> Tensor:
+    """As `reference.logit_grads`, for this rank's classes, in logits' dtype.
+
+    The gradient is A · p − e · w − (at the label) h, with A, e, h of a token. The kernel for a whole vocabulary makes
+    A · p − e from a token's gradient and smoothing, but would take its own label's h off; so one column, the label's or
+    where another rank has that the first, is computed here.
+    """
+    smoothing, width, dtype = terms.label_smoothing, logits.shape[-1], lse.dtype
+    own = _own(weight, logits, part)
+    counted, valid, inside, at = _labels(target, terms, part, width)
+    token_grad = torch.where(counted, torch.where(valid, token_grad, float("nan")), 0.0).to(dtype)
+    hit, all_weights = token_grad * (1 - smoothing), part.classes
+    if weight is not None:
+        hit = hit * weight.to(dtype)[target.clamp(0, part.classes - 1).long()]
+        all_weights = weight.to(dtype).sum()
+    every = token_grad * (smoothing / part.classes)
+    pull = hit + every * all_weights + torch.where(counted, 2 * terms.z_loss * lse * z_grad, 0.0)
+    at_once = smoothing > 0 and weight is None  # then A is token_grad · (1 + 2 · z_loss · lse), as the kernel makes it
+    call = (token_grad, smoothing * width / part.classes, terms.z_loss) if at_once else (pull, 0.0, 0.0)
+    dlogits = ops.cross_entropy_vjp.handle(
+        call[0].contiguous(), logits, torch.where(counted, at, -1), None, lse, lse.new_empty(0), -1, call[1], call[2],
+        terms.scale, terms.softcap, "none", [True], pin=pinned("cross_entropy_vjp"),
+    )  # fmt: skip
+    if smoothing > 0 and own is not None:
+        _subtract_spread(dlogits, logits, every, own.to(dtype), terms)
+    column = logits.gather(-1, at[..., None])[..., 0]
+    z = _scores(column, terms, dtype)
+    value = (z - lse).exp() * pull - torch.where(inside, hit, 0.0)
+    value = value - (every if own is None else every * own.to(dtype)[at])
+    value = torch.where(counted, value * _slopes(z, terms), 0.0)
+    return dlogits.scatter_(-1, at[..., None], value.to(dlogits.dtype)[..., None])
+
+
+def _subtract_spread(dlogits: Tensor, logits: Tensor, every: Tensor, own: Tensor, terms: Terms) -> None:
+    """dlogits -= e · w, which no kernel does where classes have weights."""
+    grads, rows, every = (t.reshape(-1, t.shape[-1]) for t in (dlogits, logits, every[..., None]))
+    step = max(1, ELEMENTS // rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        some = slice(start, start + step)
+        slopes = _slopes(_scores(rows[some], terms, own.dtype), terms)
+        grads[some] -= torch.where(every[some] == 0, 0.0, every[some] * own * slopes).to(grads.dtype)
+
+
+def _own(weight: Tensor | None, logits: Tensor, part: Part) -> Tensor | None:
+    return None if weight is None else weight[part.start : part.start + logits.shape[-1]]
+
+
+def _labels(target: Tensor, terms: Terms, part: Part, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Whether a token counts, whether its label is a class, whether it is one of this rank, and where it is there."""
+    at = target.long() - part.start
+    inside = (at >= 0) & (at < width)
+    counted = target != terms.ignore_index
+    return counted, (target >= 0) & (target < part.classes), inside & counted, torch.where(inside, at, 0)
+
+
+def _scores(logits: Tensor, terms: Terms, dtype: torch.dtype) -> Tensor:
+    z = logits.to(dtype) * terms.scale
+    return terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
+
+
+def _slopes(z: Tensor, terms: Terms) -> Tensor | float:
+    """The derivative of the scores z by the logits."""
+    return terms.scale * (1 - (z / terms.softcap).square()) if terms.softcap else terms.scale
+
+
+def exchange(values: Tensor, how: str, part: Part) -> Tensor:
+    """The "max" or "sum" over the ranks of a part's group."""
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
+    return wait_tensor(all_reduce(values.contiguous(), how, part.group))
+
+
+def refuse_twice(name: str) -> None:
+    """Raise in a backward that will itself be differentiated."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(f"{name}: only its first derivative is known; call backward without create_graph")

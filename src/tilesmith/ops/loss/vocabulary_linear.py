@@ -1,0 +1,186 @@
+"""linear_cross_entropy with the weight's classes spread over the ranks of a group; see `vocabulary`."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.gemm.products import add_weight_gradient, column_sums, product
+from tilesmith.ops.loss import chunked, op
+from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads, undivided_token_grads
+from tilesmith.ops.loss.reference import Terms
+from tilesmith.ops.loss.vocabulary import Part, exchange, logit_grads, part_of, refuse_twice, token_losses
+from tilesmith.ops.memory import computed_in
+
+BUDGET, CPU_BUDGET = 512 * 2**20, 16 * 2**20  # bytes of a chunk's logits, which on a CPU should stay in its cache
+FEWEST_TOKENS = 256  # thinner products are bound by reading weight
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+    chunk_tokens: int = 0,
+    accumulate_fp32: bool = True,
+    *,
+    group: Any = None,
+    classes: int | None = None,
+) -> Tensor:
+    """`linear_cross_entropy` of a weight [V, K] of which each rank of `group` holds the rows of its own classes.
+
+    x [..., K], target [...] and class_weight [V] are the same on every rank, and so is the loss; weight
+    [V / ranks, K] and bias [V / ranks] are the rank's own, as are their gradients. The gradient of x is summed over the
+    ranks. A chunk's logits and their gradient are in memory at a time. group, classes, what is exchanged and what
+    raises: see `vocab_parallel_cross_entropy`; the rest: see `linear_cross_entropy`.
+
+    A DTensor weight that is sharded by its first dim can be given to `linear_cross_entropy` itself.
+    """
+    name = "vocab_parallel_linear_cross_entropy"
+    if x.ndim == 0 or not x.is_floating_point():
+        raise TypeError(f"{name}: x is {x.dtype} {tuple(x.shape)}; it must be floating, [..., K]")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not weight.is_floating_point():
+        raise ValueError(
+            f"{name}: weight is {weight.dtype} {tuple(weight.shape)}; for this x it must be floating, "
+            f"[V / ranks, {x.shape[-1]}]"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(f"{name}: bias is {bias.dtype} {tuple(bias.shape)}; it must be floating, [{weight.shape[0]}]")
+    if chunk_tokens < 0:
+        raise ValueError(f"{name}: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more")
+    part = part_of(name, "weight", weight.shape[0], group, classes)
+    op._check_tokens(name, "x", x, target)
+    op._check_class_weight(name, "class_weight", class_weight, x, part.classes)
+    op._check_terms(name, label_smoothing, z_loss, softcap, reduction)
+    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    return linear_cross_entropy(
+        x, weight, target, bias, class_weight, terms, reduction, chunk_tokens, accumulate_fp32, part, sum_dx=True
+    )
+
+
+class Call(NamedTuple):
+    """What is no tensor. mask: wanted gradients of x, weight, bias. sum_dx: whether x's is summed over the ranks."""
+
+    terms: Terms
+    reduction: str
+    chunk_tokens: int
+    accumulate_fp32: bool
+    mask: tuple[bool, ...]
+    part: Part
+    sum_dx: bool
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    terms: Terms,
+    reduction: str,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    part: Part,
+    sum_dx: bool,
+) -> Tensor:
+    """The loss, with its gradients, of a rank's rows of the weight. sum_dx: whether x's gradient is summed over ranks;
+    else it is the rank's share of it."""
+    x = x.to(computed_in(x))
+    grads = torch.is_grad_enabled()
+    mask = tuple(grads and t is not None and t.requires_grad for t in (x, weight, bias))
+    call = Call(terms, reduction, chunk_tokens, accumulate_fp32, mask, part, sum_dx)
+    return _LinearCrossEntropy.apply(x, weight, target, bias, class_weight, call)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, target, bias, class_weight, call):
+        terms, part, labels = call.terms, call.part, target.reshape(-1)
+        if not torch.compiler.is_compiling():
+            check_labels(target, part.classes, terms.ignore_index)
+        acc = torch.promote_types(x.dtype, torch.float32)
+        divisors = divisors_of(labels, class_weight, terms.ignore_index, part.classes, acc, call.reduction)
+        # for "none" only the backward knows the tokens' weights
+        now = Gradients(x, weight, bias, call, (False,) * 3 if call.reduction == "none" else call.mask)
+        losses, lses = [x.new_empty(0, dtype=acc)], [x.new_empty(0, dtype=acc)]
+        for tokens in now.chunks():
+            logits = now.logits(tokens)
+            given = (labels[tokens], class_weight)
+            some, lse = token_losses(logits, *given, terms, part)
+            if any(now.mask):
+                grads = undivided_token_grads(some, divisors)
+                now.add(tokens, logit_grads(logits, *given, lse, *grads, terms, part))
+            losses.append(some)
+            lses.append(lse)
+        losses, lse = torch.cat(losses).view(target.shape), torch.cat(lses).view(target.shape)
+        ctx.save_for_backward(x, weight, target, bias, class_weight, lse, divisors, *now.sums())
+        ctx.call = call
+        return reduce_losses(losses, lse, divisors, terms.z_loss, call.reduction)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        refuse_twice("vocab_parallel_linear_cross_entropy")
+        x, weight, target, bias, class_weight, lse, divisors, *sums = ctx.saved_tensors
+        call = ctx.call
+        dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        if call.reduction == "none":
+            again = Gradients(x, weight, bias, call, call.mask)
+            labels, lse = target.reshape(-1), lse.reshape(-1)
+            for tokens in again.chunks():
+                token_grad, z_grad = token_grads(dloss.reshape(-1)[tokens], divisors, lse[tokens].shape, "none")
+                given = (labels[tokens], class_weight, lse[tokens], token_grad, z_grad)
+                again.add(tokens, logit_grads(again.logits(tokens), *given, call.terms, call.part))
+            grads = [grad.to(dtype) for grad, dtype in zip(again.sums(), dtypes)]
+        else:
+            grads = [chunked.STEPS.scale(grad, dloss, divisors, dtype) for grad, dtype in zip(sums, dtypes)]
+        dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, call.mask))
+        if call.sum_dx and dx is not None:
+            dx = exchange(dx, "sum", call.part)
+        return dx, dweight, None, dbias, None, None
+
+
+class Gradients:
+    """Walks over chunks of tokens and holds the gradients that grow from those of their logits."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, mask: Sequence[bool]):
+        self.x, self.weight, self.bias, self.mask = x.reshape(-1, x.shape[-1]), weight, bias, mask
+        acc = torch.promote_types(x.dtype, torch.float32)
+        wide = call.accumulate_fp32 or weight.dtype == torch.float16  # whose range undivided sums leave
+        self.dx = torch.empty_like(self.x if mask[0] else self.x[:0])
+        self.shape = x.shape if mask[0] else self.dx.shape
+        self.dweight = weight.new_zeros(weight.shape if mask[1] else 0, dtype=acc if wide else x.dtype)
+        self.dbias = weight.new_zeros(weight.shape[0] if mask[2] else 0, dtype=acc)
+        row = weight.shape[0] * x.element_size()
+        room = CPU_BUDGET if x.device.type == "cpu" else BUDGET
+        pieces = -(-self.x.shape[0] // max(room // row, FEWEST_TOKENS)) or 1
+        self.size = call.chunk_tokens or max(1, -(-self.x.shape[0] // pieces))
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices of tokens."""
+        tokens = self.x.shape[0]
+        return (slice(start, min(start + self.size, tokens)) for start in range(0, tokens, self.size))
+
+    def logits(self, tokens: slice) -> Tensor:
+        """This rank's logits of some tokens."""
+        return product(self.x[tokens], self.weight, self.bias)
+
+    def add(self, tokens: slice, dlogits: Tensor) -> None:
+        """Add what the gradient of these logits contributes."""
+        if self.mask[0]:
+            self.dx[tokens] = torch.mm(dlogits, self.weight.to(self.x.dtype))
+        if self.mask[1]:
+            add_weight_gradient(self.dweight, dlogits, self.x[tokens], first=False)
+        if self.mask[2]:
+            self.dbias += column_sums(dlogits)
+
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(dx, dweight, dbias), empty where not wanted; the last two still in the dtype they are summed in."""
+        return self.dx.view(self.shape), self.dweight, self.dbias

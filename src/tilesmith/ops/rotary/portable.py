@@ -1,0 +1,85 @@
+"""Portable kernels of the rotary family."""
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import register_kernel
+from tilesmith.kernels.fused_ops import HeadsNormRoPEConfig, create_heads_norm_rope_kernel
+from tilesmith.ops import portable
+from tilesmith.ops.rotary import reference
+
+
+def _norm_rope(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    norm_dim: str,
+    eps: float,
+    weight_offset: float,
+    casting: str,
+) -> tuple[Tensor, Tensor]:
+    """cos, sin: fp32 [angles, D/2], one row for each token of a row of the batch or of the batch."""
+    batch, heads, tokens, dim = x.shape
+    y = torch.empty_like(x)
+    rstd = x.new_empty(batch, tokens, heads if norm_dim == "head" else 1, dtype=torch.float32)
+    if x.numel() == 0:
+        return y, rstd
+    types = [portable.TYPES[x.dtype], None if weight is None else portable.TYPES[weight.dtype]]
+    width = portable.threads(heads * dim if norm_dim == "row" else dim)
+    config = HeadsNormRoPEConfig(heads, dim, *types, norm_dim, interleaved, casting, width)
+    out = y if y.stride(3) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+    given, x_steps = portable.flat(x if x.stride(3) == 1 else x.contiguous(), config.lanes)
+    taken, y_steps = portable.flat(out, config.lanes)
+    tensors = {"x": given, "cos": cos, "sin": sin, "y": taken, "rstd": rstd}
+    scalars = {"rows": batch * tokens, "tokens": tokens, "angles": cos.shape[0], "eps": eps}
+    for name, (of_batch, of_head, of_token) in (("x", x_steps), ("y", y_steps)):
+        scalars |= {f"{name}_batch": of_batch, f"{name}_token": of_token, f"{name}_head": of_head}
+    if weight is not None:
+        tensors["weight"] = portable.flat(weight.contiguous(), config.lanes)[0]
+        scalars["offset"] = weight_offset
+    portable.launch(create_heads_norm_rope_kernel(config), config.grid(batch * tokens), tensors, scalars)
+    return y if out is y else y.copy_(out), rstd
+
+
+def _reasons(call) -> list[str]:
+    found = portable.reasons(call, "q", "q_weight", "k_weight")
+    if call.q.cols % 2:
+        found.append(f"heads of {call.q.cols} features; portable kernels turn an even number")
+    elif 2 * call.cos.cols != call.q.cols:
+        found.append(f"{2 * call.cos.cols} of {call.q.cols} features turn; portable kernels turn whole heads")
+    return found
+
+
+@register_kernel("rms_norm_rope", backend="portable", rank=portable.RANK, rejects=_reasons)
+def rms_norm_rope(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+    norm_dim: str = "head",
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    casting: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A launch for q and one for k; the angles of tokens that are not simply counted are gathered beforehand."""
+    tokens = q.shape[2]
+    if cos.ndim == 2 and positions is None and offsets is None and cu_seqlens is None:
+        cos, sin = cos[offset : offset + tokens], sin[offset : offset + tokens]
+    else:
+        cos, sin = reference._angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
+    angles = [x.float().reshape(-1, x.shape[-1]).contiguous() for x in (cos, sin)]
+    rest = (*angles, interleaved, norm_dim, eps, weight_offset, casting)
+    q_out, q_rstd = _norm_rope(q, q_weight, *rest)
+    if k is None:
+        return q_out, q.new_empty(0), q_rstd, q_rstd.new_empty(0)
+    k_out, k_rstd = _norm_rope(k, k_weight, *rest)
+    return q_out, k_out, q_rstd, k_rstd

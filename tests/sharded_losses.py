@@ -1,0 +1,253 @@
+"""What two ranks check of the losses: tokens or the vocabulary spread over ranks equal one process within its budget.
+Run by test_sharding.py."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilesmith import ops
+from tilesmith.engine import use
+from tilesmith.validate.budget import compare
+
+WEIGHTS = torch.linspace(0.2, 2.0, 11)
+OPTIONS = (
+    {},
+    {"ignore_index": 0},
+    {"reduction": "sum", "scale": 0.7, "softcap": 4.0},
+    {"reduction": "none", "z_loss": 0.01},
+    {"label_smoothing": 0.1, "z_loss": 0.01},
+    {"label_smoothing": 0.2, "softcap": 4.0, "reduction": "none"},
+    {"weights": True},
+    {"weights": True, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0, "scale": 1.3},
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def _target(*shape, classes=11):
+    target = torch.randint(classes, shape)
+    target[..., -1] = -100
+    return target
+
+
+def _call(op, tensors, target, dtype, options, names, distribute=None):
+    """Loss and gradients of `op`, whole or of what `distribute` makes of each tensor; everything whole."""
+    placed = [None if t is None else t.to(dtype) for t in tensors]
+    options = dict(options)
+    if "ignore_index" in options:
+        target = torch.where(target == -100, options["ignore_index"], target)
+    if distribute is not None:
+        placed = [None if t is None else distribute(name, t) for name, t in zip(names, placed)]
+        target = distribute("target", target)
+    placed = [None if t is None else t.detach().requires_grad_() for t in placed]
+    if options.pop("weights", False):
+        options["weight" if names[0] == "logits" else "class_weight"] = WEIGHTS.to(dtype)
+    given = dict(zip(names, placed))
+    loss = op(target=target, **given, **options)
+    slope = torch.linspace(0.5, 1.5, loss.numel(), dtype=torch.float64).view(loss.shape)
+    whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+    (whole * slope.to(whole.dtype)).sum().backward()
+    grads = [t.grad for t in placed if t is not None]
+    return [whole.detach(), *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)]
+
+
+def _judge(op, tensors, target, dtype, options, names, distribute, what):
+    with use(cross_entropy="reference", linear_cross_entropy="reference"):
+        seen = _call(op, tensors, target, dtype, options, names)
+        exact = _call(
+            op, [None if t is None else t.to(dtype).double() for t in tensors], target, torch.float64, options, names
+        )
+    found = _call(op, tensors, target, dtype, options, names, distribute)
+    for name, got, reference, oracle in zip(("loss", *names), found, seen, exact):
+        if dtype == torch.float64:  # the reference is the oracle, which leaves no room for another order of sums
+            torch.testing.assert_close(got, oracle)
+            continue
+        budget = compare(got, reference, oracle)
+        assert budget.passed, (what, op, options, dtype, name, budget)
+
+
+def _spread(mesh, **placements):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    return lambda name, t: distribute_tensor(t, mesh, placements.get(name, [Replicate()] * mesh.ndim))
+
+
+def _cases():
+    return [(options, torch.float32) for options in OPTIONS] + [
+        (options, dtype) for dtype in DTYPES[1:] for options in OPTIONS[-3:]
+    ]
+
+
+LINEAR = ("x", "weight", "bias")
+
+
+def check_rows_of_logits(mesh):
+    from torch.distributed.tensor import Shard
+
+    logits, target = torch.randn(3, 5, 11), _target(3, 5)
+    target[2] = -100  # all that the second rank holds
+    for options, dtype in _cases():
+        for dim in (0, 1):
+            spread = _spread(mesh, logits=[Shard(dim)], target=[Shard(dim)])
+            _judge(ops.cross_entropy, (logits,), target, dtype, options, ("logits",), spread, f"rows {dim}")
+
+
+def check_rows_of_hidden_states(mesh):
+    from torch.distributed.tensor import Shard
+
+    tensors, target = (torch.randn(3, 5, 8), torch.randn(11, 8), torch.randn(11)), _target(3, 5)
+    for options, dtype in _cases():
+        spread = _spread(mesh, x=[Shard(0)], target=[Shard(0)])
+        _judge(ops.linear_cross_entropy, tensors, target, dtype, options, LINEAR, spread, "rows")
+
+
+def check_vocabulary_of_logits(mesh):
+    from torch.distributed.tensor import Shard
+
+    logits, target = torch.randn(3, 5, 11), _target(3, 5)
+    for options, dtype in _cases():
+        spread = _spread(mesh, logits=[Shard(2)])
+        _judge(ops.cross_entropy, (logits,), target, dtype, options, ("logits",), spread, "vocabulary")
+
+
+def check_vocabulary_of_weight(mesh):
+    from torch.distributed.tensor import Shard
+
+    tensors, target = (torch.randn(3, 5, 8), torch.randn(11, 8), torch.randn(11)), _target(3, 5)
+    spread = _spread(mesh, weight=[Shard(0)], bias=[Shard(0)])
+    for options, dtype in _cases():
+        for chunk in (0, 4):
+            given = {**options, "chunk_tokens": chunk}
+            _judge(ops.linear_cross_entropy, tensors, target, dtype, given, LINEAR, spread, "vocabulary")
+
+
+def check_tokens_and_vocabulary(mesh):
+    """Both at once, over the two dims of a mesh."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    for sizes in ((2, 1), (1, 2)):
+        both = torch.distributed.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=("data", "model"))
+        target = _target(4, 3)
+        spread = _spread(both, logits=[Shard(0), Shard(2)], target=[Shard(0), Replicate()])
+        for options in (OPTIONS[0], OPTIONS[-1]):
+            _judge(
+                ops.cross_entropy, (torch.randn(4, 3, 11),), target, torch.float32, options, ("logits",), spread, sizes
+            )
+        tensors = (torch.randn(4, 3, 8), torch.randn(11, 8), torch.randn(11))
+        place = {"weight": [Replicate(), Shard(0)], "bias": [Replicate(), Shard(0)]}
+        spread = _spread(both, x=[Shard(0), Replicate()], target=[Shard(0), Replicate()], **place)
+        for options in (OPTIONS[0], OPTIONS[-1]):
+            _judge(ops.linear_cross_entropy, tensors, target, torch.float32, options, LINEAR, spread, sizes)
+
+
+def check_nothing_counts(mesh):
+    """A mean over no tokens is NaN and its gradient 0, however they lie."""
+    from torch.distributed.tensor import Shard
+
+    target = torch.full((4,), -100)
+    for spread in (_spread(mesh, logits=[Shard(0)], target=[Shard(0)]), _spread(mesh, logits=[Shard(1)])):
+        loss, dlogits = _call(ops.cross_entropy, (torch.randn(4, 11),), target, torch.float32, {}, ("logits",), spread)
+        assert loss.isnan() and not dlogits.any()
+    tensors = (torch.randn(4, 8), torch.randn(11, 8), torch.randn(11))
+    places = {"x": [Shard(0)], "target": [Shard(0)]}, {"weight": [Shard(0)], "bias": [Shard(0)]}
+    for place in places:
+        found = _call(ops.linear_cross_entropy, tensors, target, torch.float32, {}, LINEAR, _spread(mesh, **place))
+        assert found[0].isnan() and not any(grad.any() for grad in found[1:])
+
+
+def check_doors_for_plain_tensors(mesh):
+    """The slice that a rank holds, and the gradient of just that; the group by any of its names."""
+    rank, group = mesh.get_rank(), mesh.get_group()
+    x, weight, bias, target = torch.randn(3, 5, 8), torch.randn(12, 8), torch.randn(12), _target(3, 5, classes=12)
+    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    exact = ops.linear_cross_entropy(*whole[:2], target, whole[2], label_smoothing=0.1)
+    exact.backward()
+    for name in (None, group, mesh):
+        mine = [t.clone().requires_grad_() for t in (x, weight.chunk(2)[rank], bias.chunk(2)[rank])]
+        loss = ops.vocab_parallel_linear_cross_entropy(*mine[:2], target, mine[2], label_smoothing=0.1, group=name)
+        loss.backward()
+        torch.testing.assert_close(loss, exact)
+        for t, w, cut in zip(mine, whole, (False, True, True)):
+            torch.testing.assert_close(t.grad, w.grad.chunk(2)[rank] if cut else w.grad)
+    for classes in (12, 11):
+        logits = torch.randn(3, 5, classes, requires_grad=True)
+        labels = target.clamp(max=classes - 1)
+        exact = ops.cross_entropy(logits, labels, z_loss=0.1)
+        mine = logits.detach().chunk(2, -1)[rank].requires_grad_()
+        loss = ops.vocab_parallel_cross_entropy(mine, labels, z_loss=0.1, group=group, classes=classes)
+        torch.testing.assert_close(loss, exact)
+        torch.testing.assert_close(
+            torch.autograd.grad(loss, mine)[0], torch.autograd.grad(exact, logits)[0].chunk(2, -1)[rank]
+        )
+
+
+class Talk(TorchDispatchMode):
+    """The collectives called inside: name and number of elements."""
+
+    def __enter__(self):
+        self.calls = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if func.namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
+            self.calls.append((name, args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def check_what_is_exchanged(mesh):
+    """A maximum and a sum of a few numbers a token; nothing as long as the vocabulary."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    logits = distribute_tensor(torch.randn(6, 40), mesh, [Shard(1)]).requires_grad_()
+    with Talk() as talk:
+        ops.cross_entropy(logits, torch.randint(40, (6,))).backward()
+    assert talk.calls == [("all_reduce", 6), ("all_reduce", 2 * 6)]
+    x = distribute_tensor(torch.randn(6, 5), mesh, [Shard(0)]).requires_grad_()
+    target = distribute_tensor(torch.randint(40, (6,)), mesh, [Shard(0)])
+    weight = distribute_tensor(torch.randn(40, 5), mesh, [Replicate()]).requires_grad_()
+    with Talk() as talk:
+        ops.linear_cross_entropy(x, weight, target).backward()
+    assert talk.calls == [("all_reduce", 3)]  # the sum of losses, that of class weights, and the number of tokens
+
+
+def check_against_loss_parallel(mesh):
+    """torch's own loss of sharded logits."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    logits, target = torch.randn(6, 12), _target(6, classes=12)
+    theirs, ours = (distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_() for _ in range(2))
+    with loss_parallel():
+        expected = torch.nn.functional.cross_entropy(theirs, target)
+        expected.backward()
+    found = ops.cross_entropy(ours, target)
+    found.backward()
+    torch.testing.assert_close(found.full_tensor(), expected.full_tensor())
+    torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())
+    assert ours.grad.placements == (Shard(1),)
+
+
+def check_refusals(mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x, weight, target = torch.randn(4, 8), torch.randn(12, 8), torch.randint(12, (4,))
+    place = lambda t, *p: distribute_tensor(t, mesh, p).requires_grad_(t.is_floating_point())  # noqa: E731
+    rows = place(x, Shard(0)), place(weight, Shard(0)), place(target, Shard(0))
+    with pytest.raises(ValueError, match=r"x is Shard\(0\) and weight is Shard\(0\).*redistribute one of the two"):
+        ops.linear_cross_entropy(*rows)
+    with pytest.raises(ValueError, match=r"x is a plain tensor that requires a gradient, beside DTensors"):
+        ops.linear_cross_entropy(x.clone().requires_grad_(), place(weight, Shard(0)), target)
+    with pytest.raises(ValueError, match=r"weight is Shard\(1\) .* needs that dim whole"):
+        ops.linear_cross_entropy(place(x, Replicate()), place(weight, Shard(1)), target)
+    rank, held = mesh.get_rank(), 5 + mesh.get_rank()
+    with pytest.raises(
+        ValueError, match=rf"logits holds {held} classes; rank {rank} of 2 must hold {6 - rank} of the 11"
+    ):
+        ops.vocab_parallel_cross_entropy(torch.randn(4, held), target, classes=11)
+    with pytest.raises(IndexError, match="target holds the label 12"):
+        ops.cross_entropy(place(torch.randn(4, 12), Shard(1)), target.clamp(min=0) * 0 + 12)
+    with pytest.raises(NotImplementedError, match="only its first derivative"):
+        logits = torch.randn(4, 6, requires_grad=True)
+        torch.autograd.grad(ops.vocab_parallel_cross_entropy(logits, target), logits, create_graph=True)
+    with pytest.raises(ValueError, match="label_smoothing is 2"):
+        ops.vocab_parallel_cross_entropy(torch.randn(4, 6), target, label_smoothing=2)

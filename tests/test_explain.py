@@ -1,0 +1,37 @@
+"""`explain` asked as users call: through the door of an op, in their context, with nothing run or drawn."""
+
+import pytest
+import torch
+
+import tilesmith
+from tilesmith import ops
+
+DOORS = {
+    "attention": lambda x: ((x, x, x, ops.Mask(causal=True)), {"dropout_p": 0.1}),
+    "softmax_dropout": lambda x: ((x, 0.1), {}),
+    "dropout_add_norm": lambda x: ((x, x), {"p": 0.1}),
+    "bias_dropout": lambda x: ((x,), {}),
+    "bias_dropout_residual": lambda x: ((x, x), {}),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_s_own_arguments(name):
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+    args, kwargs = DOORS[name](x)
+    state = torch.get_rng_state()
+    choice = tilesmith.explain(name, *args, **kwargs)
+    assert choice.kernel.op == name
+    assert choice.kernel.backend == "reference"
+    assert torch.equal(torch.get_rng_state(), state)
+    with tilesmith.use(**{name: "reference"}):
+        assert tilesmith.explain(name, *args, **kwargs).because == "pinned"
+    getattr(ops, name)(*args, **kwargs)  # being asked leaves nothing behind
+
+
+def test_a_door_s_own_errors():
+    x = torch.randn(1, 2, 8, 16)
+    with pytest.raises(TypeError, match="causal"):
+        tilesmith.explain("attention", x, x, x, causal=True)
+    with pytest.raises(ValueError, match="p is 2"):
+        tilesmith.explain("bias_dropout", x, p=2.0)
