@@ -279,8 +279,15 @@ def test_without_webgpu_the_page_says_what_is_missing(missing):
     assert "This browser has no WebGPU" in told
 
 
-def test_a_model_that_lacks_a_file_is_refused(tmp_path):
-    command = [sys.executable, EXAMPLE / "build.py", tmp_path / "page", "--model", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "config.json is missing; write a model with: tilesmith demo --export" in done.stderr
+def test_other_models_are_refused(tmp_path):
+    for config, words in (
+        (None, "config.json is missing; write a model with: tilesmith demo --export"),
+        ({"model_type": "gemma"}, "is no Llama with SwiGLU"),
+        ({"model_type": "llama", "hidden_size": 6}, "hidden_size of"),
+    ):
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        command = [sys.executable, EXAMPLE / "build.py", tmp_path / "page", "--model", tmp_path]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert words in done.stderr

@@ -2,7 +2,8 @@
 
     python examples/webgpu/build.py OUT [--model FOLDER]
 
-FOLDER is what `tilesmith demo --export FOLDER` writes; without one the page has no decoder. PyTorch is not needed.
+FOLDER is what `tilesmith demo --export FOLDER` writes, or another Llama of the same files; without one the page has no
+decoder. PyTorch is not needed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from tilesmith.kernels import KERNELS, fused_ops
 from tilesmith.kernels.flash_attention import FlashAttentionConfig, create_flash_attention_kernel
 
 PAGE = Path(__file__).parent / "page"
-MODEL_FILES = ("config.json", "model.safetensors", "byte_pairs.json", "reference.json")
+MODEL_FILES = ("config.json", "model.safetensors", "byte_pairs.json")
+REFERENCE = "reference.json"
+"""What the page compares the decoder with, if the folder has it."""
+
 ATTENTION = {"heads": 4, "head_dim": 64, "block_size_q": 16, "block_size_kv": 32}
 COLUMNS, HEAD_DIM, POSITIONS, DROPOUT = 512, 64, 2048, 0.1
 ROWS = (50, 256, 8192)
@@ -92,8 +96,14 @@ def fused(site: Site) -> dict:
 
 
 def decoder(site: Site, model: Path) -> dict:
-    """The kernels of a decoder with the sizes in the model's config.json."""
+    """The kernels of a decoder with the sizes in config.json. Raises ValueError for what they cannot run."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    plain = config.get("hidden_act", "silu") == "silu" and not config.get("rope_scaling")
+    if config["model_type"] != "llama" or not plain:
+        raise ValueError(f"{model} is no Llama with SwiGLU and plain rotary embedding")
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        if config[name] % 4:
+            raise ValueError(f"{name} of {model} is {config[name]}; the kernels read four numbers at a time")
     hidden, inter, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     slots, swiglu = min(CONTEXT, config["max_position_embeddings"]), fused_ops.SwiGLUConfig(inter, workgroup_size=64)
@@ -111,6 +121,7 @@ def decoder(site: Site, model: Path) -> dict:
     }
     return {
         "slots": slots,
+        "reference": (model / REFERENCE).exists(),
         "threads": kernels.THREADS,
         "rows": kernels.ROWS,
         "outputs": kernels.OUTPUTS,
@@ -121,15 +132,15 @@ def decoder(site: Site, model: Path) -> dict:
 
 
 def build(out: Path, model: Path | None = None) -> None:
-    """Write the page to `out`. Raises FileNotFoundError where `model` lacks a file."""
+    """Write the page to `out`. Raises FileNotFoundError where `model` lacks a file, ValueError for another model."""
     shutil.copytree(PAGE, out, dirs_exist_ok=True)
     site = Site(out)
     manifest = {"attention": attention(site), "fused": fused(site), "decoder": None}
     if model is not None:
         (out / "model").mkdir(exist_ok=True)
-        for name in MODEL_FILES:
-            shutil.copyfile(model / name, out / "model" / name)
         manifest["decoder"] = decoder(site, model)
+        for name in (*MODEL_FILES, *[REFERENCE] * manifest["decoder"]["reference"]):
+            shutil.copyfile(model / name, out / "model" / name)
     (out / "kernels.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -143,6 +154,8 @@ def main() -> None:
         build(args.out, args.model)
     except FileNotFoundError as problem:
         sys.exit(f"{problem.filename} is missing; write a model with: tilesmith demo --export {args.model}")
+    except ValueError as problem:
+        sys.exit(str(problem))
     print(f"python -m http.server --directory {args.out}")
 
 
