@@ -14,13 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilesmith.engine import cdiv
 from tilesmith.engine.replay import each_time
+from tilesmith.ops.gluon_shim import TensorDescriptor, expect, fetch, gl, gluon, reinterpret, wait
 
 LINE = 256  # columns of a line of a box: the most that the accelerator takes
 MOST_PARTS = 32  # of a row: a warp reads what all of them posted
@@ -41,18 +38,9 @@ def ring(SLOTS: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def arrivals(SLOTS: gl.constexpr):
-    """One barrier a slot, whose phases end when what was asked for is there."""
-    found = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(found.index(i), count=1)
-    return found
-
-
-@gluon.jit
 def _fetch(desc, slots, slot, barrier, row, part, WIDTH: gl.constexpr):
     """Start to copy a part of a row into a slot; the barrier must expect its bytes."""
-    tma.async_copy_global_to_shared(desc, [row, part * (WIDTH // _LINE), 0], barrier, slots.index(slot))
+    fetch(desc, [row, part * (WIDTH // _LINE), 0], barrier, slots.index(slot))
 
 
 @gluon.jit
@@ -67,8 +55,8 @@ def feed(a_desc, b_desc, c_desc, a, b, c, full, empty, first, step, mine, part, 
     )
     for i in range(mine):
         slot = i % SLOTS
-        mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), BYTES)
+        wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
+        expect(full.index(slot), BYTES)
         _fetch(a_desc, a, slot, full.index(slot), first + i * step, part, WIDTH)
         if b_desc is not None:
             _fetch(b_desc, b, slot, full.index(slot), first + i * step, part, WIDTH)
@@ -80,7 +68,7 @@ def feed(a_desc, b_desc, c_desc, a, b, c, full, empty, first, step, mine, part, 
 def flat(slots, slot, WIDTH: gl.constexpr):
     """A slot as one row."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return slots.index(slot)._reinterpret(slots.dtype, [WIDTH], PLAIN)
+    return reinterpret(slots.index(slot), slots.dtype, [WIDTH], PLAIN)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ def check_attention(
 ) -> None:  # fmt: skip
     """Raise ValueError or TypeError for arguments of `attention` that do not fit together."""
     batch, heads, tokens, keys = _check_values(q, k, v, page_table, k_scale, v_scale, q_scale)
-    _check_numbers(scale, window_left, window_right, softcap, dropout_p, max_seqlen_q, max_seqlen_k)
+    _check_numbers(scale, window_left, window_right, softcap, dropout_p, max_seqlen_q, max_seqlen_k, block_q, block_k)
     documents = batch
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         documents = _check_packed(batch, q, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table)
@@ -50,7 +50,7 @@ def check_attention(
         _same_device("seed", seed, q)
         if seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
             raise ValueError(f"attention: seed must be int64 [2] = (seed, offset), got {seed.dtype} {list(seed.shape)}")
-    if block_offsets is not None or block_indices is not None:
+    if any(x is not None for x in (block_offsets, block_indices, block_offsets_t, block_indices_t)):
         lists = (block_offsets, block_indices), (block_offsets_t, block_indices_t)
         _check_blocks(q, k, keys, lists, block_q, block_k)
 
@@ -62,8 +62,8 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
         small = x.dtype.itemsize == 1 and x.dtype not in (torch.bool, torch.uint8)
         if x.dtype not in FLOATS and not small:
             raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
-    if k.device != q.device or v.device != q.device:
-        raise ValueError(f"attention: q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    _same_device("k", k, q)
+    _same_device("v", v, q)
     for name, x, factor in (("q", q, q_scale), ("k", k, k_scale), ("v", v, v_scale)):
         if factor is None and (x.dtype.itemsize == 1 or x.dtype != q.dtype):
             raise TypeError(
@@ -96,7 +96,9 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
     return batch, heads, tokens, keys
 
 
-def _check_numbers(scale, window_left, window_right, softcap, dropout_p, max_seqlen_q, max_seqlen_k) -> None:
+def _check_numbers(
+    scale, window_left, window_right, softcap, dropout_p, max_seqlen_q, max_seqlen_k, block_q, block_k
+) -> None:
     if scale is not None and not 0.0 < scale < math.inf:
         raise ValueError(f"attention: scale must be a positive number, got {scale}; put a sign into q")
     if not 0.0 <= softcap < math.inf:
@@ -109,6 +111,9 @@ def _check_numbers(scale, window_left, window_right, softcap, dropout_p, max_seq
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length < 0:
             raise ValueError(f"attention: {name} must be 0 (unknown) or a length, got {length}")
+    for name, size in (("block_q", block_q), ("block_k", block_k)):
+        if size < 0:
+            raise ValueError(f"attention: {name} must be 0 (no block lists) or a positive number, got {size}")
 
 
 def _check_packed(batch, q, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table) -> int:
@@ -160,8 +165,8 @@ def _same_device(name: str, x: Tensor, q: Tensor) -> None:
 
 def _floating(name: str, x: Tensor, q: Tensor) -> None:
     _same_device(name, x, q)
-    if not x.is_floating_point():
-        raise TypeError(f"attention: {name} must be floating point, got {x.dtype}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
 
 
 def _integers(name: str, x: Tensor, q: Tensor, shape: tuple) -> None:
@@ -190,6 +195,8 @@ def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> N
             raise TypeError(f"merge_attention: {name} must be {wanted}, got {x.dtype}")
         if x.shape != out_a.shape[:-1]:
             raise ValueError(f"merge_attention: {name} must be {list(out_a.shape[:-1])}, got {list(x.shape)}")
-    devices = {x.device for x in (out_a, lse_a, out_b, lse_b)}
-    if len(devices) > 1:
-        raise ValueError(f"merge_attention: all tensors must be on one device, got {sorted(map(str, devices))}")
+    for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if x.device != out_a.device:
+            raise ValueError(
+                f"merge_attention: {name} is on {x.device}, out_a on {out_a.device}; move them to one device"
+            )

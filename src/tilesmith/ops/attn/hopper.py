@@ -21,8 +21,11 @@ from tilesmith.ops.attn.hopper_backward import (
     attention_rows_kernel,
 )
 from tilesmith.ops.attn.hopper_forward import attention_fwd_kernel
-from tilesmith.ops.attn.hopper_gluon import TensorDescriptor, gl
 from tilesmith.ops.attn.hopper_packed import key_tiles, query_tiles
+from tilesmith.ops.gluon_shim import (
+    TensorDescriptor,
+    gl,
+)
 
 LOG2E = 1.4426950408889634
 _CAUSAL = list(inspect.signature(reference.attention).parameters).index("causal")
@@ -338,7 +341,7 @@ def _columns(x: Tensor) -> int:
 
 def descriptor(x: Tensor, rows: int, packed: bool = False) -> TensorDescriptor:
     """x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows; of a copy, where its strides do not
-    suit it. packed: coordinates are those of `hopper_gluon.corner`."""
+    suit it. packed: coordinates are those of `hopper_corner.corner`."""
     if x.data_ptr() % 16 or any(n > 1 and (s <= 0 or s % 8) for n, s in zip(x.shape[:3], x.stride()[:3])):
         x = x.clone(memory_format=torch.contiguous_format)
     # the stride of a dim of size 1 is never used, but must be legal

@@ -10,21 +10,19 @@ Scores live in units of log 2.
 import triton
 import triton.language as tl
 
+from tilesmith.ops.attn.hopper_corner import at, corner, inside
 from tilesmith.ops.attn.hopper_forward import before, bend, draw, holds, tickets
-from tilesmith.ops.attn.hopper_gluon import (
+from tilesmith.ops.gluon_shim import (
     aggregate,
     arrive,
-    at,
     barriers,
     bulk_add,
     bulk_load,
     bulk_store,
     bulk_wait,
-    corner,
     fence,
     gl,
     gluon,
-    inside,
     load_row,
     meet,
     mma,

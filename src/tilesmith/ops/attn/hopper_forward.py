@@ -6,14 +6,14 @@ values of one block runs while the scores of the next are made. Programs stay: e
 Scores live in units of log 2.
 """
 
-from tilesmith.ops.attn.hopper_gluon import (
+from tilesmith.ops.attn.hopper_corner import corner
+from tilesmith.ops.gluon_shim import (
     aggregate,
     arrive,
     barriers,
     bulk_load,
     bulk_store,
     bulk_wait,
-    corner,
     fence,
     gl,
     gluon,

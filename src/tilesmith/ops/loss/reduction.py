@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise IndexError for a label that is no class. On a CPU only: elsewhere asking would wait for the device."""
+    """Raise ValueError for a label that is no class. On a CPU only: elsewhere asking would wait for the device."""
     if target.device.type != "cpu":
         return
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
     if wrong.any():
-        raise IndexError(
+        raise ValueError(
             f"target holds the label {int(target[wrong].flatten()[0])}; it must be 0 … {classes - 1}, "
             f"or ignore_index = {ignore_index}"
         )

@@ -54,7 +54,7 @@ def cross_entropy(
     Returns the loss, fp32: a scalar, or [...] for "none". The gradient has logits' shape and dtype and is contiguous.
     Saved beside it: lse [...] (0 where the target is ignored) and, for "mean", the two divisors.
 
-    Raises IndexError on a CPU for a label outside 0 … V − 1 that is not ignore_index; elsewhere, where asking would
+    Raises ValueError on a CPU for a label outside 0 … V − 1 that is not ignore_index; elsewhere, where asking would
     wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments of
     another form than said here.
 

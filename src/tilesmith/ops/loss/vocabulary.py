@@ -51,7 +51,7 @@ def vocab_parallel_cross_entropy(
 
     A DTensor that is sharded by its last dim can be given to `cross_entropy` itself. Raises TypeError and ValueError as
     `cross_entropy` does, also for a slice of another size than said here, and NotImplementedError for a second
-    derivative; where torch.compile traces it, a label that is no class makes NaN instead of an IndexError.
+    derivative; where torch.compile traces it, a label that is no class makes NaN instead of a ValueError.
     """
     name = "vocab_parallel_cross_entropy"
     if logits.ndim == 0 or not logits.is_floating_point():

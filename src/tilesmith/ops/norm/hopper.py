@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.ops.column_sums_triton import sum_partials
+from tilesmith.ops.gluon_shim import arrive, barriers, fence, gl, gluon, wait
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.ops.rows_gluon import (
     LINE,
@@ -20,7 +18,6 @@ from tilesmith.ops.rows_gluon import (
     PartsConfig,
     add_up,
     added_up,
-    arrivals,
     collect,
     feed,
     fitted,
@@ -36,6 +33,8 @@ from tilesmith.ops.rows_gluon import (
     scratch,
 )
 
+# Ranks are below Triton's until the whole harness has run these kernels on a GPU; parts of them were measured on one.
+#
 # Pointers that are None stand for tensors that a call does not have. Outputs are packed: the stride of their rows is
 # `cols`. A program has one part of WIDTH columns of every num_groups-th row.
 
@@ -101,7 +100,7 @@ def _norm(
             mean_words = peek(mail_ptr, gl.maximum(i - LAG, 0), PARTS, 0)
         if i < mine:
             slot = i % SLOTS
-            mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
+            wait(full.index(slot), (i // SLOTS) & 1)
             x = _part(slots, added, slot, s_ptr, WIDTH, LANES)
             if CENTER:
                 pivot = _pivot(slots, added, slot, s_ptr, WIDTH)
@@ -128,7 +127,7 @@ def _norm(
             spread = gl.sum(spreads, 0)
             rstd = gl.rsqrt(gl.maximum(spread * each_col, 0.0) + eps)
             x = _part(slots, added, j % SLOTS, s_ptr, WIDTH, LANES)
-            mbarrier.arrive(empty.index(j % SLOTS))
+            arrive(empty.index(j % SLOTS))
             if s_ptr is not None:
                 gl.store(s_ptr + row * cols + col, x.to(s_ptr.dtype.element_ty), mask=inside)
             if CENTER:
@@ -156,8 +155,8 @@ def norm_fwd_parts_kernel(
     added = slots
     if residual_desc is not None:
         added = ring(SLOTS, WIDTH, residual_desc.dtype)
-    full, empty = arrivals(SLOTS), arrivals(SLOTS)
-    fence_async_shared()
+    full, empty = barriers(SLOTS, 1), barriers(SLOTS, 1)
+    fence()
     mine = (num_rows - group + num_groups - 1) // num_groups
     box_ptr = mail_ptr + group * (PARTS * MAILS_OF_PART)
     gl.warp_specialize(
@@ -206,7 +205,7 @@ def _norm_gradients(
             later_mean = gl.load(mean_ptr + row)
         if i < mine:
             slot = i % SLOTS
-            mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
+            wait(full.index(slot), (i // SLOTS) & 1)
             xhat = flat(xs, slot, WIDTH).load(LANES).to(gl.float32)
             dy = flat(dys, slot, WIDTH).load(LANES).to(gl.float32)
             if CENTER:
@@ -235,7 +234,7 @@ def _norm_gradients(
             dx = flat(dys, slot, WIDTH).load(LANES).to(gl.float32) * weight
             if DS:
                 ds = flat(dss, slot, WIDTH).load(LANES).to(gl.float32)
-            mbarrier.arrive(empty.index(slot))
+            arrive(empty.index(slot))
             dot = gl.sum(collect(words, mail_ptr, j, PARTS, 1), 0)
             if CENTER:
                 xhat -= later_mean
@@ -262,8 +261,8 @@ def norm_bwd_parts_kernel(
     dss = xs
     if ds_desc is not None:
         dss = ring(SLOTS, WIDTH, ds_desc.dtype)
-    full, empty = arrivals(SLOTS), arrivals(SLOTS)
-    fence_async_shared()
+    full, empty = barriers(SLOTS, 1), barriers(SLOTS, 1)
+    fence()
     mine = (num_rows - group + num_groups - 1) // num_groups
     box_ptr = mail_ptr + group * (PARTS * MAILS_OF_PART)
     DS: gl.constexpr = ds_desc is not None

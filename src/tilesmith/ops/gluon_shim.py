@@ -1,6 +1,6 @@
 """The names of Gluon (Triton's explicit dialect) that change between Triton releases, under one roof.
 
-Kernels of this family take these from here and everything else from `gl`. When a release renames one, only this file
+Kernels take these from here and everything else from `gl`. When a release renames one, only this file
 changes. They were run with Triton 3.6 and compile with 3.7, 3.8 and 3.9, which removed names that 3.6 has.
 """
 
@@ -24,17 +24,16 @@ __all__ = [
     "TensorDescriptor",
     "aggregate",
     "arrive",
-    "at",
     "barriers",
     "bulk_add",
     "bulk_load",
     "bulk_store",
     "bulk_wait",
-    "corner",
+    "expect",
     "fence",
+    "fetch",
     "gl",
     "gluon",
-    "inside",
     "load_row",
     "meet",
     "mma",
@@ -49,7 +48,8 @@ mma_wait = warpgroup_mma_wait
 fence = fence_async_shared
 wait = mbarrier.wait
 arrive = mbarrier.arrive
-_bulk_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+expect = mbarrier.expect
+fetch = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 _row_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 bulk_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 bulk_wait = tma.store_wait
@@ -78,41 +78,11 @@ def tiles_of(number, desc, _semantic=None):
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout, _semantic=_semantic)
 
 
-# In a tensor packed with documents a tile must end where its document ends: nothing may be written behind, and nothing
-# read, since it may be NaN. The accelerator only knows the bounds of a dim, so the token dim is 2**30 long, entered so
-# that the document's end is its end, and a dim of the same stride moves that end to where the document ends. The first
-# dim takes the 2**30 tokens off again, modulo 2**64. See `triton.tools.ragged_tma`, which this is learned from.
-FAR = gl.constexpr(1 << 30)
-
-
-@gluon.jit
-def corner(place, head, token, length, PACKED: gl.constexpr):
-    """Coordinates of a tile. place: the batch, or with PACKED where the document ends; length: the document's."""
-    return at(place, head, inside(token, length, PACKED), PACKED)
-
-
-@gluon.jit
-def inside(token, length, PACKED: gl.constexpr):
-    """The coordinate of a token."""
-    if PACKED:
-        token = FAR - length + token
-    return token
-
-
-@gluon.jit
-def at(place, head, row, PACKED: gl.constexpr):
-    """Coordinates of a tile, from the coordinate of its first token."""
-    there = (place, head, row, 0)
-    if PACKED:
-        there = (FAR, place, head, row, 0)
-    return there
-
-
 @gluon.jit
 def bulk_load(desc, coord, barrier, tile):
     """Start to load a tile; `barrier` gets one arrival, and the phase is over when the tile is there."""
     mbarrier.expect(barrier, desc.block_type.nbytes)
-    _bulk_load(desc, coord, barrier, tile)
+    fetch(desc, coord, barrier, tile)
 
 
 @gluon.jit
