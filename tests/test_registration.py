@@ -297,6 +297,8 @@ def test_the_provider_is_activated_and_restored_by_torch():
             tilesmith.register_for_sdpa()
         return
     tilesmith.register_for_sdpa()
+    if not hasattr(attention, "restore_flash_attention_impl"):
+        pytest.skip("this torch cannot take a provider back, which would stay for the tests to come")
     assert "tilesmith" in attention.list_flash_attention_impls()
     attention.activate_flash_attention_impl("tilesmith")
     try:

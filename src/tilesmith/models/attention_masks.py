@@ -120,14 +120,14 @@ def key_mask(**given: Any) -> KeyMask | Tensor | None:
     ours is, what `sdpa_mask` returns. Padding behind all tokens needs no mask under causality: only padding sees it, so
     what comes out for padding differs from what other implementations give there.
     """
-    from transformers import masking_utils
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     # the first versions of transformers 5 pass cache_position in place of q_length
     if "q_length" in given and reaches_device("attention", torch.device(given.get("device", "cpu")).type):
-        rule = _rule(given.get("mask_function", masking_utils.causal_mask_function))
+        rule = _rule(given.get("mask_function", causal_mask_function))
         if rule is not None and _fits(rule, **given):
             return _as_arguments(rule, **given)
-    return masking_utils.sdpa_mask(**given)
+    return sdpa_mask(**given)
 
 
 def _fits(
@@ -222,11 +222,11 @@ _CAUSAL, _ALL = _Rule(causal=True), _Rule()
 
 def _rule(function: Callable) -> _Rule | None:
     """Recognise a mask function by its code, since its result could only be tried out on some pairs. None: unknown."""
-    from transformers import masking_utils
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if function is masking_utils.causal_mask_function:
+    if function is causal_mask_function:
         return _CAUSAL
-    if function is masking_utils.bidirectional_mask_function:
+    if function is bidirectional_mask_function:
         return _ALL
     code = getattr(function, "__code__", None)
     # a compiler cannot look into closures

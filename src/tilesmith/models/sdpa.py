@@ -24,7 +24,7 @@ def register_for_sdpa() -> None:
 
     From then on, on CUDA and ROCm devices, whatever torch gives to FlashAttention runs `ops.attention`: calls of
     scaled_dot_product_attention in fp16 and bf16 without a mask, and varlen_attn. `restore_flash_attention_impl` takes
-    it back. Raises RuntimeError where torch cannot do this.
+    it back, where torch has that. Raises RuntimeError where torch cannot do this.
     """
     try:
         from torch.nn.attention import register_flash_attention_impl

@@ -77,9 +77,9 @@ def chosen_mode(*args: object) -> str:
     dtype, bounds = computed_in(x), active()
     modes = ("chunks", "recompute") if dtype == torch.float16 else ("keep", "chunks", "recompute")
     if bounds is not None:
-        needs = {mode: linear_cross_entropy_need(*args[:-2], mode, grad_mask) for mode in modes}
-        fitting = (mode for mode, need in needs.items() if need.chunked(FEWEST_ROWS) <= bounds.target)
-        return next(fitting, min(modes, key=lambda mode: needs[mode].chunked(FEWEST_ROWS)))
+        needs = [linear_cross_entropy_need(*args[:-2], mode, grad_mask).chunked(FEWEST_ROWS) for mode in modes]
+        fitting = [mode for mode, need in zip(modes, needs) if need <= bounds.target]
+        return fitting[0] if fitting else modes[needs.index(min(needs))]
     known = bool
     if torch.compiler.is_compiling():  # no guard on a size that may change
         known = torch.fx.experimental.symbolic_shapes.statically_known_true
