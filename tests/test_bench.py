@@ -114,6 +114,17 @@ def test_a_peer_without_a_figure_is_a_row_with_the_reason(op):
     }
 
 
+def test_a_peer_that_leaves_out_a_gradient_has_no_time_for_its_backward(op, monkeypatch):
+    def detached(args):
+        return lambda: torch.nn.functional.silu(args["gate"].detach()) * args["up"]
+
+    monkeypatch.setitem(peers.PEERS, "swiglu", {"detached": detached})
+    found = run.run("swiglu", CPU, torch.float32, command="", tag="test", only=("detached",), rounds=5)
+    rows = {row["pass"]: row for row in found["rows"] if row["provider"] == "detached"}
+    assert rows["forward"]["us"] > 0
+    assert rows["backward"]["error"] == "its backward leaves out gradients that ours computes"
+
+
 def test_ours_must_not_fail(op, monkeypatch):
     def broken(name):
         def adapter(args):
@@ -225,6 +236,17 @@ def test_a_readme_is_filled_from_results(tmp_path):
     assert "`tilesmith bench an_op`" in filled
     assert "old" not in filled
     assert tables.fill(filled, tmp_path) == filled
+
+
+def test_cases_of_one_size_are_told_apart_and_those_without_a_time_left_out():
+    ours, liger, failed = _document()["rows"]
+    twins = [{**row, "case": name} for name in ("pages", "plain") for row in (ours, liger)]
+    text = tables.markdown(_document(rows=[*twins, {**failed, "case": "alone", "shapes": {"x": [7]}}]))
+    assert [line.split(" |")[0] for line in text.splitlines()[2:4]] == [
+        "| 16×32 causal, pages",
+        "| 16×32 causal, plain",
+    ]
+    assert "| 7 |" not in text
 
 
 def test_a_table_without_a_result_is_an_error(tmp_path):

@@ -72,6 +72,8 @@ def test_panels_can_be_chosen():
         ValueError, match="no panel of attention is window; there are: head dim 16, full, head dim 16, ca"
     ):
         sweep.run("attention", "tokens", CPU, torch.float32, named=("window",), **named)
+    with pytest.raises(ValueError, match="no panel of rms_norm is wide; its one panel has no name"):
+        sweep.run("rms_norm", "columns", CPU, torch.float32, named=("wide",), **named)
 
 
 def test_what_cannot_be_swept_is_said():

@@ -275,7 +275,7 @@ def _quack_linear_cross_entropy(args):
 
 
 def _quack_rope(args):
-    from quack.rotary import apply_rotary
+    from quack.rotary import apply_rotary_emb  # apply_rotary has no gradient
 
     if args.get("positions") is not None or args.get("offset"):
         raise Missing("Quack's rotary takes no positions")
@@ -283,7 +283,7 @@ def _quack_rope(args):
     named = {"interleaved": args.get("interleaved", False), "seqlen_offsets": args.get("offsets")}
     if args["cos"].ndim != 2:
         raise Missing("Quack's rotary takes one table for all rows")
-    return lambda: tuple(apply_rotary(x, args["cos"], args["sin"], **named).transpose(1, 2) for x in (q, k))
+    return lambda: tuple(apply_rotary_emb(x, args["cos"], args["sin"], **named).transpose(1, 2) for x in (q, k))
 
 
 PEERS: dict[str, dict[str, Adapter]] = {

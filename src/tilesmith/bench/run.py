@@ -168,11 +168,14 @@ def case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: in
 
 def _backward_rows(op: Op, calls: Mapping[str, Call], device, rounds: int) -> list[dict[str, Any]]:
     what = "forward+backward" if op.name in TOGETHER else "backward"
-    ready, rows, peaks = {}, [], {}
+    ready, rows, peaks, wanted = {}, [], {}, None
     for provider, call in calls.items():
         try:
             step = call.both() if op.name in TOGETHER else call.backward()
-            step()
+            made = [gradient is not None for gradient in step()]
+            wanted = made if wanted is None else wanted  # ours come first
+            if any(ours and not theirs for ours, theirs in zip(wanted, made)):
+                raise Missing("its backward leaves out gradients that ours computes")
             peaks[provider] = peak_memory(call.both(), device)
             ready[provider] = step
         except Exception as problem:  # as above

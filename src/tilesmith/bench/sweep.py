@@ -81,7 +81,9 @@ def run(
         made = cases(op, axis, value, held)
         wanted = [(panel, case) for panel, case in made if not named or any(n in panel for n in named)]
         if not wanted:
-            raise ValueError(f"no panel of {op} is {' or '.join(named)}; there are: {', '.join(p for p, _ in made)}")
+            known = ", ".join(panel for panel, _ in made if panel)
+            said = f"there are: {known}" if known else "its one panel has no name"
+            raise ValueError(f"no panel of {op} is {' or '.join(named)}; {said}")
         for panel, case in wanted:
             progress(case.name)
             found = case_rows(ops()[op], case, device, dtype, only, rounds)

@@ -51,23 +51,28 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
 def _op_table(document: Mapping[str, Any]) -> str:
     rows = document["rows"]
+    labels = {row["case"]: label(row) for row in rows}
     names = list(dict.fromkeys(row["provider"] for row in rows if "us" in row))
     names = [OURS] * (OURS in names) + [name for name in names if name != OURS]
     lines = []
     for case, what in dict.fromkeys((row["case"], row["pass"]) for row in rows):
         group = {row["provider"]: row for row in rows if (row["case"], row["pass"]) == (case, what)}
         times = {name: group[name]["us"] for name in names if "us" in group.get(name, {})}
-        best = min(times.values(), default=0.0)
+        if not times:
+            continue
+        best = min(times.values())
         shown = [_bold(_us(times[n]), times[n] <= best * EQUAL) if n in times else "–" for n in names]
         ours = group.get(OURS, {})
-        lines.append((label(next(iter(group.values()))), what, *shown, rate(ours), _share(ours), _times(ours)))
+        twin = list(labels.values()).count(labels[case]) > 1 and case.replace("x", "×") != labels[case]
+        named = f"{labels[case]}, {case}" if twin else labels[case]
+        lines.append((named, what, *shown, rate(ours), _share(ours), _times(ours)))
     return grid(
         ("case", "pass", *(f"{name}, µs" for name in names), "rate", "of ceiling", "× best peer"), lines, left=2
     )
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """What tells a case from its siblings: the size of its first tensor, and its options."""
+    """A case in short: the size of its first tensor, and its options. Siblings that share one get their names too."""
     sizes = next((v for v in row["shapes"].values() if isinstance(v, list)), [])
     options = (n if v is True else f"{n} {v}" for n, v in row["shapes"].items() if _is_option(n, v))
     return " ".join(("×".join(map(str, sizes)) or row["case"], *options))
