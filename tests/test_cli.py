@@ -113,6 +113,7 @@ def test_explain_takes_shapes_and_values():
         (("bench", "--readme", "no/such/file"), "no/such/file"),
         (("optimize", "no/such/model"), "no/such/model does not exist"),
         (("demo", "--text", "no/such/text"), "no/such/text"),
+        (("demo", "--model", "no/such/model"), "no/such/model does not exist"),
         (("demo", "--model", ".", "--export", "model"), "--export writes the model that the demo makes"),
     ],
 )

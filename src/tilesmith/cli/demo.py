@@ -67,6 +67,8 @@ def command(
     with progress() as bars:
         if model is not None:
             needs("transformers", "hf", "--model")
+            if not model.exists():
+                refuse(f"--model {model} does not exist; give a checkpoint folder (nothing is downloaded)")
             try:
                 subject = subjects.load(model, source, where, kind)
             except (OSError, ValueError) as problem:

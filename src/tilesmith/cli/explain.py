@@ -11,7 +11,9 @@ from tilesmith.cli.output import console, device_named, dtype_named, op_named, r
 
 def command(
     op: Annotated[str, typer.Argument(help="An op, such as rms_norm.")],
-    shape: Annotated[list[str] | None, typer.Option(help="Size of one argument: x=4096x8192. Repeatable.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="x=4096x8192: an argument's size. Give each that changes.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Another argument: causal=true. Repeatable.")] = None,
     case: Annotated[str | None, typer.Option(help="Which of the op's example inputs to start from.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,

@@ -1,0 +1,145 @@
+"""The documents: their Python runs; the commands, options, names and files in them exist; links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import runpy
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tilesmith
+from tilesmith.engine import ops
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(p for d in ("benchmarks", "docs", "examples") for p in (ROOT / d).rglob("*.md"))]
+README = PAGES[0].read_text(encoding="utf-8")
+FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TESTED = {"kernels", "guides"}  # folders whose Python test_kernel_pages runs
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _small() -> dict:
+    """What the names that a document leaves free are bound to."""
+    x = torch.randn(6, 32, requires_grad=True)
+    q, k, v = torch.randn(3, 1, 2, 9, 16, requires_grad=True)
+    model = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32))
+    named = {"model": model, "x": x, "weight": torch.ones(32), "q": q, "k": k, "v": v}
+    return named | {"tilesmith": tilesmith, "torch": torch}
+
+
+def _blocks() -> list[tuple[str, str]]:
+    pages = [page for page in PAGES if page.parent.name not in TESTED]
+    texts = [(page.relative_to(ROOT), page.read_text(encoding="utf-8")) for page in pages]
+    found = [(name, code) for name, text in texts for kind, code in FENCED.findall(text) if kind == "python"]
+    return [(f"{name}-{k}", code) for k, (name, code) in enumerate(found)]
+
+
+def _said(page: Path) -> str:
+    """All that a page sets in the type of code."""
+    text = page.read_text(encoding="utf-8")
+    inline = re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
+    return "\n".join([*inline, *(code for kind, code in FENCED.findall(text) if not kind)])
+
+
+@pytest.fixture
+def as_before():
+    """What a document registers is gone afterwards, for other tests."""
+    before = set(ops())
+    yield
+    for name in set(ops()) - before:
+        del ops()[name]
+    if hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize(("title", "code"), _blocks(), ids=[title for title, _ in _blocks()])
+def test_python_runs(title, code, as_before):
+    if "register_for_transformers" in code:
+        pytest.importorskip("transformers")
+    if "register_for_sdpa" in code and not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        pytest.skip(f"torch {torch.__version__} lets nobody stand in for FlashAttention")
+    exec(compile(code, title, "exec"), _small())
+
+
+EXAMPLES = {
+    "codegen": "import numpy as np; rows = 2; x, y = np.ones((2, 2, 777), np.float32); w = np.ones(777, np.float32)",
+    "kernels": "",
+    "runtime": "import torch; rows = 2; gate, up, out = torch.ones(3, rows, 4096, dtype=torch.float16)",
+}
+
+
+@pytest.mark.parametrize("package", EXAMPLES)
+def test_the_example_of_a_package_runs(package, tmp_path):
+    if package != "kernels":
+        pytest.importorskip("numpy")
+    doc = inspect.getdoc(importlib.import_module(f"tilesmith.{package}"))
+    code = textwrap.dedent(re.search(r"\n\n((?:    .*\n|\n)+)", doc + "\n")[1])
+    (tmp_path / "example.py").write_text(f"{EXAMPLES[package]}\n{code}")  # a file: `build` reads a kernel's text
+    runpy.run_path(str(tmp_path / "example.py"))
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in target:
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+@each_page
+def test_tables_have_as_many_cells_as_columns(page):
+    lines = FENCED.sub("", page.read_text(encoding="utf-8")).splitlines()
+    for above, line in zip(["", *lines], lines):
+        if line.startswith("|") and above.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r"(?<!\\)\|", above)), line
+
+
+@each_page
+def test_commands_exist(page):
+    typer = pytest.importorskip("typer")
+    from tilesmith import cli
+
+    commands = typer.main.get_command(cli.build()).commands
+    for name, rest in re.findall(r"\btilesmith (\w+)([^\n#]*)", _said(page)):
+        assert name in commands, f"tilesmith {name}"
+        known = {option for p in commands[name].params for option in (*p.opts, *p.secondary_opts)}
+        assert set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", rest)) <= known, f"tilesmith {name}{rest}"
+
+
+@each_page
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^|\n)make ([a-z-]+)", _said(page))) <= targets
+
+
+@each_page
+def test_files_and_modules_exist(page):
+    said = _said(page)
+    for name in set(re.findall(r"\btilesmith(?:\.\w+)+", said)):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute) or importlib.util.find_spec(name), name
+    for path in set(re.findall(r"(?:^|[\s(])((?:tests|examples|docs|benchmarks)/[\w/.-]*\w)", said)):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_ops_of_the_readme_exist():
+    rows = re.findall(r"^\| (?:norm|rotary|gate|gemm|attention|loss) \|(.*)\|$", README, re.MULTILINE)
+    assert len(rows) == 6
+    for name in re.findall(r"`([a-z_]+)`", " ".join(rows)):
+        assert hasattr(tilesmith.ops, name), name
+
+
+def test_the_extras_of_the_readme_are_those_of_the_package():
+    from tilesmith.hardware.facts import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    install = README.partition("## Install")[2].partition("\n## ")[0]
+    for extra in project["optional-dependencies"]:
+        assert extra in install, extra
