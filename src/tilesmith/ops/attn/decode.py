@@ -444,6 +444,8 @@ def _reasons(call) -> list[str]:
     ]
     if call.rows > 512 and call.page_table is None:
         reasons.append("T * H / G is more than 512: this kernel is for few query tokens")
+    elif call.rows > 128 and not call.cached:
+        reasons.append("T * H / G is more than 128 and S less than 4 T: this kernel is for few query tokens on a cache")
     if call.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(f"q is {call.q.dtype}; float16, bfloat16 and float32 are served")
     for name in ("k", "v"):
