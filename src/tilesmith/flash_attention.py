@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.engine import use
 from tilesmith.engine.backends import missing
+from tilesmith.ops.arguments import alike, flag, size, tensor
 from tilesmith.ops.attn.op import attention_op
 
 CHOOSE = (32, 32)  # (Bc, Br) for which the library chooses
@@ -50,6 +51,7 @@ def flash_attention_forward(
 
     `tilesmith.ops.flash_attention_forward` is another function of this name, with scale and causal.
     """
+    _check_inputs("flash_attention_forward", use_half, Q, K, V)
     q, k, v = _halved(use_half, Q, K, V)
     with _tile(Bc, Br, q, k, v):
         out, _ = ops.attention(q, k, v)
@@ -92,9 +94,8 @@ def flash_attention_backward(
 
     `tilesmith.ops.flash_attention_backward` is another function of this name, with scale and causal.
     """
-    for name, x in (("l", l), ("m", m)):
-        if tuple(x.shape) != tuple(Q.shape[:3]):
-            raise ValueError(f"flash_attention_backward: {name} must be {list(Q.shape[:3])}, got {list(x.shape)}")
+    _check_inputs("flash_attention_backward", use_half, Q, K, V)
+    _check_results(use_half, Q, V, O, dO, l, m)
     q, k, v, out, dout = _halved(use_half, Q, K, V, O, dO)
     with _tile(Bc, Br, q, k, v):
         gradients = ops.flash_attention_backward(q, k, v, out, m + torch.log(l), dout)
@@ -111,31 +112,36 @@ class FlashAttention(nn.Module):
 
     def __init__(self, bc: int = 32, br: int = 32, use_half: bool = False, *, num_heads: int = 1):
         super().__init__()
-        _check_tile(bc, br)
-        if num_heads < 1:
-            raise ValueError(f"FlashAttention: num_heads must be at least 1, got {num_heads}")
+        _check_tile(bc, br, "bc", "br")
+        flag("FlashAttention", "use_half", use_half)
+        size("FlashAttention", "num_heads", num_heads)
         self.bc, self.br, self.use_half, self.num_heads = bc, br, use_half, num_heads
 
     def forward(self, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
         """Attention in the layout of Q: [B, H, N, D] or [B, N, E]."""
-        out = flash_attention_forward(*map(self._split, (Q, K, V)), self.bc, self.br, self.use_half)
+        q, k, v = (self._split(name, x) for name, x in (("Q", Q), ("K", K), ("V", V)))
+        out = flash_attention_forward(q, k, v, self.bc, self.br, self.use_half)
         return self._joined(out, Q)
 
     def backward(
         self, Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dQ, dK, dV) in the layouts of Q, K and V; l and m [B, H, N]: see `flash_attention_backward`."""
-        tensors = map(self._split, (Q, K, V, O, dO))
+        tensors = (self._split(name, x) for name, x in (("Q", Q), ("K", K), ("V", V), ("O", O), ("dO", dO)))
         gradients = flash_attention_backward(*tensors, l, m, self.bc, self.br, self.use_half)
         dq, dk, dv = (self._joined(dx, x) for dx, x in zip(gradients, (Q, K, V)))
         return dq, dk, dv
 
-    def _split(self, x: Tensor) -> Tensor:
+    def _split(self, name: str, x: Tensor) -> Tensor:
         """[B, N, E] as a [B, H, N, D] view."""
+        tensor("FlashAttention", name, x)
         if x.ndim != 3:
             return x
-        if x.shape[2] % self.num_heads:
-            raise ValueError(f"FlashAttention: num_heads is {self.num_heads}, which does not divide {x.shape[2]}")
+        if x.shape[2] == 0 or x.shape[2] % self.num_heads:
+            raise ValueError(
+                f"FlashAttention: num_heads is {self.num_heads}, which does not divide {x.shape[2]}, "
+                f"the width of {name}"
+            )
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
     def _joined(self, x: Tensor, like: Tensor) -> Tensor:
@@ -152,9 +158,8 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
 
     Raises ValueError for sizes below 1.
     """
-    for name, size in (("sequence_length", sequence_length), ("head_dim", head_dim)):
-        if size < 1:
-            raise ValueError(f"get_optimal_block_sizes: {name} must be at least 1, got {size}")
+    for name, value in (("sequence_length", sequence_length), ("head_dim", head_dim)):
+        size("get_optimal_block_sizes", name, value)
     if not torch.cuda.is_available():
         return CHOOSE
     one = torch.empty(head_dim, dtype=torch.float16, device="cuda")
@@ -179,9 +184,9 @@ def estimate_memory_usage(
     Raises ValueError for sizes below 1.
     """
     sizes = {"batch_size": batch_size, "num_heads": num_heads, "seq_len": seq_len, "head_dim": head_dim}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"estimate_memory_usage: {name} must be at least 1, got {size}")
+    for name, value in sizes.items():
+        size("estimate_memory_usage", name, value)
+    flag("estimate_memory_usage", "use_half", use_half)
     rows = batch_size * num_heads * seq_len
     tensor = rows * head_dim * (2 if use_half else 4)
     total = 4 * tensor + 4 * rows
@@ -198,10 +203,46 @@ def _halved(use_half: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.float16) for x in tensors) if use_half else tensors
 
 
-def _check_tile(Bc: int, Br: int) -> None:
-    for name, size in (("Bc", Bc), ("Br", Br)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 16 or size & (size - 1):
-            raise ValueError(f"{name} must be a power of two of at least 16, got {size!r}")
+def _check_tile(Bc: int, Br: int, keys: str = "Bc", queries: str = "Br") -> None:
+    for name, value in ((keys, Bc), (queries, Br)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 16 or value & (value - 1):
+            raise ValueError(f"{name} must be a power of two of at least 16, got {value!r}")
+
+
+def _check_inputs(op: str, use_half: bool, Q: Tensor, K: Tensor, V: Tensor) -> None:
+    """Raise where Q, K and V do not fit together; the op's own check calls them q, k and v."""
+    flag(op, "use_half", use_half)
+    for name, x in (("Q", Q), ("K", K), ("V", V)):
+        tensor(op, name, x, ("B", "H", "N", "D"))
+        alike(op, "Q", Q, name, x)
+        if x.shape[3] == 0:
+            raise ValueError(f"{op}: {name} must have a head dim of at least 1, got {list(x.shape)}")
+    batch, heads, _, dim = Q.shape
+    if K.shape[0] != batch or K.shape[3] != dim:
+        raise ValueError(f"{op}: K must be [{batch}, heads, tokens, {dim}] as Q, got {list(K.shape)}")
+    if K.shape[1] == 0 or heads % K.shape[1]:
+        raise ValueError(f"{op}: K has {K.shape[1]} heads, which does not divide the {heads} heads of Q")
+    if V.shape[:3] != K.shape[:3]:
+        raise ValueError(f"{op}: V must be {list(K.shape[:3])} as K, and a head dim, got {list(V.shape)}")
+
+
+def _check_results(use_half: bool, Q: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor) -> None:
+    """Raise where what a forward returned, or its gradient, does not belong to Q and V."""
+    op, rows = "flash_attention_backward", tuple(Q.shape[:3])
+    results = (*rows, V.shape[3])
+    wide = torch.float32 if use_half else torch.promote_types(Q.dtype, torch.float32)
+    for name, x, shape, dtype in (
+        ("O", O, results, Q.dtype), ("dO", dO, results, Q.dtype), ("l", l, rows, wide), ("m", m, rows, wide)
+    ):  # fmt: skip
+        tensor(op, name, x)
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{op}: {name} must be {list(shape)}, got {list(x.shape)}")
+        if x.dtype != dtype:
+            raise TypeError(
+                f"{op}: {name} has dtype {x.dtype}; for Q of {Q.dtype} and use_half={use_half} it must be {dtype}"
+            )
+        if x.device != Q.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, Q on {Q.device}; move them to one device")
 
 
 def _tile(Bc: int, Br: int, q: Tensor, k: Tensor, v: Tensor) -> contextlib.AbstractContextManager[None]:

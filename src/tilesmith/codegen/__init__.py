@@ -3,6 +3,7 @@
 A kernel is what one thread of a workgroup does, as on every GPU:
 
     from tilesmith.codegen import In, Out, Scalar, barrier, build, const, f32, gid, rsqrt, shared, tid, u32, unroll
+    from tilesmith.codegen import cuda, interpret, metal, spirv, wgsl
 
     def create_rms_norm(threads: int):
         def rms_norm(x: In[f32], weight: In[f32], y: Out[f32], columns: Scalar[u32], eps: Scalar[f32]):

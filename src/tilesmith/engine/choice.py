@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from tilesmith.engine.arguments import shown
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.kernel import Kernel
 from tilesmith.settings import settings
@@ -104,6 +105,8 @@ def use(**backends: str) -> Iterator[None]:
         op = ops().get(name)
         if op is None:
             raise ValueError(f"use(): unknown op {name!r}; known: {', '.join(sorted(ops()))}")
+        if not isinstance(backend, str):
+            raise TypeError(f"use(): {name} must be the name of a backend, got {shown(backend)}")
         if parse_pin(backend)[0] not in op.backends():
             raise ValueError(f"use(): {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
     token = _PINS.set({**pins(), **backends})

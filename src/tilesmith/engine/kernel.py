@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.engine.arguments import shown
 from tilesmith.engine.launch import hooked
 from tilesmith.engine.table import Table
 from tilesmith.hardware.detect import arch_of
@@ -214,6 +215,12 @@ def register_kernel(
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a kernel's name must be an identifier, got {name!r}")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"register_kernel: backend must be a string or None, got {shown(backend)}")
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"register_kernel: rank must be an int, got {shown(rank)}")
+    if not callable(rejects):
+        raise TypeError(f"register_kernel: rejects must be callable, got {shown(rejects)}")
 
     def add(fn):
         from tilesmith.engine.op import Op, declare_plain, ops

@@ -14,6 +14,7 @@ from torch.library import Library, infer_schema
 from torch.nn import Parameter
 
 from tilesmith.engine import sharding as sharding_rules
+from tilesmith.engine.arguments import checked, shown
 from tilesmith.engine.autograd import Gradient, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, asking, choose, parse_pin, pinned
@@ -81,9 +82,10 @@ class Op:
             raise ValueError(f"op {self.name!r} is already declared")
         self.reference, self.vjp, self.outputs = reference, vjp, tuple(outputs)
         self.public = len(self.outputs) if public is None else public
-        self.check, self.decompose, self.mutates = check, decompose, tuple(mutates)
+        self.decompose, self.mutates = decompose, tuple(mutates)
         self.alias, self.fold, self.unsaved, self.sharding = dict(alias or {}), tuple(fold), unsaved, sharding
         self.signature = inspect.signature(reference)
+        self.check = checked(self.name, self.signature, check)
         self.parameters = tuple(self.signature.parameters)
         self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.required = sum(1 for n in self.parameters if n not in self.defaults)
@@ -167,13 +169,16 @@ class Op:
         if self.autocast:
             args = self._autocast(args)
         pin = pinned(self.name)
-        key = self._key(args, pin)
+        try:
+            key = self._key(args, pin)
+            ready = self._recent.get(key)
+        except (TypeError, RuntimeError):  # a value that has no hash, or a tensor without strides
+            self.check(*args)
+            raise
         if key is None and sharding_rules.distributed(args):
             return sharding_rules.call(self, args)
-        ready = self._recent.get(key)
         if ready is None:  # a check looks at what is in the key, so a known key has passed it
-            if self.check is not None:
-                self.check(*args)
+            self.check(*args)
             if key is not None:
                 ready = self._remember(key, args, pin)
         if self.gradient is not None and torch.is_grad_enabled() and self.gradient.needed(args):
@@ -185,8 +190,7 @@ class Op:
 
     def _traced(self, args: tuple) -> Any:
         """A call under torch.compile or torch.export."""
-        if self.check is not None:
-            self.check(*args)
+        self.check(*args)
         if self.autocast:
             args = self._autocast(args)
         if sharding_rules.distributed(args):
@@ -281,8 +285,8 @@ class Op:
         return outs[0] if self.public == 1 else tuple(outs[: self.public])
 
     def _autocast(self, args: tuple) -> tuple:
-        kind = next(a.device.type for a in args if isinstance(a, Tensor))
-        if not torch.is_autocast_enabled(kind):
+        kind = next((a.device.type for a in args if isinstance(a, Tensor)), "meta")
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
             return args
         to = torch.get_autocast_dtype(kind)
         return tuple(
@@ -295,8 +299,7 @@ class Op:
         args = self.bind(args, kwargs)
         if self.autocast:
             args = self._autocast(args)
-        if self.check is not None:
-            self.check(*args)
+        self.check(*args)
         device = next(a.device for a in args if isinstance(a, Tensor))
         choice = self._select(self._describe(*args), pinned(self.name), device)
         if compiled and self.decompose is not None:
@@ -357,6 +360,8 @@ def explain(op: str | Op, *args: Any, compiled: bool = False, **kwargs: Any) -> 
     Raises ValueError for an unknown name.
     """
     name = op.name if isinstance(op, Op) else op
+    if not isinstance(name, str):
+        raise TypeError(f"explain: op must be an op or its name, got {shown(op)}")
     found = ops().get(name)
     if found is None and name in _PLAIN:
         return f"{name}: a plain callable ({_PLAIN[name][1]}); called as it is, never dispatched"

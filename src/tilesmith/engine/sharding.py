@@ -32,8 +32,7 @@ def distributed(args: Sequence[Any]) -> bool:
 
 def call(op: Any, args: tuple) -> Any:
     """The op's public outputs, as DTensors, from arguments of which some are."""
-    if op.check is not None:
-        op.check(*args)
+    op.check(*args)
     if op.sharding is None:
         raise ValueError(f"{op.name}: takes no DTensors; call it on what each rank holds, x.to_local()")
     return spread(op, args, op.sharding) if isinstance(op.sharding, str) else op.sharding(op, args)

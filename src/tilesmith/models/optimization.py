@@ -57,6 +57,11 @@ def optimize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; optimize takes a torch.nn.Module")
+    for name, value in (("only", only), ("exclude", exclude)):
+        if value is None and name == "only":
+            continue
+        if not isinstance(value, Collection) or not all(isinstance(part, str) for part in value):
+            raise TypeError(f"optimize: {name} must be a string or a collection of strings, got {value!r}")
     names = [rule.name for rule in RULES]
     wanted = names if only is None else [only] if isinstance(only, str) else list(only)
     unknown = [name for name in wanted if name not in names]
@@ -71,6 +76,8 @@ def optimize(
 
 def undo(model: nn.Module) -> nn.Module:
     """Give `model` back the forward of every module that `optimize` replaced, exactly. Returns `model`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; undo takes a torch.nn.Module")
     rewrite.undo(model)
     for module in model.modules():
         module.__dict__.pop("tilesmith_report", None)

@@ -9,6 +9,7 @@ from tilesmith import ops
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import RotaryEmbedding
+from tilesmith.ops.arguments import number, probability, size, tensor
 
 
 class Attention(nn.Module):
@@ -40,12 +41,22 @@ class Attention(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, value in {**sizes, **({} if head_dim is None else {"head_dim": head_dim})}.items():
+            size("Attention", name, value)
+        if window is not None:
+            size("Attention", "window", window, 0)
+        probability("Attention", "dropout", dropout)
+        number("Attention", "softcap", softcap, 0.0)
+        if scale is not None and number("Attention", "scale", scale) <= 0:
+            raise ValueError(f"Attention: scale must be above 0, got {scale}")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads is {num_kv_heads}, which does not divide num_heads, {num_heads}")
         if head_dim is None:
             if hidden_size % num_heads:
                 raise ValueError(f"num_heads is {num_heads}, which does not divide hidden_size, {hidden_size}")
             head_dim = hidden_size // num_heads
+        self.hidden_size = hidden_size
         self.num_heads, self.num_kv_heads, self.head_dim, self.dropout = num_heads, num_kv_heads, head_dim, dropout
         self.mask, self.score = ops.Mask(causal=True, window=window), ops.Score(scale=scale, softcap=softcap)
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias, device, dtype)
@@ -70,6 +81,11 @@ class Attention(nn.Module):
         next tokens of its rows, whose keys and values go to `layer` of it (without gradients); cache.lengths is not
         advanced.
         """
+        tensor("Attention", "x", x)
+        if x.ndim != 3 or x.shape[2] != self.hidden_size:
+            raise ValueError(f"Attention: x must be [batch, tokens, {self.hidden_size}], got {list(x.shape)}")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"Attention: cache must be a KVCache or None, got {type(cache).__name__}")
         q, k, v = self._heads(x)
         if cache is not None:
             out = self._attend_cached(q, k, v, rotary, cache, layer)
@@ -82,11 +98,8 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as [B, heads, T, D] views of [B, T, heads, D] memory."""
-        batch, tokens, _ = x.shape
-        q, k, v = (
-            projection(x).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        flat = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.unflatten(2, (y.shape[2] // self.head_dim, self.head_dim)).transpose(1, 2) for y in flat)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

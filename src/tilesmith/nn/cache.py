@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilesmith.ops.arguments import size
+
 
 @dataclass(frozen=True)
 class KVCache:
@@ -34,6 +36,9 @@ class KVCache:
         dtype: torch.dtype | None = None,
     ) -> KVCache:
         """A cache that holds nothing. Slots are not initialised: what lengths says is not there is never read."""
+        sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "slots": slots}
+        for name, value in {**sizes, "head_dim": head_dim}.items():
+            size("KVCache", name, value, 0)
         shape = (num_layers, batch, num_kv_heads, slots, head_dim)
         return cls(
             torch.empty(shape, device=device, dtype=dtype),

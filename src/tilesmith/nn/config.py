@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tilesmith.ops.arguments import probability, size
+
 if TYPE_CHECKING:
     from tilesmith.nn.decoder import DecoderConfig
 
@@ -34,16 +36,14 @@ class KernelConfig:
 
     def __post_init__(self):
         for name in ("max_sequence_length", "num_attention_heads", "hidden_size", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"KernelConfig: {name} must be at least 1, got {getattr(self, name)}")
+            size("KernelConfig", name, getattr(self, name))
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"KernelConfig: num_attention_heads is {self.num_attention_heads}, which does not divide hidden_size, "
                 f"{self.hidden_size}"
             )
         for name in ("attention_dropout_prob", "hidden_dropout_prob"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"KernelConfig: {name} must be in [0, 1), got {getattr(self, name)}")
+            probability("KernelConfig", name, getattr(self, name))
 
     def decoder_config(self, vocab_size: int, num_layers: int, **options: Any) -> DecoderConfig:
         """The `DecoderConfig` of a decoder with these sizes and rates. options: its other fields."""

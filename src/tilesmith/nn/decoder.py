@@ -14,6 +14,7 @@ from tilesmith.nn.cache import KVCache
 from tilesmith.nn.mlp import GatedMLP
 from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
+from tilesmith.ops.arguments import number, probability, size, tensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,17 @@ class DecoderConfig:
     init_std: float = 0.02
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
+
+    def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions"):
+            size("DecoderConfig", name, getattr(self, name), 0 if name == "num_layers" else 1)
+        for name in ("num_kv_heads", "head_dim", "rotary_dim"):
+            if getattr(self, name) is not None:
+                size("DecoderConfig", name, getattr(self, name))
+        for name in ("attention_dropout", "hidden_dropout"):
+            probability("DecoderConfig", name, getattr(self, name))
+        for name in ("softcap", "logit_softcap", "norm_eps", "init_std"):
+            number("DecoderConfig", name, getattr(self, name), 0.0)
 
 
 class DecoderBlock(nn.Module):
@@ -174,6 +186,13 @@ class Decoder(nn.Module):
 
         Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents.
         """
+        tensor("Decoder", "tokens", tokens, ("batch", "tokens"))
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"Decoder: tokens has dtype {tokens.dtype}; it must be int64 or int32")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"Decoder: cache must be a KVCache or None, got {type(cache).__name__}")
+        if cache is not None and cache.lengths.shape[0] != tokens.shape[0]:
+            raise ValueError(f"Decoder: tokens has {tokens.shape[0]} rows, cache {cache.lengths.shape[0]}")
         limit = self.config.max_positions
         if cu_seqlens is None and tokens.shape[1] > limit:
             raise ValueError(f"tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}")
@@ -201,7 +220,7 @@ class Decoder(nn.Module):
         Raises ValueError for more slots than positions, which the tables of angles do not reach.
         """
         weight, config = self.embed_tokens.weight, self.config
-        slots = config.max_positions if slots is None else slots
+        slots = config.max_positions if slots is None else size("new_cache", "slots", slots, 0)
         if slots > config.max_positions:
             raise ValueError(f"slots is {slots}; the decoder has {config.max_positions} positions")
         return KVCache.empty(

@@ -9,6 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.ops.arguments import choice, number, size, tensor
+
+REDUCTIONS = ("mean", "batchmean", "sum", "none")
+
+
+def _check_beta(op: str, name: str, beta: float) -> None:
+    if not 0 <= number(op, name, beta) <= 1:
+        raise ValueError(f"{op}: {name} must be between 0 and 1, got {beta}")
 
 
 class KLDivLoss(nn.Module):
@@ -16,6 +24,8 @@ class KLDivLoss(nn.Module):
 
     def __init__(self, eps: float = 1e-10, reduction: str = "mean", log_target: bool = False):
         super().__init__()
+        number("KLDivLoss", "eps", eps, 0.0)
+        choice("KLDivLoss", "reduction", reduction, REDUCTIONS)
         self.eps, self.reduction, self.log_target = eps, reduction, log_target
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
@@ -28,6 +38,7 @@ class JSD(nn.Module):
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100):
         super().__init__()
+        _check_beta("JSD", "beta", beta)
         self.beta, self.ignore_index = beta, ignore_index
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
@@ -40,6 +51,7 @@ class TVDLoss(nn.Module):
 
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100):
         super().__init__()
+        choice("TVDLoss", "reduction", reduction, REDUCTIONS)
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
@@ -70,6 +82,12 @@ def distillation_loss(
     teacher: hidden states with teacher_weight, or logits without. chunk_size: tokens whose logits are in memory at a
     time; 0: the library chooses. Returns the loss and, detached, its soft and its hard part before weighting.
     """
+    for name, value in (("student_input", student_input), ("student_weight", student_weight), ("teacher", teacher)):
+        tensor("distillation_loss", name, value)
+    for name, value in (("teacher_weight", teacher_weight), ("teacher_bias", teacher_bias)):
+        if value is not None:
+            tensor("distillation_loss", name, value)
+    size("distillation_loss", "chunk_size", chunk_size, 0)
     loss, parts = ops.linear_distillation(
         student_input, student_weight, teacher.detach(), None if teacher_weight is None else teacher_weight.detach(),
         target, student_bias, None if teacher_bias is None else teacher_bias.detach(), divergence, beta, temperature,
@@ -101,10 +119,13 @@ class FusedLinearDistillationLoss(nn.Module):
         divergence: str = "jsd",
     ):
         super().__init__()
-        if divergence not in ("jsd", "kl", "reverse_kl", "tvd"):
-            raise ValueError(f"divergence is {divergence!r}; it must be 'jsd', 'kl', 'reverse_kl' or 'tvd'")
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}; it must be above 0")
+        choice("FusedLinearDistillationLoss", "divergence", divergence, ("jsd", "kl", "reverse_kl", "tvd"))
+        for name, value in {"weight_hard_loss": weight_hard_loss, "weight_soft_loss": weight_soft_loss}.items():
+            number("FusedLinearDistillationLoss", name, value)
+        size("FusedLinearDistillationLoss", "chunk_size", chunk_size, 0)
+        if not number("FusedLinearDistillationLoss", "temperature", temperature) > 0:
+            raise ValueError(f"FusedLinearDistillationLoss: temperature must be above 0, got {temperature}")
+        _check_beta("FusedLinearDistillationLoss", "beta", beta)
         self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
         self.ignore_index, self.temperature, self.compiled = ignore_index, temperature, compiled
         self.chunk_size, self.return_soft_hard_loss, self.divergence = chunk_size, return_soft_hard_loss, divergence
@@ -149,6 +170,9 @@ class FusedLinearJSD(nn.Module):
         super().__init__()
         if accum_dtype not in (None, torch.float32):
             raise ValueError(f"accum_dtype is {accum_dtype}; it must be None or torch.float32")
+        _check_beta("FusedLinearJSD", "jsd_beta", jsd_beta)
+        if not number("FusedLinearJSD", "temperature", temperature) > 0:
+            raise ValueError(f"FusedLinearJSD: temperature must be above 0, got {temperature}")
         self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
         self.temperature, self.accum_dtype = temperature, accum_dtype
 

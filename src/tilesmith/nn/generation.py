@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.nn.decoder import Decoder
+from tilesmith.ops.arguments import number, size, tensor
 
 
 @torch.no_grad()
@@ -29,12 +30,21 @@ def generate(
 
     Raises ValueError for an empty prompt, and where prompt and new tokens exceed the decoder's max_positions.
     """
+    tensor("generate", "prompt", prompt, ("batch", "tokens"))
+    size("generate", "max_new_tokens", max_new_tokens, 0)
+    number("generate", "temperature", temperature, 0.0)
     batch, length = prompt.shape
+    if prompt.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"generate: prompt has dtype {prompt.dtype}; it must hold tokens, int64 or int32")
+    if top_k is not None:
+        size("generate", "top_k", top_k)
+    if prompt_lengths is not None:
+        _check_lengths(prompt_lengths, prompt)
     if length == 0:
-        raise ValueError("prompt has no tokens; give at least one, such as the one that begins a text")
+        raise ValueError("generate: prompt has no tokens; give at least one, such as the one that begins a text")
     if length + max_new_tokens > decoder.config.max_positions:
         raise ValueError(
-            f"{length} prompt tokens and max_new_tokens = {max_new_tokens} make {length + max_new_tokens}; "
+            f"generate: {length} prompt tokens and max_new_tokens = {max_new_tokens} make {length + max_new_tokens}; "
             f"the decoder has {decoder.config.max_positions} positions"
         )
     cache = decoder.new_cache(batch, length + max_new_tokens)
@@ -58,11 +68,19 @@ def generate(
     return new
 
 
+def _check_lengths(lengths: Tensor, prompt: Tensor) -> None:
+    tensor("generate", "prompt_lengths", lengths)
+    if lengths.shape != prompt.shape[:1] or lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"generate: prompt_lengths must be [{prompt.shape[0]}] int32, got {list(lengths.shape)} {lengths.dtype}"
+        )
+
+
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """One token a row of logits [B, vocab_size]."""
     if temperature == 0.0:
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature
     if top_k is not None:
-        logits = logits.where(logits >= logits.topk(top_k).values[:, -1:], float("-inf"))
+        logits = logits.where(logits >= logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], float("-inf"))
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith import ops
+from tilesmith.ops.arguments import flag, size
 
 LEVELS = ("conservative", "balanced", "aggressive")
 
@@ -34,6 +35,9 @@ class OptimizedLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
+        size("OptimizedLinear", "in_features", in_features, 0)
+        size("OptimizedLinear", "out_features", out_features, 0)
+        flag("OptimizedLinear", "bias", bias)
         if optimization_level not in LEVELS:
             raise ValueError(f"optimization_level is {optimization_level!r}; it must be one of {', '.join(LEVELS)}")
         super().__init__(in_features, out_features, bias, device, dtype)

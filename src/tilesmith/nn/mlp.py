@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.ops.arguments import choice, size
 
 
 class GatedMLP(nn.Module):
@@ -25,8 +26,9 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if activation not in ("swiglu", "geglu", "geglu_erf"):
-            raise ValueError(f"activation is {activation!r}; it must be 'swiglu', 'geglu' or 'geglu_erf'")
+        size("GatedMLP", "hidden_size", hidden_size)
+        size("GatedMLP", "intermediate_size", intermediate_size)
+        choice("GatedMLP", "activation", activation, ("swiglu", "geglu", "geglu_erf"))
         self.activation = activation
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.ops.arguments import probability, size, tensor
 
 
 class AttentionLayer(nn.Module):
@@ -28,10 +29,11 @@ class AttentionLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if num_heads < 1 or d_model % num_heads:
-            raise ValueError(f"num_heads is {num_heads}, which does not divide d_model, {d_model}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        size("AttentionLayer", "d_model", d_model)
+        size("AttentionLayer", "num_heads", num_heads)
+        probability("AttentionLayer", "dropout", dropout)
+        if d_model % num_heads:
+            raise ValueError(f"AttentionLayer: num_heads is {num_heads}, which does not divide d_model, {d_model}")
         self.d_model, self.num_heads, self.dropout = d_model, num_heads, dropout
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias, device, dtype)
         self.out_proj = nn.Linear(d_model, d_model, bias, device, dtype)
@@ -43,8 +45,11 @@ class AttentionLayer(nn.Module):
         than 0, may be attended to. Floating: added to the scores. A query that may attend to nothing gets 0 from the
         attention. causal: no key behind the query. Raises ValueError or TypeError for other shapes.
         """
+        tensor("AttentionLayer", "x", x)
         if x.ndim != 3 or x.shape[2] != self.d_model:
-            raise ValueError(f"x must be [batch, tokens, {self.d_model}], got {list(x.shape)}")
+            raise ValueError(f"AttentionLayer: x must be [batch, tokens, {self.d_model}], got {list(x.shape)}")
+        if attention_mask is not None:
+            _check_mask(attention_mask, x, self.num_heads)
         q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv_proj(x).chunk(3, -1))
         dense, bias = _planes(attention_mask)
         out, _ = ops.attention(
@@ -59,6 +64,24 @@ class AttentionLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+def _check_mask(mask: Tensor, x: Tensor, heads: int) -> None:
+    tensor("AttentionLayer", "attention_mask", mask)
+    batch, tokens, _ = x.shape
+    plane = (batch, tokens) if mask.ndim == 2 else (batch, heads, tokens, tokens)[-mask.ndim :]
+    fits = mask.ndim in (2, 3, 4) and all(n == 1 or n == m for n, m in zip(mask.shape, plane))
+    if not fits:
+        raise ValueError(
+            f"AttentionLayer: attention_mask must be [{batch}, {tokens}] or broadcast to [{batch}, {heads}, {tokens}, "
+            f"{tokens}], got {list(mask.shape)}"
+        )
+    if mask.is_complex():
+        raise TypeError(f"AttentionLayer: attention_mask has dtype {mask.dtype}; it must be bool, integer or floating")
+    if mask.device != x.device:
+        raise ValueError(
+            f"AttentionLayer: attention_mask is on {mask.device}, x on {x.device}; move them to one device"
+        )
 
 
 def _planes(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.ops.arguments import choice, number, size
 
 
 class RMSNorm(nn.Module):
@@ -25,6 +26,10 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        size("RMSNorm", "dim", dim)
+        number("RMSNorm", "eps", eps, 0.0)
+        number("RMSNorm", "offset", offset)
+        choice("RMSNorm", "casting", casting, ("fp32", "llama"))
         self.eps, self.offset, self.casting = eps, offset, casting
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.reset_parameters()
@@ -58,6 +63,8 @@ class LayerNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        size("LayerNorm", "dim", dim)
+        number("LayerNorm", "eps", eps, 0.0)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if bias else None

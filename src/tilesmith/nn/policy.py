@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.ops.arguments import number, shaped, size, tensor
 from tilesmith.ops.loss.formulas import PolicyOptions, policy_terms
 
 # loss type -> its formula in ops.loss.formulas; they differ besides in what divides the sum over tokens
@@ -83,6 +84,20 @@ def grpo_loss(
     kind = _check(
         loss_type, importance_sampling_level, max_completion_length, delta, (sapo_temperature_pos, sapo_temperature_neg)
     )
+    tensor("grpo_loss", "x", x)
+    tensor("grpo_loss", "selected_token_ids", selected_token_ids, ("B", "T"))
+    tensor("grpo_loss", "attention_mask", attention_mask)
+    size("grpo_loss", "chunk_size", chunk_size, 0)
+    for name, value in {"beta": beta, "epsilon_low": epsilon_low, "epsilon_high": epsilon_high}.items():
+        number("grpo_loss", name, value)
+    if not number("grpo_loss", "temperature", temperature) > 0:
+        raise ValueError(f"grpo_loss: temperature must be above 0, got {temperature}")
+    plane, device = tuple(selected_token_ids.shape), x.device
+    shaped("grpo_loss", "attention_mask", attention_mask, plane, device=device)
+    tensor("grpo_loss", "advantages", advantages)
+    shaped("grpo_loss", "advantages", advantages, plane[:1], device=device)
+    shaped("grpo_loss", "ref_per_token_logps", ref_per_token_logps, plane, device=device)
+    shaped("grpo_loss", "old_per_token_logps", old_per_token_logps, plane, device=device)
     acc = torch.promote_types(x.dtype, torch.float32)
     mask = attention_mask.to(acc)
     weights, divisor = _weights(loss_type, mask, max_completion_length, num_items_in_batch)
@@ -136,7 +151,7 @@ def _check(
         raise ValueError("max_completion_length is None; 'dr_grpo' divides by it")
     if delta is not None and (delta <= 0 or kind != "clip"):
         raise ValueError(f"delta is {delta}; it must be above 0, and {loss_type!r} must be a loss that clips")
-    if min(temperatures) <= 0:
+    if not min(temperatures) > 0:
         raise ValueError(f"sapo_temperature_pos and sapo_temperature_neg are {temperatures}; they must be above 0")
     return kind
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tilesmith import ops
+from tilesmith.ops.arguments import number, shaped, size, tensor
 from tilesmith.ops.loss.formulas import FORMULAS, KTOOptions, PairOptions, log_odds
 
 PAIRED = tuple(sorted(name for name, formula in FORMULAS.items() if formula.paired))
@@ -93,7 +94,14 @@ def preference_loss(
 
     Returns the loss, fp32, and `PairMetrics` (`OddsMetrics` for "odds_ratio").
     """
+    tensor("preference_loss", "x", x)
+    tensor("preference_loss", "target", target)
     _check_pairs(loss_type, target, label_smoothing, gamma)
+    size("preference_loss", "chunk_size", chunk_size, 0)
+    for name, value in {"beta": beta, "alpha": alpha, "discopop_tau": discopop_tau}.items():
+        number("preference_loss", name, value)
+    shaped("preference_loss", "ref_logps", ref_logps, target.shape[:1], device=x.device)
+    shaped("preference_loss", "nll_target", nll_target, target.shape, device=x.device)
     pairs, counted = target.shape[0] // 2, target != ignore_index
     lengths = counted.sum(-1).clamp(min=1)
     average = average_log_prob or loss_type == "ipo"
@@ -148,6 +156,13 @@ def kto_loss(
     Source: arXiv:2402.01306. kl: the KL estimate to compare with, a scalar or [B]; None: 0. chunk_size: sequences whose
     logits are in memory at a time. The rest: see `preference_loss`.
     """
+    tensor("kto_loss", "x", x)
+    tensor("kto_loss", "target", target, ("B", "T"))
+    size("kto_loss", "chunk_size", chunk_size, 0)
+    number("kto_loss", "beta", beta)
+    shaped("kto_loss", "ref_logps", ref_logps, target.shape[:1], device=x.device)
+    shaped("kto_loss", "kl", kl, target.shape[:1], (), (1,))
+    shaped("kto_loss", "preference_labels", preference_labels, target.shape[:1], device=x.device)
     if preference_labels is None or preference_labels.dtype != torch.bool:
         given = None if preference_labels is None else preference_labels.dtype
         raise TypeError(f"preference_labels has dtype {given}; it must be a bool tensor, true for desirable sequences")
@@ -186,6 +201,8 @@ def sequence_log_probs(
 
 
 def _check_pairs(loss_type: str, target: Tensor, label_smoothing: float, gamma: float) -> None:
+    number("preference_loss", "label_smoothing", label_smoothing)
+    number("preference_loss", "gamma", gamma)
     if loss_type not in PAIRED:
         raise ValueError(f"loss_type is {loss_type!r}; it must be one of {', '.join(PAIRED)}")
     if target.ndim != 2 or target.shape[0] % 2:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.ops.arguments import number, size
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,14 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
+        size("RotaryEmbedding", "dim", dim)
+        size("RotaryEmbedding", "max_positions", max_positions)
+        if number("RotaryEmbedding", "theta", theta) <= 0:
+            raise ValueError(f"RotaryEmbedding: theta must be above 0, got {theta}")
+        if scaling is not None and not isinstance(scaling, Llama3Scaling):
+            raise TypeError(f"RotaryEmbedding: scaling must be a Llama3Scaling or None, got {type(scaling).__name__}")
         if dim % 2:
-            raise ValueError(f"dim is {dim}; rotation works on pairs, so it must be even")
+            raise ValueError(f"RotaryEmbedding: dim is {dim}; rotation works on pairs, so it must be even")
         self.dim, self.max_positions, self.theta = dim, max_positions, theta
         self.scaling, self.interleaved = scaling, interleaved
         for name in ("cos", "sin"):

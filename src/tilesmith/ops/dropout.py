@@ -1,8 +1,12 @@
 """What every op with a dropout accepts, and how its kernels are told: the seed tensor, p, and the numbers made of p."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tilesmith.engine import Op
 from tilesmith.ops import philox
 
 
@@ -20,9 +24,13 @@ def check_dropout(op: str, x: Tensor, seed: Tensor | None, p: float) -> None:
         raise ValueError(f"{op}: seed is on {seed.device}, x on {x.device}; move them to one device")
 
 
-def seed_for(x: Tensor, seed: Tensor | None, p: float) -> Tensor | None:
-    """The given seed, else one drawn from the default generator of x's device where p needs one."""
-    return philox.draw_seed(x.device) if seed is None and p > 0.0 else seed
+def seed_for(op: Op, before: Sequence[Any], seed: Tensor | None, p: float, *after: Any) -> Tensor | None:
+    """The given seed, else, where p needs one, one drawn from the default generator of the tensors' device. The
+    arguments of `op` before the seed and after p are checked first: a call that is refused draws nothing."""
+    if seed is not None or p == 0.0:
+        return seed
+    op.check(*before, None, 0.0, *after)
+    return philox.draw_seed(before[0].device)
 
 
 def kernel_numbers(p: float) -> tuple[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,6 +51,12 @@ class MemoryConfig:
     target_memory_gb: float | None = None
 
     def __post_init__(self):
+        for name in ("max_memory_gb", "min_memory_gb", "target_memory_gb"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real | None):
+                raise TypeError(f"MemoryConfig: {name} must be a number of GB, got {value!r}")
+        if self.min_memory_gb is None:
+            raise TypeError("MemoryConfig: min_memory_gb must be a number of GB, got None")
         low, target, high = self.min_memory_gb, self.target, self.limit
         if not 0.0 <= low <= target <= high or target == 0.0:
             raise ValueError(
@@ -193,4 +200,8 @@ def held(x: Tensor | None) -> int:
 def computed_in(x: Tensor) -> torch.dtype:
     """The dtype that autocast, where it is on, makes of x's."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if x.dtype.itemsize <= 4 and torch.is_autocast_enabled(kind) else x.dtype
+    return (
+        torch.get_autocast_dtype(kind)
+        if x.dtype.itemsize <= 4 and kind != "meta" and torch.is_autocast_enabled(kind)
+        else x.dtype
+    )

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.ops.arguments import alike, flag, probability, size, tensor
 from tilesmith.ops.attn.chunks import attention_in_chunks
 from tilesmith.ops.attn.mask import Mask, Score
-from tilesmith.ops.attn.op import attention, attention_op, attention_vjp
+from tilesmith.ops.attn.op import attention, attention_op, attention_vjp, with_unit_stride
 
 
 def flash_attention_forward(
@@ -47,8 +48,8 @@ def flash_attention_backward(
 
     `tilesmith.flash_attention.flash_attention_backward` is another function of this name, with tile sizes.
     """
-    q, k, v = (x if x.ndim == 0 or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    scale = None if scale is None else float(scale)
+    q, k, v = (with_unit_stride(x) for x in (q, k, v))
+    scale = Score(scale=scale).lower().get("scale")
     attention_op.check(*attention_op.bind((q, k, v), {"scale": scale, "causal": causal}))
     _check_results(q, v, out, lse, dout)
     given = {
@@ -97,6 +98,8 @@ def memory_efficient_attention(
     the rest: see there. Raises ValueError or TypeError, naming the argument, for what does not fit.
     """
     q, k, v = _split_heads(query, key, value, num_heads)
+    dropout_p = probability("memory_efficient_attention", "dropout_p", dropout_p)
+    flag("memory_efficient_attention", "is_causal", is_causal)
     return attention_in_chunks(q, k, v, scale, is_causal, dropout_p).transpose(1, 2).flatten(2)
 
 
@@ -119,22 +122,28 @@ def fused_bias_dropout(x: Tensor, bias: Tensor | None = None, p: float = 0.1, tr
     x [..., F], bias [F]. Without `training` nothing is dropped. Which elements are dropped follows from the default
     generator of x's device. Differentiable.
     """
-    return ops.bias_dropout(x, bias, p=p if training else 0.0)
+    return ops.bias_dropout(x, bias, p, training)
 
 
 def _split_heads(query: Tensor, key: Tensor, value: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views [B, heads, tokens, head dim] of packed heads."""
     op = "memory_efficient_attention"
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 3:
-            raise ValueError(f"{op}: {name} must be [batch, tokens, heads * head dim], got {list(x.shape)}")
-    if num_heads < 1 or query.shape[2] % num_heads:
+        tensor(op, name, x, ("batch", "tokens", "heads * head dim"))
+    for name, x in (("key", key), ("value", value)):
+        alike(op, "query", query, name, x)
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{op}: {name} must have query's batch size {query.shape[0]}, got {x.shape[0]}")
+    if value.shape[1] != key.shape[1]:
+        raise ValueError(f"{op}: value must have key's {key.shape[1]} tokens, got {value.shape[1]}")
+    size(op, "num_heads", num_heads, 1)
+    if query.shape[2] % num_heads:
         raise ValueError(f"{op}: num_heads is {num_heads}, which does not divide query's width, {query.shape[2]}")
     dim = query.shape[2] // num_heads
     if dim == 0 or key.shape[2] == 0 or key.shape[2] % dim:
         raise ValueError(f"{op}: key has width {key.shape[2]}; it must be a multiple of the head dim, {dim}")
     kv_heads = key.shape[2] // dim
-    if value.shape[2] % kv_heads:
+    if value.shape[2] == 0 or value.shape[2] % kv_heads:
         raise ValueError(f"{op}: value has width {value.shape[2]}; it must be a multiple of key's {kv_heads} heads")
     pairs = ((query, num_heads), (key, kv_heads), (value, kv_heads))
     q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x, heads in pairs)
@@ -150,6 +159,7 @@ def _check_results(q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor)
         ("lse", lse, rows, wide),
         ("dout", dout, (*rows, v.shape[3]), q.dtype),
     ):
+        tensor(op, name, x)
         if tuple(x.shape) != shape:
             raise ValueError(f"{op}: {name} must be {list(shape)}, got {list(x.shape)}")
         if x.dtype != dtype:

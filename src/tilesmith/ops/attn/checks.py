@@ -72,7 +72,7 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
             )
         if factor is not None:
             _floating(f"{name}_scale", factor, q)
-            if factor.ndim != 3 or any(n not in (1, m) for n, m in zip(factor.shape, x.shape)):
+            if factor.ndim != 3 or any(n != 1 and n != m for n, m in zip(factor.shape, x.shape)):
                 raise ValueError(
                     f"attention: {name}_scale must be {list(x.shape[:3])}, where any dim may be 1, "
                     f"got {list(factor.shape)}"
@@ -136,7 +136,7 @@ def _check_plane(name, x, q, dtypes, shape) -> None:
     if x.dtype not in dtypes:
         allowed = " or ".join(dict.fromkeys(str(d) for d in dtypes))
         raise TypeError(f"attention: {name} must be {allowed}, got {x.dtype}")
-    if x.ndim != 4 or any(n not in (1, m) for n, m in zip(x.shape, shape)):
+    if x.ndim != 4 or any(n != 1 and n != m for n, m in zip(x.shape, shape)):
         raise ValueError(f"attention: {name} must be {list(shape)}, where any dim may be 1, got {list(x.shape)}")
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilesmith.ops.arguments import flag, number, tensor
 from tilesmith.ops.attn.visibility import visibility
 
 
@@ -50,26 +51,38 @@ class Mask:
     def lower(self) -> dict[str, Any]:
         """The arguments of the op that say the same; what is not restricted is left out."""
         lowered: dict[str, Any] = {}
-        if self.causal:
+        if flag("Mask", "causal", self.causal):
             lowered["causal"] = True
         if self.window is not None:
-            window = self.window
-            if isinstance(window, int):
-                window = (window, 0 if self.causal else window)
-            lowered["window_left"], lowered["window_right"] = window
+            lowered["window_left"], lowered["window_right"] = self._sides(self.window)
         if self.prefix is not None:
+            tensor("Mask", "prefix", self.prefix)
             lowered["prefix_lengths"] = self.prefix
         if self.documents is not None:
             pair = self.documents if isinstance(self.documents, tuple) else (self.documents, self.documents)
+            if len(pair) != 2:
+                raise ValueError(f"Mask: documents must be one tensor or a pair of them, got {len(pair)}")
+            for documents in pair:
+                tensor("Mask", "documents", documents)
             lowered["q_documents"], lowered["k_documents"] = pair
         if self.dense is not None:
-            lowered["mask"] = _four_dims(self.dense)
+            lowered["mask"] = _four_dims("Mask", "dense", self.dense)
         if self.blocks is not None:
             blocks = self.blocks
+            if not isinstance(blocks, Blocks):
+                raise TypeError(f"Mask: blocks must be Blocks, got {type(blocks).__name__}")
             lowered |= {"block_offsets": blocks.offsets, "block_indices": blocks.indices}
             lowered |= {"block_offsets_t": blocks.offsets_t, "block_indices_t": blocks.indices_t}
             lowered |= {"block_q": blocks.block_q, "block_k": blocks.block_k}
         return lowered
+
+    def _sides(self, window: int | tuple[int, int]) -> tuple[int, int]:
+        """Keys to the left and to the right of a query."""
+        sides = (window, 0 if self.causal else window) if isinstance(window, int) else window
+        numbers = isinstance(sides, tuple | list) and all(isinstance(w, int) and not isinstance(w, bool) for w in sides)
+        if not numbers or len(sides) != 2:
+            raise TypeError(f"Mask: window must be an int or a pair of ints (left, right), got {window!r}")
+        return sides[0], sides[1]
 
     def materialize(
         self,
@@ -115,13 +128,14 @@ class Score:
         """The arguments of the op that say the same; what is not asked for is left out."""
         lowered: dict[str, Any] = {}
         if self.scale is not None:
-            lowered["scale"] = float(self.scale)
-        if self.softcap:
-            lowered["softcap"] = float(self.softcap)
+            lowered["scale"] = float(number("Score", "scale", self.scale))
+        if self.softcap != 0:
+            lowered["softcap"] = float(number("Score", "softcap", self.softcap, 0.0))
         if self.alibi is not None:
+            tensor("Score", "alibi", self.alibi)
             lowered["alibi"] = self.alibi
         if self.bias is not None:
-            lowered["bias"] = _four_dims(self.bias)
+            lowered["bias"] = _four_dims("Score", "bias", self.bias)
         return lowered
 
     def materialize(self, tokens: int, keys: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -135,10 +149,11 @@ class Score:
             slopes = self.alibi if self.alibi.ndim == 2 else self.alibi.unsqueeze(0)
             term = term - slopes.float()[:, :, None, None] * distance
         if self.bias is not None:
-            term = term + _four_dims(self.bias).float()
+            term = term + _four_dims("Score", "bias", self.bias).float()
         return term
 
 
-def _four_dims(x: Tensor) -> Tensor:
+def _four_dims(of: str, name: str, x: Tensor) -> Tensor:
     """x with dims of size 1 in front, so that it has four."""
+    tensor(of, name, x)
     return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape)) if x.ndim < 4 else x

@@ -14,6 +14,7 @@ from torch import Tensor
 from tilesmith.engine import Op
 from tilesmith.engine.metadata import describer
 from tilesmith.ops import philox, portable
+from tilesmith.ops.arguments import probability
 from tilesmith.ops.attn import checks, reference, sharding
 from tilesmith.ops.attn.mask import Mask, Score
 
@@ -42,14 +43,14 @@ def _describer(op_name: str, function):
     """Metadata of a call: a field per parameter, and what kernels for few queries, pages or no softcap want to know.
 
     rows: query rows of a kv head (T * H / G), rounded up to a power of two, at most 1024. page_size: 0 without pages.
-    capped: whether there is a softcap.
+    capped: whether there is a softcap. cached: whether keys are at least four times the queries, as a cache's are.
     Lengths of documents are left out: they differ from step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
     plain = describer(op_name, parameters)
     skipped = [parameters.index(name) for name in ("max_seqlen_q", "max_seqlen_k")]
     at_q, at_k, at_pages, at_cap = (parameters.index(name) for name in ("q", "k", "page_table", "softcap"))
-    kind = namedtuple(f"{op_name}_call", [*parameters, "arch", "rows", "page_size", "capped"])
+    kind = namedtuple(f"{op_name}_call", [*parameters, "arch", "rows", "page_size", "capped", "cached"])
 
     def describe(*args: Any) -> Any:
         args = list(args)
@@ -58,7 +59,9 @@ def _describer(op_name: str, function):
         q, k = args[at_q], args[at_k]
         rows = max(1, q.shape[2] * (q.shape[1] // max(1, k.shape[1])))
         rows = min(1024, 1 << (rows - 1).bit_length())
-        return kind(*plain(*args), rows, 0 if args[at_pages] is None else k.shape[2], args[at_cap] > 0.0)
+        paged = args[at_pages] is not None
+        cached = paged or k.shape[2] >= 4 * q.shape[2]
+        return kind(*plain(*args), rows, k.shape[2] if paged else 0, args[at_cap] > 0.0, cached)
 
     return describe
 
@@ -153,14 +156,29 @@ def attention(
         raise TypeError(f"attention: mask must be a Mask, got {type(mask).__name__}; a tensor goes in Mask(dense=...)")
     if not isinstance(score, Score):
         raise TypeError(f"attention: score must be a Score, got {type(score).__name__}; a bias goes in Score(bias=...)")
-    if dropout_p > 0.0 and seed is None:
-        seed = philox.draw_seed(q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    q, k, v = (x if x.ndim == 0 or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return attention_op(
-        q, k, v, sinks=sinks, seed=seed, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_lengths=kv_lengths,
-        page_table=page_table, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, dropout_p=float(dropout_p),
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic,
-        **mask.lower(), **score.lower(),
+    given = dict(
+        sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_lengths=kv_lengths,
+        page_table=page_table, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, deterministic=deterministic, **mask.lower(), **score.lower(),
     )  # fmt: skip
+    dropout_p = probability("attention", "dropout_p", dropout_p)
+    if dropout_p > 0.0 and seed is None:
+        if not _autocast_to_come(q):  # a call that is refused draws nothing
+            attention_op.check(*attention_op.bind((q, k, v), given))
+        seed = philox.draw_seed(q.device)
+    q, k, v = (with_unit_stride(x) for x in (q, k, v))
+    return attention_op(q, k, v, seed=seed, dropout_p=dropout_p, **given)
+
+
+def _autocast_to_come(q: Tensor) -> bool:
+    """Whether the op's check will see other dtypes than came."""
+    return isinstance(q, Tensor) and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """x itself if the elements of its last dim lie beside one another, else a copy; what has no strides, as it is."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.ndim == 0 or x.stride(-1) == 1:
+        return x
+    return x.contiguous()

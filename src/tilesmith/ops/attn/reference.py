@@ -89,7 +89,7 @@ def attention(
     than its token stride, else contiguous; lse [B, H, T] fp32 (fp64 for fp64), contiguous.
     Everything is computed in fp32 (fp64 for fp64) and rounded once. `deterministic` never changes a value here.
     """
-    shape = _shape(q, k, v, page_table)
+    shape = _shape(q, k, page_table)
     values = _Values(q, k, v, page_table, q_scale, k_scale, v_scale)
     position_q, position_k, visible = visibility(
         *shape, q.device, mask, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths, q_documents, k_documents,
@@ -153,7 +153,7 @@ def attention_vjp(
     dout [B, H, T, Dv] and dlse [B, H, T]: None counts as zero. dq, dk and dv have the memory order of q, k and v
     (`torch.empty_like`), dbias and dsinks are contiguous; each has the dtype of its input.
     """
-    shape = _shape(q, k, v, page_table)
+    shape = _shape(q, k, page_table)
     values = _Values(q, k, v, page_table, q_scale, k_scale, v_scale)
     position_q, position_k, visible = visibility(
         *shape, q.device, mask, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths, q_documents, k_documents,
@@ -257,7 +257,7 @@ def _tokens_first(x: Tensor) -> bool:
     return x.ndim == 4 and x.stride(1) < x.stride(2)
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None) -> tuple[int, int, int, int]:
+def _shape(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, int, int, int]:
     batch, heads, tokens, _ = q.shape
     return batch, heads, tokens, k.shape[2] if page_table is None else page_table.numel() // batch * k.shape[2]
 

@@ -138,7 +138,7 @@ def _check_rotation(k: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor
             f"kv_cache_append: sin is {tuple(sin.shape)} {sin.dtype}, cos {tuple(cos.shape)} {cos.dtype}; "
             "they must agree"
         )
-    per_token = cos.ndim == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == tokens
+    per_token = cos.ndim == 3 and (cos.shape[0] == 1 or cos.shape[0] == batch) and cos.shape[1] == tokens
     if not (per_token or (cos.ndim == 2 and cos.shape[0] > 0)):
         raise ValueError(
             f"kv_cache_append: cos has shape {tuple(cos.shape)}; it must be [max_positions, R / 2] "
@@ -157,8 +157,11 @@ def _check_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_sc
             if cache.dtype in SMALL:
                 raise ValueError(f"kv_cache_append: {name}_cache has dtype {cache.dtype}; give {name}_scale with it")
             continue
-        if not scale.is_floating_point():
-            raise TypeError(f"kv_cache_append: {name}_scale has dtype {scale.dtype}; it must be floating point")
+        if scale.dtype not in FLOATS:
+            raise TypeError(
+                f"kv_cache_append: {name}_scale has dtype {scale.dtype}; float16, bfloat16, float32 and float64 "
+                "are served"
+            )
         if scale.device != cache.device:
             raise ValueError(
                 f"kv_cache_append: {name}_scale is on {scale.device}, {name}_cache on {cache.device}; "

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.ops.distill import reference, sharding
-from tilesmith.ops.loss.op import INTEGERS, LossWithGradients
+from tilesmith.ops.loss.checks import FLOATS, INTEGERS
+from tilesmith.ops.loss.op import LossWithGradients
 from tilesmith.ops.loss.reference import saved_dtype
 
 REDUCTIONS = ("mean", "batchmean", "sum", "none")
@@ -168,8 +169,8 @@ def _check_tvd(x: Tensor, target: Tensor, labels: Tensor | None, reduction: str,
 
 def _check_distributions(op: str, x: Tensor, target: Tensor, reduction: str) -> None:
     for name, value in (("x", x), ("target", target)):
-        if not value.is_floating_point():
-            raise TypeError(f"{op}: {name} has dtype {value.dtype}; it must be a floating dtype")
+        if value.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; it must be [..., V] with V of at least 1")
     if target.shape != x.shape:
@@ -213,8 +214,8 @@ def _check_linear(
     op = "linear_distillation"
     beside = {"teacher": teacher, "teacher_weight": teacher_weight, "bias": bias, "teacher_bias": teacher_bias}
     for name, value in {"x": x, "weight": weight, **beside}.items():
-        if value is not None and not value.is_floating_point():
-            raise TypeError(f"{op}: {name} has dtype {value.dtype}; it must be a floating dtype")
+        if value is not None and value.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served")
         if value is not None and value.device != x.device:
             raise ValueError(f"{op}: {name} is on {value.device}, x on {x.device}; move them to one device")
     if x.ndim == 0 or x.shape[-1] == 0:
@@ -253,7 +254,7 @@ def _check_linear(
 def _check_teacher(op: str, x: Tensor, teacher: Tensor, teacher_weight: Tensor | None, classes: int) -> None:
     if teacher.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"{op}: teacher has shape {tuple(teacher.shape)}; before its last dim it must be {tuple(x.shape[:-1])}"
+            f"{op}: teacher has shape {tuple(teacher.shape)}; before its last dim it must be x's {tuple(x.shape[:-1])}"
         )
     if teacher_weight is None and teacher.shape[-1] != classes:
         raise ValueError(

@@ -3,13 +3,16 @@
 Legend: F features, the last dim; the other dims are rows.
 """
 
+import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.ops.arguments import flag, probability
 from tilesmith.ops.drop import reference
 from tilesmith.ops.dropout import check_dropout, seed_for
 
 TRITON = {"triton": "tilesmith.ops.drop.triton"}
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _fake(x: Tensor, *_: object) -> Tensor:
@@ -23,14 +26,14 @@ def _fake_vjp(dout: Tensor, bias: Tensor | None, *rest: object) -> tuple[Tensor,
 
 
 def _check_biased(op: str, x: Tensor, bias: Tensor | None) -> None:
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{op}: x has dtype {x.dtype}; it must be a floating dtype")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{op}: x has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
     if x.ndim == 0:
         raise ValueError(f"{op}: x has no dims; it must be [..., F]")
     if bias is None:
         return
-    if not bias.dtype.is_floating_point:
-        raise TypeError(f"{op}: bias has dtype {bias.dtype}; it must be a floating dtype")
+    if bias.dtype not in FLOATS:
+        raise TypeError(f"{op}: bias has dtype {bias.dtype}; float16, bfloat16, float32 and float64 are served")
     if bias.ndim != 1 or bias.shape[0] != x.shape[-1]:
         raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}; for this x it must be [{x.shape[-1]}]")
     if bias.device != x.device:
@@ -99,8 +102,8 @@ def bias_dropout(
     TypeError, naming the argument, for p outside [0, 1) and for shapes, dtypes and devices that do not fit. The
     meaning in full: `tilesmith.ops.drop.reference.bias_dropout`.
     """
-    p = float(p) if training else 0.0
-    return bias_dropout_op(x, bias, seed_for(x, seed, p), p)
+    p = probability("bias_dropout", "p", p) if flag("bias_dropout", "training", training) else 0.0
+    return bias_dropout_op(x, bias, seed_for(bias_dropout_op, (x, bias), seed, p), p)
 
 
 @bias_dropout_residual_op.door
@@ -117,5 +120,7 @@ def bias_dropout_residual(
 
     residual: x's shape and dtype. The other arguments, the result and what raises: `bias_dropout`.
     """
-    p = float(p) if training else 0.0
-    return bias_dropout_residual_op(x, residual, bias, seed_for(x, seed, p), p)
+    name = "bias_dropout_residual"
+    p = probability(name, "p", p) if flag(name, "training", training) else 0.0
+    seed = seed_for(bias_dropout_residual_op, (x, residual, bias), seed, p)
+    return bias_dropout_residual_op(x, residual, bias, seed, p)

@@ -3,6 +3,7 @@
 Legend: F features, the last dim; all ops work element by element.
 """
 
+import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
@@ -11,6 +12,7 @@ from tilesmith.ops.gate import reference
 
 TRITON = {"triton": "tilesmith.ops.gate.triton"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.gate.portable"}
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 APPROXIMATE = ("none", "tanh")
 
 
@@ -37,8 +39,8 @@ def _fake_bias_vjp(dout: Tensor, x: Tensor, bias: Tensor | None, *rest: object) 
 
 
 def _check_floating(op: str, name: str, x: Tensor) -> None:
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; it must be a floating dtype")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
 
 
 def _check_pair(op: str, gate: Tensor, up: Tensor, names: tuple[str, str] = ("gate", "up")) -> None:

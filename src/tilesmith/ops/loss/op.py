@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Choice, Op
-from tilesmith.ops.loss import reference, sharded
+from tilesmith.ops.loss import checks, reference, sharded
 from tilesmith.ops.loss.memory import chosen_mode, described_mode, linear_cross_entropy_need
 from tilesmith.ops.memory import ChunkedOp
-
-INTEGERS = (torch.int32, torch.int64)
-REDUCTIONS = ("mean", "sum", "none")
-MODES = ("", "keep", "chunks", "recompute")
 
 
 def _acc(x: Tensor) -> torch.dtype:
@@ -118,126 +114,6 @@ def _fake_linear_vjp(
     return dx, dweight, dbias
 
 
-def _check(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-) -> None:
-    if not logits.is_floating_point():
-        raise TypeError(f"cross_entropy: logits has dtype {logits.dtype}; it must be a floating dtype")
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"cross_entropy: logits has shape {tuple(logits.shape)}; it must be [..., V] with V of at least 1"
-        )
-    _check_tokens("cross_entropy", "logits", logits, target)
-    _check_class_weight("cross_entropy", "weight", weight, logits, logits.shape[-1])
-    _check_terms("cross_entropy", label_smoothing, z_loss, softcap, reduction)
-
-
-def _check_linear(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
-    grad_mask: Sequence[bool] | None,
-) -> None:
-    for name, value in (("x", x), ("weight", weight), ("bias", bias)):
-        if value is None:
-            continue
-        if not value.is_floating_point():
-            raise TypeError(f"linear_cross_entropy: {name} has dtype {value.dtype}; it must be a floating dtype")
-        if value.device != x.device:
-            raise ValueError(
-                f"linear_cross_entropy: {name} is on {value.device}, x on {x.device}; move them to one device"
-            )
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(
-            f"linear_cross_entropy: x has shape {tuple(x.shape)}; it must be [..., K] with K of at least 1"
-        )
-    if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(
-            f"linear_cross_entropy: weight has shape {tuple(weight.shape)}; for this x it must be [V, {x.shape[-1]}] "
-            "with V of at least 1"
-        )
-    classes = weight.shape[0]
-    if bias is not None and bias.shape != (classes,):
-        raise ValueError(f"linear_cross_entropy: bias has shape {tuple(bias.shape)}; it must be [{classes}]")
-    if chunk_tokens < 0:
-        raise ValueError(
-            f"linear_cross_entropy: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more"
-        )
-    if mode not in MODES:
-        raise ValueError(
-            f"linear_cross_entropy: mode is {mode!r}; it must be {', '.join(map(repr, MODES[1:]))} or '' (the library "
-            "chooses)"
-        )
-    if mode == "keep" and x.dtype == torch.float16:
-        raise ValueError("linear_cross_entropy: mode is 'keep' with a float16 x; it must be 'chunks' or 'recompute'")
-    if grad_mask is not None and len(grad_mask) != 3:
-        raise ValueError(
-            f"linear_cross_entropy: grad_mask is {list(grad_mask)}; it must have 3 entries: x, weight, bias"
-        )
-    _check_tokens("linear_cross_entropy", "x", x, target)
-    _check_class_weight("linear_cross_entropy", "class_weight", class_weight, x, classes)
-    _check_terms("linear_cross_entropy", label_smoothing, z_loss, softcap, reduction)
-
-
-def _check_tokens(op: str, name: str, x: Tensor, target: Tensor) -> None:
-    if target.dtype not in INTEGERS:
-        raise TypeError(
-            f"{op}: target has dtype {target.dtype}; it must hold labels, int64 or int32 (no probabilities)"
-        )
-    if target.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{op}: target has shape {tuple(target.shape)}; for {name} of shape {tuple(x.shape)} "
-            f"it must be {tuple(x.shape[:-1])}"
-        )
-    if target.device != x.device:
-        raise ValueError(f"{op}: target is on {target.device}, {name} on {x.device}; move them to one device")
-
-
-def _check_class_weight(op: str, name: str, weight: Tensor | None, x: Tensor, classes: int) -> None:
-    if weight is None:
-        return
-    if not weight.is_floating_point():
-        raise TypeError(f"{op}: {name} has dtype {weight.dtype}; it must be a floating dtype")
-    if weight.shape != (classes,):
-        raise ValueError(f"{op}: {name} has shape {tuple(weight.shape)}; it must be [{classes}], one for each class")
-    if weight.device != x.device:
-        raise ValueError(
-            f"{op}: {name} is on {weight.device}, the other tensors on {x.device}; move them to one device"
-        )
-    if weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{op}: {name} requires a gradient, and class weights receive none; pass {name}.detach()")
-
-
-def _check_terms(op: str, label_smoothing: float, z_loss: float, softcap: float, reduction: str) -> None:
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{op}: label_smoothing is {label_smoothing}; it must be between 0 and 1")
-    if not z_loss >= 0:
-        raise ValueError(f"{op}: z_loss is {z_loss}; it must be 0 or more")
-    if not softcap >= 0:
-        raise ValueError(f"{op}: softcap is {softcap}; it must be 0 (none) or more")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{op}: reduction is {reduction!r}; it must be one of {', '.join(map(repr, REDUCTIONS))}")
-
-
 class LossWithGradients(ChunkedOp):
     """An op that computes gradients along with the loss, so that its call must say which ones autograd will ask for."""
 
@@ -246,7 +122,7 @@ class LossWithGradients(ChunkedOp):
         if full[-1] is not None or not torch.is_grad_enabled():
             return full
         inputs = (full[self.parameters.index(name)] for name in ("x", "weight", "bias"))
-        wanted = [t is not None and t.requires_grad for t in inputs]
+        wanted = [isinstance(t, Tensor) and t.requires_grad for t in inputs]
         return (*full[:-1], wanted) if any(wanted) else full
 
 
@@ -255,7 +131,7 @@ class LinearCrossEntropy(LossWithGradients):
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         full, at = Op.bind(self, args, kwargs), self.parameters.index("mode")
-        if full[at] == "":
+        if full[at] == "" and all(isinstance(full[i], Tensor) for i in range(3)):  # else the check says what is wrong
             full = (*full[:at], chosen_mode(*full), *full[at + 1 :])
         return super().bind(full, {})
 
@@ -280,7 +156,7 @@ cross_entropy = Op(
     vjp=cross_entropy_vjp,
     outputs=("loss", "lse", "divisors"),
     public=1,
-    check=_check,
+    check=checks.check_cross_entropy,
     sharding=sharded.cross_entropy,
     kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
 )
@@ -298,7 +174,7 @@ linear_cross_entropy = LinearCrossEntropy(
     vjp=linear_cross_entropy_vjp,
     outputs=("loss", "lse", "divisors", "x_grad", "weight_grad", "bias_grad", "logit_grad"),
     public=1,
-    check=_check_linear,
+    check=checks.check_linear_cross_entropy,
     sharding=sharded.linear_cross_entropy,
     autocast=("x",),
     chunk="chunk_tokens",

@@ -11,8 +11,9 @@ from torch import Tensor
 from tilesmith.engine import Op
 from tilesmith.ops.loss import preference_reference as reference
 from tilesmith.ops.loss import sharded
+from tilesmith.ops.loss.checks import FLOATS, INTEGERS
 from tilesmith.ops.loss.formulas import FORMULAS
-from tilesmith.ops.loss.op import INTEGERS, LossWithGradients, linear_cross_entropy
+from tilesmith.ops.loss.op import LossWithGradients, linear_cross_entropy
 from tilesmith.ops.loss.reference import saved_dtype
 
 NAME = "linear_preference"
@@ -114,8 +115,10 @@ def _check(
             raise ValueError(f"{NAME}: {name} has shape {tuple(value.shape)}; it must be {tuple(shape)}")
     _check_beside(x, sequences, tokens, formula)
     for name, value in (("x", x), ("weight", weight), ("bias", bias), ("sequences", sequences), ("tokens", tokens)):
-        if value is not None and not value.is_floating_point():
-            raise TypeError(f"{NAME}: {name} has dtype {value.dtype}; it must be a floating dtype")
+        if value is not None and value.dtype not in FLOATS:
+            raise TypeError(
+                f"{NAME}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served"
+            )
         if value is not None and value.device != x.device:
             raise ValueError(f"{NAME}: {name} is on {value.device}, x on {x.device}; move them to one device")
     if target.device != x.device:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.engine.choice import pinned
-from tilesmith.ops.loss import op
+from tilesmith.ops.loss import checks
 from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads
 from tilesmith.ops.loss.reference import Terms
 
@@ -54,14 +54,14 @@ def vocab_parallel_cross_entropy(
     derivative; where torch.compile traces it, a label that is no class makes NaN instead of a ValueError.
     """
     name = "vocab_parallel_cross_entropy"
-    if logits.ndim == 0 or not logits.is_floating_point():
-        raise TypeError(
-            f"{name}: logits is {logits.dtype} {tuple(logits.shape)}; it must be floating, [..., V / ranks]"
-        )
+    if logits.dtype not in checks.FLOATS:
+        raise TypeError(f"{name}: logits has dtype {logits.dtype}; float16, bfloat16, float32 and float64 are served")
+    if logits.ndim == 0:
+        raise ValueError(f"{name}: logits has no dims; it must be [..., V / ranks]")
     part = part_of(name, "logits", logits.shape[-1], group, classes)
-    op._check_tokens(name, "logits", logits, target)
-    op._check_class_weight(name, "weight", weight, logits, part.classes)
-    op._check_terms(name, label_smoothing, z_loss, softcap, reduction)
+    checks.check_tokens(name, "logits", logits, target)
+    checks.check_class_weight(name, "weight", weight, logits, part.classes)
+    checks.check_terms(name, label_smoothing, z_loss, softcap, reduction)
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     return cross_entropy(logits, target, weight, terms, reduction, part)
 

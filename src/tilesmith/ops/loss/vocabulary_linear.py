@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.ops.gemm.products import add_weight_gradient, column_sums, product
-from tilesmith.ops.loss import chunked, op
+from tilesmith.ops.loss import checks, chunked
 from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads, undivided_token_grads
 from tilesmith.ops.loss.reference import Terms
 from tilesmith.ops.loss.vocabulary import Part, exchange, logit_grads, part_of, refuse_twice, token_losses
@@ -45,21 +45,27 @@ def vocab_parallel_linear_cross_entropy(
     A DTensor weight that is sharded by its first dim can be given to `linear_cross_entropy` itself.
     """
     name = "vocab_parallel_linear_cross_entropy"
-    if x.ndim == 0 or not x.is_floating_point():
-        raise TypeError(f"{name}: x is {x.dtype} {tuple(x.shape)}; it must be floating, [..., K]")
-    if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not weight.is_floating_point():
+    for argument, value in (("x", x), ("weight", weight), ("bias", bias)):
+        if value is not None and value.dtype not in checks.FLOATS:
+            raise TypeError(
+                f"{name}: {argument} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served"
+            )
+        if value is not None and value.device != x.device:
+            raise ValueError(f"{name}: {argument} is on {value.device}, x on {x.device}; move them to one device")
+    if x.ndim == 0:
+        raise ValueError(f"{name}: x has no dims; it must be [..., K]")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
-            f"{name}: weight is {weight.dtype} {tuple(weight.shape)}; for this x it must be floating, "
-            f"[V / ranks, {x.shape[-1]}]"
+            f"{name}: weight has shape {tuple(weight.shape)}; for this x it must be [V / ranks, {x.shape[-1]}]"
         )
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
-        raise ValueError(f"{name}: bias is {bias.dtype} {tuple(bias.shape)}; it must be floating, [{weight.shape[0]}]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}; it must be [{weight.shape[0]}]")
     if chunk_tokens < 0:
         raise ValueError(f"{name}: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more")
     part = part_of(name, "weight", weight.shape[0], group, classes)
-    op._check_tokens(name, "x", x, target)
-    op._check_class_weight(name, "class_weight", class_weight, x, part.classes)
-    op._check_terms(name, label_smoothing, z_loss, softcap, reduction)
+    checks.check_tokens(name, "x", x, target)
+    checks.check_class_weight(name, "class_weight", class_weight, x, part.classes)
+    checks.check_terms(name, label_smoothing, z_loss, softcap, reduction)
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     return linear_cross_entropy(
         x, weight, target, bias, class_weight, terms, reduction, chunk_tokens, accumulate_fp32, part, sum_dx=True

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.ops.arguments import probability
 from tilesmith.ops.dropout import check_dropout, seed_for
 from tilesmith.ops.norm import dropout_reference, op
 
@@ -103,4 +104,6 @@ def dropout_add_norm(
     """
     if eps is None:
         eps = 1e-6 if kind == "rms" else 1e-5
-    return dropout_add_norm_op(x, residual, weight, bias, seed_for(x, seed, p), float(p), kind, eps)
+    p = probability("dropout_add_norm", "p", p)
+    seed = seed_for(dropout_add_norm_op, (x, residual, weight, bias), seed, p, kind, eps)
+    return dropout_add_norm_op(x, residual, weight, bias, seed, p, kind, eps)

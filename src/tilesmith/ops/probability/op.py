@@ -9,6 +9,7 @@ from torch import Tensor
 from tilesmith.engine import Op
 from tilesmith.engine.sharding import spread
 from tilesmith.ops import portable
+from tilesmith.ops.arguments import probability
 from tilesmith.ops.dropout import check_dropout, seed_for
 from tilesmith.ops.probability import reference
 from tilesmith.ops.rows import empty_rows, row_order
@@ -107,4 +108,5 @@ def softmax_dropout(
     Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit.
     The meaning in full: `tilesmith.ops.probability.reference.softmax_dropout`.
     """
-    return softmax_dropout_op(x, seed_for(x, seed, p), float(p), scale, causal)
+    p = probability("softmax_dropout", "p", p)
+    return softmax_dropout_op(x, seed_for(softmax_dropout_op, (x,), seed, p, scale, causal), p, scale, causal)

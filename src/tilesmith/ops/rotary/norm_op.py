@@ -63,7 +63,7 @@ def _check(
     weight_offset: float,
     casting: str,
 ) -> None:
-    op._check(q, k, cos, sin, positions, offsets, cu_seqlens, offset)
+    op.check_rotation(NAME, q, k, cos, sin, positions, offsets, cu_seqlens, offset)
     if q.shape[-1] == 0:
         raise ValueError(f"{NAME}: q has shape {tuple(q.shape)}; D must be at least 1")
     if norm_dim not in NORM_DIMS:
@@ -84,8 +84,8 @@ def _check(
 def _check_weight(name: str, weight: Tensor | None, x: Tensor, norm_dim: str) -> None:
     if weight is None:
         return
-    if not weight.dtype.is_floating_point:
-        raise TypeError(f"{NAME}: {name} has dtype {weight.dtype}; it must be a floating dtype")
+    if weight.dtype not in op.FLOATS:
+        raise TypeError(f"{NAME}: {name} has dtype {weight.dtype}; float16, bfloat16, float32 and float64 are served")
     size = x.shape[3] if norm_dim == "head" else x.shape[1] * x.shape[3]
     if weight.ndim != 1 or weight.shape[0] != size:
         raise ValueError(

@@ -14,6 +14,7 @@ from tilesmith.engine.sharding import spread
 from tilesmith.ops.rotary import reference
 
 INTEGERS = (torch.int32, torch.int64)
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _fake(
@@ -59,71 +60,89 @@ def _check(
     offset: int = 0,
     interleaved: bool = False,
 ) -> None:
+    check_rotation("rope", q, k, cos, sin, positions, offsets, cu_seqlens, offset)
+
+
+def check_rotation(
+    op: str,
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+) -> None:
+    """Raise ValueError or TypeError for what `rope`, or an op that does the same, cannot rotate."""
     shape, dtype, device = q.shape, q.dtype, q.device
     if len(shape) != 4:
-        raise ValueError(f"rope: q has shape {tuple(shape)}; it must be [B, H, T, D]")
-    if not dtype.is_floating_point:
-        raise TypeError(f"rope: q has dtype {dtype}; it must be a floating dtype")
+        raise ValueError(f"{op}: q has shape {tuple(shape)}; it must be [B, H, T, D]")
+    if dtype not in FLOATS:
+        raise TypeError(f"{op}: q has dtype {dtype}; float16, bfloat16, float32 and float64 are served")
     if k is not None:
         if k.ndim != 4 or k.shape != (shape[0], k.shape[1], shape[2], shape[3]):
             needed = f"[{shape[0]}, G, {shape[2]}, {shape[3]}]"
-            raise ValueError(f"rope: k has shape {tuple(k.shape)}; for this q it must be {needed}")
+            raise ValueError(f"{op}: k has shape {tuple(k.shape)}; for this q it must be {needed}")
         if k.dtype != dtype:
-            raise TypeError(f"rope: k has dtype {k.dtype}, q has {dtype}; they must agree")
+            raise TypeError(f"{op}: k has dtype {k.dtype}, q has {dtype}; they must agree")
         if k.device != device:
-            raise ValueError(f"rope: k is on {k.device}, q on {device}; move them to one device")
+            raise ValueError(f"{op}: k is on {k.device}, q on {device}; move them to one device")
     table = cos.shape
-    _check_angles(shape, device, table, cos, sin)
+    _check_angles(op, shape, device, table, cos, sin)
     if len(table) == 3:
-        _check_no_position(positions, offsets, cu_seqlens, offset)
+        _check_no_position(op, positions, offsets, cu_seqlens, offset)
     elif positions is not None:
-        _check_positions(shape, device, positions, offsets, cu_seqlens, offset)
+        _check_positions(op, shape, device, positions, offsets, cu_seqlens, offset)
     elif offset < 0:
-        raise ValueError(f"rope: offset is {offset}; it must be 0 or more")
+        raise ValueError(f"{op}: offset is {offset}; it must be 0 or more")
     elif offsets is None and cu_seqlens is None:
         if shape[2] + offset > table[0]:
             raise ValueError(
-                f"rope: cos holds {table[0]} positions; {shape[2]} tokens from offset {offset} need {shape[2] + offset}"
+                f"{op}: cos holds {table[0]} positions; {shape[2]} tokens from offset {offset} need {shape[2] + offset}"
             )
     else:
-        _check_starts(shape, device, offsets, cu_seqlens)
+        _check_starts(op, shape, device, offsets, cu_seqlens)
 
 
-def _check_angles(shape: Sequence[int], device: torch.device, table: Sequence[int], cos: Tensor, sin: Tensor) -> None:
+def _check_angles(
+    op: str, shape: Sequence[int], device: torch.device, table: Sequence[int], cos: Tensor, sin: Tensor
+) -> None:
     if sin.shape != table or sin.dtype != cos.dtype:
         raise ValueError(
-            f"rope: sin is {tuple(sin.shape)} {sin.dtype}, cos {tuple(table)} {cos.dtype}; they must agree"
+            f"{op}: sin is {tuple(sin.shape)} {sin.dtype}, cos {tuple(table)} {cos.dtype}; they must agree"
         )
-    if not cos.dtype.is_floating_point:
-        raise TypeError(f"rope: cos has dtype {cos.dtype}; it must be a floating dtype")
+    if cos.dtype not in FLOATS:
+        raise TypeError(f"{op}: cos has dtype {cos.dtype}; float16, bfloat16, float32 and float64 are served")
     if cos.device != device or sin.device != device:
-        raise ValueError(f"rope: cos is on {cos.device}, sin on {sin.device}, q on {device}; move them to one device")
+        raise ValueError(f"{op}: cos is on {cos.device}, sin on {sin.device}, q on {device}; move them to one device")
     batch, _, tokens, dim = shape
-    if not (len(table) == 2 or (len(table) == 3 and table[0] in (1, batch) and table[1] == tokens)):
+    if not (len(table) == 2 or (len(table) == 3 and (table[0] == 1 or table[0] == batch) and table[1] == tokens)):
         raise ValueError(
-            f"rope: cos has shape {tuple(table)}; it must be [positions, R/2], [1, {tokens}, R/2] "
+            f"{op}: cos has shape {tuple(table)}; it must be [positions, R/2], [1, {tokens}, R/2] "
             f"or [{batch}, {tokens}, R/2]"
         )
     if 2 * table[-1] > dim:
         raise ValueError(
-            f"rope: cos has {table[-1]} angles, which rotate {2 * table[-1]} features, but D is {dim}; "
+            f"{op}: cos has {table[-1]} angles, which rotate {2 * table[-1]} features, but D is {dim}; "
             "give one angle for each pair: cos[..., : R // 2] or cos[..., ::2] of a table that holds each angle twice"
         )
 
 
 def _check_no_position(
-    positions: Tensor | None, offsets: Tensor | None, cu_seqlens: Tensor | None, offset: int
+    op: str, positions: Tensor | None, offsets: Tensor | None, cu_seqlens: Tensor | None, offset: int
 ) -> None:
     given = {"positions": positions, "offsets": offsets, "cu_seqlens": cu_seqlens, "offset": offset or None}
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"rope: {name} is given, but cos has three dims and so is already the angle of each token; "
+                f"{op}: {name} is given, but cos has three dims and so is already the angle of each token; "
                 "give cos and sin as [positions, R/2] tables"
             )
 
 
 def _check_positions(
+    op: str,
     shape: Sequence[int],
     device: torch.device,
     positions: Tensor,
@@ -133,41 +152,41 @@ def _check_positions(
 ) -> None:
     for name, value in {"offsets": offsets, "cu_seqlens": cu_seqlens, "offset": offset or None}.items():
         if value is not None:
-            raise ValueError(f"rope: {name} is given with positions, which are final; add it to them instead")
-    _check_integers("positions", positions, device)
+            raise ValueError(f"{op}: {name} is given with positions, which are final; add it to them instead")
+    _check_integers(op, "positions", positions, device)
     batch, _, tokens, _ = shape
     if positions.shape not in ((tokens,), (1, tokens), (batch, tokens)):
         raise ValueError(
-            f"rope: positions has shape {tuple(positions.shape)}; it must be [{tokens}] or [{batch}, {tokens}]"
+            f"{op}: positions has shape {tuple(positions.shape)}; it must be [{tokens}] or [{batch}, {tokens}]"
         )
 
 
 def _check_starts(
-    shape: Sequence[int], device: torch.device, offsets: Tensor | None, cu_seqlens: Tensor | None
+    op: str, shape: Sequence[int], device: torch.device, offsets: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
     rows, what = shape[0], "row"
     if cu_seqlens is not None:
-        _check_integers("cu_seqlens", cu_seqlens, device)
+        _check_integers(op, "cu_seqlens", cu_seqlens, device)
         if rows != 1:
-            raise ValueError(f"rope: cu_seqlens is given with a batch of {rows}; pack the documents in one row, B = 1")
+            raise ValueError(f"{op}: cu_seqlens is given with a batch of {rows}; pack the documents in one row, B = 1")
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
             raise ValueError(
-                f"rope: cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be [N + 1] for N >= 1 documents"
+                f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be [N + 1] for N >= 1 documents"
             )
         rows, what = cu_seqlens.shape[0] - 1, "document"
     if offsets is not None:
-        _check_integers("offsets", offsets, device)
+        _check_integers(op, "offsets", offsets, device)
         if offsets.shape != (rows,):
             raise ValueError(
-                f"rope: offsets has shape {tuple(offsets.shape)}; it must be [{rows}], one for each {what}"
+                f"{op}: offsets has shape {tuple(offsets.shape)}; it must be [{rows}], one for each {what}"
             )
 
 
-def _check_integers(name: str, value: Tensor, device: torch.device) -> None:
+def _check_integers(op: str, name: str, value: Tensor, device: torch.device) -> None:
     if value.dtype not in INTEGERS:
-        raise TypeError(f"rope: {name} has dtype {value.dtype}; it must be int32 or int64")
+        raise TypeError(f"{op}: {name} has dtype {value.dtype}; it must be int32 or int64")
     if value.device != device:
-        raise ValueError(f"rope: {name} is on {value.device}, q on {device}; move them to one device")
+        raise ValueError(f"{op}: {name} is on {value.device}, q on {device}; move them to one device")
 
 
 def _spread(op: Op, args: tuple) -> tuple[Tensor, Tensor]:

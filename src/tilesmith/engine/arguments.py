@@ -1,0 +1,72 @@
+"""The kinds of an op's arguments, from its signature: a list is no tensor, True no number, "1" no int."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KINDS = {
+    Tensor: ((Tensor,), "a tensor"),
+    bool: ((bool, torch.SymBool), "True or False"),
+    int: ((numbers.Integral, torch.SymInt), "an int"),
+    float: ((numbers.Real, torch.SymFloat, torch.SymInt), "a number"),
+    str: ((str,), "a string"),
+}
+_LISTS = {int: "a sequence of ints", bool: "a sequence of bools", float: "a sequence of numbers"}
+_DENSE = (torch.strided, torch.jagged)
+
+
+def checked(name: str, signature: inspect.Signature, check: Callable[..., None] | None) -> Callable[..., None]:
+    """A check of an op's arguments: their kinds first, then `check`, which may rely on them.
+
+    Raises TypeError, naming the argument, for one that is not of its annotation's kind and for a sparse tensor,
+    ValueError for a number that is infinite, NaN or beyond 64 bits.
+    """
+    kinds = [(n, *_kind(p.annotation)) for n, p in signature.parameters.items()]
+
+    def checks(*args: Any) -> None:
+        for (n, classes, optional, allowed), a in zip(kinds, args):
+            if a is None and optional:
+                continue
+            if not isinstance(a, classes) or (isinstance(a, bool) and bool not in classes and object not in classes):
+                raise TypeError(f"{name}: {n} must be {allowed}, got {shown(a)}")
+            if isinstance(a, Tensor) and a.layout not in _DENSE:
+                raise TypeError(f"{name}: {n} has layout {a.layout}; it must be dense: {n}.to_dense()")
+            if isinstance(a, float) and not -math.inf < a < math.inf:
+                raise ValueError(f"{name}: {n} is {a}; it must be finite")
+            if isinstance(a, int) and not -(2**63) <= a < 2**63:
+                raise ValueError(f"{name}: {n} is {a}; it must fit in 64 bits")
+        if check is not None:
+            check(*args)
+
+    return checks
+
+
+def _kind(annotation: Any) -> tuple[tuple[type, ...], bool, str]:
+    """Classes of an annotation, whether None is one of its values, and its words. Any value is of a kind not known."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = [m for m in (typing.get_args(annotation) if union else (annotation,)) if m is not type(None)]
+    optional = union and type(None) in typing.get_args(annotation)
+    known = _KINDS.get(members[0]) if len(members) == 1 else None
+    if known is None and len(members) == 1 and typing.get_args(members[0]):
+        known = (list, tuple), _LISTS.get(typing.get_args(members[0])[0], "a sequence")
+    classes, words = known or ((object,), "")
+    return classes, optional, words + (" or None" if optional else "")
+
+
+def shown(value: Any) -> str:
+    """What came, in an error: its type, and the value where it is short."""
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value) if isinstance(value, bool | int | float | str | list | tuple | dict) else ""
+    return f"{type(value).__name__} {text}" if 0 < len(text) <= 40 else type(value).__name__

@@ -1,0 +1,94 @@
+"""What the arguments of functions and layers must be, where no op's check sees them: errors that name the argument."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def tensor(op: str, name: str, x: Any, dims: tuple[str, ...] | None = None) -> None:
+    """Raise TypeError unless x is a dense tensor; ValueError unless it has `dims`, which only name them."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {_came(x)}")
+    if x.layout not in (torch.strided, torch.jagged):
+        raise TypeError(f"{op}: {name} has layout {x.layout}; it must be dense: {name}.to_dense()")
+    if dims is not None and x.ndim != len(dims):
+        raise ValueError(f"{op}: {name} must be [{', '.join(dims)}], got {list(x.shape)}")
+
+
+def alike(op: str, first: str, x: Tensor, name: str, y: Tensor) -> None:
+    """Raise unless the tensor y has the dtype (of those that kernels serve) and the device of the tensor x."""
+    for n, t in ((first, x), (name, y)):
+        if t.dtype not in FLOATS:
+            raise TypeError(f"{op}: {n} has dtype {t.dtype}; float16, bfloat16, float32 and float64 are served")
+    if y.dtype != x.dtype:
+        raise TypeError(f"{op}: {name} has dtype {y.dtype}, {first} has {x.dtype}; they must agree")
+    if y.device != x.device:
+        raise ValueError(f"{op}: {name} is on {y.device}, {first} on {x.device}; move them to one device")
+
+
+def shaped(op: str, name: str, x: Any, *shapes: tuple[int, ...], device: torch.device | None = None) -> None:
+    """Raise unless x is None or a tensor of one of `shapes`, on `device` if given."""
+    if x is None:
+        return
+    tensor(op, name, x)
+    if all(tuple(x.shape) != shape for shape in shapes):
+        raise ValueError(f"{op}: {name} must be {' or '.join(str(list(s)) for s in shapes)}, got {list(x.shape)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{op}: {name} is on {x.device}; it must be on {device}, as the other tensors")
+
+
+def size(op: str, name: str, value: Any, least: int = 1) -> int:
+    """value, an int of at least `least`, or an error."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be an int, got {_came(value)}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return value
+
+
+def number(op: str, name: str, value: Any, least: float | None = None) -> float:
+    """value, a finite number of at least `least`, or an error."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be a number, got {_came(value)}")
+    if not float("-inf") < value < float("inf"):
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
+    if least is not None and value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return value
+
+
+def probability(op: str, name: str, p: Any) -> float:
+    """p as a float, or an error unless it is a number in [0, 1)."""
+    if isinstance(p, bool) or not isinstance(p, numbers.Real | torch.SymFloat):
+        raise TypeError(f"{op}: {name} must be a number in [0, 1), got {_came(p)}")
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"{op}: {name} must be in [0, 1), got {p}")
+    return float(p)
+
+
+def flag(op: str, name: str, value: Any) -> bool:
+    """value, or TypeError unless it is True or False."""
+    if not isinstance(value, bool | torch.SymBool):
+        raise TypeError(f"{op}: {name} must be True or False, got {_came(value)}")
+    return value
+
+
+def choice(op: str, name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """value, or an error unless it is one of `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {_came(value)}")
+    return value
+
+
+def _came(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 40):
+        return repr(value)
+    return type(value).__name__
