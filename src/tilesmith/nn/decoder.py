@@ -205,7 +205,7 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """The output projection of hidden states [..., C], bent by `logit_softcap`."""
-        logits = F.linear(x, self.output_weight)
+        logits = ops.linear(x, self.output_weight)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
