@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tilesmith.cli.output import errors, refuse
+from tilesmith.cli.output import errors, refuse, setting
 
 TARGETS = ("cuda", "ptx", "metal", "wgsl", "spirv", "spvasm", "json")
 
@@ -69,16 +68,7 @@ def _build(kernel: str, preset: str | None, fields: dict):
 
 
 def _field(text: str) -> tuple[str, object]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        refuse(f"--set must be NAME=VALUE, such as hidden_dim=4096; got {text!r}")
-    words = {"true": True, "false": False, "none": None} if name != "approximate" and name != "matrix" else {}
-    if value.lower() in words:
-        return name, words[value.lower()]
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+    return setting(text, "hidden_dim=4096", texts=("approximate", "matrix"))
 
 
 def _print(ir, target: str, arch: str) -> str | bytes:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tilesmith.cli.output import console, device_named, dtype_named, op_named, refuse
+from tilesmith.cli.output import console, device_named, dtype_named, op_named, refuse, setting
 
 
 def command(
@@ -27,7 +27,8 @@ def command(
 
     declared = op_named(op)
     where = device_named(device)
-    args = _arguments(op, case, dict(map(_size, shape or [])), dict(map(_value, set_ or [])))
+    options = dict(setting(text, "causal=true") for text in set_ or [])
+    args = _arguments(op, case, dict(map(_size, shape or [])), options)
     built = _empty(args, where, dtype_named(dtype, where))
     try:
         choices = choices_of(declared, built)
@@ -84,21 +85,6 @@ def _size(text: str) -> tuple[str, tuple[int, ...]]:
     if not equals or not all(n.isdigit() for n in numbers):
         refuse(f"--shape must be NAME=SIZExSIZE, such as x=4096x8192; got {text!r}")
     return name, tuple(map(int, numbers))
-
-
-def _value(text: str) -> tuple[str, object]:
-    import ast
-
-    name, equals, value = text.partition("=")
-    if not equals:
-        refuse(f"--set must be NAME=VALUE, such as causal=true; got {text!r}")
-    words = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return name, words[value.lower()]
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def _show(value) -> str:

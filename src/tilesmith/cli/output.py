@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import sys
 from collections.abc import Iterable, Sequence
@@ -97,3 +98,20 @@ def op_named(name: str) -> Op:
         hint = f" Did you mean {close[0]}?" if close else ""
         refuse(f"there is no op {name!r}.{hint} Known: {', '.join(forward)} (and their gradients, <op>_vjp)")
     return known[name]
+
+
+def setting(text: str, example: str, texts: Sequence[str] = ()) -> tuple[str, object]:
+    """Name and value of "name=value": true, false, none or a Python literal, else the text itself.
+
+    texts: names whose true, false and none are words of their own. example: what is shown where there is no "=".
+    """
+    name, equals, value = text.partition("=")
+    if not equals:
+        refuse(f"--set must be NAME=VALUE, such as {example}; got {text!r}")
+    words = {"true": True, "false": False, "none": None} if name not in texts else {}
+    if value.lower() in words:
+        return name, words[value.lower()]
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
