@@ -78,14 +78,15 @@ def command(
     on a CPU a resumed run is the uninterrupted one, bit for bit. `tilesmith generate` takes the folder. Ctrl-C saves
     and leaves.
     """
+    options = {name: value for name, value in locals().items() if name in context.params}  # Typer's own are unconverted
     needs("matplotlib", "bench", "drawing the loss curves")
     needs("safetensors", "cli", "writing checkpoints")
-    given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+    given = {name for name in options if context.get_parameter_source(name).name == "COMMANDLINE"}
     where = device_named(device)
     if resume:
-        trainer, about = _resumed(out, given, context.params, where)
+        trainer, about = _resumed(out, given, options, where)
     else:
-        trainer, about = _fresh(out, context.params, where)
+        trainer, about = _fresh(out, options, where)
     last = min(trainer.plan.steps, stop_at or trainer.plan.steps)
     if trainer.step >= last:
         refuse(f"{out} is at step {trainer.step} already; give a larger {'--stop-at' if stop_at else '--steps'}")

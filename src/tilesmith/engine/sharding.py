@@ -200,12 +200,14 @@ class Layout:
 
     def _label(self, given: Mapping[int, Tensor], m: int) -> Label | None:
         """The label that is sharded over a mesh dim."""
+        from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
         found, holder = None, -1
         for i, a in given.items():
             placement = a.placements[m] if hasattr(a, "device_mesh") else None
             if placement is None or placement.is_replicate() or placement.is_partial():
                 continue
-            if not placement.is_shard() or "Strided" in type(placement).__name__ or self.tokens[i].mark == "@":
+            if not isinstance(placement, Shard) or isinstance(placement, _StridedShard) or self.tokens[i].mark == "@":
                 raise ValueError(f"{self.name}: {self.names[i]} is placed by {placement}, which is not served")
             dim = placement.dim
             label = self.tokens[i].labels(a.ndim)[dim]
