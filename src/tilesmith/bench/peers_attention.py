@@ -16,7 +16,7 @@ _BLOCKS = ("block_offsets", "block_indices", "q_scale", "k_scale", "v_scale")
 
 
 def _sdpa(args: Mapping[str, Any], peer: str, backend: SDPBackend | None) -> Callable[[], Any]:
-    absent(args, peer, *_PACKED, *_BLOCKS, "alibi", "sinks", "softcap", "dropout_p")
+    absent(args, peer, *_PACKED, *_BLOCKS, "alibi", "sinks", "softcap", "dropout_p", "deterministic")
     only(args, peer, window_left=-1, window_right=-1)
     q, k, v = args["q"], args["k"], args["v"]
     bias, mask, causal = args.get("bias"), args.get("mask"), args.get("causal", False)
@@ -42,18 +42,27 @@ def _sdpa(args: Mapping[str, Any], peer: str, backend: SDPBackend | None) -> Cal
 
 
 def _flash_attention_4(args: Mapping[str, Any]) -> Callable[[], Any]:
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     peer = "FlashAttention 4"
-    absent(args, peer, *_PACKED, *_BLOCKS, "alibi", "bias", "mask", "dropout_p")
+    absent(args, peer, "kv_lengths", "prefix_lengths", "q_documents", "page_table", *_BLOCKS)
+    absent(args, peer, "alibi", "bias", "mask", "dropout_p")
     q, k, v = (args[name].transpose(1, 2) for name in ("q", "k", "v"))
     window = tuple(None if args.get(side, -1) < 0 else args[side] for side in ("window_left", "window_right"))
     named = {"causal": args.get("causal", False), "softcap": args.get("softcap", 0.0), "window_size": window}
     named |= {"softmax_scale": args.get("scale"), "learnable_sink": args.get("sinks")}
+    named |= {"deterministic": args.get("deterministic", False)}
+    attend = flash_attn_func
+    if args.get("cu_seqlens_q") is not None:
+        q, k, v, attend = q[0], k[0], v[0], flash_attn_varlen_func
+        for side in ("q", "k"):
+            starts = args[f"cu_seqlens_{side}"]
+            named |= {f"cu_seqlens_{side}": starts, f"max_seqlen_{side}": int(starts.diff().max())}
 
     def call():
-        out = flash_attn_func(q, k, v, **named)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+        out = attend(q, k, v, **named)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.transpose(0, 1)[None] if out.ndim == 3 else out.transpose(1, 2)
 
     return call
 

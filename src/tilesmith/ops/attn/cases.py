@@ -13,6 +13,7 @@ SMALL = frozenset({"test", "interpret"})
 TEST = frozenset({"test"})
 GPU = frozenset({"gpu"})
 BENCH = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
+TIMED = frozenset({"bench"})
 HALF = (torch.float16, torch.bfloat16)
 
 Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
@@ -82,6 +83,11 @@ def _padding(*lengths: int) -> Init:
         return x
 
     return init
+
+
+# lengths of 24 documents of 32,768 tokens, drawn once: uniform cuts, as of a shuffled corpus packed to a context
+_DOCUMENTS = (2710, 318, 1542, 96, 3987, 871, 2203, 455, 1236, 689, 2981, 1750, 41, 1107, 2466, 530, 903, 1689, 377,
+              1988, 264, 1425, 2117, 1023)  # fmt: skip
 
 
 def _attend(
@@ -253,6 +259,19 @@ ATTENTION = [
     Case("gemma_softcap", _train(1, 8192, 16, 256, kv_heads=8, causal=True, softcap=50.0), BENCH, HALF),
     Case("packed_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, cu_seqlens_q=(9000, 500, 84, 5000, 1800),
                               cu_seqlens_k=(9000, 500, 84, 5000, 1800)), BENCH, HALF),
+    *(
+        Case(f"window_128_32k_d{dim}", _train(1, 32768, 2048 // dim, dim, causal=True, window_left=127), TIMED, HALF)
+        for dim in (64, 128)
+    ),
+    *(
+        Case(f"d{dim}_4k{name}_deterministic",
+             _train(4, 4096, 2048 // dim, dim, causal=causal, deterministic=True), TIMED, HALF)
+        for dim in (64, 128, 256) for name, causal in (("", False), ("_causal", True))
+    ),
+    Case("gqa_64_8_4k", _train(2, 4096, 64, 128, kv_heads=8), TIMED, HALF),
+    Case("gqa_64_8_4k_causal", _train(2, 4096, 64, 128, kv_heads=8, causal=True), TIMED, HALF),
+    Case("packed_32k", _train(1, 32768, 16, 128, causal=True, cu_seqlens_q=_DOCUMENTS, cu_seqlens_k=_DOCUMENTS),
+         TIMED, HALF),
     Case("bias_2k", _train(2, 2048, 16, 64, bias=(1, 16, 2048, 2048)), BENCH, HALF),
     Case("dropout_4k", _train(4, 4096, 16, 128, causal=True, dropout_p=0.1), BENCH, HALF),
 ]  # fmt: skip
