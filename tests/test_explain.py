@@ -5,6 +5,7 @@ import torch
 
 import tilesmith
 from tilesmith import ops
+from tilesmith.engine import Op, register_kernel
 
 DOORS = {
     "attention": lambda x: ((x, x, x, ops.Mask(causal=True)), {"dropout_p": 0.1}),
@@ -13,6 +14,10 @@ DOORS = {
     "bias_dropout": lambda x: ((x,), {}),
     "bias_dropout_residual": lambda x: ((x, x), {}),
 }
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
 
 
 @pytest.mark.parametrize("name", DOORS)
@@ -35,3 +40,14 @@ def test_a_door_s_own_errors():
         tilesmith.explain("attention", x, x, x, causal=True)
     with pytest.raises(ValueError, match="p must be in"):
         tilesmith.explain("bias_dropout", x, p=2.0)
+
+
+def test_the_kernels_below_are_named():
+    op = Op(_double, name="explain_double", fake=torch.empty_like)
+    for backend, rank, reasons in (("first", 40, []), ("second", 30, ["it is Tuesday"]), ("third", 20, [])):
+        register_kernel("explain_double", backend=backend, rank=rank, rejects=lambda call, why=reasons: why)(_double)
+    choice = tilesmith.explain(op, torch.ones(3))
+    assert [kernel.backend for kernel in choice.lower] == ["third", "reference"]
+    assert str(choice).splitlines()[-1] == "  could too: third (rank 20), reference (rank 0)"
+    with tilesmith.use(explain_double="third"):
+        assert tilesmith.explain(op, torch.ones(3)).lower == ()

@@ -24,16 +24,19 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that serves a call, why, and why not those of higher rank."""
+    """The kernel that serves a call, why, why not those of higher rank, and which of lower rank would serve it too."""
 
     kernel: Kernel
     because: str
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
     note: str = ""
+    lower: tuple[Kernel, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.kernel.op} -> {self.kernel.backend} ({self.because})"]
         lines += [f"  not {backend}: {'; '.join(reasons)}" for backend, reasons in self.rejected]
+        if self.lower:
+            lines.append("  could too: " + ", ".join(f"{k.backend} (rank {k.rank})" for k in self.lower))
         return "\n".join(lines + ([f"  {self.note}"] if self.note else []))
 
 
@@ -132,10 +135,12 @@ def choose(op: Any, call: Any, pin: str, device: Any) -> Choice:
         if absent:
             rejected.append((backend, (absent,)))
     present = [op.kernel(b) for b in op.backends() if b not in dict(rejected)]
-    for kernel in sorted(present, key=lambda k: -k.rank):
+    ranked = sorted(present, key=lambda k: -k.rank)
+    for place, kernel in enumerate(ranked):
         reasons = tuple(kernel.rejects(call))
         if not reasons:
-            choice = Choice(kernel, f"rank {kernel.rank}, the highest that accepts", tuple(rejected))
+            lower = tuple(k for k in ranked[place + 1 :] if not k.rejects(call))
+            choice = Choice(kernel, f"rank {kernel.rank}, the highest that accepts", tuple(rejected), lower=lower)
             _tell(choice, device)
             return choice
         rejected.append((kernel.backend, reasons))

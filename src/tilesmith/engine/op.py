@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -304,9 +305,9 @@ class Op:
         choice = self._select(self._describe(*args), pinned(self.name), device)
         if compiled and self.decompose is not None:
             note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
-            return Choice(choice.kernel, choice.because, choice.rejected, note)
+            return replace(choice, note=note)
         if compiled:
-            return Choice(choice.kernel, choice.because, choice.rejected, "under torch.compile: one opaque call")
+            return replace(choice, note="under torch.compile: one opaque call")
         return choice
 
     def __repr__(self) -> str:
