@@ -11,7 +11,7 @@ import torch
 
 from tilesmith.bench import document, host, model, peers, run, tables
 from tilesmith.bench.missing import Missing, absent, only
-from tilesmith.engine import Case, T
+from tilesmith.engine import Case, T, cases
 from tilesmith.engine.timing import Timing, host_time, interleave, launches, measure, peak_memory
 
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def test_a_peer_that_leaves_out_a_gradient_has_no_time_for_its_backward(op, monk
 
 
 def test_ours_must_not_fail(op, monkeypatch):
-    def broken(name):
+    def broken(name, only=()):
         def adapter(args):
             raise RuntimeError("a kernel failed")
 
@@ -167,12 +167,35 @@ def test_offers_are_checked_in_words():
         absent({"a": 0.5}, "peer", "a")
 
 
+def test_a_kernel_of_ours_can_be_measured_by_its_backend():
+    assert not any(":" in name for name in peers.providers("silu"))
+    named = {"named": ("small",), "rounds": 1}
+    found = run.run("silu", CPU, torch.float32, command="x", only=("pytorch", "tilesmith:reference"), **named)
+    assert {r["provider"] for r in found["rows"]} == {"tilesmith", "tilesmith:reference", "pytorch"}
+    assert all(r["best_peer"] == "pytorch" for r in found["rows"] if r["provider"] == "tilesmith")
+    named["named"] = (cases("rms_norm")[0].name,)
+    found = run.run("rms_norm", CPU, torch.float32, command="x", only=("tilesmith:hopper",), **named)
+    assert "Hopper" in next(r["error"] for r in found["rows"] if r["provider"] == "tilesmith:hopper")
+
+
 def test_host_time_of_ours_and_pytorch():
-    found = host.run(CPU, torch.float32, command="x", only=("pytorch",), rounds=2)
-    assert {(r["pass"], r["provider"]) for r in found["rows"] if "us" in r} == {
-        (p, by) for p in ("forward", "forward+backward") for by in ("tilesmith", "pytorch")
+    found = host.run(CPU, torch.float32, command="x", only=("pytorch",), named=("rms_norm", "attention"), rounds=2)
+    assert {(r["case"], r["pass"], r["provider"]) for r in found["rows"] if "us" in r} == {
+        (op, p, by)
+        for op in ("rms_norm", "attention")
+        for p in ("forward", "forward+backward")
+        for by in ("tilesmith", "pytorch")
     }
-    assert "| tilesmith | forward |" in tables.markdown(found)
+    assert all(r["launches"] > 0 for r in found["rows"])
+    assert "| attention | forward |" in tables.markdown(found)
+    with pytest.raises(ValueError, match="got swish"):
+        host.run(CPU, torch.float32, command="x", named=("swish",))
+
+
+@pytest.mark.parametrize("op", host.OPS)
+def test_host_time_has_small_inputs_of_each_op(op):
+    found = host.run(CPU, torch.float32, command="x", only=("none",), named=(op,), rounds=1)
+    assert [r["case"] for r in found["rows"]] == [op, op]
 
 
 def test_a_model_is_measured_as_built_and_as_optimised(missing):

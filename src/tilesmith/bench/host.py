@@ -1,4 +1,4 @@
-"""What a call costs the host: eager RMSNorm with gradients on, sizes so small that the device waits."""
+"""What a call costs the host: eager ops with gradients on, of sizes so small that the device waits."""
 
 from __future__ import annotations
 
@@ -6,40 +6,73 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilesmith.bench.document import document
 from tilesmith.bench.peers import OURS, providers
-from tilesmith.bench.run import Call, reason
-from tilesmith.engine.timing import host_time
+from tilesmith.bench.run import Call, compared, reason
+from tilesmith.bench.sweep_inputs import INPUTS, Held
+from tilesmith.engine import Case
+from tilesmith.engine.timing import host_time, launches
 
-OP = "rms_norm"
-ROWS, COLUMNS = 8, 128
+# The ops of a layer and of a loss, and the axis of the sweep that makes their inputs.
+OPS = {
+    "rms_norm": "columns",
+    "layer_norm": "columns",
+    "swiglu": "columns",
+    "softmax": "columns",
+    "rope": "tokens",
+    "attention": "tokens",
+    "cross_entropy": "vocabulary",
+}
+TINY = Held(tokens=8, hidden=128, vocab=256, total=64, heads=2, kv_heads=1, head_dims=(64,))
+VALUES = {"columns": 128, "tokens": 64, "vocabulary": 256}
 
 
 def run(
-    device: torch.device, dtype: torch.dtype, *, command: str, only: Sequence[str] = (), rounds: int = 9
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    command: str,
+    only: Sequence[str] = (),
+    named: Sequence[str] = (),
+    rounds: int = 9,
+    progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """The document: µs of host time of a forward, and of a forward and backward, for every provider or `only` some."""
-    forward: dict[str, Callable[[], Any]] = {}
-    both: dict[str, Callable[[], Any]] = {}
+    """The document: µs of host time and kernels of a forward, and of a forward and backward, for every provider.
+
+    only: providers to measure beside ours; named: ops; all by default. Raises ValueError for an op that is not here.
+    """
+    unknown = [name for name in named if name not in OPS]
+    if unknown:
+        raise ValueError(f"host time is measured of {', '.join(OPS)}; got {', '.join(unknown)}")
     rows = []
-    for provider, adapter in providers(OP).items():
-        if only and provider not in (OURS, *only):
-            continue
+    for op in named or OPS:
+        progress(op)
+        rows += _op_rows(op, device, dtype, only, rounds)
+    return document("host", device, command, rows, dtype=str(dtype).removeprefix("torch."), rounds=rounds)
+
+
+def _op_rows(op: str, device: torch.device, dtype: torch.dtype, only: Sequence[str], rounds: int) -> list[dict]:
+    torch._dynamo.reset()
+    args = next(iter(INPUTS[op][OPS[op]].build(VALUES[OPS[op]], TINY).values()))
+    case, rows = Case(op, args), []
+    passes: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "forward+backward": {}}
+    for provider, adapter in providers(op, only).items():
         try:
-            x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype, requires_grad=True)
-            weight = torch.randn(COLUMNS, device=device, dtype=dtype, requires_grad=True)
-            args = {"x": x, "weight": weight, "eps": 1e-6}
-            call = Call(adapter(args), args, (x, weight))
-            call.both()()
+            built = case.build(device, dtype, case.generator(device))
+            inputs = tuple(v for v in built.values() if isinstance(v, Tensor) and v.requires_grad)
+            call = Call(adapter(built), built, inputs)
+            both = call.both()
+            both()
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
             if provider == OURS:
                 raise
-            rows.append({"pass": "forward", "provider": provider, "error": reason(problem)})
+            rows.append({"case": op, "pass": "forward", "provider": provider, "error": reason(problem)})
             continue
-        forward[provider], both[provider] = call.forward, call.both()
-    for what, variants in (("forward", forward), ("forward+backward", both)):
+        passes["forward"][provider], passes["forward+backward"][provider] = call.forward, both
+    for what, variants in passes.items():
         for provider, timing in host_time(variants, device, rounds=rounds).items():
-            rows.append({"pass": what, "provider": provider, "us": round(timing.median_us, 2), "spread": timing.spread})
-    name = str(dtype).removeprefix("torch.")
-    return document("host", device, command, rows, op=OP, shape=[ROWS, COLUMNS], dtype=name, rounds=rounds)
+            row = {"case": op, "pass": what, "provider": provider, "us": round(timing.median_us, 2)}
+            rows.append({**row, "spread": timing.spread, "launches": launches(variants[provider], device)})
+    return compared(rows)

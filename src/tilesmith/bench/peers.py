@@ -6,7 +6,7 @@ does not offer what the arguments ask for, and ImportError where it is not insta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,25 +24,42 @@ from tilesmith.bench import (
 )
 from tilesmith.bench.document import OURS
 from tilesmith.bench.missing import Missing, only
-from tilesmith.engine import Op, ops
+from tilesmith.engine import Op, ops, use
 
 Call = Callable[[], Any]
 Adapter = Callable[[Mapping[str, Any]], Call]
 
 
-def providers(name: str) -> dict[str, Adapter]:
-    """The adapters for an op, ours first."""
+def providers(name: str, only: Sequence[str] = ()) -> dict[str, Adapter]:
+    """The adapters for an op, ours first, then its peers, or those of `only`.
+
+    `tilesmith:BACKEND` is ours with that kernel pinned; such providers are measured only where `only` names them.
+    """
     op = ops()[name]
     ours = {OURS: lambda args: lambda: op(**args)}
+    for backend in op.backends():
+        if f"{OURS}:{backend}" in only:
+            ours[f"{OURS}:{backend}"] = lambda args, backend=backend: _pinned(op, backend, args)
     if name == "attention":
-        return {**ours, **peers_attention.PEERS}
-    eager = EAGER.get(name, reference(op))
-    return {
-        **ours,
-        "pytorch": lambda args: lambda: eager(**args),
-        "compile": lambda args: _compiled(eager, args),
-        **PEERS.get(name, {}),
-    }
+        peers = peers_attention.PEERS
+    else:
+        eager = EAGER.get(name, reference(op))
+        peers = {
+            "pytorch": lambda args: lambda: eager(**args),
+            "compile": lambda args: _compiled(eager, args),
+            **PEERS.get(name, {}),
+        }
+    return {**ours, **{peer: adapter for peer, adapter in peers.items() if not only or peer in only}}
+
+
+def _pinned(op: Op, backend: str, args: Mapping[str, Any]) -> Call:
+    pins = {o.name: backend for o in (op, op.vjp) if o is not None and backend in o.backends()}
+
+    def call():
+        with use(**pins):
+            return op(**args)
+
+    return call
 
 
 def reference(op: Op) -> Callable[..., Any]:

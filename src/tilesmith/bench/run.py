@@ -135,9 +135,7 @@ def case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: in
     torch._dynamo.reset()  # each case is compiled anew: dynamo gives up on a function after a few recompilations
     calls, rows, differences = {}, [], {}
     expected = head = None
-    for provider, adapter in providers(op.name).items():
-        if only and provider not in (OURS, *only):
-            continue
+    for provider, adapter in providers(op.name, only).items():
         # The same numbers for everyone, in tensors of its own: Liger's losses and gates overwrite their inputs.
         args = case.build(device, dtype, case.generator(device))
         head = head or {"case": case.name, "dtype": _name(dtype), "shapes": shapes(args)}
@@ -243,11 +241,15 @@ def figures(timing: Timing, needed: Mapping[str, float], device: torch.device) -
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of one case with, in ours, how many times faster it is than the fastest peer of the same pass."""
     for row in rows:
-        rivals = [r for r in rows if r["pass"] == row["pass"] and r["provider"] != OURS and "us" in r]
+        rivals = [r for r in rows if r["pass"] == row["pass"] and not _ours(r["provider"]) and "us" in r]
         if row["provider"] == OURS and "us" in row and rivals:
             best = min(rivals, key=lambda r: r["us"])
             row |= {"best_peer": best["provider"], "times_best_peer": round(best["us"] / row["us"], 4)}
     return rows
+
+
+def _ours(provider: str) -> bool:
+    return provider.partition(":")[0] == OURS
 
 
 def difference(out: Any, expected: Any) -> float | None:

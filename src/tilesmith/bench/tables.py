@@ -96,10 +96,15 @@ def _model_table(document: Mapping[str, Any]) -> str:
 
 
 def _host_table(document: Mapping[str, Any]) -> str:
-    lines = [
-        (row["provider"], row["pass"], f"{row['us']:.1f}" if "us" in row else row["error"]) for row in document["rows"]
-    ]
-    return grid(("", "pass", "µs of host time a call"), lines, left=2)
+    """Host time, and kernels launched, of every provider side by side."""
+    rows = [row for row in document["rows"] if "us" in row]
+    names = list(dict.fromkeys(row["provider"] for row in rows))
+    lines = []
+    for case, what in dict.fromkeys((row["case"], row["pass"]) for row in rows):
+        group = {row["provider"]: row for row in rows if (row["case"], row["pass"]) == (case, what)}
+        shown = [f"{group[n]['us']:.1f} ({group[n]['launches']})" if n in group else "–" for n in names]
+        lines.append((case, what, *shown))
+    return grid(("op", "pass", *(f"{name}, µs (kernels)" for name in names)), lines, left=2)
 
 
 _TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"model": _model_table, "host": _host_table}

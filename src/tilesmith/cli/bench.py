@@ -23,7 +23,12 @@ def command(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
-    against: Annotated[str, typer.Option(help="Peers to measure, separated by commas; all by default.")] = "",
+    against: Annotated[
+        str,
+        typer.Option(
+            help="Peers to measure, separated by commas; all by default. tilesmith:triton: our kernel of that backend."
+        ),
+    ] = "",
     tag: Annotated[str | None, typer.Option(help="Cases to run: bench (default on a GPU) or test (on a CPU).")] = None,
     case: Annotated[
         list[str] | None, typer.Option(help="Only this case; of a sweep, curves that say so. Repeatable.")
@@ -67,7 +72,7 @@ def command(
             if subject == "model":
                 found = _model(shape, {**measure, "progress": told})
             elif subject == "host":
-                found = _host(measure)
+                found = _host({**measure, "progress": told, "named": case or ()})
             else:
                 found = _op(subject, sweep, {**measure, "progress": told, "named": case or ()}, tag or _tag(where))
         _show(found)
@@ -96,7 +101,10 @@ def _op(name: str, sweep: str | None, measure: dict[str, Any], tag: str) -> dict
 def _host(measure: dict[str, Any]) -> dict[str, Any]:
     from tilesmith.bench import host
 
-    return host.run(**measure)
+    try:
+        return host.run(**measure)
+    except ValueError as problem:
+        refuse(str(problem))
 
 
 def _plot(document: dict[str, Any], folder: Path) -> None:
@@ -183,7 +191,7 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _case(row: dict[str, Any]) -> str:
-    return row.get("case") or row.get("model") or "rms_norm"
+    return row.get("case") or row["model"]
 
 
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
