@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.engine import route
 from tilesmith.engine.choice import parse_pin, pinned
 
 _functorch = torch._C._functorch.peek_interpreter_stack
@@ -40,6 +41,7 @@ class Gradient:
             op.vjp.gradient.refusal = (
                 f"{op.vjp.name} cannot be differentiated apart from {op.name}: it reads outputs of it as constants"
             )
+        self.routes: dict[tuple[bool, ...], Any] = {}  # the way through the vjp, by which gradients are needed
         self.eager, self.transformed = self._make_functions()
         # Function.apply first looks for functorch wrappers in every argument; there are none outside functorch
         self.apply_eager = super(torch.autograd.Function, self.eager).apply
@@ -65,7 +67,7 @@ class Gradient:
                 for i, out in zip(self.kept_outputs, kept)
             ]
         ctx.save_for_backward(*[args[i] for i in self.kept_inputs], *kept)
-        ctx.scalars = rest = list(args)
+        ctx.plain = rest = list(args)
         for i in self.tensors:
             rest[i] = None
         ctx.like = [_like(args[i]) for i in self.described] if self.described else ()
@@ -74,7 +76,7 @@ class Gradient:
     def restore(self, ctx: Any) -> tuple[list[Any], dict[int, Tensor]]:
         """The op's arguments (None where a tensor was not saved) and its saved outputs."""
         saved = ctx.saved_tensors
-        args = list(ctx.scalars)
+        args = list(ctx.plain)
         for i, t in zip(self.kept_inputs, saved):
             args[i] = t
         return args, dict(zip(self.kept_outputs, saved[len(self.kept_inputs) :]))
@@ -83,7 +85,10 @@ class Gradient:
 
     def backward(self, ctx: Any, grads: tuple, needs: tuple) -> tuple:
         """Gradients of all arguments of the op, None where not needed."""
-        if all(g is None for g in grads[: self.op.public]) or not any(needs):
+        for grad in grads[: self.op.public]:
+            if grad is not None:
+                break
+        else:
             return (None,) * len(needs)
         if self.refusal:
             raise NotImplementedError(self.refusal)
@@ -92,28 +97,14 @@ class Gradient:
         return self.through_vjp(ctx, grads, needs, self.op.vjp.run)
 
     def through_vjp(self, ctx: Any, grads: tuple, needs: tuple, run: Any) -> tuple:
+        way = self.routes.get(needs)
+        if way is None:
+            if True not in needs:
+                return (None,) * len(needs)
+            way = self.routes[needs] = route.make(self, needs)
         vjp = self.op.vjp
-        args, outs = self.restore(ctx)
-        like = dict(zip(self.described, ctx.like))
-        wanted = [needs[t] or any(needs[twin] for twin, of in self.twins if of == t) for t in self.targets]
-        values = {"grad": grads, "input": args, "output": outs}
-        call = tuple(wanted if kind == "mask" else values[kind][i] for kind, i in self.plan)
         pin = ctx.pin if ctx.pin and parse_pin(ctx.pin)[0] in vjp.backends() else pinned(vjp.name)
-        got = run(call, pin)
-        result: list[Any] = [None] * len(needs)
-        for target, want, grad in zip(self.targets, wanted, got if isinstance(got, tuple | list) else (got,)):
-            if want and grad.numel() == 0 and (like.get(target) or _like(args[target]))[1] != 0:
-                continue  # a placeholder: no gradient came in for the outputs that this input reaches
-            if want and needs[target]:
-                result[target] = grad
-            for twin, of in self.twins:
-                if want and of == target and needs[twin]:
-                    dtype = (like.get(twin) or _like(args[twin]))[0]
-                    result[twin] = grad if grad.dtype == dtype else grad.to(dtype)
-        for target, i in self.passed:
-            if needs[target]:
-                result[target] = grads[i]
-        return tuple(result)
+        return way(run, pin, grads, ctx.saved_tensors, ctx.plain, ctx.like)
 
     def through_reference(self, ctx: Any, grads: tuple, needs: tuple) -> tuple:
         op = self.op
