@@ -143,11 +143,14 @@ class LinearCrossEntropy(LossWithGradients):
         return replace(choice, note="; ".join(filter(None, (choice.note, mode))))
 
 
+_KERNELS = {"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"}
+_LINEAR_KERNELS = {**_KERNELS, "triton": "tilesmith.ops.loss.triton_linear"}
+
 cross_entropy_vjp = Op(
     reference.cross_entropy_vjp,
     fake=_fake_vjp,
     outputs=("dlogits",),
-    kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
+    kernels=_KERNELS,
 )
 
 cross_entropy = Op(
@@ -158,14 +161,14 @@ cross_entropy = Op(
     public=1,
     check=checks.check_cross_entropy,
     sharding=sharded.cross_entropy,
-    kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
+    kernels=_KERNELS,
 )
 
 linear_cross_entropy_vjp = Op(
     reference.linear_cross_entropy_vjp,
     fake=_fake_linear_vjp,
     outputs=("dx", "dweight", "dbias"),
-    kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
+    kernels=_LINEAR_KERNELS,
 )
 
 linear_cross_entropy = LinearCrossEntropy(
@@ -179,5 +182,5 @@ linear_cross_entropy = LinearCrossEntropy(
     autocast=("x",),
     chunk="chunk_tokens",
     need=linear_cross_entropy_need,
-    kernels={"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"},
+    kernels=_LINEAR_KERNELS,
 )

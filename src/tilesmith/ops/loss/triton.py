@@ -6,7 +6,6 @@ kernel a chunk. Rows whose target is ignored are not read.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.ops.loss import chunks
-from tilesmith.ops.loss.reduction import reduce_losses
 from tilesmith.ops.loss.reference import Terms
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -492,17 +489,6 @@ def _finish_kernel(partials_ptr, loss_ptr, divisors_ptr, programs, z_loss, BLOCK
     _finish(losses, squares, weights, number, loss_ptr, divisors_ptr, z_loss)
 
 
-@triton.jit
-def _scale_kernel(grad_ptr, out_ptr, dloss_ptr, divisors_ptr, elements, BLOCK: tl.constexpr):
-    """grad · dloss, over the first divisor where there are divisors; 0 where no token counted."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    factor = tl.load(dloss_ptr).to(tl.float32)
-    if divisors_ptr is not None:
-        factor = tl.where(tl.load(divisors_ptr + 1) > 0, factor / tl.load(divisors_ptr), 0.0)
-    grad = tl.load(grad_ptr + at, mask=at < elements, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, (grad * factor).to(out_ptr.dtype.element_ty), mask=at < elements)
-
-
 class LossConfig(NamedTuple):
     """block: classes a program holds at a time; rows: rows of a tile, where a whole row fits in a block; num_stages:
     how deep the loads of a swept row are pipelined; programs: how many rows are swept at a time, 0: as many as fit."""
@@ -545,7 +531,7 @@ class _Rows(NamedTuple):
         return LINE // self.logits.element_size() if out_like_in else 1
 
 
-def _rows(logits: Tensor) -> _Rows:
+def rows_of(logits: Tensor) -> _Rows:
     """Rows of [..., V] in place if they lie at one stride or at two, else those of a contiguous copy."""
     cols = logits.shape[-1]
     if cols > 1 and logits.stride(-1) != 1:
@@ -578,7 +564,7 @@ def _weight_sum(weight: Tensor | None, terms: Terms) -> Tensor | None:
     return weight.sum(dtype=torch.float32) if weight is not None and terms.label_smoothing else None
 
 
-def _forward(
+def forward(
     config: LossConfig,
     rows: _Rows,
     target: Tensor,
@@ -614,7 +600,7 @@ def _forward(
         launch(_swept_kernel, (programs,), *tensors, rows.count, *numbers, **options)
 
 
-def _backward(
+def backward(
     config: LossConfig,
     rows: _Rows,
     out: Tensor,
@@ -647,7 +633,7 @@ def _backward(
         launch(_swept_vjp_kernel, (rows.count * blocks,), *tensors, *columns, blocks, *numbers, ALIGN=align, **options)
 
 
-def _reduce(
+def reduce_tokens(
     losses: Tensor | None,
     lse: Tensor | None,
     target: Tensor,
@@ -675,68 +661,26 @@ def _reduce(
     return loss, divisors
 
 
-def _scaled(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, over: bool = False) -> Tensor:
-    out = grad if over else torch.empty_like(grad, dtype=dtype)
-    if out.numel():
-        given = divisors if divisors.numel() else None
-        grid = (cdiv(out.numel(), 4096),)
-        launch(_scale_kernel, grid, grad, out, dloss, given, out.numel(), BLOCK=4096, num_warps=8)
-    return out
-
-
-def _chunk_forward(config, logits, target, class_weight, losses, lse, divisors, terms, grad) -> None:
-    given = divisors if divisors.numel() else None
-    _forward(config, _rows(logits), target, class_weight, losses, lse, given, terms, False, grad)
-
-
-def _chunk_divisors(target, class_weight, terms, classes, dtype, reduction) -> Tensor:
-    if reduction != "mean":
-        return target.new_empty(0, dtype=dtype)
-    return _reduce(None, None, target, class_weight, classes, terms._replace(z_loss=0.0), True)[1]
-
-
-def _chunk_reduce(losses, lse, target, class_weight, classes, divisors, terms, reduction) -> Tensor:
-    if reduction == "none":
-        return reduce_losses(losses, lse, divisors, terms.z_loss, reduction)
-    return _reduce(losses, lse, target, class_weight, classes, terms, reduction == "mean")[0]
-
-
-def _chunk_backward(config, logits, target, class_weight, lse, dloss, divisors, terms, first_class, classes) -> None:
-    given = divisors if divisors.numel() else None
-    _backward(config, _rows(logits), logits, target, class_weight, lse, dloss, given, terms, first_class, classes)
-
-
-def steps(config: LossConfig) -> chunks.LogitSteps:
-    """What is done to a chunk of logits, with this configuration."""
-    return chunks.LogitSteps(
-        partial(_chunk_forward, config), partial(_chunk_backward, config), _chunk_divisors, _chunk_reduce, _scaled
-    )
-
-
 def _reasons(call) -> list[str]:
     return ["logits are float64; this kernel computes in float32"] if call.logits.dtype == torch.float64 else []
 
 
-def _linear_reasons(call) -> list[str]:
-    return ["x is float64; this kernel computes in float32"] if call.x.dtype == torch.float64 else []
-
-
-def _held(dims, arch) -> LossConfig:
+def held(dims, arch) -> LossConfig:
     """Whole rows: short ones several to a warp, so that no row crosses warps, as long as that leaves a program for each
     multiprocessor; long ones with 32 elements a thread."""
     block = next_power_of_2(dims["cols"])
     rows, warps = max(1, 2048 // block), max(1, block // 1024)
     while rows > 1 and dims["rows"] < rows * max(1, arch.sms):
         rows //= 2
-    return LossConfig(block, rows, _warps(warps, arch), 1)
+    return LossConfig(block, rows, warps_of(warps, arch), 1)
 
 
-def _warps(wanted: int, arch) -> int:
+def warps_of(wanted: int, arch) -> int:
     """A program has at most 1,024 threads; AMD's warps have 64."""
     return min(wanted, 1024 // max(32, arch.warp))
 
 
-def _stages(block: int, arch, dtype: torch.dtype, most: int = 3) -> int:
+def stages_of(block: int, arch, dtype: torch.dtype, most: int = 3) -> int:
     """How deep loads are pipelined: through at most half of a multiprocessor's shared memory."""
     if arch.kind != "cuda" or arch.capability < (8, 0):  # without asynchronous copies they would cost registers
         return 1
@@ -745,27 +689,15 @@ def _stages(block: int, arch, dtype: torch.dtype, most: int = 3) -> int:
 
 def _default(dims, arch, dtype) -> LossConfig:
     if dims["cols"] <= 4096:
-        return _held(dims, arch)
+        return held(dims, arch)
     if dims["rows"] <= arch.sms and dims["cols"] > 16384:  # too few rows to fill the device: longer blocks of each
-        return LossConfig(16384, 1, _warps(32, arch), _stages(16384, arch, dtype))
-    return LossConfig(2048, 1, _warps(4, arch), _stages(2048, arch, dtype))
+        return LossConfig(16384, 1, warps_of(32, arch), stages_of(16384, arch, dtype))
+    return LossConfig(2048, 1, warps_of(4, arch), stages_of(2048, arch, dtype))
 
 
-def _default_vjp(dims, arch, dtype) -> LossConfig:
-    return _held(dims, arch) if dims["cols"] <= 4096 else LossConfig(2048, 1, 4, 1)
-
-
-def _default_chunk(dims, arch, dtype) -> LossConfig:
-    """The second sweep should find its row in the L2 cache, so the longer the row, the fewer of them at a time."""
-    cols, odd = dims["cols"], dims["cols"] * dtype.itemsize % 16 != 0
-    if cols <= 4096:
-        return _held(dims, arch)
-    if cols * dtype.itemsize <= 2**17:
-        block, warps, programs = 2048 if odd else 4096, 8, 8
-    else:
-        block, warps, programs = 16384, 16, 2
-    stages = _stages(block, arch, dtype, most=4 if odd or programs == 2 else 3)
-    return LossConfig(block, 1, _warps(warps, arch), stages, programs * max(1, arch.sms))
+def default_vjp(dims, arch, dtype) -> LossConfig:
+    """The config of a backward: whole rows if they are short, else blocks of them."""
+    return held(dims, arch) if dims["cols"] <= 4096 else LossConfig(2048, 1, 4, 1)
 
 
 def _dims(logits, *_) -> dict[str, int]:
@@ -776,19 +708,9 @@ def _dims_vjp(dloss, logits, *_) -> dict[str, int]:
     return _dims(logits)
 
 
-def _dims_linear(x, weight, *_) -> dict[str, int]:
-    return {"rows": x.numel() // x.shape[-1], "cols": weight.shape[0]}
-
-
-def _dims_linear_vjp(dloss, x, weight, *_) -> dict[str, int]:
-    return _dims_linear(x, weight)
-
-
 SWEEPS = {"block": (2048, 4096, 8192, 16384, 32768), "rows": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8, 16, 32)}
 CROSS_ENTROPY_SPACE = Space(dims=_dims, default=_default, choices={**SWEEPS, "num_stages": (1, 2, 3, 4)})
-CROSS_ENTROPY_VJP_SPACE = Space(dims=_dims_vjp, default=_default_vjp, choices=SWEEPS)
-LINEAR_SPACE = Space(dims=_dims_linear, default=_default_chunk, choices={**SWEEPS, "num_stages": (1, 2, 3, 4)})
-LINEAR_VJP_SPACE = Space(dims=_dims_linear_vjp, default=_default_vjp, choices=SWEEPS)
+CROSS_ENTROPY_VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWEEPS)
 
 
 @register_kernel("cross_entropy", backend="triton", rank=20, rejects=_reasons)
@@ -812,10 +734,10 @@ def cross_entropy(
     losses = logits.new_empty(target.shape, dtype=torch.float32)
     lse = torch.empty_like(losses)
     whole = reduction != "none"
-    _forward(config, _rows(logits), labels, weight, losses, lse, None, terms, not whole, "")
+    forward(config, rows_of(logits), labels, weight, losses, lse, None, terms, not whole, "")
     if not whole:
         return losses, lse, losses.new_empty(0)
-    loss, divisors = _reduce(losses, lse, labels, weight, logits.shape[-1], terms, reduction == "mean")
+    loss, divisors = reduce_tokens(losses, lse, labels, weight, logits.shape[-1], terms, reduction == "mean")
     return loss, lse, divisors
 
 
@@ -843,76 +765,8 @@ def cross_entropy_vjp(
         return logits.new_empty(0)
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     dlogits = logits.new_empty(logits.shape)
-    _backward(
-        config, _rows(logits), dlogits, target.reshape(-1), None if weight is None else weight.contiguous(),
+    backward(
+        config, rows_of(logits), dlogits, target.reshape(-1), None if weight is None else weight.contiguous(),
         lse.reshape(-1), dloss.reshape(-1) if dloss.ndim else dloss, divisors if reduction == "mean" else None, terms,
     )  # fmt: skip
     return dlogits
-
-
-@register_kernel("linear_cross_entropy", backend="triton", rank=20, rejects=_linear_reasons)
-@optimize_kernel(space=LINEAR_SPACE)
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-    chunk_tokens: int = 0,
-    accumulate_fp32: bool = True,
-    mode: str = "",
-    grad_mask: Sequence[bool] | None = None,
-    *,
-    config: LossConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For each chunk a product, one launch over its logits, and the products of the gradients."""
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    class_weight = None if class_weight is None else class_weight.contiguous()
-    return chunks.linear_cross_entropy(
-        steps(config), x, weight, target, bias, class_weight,
-        terms, reduction, chunk_tokens, accumulate_fp32, mode, grad_mask,
-    )  # fmt: skip
-
-
-@register_kernel("linear_cross_entropy_vjp", backend="triton", rank=20, rejects=_linear_reasons)
-@optimize_kernel(space=LINEAR_VJP_SPACE)
-def linear_cross_entropy_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    lse: Tensor,
-    divisors: Tensor,
-    x_grad: Tensor,
-    weight_grad: Tensor,
-    bias_grad: Tensor,
-    logit_grad: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
-    output_mask: Sequence[bool],
-    *,
-    config: LossConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The saved gradients times the loss's, products of the logits', or the logits again with their lse known."""
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    class_weight = None if class_weight is None else class_weight.contiguous()
-    return chunks.linear_cross_entropy_vjp(
-        steps(config), dloss, x, weight, target, bias, class_weight, lse, divisors,
-        (x_grad, weight_grad, bias_grad, logit_grad),
-        terms, reduction, chunk_tokens, accumulate_fp32, mode, output_mask,
-    )  # fmt: skip

@@ -9,7 +9,8 @@ from tilesmith.engine import Space, optimize_kernel, register_kernel
 from tilesmith.ops.loss import preference_chunks
 from tilesmith.ops.loss.preference_reference import gradients_now
 from tilesmith.ops.loss.reference import Terms
-from tilesmith.ops.loss.triton import CROSS_ENTROPY_SPACE, LossConfig, steps
+from tilesmith.ops.loss.triton import CROSS_ENTROPY_SPACE, LossConfig
+from tilesmith.ops.loss.triton_linear import steps
 
 
 def _reasons(call) -> list[str]:
