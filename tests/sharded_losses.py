@@ -120,6 +120,27 @@ def check_vocabulary_of_weight(mesh):
             _judge(ops.linear_cross_entropy, tensors, target, dtype, given, LINEAR, spread, "vocabulary")
 
 
+def check_modes(mesh):
+    """Ranks with tokens of their own choose the mode by these; a sharded vocabulary serves one mode, and says so."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    op, target = ops.linear_cross_entropy, _target(4)
+    x, weight = (torch.randn(n, 8, requires_grad=True) for n in (4, 11))
+    at = op.parameters.index("mode")
+    rows = _spread(mesh, x=[Shard(0)], target=[Shard(0)])
+    spread = tuple(rows(name, t.detach()) for name, t in (("x", x), ("weight", weight), ("target", target)))
+    assert op.bind(spread, {})[at] == "" and "each rank" in op.explain(*spread).note
+    for mode in ("keep", "chunks", "recompute"):
+        _judge(op, (x.detach(), weight.detach(), None), target, torch.float32, {"mode": mode}, LINEAR, rows, mode)
+    classes = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    replicated = _spread(mesh)("x", x.detach())
+    assert op.bind((replicated, classes, target), {})[at] == "chunks"
+    assert "as always where the vocabulary is sharded" in op.explain(replicated, classes, target).note
+    for mode in ("keep", "recompute"):
+        with pytest.raises(ValueError, match=f"mode is '{mode}' and the vocabulary is sharded"):
+            op(replicated, classes, target, mode=mode)
+
+
 def check_tokens_and_vocabulary(mesh):
     """Both at once, over the two dims of a mesh."""
     from torch.distributed.tensor import Replicate, Shard

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Choice, Op
+from tilesmith.engine.sharding import distributed
 from tilesmith.ops.loss import checks, reference, sharded
 from tilesmith.ops.loss.memory import chosen_mode, described_mode, linear_cross_entropy_need
 from tilesmith.ops.memory import ChunkedOp
@@ -131,15 +132,21 @@ class LinearCrossEntropy(LossWithGradients):
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         full, at = Op.bind(self, args, kwargs), self.parameters.index("mode")
+        if distributed(full) and not sharded.classes_sharded(full):
+            return full  # each rank's own call chooses, by what the rank holds
         if full[at] == "" and all(isinstance(full[i], Tensor) for i in range(3)):  # else the check says what is wrong
-            full = (*full[:at], chosen_mode(*full), *full[at + 1 :])
+            mode = "chunks" if distributed(full) else chosen_mode(*full)
+            full = (*full[:at], mode, *full[at + 1 :])
         return super().bind(full, {})
 
     def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice:
         """As `Op.explain`, and which mode serves and why."""
         choice = super().explain(*args, compiled=compiled, **kwargs)
-        asked = Op.bind(self, args, kwargs)[self.parameters.index("mode")]
-        mode = described_mode(asked, *self.bind(args, kwargs))
+        given = Op.bind(self, args, kwargs)
+        if distributed(given):
+            mode = sharded.described_mode(given)
+        else:
+            mode = described_mode(given[self.parameters.index("mode")], *self.bind(args, kwargs))
         return replace(choice, note="; ".join(filter(None, (choice.note, mode))))
 
 

@@ -36,9 +36,14 @@ def cross_entropy(op: Op, args: tuple) -> Tensor:
 
 def linear_cross_entropy(op: Op, args: tuple) -> Tensor:
     """x [*, K], weight [v, K], target [*], bias [v], class_weight [V]: rows over any mesh dims, v over one. With v
-    sharded the gradients are computed along with the loss, whatever `mode` says."""
+    sharded only the mode "chunks" is served."""
     layout = lay_out(op, args, "*K vK * v V")
     named = dict(zip(op.parameters, layout.local(args)))
+    if layout.dims_of("v") and named["mode"] not in ("", "chunks"):
+        raise ValueError(
+            f"{layout.name}: mode is {named['mode']!r} and the vocabulary is sharded, where gradients are computed "
+            'along with the loss; leave mode "", say "chunks", or redistribute weight to Replicate()'
+        )
 
     def local(**changed: Any) -> Tensor:
         given = {**named, **changed}
@@ -60,6 +65,22 @@ def linear_preference(op: Op, args: tuple) -> tuple[Tensor, Tensor]:
     layout = lay_out(op, args, f"{b}TK VK {b}T S{b} V S{b}T")
     loss, log_probs = op(*layout.local(args))
     return layout.wrap(layout.total(loss), Token("")), layout.wrap(log_probs, Token(f"{b}T"))
+
+
+def classes_sharded(args: tuple) -> bool:
+    """Whether linear_cross_entropy's weight or bias is spread over ranks by classes."""
+    _, weight, _, bias, *_ = args
+    return any(place.is_shard(0) for t in (weight, bias) for place in getattr(t, "placements", ()))
+
+
+def described_mode(args: tuple) -> str:
+    """For `explain`: what the mode of a call of linear_cross_entropy with DTensors does."""
+    if classes_sharded(args):
+        return (
+            "mode chunks: gradients along with the loss, as always where the vocabulary is sharded; products by the "
+            "library, softmax by the kernels of cross_entropy and cross_entropy_vjp"
+        )
+    return "each rank calls the op on what it holds, and chooses the mode by that"
 
 
 def _terms(given: dict[str, Any]) -> Terms:
