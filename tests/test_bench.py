@@ -125,6 +125,23 @@ def test_a_peer_that_leaves_out_a_gradient_has_no_time_for_its_backward(op, monk
     assert rows["backward"]["error"] == "its backward leaves out gradients that ours computes"
 
 
+def test_the_products_of_a_loss_are_a_floor_and_no_peer():
+    found = run.run(
+        "linear_cross_entropy", CPU, torch.float32, command="", named=("plain",), only=("pytorch", "products"), rounds=5
+    )
+    rows = {row["provider"]: row for row in found["rows"]}
+    assert rows["products"]["us"] > 0 and rows["products"]["difference"] < 1e-6
+    assert rows["tilesmith"]["best_peer"] == "pytorch"
+    case = next(c for c in run.cases("linear_cross_entropy") if c.name == "plain")
+    args = case.build(CPU, torch.float64, case.generator())
+    inputs = (args["x"], args["weight"])
+    gradients = [
+        torch.autograd.grad(peers.providers("linear_cross_entropy")[name](args)(), inputs)
+        for name in ("tilesmith", "products")
+    ]
+    torch.testing.assert_close(*gradients)
+
+
 def test_ours_must_not_fail(op, monkeypatch):
     def broken(name, only=()):
         def adapter(args):

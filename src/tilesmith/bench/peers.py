@@ -26,6 +26,7 @@ from tilesmith.bench.document import OURS
 from tilesmith.bench.missing import Missing, only
 from tilesmith.engine import Op, ops, use
 
+FLOORS = frozenset({"products"})  # providers that do a part of the work: not peers that one can be ahead of
 Call = Callable[[], Any]
 Adapter = Callable[[Mapping[str, Any]], Call]
 
@@ -311,7 +312,11 @@ PEERS: dict[str, dict[str, Adapter]] = {
     "geglu": {"liger": _liger_geglu},
     "rope": {"liger": _liger_rope, "quack": _quack_rope},
     "cross_entropy": {"liger": _liger_cross_entropy, "quack": _quack_cross_entropy},
-    "linear_cross_entropy": {"liger": _liger_linear_cross_entropy, "quack": _quack_linear_cross_entropy},
+    "linear_cross_entropy": {
+        "liger": _liger_linear_cross_entropy,
+        "quack": _quack_linear_cross_entropy,
+        "products": peers_gemm.loss_products,
+    },
 }
 for _family in (peers_distill, peers_gate, peers_gemm, peers_probability, peers_rotary, peers_scores):
     EAGER.update(_family.EAGER)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from tilesmith import ops
-from tilesmith.bench.missing import Missing, absent
+from tilesmith.bench.missing import Missing, absent, only
 from tilesmith.engine import use
 
 Adapter = Callable[[Mapping[str, Any]], Callable[[], Any]]
@@ -129,6 +129,38 @@ def _quack_norm_linear(args):
         return linear_func(normed, args["weight"], args.get("bias"))
 
     return call
+
+
+class _Products(torch.autograd.Function):
+    """A loss that is known, from which the backward makes the gradients of x and weight with a known dlogits."""
+
+    @staticmethod
+    def forward(ctx, x, weight, dlogits, loss):
+        torch.mm(x, weight.t())
+        ctx.save_for_backward(x, weight, dlogits)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        x, weight, dlogits = ctx.saved_tensors
+        dx = torch.mm(dlogits, weight) if ctx.needs_input_grad[0] else None
+        return dx, torch.mm(dlogits.t(), x) if ctx.needs_input_grad[1] else None, None, None
+
+
+def loss_products(args):
+    """The three products of linear_cross_entropy and nothing else: what no loss of these gradients can do without."""
+    absent(args, "A product alone", "bias", "class_weight", "label_smoothing", "z_loss", "softcap")
+    only(args, "A product alone", scale=1.0)
+    if args.get("reduction", "mean") == "none":
+        raise Missing("the tokens' gradients are known in the backward only")
+    x, weight = args["x"].flatten(0, -2), args["weight"]
+    with torch.no_grad():
+        logits = torch.mm(x, weight.to(x.dtype).t())
+    logits.requires_grad_()
+    rest = {name: args[name] for name in ("ignore_index", "reduction") if name in args}
+    loss = ops.cross_entropy(logits, args["target"].flatten(), **rest)
+    (dlogits,) = torch.autograd.grad(loss, logits)
+    return lambda: _Products.apply(x, weight.to(x.dtype), dlogits, loss.detach())
 
 
 PEERS: dict[str, dict[str, Adapter]] = {

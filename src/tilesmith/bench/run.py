@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilesmith.bench.document import document
 from tilesmith.bench.missing import Missing
-from tilesmith.bench.peers import OURS, providers
+from tilesmith.bench.peers import FLOORS, OURS, providers
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.engine.timing import Timing, measure, peak_memory
 
@@ -241,7 +241,8 @@ def figures(timing: Timing, needed: Mapping[str, float], device: torch.device) -
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of one case with, in ours, how many times faster it is than the fastest peer of the same pass."""
     for row in rows:
-        rivals = [r for r in rows if r["pass"] == row["pass"] and not _ours(r["provider"]) and "us" in r]
+        others = [r for r in rows if r["pass"] == row["pass"] and not _ours(r["provider"]) and "us" in r]
+        rivals = [r for r in others if r["provider"] not in FLOORS]
         if row["provider"] == OURS and "us" in row and rivals:
             best = min(rivals, key=lambda r: r["us"])
             row |= {"best_peer": best["provider"], "times_best_peer": round(best["us"] / row["us"], 4)}

@@ -11,6 +11,7 @@ from tilesmith.ops.loss import preference_cases
 SMALL = frozenset({"test", "interpret"})
 BIG = frozenset({"gpu"})
 BENCH = frozenset({"gpu", "bench", "tune"})
+AGAIN = BENCH - {"tune"}
 HALF = (torch.float16, torch.bfloat16)
 BF16 = (torch.bfloat16,)
 WIDE = (torch.float32, torch.bfloat16)
@@ -196,12 +197,17 @@ CASES: dict[str, list[Case]] = {
         Case("gpt2", _linear(700, 768, 50_257, chunk_tokens=300), BIG),
         Case("llama3_again", _linear(700, 512, 128_256, mode="recompute", chunk_tokens=50, **EVERYTHING), BIG),
         Case("llama3_kept", _linear(700, 512, 128_256, mode="keep", bias=True, **EVERYTHING), BIG, WIDE),
-        Case("bench_8k_32k", _linear(8192, 4096, 32_000, every=0), BENCH, BF16),
-        Case("bench_4k_128k", _linear(4096, 4096, 128_256, every=0), BENCH, BF16),
-        Case("bench_8k_128k", _linear(8192, 4096, 128_256, every=0), BENCH, BF16),
-        Case("bench_16k_128k", _linear(16_384, 4096, 128_256, every=0), BENCH, BF16),
+        *(
+            case
+            for classes, name in ((32_000, "32k"), (128_256, "128k"))
+            for tokens in (4096, 8192, 16_384)
+            for args in (_linear(tokens, 4096, classes, every=0),)
+            for case in (
+                Case(f"bench_{tokens >> 10}k_{name}", args, BENCH, BF16),
+                Case(f"bench_{tokens >> 10}k_{name}_again", {**args, "mode": "recompute"}, AGAIN, BF16),
+            )
+        ),
         Case("bench_16k_narrow", _linear(16_384, 2048, 128_256, every=0), BENCH, BF16),
-        Case("bench_8k_128k_again", _linear(8192, 4096, 128_256, every=0, mode="recompute"), BENCH, BF16),
         Case("bench_frozen", _linear(8192, 4096, 128_256, every=0, frozen=True), BENCH, BF16),
     ],
     **preference_cases.CASES,

@@ -150,6 +150,10 @@ CASES: dict[str, list[Case]] = {
         Case("bench_8x1k_128k", _preference(8, 1024, 4096, 128_256, prompt=0), BENCH, BF16),
         Case("bench_8x1k_32k", _preference(8, 1024, 4096, 32_000, prompt=0), BENCH, BF16),
         Case("bench_policy_8x1k_128k", _preference(8, 1024, 4096, 128_256, "clip", prompt=0), BENCH, BF16),
+        *(
+            Case(f"bench_{formula}_8x1k_32k", _preference(8, 1024, 4096, 32_000, formula, prompt=0), BENCH, BF16)
+            for formula in ("odds_ratio", "kto", "clip")
+        ),
     ],
 }
 
