@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.activations_triton import activate, gradient
+from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
 from tilesmith.ops.gemm import chunks
 from tilesmith.ops.gemm.products import column_sums, gradients, product
 from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat, keeps_pre
@@ -173,29 +174,30 @@ def _activation_kernel(z_ptr, elements, ACTIVATION: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _activation_bwd_kernel(
-    dy_ptr, z_ptr, dz_ptr, sums_ptr, m, n, dy_row, z_row, strip,
-    ACTIVATION: tl.constexpr, SUMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, z_ptr, dz_ptr, sums_ptr, m, n, dy_row, z_row, tiles_each,
+    ACTIVATION: tl.constexpr, SUMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dz = dy · activation'(z), contiguous, which may be z itself; sums [strips, n] = column sums of strips of rows.
 
-    The sums are of dz before it is rounded.
+    A program has `tiles_each` tiles of one strip; the next ones are copied while one is worked on. The sums are of dz
+    before it is rounded.
     """
-    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * strip
+    col_blocks = tl.cdiv(n, BLOCK_N)
+    strip = (tl.program_id(0) // col_blocks).to(tl.int64)
+    col = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    row = strip * tiles_each * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(first, tl.minimum(first + strip, m), BLOCK_M):
-        row = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        inside = (row < m) & (col < n)[None, :]
-        dy = tl.load(dy_ptr + row * dy_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(z_ptr + row * z_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.range(0, tiles_each, num_stages=STAGES):
+        inside = (row < m) & (col < n)
+        dy = tl.load(dy_ptr + (row * dy_row + col), mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + (row * z_row + col), mask=inside, other=0.0).to(tl.float32)
         dz = gradient(dy, z, ACTIVATION)
-        tl.store(dz_ptr + row * n + col[None, :], dz.to(dz_ptr.dtype.element_ty), mask=inside)
+        tl.store(dz_ptr + (row * n + col), dz.to(dz_ptr.dtype.element_ty), mask=inside)
         if SUMS:
-            total += tl.where(inside, dz, 0.0)
+            total += dz  # 0 outside, where dy is
+        row += BLOCK_M
     if SUMS:
-        place = tl.program_id(1).to(tl.int64) * n + col
-        tl.store(sums_ptr + place, tl.sum(total, 0), mask=col < n)
+        tl.store(sums_ptr + (strip * n + col), tl.sum(total, 0, keep_dims=True), mask=col < n)
 
 
 class GemmConfig(NamedTuple):
@@ -213,12 +215,16 @@ class GemmConfig(NamedTuple):
 
 
 class SweepConfig(NamedTuple):
-    """Tile of an elementwise pass, and how many rows a program sweeps."""
+    """Tile of an elementwise pass; how many programs share the tiles, each at least `LEAST` rows of them."""
 
     block_m: int
     block_n: int
-    strip: int
     num_warps: int
+    num_stages: int
+    programs: int
+
+
+LEAST = 64  # rows of a strip: its partial sums are then a fiftieth of the traffic
 
 
 def _gemm(
@@ -286,16 +292,22 @@ def _activation_gradient(
     (m, n), dz = z.shape, z if in_place and z.is_contiguous() else z.new_empty(z.shape)
     if m == 0 or n == 0:
         return dz, z.new_zeros(n, dtype=torch.float32) if sums else None
-    strip = max(config.strip, cdiv(cdiv(m, 65_535), config.block_m) * config.block_m)
-    strips = cdiv(m, strip)
+    block_n = min(config.block_n, next_power_of_2(n))
+    block_m = min(config.block_m * config.block_n // block_n, next_power_of_2(m))
+    tiles, col_blocks = cdiv(m, block_m), cdiv(n, block_n)
+    strips = partial_rows(tiles, col_blocks, config.programs, cdiv(LEAST, block_m))
     partial = z.new_empty((strips, n), dtype=torch.float32) if sums else None
     launch(
-        _activation_bwd_kernel, (cdiv(n, config.block_n), strips),
-        dy, z, dz, partial if sums else dz, m, n, dy.stride(0), z.stride(0), strip,
-        ACTIVATION=f"of_{activation}" if from_output else activation, SUMS=sums,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+        _activation_bwd_kernel, (strips * col_blocks,),
+        dy, z, dz, partial if sums else dz, m, n, dy.stride(0), z.stride(0), cdiv(tiles, strips),
+        ACTIVATION=f"of_{activation}" if from_output else _exact_enough(activation, z), SUMS=sums,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
-    return dz, partial.sum(0) if sums else None
+    return dz, sum_partials(partial, torch.float32) if sums else None
+
+
+def _exact_enough(activation: str, z: Tensor) -> str:
+    return "gelu_16_bit" if activation == "gelu" and z.element_size() == 2 else activation
 
 
 def _reasons(call) -> list[str]:
@@ -340,13 +352,8 @@ def _default_norm(dims, arch, dtype) -> GemmConfig:
 
 
 def _default_sweep(dims, arch, dtype) -> SweepConfig:
-    # Tiles of 16 bytes a thread and tensor, twice; strips long enough that the sums are a small share of the traffic.
-    block_n = min(8 * 1024 // (dtype.itemsize * 8), max(16, next_power_of_2(dims["outputs"])))
-    block_m = max(1, 4096 // block_n)
-    programs = 8 * (arch.sms or 1)
-    strips = max(1, programs // cdiv(max(1, dims["outputs"]), block_n))
-    strip = max(4 * block_m, cdiv(cdiv(max(1, dims["rows"]), strips), block_m) * block_m)
-    return SweepConfig(block_m, block_n, strip, num_warps=8 if block_n * block_m >= 4096 else 4)
+    # 8 elements a thread of each tensor, as for an activation with a bias of its own
+    return SweepConfig(8, 128, num_warps=4, num_stages=3, programs=6 * max(1, arch.sms))
 
 
 def _dims(x, weight, *_) -> dict[str, int]:
@@ -371,17 +378,18 @@ TILES = {
 }  # fmt: skip
 NORM_TILES = {"block_m": (16, 32, 64, 128), "block_n": (64, 128), "block_k": (64, 128), "num_warps": (4, 8)}
 STRIPS = {
-    "block_m": (1, 2, 4, 8, 16),
-    "block_n": (256, 512, 1024),
-    "strip": (16, 32, 64, 128, 256),
+    "block_m": (4, 8, 16),
+    "block_n": (128, 256, 512),
     "num_warps": (4, 8),
+    "num_stages": (2, 3, 4),
+    "programs": (528, 792, 1056, 1584),
 }
 LINEAR_SPACE = Space(dims=_dims, default=_default, choices=TILES)
 LINEAR_VJP_SPACE = Space(dims=_dims_vjp, default=_default, choices=TILES)
 MATMUL_SPACE = Space(dims=_dims_matmul, default=_default, choices=TILES)
 MATMUL_VJP_SPACE = Space(dims=_dims_matmul_vjp, default=_default, choices=TILES)
 NORM_SPACE = Space(dims=_dims, default=_default_norm, choices=NORM_TILES)
-SWEEP_SPACE = Space(dims=_dims, default=_default_sweep, choices={"block_n": (256, 512, 1024), "num_warps": (4, 8)})
+SWEEP_SPACE = Space(dims=_dims, default=_default_sweep, choices={"block_n": (128, 256, 512), "num_warps": (4, 8)})
 SWEEP_VJP_SPACE = Space(dims=_dims_vjp, default=_default_sweep, choices=STRIPS)
 
 # A product in Triton reaches less of the tensor cores than cuBLAS, so the library's kernels, of rank 10, come first for
@@ -540,11 +548,11 @@ def memory_efficient_linear_vjp(
 
 def _steps(config: SweepConfig) -> chunks.ActivationSteps:
     def forward(z: Tensor, activation: str) -> None:
-        block = 4 * config.block_n
+        block = 2 * config.block_m * config.block_n
         if z.numel():
             launch(
                 _activation_kernel, (cdiv(z.numel(), block),), z, z.numel(),
-                ACTIVATION=activation, BLOCK=block, num_warps=config.num_warps,
+                ACTIVATION=_exact_enough(activation, z), BLOCK=block, num_warps=config.num_warps,
             )  # fmt: skip
 
     def backward(dy: Tensor, z: Tensor, activation: str, sums: bool) -> tuple[Tensor, Tensor | None]:
