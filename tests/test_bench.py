@@ -159,6 +159,22 @@ def test_no_case_left_names_those_there_are(op):
         run.run("swiglu", CPU, torch.float32, command="", named=("huge",))
 
 
+@pytest.mark.parametrize("pages", [0, 5])
+def test_an_indexed_write_appends_what_ours_does(pages):
+    from tilesmith.ops.cache.cases import _append
+
+    case = Case("x", _append(2, 3, 2, 16, 8, lengths=(4, 1), q_heads=4, rotated=12, positions=40, pages=pages))
+    ours, theirs = (case.build(CPU, torch.float32, case.generator()) for _ in range(2))
+    made = [
+        run.Call(peers.providers("kv_cache_append")[by](args), args, ()).once()
+        for by, args in (("tilesmith", ours), ("pytorch", theirs))
+    ]
+    torch.testing.assert_close(*made)
+    for name in ("k_cache", "v_cache"):
+        assert ours[name].isfinite().any()
+        torch.testing.assert_close(ours[name], theirs[name], equal_nan=True)
+
+
 @pytest.mark.parametrize("name", peers.EAGER)
 def test_eager_pytorch_computes_what_the_reference_does(name):
     op, compared = peers.ops()[name], 0

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tilesmith.bench import (
     peers_attention,
+    peers_cache,
     peers_distill,
     peers_gate,
     peers_gemm,
@@ -318,6 +319,6 @@ PEERS: dict[str, dict[str, Adapter]] = {
         "products": peers_gemm.loss_products,
     },
 }
-for _family in (peers_distill, peers_gate, peers_gemm, peers_probability, peers_rotary, peers_scores):
+for _family in (peers_cache, peers_distill, peers_gate, peers_gemm, peers_probability, peers_rotary, peers_scores):
     EAGER.update(_family.EAGER)
     PEERS.update(_family.PEERS)
