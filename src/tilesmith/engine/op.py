@@ -248,7 +248,7 @@ class Op:
         grad = torch.is_grad_enabled()
         for a in args:
             kind = type(a)
-            if kind in _PLAIN:  # before isinstance, which costs more than the rest for what is no tensor
+            if kind in _NO_TENSORS:  # before isinstance, which costs more than the rest for what is no tensor
                 key.append(a)
             elif kind is Tensor or kind is Parameter or isinstance(a, Tensor):
                 if kind is not Tensor and kind is not Parameter and not inside:
@@ -327,7 +327,7 @@ def _find(name: str) -> Op:
 
 
 _LOWERED = (torch.float32, torch.float16, torch.bfloat16)
-_PLAIN = frozenset({type(None), bool, int, float, str, tuple})
+_NO_TENSORS = frozenset({type(None), bool, int, float, str, tuple})
 _modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
