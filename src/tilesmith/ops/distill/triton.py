@@ -15,6 +15,9 @@ from tilesmith.ops.distill.chunks import Distance, DistanceSteps
 from tilesmith.ops.distill.reference import divisor_of, gradients_now
 from tilesmith.ops.rows import rows
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.925962989e-08)  # what fp32 leaves of it
+LN2 = tl.constexpr(0.6931471805599453)
 SPAN = 8  # blocks of a row that one program of an elementwise forward sums
 
 
@@ -80,6 +83,43 @@ def _jsd_half(a, b):
 
 
 @triton.jit
+def _jsd_coarse(a, b, beta, HALF: tl.constexpr):
+    """`_jsd` for logarithms of 8 or 11 bits, whose formula is so long that it, not memory, would take the time.
+
+    With HALF, beta is 1/2 and 1 − log2(1 + ratio) is 1 − ratio times a polynomial, a minimax fit by Lawson's algorithm,
+    of relative error 2.3e-8. `top` is multiplied by log2(e) in two parts, since what fp32 loses of it would show in a
+    sum over many rows. The clamp stands for what else two logarithms of −∞ would need; a NaN stays one in `top`.
+    """
+    top = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    gap = tl.maximum(tl.abs(a - b) * -LOG2E, -126.0)
+    first = a >= b
+    ratio = tl.exp2(gap)
+    larger = tl.exp2(top * LOG2E + top * LOG2E_REST) * (0.5 * LN2 if HALF else LN2)
+    rise = 1.0 - ratio
+    if HALF:  # top − log(M), in base 2
+        fall = 0.00406064788 * ratio - 0.0229286029
+        fall = fall * ratio + 0.0609769963
+        fall = fall * ratio - 0.107169695
+        fall = fall * ratio + 0.151604425
+        fall = fall * ratio - 0.201049243
+        fall = fall * ratio + 0.27854423
+        fall = fall * ratio - 0.442691199
+        fall = (fall * ratio + 0.999999977) * rise
+    else:
+        rise *= tl.where(first, beta, 1 - beta)
+        rest = 1.0 - rise
+        lost = (1.0 - rest) - rise  # by rounding `rest`, which the logarithm takes up again
+        fall = -tl.log2(rest) - lost * (LOG2E / rest)
+    of_larger = larger * fall
+    of_smaller = larger * ratio * (fall + gap)
+    da, db = tl.where(first, of_larger, of_smaller), tl.where(first, of_smaller, of_larger)
+    if not HALF:
+        da *= 1 - beta
+        db *= beta
+    return da + db, da, db
+
+
+@triton.jit
 def _distance(a, b, beta, eps, KIND: tl.constexpr):
     """An element of the distance of a from b and its derivatives; what a caller does not use costs nothing.
 
@@ -99,6 +139,10 @@ def _distance(a, b, beta, eps, KIND: tl.constexpr):
         return sign * (a - b), sign, -sign
     elif KIND == "jsd_half":
         return _jsd_half(a, b)
+    elif KIND == "jsd_half_coarse":
+        return _jsd_coarse(a, b, 0.5, True)
+    elif KIND == "jsd_coarse":
+        return _jsd_coarse(a, b, beta, False)
     else:
         return _jsd(a, b, beta)
 
@@ -118,6 +162,7 @@ def _rows_of(labels_ptr, row, num_rows, ignore_index):
 def _forward_kernel(
     x_ptr, target_ptr, labels_ptr, out_ptr, x_row, target_row, num_rows, num_cols, spans, ignore_index, beta, eps,
     KIND: tl.constexpr, NONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """SPAN blocks of a few rows a program: their sum, or with NONE the elements."""
     program = tl.program_id(0)
@@ -125,7 +170,7 @@ def _forward_kernel(
     exists, counted = _rows_of(labels_ptr, row, num_rows, ignore_index)
     begin = (program % spans) * (SPAN * BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(begin, tl.minimum(begin + SPAN * BLOCK, num_cols), BLOCK):
+    for first in tl.range(begin, tl.minimum(begin + SPAN * BLOCK, num_cols), BLOCK, num_stages=STAGES):
         col = first + tl.arange(0, BLOCK)[None, :]
         read = counted & (col < num_cols)
         a = tl.load(x_ptr + row * x_row + col, mask=read, other=0.0).to(tl.float32)
@@ -145,7 +190,7 @@ def _backward_kernel(
     dloss_ptr, count_ptr, x_ptr, target_ptr, labels_ptr, dx_ptr, dtarget_ptr,
     dloss_row, dloss_col, x_row, target_row, num_rows, num_cols, blocks, ignore_index, beta, eps, scale,
     KIND: tl.constexpr, WANTS_DX: tl.constexpr, WANTS_DTARGET: tl.constexpr, READS_X: tl.constexpr,
-    READS_TARGET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    READS_TARGET: tl.constexpr, SCALAR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of elements a program: the upstream gradient, over the count, times the derivatives."""
     program = tl.program_id(0)
@@ -159,7 +204,10 @@ def _backward_kernel(
         a = tl.load(x_ptr + row * x_row + col, mask=read, other=0.0).to(tl.float32)
     if READS_TARGET:
         b = tl.load(target_ptr + row * target_row + col, mask=read, other=0.0).to(tl.float32)
-    factor = tl.load(dloss_ptr + row * dloss_row + col * dloss_col, mask=read, other=0.0).to(tl.float32) * scale
+    if SCALAR:
+        factor = tl.load(dloss_ptr).to(tl.float32) * scale
+    else:
+        factor = tl.load(dloss_ptr + row * dloss_row + col * dloss_col, mask=read, other=0.0).to(tl.float32) * scale
     if count_ptr is not None:
         factor = factor / tl.load(count_ptr)
     _, by_x, by_target = _distance(a, b, beta, eps, KIND)
@@ -289,10 +337,12 @@ def _scale_kernel(grad_ptr, out_ptr, dloss_ptr, elements, BLOCK: tl.constexpr):
 
 
 class DistanceConfig(NamedTuple):
-    """block: elements that a program holds of each tensor at a time."""
+    """block: elements that a program holds of each tensor at a time; num_stages: how deep the loads of an elementwise
+    forward are pipelined."""
 
     block: int
     num_warps: int
+    num_stages: int = 1
 
 
 def _tile(num_rows: int, num_cols: int, config: DistanceConfig) -> tuple[int, int]:
@@ -317,7 +367,8 @@ def _forward(
     launch(
         _forward_kernel, (programs,),
         x, target, labels, out, x.stride(0), target.stride(0), *x.shape, spans, ignore_index, beta, eps,
-        KIND=kind, NONE=none, ROWS=tile_rows, BLOCK=block, SPAN=SPAN, num_warps=config.num_warps,
+        KIND=kind, NONE=none, ROWS=tile_rows, BLOCK=block, SPAN=SPAN, STAGES=config.num_stages,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return out if none else out.sum()
 
@@ -342,13 +393,17 @@ def _backward(
         dloss, count, x, target, labels, dx, dtarget, *(dloss.stride() or (0, 0)), x.stride(0), target.stride(0),
         *x.shape, blocks, ignore_index, beta, eps, 1 / divisor,
         KIND=kind, WANTS_DX=output_mask[0], WANTS_DTARGET=output_mask[1], READS_X=not only_p, READS_TARGET=not only_q,
-        ROWS=tile_rows, BLOCK=block, num_warps=config.num_warps,
+        SCALAR=dloss.ndim == 0, ROWS=tile_rows, BLOCK=block, num_warps=config.num_warps,
     )  # fmt: skip
     return dx, dtarget
 
 
-def _jsd_kind(beta: float) -> str:
-    return {0: "kl", 0.5: "jsd_half", 1: "reverse_kl"}.get(beta, "jsd")
+def _jsd_kind(beta: float, *inputs: Tensor) -> str:
+    """Which formula serves; inputs: the logarithms, where nothing has been added to them yet."""
+    if beta in (0, 1):
+        return "reverse_kl" if beta else "kl"
+    coarse = "_coarse" if inputs and all(t.element_size() == 2 for t in inputs) else ""
+    return ("jsd_half" if beta == 0.5 else "jsd") + coarse
 
 
 def _mean(total: Tensor, x: Tensor, labels: Tensor | None, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -420,7 +475,7 @@ def _linear_reasons(call) -> list[str]:
 
 def _default(dims, arch, dtype) -> DistanceConfig:
     # Two 16-byte accesses a thread for each of the two tensors, all asked for before the first is used.
-    return DistanceConfig(128 * 32 // dtype.itemsize, 4)
+    return DistanceConfig(128 * 32 // dtype.itemsize, 4, 2 if arch.kind == "cuda" and arch.capability >= (8, 0) else 1)
 
 
 def _default_linear(dims, arch, dtype) -> DistanceConfig:
@@ -500,7 +555,7 @@ def jsd(
 ) -> tuple[Tensor, Tensor]:
     """One launch for the elements or their partial sums; rows that do not count are not read."""
     flat = None if labels is None else labels.reshape(-1)
-    out = _forward(x, target, flat, reduction, _jsd_kind(beta), beta, 0.0, ignore_index, config)
+    out = _forward(x, target, flat, reduction, _jsd_kind(beta, x, target), beta, 0.0, ignore_index, config)
     return _mean(out, x, labels, reduction, ignore_index)
 
 
@@ -521,10 +576,8 @@ def jsd_vjp(
 ) -> tuple[Tensor, Tensor]:
     """One launch, from the inputs alone."""
     flat, divisor = None if labels is None else labels.reshape(-1), _divisor(x, labels, reduction)
-    counted = _counted(count, labels, reduction)
-    return _backward(
-        dloss, x, target, flat, counted, _jsd_kind(beta), beta, 0.0, ignore_index, divisor, output_mask, config
-    )
+    counted, kind = _counted(count, labels, reduction), _jsd_kind(beta, x, target)
+    return _backward(dloss, x, target, flat, counted, kind, beta, 0.0, ignore_index, divisor, output_mask, config)
 
 
 @register_kernel("tvd", backend="triton", rank=20, rejects=_reasons)
