@@ -27,14 +27,16 @@ from tilesmith.ops.loss.triton import (
 
 
 @triton.jit
-def _scale_kernel(grad_ptr, out_ptr, dloss_ptr, divisors_ptr, elements, BLOCK: tl.constexpr):
-    """grad · dloss, over the first divisor where there are divisors; 0 where no token counted."""
+def _scale_kernel(grad_ptr, out_ptr, dloss_ptr, divisors_ptr, elements, OVER: tl.constexpr, BLOCK: tl.constexpr):
+    """grad · dloss, over the first divisor where there are divisors; 0 where no token counted. OVER: out is grad, so
+    that nothing moves for a factor of 1, as of a loss whose backward starts there."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(dloss_ptr).to(tl.float32)
     if divisors_ptr is not None:
         factor = tl.where(tl.load(divisors_ptr + 1) > 0, factor / tl.load(divisors_ptr), 0.0)
-    grad = tl.load(grad_ptr + at, mask=at < elements, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, (grad * factor).to(out_ptr.dtype.element_ty), mask=at < elements)
+    moved = at < (tl.where(factor == 1, 0, elements) if OVER else elements)
+    grad = tl.load(grad_ptr + at, mask=moved, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (grad * factor).to(out_ptr.dtype.element_ty), mask=moved)
 
 
 def _scaled(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, over: bool = False) -> Tensor:
@@ -42,7 +44,7 @@ def _scaled(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, o
     if out.numel():
         given = divisors if divisors.numel() else None
         grid = (cdiv(out.numel(), 4096),)
-        launch(_scale_kernel, grid, grad, out, dloss, given, out.numel(), BLOCK=4096, num_warps=8)
+        launch(_scale_kernel, grid, grad, out, dloss, given, out.numel(), OVER=over, BLOCK=4096, num_warps=8)
     return out
 
 
