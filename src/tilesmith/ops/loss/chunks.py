@@ -10,9 +10,10 @@ from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now,
 
 ACCELERATOR_BUDGET = 512 * 2**20
 CPU_BUDGET = 16 * 2**20  # the logits of a chunk are swept several times, so they should stay in the cache
-RECOMPUTE_BUDGET = 96 * 10**6  # less would make blocks so thin that adding up dx costs more than 6 % of the products
+RECOMPUTE_BUDGET = 98 * 10**6  # so that mode "recompute" takes 0.1 GB and the fp32 sum of dx beside its results
 FEWEST_TOKENS = 256  # thinner products are bound by reading weight
-SPEEDY_TOKENS = 4096  # each chunk reads and writes the whole sum of weight's gradient, at these 6 % of its products
+TILE = 128  # rows or columns of a product's tile
+SPEEDY_TOKENS = 4096  # each chunk reads and writes the whole sum of weight's gradient
 
 
 class LogitSteps(NamedTuple):
@@ -59,25 +60,35 @@ def tokens_per_chunk(tokens: int, classes: int, itemsize: int, room: int, least:
         return max(1, tokens)
     chunks = -(-tokens // most)
     even = -(-tokens // chunks)
-    rounded = -(-even // 128) * 128
+    rounded = -(-even // TILE) * TILE
     return rounded if rounded <= most else even
 
 
 def tokens_per_step(tokens: int, classes: int, hidden: int, itemsize: int, device: torch.device, summed: bool) -> int:
     """`tokens_per_chunk` within the budget; where weight's gradient is `summed` over chunks beside its result, at least
-    4096 tokens and `hidden`: the result, which is not there yet, takes as much as the logits of `hidden` tokens."""
+    4096 tokens more than `hidden`: the result, which is not there yet, takes as much as `hidden` tokens' logits."""
     least = FEWEST_TOKENS
     if summed:
-        least = hidden if device.type == "cpu" else max(hidden, SPEEDY_TOKENS)
+        least = hidden if device.type == "cpu" else hidden + SPEEDY_TOKENS
     return tokens_per_chunk(tokens, classes, itemsize, budget(device), least)
 
 
+def recomputed_tokens(x: Tensor, classes: int, mode: str, wants_dx: bool) -> int:
+    """How many tokens' logits a backward in blocks of classes holds at a time, if the caller does not say: as many as
+    the budget holds, and in mode "recompute" those that fit in dx as well, which is not there before they are gone."""
+    room = budget(x.device, mode == "recompute")
+    if mode == "recompute" and wants_dx and x.device.type != "cpu":
+        room += x.numel() * x.element_size()
+    return max(FEWEST_TOKENS, room // (classes * x.element_size()))
+
+
 def classes_per_block(tokens: int, classes: int, chunk_tokens: int) -> int:
-    """How many classes' logits of all tokens fit where all logits of `chunk_tokens` tokens do; equal blocks."""
+    """How many classes' logits of all tokens fit where all logits of `chunk_tokens` tokens do: equal blocks, of whole
+    tiles of a product if one fits, since rows of logits that start anywhere make products slow."""
     most = max(1, chunk_tokens * classes // max(1, tokens))
-    even = -(-classes // -(-classes // most))
-    rounded = -(-even // 64) * 64
-    return rounded if rounded <= most else even
+    unit = TILE if most >= TILE else 1
+    even = -(-classes // -(-classes // (most // unit * unit)))
+    return -(-even // unit) * unit
 
 
 def linear_cross_entropy(
@@ -102,7 +113,12 @@ def linear_cross_entropy(
     if keeps:
         size = labels.numel()
     elif not size and mode == "recompute":
-        size = tokens_per_chunk(labels.numel(), classes, x.element_size(), budget(x.device, recompute=True))
+        room = budget(x.device, recompute=True)
+        if grad_mask is not None and all(grad_mask[:2]) and x.device.type != "cpu":
+            # the sum of one gradient and the result of the other, which the backward holds beside its logits
+            summed, other = (x, weight) if x.numel() <= weight.numel() else (weight, x)
+            room += summed.numel() * acc.itemsize + other.numel() * other.element_size()
+        size = tokens_per_chunk(labels.numel(), classes, x.element_size(), room)
     chunks = Chunks(x, weight, bias, mask, summed_dtype(weight, accumulate_fp32), acc, size, accumulate_fp32)
     losses = x.new_empty(labels.shape, dtype=acc)
     lse = torch.empty_like(losses)
@@ -157,6 +173,7 @@ def linear_cross_entropy_vjp(
     size = chunk_tokens or tokens_per_chunk(labels.numel(), weight.shape[0], x.element_size(), room)
     # In chunks of tokens weight's gradient is a sum over chunks, in blocks of classes x's: the smaller one should be.
     if size < labels.numel() <= weight.shape[0] and output_mask[1]:
+        size = chunk_tokens or recomputed_tokens(x, weight.shape[0], mode, output_mask[0])
         given = (labels, class_weight, lse, dloss, divisors, terms)
         return _by_classes(steps, x, weight, bias, given, size, dtypes, output_mask)
     size = size if mode == "recompute" else chunk_tokens
