@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import statistics
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import tilesmith
 from tilesmith import MemoryConfig, ops
+from tilesmith.ops.loss.memory import described_mode
 from tilesmith.ops.memory import GB, Bounds, Need, active, rows_in_budget, workspaces
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,6 +132,24 @@ def test_explain_tells_the_mode_and_why():
     told = str(tilesmith.explain("linear_cross_entropy", x, weight, target, reduction="none"))
     assert "mode recompute" in told and 'reduction "none"' in told
     assert "(as asked)" in str(tilesmith.explain("linear_cross_entropy", x, weight, target, mode="recompute"))
+
+
+@pytest.mark.parametrize("classes", [32_000, 128_256])
+@pytest.mark.parametrize("tokens", [4096, 8192, 16_384])
+def test_modes_keep_to_their_share_of_memory(tokens, classes):
+    hidden, op = 4096, ops.linear_cross_entropy
+    x, weight = (
+        torch.empty(n, hidden, device="meta", dtype=torch.bfloat16, requires_grad=True) for n in (tokens, classes)
+    )
+    target = torch.empty(tokens, device="meta", dtype=torch.int64)
+
+    def beside(mode):
+        told = described_mode(mode, *op.bind((x, weight, target), {"mode": mode}))
+        return float(re.search(r"([\d.]+) GB beside inputs and gradients", told)[1]) * GB
+
+    several = tokens > 4096
+    assert beside("") <= 1.005 * (4096 * classes * 2 + several * 4 * classes * hidden)
+    assert beside("recompute") <= 0.1 * GB + 4 * tokens * hidden
 
 
 @pytest.mark.parametrize("mode", ["", "keep", "chunks", "recompute"])

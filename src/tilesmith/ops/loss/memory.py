@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilesmith.ops.loss.chunks import budget, recomputed_tokens, tokens_per_chunk, tokens_per_step, whole
+from tilesmith.ops.loss.chunks import (
+    budget,
+    classes_per_block,
+    recomputed_tokens,
+    tokens_per_chunk,
+    tokens_per_step,
+    whole,
+)
 from tilesmith.ops.loss.reference import summed_dtype
 from tilesmith.ops.memory import FEWEST_ROWS, GB, Need, active, computed_in, held, workspaces
 
@@ -95,10 +102,11 @@ def described_mode(asked: str, *args: object) -> str:
     need = linear_cross_entropy_need(*args)
     logits = f"all logits take {tokens * weight.shape[0] * size / GB:.3f} GB"
     if reduction == "none" or mode == "recompute":
-        rows = tokens_per_chunk(tokens, weight.shape[0], size, budget(x.device, mode == "recompute"))
-        if rows < tokens <= weight.shape[0] and wanted[1]:
-            rows = recomputed_tokens(x, weight.shape[0], mode, wanted[0])
-        rows = chunk_tokens or rows
+        classes = weight.shape[0]
+        rows = chunk_tokens or tokens_per_chunk(tokens, classes, size, budget(x.device, mode == "recompute"))
+        if rows < tokens <= classes and wanted[1]:
+            rows = chunk_tokens or recomputed_tokens(x, classes, mode, wanted[0])
+            rows = -(-classes_per_block(tokens, classes, rows) * tokens // classes)
         why = 'only the backward knows the weights of reduction "none"' if reduction == "none" else "for a MemoryConfig"
         what = "recompute: the backward computes the logits again"
     elif mode == "keep":
