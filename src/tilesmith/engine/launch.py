@@ -15,16 +15,23 @@ _compiled: dict[tuple, _Compiled] = {}
 _runtime: Any = None  # triton.knobs.runtime, once Triton is there
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cluster: int = 1, **named: Any) -> None:
     """kernel[grid](*args, **named), without binding and specialising every argument again at each call.
 
     What Triton specialises on (types, 16-byte alignment, integers that are 1 or multiples of 16, constexprs, options)
     is the key to the kernel that it compiled; the driver's launcher is called directly.
+
+    cluster: neighbours along the grid's first dim, whose size it divides, that the device starts together or not at
+    all (sm_90), so that they may wait for each other. Each is compiled as a program by itself, unlike with Triton's
+    num_ctas.
     """
     if _offline is not None:
         _offline(kernel, args, named)
         return
     key, values = _key(kernel, args, named) if torch.cuda.is_initialized() else (None, ())
+    if cluster > 1:
+        _launch_cluster(kernel, grid, args, named, cluster, key, values)
+        return
     found = _compiled.get(key) if key is not None else None
     x, y, z = (*grid, 1, 1)[:3]
     if found is None or hooked():
@@ -36,6 +43,29 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
     recorder = replay.recorder()
     if recorder is not None:
         recorder.launched(found, key and key[1], (x, y, z), values)
+
+
+def _launch_cluster(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple,
+    named: dict[str, Any],
+    cluster: int,
+    key: tuple | None,
+    values: list,
+) -> None:
+    if key is None:
+        raise TypeError(f"a launch of {kernel.__name__} by clusters has an argument that `launch` does not know")
+    found = _compiled.get((*key, cluster))
+    if found is None:
+        compiled = kernel[(0,)](*args, **named)  # compiled and loaded; a grid of none is not launched
+        found = _compiled[(*key, cluster)] = _Compiled(compiled, cluster)
+    x, y, z = (*grid, 1, 1)[:3]
+    x //= cluster  # the launcher multiplies it
+    found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *values)
+    recorder = replay.recorder()
+    if recorder is not None:
+        recorder.launched(found, key[1], (x, y, z), values)
 
 
 def hooked() -> bool:
@@ -68,10 +98,18 @@ def next_power_of_2(n: int) -> int:
 class _Compiled:
     """A compiled kernel with everything of a launch that does not change between calls of one specialisation."""
 
-    def __init__(self, compiled: Any):
+    def __init__(self, compiled: Any, cluster: int = 1):
         launcher = compiled.run
         self.function = compiled.function
-        constant = (compiled.packed_metadata, None, None, None)  # launch metadata and hooks: only while profiling
+        packed = compiled.packed_metadata
+        if cluster > 1:
+            warps, _, shared = packed
+            packed = (warps, cluster, shared)
+            if cluster > 8:  # not portable: the driver wants to be told, which this question for its occupancy does
+                from triton.runtime import driver
+
+                driver.active.utils.cuOccupancyMaxActiveClusters(self.function, shared, cluster)
+        constant = (packed, None, None, None)  # launch metadata and hooks: only while profiling
         scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
         if scratch == [0, 0] and hasattr(launcher, "launch"):
             self.run, self.head = (
