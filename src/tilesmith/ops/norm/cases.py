@@ -103,6 +103,7 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("parts_part", args(37, 65_536, init=_part), GPU),
         Case("parts_shifted", args(1, 65_536, init=_shifted), GPU),
         Case("parts_no_vectors", plain(5, 66_048), GPU),
+        Case("parts_131072_columns", args(65, 131_072), GPU),
         Case("wide", args(4, 262_144), GPU),
         Case("far", args(2, 4096, init=_far), GPU, (torch.bfloat16,)),
         Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, (torch.bfloat16,)),
