@@ -15,6 +15,7 @@ from tilesmith.ops.probability import reference
 from tilesmith.ops.rows import empty_rows, row_order
 
 TRITON = {"triton": "tilesmith.ops.probability.triton"}
+SOFTMAX = {**TRITON, "hopper": "tilesmith.ops.probability.hopper"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.probability.portable"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -65,7 +66,7 @@ softmax_vjp = Op(
     reference.softmax_vjp,
     fake=_fake_softmax_vjp,
     outputs=("dx",),
-    kernels=TRITON,
+    kernels=SOFTMAX,
     fold=("dy", "y", "x"),
 )
 softmax = Op(
@@ -74,7 +75,7 @@ softmax = Op(
     vjp=softmax_vjp,
     outputs=("y",),
     check=_check_softmax,
-    kernels=EVERYWHERE,
+    kernels={**EVERYWHERE, **SOFTMAX},
     fold=("x",),
     sharding=_spread,
 )
