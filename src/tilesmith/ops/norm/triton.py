@@ -466,9 +466,9 @@ def _launch_backward(
             count, cols, dy.stride(0), 0 if ds is None else ds.stride(0), x.stride(0), offset,
             EVEN=cols % block_cols == 0, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, STAGES=config.num_stages,
             num_warps=config.num_warps, **({"maxnreg": config.max_registers} if config.max_registers else {}),
-            # a product fused into the difference it enters is not what its mean was taken of: with one column, where
-            # the gradient is 0, rstd multiplies what is left of it
-            enable_fp_fusion=mean is None, **dropout,
+            # a product fused into the difference it enters is not what its mean was taken of: with one column or few,
+            # where the gradient is 0 or nearly, rstd multiplies what is left of it
+            enable_fp_fusion=mean is None or cols >= 64, **dropout,
         )  # fmt: skip
     if dweight is not None or dbias is not None:
         tall = min(64, next_power_of_2(max(partials, 1)))
