@@ -102,13 +102,15 @@ def test_triton_draws_the_same_bits_by_wide_products(start, short, lanes):
     from tilesmith.ops import philox_triton
 
     @triton.jit
-    def kernel(seed_ptr, out_ptr, start, draw: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr):
+    def kernel(
+        seed_ptr, out_ptr, start, load: tl.constexpr, draw: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr
+    ):
         row = tl.arange(0, 2)[:, None]
-        bits = draw(seed_ptr, start.to(tl.int64) + 32 * row.to(tl.int64), 32, LANES, SHORT)
+        bits = draw(load(seed_ptr), start.to(tl.int64) + 32 * row.to(tl.int64), 32, LANES, SHORT)
         tl.store(out_ptr + 32 * row + tl.arange(0, 32)[None, :], bits.to(tl.int64))
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     out = torch.empty(64, dtype=torch.int64, device=device)
-    kernel[(1,)](SEED.to(device), out, start, philox_triton.random_bits_wide, lanes, short)
+    kernel[(1,)](SEED.to(device), out, start, philox_triton.load_key, philox_triton.random_bits_wide, lanes, short)
     every = torch.arange(64, dtype=torch.int64, device=device)
     assert torch.equal(out, philox.random_bits(SEED.to(device), start + every))

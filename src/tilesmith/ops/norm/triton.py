@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.column_sums_triton import partial_rows, sum_block
-from tilesmith.ops.dropout_triton import keep_block, keep_tile
+from tilesmith.ops.dropout_triton import keep_block, keep_or_0, keep_tile
+from tilesmith.ops.philox_triton import load_key
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 
 # Pointers that are None stand for tensors that a call does not have; Triton compiles a variant without them.
@@ -89,7 +90,8 @@ def _norm_fwd_kernel(
             residual_ptr + first * residual_stride + (row * residual_stride + col), mask=inside, other=0.0
         )
         if seed_ptr is not None:
-            keep = keep_tile(seed_ptr, (first + row) * cols, drop_below, BLOCK_COLS, LANES, SHORT)
+            key = load_key(seed_ptr)
+            keep = keep_tile(key, (first + row) * cols, drop_below, BLOCK_COLS, LANES, SHORT)
             x = tl.where(keep, x * keep_scale, 0.0)
         x = _round(x + residual.to(tl.float32), s_ptr)
         tl.store(s_ptr + first * cols + (row * cols + col), x, mask=inside)
@@ -131,7 +133,7 @@ def _sample_mean(x_ptr, residual_ptr, s_ptr, cols):
 
 @triton.jit
 def _first_sweep(
-    x_ptr, residual_ptr, s_ptr, col, inside, seed_ptr, first, drop_below, keep_scale,
+    x_ptr, residual_ptr, s_ptr, col, inside, key, first, drop_below, keep_scale,
     LANES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """A block of x, or of the sum with the residual, which is also stored. What is read again asks to stay cached."""
@@ -140,8 +142,8 @@ def _first_sweep(
     else:
         x = tl.load(x_ptr + col, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         residual = tl.load(residual_ptr + col, mask=inside, other=0.0, eviction_policy="evict_first")
-        if seed_ptr is not None:
-            keep = keep_block(seed_ptr, first, drop_below, col.shape[0], col.shape[1], LANES, SHORT)
+        if key is not None:
+            keep = keep_block(key, first, drop_below, col.shape[0], col.shape[1], LANES, SHORT)
             x = tl.where(keep, x * keep_scale, 0.0)
         s = _round(x + residual.to(tl.float32), s_ptr)
         tl.store(s_ptr + col, s, mask=inside)
@@ -176,6 +178,7 @@ def _norm_fwd_wide_kernel(
     squares = tl.zeros([BLOCK_COLS // 8], tl.float32)
     lost_total = tl.zeros([BLOCK_COLS // 8], tl.float32)
     lost_squares = tl.zeros([BLOCK_COLS // 8], tl.float32)
+    key = load_key(seed_ptr) if seed_ptr is not None else None
     pivot = 0.0
     if CENTER:
         pivot = _sample_mean(x_ptr, residual_ptr, s_ptr, cols)
@@ -186,7 +189,7 @@ def _norm_fwd_wide_kernel(
         col = start + lane
         inside = whole if EVEN else col < cols
         x = _first_sweep(
-            x_ptr, residual_ptr, s_ptr, col, inside, seed_ptr, row * cols + start, drop_below, keep_scale, LANES, SHORT
+            x_ptr, residual_ptr, s_ptr, col, inside, key, row * cols + start, drop_below, keep_scale, LANES, SHORT
         )
         if CENTER:
             x = tl.where(inside, x - pivot, 0.0)
@@ -273,6 +276,7 @@ def _norm_bwd_kernel(
     dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     tiles = tl.cdiv(rows, BLOCK_ROWS)
+    key = load_key(seed_ptr) if seed_ptr is not None else None
     for step in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
         first = (tiles - 1 - step).to(tl.int64) * BLOCK_ROWS
         row_inside = first + row < rows
@@ -310,8 +314,8 @@ def _norm_bwd_kernel(
             if dropped_ptr is not None:
                 if seed_ptr is not None:
                     index = (first + row) * cols + tl.program_id(0) * BLOCK_COLS
-                    keep = keep_tile(seed_ptr, index, drop_below, BLOCK_COLS, LANES, SHORT)
-                    dx = tl.where(keep, dx * keep_scale, 0.0)
+                    keep = keep_tile(key, index, drop_below, BLOCK_COLS, LANES, SHORT)
+                    dx = keep_or_0(dx * keep_scale, keep, keep_scale)
                 tl.store(dropped_ptr + first * cols + dx_at, dx, mask=inside)
     partial = tl.program_id(1).to(tl.int64) * cols + col
     if dweight_ptr is not None:
