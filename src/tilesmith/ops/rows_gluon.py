@@ -176,6 +176,15 @@ def _mailbox(device: torch.device, words: int) -> Tensor:
     return box
 
 
+def no_room(device: torch.device, cols: int) -> list[str]:
+    """Why `device` cannot start the programs that rows of `cols` columns may take, one to a multiprocessor, together;
+    empty where it can, as where it is not here to be asked."""
+    parts = min(MOST_PARTS, cdiv(cols, 4096))
+    if device.type != "cuda" or _groups(device, parts, 1):
+        return []
+    return [f"{parts} programs share a row of {cols} columns, and this device has no room for a cluster of so many"]
+
+
 class PartsConfig(NamedTuple):
     """width: columns of a part. slots: how many a program has in shared memory. lag: rows between posting sums of a row
     and reading the others'. per_sm: programs of a multiprocessor. max_registers: of a thread, so that so many fit; 0

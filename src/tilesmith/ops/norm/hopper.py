@@ -24,6 +24,7 @@ from tilesmith.ops.rows_gluon import (
     flat,
     leave,
     mailbox,
+    no_room,
     parted,
     parts_flags,
     parts_grid,
@@ -357,7 +358,7 @@ def _common_reasons(call: Any, cols: int, more_than: int) -> list[str]:
             f"rows have {cols} columns; more than {more_than}, where Triton's kernels are slower, up to {WIDEST} "
             f"and multiples of {LINE} are served"
         )
-    return reasons
+    return reasons or no_room(call.rstd.device if hasattr(call, "rstd") else call.x.device, cols)
 
 
 def _reasons(call: Any) -> list[str]:

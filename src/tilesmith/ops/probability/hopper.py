@@ -23,6 +23,7 @@ from tilesmith.ops.rows_gluon import (
     flat,
     leave,
     mailbox,
+    no_room,
     parted,
     parts_flags,
     parts_grid,
@@ -231,7 +232,7 @@ def _common_reasons(call: Any, read: Any, more_than: int) -> list[str]:
         )
     if call.causal:
         reasons.append("causal: whole rows are read")
-    return reasons
+    return reasons or no_room(read.device, read.cols)
 
 
 WIDEST = MOST_PARTS * 8192
