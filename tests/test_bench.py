@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tilesmith import runtime
 from tilesmith.bench import document, host, model, peers, run, tables
 from tilesmith.bench.missing import Missing, absent, only
 from tilesmith.engine import Case, T, cases
@@ -103,6 +104,18 @@ def test_an_op_is_measured_beside_its_peers(op):
     assert ours["TB/s"] == pytest.approx(3 * 8 * 16 * 4 / ours["us"] / 1e6, rel=1e-3)
     assert rows["backward", "tilesmith"]["peak_bytes"] > 0
     assert (found["command"], found["subject"], found["rounds"]) == ("the command", "swiglu", 5)
+
+
+def test_portable_kernels_are_measured_through_vulkan(op, missing):
+    reason = runtime.missing("vulkan")
+    if reason is not None:
+        missing(reason)
+    found = run.run("swiglu", CPU, torch.float32, command="", tag="test", only=("tilesmith:vulkan",), rounds=5)
+    rows = {(row["pass"], row["provider"]): row for row in found["rows"]}
+    assert set(rows) == {("forward", "tilesmith"), ("backward", "tilesmith"), ("forward", "tilesmith:vulkan")}
+    assert rows["forward", "tilesmith:vulkan"]["us"] > 0
+    assert rows["forward", "tilesmith:vulkan"]["difference"] < 1e-6
+    assert "best_peer" not in rows["forward", "tilesmith"]
 
 
 def test_a_peer_without_a_figure_is_a_row_with_the_reason(op):

@@ -22,6 +22,7 @@ from tilesmith.bench import (
     peers_probability,
     peers_rotary,
     peers_scores,
+    vulkan,
 )
 from tilesmith.bench.document import OURS
 from tilesmith.bench.missing import Missing, only
@@ -35,13 +36,16 @@ Adapter = Callable[[Mapping[str, Any]], Call]
 def providers(name: str, only: Sequence[str] = ()) -> dict[str, Adapter]:
     """The adapters for an op, ours first, then its peers, or those of `only`.
 
-    `tilesmith:BACKEND` is ours with that kernel pinned; such providers are measured only where `only` names them.
+    `tilesmith:BACKEND` is ours with that kernel pinned, `tilesmith:vulkan` the portable kernel through Vulkan; such
+    providers are measured only where `only` names them.
     """
     op = ops()[name]
     ours = {OURS: lambda args: lambda: op(**args)}
     for backend in op.backends():
         if f"{OURS}:{backend}" in only:
             ours[f"{OURS}:{backend}"] = lambda args, backend=backend: _pinned(op, backend, args)
+    if f"{OURS}:{vulkan.NAME}" in only and "portable" in op.backends():
+        ours[f"{OURS}:{vulkan.NAME}"] = lambda args: vulkan.ThroughVulkan(op, args)
     if name == "attention":
         peers = peers_attention.PEERS
     else:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilesmith.bench.document import document
 from tilesmith.bench.missing import Missing
 from tilesmith.bench.peers import FLOORS, OURS, providers
+from tilesmith.bench.vulkan import ThroughVulkan
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.engine.timing import Timing, measure, peak_memory
 
@@ -154,8 +155,11 @@ def case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: in
         del out
     del expected
     ours = calls[OURS]
+    apart = {n: calls.pop(n).forward for n in list(calls) if isinstance(calls[n].forward, ThroughVulkan)}
     if op.name not in TOGETHER:
-        for provider, timing in measure({n: c.once for n, c in calls.items()}, device, rounds=rounds).items():
+        timings = measure({n: c.once for n, c in calls.items()}, device, rounds=rounds)
+        timings |= {n: through.timing(rounds) for n, through in apart.items()}
+        for provider, timing in timings.items():
             row = {**head, "pass": "forward", "provider": provider, "difference": differences[provider]}
             rows.append({**row, **figures(timing, work(op, ours, backward=False), device)})
     if ours.inputs and op.vjp is not None:

@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -24,9 +26,10 @@ from tilesmith.runtime.arguments import check, mark_written
 from tilesmith.settings import settings
 
 BACKENDS = ("interpreter", "cuda", "vulkan", "webgpu", "metal")
+_through: ContextVar[str | None] = ContextVar("through", default=None)
 _OF_DEVICE = {"cuda": "cuda", "mps": "metal"}
 
-__all__ = ["BACKENDS", "backend_of", "launch", "missing"]
+__all__ = ["BACKENDS", "backend_of", "launch", "missing", "through"]
 
 
 def missing(backend: str) -> str | None:
@@ -34,12 +37,23 @@ def missing(backend: str) -> str | None:
     return _module(backend).missing()
 
 
+@contextlib.contextmanager
+def through(backend: str) -> Iterator[None]:
+    """Inside, portable kernels on CPU tensors run through `backend`, whatever TILESMITH_PORTABLE names."""
+    _module(backend)
+    token = _through.set(backend)
+    try:
+        yield
+    finally:
+        _through.reset(token)
+
+
 def backend_of(device: torch.device) -> str | None:
     """The backend that takes tensors on `device` where none is named, or None.
 
-    For the CPU it is the one that TILESMITH_PORTABLE names, "interpreter" if that is not set.
+    For the CPU it is that of `through`, else the one that TILESMITH_PORTABLE names, "interpreter" if that is not set.
     """
-    return settings().portable if device.type == "cpu" else _OF_DEVICE.get(device.type)
+    return (_through.get() or settings().portable) if device.type == "cpu" else _OF_DEVICE.get(device.type)
 
 
 def launch(

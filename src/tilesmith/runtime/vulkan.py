@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -17,6 +17,7 @@ from tilesmith.runtime.vulkan_device import STORAGE, UNIFORM, Device
 DEVICES = ("cpu",)
 _FEATURES = {"f16": "16-bit floats", "subgroups": "subgroup arithmetic", "fragments": "cooperative matrices"}
 _compiled = cache.Compiled()
+_timing: tuple[int, list[list[float]]] | None = None
 
 
 @lru_cache(maxsize=1)
@@ -43,6 +44,20 @@ def device() -> Device:
     return Device(vulkan)
 
 
+@contextlib.contextmanager
+def timed(rounds: int) -> Iterator[list[list[float]]]:
+    """For each launch inside, the µs that the device took, `rounds` times with caches cold, after the launch itself.
+
+    A launch is repeated: for kernels that write the same each time.
+    """
+    global _timing
+    before, _timing = _timing, (rounds, [])
+    try:
+        yield _timing[1]
+    finally:
+        _timing = before
+
+
 def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
     """Copy the tensors, run `ir`, copy back what it wrote, and wait."""
     d = device()
@@ -60,6 +75,8 @@ def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[s
             buffers.append(d.buffer(len(block), UNIFORM, frees))
             buffers[-1].memory[:] = block
         d.dispatch(pipeline, buffers, grid, frees)
+        if _timing is not None:
+            _timing[1].append(d.measure(pipeline, buffers, grid, _timing[0], frees))
         for b, buffer in zip(ir.buffers, buffers):
             if b.access != "read":
                 data = as_bytes(tensors[b.name]).numpy()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from tilesmith.hardware.limits import Limits
 from tilesmith.runtime import cache
 
-STORAGE, UNIFORM = 7, 6
-"""Descriptor types."""
+STORAGE, UNIFORM, TRANSFER = 7, 6, -1
+"""Descriptor types, and a buffer that no kernel sees."""
 
-_USAGE = {STORAGE: 0x20, UNIFORM: 0x10}
+_USAGE = {STORAGE: 0x20, UNIFORM: 0x10, TRANSFER: 2}
+_END, _HOST, _ALL_STAGES = 0x2000, 0x4000, 0x10000  # of the pipeline
 _DEVICE_LOCAL, _MAPPED = 1, 2 | 4  # memory properties; the latter: visible to the host and coherent
 _PREFERRED = {2: 0, 1: 1, 3: 2, 4: 3}  # device types: discrete, integrated, virtual, CPU
 _SUBGROUP_OPERATIONS = 1 | 4 | 16  # basic, arithmetic, shuffle
@@ -170,19 +172,58 @@ class Device:
         """Run a kernel and wait for it."""
         vk = self.vk
         bound = self._bind(pipeline, buffers, frees)
+        with self._commands() as commands:
+            vk.vkCmdBindPipeline(commands, 1, pipeline.handle)
+            vk.vkCmdBindDescriptorSets(commands, 1, pipeline.layout, 0, 1, [bound], 0, None)
+            vk.vkCmdDispatch(commands, *grid)
+            # What the shader wrote becomes visible to the host.
+            done = vk.VkMemoryBarrier(srcAccessMask=0x40, dstAccessMask=0x2000)
+            vk.vkCmdPipelineBarrier(commands, 0x800, _HOST, 0, 1, [done], 0, None, 0, None)
+
+    def measure(self, pipeline: Pipeline, buffers: list[Buffer], grid, rounds: int, frees) -> list[float]:
+        """The µs of a kernel, once a round, by the device's clock; before each round a large buffer is overwritten."""
+        vk = self.vk
+        bound = self._bind(pipeline, buffers, frees)
+        size = 256 << 20 if self.properties.deviceType in (1, 2) else 1 << 20
+        flush = self.buffer(size, TRANSFER, frees)
+        queries = vk.vkCreateQueryPool(self.device, vk.VkQueryPoolCreateInfo(queryType=2, queryCount=2 * rounds), None)
+        frees.callback(vk.vkDestroyQueryPool, self.device, queries, None)
+        with self._commands() as commands:
+            vk.vkCmdResetQueryPool(commands, queries, 0, 2 * rounds)
+            vk.vkCmdBindPipeline(commands, 1, pipeline.handle)
+            vk.vkCmdBindDescriptorSets(commands, 1, pipeline.layout, 0, 1, [bound], 0, None)
+            for k in range(rounds):
+                vk.vkCmdFillBuffer(commands, flush.handle, 0, size, k)
+                self._everything_before(commands)
+                vk.vkCmdWriteTimestamp(commands, _END, queries, 2 * k)
+                vk.vkCmdDispatch(commands, *grid)
+                self._everything_before(commands)
+                vk.vkCmdWriteTimestamp(commands, _END, queries, 2 * k + 1)
+        ticks = vk.ffi.new("uint64_t[]", 2 * rounds)
+        vk.vkGetQueryPoolResults(self.device, queries, 0, 2 * rounds, 16 * rounds, ticks, 8, 1 | 2)  # 64 bits, waiting
+        period = self.properties.limits.timestampPeriod / 1e3
+        return [(ticks[2 * k + 1] - ticks[2 * k]) * period for k in range(rounds)]
+
+    @contextlib.contextmanager
+    def _commands(self) -> Iterator[Any]:
+        """Commands to record, which then run; the device is idle afterwards."""
+        vk = self.vk
         info = vk.VkCommandBufferAllocateInfo(commandPool=self.pool, level=0, commandBufferCount=1)
         commands = vk.vkAllocateCommandBuffers(self.device, info)[0]
-        frees.callback(vk.vkFreeCommandBuffers, self.device, self.pool, 1, [commands])
-        vk.vkBeginCommandBuffer(commands, vk.VkCommandBufferBeginInfo())
-        vk.vkCmdBindPipeline(commands, 1, pipeline.handle)
-        vk.vkCmdBindDescriptorSets(commands, 1, pipeline.layout, 0, 1, [bound], 0, None)
-        vk.vkCmdDispatch(commands, *grid)
-        # What the shader wrote becomes visible to the host.
-        done = vk.VkMemoryBarrier(srcAccessMask=0x40, dstAccessMask=0x2000)
-        vk.vkCmdPipelineBarrier(commands, 0x800, 0x4000, 0, 1, [done], 0, None, 0, None)
-        vk.vkEndCommandBuffer(commands)
-        vk.vkQueueSubmit(self.queue, 1, [vk.VkSubmitInfo(pCommandBuffers=[commands])], vk.VK_NULL_HANDLE)
-        vk.vkQueueWaitIdle(self.queue)
+        try:
+            vk.vkBeginCommandBuffer(commands, vk.VkCommandBufferBeginInfo())
+            yield commands
+            vk.vkEndCommandBuffer(commands)
+            vk.vkQueueSubmit(self.queue, 1, [vk.VkSubmitInfo(pCommandBuffers=[commands])], vk.VK_NULL_HANDLE)
+            vk.vkQueueWaitIdle(self.queue)
+        finally:
+            vk.vkFreeCommandBuffers(self.device, self.pool, 1, [commands])
+
+    def _everything_before(self, commands) -> None:
+        """What follows waits for all that came before, and sees it; the host too."""
+        vk = self.vk
+        done = vk.VkMemoryBarrier(srcAccessMask=0x10000, dstAccessMask=0x18000)  # memory written; read and written
+        vk.vkCmdPipelineBarrier(commands, _ALL_STAGES, _ALL_STAGES | _HOST, 0, 1, [done], 0, None, 0, None)
 
     def _bind(self, pipeline: Pipeline, buffers: list[Buffer], frees: contextlib.ExitStack):
         vk = self.vk
