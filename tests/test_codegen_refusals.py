@@ -26,6 +26,8 @@ from tilesmith.codegen import (
     i32,
     lane,
     metal,
+    reduce_rows,
+    row,
     shared,
     spirv,
     subgroup,
@@ -166,6 +168,24 @@ def operand_element(x: Out[f32]):
     x[tid(0)] = a[0]  # here
 
 
+def place_unknown(x: Out[u32]):
+    c = fragment("c", f32, placed=False)
+    fill(c, 1.0)
+    x[tid(0)] = row(c, 0)  # here
+
+
+def rows_of_an_operand(x: Out[f32]):
+    a, c = fragment("a", f16), fragment("c", f32)
+    fill(a, 1.0)
+    reduce_rows(c, a, "max")  # here
+
+
+def rows_multiplied(x: Out[f32]):
+    c = fragment("c", f32)
+    fill(c, 1.0)
+    reduce_rows(c, c, "mul")  # here
+
+
 def lanes_apart(x: In[f32x4], y: Out[f32]):
     y[tid(0)] = f32(x[tid(0)])  # here
 
@@ -196,6 +216,9 @@ REFUSED = {
     too_large: r"4294967296 is outside u32",
     python_call: r"round takes compile-time values only",
     loop_variable: r"i is a loop's variable",
+    place_unknown: r"placed=False: where its elements lie is not known",
+    rows_of_an_operand: r"a is no fragment of role 'c'",
+    rows_multiplied: r"op 'mul'; allowed: 'add', 'max'",
     operand_element: r"a is an operand; only accumulators have elements",
     lanes_apart: r"f32x4 to f32: the lanes differ",
 }

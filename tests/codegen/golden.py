@@ -9,7 +9,17 @@ from codegen.samples import SAMPLES
 from tilesmith.codegen import KernelError, cuda, metal, spirv, to_json, wgsl
 
 FOLDER = Path(__file__).parent.parent / "golden" / "codegen"
-NAMES = ("rms_norm", "control_flow", "halves", "subgroups", "matmul", "softmax", "softmax_8", "reserved_names")
+NAMES = (
+    "rms_norm",
+    "control_flow",
+    "halves",
+    "subgroups",
+    "matmul",
+    "softmax",
+    "softmax_8",
+    "softmax_anywhere",
+    "reserved_names",
+)
 
 
 def instructions(module: bytes) -> list[list[int]]:

@@ -27,6 +27,7 @@ from tilesmith.codegen import (
     lane,
     load_fragment,
     mma,
+    reduce_rows,
     row,
     row_add,
     row_max,
@@ -205,3 +206,52 @@ def softmax() -> Sample:
 @sample
 def softmax_8() -> Sample:
     return softmax_sample(8)
+
+
+def softmax_anywhere_sample(tile: int) -> Sample:
+    """The same, and hidden above the diagonal, without knowing where elements lie; a row's values reach all of it."""
+
+    def softmax(a: In[f16], b: In[f16], out: Out[f32]):
+        left, right, spots = shared(f16, tile * tile), shared(f16, tile * tile), shared(f32, tile * tile)
+        fa, fb, fp = fragment("a", f16, tile), fragment("b", f16, tile), fragment("a", f16, tile)
+        scores, whole, spot = [fragment("c", f32, tile, placed=False) for _ in range(3)]
+        result = fragment("c", f32, tile, placed=False)
+        for i in range(tid(0), tile * tile, 32):
+            left[i], right[i], spots[i] = a[i], b[i], f32(i)
+        barrier()
+        load_fragment(fa, left, 0, tile)
+        load_fragment(fb, right, 0, tile, transposed=True)
+        fill(scores, 0.0)
+        mma(scores, fa, fb)
+        load_fragment(spot, spots, 0, tile)
+        for e in unroll(elements(scores)):
+            scores[e] = scores[e] if u32(spot[e]) % tile <= u32(spot[e]) // tile else -1.0e30
+        reduce_rows(whole, scores, "max")
+        for e in unroll(elements(scores)):
+            scores[e] = exp(scores[e] - whole[e])
+        reduce_rows(whole, scores, "add")
+        for e in unroll(elements(scores)):
+            scores[e] = scores[e] / whole[e]
+        convert(fp, scores)
+        load_fragment(fb, right, 0, tile)
+        fill(result, 0.0)
+        mma(result, fp, fb)
+        store_fragment(result, out, 0, tile)
+
+    a, b = (random(tile, tile).astype(np.float16) for _ in range(2))
+    s = np.where(np.tri(tile, dtype=bool), a.astype(np.float32) @ b.astype(np.float32).T, -np.inf)
+    p = np.exp(s - s.max(1, keepdims=True))
+    p = (p / p.sum(1, keepdims=True)).astype(np.float16).astype(np.float32)
+    tensors = {"a": a, "b": b, "out": np.zeros((tile, tile), np.float32)}
+    ir = build(softmax, (32, 1, 1), name="softmax")
+    return Sample(ir, (1, 1, 1), tensors, {}, {"out": p @ b.astype(np.float32)}, 2e-3)
+
+
+@sample
+def softmax_anywhere() -> Sample:
+    return softmax_anywhere_sample(16)
+
+
+@sample
+def softmax_anywhere_8() -> Sample:
+    return softmax_anywhere_sample(8)

@@ -32,16 +32,16 @@ def validate_spirv(module: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".spv") as file:
         file.write(module)
         file.flush()
-        command = [*spirv_val(), "--target-env", "vulkan1.1", file.name]
+        command = [*spirv_val(), "--target-env", "vulkan1.3" if module[5] == 6 else "vulkan1.1", file.name]
         done = subprocess.run(command, capture_output=True, text=True)
     return (done.stdout + done.stderr) or "rejected" * (done.returncode != 0)
 
 
-def assemble_spirv(listing: str) -> bytes:
-    """The module of a listing, by the assembler beside spirv-val; its results keep their numbers."""
+def assemble_spirv(listing: str, version: int = 3) -> bytes:
+    """The module of a listing in SPIR-V 1.`version`, by the assembler beside spirv-val; results keep their numbers."""
     with tempfile.NamedTemporaryFile(suffix=".spv") as file:
         assembler = Path(spirv_val()[0]).with_name("spirv-as")
-        command = [assembler, "--preserve-numeric-ids", "--target-env", "spv1.3", "-o", file.name, "-"]
+        command = [assembler, "--preserve-numeric-ids", "--target-env", f"spv1.{version}", "-o", file.name, "-"]
         subprocess.run(command, input=listing, text=True, check=True)
         return Path(file.name).read_bytes()
 

@@ -44,9 +44,10 @@ function is written out at each call and may end with a return, of several value
 threads of the workgroup pass, subgroup and fragment operations where all of the subgroup do.
 
 Fragments are 16 x 16 (CUDA, Vulkan) or 8 x 8 (Metal) matrices of a 32-wide subgroup, for tensor cores: `fragment`,
-`fill`, `load_fragment`, `mma`, `store_fragment`; on CUDA and Metal also `c[k]`, `row`, `column`, `row_max`, `row_add`
-and `convert`, which keep an attention kernel's softmax in registers. A kernel that takes `tile` and a flag for
-registers as configuration serves all targets with one text.
+`fill`, `load_fragment`, `mma`, `store_fragment`, and accumulators' elements `c[k]`. On CUDA and Metal also `row`,
+`column`, `row_max`, `row_add`, and there and through Vulkan on NVIDIA's devices `convert` and `reduce_rows`, which keep
+an attention kernel's softmax in registers. A kernel that takes `tile` and a flag for registers as configuration serves
+all targets with one text.
 
 `interpret` refuses what a GPU would get wrong in silence: races, indices out of bounds, values never written, divergent
 barriers, integer overflow, misaligned fragments. Errors of `build` and the printers are KernelError and begin with
@@ -93,6 +94,7 @@ from tilesmith.codegen.language import (
     mma,
     mulhi,
     pack_f16,
+    reduce_rows,
     row,
     row_add,
     row_max,
@@ -153,7 +155,7 @@ __all__ = [
     "bitcast", "pack_f16", "unpack_f16",
     "subgroup_add", "subgroup_max", "subgroup_min", "shuffle", "shuffle_xor",
     "fragment", "fill", "load_fragment", "store_fragment", "mma", "convert", "elements", "row", "column", "row_add",
-    "row_max",
+    "row_max", "reduce_rows",
 ]
 # fmt: on
 _LAZY = {"interpret": "interpreter", "Fault": "interpreter", "to_json": "serial", "from_json": "serial"}

@@ -19,6 +19,7 @@ from tilesmith.codegen.nodes import (
     Load,
     LoadFragment,
     Mma,
+    RowReduce,
     SetElement,
     StoreFragment,
     Subgroup,
@@ -148,6 +149,10 @@ class _Cuda(TextPrinter):
             (prelude.SUBGROUP, any(isinstance(x, Subgroup) and x.operand is None for x in found)),
             (prelude.FRAGMENTS, bool(ir.fragments)),
             *((prelude.mma(t), True) for t in sorted(dtypes)),
+            *(
+                (prelude.row_reduce(op), True)
+                for op in sorted({s.op for s in ir.statements if isinstance(s, RowReduce)})
+            ),
             *((prelude.vector_operator({"//": "/"}.get(op, op)), True) for op in sorted(binaries)),
             *((prelude.vector_sign(op), True) for op in sorted(signs)),
             *((prelude.vector_function(name, n), True) for name, n in sorted(calls) if not name.endswith("pack_f16_")),
@@ -220,3 +225,6 @@ class _Cuda(TextPrinter):
 
     def convert(self, s: Convert) -> None:
         self.put(f"convert_({self.name(s.a)}, {self.name(s.c)});")
+
+    def row_reduce(self, s: RowReduce) -> None:
+        self.put(f"row_{s.op}_({self.name(s.target)}, {self.name(s.source)});")

@@ -246,6 +246,17 @@ __device__ inline void convert_(FragmentA<{t}>& a, const FragmentC& c) {{
   }}
 }}
 """
+_ROW_REDUCE = """__device__ inline float both_OP_(float a, float b) { return BOTH; }
+__device__ inline void row_OP_(FragmentC& t, const FragmentC& s) {
+#pragma unroll
+  for (int h = 0; h < 4; h += 2) {
+    float x = both_OP_(both_OP_(s.r[h], s.r[h + 1]), both_OP_(s.r[h + 4], s.r[h + 5]));
+    x = both_OP_(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    x = both_OP_(x, __shfl_xor_sync(0xffffffffu, x, 2));
+    t.r[h] = t.r[h + 1] = t.r[h + 4] = t.r[h + 5] = x;
+  }
+}
+"""
 
 
 def vector16(dtype: str) -> str:
@@ -256,6 +267,11 @@ def vector16(dtype: str) -> str:
 def mma(dtype: str) -> str:
     """The products of fragments of f16 or bf16."""
     return _MMA.format(t=dtype)
+
+
+def row_reduce(op: str) -> str:
+    """A reduction of an accumulator's rows: `add` or `max`."""
+    return _ROW_REDUCE.replace("OP", op).replace("BOTH", {"add": "a + b", "max": "fmaxf(a, b)"}[op])
 
 
 def vector_operator(op: str) -> str:

@@ -17,6 +17,8 @@ _ENUMS = {
         65: "GroupNonUniformShuffle",
         4433: "StorageBuffer16BitAccess",
         5345: "VulkanMemoryModel",
+        5430: "CooperativeMatrixReductionsNV",
+        5431: "CooperativeMatrixConversionsNV",
         6022: "CooperativeMatrixKHR",
     },
     "addressing": {0: "Logical"},
@@ -45,6 +47,7 @@ _ENUMS = {
     "control": {0: "None"},
     "access": {0x20: "NonPrivatePointer"},
     "group": {0: "Reduce"},
+    "part": {1: "Row"},
     "glsl": {
         4: "FAbs",
         5: "SAbs",
@@ -105,6 +108,7 @@ _GRAMMAR = {
     43: "Constant type = literal",
     44: "ConstantComposite type = *id",
     54: "Function type = control id",
+    55: "FunctionParameter type =",
     56: "FunctionEnd",
     59: "Variable type = storage",
     61: "Load type = id *access",
@@ -122,12 +126,14 @@ _GRAMMAR = {
     249: "Branch id",
     250: "BranchConditional id id id",
     253: "Return",
+    254: "ReturnValue id",
     345: "GroupNonUniformShuffle type = id id id",
     346: "GroupNonUniformShuffleXor type = id id id",
     4456: "TypeCooperativeMatrixKHR = id id id id id",
     4457: "CooperativeMatrixLoadKHR type = id id id *access",
     4458: "CooperativeMatrixStoreKHR id id id id *access",
     4459: "CooperativeMatrixMulAddKHR type = id id id",
+    5366: "CooperativeMatrixReduceNV type = id part id",
 }
 _GRAMMAR |= {opcode: f"{name} type = id" for opcode, name in _UNARY.items()}
 _GRAMMAR |= {opcode: f"{name} type = id id" for opcode, name in _BINARY.items()}
@@ -150,14 +156,17 @@ def disassemble(module: bytes, names: bool = True) -> str:
     words = struct.unpack(f"<{len(module) // 4}I", module[: len(module) // 4 * 4])
     if len(words) < _HEADER or words[0] != MAGIC or len(module) % 4:
         raise ValueError("this is no SPIR-V module")
-    reader, lines, at = _Reader(names), ["; SPIR-V"], _HEADER
+    reader, found, at = _Reader(names), [], _HEADER
     while at < len(words):
         length, opcode = words[at] >> 16, words[at] & 0xFFFF
         if opcode not in _GRAMMAR or not 0 < length <= len(words) - at:
             raise ValueError(f"word {at}: no instruction of ours, opcode {opcode} with {length} words")
-        lines.append(reader.line(opcode, list(words[at + 1 : at + length])))
+        found.append((opcode, list(words[at + 1 : at + length])))
         at += length
-    return "\n".join(lines) + "\n"
+    for opcode, operands in found:
+        if opcode == _NAME:  # an entry point may list what is named after it
+            reader.call(operands[0], _string(operands[1:]))
+    return "\n".join(["; SPIR-V", *(reader.line(opcode, operands) for opcode, operands in found)]) + "\n"
 
 
 class _Reader:
@@ -177,8 +186,6 @@ class _Reader:
             del grammar[at]
             self.declare(opcode, result, words)
             left = f"{self.id(result)} ="
-        elif opcode == _NAME:
-            self.call(words[0], _string(words[1:]))
         return f"{left:>16} {' '.join([f'Op{name}', *self.operands(grammar, words)])}"
 
     def operands(self, grammar: list[str], words: list[int]) -> list[str]:

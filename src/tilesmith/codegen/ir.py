@@ -14,6 +14,7 @@ from tilesmith.codegen.nodes import (
     Convert,
     Element,
     Expr,
+    RowReduce,
     SetElement,
     Stmt,
     Subgroup,
@@ -49,12 +50,16 @@ class Array(Node):
 
 
 class Fragment(Node):
-    """A `tile` x `tile` matrix held by a subgroup: left (`a`) or right (`b`) operand, or accumulator (`c`)."""
+    """A `tile` x `tile` matrix held by a subgroup: left (`a`) or right (`b`) operand, or accumulator (`c`).
+
+    `placed`: whether the kernel counts on which elements each thread holds.
+    """
 
     name: str
     role: str
     type: Type
     tile: int
+    placed: bool = True
 
 
 class Variable(Node):
@@ -124,18 +129,22 @@ class KernelIR(Node):
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """What a device must have: of `f16`, `bf16`, `subgroups`, `fragments`, `elements` (a known fragment layout)."""
+        """What a device must have: of `f16`, `bf16`, `subgroups`, `fragments`, `elements` (their layout is known),
+        `conversions` (of fragments to another role, and reductions of their rows)."""
         found = set()
         for declared in (*self.buffers, *self.arrays, *self.fragments, *self.variables):
             found |= {declared.type.dtype} & {"f16", "bf16"}
         if self.fragments:
             found |= {"fragments", "subgroups"}
-        if any(isinstance(s, (SetElement, Convert)) for s in self.statements):
-            found.add("elements")
+        for s in self.statements:
+            if isinstance(s, (Convert, RowReduce)):
+                found.add("conversions")
+            elif isinstance(s, SetElement) and self.fragment_named[s.fragment].placed:
+                found.add("elements")
         found |= {e.type.dtype for e in self.expressions} & {"f16", "bf16"}
         for e in self.expressions:
             if isinstance(e, Element):
-                found.add("elements")
+                found |= {"elements"} if self.fragment_named[e.fragment].placed else set()
             elif isinstance(e, Subgroup) or (isinstance(e, Builtin) and e.name in SUBGROUP_BUILTINS):
                 found.add("subgroups")
         return frozenset(found)

@@ -232,10 +232,13 @@ def shuffle_xor(x: Any, mask: int) -> Any:
 
 
 @_word
-def fragment(role: str, type: Type, tile: int = 16) -> Any:
+def fragment(role: str, type: Type, tile: int = 16, placed: bool = True) -> Any:
     """A tile x tile matrix of a subgroup of 32: left ("a") or right ("b") operand, f16 or bf16; accumulator ("c"), f32.
 
     CUDA and cooperative matrices take tile 16, Metal 8. The workgroup must hold whole subgroups.
+
+    placed: whether `row`, `column`, `row_add` and `row_max` are known for its elements. Vulkan's drivers keep to
+    themselves which elements a thread holds, but hold accumulators alike: there elements only of those not placed.
     """
 
 
@@ -265,12 +268,17 @@ def mma(c: Any, a: Any, b: Any) -> None:
 
 @_word
 def convert(a: Any, c: Any) -> None:
-    """The operand fragment `a` takes the accumulator's values, in registers. Not for Vulkan: there, through memory."""
+    """The operand fragment `a` takes the accumulator's values, in registers. Vulkan: on NVIDIA's devices alone."""
+
+
+@_word
+def reduce_rows(target: Any, source: Any, op: str) -> None:
+    """Each element of an accumulator takes the sum ("add") or maximum ("max") of its row of another, as `convert`."""
 
 
 @_word
 def elements(c: Any) -> int:
-    """How many elements of an accumulator a thread holds, at compile time: `c[0]`, `c[1]`, ... Not for Vulkan."""
+    """How many elements of an accumulator a thread holds, at compile time: `c[0]`, `c[1]`, ..."""
 
 
 @_word

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from tilesmith.codegen.ir import KernelIR
-from tilesmith.codegen.layout import ELEMENTS
+from tilesmith.codegen.layout import ELEMENTS, ROW_LANES
 from tilesmith.codegen.nodes import (
     Bitcast,
     Builtin,
@@ -14,6 +14,7 @@ from tilesmith.codegen.nodes import (
     Fill,
     LoadFragment,
     Mma,
+    RowReduce,
     SetElement,
     StoreFragment,
     Subgroup,
@@ -120,6 +121,17 @@ class _Metal(TextPrinter):
     def mma(self, s: Mma) -> None:
         c = self.name(s.c)
         self.put(f"simdgroup_multiply_accumulate({c}, {self.name(s.a)}, {self.name(s.b)}, {c});")
+
+    def row_reduce(self, s: RowReduce) -> None:
+        self.put("{")
+        both = "metal::max({}, {})" if s.op == "max" else "{} + {}"
+        source = f"{self.name(s.source)}.thread_elements()"
+        self.put(f"    float x_ = {both.format(source + '[0]', source + '[1]')};")
+        for mask in ROW_LANES[8]:
+            self.put(f"    x_ = {both.format('x_', f'simd_shuffle_xor(x_, ushort({mask}))')};")
+        for k in range(ELEMENTS[8]):
+            self.put(f"    {self.name(s.target)}.thread_elements()[{k}] = x_;")
+        self.put("}")
 
     def convert(self, s: Convert) -> None:
         t = self.types[self.ir.fragment_named[s.a].type.dtype]

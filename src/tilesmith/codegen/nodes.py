@@ -228,6 +228,14 @@ class Convert(Stmt):
     c: str
 
 
+class RowReduce(Stmt):
+    """Every element of an accumulator takes the `add` or `max` of its row of another."""
+
+    target: str
+    source: str
+    op: str
+
+
 FUNCTIONS: dict[str, str] = {
     **dict.fromkeys(("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sin", "cos", "floor", "ceil"), "f32"),
     **dict.fromkeys(("abs", "min", "max"), "number"),

@@ -1,15 +1,15 @@
-"""SPIR-V 1.3 for Vulkan 1.1. Bindings of set 0 are as in WGSL: buffers as declared, then the scalars' uniform block.
+"""SPIR-V for Vulkan. Bindings of set 0 are as in WGSL: buffers as declared, then the scalars' uniform block.
 
-Fragments are cooperative matrices (SPV_KHR_cooperative_matrix under the Vulkan memory model); the pipeline must then be
-created with subgroups of 32, all of them full.
+Modules are SPIR-V 1.3, for Vulkan 1.1. Fragments are cooperative matrices (SPV_KHR_cooperative_matrix under the Vulkan
+memory model); the pipeline must then be created with subgroups of 32, all of them full. Kernels that convert fragments
+or reduce their rows need SPV_NV_cooperative_matrix2, SPIR-V 1.6 and so Vulkan 1.3.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from tilesmith.codegen import typed
-from tilesmith.codegen.ir import Array, Buffer, KernelIR, packed
+from tilesmith.codegen.ir import Array, Buffer, KernelIR
 from tilesmith.codegen.nodes import (
     Assign,
     Barrier,
@@ -30,6 +30,7 @@ from tilesmith.codegen.nodes import (
     LoadFragment,
     Mma,
     Param,
+    RowReduce,
     Select,
     SetElement,
     Stmt,
@@ -41,6 +42,7 @@ from tilesmith.codegen.nodes import (
     Vector,
     While,
 )
+from tilesmith.codegen.spirv_fragments import SUBGROUP_SCOPE, Fragments
 from tilesmith.codegen.spirv_module import FUNCTION, INPUT, STORAGE, UNIFORM, WORKGROUP, Module, text
 from tilesmith.codegen.spirv_tables import BINARY, BUILTINS, BY_TYPE, CASTS, GLSL, REDUCE
 from tilesmith.codegen.types import KernelError, Type, bool_, u32
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from tilesmith.hardware.limits import Limits
 
 SHARED_CEILING = 65_536
-_SUBGROUP_SCOPE, _WORKGROUP_SCOPE, _NON_PRIVATE = 3, 2, 0x20
+_WORKGROUP_SCOPE, _NON_PRIVATE = 2, 0x20
 
 
 def generate(ir: KernelIR, limits: Limits | None = None) -> bytes:
@@ -64,7 +66,7 @@ def _kind(t: Type) -> int:
     return 0 if t.is_float else 1 if t.dtype == "u32" else 2
 
 
-class _Spirv:
+class _Spirv(Fragments):
     def __init__(self, ir: KernelIR, limits: Limits | None):
         self.ir = ir
         self.limits = limits
@@ -73,6 +75,7 @@ class _Spirv:
         self.values: dict[str, int] = {}
         self.entry: dict[tuple, int] = {}
         self.inputs: dict[str, int] = {}
+        self.combined: dict[str, int] = {}
         self.direct = single_values(ir.body)
         self.line = 0
 
@@ -106,6 +109,11 @@ class _Spirv:
             m.capability(6022)  # CooperativeMatrixKHR
             m.extension("SPV_KHR_vulkan_memory_model")
             m.extension("SPV_KHR_cooperative_matrix")
+        if "conversions" in ir.features:
+            m.version = 0x106
+            m.capability(5430)  # CooperativeMatrixReductionsNV
+            m.capability(5431)  # CooperativeMatrixConversionsNV
+            m.extension("SPV_NV_cooperative_matrix2")
         self.glsl, main = m.id(), m.id()
         self.declarations()
         function_type = m.declare(("function",), 33, m.void())
@@ -116,9 +124,10 @@ class _Spirv:
         self.block(ir.body)
         m.do(253)
         m.do(56)
+        self.combine_functions()
         head = m.words(11, self.glsl, *text("GLSL.std.450"))
         head += m.words(14, 0, 3 if ir.fragments else 1)
-        head += m.words(15, 5, main, *text(ir.name), *self.inputs.values())
+        head += m.words(15, 5, main, *text(ir.name), *self.interface())
         head += m.words(16, main, 17, *ir.workgroup)
         return m.assemble(head)
 
@@ -149,6 +158,14 @@ class _Spirv:
             self.inputs[name] = m.variable(INPUT, t)
             m.decorate(self.inputs[name], 11, BUILTINS[name])
 
+    def interface(self) -> list[int]:
+        """The variables that the entry point names: its inputs, from SPIR-V 1.4 on all that the module has."""
+        if "conversions" not in self.ir.features:
+            return list(self.inputs.values())
+        outer = [b.name for b in self.ir.buffers] + [a.name for a in self.ir.arrays if a.space == "shared"]
+        params = [self.params] if self.ir.scalars else []
+        return [*self.inputs.values(), *(self.pointers[name] for name in outer), *params]
+
     def buffer_type(self, b: Buffer) -> int:
         key = ("buffer", b.type.name, b.access)
         if key not in self.m.known:
@@ -166,13 +183,6 @@ class _Spirv:
     def array_type(self, a: Array) -> int:
         length = self.m.constant(u32, a.length)
         return self.m.declare(("array", a.type.name, a.length), 28, self.m.type(a.type), length)
-
-    def fragment_type(self, name: str) -> int:
-        f = self.ir.fragment_named[name]
-        tile, scope, use = (self.m.constant(u32, v) for v in (f.tile, _SUBGROUP_SCOPE, "abc".index(f.role)))
-        return self.m.declare(
-            ("fragment", f.type.name, f.tile, f.role), 4456, self.m.type(f.type), scope, tile, tile, use
-        )
 
     def function_variables(self) -> None:
         """Local arrays, variables that need memory, and fragments."""
@@ -276,33 +286,6 @@ class _Spirv:
     def while_(self, s: While) -> None:
         self.loop(s.before, lambda: self.e(s.condition), s.body, lambda: None)
 
-    def fill(self, s: Fill) -> None:
-        self.m.do(62, self.pointers[s.fragment], self.m.op(80, self.fragment_type(s.fragment), self.e(s.value)))
-
-    def matrix_place(self, s: LoadFragment | StoreFragment) -> tuple[int, int, list[int]]:
-        """Pointer, stride in elements of the array, memory operands."""
-        held = packed(self.ir.memory[s.array], self.ir.fragment_named[s.fragment])
-        pointer, access = self.place(s.array, self.e(typed.binary("//", s.offset, held)))
-        return pointer, self.m.constant(u32, s.stride // held), access
-
-    def load_fragment(self, s: LoadFragment) -> None:
-        pointer, stride, access = self.matrix_place(s)
-        layout = self.m.constant(u32, int(s.transposed))
-        loaded = self.m.op(4457, self.fragment_type(s.fragment), pointer, layout, stride, *access)
-        self.m.do(62, self.pointers[s.fragment], loaded)
-
-    def store_fragment(self, s: StoreFragment) -> None:
-        pointer, stride, access = self.matrix_place(s)
-        matrix = self.m.op(61, self.fragment_type(s.fragment), self.pointers[s.fragment])
-        self.m.do(4458, pointer, matrix, self.m.constant(u32, 0), stride, *access)
-
-    def mma(self, s: Mma) -> None:
-        a, b, c = (self.m.op(61, self.fragment_type(name), self.pointers[name]) for name in (s.a, s.b, s.c))
-        self.m.do(62, self.pointers[s.c], self.m.op(4459, self.fragment_type(s.c), a, b, c))
-
-    def layout_unknown(self, s: Stmt | Expr) -> NoReturn:
-        self.refuse("Vulkan does not say which elements of a fragment a thread holds; go through shared memory")
-
     def e(self, e: Expr) -> int:
         return _EXPRESSIONS[type(e)](self, e)
 
@@ -352,7 +335,7 @@ class _Spirv:
         return self.m.op(80, self.m.type(e.type), *parts)
 
     def subgroup(self, e: Subgroup) -> int:
-        scope, x, t = self.m.constant(u32, _SUBGROUP_SCOPE), self.e(e.x), self.m.type(e.type)
+        scope, x, t = self.m.constant(u32, SUBGROUP_SCOPE), self.e(e.x), self.m.type(e.type)
         if e.operand is None:
             return self.m.op(REDUCE[e.op][_kind(e.type)], t, scope, 0, x)
         return self.m.op(346 if e.op == "shuffle_xor" else 345, t, scope, x, self.e(e.operand))
@@ -369,8 +352,9 @@ _STATEMENTS = {
     LoadFragment: _Spirv.load_fragment,
     StoreFragment: _Spirv.store_fragment,
     Mma: _Spirv.mma,
-    SetElement: _Spirv.layout_unknown,
-    Convert: _Spirv.layout_unknown,
+    SetElement: _Spirv.set_element,
+    Convert: _Spirv.convert,
+    RowReduce: _Spirv.row_reduce,
 }
 _EXPRESSIONS = {
     Const: lambda self, e: self.m.constant(e.type, e.value),
@@ -386,6 +370,6 @@ _EXPRESSIONS = {
     Bitcast: lambda self, e: self.m.op(124, self.m.type(e.type), self.e(e.x)),
     Vector: _Spirv.vector,
     Component: lambda self, e: self.m.op(81, self.m.type(e.type), self.e(e.x), e.index),
-    Element: _Spirv.layout_unknown,
+    Element: _Spirv.element,
     Subgroup: _Spirv.subgroup,
 }

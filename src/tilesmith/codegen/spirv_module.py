@@ -1,4 +1,4 @@
-"""A SPIR-V 1.3 module under construction: sections, and types and constants declared once.
+"""A SPIR-V module under construction: sections, and types and constants declared once.
 
 Numbers are those of the SPIR-V specification, "Unified1": instructions by opcode, enumerants by value.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from tilesmith.codegen.types import Type, bool_
 
-MAGIC, VERSION = 0x07230203, 0x00010300
+MAGIC = 0x07230203
 UNIFORM, INPUT, WORKGROUP, FUNCTION, STORAGE = 2, 1, 4, 7, 12  # storage classes
 _CONSTANT_FORMATS = {"f32": "<f", "u32": "<I", "i32": "<i"}
 
@@ -23,10 +23,11 @@ def text(value: str) -> list[int]:
 
 
 class Module:
-    """Words by section. `op` with a result type returns the new id."""
+    """Words by section, of SPIR-V 1.3 unless `version` says otherwise. `op` with a result type returns the new id."""
 
     def __init__(self) -> None:
         self.bound = 1
+        self.version = 0x103
         self.capabilities: list[int] = []
         self.extensions: list[int] = []
         self.names: list[int] = []
@@ -144,5 +145,5 @@ class Module:
         """The module; `head` holds import, memory model, entry point and execution mode."""
         body = self.capabilities + self.extensions + head + self.names + self.decorations
         body += self.declarations + self.variables + self.code
-        words = [MAGIC, VERSION, 0, self.bound, 0, *body]
+        words = [MAGIC, self.version << 8, 0, self.bound, 0, *body]
         return struct.pack(f"<{len(words)}I", *words)

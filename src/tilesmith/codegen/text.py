@@ -27,6 +27,7 @@ from tilesmith.codegen.nodes import (
     LoadFragment,
     Mma,
     Param,
+    RowReduce,
     Select,
     SetElement,
     Stmt,
@@ -290,7 +291,7 @@ class TextPrinter:
     def fill(self, s: Fill) -> None:
         raise NotImplementedError
 
-    load_fragment = store_fragment = mma = set_element = convert = fill
+    load_fragment = store_fragment = mma = set_element = convert = row_reduce = fill
 
 
 _PRINTERS = {
@@ -306,6 +307,7 @@ _PRINTERS = {
     Mma: "mma",
     SetElement: "set_element",
     Convert: "convert",
+    RowReduce: "row_reduce",
     Const: "const",
     Var: "var",
     Param: "param",

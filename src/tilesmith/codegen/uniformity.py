@@ -21,6 +21,7 @@ from tilesmith.codegen.nodes import (
     Load,
     LoadFragment,
     Mma,
+    RowReduce,
     Stmt,
     StoreFragment,
     Subgroup,
@@ -98,7 +99,7 @@ class Uniformity:
                 self.want(SUBGROUP, flow, s, "a subgroup operation")
         elif isinstance(s, Barrier):
             self.want(WORKGROUP, flow, s, "barrier()")
-        elif isinstance(s, (Fill, LoadFragment, StoreFragment, Mma, Convert)):
+        elif isinstance(s, (Fill, LoadFragment, StoreFragment, Mma, Convert, RowReduce)):
             self.want(SUBGROUP, flow, s, "a fragment operation")
             for e in operands(s):
                 if self.level(e) > SUBGROUP:

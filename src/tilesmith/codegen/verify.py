@@ -28,6 +28,7 @@ from tilesmith.codegen.nodes import (
     LoadFragment,
     Mma,
     Param,
+    RowReduce,
     Select,
     SetElement,
     Stmt,
@@ -196,6 +197,12 @@ class _Verifier:
         if self.fragment(s.a, "a").tile != self.fragment(s.c, "c").tile:
             self.wrong(f"{s.a} and {s.c} have different tiles")
 
+    def row_reduce(self, s: RowReduce) -> None:
+        if self.fragment(s.target, "c").tile != self.fragment(s.source, "c").tile:
+            self.wrong(f"{s.target} and {s.source} have different tiles")
+        if s.op not in ("add", "max"):
+            self.wrong(f"{s.op} of a fragment's rows")
+
     def set_element(self, s: SetElement) -> None:
         self.element(s)
         self.want(s.value, f32, f"the value for {s.fragment}")
@@ -311,6 +318,7 @@ _STATEMENTS = {
     Mma: _Verifier.mma,
     SetElement: _Verifier.set_element,
     Convert: _Verifier.convert,
+    RowReduce: _Verifier.row_reduce,
 }
 _EXPRESSIONS = {
     Const: lambda self, e: typed.constant(e.value, e.type).type,

@@ -20,6 +20,7 @@ from tilesmith.codegen.nodes import (
     Fill,
     LoadFragment,
     Mma,
+    RowReduce,
     StoreFragment,
     Subgroup,
 )
@@ -111,7 +112,7 @@ def _exchangeable(x: Any) -> Expr:
     return e
 
 
-def _fragment(front: Evaluator, role: Any, type_: Any, tile: Any) -> Fragment:
+def _fragment(front: Evaluator, role: Any, type_: Any, tile: Any, placed: Any) -> Fragment:
     if role not in ("a", "b", "c"):
         raise Misuse(f"role {role!r}; allowed: 'a', 'b', 'c'")
     allowed = (f32,) if role == "c" else (f16, bf16)
@@ -119,10 +120,12 @@ def _fragment(front: Evaluator, role: Any, type_: Any, tile: Any) -> Fragment:
         raise Misuse(f"a fragment {role!r} of {type_}; allowed: {', '.join(t.name for t in allowed)}")
     if tile not in layout.ELEMENTS:
         raise Misuse(f"tile {tile!r}; allowed: {', '.join(map(str, layout.ELEMENTS))}")
+    if not isinstance(placed, bool):
+        raise Misuse(f"placed {placed!r}; allowed: True, False")
     if front.subgroup_size not in (None, 32):
         raise Misuse(f"fragments belong to subgroups of 32; the kernel is built for {front.subgroup_size}")
     front.subgroup_size = 32
-    fragment = Fragment(front.unique(front.target), role, type_, tile)
+    fragment = Fragment(front.unique(front.target), role, type_, tile, placed)
     front.fragments.append(fragment)
     return fragment
 
@@ -184,6 +187,22 @@ def _convert(front: Evaluator, a: Any, c: Any) -> None:
     front.emit(Convert(front.line, a.name, c.name))
 
 
+def _reduce_rows(front: Evaluator, target: Any, source: Any, op: Any) -> None:
+    target, source = _the_fragment(target, "c"), _the_fragment(source, "c")
+    if target.tile != source.tile:
+        raise Misuse(f"{target.name} has tile {target.tile}, {source.name} {source.tile}")
+    if op not in ("add", "max"):
+        raise Misuse(f"op {op!r}; allowed: 'add', 'max'")
+    front.emit(RowReduce(front.line, target.name, source.name, op))
+
+
+def _the_placed(value: Any) -> Fragment:
+    f = _the_fragment(value, "c")
+    if not f.placed:
+        raise Misuse(f"{f.name} is a fragment with placed=False: where its elements lie is not known")
+    return f
+
+
 class _Lane:
     """The operators of an int that layout.position uses, building expressions."""
 
@@ -205,7 +224,7 @@ class _Lane:
 
 def _position(axis: int) -> Callable:
     def position(front: Evaluator, c: Any, element: Any) -> Expr:
-        f = _the_fragment(c, "c")
+        f = _the_placed(c)
         front.element(f, element)
         return layout.position(f.tile, _Lane(Builtin(u32, "lane")), element)[axis].e
 
@@ -214,7 +233,7 @@ def _position(axis: int) -> Callable:
 
 def _across_row(op: str) -> Callable:
     def reduce(front: Evaluator, c: Any, x: Any) -> Expr:
-        f, e = _the_fragment(c, "c"), _exchangeable(x)
+        f, e = _the_placed(c), _exchangeable(x)
         for mask in layout.ROW_LANES[f.tile]:
             own = front.temporary("own", e)
             other = _shuffle_xor(front, own, mask)
@@ -248,6 +267,7 @@ _WORDS: dict[str, Callable] = {
     "store_fragment": _store_fragment,
     "mma": _mma,
     "convert": _convert,
+    "reduce_rows": _reduce_rows,
     "elements": lambda front, c: layout.ELEMENTS[_the_fragment(c, "c").tile],
     "row": _position(0),
     "column": _position(1),

@@ -9,7 +9,7 @@ from tilesmith.codegen.interpreter.faults import DivergentFlow, OutOfBounds
 from tilesmith.codegen.interpreter.memory import MANY, Memory
 from tilesmith.codegen.ir import packed
 from tilesmith.codegen.layout import position
-from tilesmith.codegen.nodes import Convert, Fill, LoadFragment, Mma, SetElement, StoreFragment
+from tilesmith.codegen.nodes import Convert, Fill, LoadFragment, Mma, RowReduce, SetElement, StoreFragment
 
 
 class Matrices:
@@ -68,12 +68,19 @@ class Matrices:
         self.fragments[s.c][groups] += self.fragments[s.a][groups] @ self.fragments[s.b][groups]
 
     def element_places(self, fragment: str, element: int) -> tuple:
-        row, column = position(self.ir.fragment_named[fragment].tile, self.threads % 32, element)
-        return self.threads // 32, row, column
+        """Subgroup, row and column of each thread's element; of a fragment not placed, those of its transpose."""
+        f = self.ir.fragment_named[fragment]
+        row, column = position(f.tile, self.threads % 32, element)
+        return (self.threads // 32, row, column) if f.placed else (self.threads // 32, column, row)
 
     def set_element(self, s: SetElement, mask) -> None:
         places = tuple(p[mask.threads] for p in self.element_places(s.fragment, s.index))
         self.fragments[s.fragment][places] = self.whole(self.value(s.value, mask))[mask.threads]
+
+    def row_reduce(self, s: RowReduce, mask) -> None:
+        groups = self.subgroups(mask, 32)
+        rows = self.fragments[s.source][groups]
+        self.fragments[s.target][groups] = (rows.max if s.op == "max" else rows.sum)(axis=2, keepdims=True)
 
     def convert(self, s: Convert, mask) -> None:
         groups = self.subgroups(mask, 32)

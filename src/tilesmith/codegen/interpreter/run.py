@@ -33,6 +33,7 @@ from tilesmith.codegen.nodes import (
     LoadFragment,
     Mma,
     Param,
+    RowReduce,
     Select,
     SetElement,
     Stmt,
@@ -315,6 +316,7 @@ _STATEMENTS: dict[type, Callable] = {
     Mma: _Batch.mma,
     SetElement: _Batch.set_element,
     Convert: _Batch.convert,
+    RowReduce: _Batch.row_reduce,
 }
 _EXPRESSIONS: dict[type, Callable] = {
     Const: _Batch.const,
