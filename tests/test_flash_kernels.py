@@ -74,6 +74,8 @@ MATRIX = [
     FlashAttentionConfig(16, 16, 8, True, matrix="metal", return_lse=True),
     FlashAttentionConfig(32, 16, 32, True, causal=True, matrix="vulkan", return_lse=True),
     FlashAttentionConfig(16, 32, 16, True, matrix="vulkan", return_lse=True),
+    FlashAttentionConfig(32, 16, 32, True, causal=True, matrix="vulkan-nv", return_lse=True),
+    FlashAttentionConfig(16, 128, 16, True, matrix="vulkan-nv", return_lse=True),
 ]
 
 

@@ -93,22 +93,24 @@ def test_flash_attention(backend, half):
     torch.testing.assert_close(out.float(), wanted, atol=2e-3 if half else 1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("matrix", ["cuda", "metal", "vulkan"])
+@pytest.mark.parametrize("matrix", ["cuda", "metal", "vulkan", "vulkan-nv"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_attention_on_matrix_units(matrix, causal):
     """Runs where there is such a GPU; elsewhere the interpreter's tests of these kernels must do."""
-    reason = runtime.missing(matrix)
-    if reason is None and matrix == "vulkan":
+    backend = matrix.removesuffix("-nv")
+    reason = runtime.missing(backend)
+    if reason is None and backend == "vulkan":
         from tilesmith.runtime.vulkan import device
 
-        reason = None if "fragments" in device().features else f"{device().name} has no cooperative matrices"
+        wanted = "conversions" if backend != matrix else "fragments"
+        reason = None if wanted in device().features else f"{device().name} has no {wanted} of cooperative matrices"
     if reason is not None:
         pytest.skip(reason)
     config = FlashAttentionConfig(64, 64, 64, use_half=True, causal=causal, matrix=matrix)
     q, k, v = torch.randn(3, 1, 2, 150, 64, dtype=torch.float16)
     scalars = {"n_q": 150, "n_kv": 150, "heads": 2, "kv_heads": 2, "scale": 0.125}
     tensors = {"q": q, "k": k, "v": v, "out": nan_like(q)}
-    out = run(matrix, create_flash_attention_kernel(config), config.grid(150, 2), tensors, "out", scalars)
+    out = run(backend, create_flash_attention_kernel(config), config.grid(150, 2), tensors, "out", scalars)
     wanted = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
     torch.testing.assert_close(out.float(), wanted, atol=2e-3, rtol=1e-3)
 

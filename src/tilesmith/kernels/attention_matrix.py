@@ -1,7 +1,8 @@
 """Flash attention on matrix units: f16 products, f32 sums; softmax in registers, or for Vulkan in shared memory.
 
 A subgroup owns `tile` queries. Where a backend says which elements of a fragment a thread holds, scores never leave
-registers; Vulkan's drivers keep that to themselves, so there scores and products go through shared memory.
+registers. Vulkan's drivers keep that to themselves: there every element carries what its row needs, where a device
+reduces rows and converts fragments itself, else scores and products go through shared memory.
 """
 
 from tilesmith.codegen import (
@@ -24,6 +25,7 @@ from tilesmith.codegen import (
     load_fragment,
     local,
     mma,
+    reduce_rows,
     row,
     row_add,
     row_max,
@@ -43,14 +45,14 @@ from tilesmith.kernels.rows import block, head_rows, stored_scalar
 HIDDEN = -1.0e30
 """The score of a key that a query does not see."""
 
-TILES = {"cuda": 16, "vulkan": 16, "metal": 8}
+TILES = {"cuda": 16, "vulkan": 16, "vulkan-nv": 16, "metal": 8}
 _WORDS = 8  # halves in a u32x4
 _AT_ONCE = 64  # keys whose scores are in registers together
 
 
 def create(config) -> KernelIR:
     """The kernel of a FlashAttentionConfig with matrix units; see `create_flash_attention_kernel`."""
-    body = _in_shared(config) if config.matrix == "vulkan" else _in_registers(config, TILES[config.matrix])
+    body = {"vulkan": _in_shared, "vulkan-nv": _by_elements}.get(config.matrix, _in_registers)(config)
     step = Scalar[u32] if config.strided else None
 
     def flash_attention(
@@ -101,13 +103,13 @@ def fetch(held, source, base, step, first, rows, count, head_dim, threads):
 
 
 @inline
-def put(tile, held, rows, head_dim, threads):
-    """What `fetch` got, to shared memory; a row is padded by eight halves."""
+def put(tile, held, first, rows, head_dim, threads):
+    """What `fetch` got, to shared memory from row `first` on; a row is padded by eight halves."""
     words = head_dim // _WORDS
     for k in unroll(_shares(rows, head_dim, threads)):
         i = tid(0) + k * threads
         if rows * words % threads == 0 or i < rows * words:
-            tile[i // words * (words + 1) + i % words] = held[k]
+            tile[(first + i // words) * (words + 1) + i % words] = held[k]
 
 
 @inline
@@ -115,10 +117,11 @@ def stage(tile, source, base, step, first, rows, count, head_dim, threads):
     """Rows first, first + 1, ... of a head to shared memory, zero from `count` on."""
     held = local(u32x4, _shares(rows, head_dim, threads))
     fetch(held, source, base, step, first, rows, count, head_dim, threads)
-    put(tile, held, rows, head_dim, threads)
+    put(tile, held, 0, rows, head_dim, threads)
 
 
-def _in_registers(config, t: int):
+def _in_registers(config):
+    t = TILES[config.matrix]
     bq, bkv, d, causal = config.block_size_q, config.block_size_kv, config.head_dim, config.causal
     stored = stored_scalar(config)
     threads, stride, chunks = 32 * (bq // t), d + _WORDS, d // t
@@ -158,8 +161,8 @@ def _in_registers(config, t: int):
             fetch(next_keys, k, k0, k_row, start, bkv, n_kv, d, threads)
             fetch(next_values, v, v0, v_row, start, bkv, n_kv, d, threads)
             barrier()
-            put(keys, next_keys, bkv, d, threads)
-            put(values, next_values, bkv, d, threads)
+            put(keys, next_keys, 0, bkv, d, threads)
+            put(values, next_values, 0, bkv, d, threads)
             barrier()
             for part in range(0, bkv, at_once):
                 for j in unroll(at_once // t):
@@ -303,5 +306,107 @@ def _in_shared(config):
                 out[out0 + (m0 + own) * out_row + 2 * i + side] = stored(held[i] * portion)
             if lse is not None and side == 0:
                 lse[lse0 + m0 + own] = log_sum(top, total)
+
+    return body
+
+
+def _by_elements(config):
+    t = TILES[config.matrix]
+    bq, bkv, d, causal = config.block_size_q, config.block_size_kv, config.head_dim, config.causal
+    stored = stored_scalar(config)
+    threads, stride, chunks = 32 * (bq // t), d + _WORDS, d // t
+    at_once, shares = min(bkv, _AT_ONCE), _shares(bkv, d, threads)
+
+    @inline
+    def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale, q_steps, k_steps, v_steps, out_steps):
+        tile, numbers = shared(u32x4, max(bq, 2 * bkv) * stride // _WORDS), shared(f32, t * t)
+        queries = [fragment("a", stored, t) for _ in range(chunks)]
+        weights = [fragment("a", stored, t) for _ in range(at_once // t)]
+        scores = [fragment("c", f32, t, placed=False) for _ in range(at_once // t)]
+        held = [fragment("c", f32, t, placed=False) for _ in range(chunks)]
+        # Of each of their elements' rows; and row * t + column of these elements.
+        top, total, fade, number = [fragment("c", f32, t, placed=False) for _ in range(4)]
+        right = fragment("b", stored, t)
+        m0, head, batch = block(causal) * bq, gid(1), gid(2)
+        kv_head = head * kv_heads // heads
+        q0, q_row = head_rows(q_steps, batch, head, heads, n_q, d // _WORDS)
+        k0, k_row = head_rows(k_steps, batch, kv_head, kv_heads, n_kv, d // _WORDS)
+        v0, v_row = head_rows(v_steps, batch, kv_head, kv_heads, n_kv, d // _WORDS)
+        out0, out_row = head_rows(out_steps, batch, head, heads, n_q, d)
+        lse0 = (batch * heads + head) * n_q
+        factor, mine = scale * LOG2E, m0 + subgroup() * t
+        for i in range(tid(0), t * t, threads):
+            numbers[i] = f32(i)
+        stage(tile, q, q0, q_row, m0, bq, n_q, d, threads)
+        barrier()
+        for c in unroll(chunks):
+            load_fragment(queries[c], tile, subgroup() * (t * stride) + c * t, stride)
+            fill(held[c], 0.0)
+        fill(top, HIDDEN)
+        fill(total, 0.0)
+        next_keys, next_values = local(u32x4, shares), local(u32x4, shares)
+        last = n_kv
+        if causal:
+            last = min(n_kv, max(m0 + bq + n_kv, n_q) - n_q)
+        for start in range(0, last, bkv):
+            fetch(next_keys, k, k0, k_row, start, bkv, n_kv, d, threads)
+            fetch(next_values, v, v0, v_row, start, bkv, n_kv, d, threads)
+            barrier()
+            put(tile, next_keys, 0, bkv, d, threads)
+            put(tile, next_values, bkv, bkv, d, threads)
+            barrier()
+            for part in range(0, bkv, at_once):
+                for j in unroll(at_once // t):
+                    fill(scores[j], 0.0)
+                    for c in unroll(chunks):
+                        load_fragment(right, tile, (part + j * t) * stride + c * t, stride, transposed=True)
+                        mma(scores[j], queries[c], right)
+                    for e in unroll(elements(scores[j])):
+                        scores[j][e] = scores[j][e] * factor
+                first = start + part
+                edge = first + at_once > n_kv
+                if causal:
+                    edge = edge or first + at_once + n_q > mine + 1 + n_kv
+                if edge:
+                    load_fragment(number, numbers, 0, t)
+                    for j in unroll(at_once // t):
+                        for e in unroll(elements(scores[j])):
+                            key = first + j * t + u32(number[e]) % t
+                            seen = key < n_kv
+                            if causal:
+                                seen = seen and key + n_q <= mine + u32(number[e]) // t + n_kv
+                            scores[j][e] = select(seen, scores[j][e], HIDDEN)
+                for e in unroll(elements(top)):
+                    fade[e] = scores[0][e]
+                    for j in unroll(1, at_once // t):
+                        fade[e] = max(fade[e], scores[j][e])
+                reduce_rows(fade, fade, "max")
+                for e in unroll(elements(top)):
+                    high, some = max(top[e], fade[e]), 0.0
+                    fade[e] = exp2(top[e] - high)
+                    top[e] = high
+                    base = max(high, HIDDEN / 10)  # what is hidden weighs 0 in a row that sees nothing yet
+                    for j in unroll(at_once // t):
+                        p = exp2(scores[j][e] - base)
+                        scores[j][e] = p
+                        some += p
+                    total[e] = total[e] * fade[e] + some  # of this element's columns alone
+                for j in unroll(at_once // t):
+                    convert(weights[j], scores[j])
+                for c in unroll(chunks):
+                    for e in unroll(elements(held[c])):
+                        held[c][e] = held[c][e] * fade[e]
+                    for j in unroll(at_once // t):
+                        load_fragment(right, tile, (bkv + part + j * t) * stride + c * t, stride)
+                        mma(held[c], weights[j], right)
+        reduce_rows(total, total, "add")
+        load_fragment(number, numbers, 0, t)
+        for e in unroll(elements(total)):
+            key, query, portion = u32(number[e]) % t, mine + u32(number[e]) // t, share(total[e])
+            if query < n_q:
+                for c in unroll(chunks):
+                    out[out0 + query * out_row + c * t + key] = stored(held[c][e] * portion)
+                if lse is not None and key == 0:
+                    lse[lse0 + query] = log_sum(top[e], total[e])
 
     return body

@@ -25,9 +25,10 @@ class FlashAttentionConfig:
     head. use_half: q, k, v and out have 16 bits an element, else f32; sums are f32. causal: query i sees the keys
     j <= i + n_kv - n_q. return_lse: also write the logarithm of each row's sum of exponentials.
 
-    matrix: whose matrix units to use: "cuda", "vulkan", "metal"; or "none", which runs on every backend. With them
-    use_half must be True, and a subgroup of 32 owns 16 (Metal: 8) queries. half: which 16 bits, "f16", or "bf16" where
-    the target has it. strided: tensors lie in memory as the launch says.
+    matrix: whose matrix units to use: "cuda", "vulkan", "vulkan-nv" (through Vulkan, where a device has
+    VK_NV_cooperative_matrix2), "metal"; or "none", which runs on every backend. With them use_half must be True, and a
+    subgroup of 32 owns 16 (Metal: 8) queries. half: which 16 bits, "f16", or "bf16" where the target has it. strided:
+    tensors lie in memory as the launch says.
     """
 
     block_size_q: int = 32
@@ -46,7 +47,7 @@ class FlashAttentionConfig:
         checks.half(self)
         checks.one_of(self, "block_size_q", 16, 32, 64, 128, 256)
         checks.one_of(self, "block_size_kv", 16, 32, 64, 128, 256)
-        checks.one_of(self, "matrix", "none", "cuda", "vulkan", "metal")
+        checks.one_of(self, "matrix", "none", "cuda", "vulkan", "vulkan-nv", "metal")
         step = {"none": 4, "metal": 8}.get(self.matrix, 16)
         if self.head_dim % step or self.head_dim > 256:
             units = "" if self.matrix == "none" else f" with {self.matrix}'s matrix units"

@@ -15,7 +15,12 @@ from tilesmith.runtime.arguments import as_bytes
 from tilesmith.runtime.vulkan_device import STORAGE, UNIFORM, Device
 
 DEVICES = ("cpu",)
-_FEATURES = {"f16": "16-bit floats", "subgroups": "subgroup arithmetic", "fragments": "cooperative matrices"}
+_FEATURES = {
+    "f16": "16-bit floats",
+    "subgroups": "subgroup arithmetic",
+    "fragments": "cooperative matrices",
+    "conversions": "conversions of cooperative matrices (VK_NV_cooperative_matrix2)",
+}
 _compiled = cache.Compiled()
 _timing: tuple[int, list[list[float]]] | None = None
 

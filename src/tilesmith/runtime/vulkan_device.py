@@ -18,6 +18,7 @@ _END, _HOST, _ALL_STAGES = 0x2000, 0x4000, 0x10000  # of the pipeline
 _DEVICE_LOCAL, _MAPPED = 1, 2 | 4  # memory properties; the latter: visible to the host and coherent
 _PREFERRED = {2: 0, 1: 1, 3: 2, 4: 3}  # device types: discrete, integrated, virtual, CPU
 _SUBGROUP_OPERATIONS = 1 | 4 | 16  # basic, arithmetic, shuffle
+_CONVERSIONS, _REDUCTIONS = "VK_NV_cooperative_matrix2", 6  # the word of its features; conversions come next
 _MATRIX, _SUBGROUP_SIZE = "VK_KHR_cooperative_matrix", "VK_EXT_subgroup_size_control"
 _FULL_SUBGROUPS = 2  # of a pipeline's shader stage
 _ALL = 2**64 - 1
@@ -39,10 +40,16 @@ class Pipeline(NamedTuple):
     kinds: list[int]
 
 
+def _conversion_features(vk: ModuleType, reductions: int = 0, conversions: int = 0) -> Any:
+    """VkPhysicalDeviceCooperativeMatrix2FeaturesNV in words, since the package does not know it: see _REDUCTIONS."""
+    return vk.ffi.new("uint32_t[12]", [1_000_593_000, 0, 0, 0, 0, 0, reductions, conversions])
+
+
 class Device:
     """The best device that any driver offers; it lives as long as the process.
 
-    features: of `f16`, `subgroups`, `fragments`, as in `KernelIR.features`. limits: what a workgroup may use.
+    features: of `f16`, `subgroups`, `fragments`, `conversions`, as in `KernelIR.features`. limits: what a workgroup may
+    use.
     """
 
     def __init__(self, vk: ModuleType) -> None:
@@ -77,6 +84,9 @@ class Device:
         sizes_known = self.properties.apiVersion >= vk.VK_MAKE_VERSION(1, 3, 0) or _SUBGROUP_SIZE in names
         matrix = vk.VkPhysicalDeviceCooperativeMatrixFeaturesKHR()
         sizes = vk.VkPhysicalDeviceSubgroupSizeControlFeatures(pNext=matrix if _MATRIX in names else None)
+        conversions = _conversion_features(vk)
+        if _CONVERSIONS in names:
+            matrix.pNext = vk.ffi.cast("void*", conversions)
         v12 = vk.VkPhysicalDeviceVulkan12Features(pNext=sizes if sizes_known else sizes.pNext)
         v11 = vk.VkPhysicalDeviceVulkan11Features(pNext=v12)
         vk.vkGetPhysicalDeviceFeatures2(self.physical, vk.VkPhysicalDeviceFeatures2(pNext=v11))
@@ -92,11 +102,17 @@ class Device:
             self.subgroup_sizes = (size_range.minSubgroupSize, size_range.maxSubgroupSize)
         if matrix.cooperativeMatrix and v12.vulkanMemoryModel and self.fixes_subgroup(32):
             self.features.add("fragments")
+            if conversions[_REDUCTIONS] and conversions[_REDUCTIONS + 1]:
+                self.features.add("conversions")
         # A queried chain also says what to enable, so it is built again with only that.
         chain = None
         wanted = []
         if "fragments" in self.features:
-            chain = vk.VkPhysicalDeviceCooperativeMatrixFeaturesKHR(cooperativeMatrix=1)
+            if "conversions" in self.features:
+                conversions = _conversion_features(vk, 1, 1)
+                chain = vk.ffi.cast("void*", conversions)
+                wanted.append(_CONVERSIONS)
+            chain = vk.VkPhysicalDeviceCooperativeMatrixFeaturesKHR(pNext=chain, cooperativeMatrix=1)
             wanted.append(_MATRIX)
         if sizes.subgroupSizeControl and sizes.computeFullSubgroups:
             chain = vk.VkPhysicalDeviceSubgroupSizeControlFeatures(

@@ -17,7 +17,7 @@ from tilesmith.kernels.flash_attention import (
 )
 from tilesmith.ops import portable
 from tilesmith.ops.attn import reference
-from tilesmith.runtime import backend_of
+from tilesmith.runtime import backend_of, vulkan
 
 _UNSERVED = {
     "bias": "scores get nothing added",
@@ -50,16 +50,18 @@ def _reasons(call) -> list[str]:
         found.append(f"the head dim is {call.q.cols}; multiples of 4 up to 256 are served")
     if not found:
         try:
-            _config(call.q.cols, call.q.dtype, call.q.device, call.causal)
+            _config(call.q.cols, call.q.dtype, call.q.device, backend_of(call.q.device), call.causal)
         except ValueError as problem:  # no blocks fit
             found.append(str(problem))
     return found
 
 
 @lru_cache(maxsize=64)
-def _config(dim: int, dtype: torch.dtype, device: torch.device, causal: bool) -> FlashAttentionConfig:
+def _config(
+    dim: int, dtype: torch.dtype, device: torch.device, backend: str | None, causal: bool
+) -> FlashAttentionConfig:
     """Blocks that fit a device, with matrix units where they are sure to be there. Raises ValueError if none do."""
-    backend, half = backend_of(device), dtype is not torch.float32
+    half = dtype is not torch.float32
     if backend == "cuda":
         granted = limits_of("cuda")
         limits = replace(granted, shared_memory=max(granted.shared_memory, arch_of(device).shared_memory))
@@ -70,6 +72,9 @@ def _config(dim: int, dtype: torch.dtype, device: torch.device, causal: bool) ->
         config = FlashAttentionConfig(*blocks, dim, half, matrix="cuda" if units else "none")
         if limits.refuses(required_shared_memory(config), (config.threads, 1, 1)):
             config = preset_for(limits, dim, use_half=half, matrix=config.matrix)
+    elif backend == "vulkan" and half and dim % 16 == 0 and "fragments" in vulkan.device().features:
+        matrix = "vulkan-nv" if "conversions" in vulkan.device().features else "vulkan"
+        config = preset_for(vulkan.device().limits, dim, matrix=matrix)
     else:
         matrix = None if dtype is torch.float16 else "none"
         limits = limits_of("vulkan" if backend == "interpreter" else backend)
@@ -122,7 +127,7 @@ def attention(
         return out, lse
     if keys == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    config = _config(dim, q.dtype, q.device, causal)
+    config = _config(dim, q.dtype, q.device, backend_of(q.device), causal)
     scalars = {"n_q": tokens, "n_kv": keys, "heads": heads, "kv_heads": kv_heads}
     scalars["scale"] = dim**-0.5 if scale is None else scale
     tensors = {"lse": lse}
