@@ -60,6 +60,42 @@ def test_exact_gelu_is_right_in_its_tail():
     assert error.max() < 2e-5, error.max()  # exp(-72) costs 72 eps
 
 
+WIDE = pytest.mark.parametrize("columns", [4112, 4100, 4097])  # that a workgroup of 64 or less does not keep
+
+
+@HALF
+@WIDE
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norms_of_rows_that_no_workgroup_keeps(kind, columns, half):
+    name = "f16" if half else "f32"
+    config = fused_ops.NormConfig(columns, kind, name, None, name, workgroup_size=32)
+    assert not config.plan.keep
+    x, weight = random(3, columns, half=half, seed=1) + 3, random(columns, half=half, seed=2)
+    statistics = {n: np.full(3, np.nan, np.float32) for n in (("mean",) if kind == "layer" else ()) + ("rstd",)}
+    scalars = {"rows": 3, "eps": EPS, "x_step": config.plan.vectors} | ({"offset": 0.0} if kind == "rms" else {})
+    ir = fused_ops.create_norm_kernel(config)
+    out = run(ir, config.grid(3), {"x": x, "weight": weight} | statistics, {"y": x.shape}, scalars, half)
+    norm = F.rms_norm if kind == "rms" else (lambda x, shape, w, eps: F.layer_norm(x, shape, w, None, eps))
+    within(out["y"], lambda x, w: norm(x, (columns,), w, EPS), x, weight)
+    wide = torch.from_numpy(x).double()
+    power = wide.square().mean(-1) if kind == "rms" else wide.var(-1, correction=0)
+    np.testing.assert_allclose(statistics["rstd"], (power + EPS).rsqrt().numpy(), rtol=1e-5)
+
+
+@HALF
+@WIDE
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_of_rows_that_no_workgroup_keeps(causal, columns, half):
+    config = fused_ops.SoftmaxDropoutConfig(columns, half, 0.0, causal, workgroup_size=64)
+    assert not config.plan.keep
+    x = 3 * random(4, columns, half=half)
+    scalars = {"rows": 4, "queries": 4, "scale": 0.7}
+    ir = fused_ops.create_softmax_dropout_kernel(config)
+    y = run(ir, config.grid(4), {"x": x}, {"y": x.shape}, scalars, half)["y"]
+    sees = torch.ones(4, columns, dtype=torch.bool).tril(columns - 4 if causal else columns)
+    within(y, lambda x: torch.softmax((x * 0.7).masked_fill(~sees, float("-inf")), -1), x)
+
+
 @HALF
 @COLUMNS
 @pytest.mark.parametrize("placement", ["pre", "post"])

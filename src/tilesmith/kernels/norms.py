@@ -16,10 +16,11 @@ from tilesmith.codegen import (
     shared,
     type_named,
     u32,
+    unroll,
     vector,
 )
 from tilesmith.kernels import checks
-from tilesmith.kernels.rows import Rows, across, row_of_thread, row_sum, stored_scalar
+from tilesmith.kernels.rows import BATCH, Rows, across, again, row_of_thread, row_sum, stored_scalar
 
 _TYPES = ("f32", "f16", "bf16")
 
@@ -185,35 +186,65 @@ def _norm(config: NormConfig):
         kept = local(added, plan.count) if plan.keep else None
         row, at, t = row_of_thread(plan, rows)
         start, beside, place = at * x_step, at * residual_step if residual is not None else None, at * plan.vectors
-        total = 0.0
-        for k in sweep(plan.count):
-            i = t + k * plan.threads
-            if plan.exact or i < plan.vectors:
-                s = read(x, residual, start, beside, i)
-                if plan.keep:
-                    kept[k] = s
-                if sum is not None and row < rows:
-                    sum[place + i] = s
-                v = wide(s)
-                total += across(v if layer else v * v, lanes)
-        total = row_sum(total, stage, plan.threads) / f32(plan.columns)
-        middle = 0.0
-        if layer:
-            middle = total
-            squares = 0.0
-            for k in sweep(plan.count):
+        total, middle = 0.0, 0.0
+        if plan.keep:
+            for k in unroll(plan.count):
                 i = t + k * plan.threads
                 if plan.exact or i < plan.vectors:
-                    off = wide(kept[k] if plan.keep else read(x, residual, start, beside, i)) - middle
-                    squares += across(off * off, lanes)
-            total = row_sum(squares, stage, plan.threads) / f32(plan.columns)
+                    s = read(x, residual, start, beside, i)
+                    kept[k] = s
+                    if sum is not None and row < rows:
+                        sum[place + i] = s
+                    v = wide(s)
+                    total += across(v if layer else v * v, lanes)
+            if layer:
+                middle = row_sum(total, stage, plan.threads) / f32(plan.columns)
+                total = 0.0
+                for k in unroll(plan.count):
+                    i = t + k * plan.threads
+                    if plan.exact or i < plan.vectors:
+                        off = wide(kept[k]) - middle
+                        total += across(off * off, lanes)
+        else:
+            mean_of_mine, many = 0.0, 0.0
+            for first in range(0, plan.count, BATCH):
+                batch = local(added, BATCH)
+                part, size = 0.0, 0.0
+                for k in unroll(BATCH):
+                    i = t + (first + k) * plan.threads
+                    if plan.whole or i < plan.vectors:
+                        s = read(x, residual, start, beside, i)
+                        batch[k] = s
+                        if sum is not None and row < rows:
+                            sum[place + i] = s
+                        v = wide(s)
+                        part += across(v if layer else v * v, lanes)
+                        size += f32(lanes)
+                if layer:
+                    own, squares = part / max(size, 1.0), 0.0
+                    for k in unroll(BATCH):
+                        if plan.whole or t + (first + k) * plan.threads < plan.vectors:
+                            off = wide(batch[k]) - own
+                            squares += across(off * off, lanes)
+                    # two samples' squares around their common mean (Chan, Golub and LeVeque, 1979)
+                    gap, share = own - mean_of_mine, size / max(many + size, 1.0)
+                    total += squares + gap * gap * many * share
+                    mean_of_mine += gap * share
+                    many += size
+                else:
+                    total += part
+            if layer:
+                middle = row_sum(mean_of_mine * many, stage, plan.threads) / f32(plan.columns)
+                gap = mean_of_mine - middle
+                total += gap * gap * many
+        total = row_sum(total, stage, plan.threads) / f32(plan.columns)
         scale = rsqrt(total + eps)
         if rstd is not None and t == 0 and row < rows:
             rstd[row] = scale
             if layer:
                 mean[row] = middle
         for k in sweep(plan.count):
-            i = t + k * plan.threads
+            i = t + again(plan, k) * plan.threads
             if row < rows and (plan.exact or i < plan.vectors):
                 v = wide(kept[k] if plan.keep else read(x, residual, start, beside, i))
                 n = (v - middle) * scale if layer else v * scale

@@ -6,7 +6,7 @@ from functools import lru_cache
 from tilesmith.codegen import In, KernelIR, Out, Scalar, build, exp, f32, inline, local, select, shared, u32, unroll
 from tilesmith.kernels import checks
 from tilesmith.kernels.functions import LOWEST, philox
-from tilesmith.kernels.rows import Rows, collected, row_highest, row_of_thread, row_sum, stored_scalar
+from tilesmith.kernels.rows import BATCH, Rows, again, collected, row_highest, row_of_thread, row_sum, stored_scalar
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SoftmaxDropoutConfig:
     @property
     def plan(self) -> Rows:
         """How the rows are shared out."""
-        return Rows.of(self.hidden_dim, self.workgroup_size, stored_scalar(self))
+        return Rows.of(self.hidden_dim, self.workgroup_size, stored_scalar(self), kept=f32)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
@@ -65,6 +65,8 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     plan, causal = config.plan, config.causal
     stored, wide, lanes, sweep = plan.stored, plan.wide, plan.lanes, plan.sweep
     dropout = config.dropout > 0.0
+    some = plan.count if plan.keep else BATCH
+    exact = plan.exact if plan.keep else plan.whole
     least = min(round(config.dropout * 2**32), 2**32 - 1)
     kept_scale = 1.0 / (1.0 - config.dropout)
 
@@ -88,32 +90,37 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
         row, at, t = row_of_thread(plan, rows)
         start, place = at * x_step, at * plan.vectors
         seen = max(at % queries + (1 + plan.columns), queries) - queries if causal else u32(plan.columns)
-        top = LOWEST
-        for k in sweep(plan.count):
-            i = t + k * plan.threads
-            if plan.exact or i < plan.vectors:
-                v = wide(x[start + i]) * scale
-                if plan.keep:
-                    kept[k] = v
-                for j in unroll(lanes):
-                    top = max(top, select(sees(i, j, seen), v[j], LOWEST))
-        top = row_highest(top, stage, plan.threads)
-        total = 0.0
-        for k in sweep(plan.count):
-            i = t + k * plan.threads
-            if plan.exact or i < plan.vectors:
-                v = exp((kept[k] if plan.keep else wide(x[start + i]) * scale) - top)
-                if plan.keep:
-                    kept[k] = v
-                for j in unroll(lanes):
-                    total += select(sees(i, j, seen), v[j], 0.0)
-        total = row_sum(total, stage, plan.threads)
+        own, total = LOWEST, 0.0  # of this thread's elements, so that it waits for no other before it is done with them
+        for first in sweep(0, plan.count, some):
+            batch = kept if plan.keep else local(wide, some)
+            high = own
+            for k in unroll(some):
+                i = t + (first + k) * plan.threads
+                if exact or i < plan.vectors:
+                    v = wide(x[start + i]) * scale
+                    batch[k] = v
+                    for j in unroll(lanes):
+                        high = max(high, select(sees(i, j, seen), v[j], LOWEST))
+            total = total * exp(own - high)
+            own = high
+            for k in unroll(some):
+                i = t + (first + k) * plan.threads
+                if exact or i < plan.vectors:
+                    v = exp(batch[k] - high)
+                    batch[k] = v
+                    for j in unroll(lanes):
+                        total += select(sees(i, j, seen), v[j], 0.0)
+        top = row_highest(own, stage, plan.threads)
+        mine = exp(own - top)
+        total = row_sum(total * mine, stage, plan.threads)
         if tops is not None and t == 0 and row < rows:
             tops[row] = top
             totals[row] = total
         factor = kept_scale / select(seen > 0, total, 1.0)
+        if plan.keep:
+            factor = factor * mine
         for k in sweep(plan.count):
-            i = t + k * plan.threads
+            i = t + again(plan, k) * plan.threads
             if row < rows and (plan.exact or i < plan.vectors):
                 v = kept[k] if plan.keep else exp(wide(x[start + i]) * scale - top)
                 if dropout:

@@ -29,7 +29,7 @@ def _reasons(call) -> list[str]:
 
 @register_kernel("softmax", backend="portable", rank=portable.RANK, rejects=_reasons)
 def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """A row stays in registers up to 65,536 columns; a wider one is read three times."""
+    """A row stays in registers up to 32,768 columns; a wider one is read twice."""
     order = row_order(x)
     y = empty_rows(x, order)
     if x.numel() == 0:
