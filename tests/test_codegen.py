@@ -39,6 +39,7 @@ from tilesmith.codegen import (
     select,
     shared,
     spirv,
+    subgroup_barrier,
     tid,
     to_json,
     type_named,
@@ -48,7 +49,7 @@ from tilesmith.codegen import (
     wgsl,
 )
 from tilesmith.codegen.interpreter import DivergentFlow, Fault, OutOfBounds, Race, Undefined
-from tilesmith.codegen.nodes import Assign, Barrier, Binary, Const, If, Load, Var, blocks, walk
+from tilesmith.codegen.nodes import Assign, Barrier, Binary, Const, If, Load, SubgroupBarrier, Var, blocks, walk
 from tilesmith.kernels import KERNELS
 from tilesmith.kernels.flash_attention import TunedConfigs, create_flash_attention_kernel
 
@@ -118,6 +119,25 @@ def test_every_removed_barrier_is_a_race(name):
             (Race, Undefined), match=f"samples_[a-z]+.py:[0-9]+: {made.ir.name}: (race|.* is read before)"
         ):
             launch(made, without(made.ir, Barrier, k))
+
+
+@pytest.mark.parametrize("name", ["turned", "rounded"])
+def test_every_removed_subgroup_barrier_is_a_race(name):
+    made = SAMPLES[name]()
+    for k in range(sum(isinstance(s, SubgroupBarrier) for s in walk(made.ir.body))):
+        with pytest.raises((Race, Undefined), match=f"{made.ir.name}: (race|.* is read before)"):
+            launch(made, without(made.ir, SubgroupBarrier, k))
+
+
+def test_a_subgroup_waits_for_itself_alone():
+    def across(y: Out[u32]):
+        stage = shared(u32, 64)
+        stage[tid(0)] = tid(0)
+        subgroup_barrier()
+        y[tid(0)] = stage[63 - tid(0)]
+
+    with pytest.raises(Race, match=r"race: thread 0 reads stage\[63\], touched by several threads"):
+        fault(across, tensors={"y": np.zeros(64, np.uint32)}, threads=64)
 
 
 def test_buffers_that_are_too_short():

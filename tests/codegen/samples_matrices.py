@@ -35,6 +35,7 @@ from tilesmith.codegen import (
     store_fragment,
     subgroup,
     subgroup_add,
+    subgroup_barrier,
     subgroup_size,
     tid,
     u32,
@@ -255,3 +256,63 @@ def softmax_anywhere() -> Sample:
 @sample
 def softmax_anywhere_8() -> Sample:
     return softmax_anywhere_sample(8)
+
+
+@sample
+def turned() -> Sample:
+    """What a thread has goes to the one before it in its subgroup and back; they wait for their subgroup alone."""
+    threads = 64
+
+    def turned(x: In[f32], y: Out[f32]):
+        stage = shared(f32, threads)
+        t, size = tid(0), subgroup_size()
+        following = t - lane() + (lane() + 1) % size
+        stage[t] = x[t]
+        subgroup_barrier()
+        own = stage[following]
+        subgroup_barrier()
+        stage[t] = own
+        subgroup_barrier()
+        y[t] = stage[t - lane() + (lane() + size - 1) % size]
+
+    x = random(threads)
+    ir, tensors = build(turned, (threads, 1, 1)), {"x": x, "y": np.zeros_like(x)}
+    return Sample(ir, (1, 1, 1), tensors, {}, {"y": x}, subgroup_sizes=(8, 16, 32, 64))
+
+
+@sample
+def rounded() -> Sample:
+    """Matrices of a subgroup each: an accumulator of which all columns are one, rounded to f16 as it is stored."""
+
+    def rounded(x: In[f32], y: Out[f16]):
+        column, stage = shared(f32, 32), shared(f16, 2 * 16 * 24)
+        c, first = fragment("c", f32), subgroup() * 16
+        if lane() < 16:
+            column[first + lane()] = x[first + lane()]
+        subgroup_barrier()
+        load_fragment(c, column, first, 0, transposed=True)
+        store_fragment(c, stage, first * 24, 24)
+        subgroup_barrier()
+        for i in unroll(8):
+            at = first * 16 + lane() * 8 + i
+            y[at] = stage[at // 16 * 24 + at % 16]
+
+    x = random(32)
+    wanted = np.repeat(x, 16).astype(np.float16)
+    tensors = {"x": x, "y": np.zeros(512, np.float16)}
+    return Sample(build(rounded, (64, 1, 1)), (1, 1, 1), tensors, {}, {"y": wanted}, 0.0)
+
+
+@sample
+def rounded_8() -> Sample:
+    """An 8 x 8 accumulator, rounded to f16 as it is stored."""
+
+    def rounded(x: In[f32], y: Out[f16]):
+        c = fragment("c", f32, 8)
+        load_fragment(c, x, 0, 8)
+        store_fragment(c, y, 0, 8)
+
+    x = random(64)
+    tensors = {"x": x, "y": np.zeros(64, np.float16)}
+    ir = build(rounded, (32, 1, 1))
+    return Sample(ir, (1, 1, 1), tensors, {}, {"y": x.astype(np.float16)}, 0.0)

@@ -64,6 +64,7 @@ class _Cuda(TextPrinter):
     types: ClassVar = {"f32": "float", "f16": "f16", "bf16": "bf16", "u32": "unsigned", "i32": "int", "bool": "bool"}
     vector_type = "Vec<{scalar}, {lanes}>"
     barrier = "__syncthreads();"
+    subgroup_barrier = "__syncwarp();"
     functions: ClassVar = {
         "exp": "expf",
         "exp2": "exp2_",
@@ -149,10 +150,7 @@ class _Cuda(TextPrinter):
             (prelude.SUBGROUP, any(isinstance(x, Subgroup) and x.operand is None for x in found)),
             (prelude.FRAGMENTS, bool(ir.fragments)),
             *((prelude.mma(t), True) for t in sorted(dtypes)),
-            *(
-                (prelude.row_reduce(op), True)
-                for op in sorted({s.op for s in ir.statements if isinstance(s, RowReduce)})
-            ),
+            *self.fragment_pieces(),
             *((prelude.vector_operator({"//": "/"}.get(op, op)), True) for op in sorted(binaries)),
             *((prelude.vector_sign(op), True) for op in sorted(signs)),
             *((prelude.vector_function(name, n), True) for name, n in sorted(calls) if not name.endswith("pack_f16_")),
@@ -202,10 +200,22 @@ class _Cuda(TextPrinter):
     def fill(self, s: Fill) -> None:
         self.put(f"fill_({self.name(s.fragment)}, {self.e(s.value)});")
 
+    def fragment_pieces(self) -> list[tuple[str, bool]]:
+        """What only some kernels do with accumulators."""
+        ir = self.ir
+        loads = [s for s in ir.statements if isinstance(s, LoadFragment) and s.transposed]
+        stores = [s for s in ir.statements if isinstance(s, StoreFragment)]
+        reduces = sorted({s.op for s in ir.statements if isinstance(s, RowReduce)})
+        return [
+            (prelude.LOAD_COLUMNS, any(ir.fragment_named[s.fragment].role == "c" for s in loads)),
+            (prelude.STORE_F16, any(ir.memory[s.array].type.dtype == "f16" for s in stores)),
+            *((prelude.row_reduce(op), True) for op in reduces),
+        ]
+
     def pointer(self, s: LoadFragment | StoreFragment) -> str:
         """Where a fragment lies: offsets count its scalars, also in arrays of vectors or words."""
-        memory, scalar = self.ir.memory[s.array], self.ir.fragment_named[s.fragment].type
-        base = self.name(s.array)
+        memory, fragment = self.ir.memory[s.array], self.ir.fragment_named[s.fragment]
+        base, scalar = self.name(s.array), memory.type.scalar if fragment.role == "c" else fragment.type
         if memory.type is not scalar:
             constant = "const " if getattr(memory, "access", "") == "read" else ""
             base = f"reinterpret_cast<{constant}{self.types[scalar.dtype]}*>({base})"
@@ -214,7 +224,9 @@ class _Cuda(TextPrinter):
     def load_fragment(self, s: LoadFragment) -> None:
         role = self.ir.fragment_named[s.fragment].role
         in_shared = isinstance(self.ir.memory[s.array], Array)
-        word = "load_" if role == "c" else f"load{'_shared' * in_shared}_<{str(s.transposed).lower()}>"
+        word = f"load{'_shared' * in_shared}_<{str(s.transposed).lower()}>"
+        if role == "c":
+            word = "load_columns_" if s.transposed else "load_"
         self.put(f"{word}({self.name(s.fragment)}, {self.pointer(s)}, {s.stride}u);")
 
     def store_fragment(self, s: StoreFragment) -> None:

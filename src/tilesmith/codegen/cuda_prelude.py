@@ -246,6 +246,22 @@ __device__ inline void convert_(FragmentA<{t}>& a, const FragmentC& c) {{
   }}
 }}
 """
+LOAD_COLUMNS = """__device__ inline void load_columns_(FragmentC& f, const float* p, unsigned stride) {
+#pragma unroll
+  for (unsigned k = 0; k < 8; ++k) {
+    f.r[k] = p[(lane_() % 4 * 2 + k % 2 + k / 4 * 8) * stride + lane_() / 4 + k / 2 % 2 * 8];
+  }
+}
+"""
+STORE_F16 = """__device__ inline void store_(const FragmentC& f, f16* p, unsigned stride) {
+#pragma unroll
+  for (unsigned k = 0; k < 8; k += 2) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(f.r[k + 1]), "f"(f.r[k]));
+    *reinterpret_cast<unsigned*>(p + place_(lane_(), k, stride)) = pair;
+  }
+}
+"""
 _ROW_REDUCE = """__device__ inline float both_OP_(float a, float b) { return BOTH; }
 __device__ inline void row_OP_(FragmentC& t, const FragmentC& s) {
 #pragma unroll

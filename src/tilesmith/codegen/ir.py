@@ -18,6 +18,7 @@ from tilesmith.codegen.nodes import (
     SetElement,
     Stmt,
     Subgroup,
+    SubgroupBarrier,
     expressions,
     walk,
 )
@@ -139,6 +140,8 @@ class KernelIR(Node):
         for s in self.statements:
             if isinstance(s, (Convert, RowReduce)):
                 found.add("conversions")
+            elif isinstance(s, SubgroupBarrier):
+                found.add("subgroups")
             elif isinstance(s, SetElement) and self.fragment_named[s.fragment].placed:
                 found.add("elements")
         found |= {e.type.dtype for e in self.expressions} & {"f16", "bf16"}
@@ -177,8 +180,11 @@ class KernelIR(Node):
 def packed(memory: Buffer | Array, fragment: Fragment) -> int:
     """How many of a fragment's scalars one element of `memory` holds; 0 if it cannot hold them.
 
-    Elements are scalars or vectors of the fragment's type, or, for 16-bit operands, u32 words and vectors of them.
+    Elements are scalars or vectors of the fragment's type; for 16-bit operands also u32 words and vectors of them, for
+    accumulators, when they are stored, f16 and its vectors.
     """
+    if fragment.role == "c" and memory.type.dtype == "f16":
+        return memory.type.lanes
     words = memory.type.dtype == "u32" and fragment.role != "c"
     return memory.type.bytes // fragment.type.bytes if words or memory.type.scalar is fragment.type else 0
 

@@ -112,6 +112,11 @@ def barrier() -> None:
 
 
 @_word
+def subgroup_barrier() -> None:
+    """The threads of the subgroup wait for one another: `barrier()` among them alone. Not for WebGPU."""
+
+
+@_word
 def unroll(start: int, stop: int | None = None, step: int = 1) -> Any:
     """`for i in unroll(...)`: like range, but written out once an iteration, `i` being a compile-time number."""
 
@@ -253,12 +258,13 @@ def load_fragment(fragment: Any, array: Any, offset: Any, stride: int, transpose
 
     Offset and stride count the fragment's scalars and are multiples of 8 (of 4 for f32); all threads of the subgroup
     pass the same. The array holds the fragment's type, vectors of it, or for f16 and bf16 words: u32x4 holds 8 scalars.
+    An accumulator takes stride 0 too, which repeats a row or, transposed, a column.
     """
 
 
 @_word
 def store_fragment(fragment: Any, array: Any, offset: Any, stride: int) -> None:
-    """Write an accumulator to an f32 array: element (r, c) to `array[offset + r * stride + c]`."""
+    """Write an accumulator: element (r, c) to `array[offset + r * stride + c]`, of f32, or of f16, which rounds."""
 
 
 @_word

@@ -47,6 +47,7 @@ class _Metal(TextPrinter):
     types: ClassVar = {"f32": "float", "f16": "half", "bf16": "bfloat", "u32": "uint", "i32": "int", "bool": "bool"}
     functions: ClassVar = {"pack_f16": "pack_f16_", "unpack_f16": "unpack_f16_"}
     barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    subgroup_barrier = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 
     def print(self) -> str:
         ir = self.ir
@@ -103,8 +104,8 @@ class _Metal(TextPrinter):
 
     def pointer(self, s: LoadFragment | StoreFragment) -> str:
         """Where a fragment lies: offsets count its scalars, also in arrays of vectors or words."""
-        memory, scalar = self.ir.memory[s.array], self.ir.fragment_named[s.fragment].type
-        base = self.name(s.array)
+        memory, fragment = self.ir.memory[s.array], self.ir.fragment_named[s.fragment]
+        base, scalar = self.name(s.array), memory.type.scalar if fragment.role == "c" else fragment.type
         if memory.type is not scalar:
             space = "threadgroup" if hasattr(memory, "space") else "device"
             constant = "const " if getattr(memory, "access", "") == "read" else ""
@@ -112,11 +113,23 @@ class _Metal(TextPrinter):
         return f"{base} + {self.operand(s.offset)}"
 
     def load_fragment(self, s: LoadFragment) -> None:
+        if s.stride == 0:
+            self.refuse("Metal does not say that a fragment's rows may lie on one another")
         rest = f"{self.pointer(s)}, {s.stride}, ulong2(0, 0), {str(s.transposed).lower()}"
         self.put(f"simdgroup_load({self.name(s.fragment)}, {rest});")
 
     def store_fragment(self, s: StoreFragment) -> None:
-        self.put(f"simdgroup_store({self.name(s.fragment)}, {self.pointer(s)}, {s.stride});")
+        stored, name = self.ir.memory[s.array].type.scalar, self.name(s.fragment)
+        if stored is self.ir.fragment_named[s.fragment].type:
+            self.put(f"simdgroup_store({name}, {self.pointer(s)}, {s.stride});")
+            return
+        t = self.types[stored.dtype]
+        self.put("{")
+        self.put(f"    simdgroup_matrix<{t}, 8, 8> rounded_;")
+        for k in range(ELEMENTS[8]):
+            self.put(f"    rounded_.thread_elements()[{k}] = {t}({name}.thread_elements()[{k}]);")
+        self.put(f"    simdgroup_store(rounded_, {self.pointer(s)}, {s.stride});")
+        self.put("}")
 
     def mma(self, s: Mma) -> None:
         c = self.name(s.c)

@@ -149,6 +149,10 @@ class Barrier(Stmt):
     """Every thread of the workgroup arrives before any goes on, and sees what the others wrote to shared arrays."""
 
 
+class SubgroupBarrier(Stmt):
+    """The same among the threads of a subgroup."""
+
+
 class If(Stmt):
     """Run `then` where `condition` holds, else `orelse`."""
 

@@ -37,6 +37,7 @@ from tilesmith.codegen.nodes import (
     Store,
     StoreFragment,
     Subgroup,
+    SubgroupBarrier,
     Unary,
     Var,
     Vector,
@@ -237,8 +238,8 @@ class _Spirv(Fragments):
         pointer, access = self.place(s.array, self.e(s.index))
         self.m.do(62, pointer, value, *access)
 
-    def barrier(self, s: Barrier) -> None:
-        scope = self.m.constant(u32, _WORKGROUP_SCOPE)
+    def barrier(self, s: Barrier | SubgroupBarrier) -> None:
+        scope = self.m.constant(u32, _WORKGROUP_SCOPE if isinstance(s, Barrier) else SUBGROUP_SCOPE)
         semantics = 0x108 | (0x6000 if self.ir.fragments else 0)  # acquire-release of workgroup memory
         self.m.do(224, scope, scope, self.m.constant(u32, semantics))
 
@@ -345,6 +346,7 @@ _STATEMENTS = {
     Assign: _Spirv.assign,
     Store: _Spirv.store,
     Barrier: _Spirv.barrier,
+    SubgroupBarrier: _Spirv.barrier,
     If: _Spirv.if_,
     For: _Spirv.for_,
     While: _Spirv.while_,

@@ -22,7 +22,7 @@ from tilesmith.codegen.nodes import (
     StoreFragment,
 )
 from tilesmith.codegen.spirv_module import FUNCTION, Module
-from tilesmith.codegen.types import f32, u32
+from tilesmith.codegen.types import Type, f32, u32
 
 SUBGROUP_SCOPE = 3
 _ROWS = 1  # of what a reduction is made
@@ -40,12 +40,12 @@ class Fragments:
     place: Callable
     e: Callable[[Expr], int]
 
-    def fragment_type(self, name: str) -> int:
+    def fragment_type(self, name: str, type_: Type | None = None) -> int:
+        """The type of a fragment, or of one like it that holds `type_`."""
         f = self.ir.fragment_named[name]
+        held = type_ or f.type
         tile, scope, use = (self.m.constant(u32, v) for v in (f.tile, SUBGROUP_SCOPE, "abc".index(f.role)))
-        return self.m.declare(
-            ("fragment", f.type.name, f.tile, f.role), 4456, self.m.type(f.type), scope, tile, tile, use
-        )
+        return self.m.declare(("fragment", held.name, f.tile, f.role), 4456, self.m.type(held), scope, tile, tile, use)
 
     def fragment_value(self, name: str) -> int:
         """All of a fragment."""
@@ -68,7 +68,10 @@ class Fragments:
 
     def store_fragment(self, s: StoreFragment) -> None:
         pointer, stride, access = self.matrix_place(s)
-        self.m.do(4458, pointer, self.fragment_value(s.fragment), self.m.constant(u32, 0), stride, *access)
+        value, stored = self.fragment_value(s.fragment), self.ir.memory[s.array].type.scalar
+        if stored is not self.ir.fragment_named[s.fragment].type:
+            value = self.m.op(115, self.fragment_type(s.fragment, stored), value)
+        self.m.do(4458, pointer, value, self.m.constant(u32, 0), stride, *access)
 
     def mma(self, s: Mma) -> None:
         a, b, c = map(self.fragment_value, (s.a, s.b, s.c))

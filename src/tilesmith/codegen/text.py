@@ -34,6 +34,7 @@ from tilesmith.codegen.nodes import (
     Store,
     StoreFragment,
     Subgroup,
+    SubgroupBarrier,
     Unary,
     Var,
     Vector,
@@ -71,6 +72,7 @@ class TextPrinter:
     functions: ClassVar[dict[str, str]] = {}
     vector_type = "{scalar}{lanes}"
     barrier = ""
+    subgroup_barrier = ""
     constant_word = "const "
     printers: ClassVar[dict[type, Callable]] = {}
 
@@ -160,6 +162,11 @@ class TextPrinter:
 
     def wait(self, s: Barrier) -> None:
         self.put(self.barrier)
+
+    def wait_subgroup(self, s: SubgroupBarrier) -> None:
+        if not self.subgroup_barrier:
+            self.refuse(f"{self.target} has no barrier of a subgroup; use barrier()")
+        self.put(self.subgroup_barrier)
 
     def if_(self, s: If) -> None:
         self.put(f"if ({self.e(s.condition)}) {{")
@@ -298,6 +305,7 @@ _PRINTERS = {
     Assign: "assign",
     Store: "store",
     Barrier: "wait",
+    SubgroupBarrier: "wait_subgroup",
     If: "if_",
     For: "for_",
     While: "while_",

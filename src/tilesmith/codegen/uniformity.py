@@ -25,6 +25,7 @@ from tilesmith.codegen.nodes import (
     Stmt,
     StoreFragment,
     Subgroup,
+    SubgroupBarrier,
     Var,
     While,
     operands,
@@ -99,6 +100,8 @@ class Uniformity:
                 self.want(SUBGROUP, flow, s, "a subgroup operation")
         elif isinstance(s, Barrier):
             self.want(WORKGROUP, flow, s, "barrier()")
+        elif isinstance(s, SubgroupBarrier):
+            self.want(SUBGROUP, flow, s, "subgroup_barrier()")
         elif isinstance(s, (Fill, LoadFragment, StoreFragment, Mma, Convert, RowReduce)):
             self.want(SUBGROUP, flow, s, "a fragment operation")
             for e in operands(s):

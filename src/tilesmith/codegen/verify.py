@@ -35,6 +35,7 @@ from tilesmith.codegen.nodes import (
     Store,
     StoreFragment,
     Subgroup,
+    SubgroupBarrier,
     Unary,
     Var,
     Vector,
@@ -182,7 +183,10 @@ class _Verifier:
             self.wrong(f"{s.array} is {'In' if refused == 'read' else 'Out'}")
         self.want(s.offset, u32, "the offset")
         unit = 4 if fragment.type is f32 else 8
-        if s.stride < fragment.tile or s.stride % unit:
+        loads_c = isinstance(s, LoadFragment) and fragment.role == "c"
+        if loads_c and memory.type.scalar is not f32:
+            self.wrong(f"{s.array} is {memory.type}; {s.fragment} is loaded from f32")
+        if (s.stride < fragment.tile and not (loads_c and s.stride == 0)) or s.stride % unit:
             self.wrong(f"stride {s.stride}; allowed: multiples of {unit} from {fragment.tile}")
 
     def fill(self, s: Fill) -> None:
@@ -309,6 +313,7 @@ _STATEMENTS = {
     Assign: _Verifier.assign,
     Store: _Verifier.store,
     Barrier: lambda self, s: None,
+    SubgroupBarrier: lambda self, s: None,
     If: _Verifier.if_,
     For: _Verifier.for_,
     While: _Verifier.if_,

@@ -23,6 +23,7 @@ from tilesmith.codegen.nodes import (
     RowReduce,
     StoreFragment,
     Subgroup,
+    SubgroupBarrier,
 )
 from tilesmith.codegen.typed import Misuse
 from tilesmith.codegen.types import TYPES, Type, bf16, bool_, f16, f32, u32
@@ -145,23 +146,26 @@ def _fill(front: Evaluator, fragment: Any, value: Any) -> None:
     front.emit(Fill(front.line, f.name, x))
 
 
-def _memory(fragment: Fragment, array: Any, stride: Any) -> None:
+def _memory(fragment: Fragment, array: Any, stride: Any, repeats: bool = False) -> None:
     if not isinstance(array, (Array, Buffer)) or getattr(array, "space", "") == "local":
         raise Misuse(f"{getattr(array, 'name', array)} is no shared array or buffer")
     if not packed(array, fragment):
         raise Misuse(f"{array.name} holds {array.type}, {fragment.name} {fragment.type}")
     unit = 4 if fragment.type is f32 else 8
-    if not isinstance(stride, int) or stride < fragment.tile or stride % unit:
-        raise Misuse(f"stride {stride!r}; allowed: compile-time multiples of {unit} from {fragment.tile}")
+    if not isinstance(stride, int) or (stride < fragment.tile and not (repeats and stride == 0)) or stride % unit:
+        also = " and 0" if repeats else ""
+        raise Misuse(f"stride {stride!r}; allowed: compile-time multiples of {unit} from {fragment.tile}{also}")
 
 
 def _load_fragment(front: Evaluator, fragment: Any, array: Any, offset: Any, stride: Any, transposed: Any) -> None:
     f = _the_fragment(fragment, "abc")
-    _memory(f, array, stride)
+    _memory(f, array, stride, f.role == "c")
+    if f.role == "c" and array.type.scalar is not f32:
+        raise Misuse(f"{array.name} holds {array.type}; {f.name} is loaded from f32")
     if isinstance(array, Buffer) and array.access == "write":
         raise Misuse(f"{array.name} is Out, so it is not read; annotate it InOut[{array.type}]")
-    if not isinstance(transposed, bool) or (transposed and f.role == "c"):
-        raise Misuse("transposed must be a compile-time bool, and False for an accumulator")
+    if not isinstance(transposed, bool):
+        raise Misuse("transposed must be a compile-time bool")
     front.emit(LoadFragment(front.line, f.name, array.name, typed.as_index(offset), stride, transposed))
 
 
@@ -253,6 +257,7 @@ _WORDS: dict[str, Callable] = {
     "shared": _array("shared"),
     "local": _array("local"),
     "barrier": lambda front: front.emit(Barrier(front.line)),
+    "subgroup_barrier": lambda front: front.emit(SubgroupBarrier(front.line)),
     "unroll": _unroll,
     "select": lambda front, condition, yes, no: typed.select(condition, yes, no),
     "bitcast": _bitcast,

@@ -6,7 +6,7 @@ import numpy as np
 
 from tilesmith.codegen.interpreter import arithmetic
 from tilesmith.codegen.interpreter.faults import DivergentFlow, OutOfBounds
-from tilesmith.codegen.interpreter.memory import MANY, Memory
+from tilesmith.codegen.interpreter.memory import Memory
 from tilesmith.codegen.ir import packed
 from tilesmith.codegen.layout import position
 from tilesmith.codegen.nodes import Convert, Fill, LoadFragment, Mma, RowReduce, SetElement, StoreFragment
@@ -44,7 +44,7 @@ class Matrices:
     def load_fragment(self, s: LoadFragment, mask) -> None:
         groups = self.subgroups(mask, 32)
         memory, at, lane = self.places(s, groups, mask)
-        values = memory.load(at, MANY)
+        values = memory.load(at, self.crowd(memory, groups))
         scalar = self.ir.fragment_named[s.fragment].type
         if memory.type.dtype != scalar.dtype:
             words = values if values.ndim == lane.ndim + 1 else values[..., None]
@@ -58,10 +58,10 @@ class Matrices:
         memory, at, lane = self.places(s, groups, mask)
         values = self.fragments[s.fragment][groups]
         if memory.record is not None:
-            memory.record.write(at, MANY)
+            memory.record.write(at, self.crowd(memory, groups))
         if memory.written is not None:
             memory.written[at] = True
-        memory.data[at if memory.type.lanes == 1 else (*at, lane)] = values
+        memory.data[at if memory.type.lanes == 1 else (*at, lane)] = arithmetic.to_memory(memory.type.scalar, values)
 
     def mma(self, s: Mma, mask) -> None:
         groups = self.subgroups(mask, 32)

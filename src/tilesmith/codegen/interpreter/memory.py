@@ -12,49 +12,81 @@ from tilesmith.codegen.types import KernelError, Type
 NOBODY, MANY = -1, -2
 
 
-class Record:
-    """The last writer and the readers of each element; a thread is a number, a whole subgroup counts as MANY."""
+def together(subgroup: np.ndarray) -> np.ndarray:
+    """The name of several threads of a subgroup."""
+    return -3 - 2 * subgroup
 
-    def __init__(self, name: str, shape: tuple[int, ...], since: str):
+
+def waited(subgroup: np.ndarray) -> np.ndarray:
+    """The name of threads of a subgroup before its last barrier: all its threads come after them."""
+    return -4 - 2 * subgroup
+
+
+class Record:
+    """The last writer and the readers of each element.
+
+    A thread is a number; several threads are `together`, or `waited`, if they are of one subgroup, else MANY.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], since: str, width: int):
         self.name = name
         self.since = since
+        self.width = width
         self.writer = np.full(shape, NOBODY, np.int64)
         self.reader = np.full(shape, NOBODY, np.int64)
 
-    def read(self, at: tuple, who: np.ndarray | int) -> None:
+    def subgroup(self, who: np.ndarray) -> np.ndarray:
+        """Which subgroup; of NOBODY and MANY none, -1."""
+        return np.where(who >= 0, who // self.width, np.where(who <= -3, (-who - 3) // 2, -1))
+
+    def apart(self, other: np.ndarray, who: np.ndarray) -> np.ndarray:
+        """Whether nothing orders what `other` did before what `who` does."""
+        return (other != NOBODY) & ((other != who) | (who < 0)) & (other != waited(self.subgroup(who)))
+
+    def read(self, at: tuple, who: np.ndarray) -> None:
         """Note a read. Raises Race if another thread wrote."""
         writer = self.writer[at]
-        bad = (writer != NOBODY) & ((writer != who) | (writer == MANY))
+        bad = self.apart(writer, who)
         if bad.any():
             self.race("reads", at, bad, who, writer)
-        reader = self.reader[at]
-        if isinstance(who, int):
-            self.reader[at] = MANY
-            return
-        self.reader[at] = np.where((reader == NOBODY) | (reader == who), who, MANY)
-        crowded = self.reader[at] != who
-        if crowded.any():
-            self.reader[tuple(np.broadcast_to(i, crowded.shape)[crowded] for i in at)] = MANY
+        self.reader[at] = named = self.joint(self.reader[at], who)
+        last = self.reader[at]
+        if (last != named).any():  # several read one element: first those of one subgroup, then those of more
+            for value in (together(self.subgroup(named)), np.full_like(named, MANY)):
+                mixed = self.joint(last, named) == value
+                self.reader[tuple(np.broadcast_to(i, mixed.shape)[mixed] for i in at)] = value[mixed]
 
-    def write(self, at: tuple, who: np.ndarray | int) -> None:
+    def joint(self, before: np.ndarray, who: np.ndarray) -> np.ndarray:
+        """The name of both."""
+        one = self.subgroup(before) == self.subgroup(who)
+        both = np.where((before == NOBODY) | (before == who), who, np.where(one, together(self.subgroup(who)), MANY))
+        return np.where(before == MANY, MANY, both)
+
+    def write(self, at: tuple, who: np.ndarray) -> None:
         """Note a write. Raises Race if another thread read or wrote."""
         for other in (self.writer[at], self.reader[at]):
-            bad = (other != NOBODY) & ((other != who) | (other == MANY))
+            bad = self.apart(other, who)
             if bad.any():
                 self.race("writes", at, bad, who, other)
         self.writer[at] = who
-        if not isinstance(who, int):
-            other = self.writer[at]
-            if (other != who).any():
-                self.race("writes", at, other != who, who, other)
+        other = self.writer[at]
+        if (other != who).any():
+            self.race("writes", at, other != who, who, other)
 
-    def race(self, does: str, at: tuple, bad: np.ndarray, who: np.ndarray | int, other: np.ndarray) -> None:
+    def race(self, does: str, at: tuple, bad: np.ndarray, who: np.ndarray, other: np.ndarray) -> None:
         """Raise Race about the first bad access."""
         element = np.broadcast_to(at[-1], bad.shape)[bad][0]
-        one = "a subgroup" if isinstance(who, int) else f"thread {np.broadcast_to(who, bad.shape)[bad][0]}"
-        two = other[bad][0]
-        by = "several threads" if two == MANY else f"thread {two}"
+        first, two = np.broadcast_to(who, bad.shape)[bad][0], other[bad][0]
+        one = "a subgroup" if first < 0 else f"thread {first}"
+        by = "several threads" if two < 0 else f"thread {two}"
         raise Race(f"race: {one} {does} {self.name}[{element}], touched by {by} {self.since}")
+
+    def order(self, arrived: np.ndarray) -> None:
+        """The subgroups of each workgroup that `arrived` passed a barrier of their own."""
+        for touched in (self.writer, self.reader):
+            subgroup = self.subgroup(touched)
+            inside = (subgroup >= 0) & np.take_along_axis(arrived, np.maximum(subgroup, 0), 1)
+            touched[inside] = waited(subgroup[inside])
 
     def clear(self, groups: np.ndarray | slice) -> None:
         """Forget what the workgroups at `groups` did: they passed a barrier."""
@@ -82,7 +114,7 @@ class Memory:
             raise OutOfBounds(f"out of bounds: {name}[{index.max()}]; {name} has {self.length} elements")
         return (index,) if self.lead is None else (self.lead[threads], index)
 
-    def load(self, at: tuple, who: np.ndarray | int) -> np.ndarray:
+    def load(self, at: tuple, who: np.ndarray) -> np.ndarray:
         """What lies at a place. Raises Race, or Undefined where nothing was written."""
         if self.record is not None:
             self.record.read(at, who)
@@ -91,7 +123,7 @@ class Memory:
             raise Undefined(f"{self.declared.name}[{element}] is read before it is written")
         return from_memory(self.type, self.data[at])
 
-    def store(self, at: tuple, value: np.ndarray, who: np.ndarray | int) -> None:
+    def store(self, at: tuple, value: np.ndarray, who: np.ndarray) -> None:
         """Write to a place. Raises Race."""
         if self.record is not None:
             self.record.write(at, who)

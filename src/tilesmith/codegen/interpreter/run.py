@@ -11,7 +11,7 @@ from tilesmith.codegen.interpreter import arithmetic
 from tilesmith.codegen.interpreter.arithmetic import VALUES
 from tilesmith.codegen.interpreter.faults import DivergentFlow, Fault, Undefined
 from tilesmith.codegen.interpreter.fragments import Matrices
-from tilesmith.codegen.interpreter.memory import Memory, Record, flat, fresh
+from tilesmith.codegen.interpreter.memory import Memory, Record, flat, fresh, together
 from tilesmith.codegen.ir import KernelIR
 from tilesmith.codegen.nodes import (
     Assign,
@@ -40,6 +40,7 @@ from tilesmith.codegen.nodes import (
     Store,
     StoreFragment,
     Subgroup,
+    SubgroupBarrier,
     Unary,
     Var,
     Vector,
@@ -79,7 +80,7 @@ def interpret(
         raise KernelError(f"{ir.threads} threads are not whole subgroups of {width}")
     buffers = {b.name: flat(b, tensors[b.name]) for b in ir.buffers}
     records = {
-        b.name: Record(b.name, (len(buffers[b.name]),), "in the same launch")
+        b.name: Record(b.name, (len(buffers[b.name]),), "in the same launch", width)
         for b in ir.buffers
         if races and b.access != "read"
     }
@@ -137,7 +138,8 @@ class _Batch(Matrices):
         for a in ir.arrays:
             shared = a.space == "shared"
             data = fresh(a, self.groups if shared else self.count)
-            record = Record(a.name, data.shape[:2], "since the last barrier") if shared and races else None
+            checked = shared and races
+            record = Record(a.name, data.shape[:2], "since the last barrier", width) if checked else None
             self.memory[a.name] = Memory(a, data, self.group_of if shared else self.threads, record)
         self.shared = [m for a, m in ((a, self.memory[a.name]) for a in ir.arrays) if a.space == "shared"]
         self.fragments = {f.name: np.zeros((self.count // 32, f.tile, f.tile), np.float32) for f in ir.fragments}
@@ -172,6 +174,12 @@ class _Batch(Matrices):
         """How a record names the active threads: within the workgroup for an array, within the grid for a buffer."""
         return self.local[mask.threads] if memory.lead is not None else self.first_thread + mask.threads
 
+    def crowd(self, memory: Memory, groups: np.ndarray) -> np.ndarray:
+        """How a record names subgroups of 32, each of which touches a matrix as one."""
+        each = self.local.size // self.groups // 32
+        number = groups % each if memory.lead is not None else self.first_thread // 32 + groups
+        return together(number)[:, None, None]
+
     def set(self, name: str, value: np.ndarray, mask: _Mask) -> None:
         if mask.where is None:
             self.variables[name] = value
@@ -201,6 +209,13 @@ class _Batch(Matrices):
         for memory in self.shared:
             if memory.record is not None:
                 memory.record.clear(arrived)
+
+    def subgroup_barrier(self, s: SubgroupBarrier, mask: _Mask) -> None:
+        arrived = np.zeros(self.count // self.width, bool)
+        arrived[self.subgroups(mask, self.width)] = True
+        for memory in self.shared:
+            if memory.record is not None:
+                memory.record.order(arrived.reshape(self.groups, -1))
 
     def if_(self, s: If, mask: _Mask) -> None:
         condition = self.value(s.condition, mask)
@@ -307,6 +322,7 @@ _STATEMENTS: dict[type, Callable] = {
     Assign: _Batch.assign,
     Store: _Batch.store,
     Barrier: _Batch.barrier,
+    SubgroupBarrier: _Batch.subgroup_barrier,
     If: _Batch.if_,
     For: _Batch.for_,
     While: _Batch.while_,
