@@ -69,7 +69,7 @@ PAGES = {
         (
             Part(TunedConfigs.cuda, _MATRIX, _TILES, after="def _in_registers", targets=("cuda", "wgsl")),
             Part(TunedConfigs.apple, _MATRIX, _TILES, after="def _in_registers", targets=("metal",)),
-            Part(TunedConfigs.rdna3, _MATRIX, _TILES, after="def _in_shared", targets=("spvasm",)),
+            Part(TunedConfigs.rdna3, _MATRIX, _TILES, after="def _by_elements", targets=("spvasm",)),
         ),
     ),
     "layer_norm_linear": Page(

@@ -1,8 +1,8 @@
-"""Flash attention on matrix units: f16 products, f32 sums; softmax in registers, or for Vulkan in shared memory.
+"""Flash attention on matrix units: f16 products, f32 sums, the softmax in registers.
 
-A subgroup owns `tile` queries. Where a backend says which elements of a fragment a thread holds, scores never leave
-registers. Vulkan's drivers keep that to themselves: there every element carries what its row needs, where a device
-reduces rows and converts fragments itself, else scores and products go through shared memory.
+A subgroup owns `tile` queries. Vulkan's drivers keep to themselves which elements of a fragment a thread holds; there
+every element carries what its row needs. Where a device does not reduce rows and convert fragments itself, rows' maxima
+and the weights go through shared memory.
 """
 
 from tilesmith.codegen import (
@@ -34,6 +34,7 @@ from tilesmith.codegen import (
     shuffle_xor,
     store_fragment,
     subgroup,
+    subgroup_barrier,
     tid,
     u32,
     u32x4,
@@ -52,7 +53,7 @@ _AT_ONCE = 64  # keys whose scores are in registers together
 
 def create(config) -> KernelIR:
     """The kernel of a FlashAttentionConfig with matrix units; see `create_flash_attention_kernel`."""
-    body = {"vulkan": _in_shared, "vulkan-nv": _by_elements}.get(config.matrix, _in_registers)(config)
+    body = (_by_elements if config.matrix.startswith("vulkan") else _in_registers)(config)
     step = Scalar[u32] if config.strided else None
 
     def flash_attention(
@@ -225,101 +226,38 @@ def _in_registers(config):
     return body
 
 
-def _in_shared(config):
-    t = TILES["vulkan"]
-    bq, bkv, d, causal = config.block_size_q, config.block_size_kv, config.head_dim, config.causal
-    stored = stored_scalar(config)
-    threads, stride, chunks = 32 * (bq // t), d + _WORDS, d // t
-    wide, packed = max(bkv, d) + 4, bkv + _WORDS  # strides of scores or products, and of weights
-
-    @inline
-    def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale, q_steps, k_steps, v_steps, out_steps):
-        tile, area = shared(u32x4, max(bq, bkv) * stride // _WORDS), shared(f32, bq * wide)
-        weights = shared(stored, bq * packed)
-        queries = [fragment("a", stored, t) for _ in range(chunks)]
-        left = [fragment("a", stored, t) for _ in range(bkv // t)]
-        right, sums = fragment("b", stored, t), fragment("c", f32, t)
-        held = local(f32, d // 2)
-        m0, head, batch = block(causal) * bq, gid(1), gid(2)
-        kv_head = head * kv_heads // heads
-        q0, q_row = head_rows(q_steps, batch, head, heads, n_q, d // _WORDS)
-        k0, k_row = head_rows(k_steps, batch, kv_head, kv_heads, n_kv, d // _WORDS)
-        v0, v_row = head_rows(v_steps, batch, kv_head, kv_heads, n_kv, d // _WORDS)
-        out0, out_row = head_rows(out_steps, batch, head, heads, n_q, d)
-        lse0 = (batch * heads + head) * n_q
-        factor, mine = scale * LOG2E, subgroup() * t
-        own, side = mine + lane() // 2, lane() % 2  # two threads share a row: even and odd columns
-        stage(tile, q, q0, q_row, m0, bq, n_q, d, threads)
-        barrier()
-        for c in unroll(chunks):
-            load_fragment(queries[c], tile, mine * stride + c * t, stride)
-        for i in unroll(d // 2):
-            held[i] = 0.0
-        top, total, last = HIDDEN, 0.0, n_kv
-        if causal:
-            last = min(n_kv, max(m0 + bq + n_kv, n_q) - n_q)
-        for start in range(0, last, bkv):
-            barrier()
-            stage(tile, k, k0, k_row, start, bkv, n_kv, d, threads)
-            barrier()
-            for j in unroll(bkv // t):
-                fill(sums, 0.0)
-                for c in unroll(chunks):
-                    load_fragment(right, tile, j * t * stride + c * t, stride, transposed=True)
-                    mma(sums, queries[c], right)
-                store_fragment(sums, area, mine * wide + j * t, wide)
-            barrier()
-            stage(tile, v, v0, v_row, start, bkv, n_kv, d, threads)
-            high = top
-            for i in unroll(bkv // 2):
-                key = start + 2 * i + side
-                seen = key < n_kv
-                if causal:
-                    seen = seen and key + n_q <= m0 + own + n_kv
-                score = select(seen, area[own * wide + 2 * i + side] * factor, HIDDEN)
-                area[own * wide + 2 * i + side] = score
-                high = max(high, score)
-            high = max(high, shuffle_xor(high, 1))
-            fade, base = exp2(top - high), max(high, HIDDEN / 10)
-            top, some = high, 0.0
-            for i in unroll(bkv // 2):
-                p = exp2(area[own * wide + 2 * i + side] - base)
-                weights[own * packed + 2 * i + side] = stored(p)
-                some += p
-            total = total * fade + some
-            barrier()
-            for j in unroll(bkv // t):
-                load_fragment(left[j], weights, mine * packed + j * t, packed)
-            for c in unroll(chunks):
-                fill(sums, 0.0)
-                for j in unroll(bkv // t):
-                    load_fragment(right, tile, j * t * stride + c * t, stride)
-                    mma(sums, left[j], right)
-                store_fragment(sums, area, mine * wide + c * t, wide)
-            barrier()
-            for i in unroll(d // 2):
-                held[i] = held[i] * fade + area[own * wide + 2 * i + side]
-        total = total + shuffle_xor(total, 1)
-        portion = share(total)
-        if m0 + own < n_q:
-            for i in unroll(d // 2):
-                out[out0 + (m0 + own) * out_row + 2 * i + side] = stored(held[i] * portion)
-            if lse is not None and side == 0:
-                lse[lse0 + m0 + own] = log_sum(top, total)
-
-    return body
+@inline
+def across_rows(c, op, area, spread, t, wide):
+    """`reduce_rows(c, c, op)` through shared memory: `area`, rows `wide` apart, and `spread`, one f32 a row."""
+    own = subgroup() * t + lane() // 2  # two threads share a row: even and odd columns
+    store_fragment(c, area, subgroup() * (t * wide), wide)
+    subgroup_barrier()
+    x = area[own * wide + lane() % 2]
+    for i in unroll(1, t // 2):
+        other = area[own * wide + lane() % 2 + 2 * i]
+        x = max(x, other) if op == "max" else x + other
+    other = shuffle_xor(x, 1)
+    x = max(x, other) if op == "max" else x + other
+    if lane() % 2 == 0:
+        spread[own] = x
+    subgroup_barrier()
+    load_fragment(c, spread, subgroup() * t, 0, transposed=True)
 
 
 def _by_elements(config):
-    t = TILES[config.matrix]
+    t, reduces = TILES[config.matrix], config.matrix == "vulkan-nv"
     bq, bkv, d, causal = config.block_size_q, config.block_size_kv, config.head_dim, config.causal
     stored = stored_scalar(config)
     threads, stride, chunks = 32 * (bq // t), d + _WORDS, d // t
-    at_once, shares = min(bkv, _AT_ONCE), _shares(bkv, d, threads)
+    at_once, shares = min(bkv, _AT_ONCE if reduces else _AT_ONCE // 2), _shares(bkv, d, threads)
+    wide, packed = t + 4, at_once + _WORDS  # strides of scores and of weights on their way through shared memory
 
     @inline
     def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale, q_steps, k_steps, v_steps, out_steps):
         tile, numbers = shared(u32x4, max(bq, 2 * bkv) * stride // _WORDS), shared(f32, t * t)
+        if not reduces:
+            area, spread = shared(f32, bq * wide), shared(f32, bq)
+            passed = shared(stored, bq * packed)
         queries = [fragment("a", stored, t) for _ in range(chunks)]
         weights = [fragment("a", stored, t) for _ in range(at_once // t)]
         scores = [fragment("c", f32, t, placed=False) for _ in range(at_once // t)]
@@ -380,7 +318,10 @@ def _by_elements(config):
                     fade[e] = scores[0][e]
                     for j in unroll(1, at_once // t):
                         fade[e] = max(fade[e], scores[j][e])
-                reduce_rows(fade, fade, "max")
+                if reduces:
+                    reduce_rows(fade, fade, "max")
+                else:
+                    across_rows(fade, "max", area, spread, t, wide)
                 for e in unroll(elements(top)):
                     high, some = max(top[e], fade[e]), 0.0
                     fade[e] = exp2(top[e] - high)
@@ -391,15 +332,25 @@ def _by_elements(config):
                         scores[j][e] = p
                         some += p
                     total[e] = total[e] * fade[e] + some  # of this element's columns alone
-                for j in unroll(at_once // t):
-                    convert(weights[j], scores[j])
+                if reduces:
+                    for j in unroll(at_once // t):
+                        convert(weights[j], scores[j])
+                else:
+                    for j in unroll(at_once // t):
+                        store_fragment(scores[j], passed, subgroup() * (t * packed) + j * t, packed)
+                    subgroup_barrier()
+                    for j in unroll(at_once // t):
+                        load_fragment(weights[j], passed, subgroup() * (t * packed) + j * t, packed)
                 for c in unroll(chunks):
                     for e in unroll(elements(held[c])):
                         held[c][e] = held[c][e] * fade[e]
                     for j in unroll(at_once // t):
                         load_fragment(right, tile, (bkv + part + j * t) * stride + c * t, stride)
                         mma(held[c], weights[j], right)
-        reduce_rows(total, total, "add")
+        if reduces:
+            reduce_rows(total, total, "add")
+        else:
+            across_rows(total, "add", area, spread, t, wide)
         load_fragment(number, numbers, 0, t)
         for e in unroll(elements(total)):
             key, query, portion = u32(number[e]) % t, mine + u32(number[e]) // t, share(total[e])
