@@ -1,5 +1,6 @@
 """Example inputs of attention and merge_attention. B batch, T query tokens, S key tokens, H query heads, G kv heads."""
 
+import random
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -90,6 +91,31 @@ _DOCUMENTS = (2710, 318, 1542, 96, 3987, 871, 2203, 455, 1236, 689, 2981, 1750, 
               1988, 264, 1425, 2117, 1023)  # fmt: skip
 
 
+def _listed(
+    tokens: int, keys: int, batch: int, heads: int, block_q: int, block_k: int, share: float, both: bool = False
+) -> dict:
+    """Block lists that hold `share` of the blocks, and nothing of one block of queries. batch, heads: of the lists.
+    both: the transposed lists as well."""
+    rows, columns = -(-tokens // block_q), -(-keys // block_k)
+    chance = random.Random(rows * columns)
+    seen = [[chance.random() < share for _ in range(columns)] for _ in range(batch * heads * rows)]
+    seen[rows // 2] = [False] * columns
+    sides = {"": [[j for j, here in enumerate(row) if here] for row in seen]}
+    if both:
+        sides["_t"] = [
+            [i for i in range(rows) if seen[of * rows + i][j]] for of in range(batch * heads) for j in range(columns)
+        ]
+    args: dict = {"block_q": block_q, "block_k": block_k}
+    for end, lists in sides.items():
+        ends = (0, *accumulate(map(len, lists)))
+        long = len(lists) // (batch * heads)
+        starts = [ends[first : first + long + 1] for first in range(0, len(lists), long)]
+        offsets, indices = tuple(x for row in starts for x in row), tuple(j for row in lists for j in row)
+        args[f"block_offsets{end}"] = T(batch, heads, long + 1, dtype=torch.int32, init=_given(*offsets))
+        args[f"block_indices{end}"] = T(len(indices), dtype=torch.int32, init=_given(*indices))
+    return args
+
+
 def _attend(
     batch: int = 1,
     heads: int = 2,
@@ -129,6 +155,8 @@ def _attend(
         ends = options.pop("documents")
         args["q_documents"] = T(batch, tokens, dtype=torch.int32, init=_cut(*ends))
         args["k_documents"] = T(batch, keys, dtype=torch.int32, init=_cut(*ends))
+    if "lists" in options:
+        args |= _listed(tokens, keys, *options.pop("lists"))
     if options.get("dropout_p"):
         args["seed"] = T(2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([2**40 + 7, -5], device=device))
     return {**args, **options}
@@ -201,6 +229,19 @@ ATTENTION = [
     Case("everything", _attend(
         2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),
         mask=(2, 1, 40, 52), kv_lengths=(52, 31), prefix_lengths=(4, 0), dropout_p=0.2), SMALL),
+    Case("lists", _attend(2, 2, 2, 70, 90, lists=(2, 2, 16, 16, 0.4)), SMALL),
+    Case("lists_transposed", _attend(1, 4, 2, 70, 70, causal=True, lists=(1, 2, 32, 16, 0.6, True)), SMALL),
+    Case("lists_of_heads", _attend(2, 4, 2, 50, 61, window_left=9, window_right=5, lists=(1, 4, 24, 40, 0.7)), SMALL),
+    Case("lists_ragged", _attend(1, 2, 1, 45, 45, causal=True, sinks=True, lists=(1, 1, 5, 7, 0.5)), SMALL),
+    Case("lists_packed", _attend(1, 2, 2, 45, 45, causal=True, lists=(1, 1, 16, 16, 0.6), **PACKED), SMALL),
+    Case("lists_lengths", _attend(
+        2, 2, 1, 20, 50, causal=True, kv_lengths=(50, 17), lists=(2, 1, 16, 32, 0.6)), SMALL),
+    Case("lists_everything", _attend(
+        2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),
+        mask=(2, 1, 40, 52), prefix_lengths=(4, 0), documents=(17, 34), dropout_p=0.2,
+        lists=(1, 4, 16, 24, 0.7)), SMALL),
+    Case("lists_bias", _attend(1, 2, 2, 40, 52, bias=(1, 2, 40, 52), lists=(1, 2, 12, 24, 0.5)), SMALL),
+    Case("lists_of_nothing", _attend(tokens=20, keys=20, lists=(1, 1, 32, 32, 0.5)), SMALL),
     Case("d64_small", _attend(1, 2, 1, 70, 130, 64, causal=True, sinks=True), SMALL),
     Case("d72_small", _attend(1, 2, 2, 20, 40, 72, window_left=9, softcap=9.0), SMALL),
     Case("d64_packed_small", _attend(
@@ -247,6 +288,13 @@ ATTENTION = [
     Case("prefix_tiles", _attend(2, 4, 2, 700, 700, 128, causal=True, window_left=100, prefix_lengths=(30, 500)),
          GPU, HALF),
     Case("lengths_tiles", _attend(3, 4, 2, 300, 900, 128, causal=True, kv_lengths=(900, 301, 120)), GPU, HALF),
+    *(
+        Case(f"d{dim}_lists{name}", _attend(2, 4, 2, 1030, 1030, dim, init=_tokens_first, **lists), GPU, HALF)
+        for dim in (64, 128) for name, lists in (
+            ("", {"lists": (1, 4, 128, 128, 0.4)}), ("_causal", {"causal": True, "lists": (2, 2, 128, 128, 0.4, True)}),
+            ("_wide", {"window_left": 300, "lists": (1, 1, 64, 256, 0.6)}),
+            ("_narrow", {"causal": True, "sinks": True, "lists": (1, 4, 256, 64, 0.5)}))
+    ),
     Case("far", _attend(1, 2, 2, 200, 200, 64, init=_far, causal=True), GPU, (torch.bfloat16,)),
     *(
         Case(f"d{dim}_{tokens // 1024}k{name}", _train(16384 // tokens, tokens, 2048 // dim, dim, causal=causal),
@@ -272,6 +320,8 @@ ATTENTION = [
     Case("gqa_64_8_4k_causal", _train(2, 4096, 64, 128, kv_heads=8, causal=True), TIMED, HALF),
     Case("packed_32k", _train(1, 32768, 16, 128, causal=True, cu_seqlens_q=_DOCUMENTS, cu_seqlens_k=_DOCUMENTS),
          TIMED, HALF),
+    *(Case(f"lists_16k{name}", _train(1, 16384, 16, 128, lists=(1, 1, 128, 128, 0.25), causal=causal), TIMED, HALF)
+      for name, causal in (("", False), ("_causal", True))),
     Case("bias_2k", _train(2, 2048, 16, 64, bias=(1, 16, 2048, 2048)), BENCH, HALF),
     Case("dropout_4k", _train(4, 4096, 16, 128, causal=True, dropout_p=0.1), BENCH, HALF),
 ]  # fmt: skip
@@ -329,11 +379,36 @@ def _pairs(
     return total
 
 
+def _listed_pairs(
+    q: Tensor, k: Tensor, offsets: Tensor, indices: Tensor, block_q: int, block_k: int, causal: bool,
+    window_left: int, window_right: int,
+) -> int:  # fmt: skip
+    """The same of block lists, causal and window; a mean over heads and batch rows, times the batch."""
+    tokens, keys, many = q.shape[2], k.shape[2], offsets.shape[0] * offsets.shape[1]
+    counts = offsets.diff(dim=-1).flatten().long().cpu()
+    block = torch.arange(offsets.shape[2] - 1).repeat(many).repeat_interleave(counts)
+    query = (block[:, None] * block_q + torch.arange(block_q)).clamp(max=tokens)
+    position = query + keys - tokens
+    begin = indices[: len(block)].cpu()[:, None] * block_k
+    end = (begin + block_k).clamp(max=keys)
+    right = 0 if causal else window_right
+    last = (position + right + 1).clamp(max=keys) if right >= 0 else position * 0 + keys
+    first = (position - window_left).clamp(0) if window_left >= 0 else position * 0
+    seen = (torch.minimum(last, end) - torch.maximum(first, begin)).clamp(0)
+    return int(torch.where(query < tokens, seen, 0).sum()) * q.shape[0] // many
+
+
 def _products(dims_of_q: int, dims_of_v: int) -> Callable[..., int]:
     """FLOPs of as many products over D and over Dv for each visible pair."""
 
-    def count(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, causal, window_left, window_right) -> int:
-        pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, causal, window_left, window_right)
+    def count(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, block_offsets, block_indices, block_q, block_k,
+        causal, window_left, window_right,
+    ) -> int:  # fmt: skip
+        window = causal, window_left, window_right
+        pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, *window)
+        if block_offsets is not None and cu_seqlens_q is None and kv_lengths is None:
+            pairs = _listed_pairs(q, k, block_offsets, block_indices, block_q, block_k, *window)
         return 2 * q.shape[1] * pairs * (dims_of_q * q.shape[3] + dims_of_v * v.shape[3])
 
     return count

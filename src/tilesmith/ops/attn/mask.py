@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.ops.arguments import flag, number, tensor
+from tilesmith.ops.attn import lists
 from tilesmith.ops.attn.visibility import visibility
 
 
@@ -18,7 +19,8 @@ class Blocks(NamedTuple):
 
     offsets int32 [B|1, H|G|1, ceil(T / block_q) + 1] and indices int32: row r sees the key blocks
     indices[offsets[r] : offsets[r + 1]], ascending; rows lie one after another in (batch, head, block) order.
-    offsets_t, indices_t: the same by key blocks, [B|1, H|G|1, ceil(S / block_k) + 1]; gradients need them.
+    offsets_t, indices_t: the same by key blocks, [B|1, H|G|1, ceil(S / block_k) + 1]; gradients make them where they
+    are left out.
     """
 
     offsets: Tensor
@@ -27,6 +29,13 @@ class Blocks(NamedTuple):
     block_k: int
     offsets_t: Tensor | None = None
     indices_t: Tensor | None = None
+
+    @classmethod
+    def of(cls, dense: Tensor, block_q: int, block_k: int) -> "Blocks":
+        """The lists of a bool table [B|1, H|G|1, ceil(T / block_q), ceil(S / block_k)], True where a block of queries
+        sees a block of keys. The host waits for the device, to know how many there are."""
+        offsets, indices = lists.compressed(dense)
+        return cls(offsets, indices, block_q, block_k, *lists.transposed(offsets, indices, dense.shape[3]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,7 +75,8 @@ def attention(
         max_seqlen_q, max_seqlen_k: the longest document, 0 if unknown; they never change a value.
       block_offsets [B|1, H|G|1, ceil(T / block_q) + 1] int32, block_indices int32: row r of blocks sees the key blocks
         block_indices[block_offsets[r] : block_offsets[r + 1]], ascending; rows lie one after another in
-        (batch, head, block) order. The same transposed (query blocks of a key block), for gradients: `*_t`.
+        (batch, head, block) order. The same transposed (query blocks of a key block), for gradients, which make them
+        where they are left out: `*_t`.
     Softmax
       lse = log(sum over visible j of exp(s) + exp(sinks)), natural logarithm; sinks [H]: one more logit in the
         denominator. p = exp(s - lse).

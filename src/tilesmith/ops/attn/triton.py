@@ -17,12 +17,16 @@ from tilesmith.ops.attn.triton_tiles import (
     attention_scores,
     keep_tile,
     key_walk,
+    list_of,
+    listed,
     load_plane,
     load_slope,
     load_tile,
     masked_block,
+    place_of,
     power,
     schedule,
+    tiles_in,
     unit,
 )  # fmt: skip
 
@@ -31,30 +35,33 @@ from tilesmith.ops.attn.triton_tiles import (
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr,
     bias_ptr, mask_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
-    q_documents_ptr, k_documents_ptr, bounds_ptr,
-    q_strides, k_strides, v_strides, out_strides, bias_strides, mask_strides, alibi_strides,
-    batches, heads, tokens, keys, documents, section,
+    q_documents_ptr, k_documents_ptr, bounds_ptr, offsets_ptr, indices_ptr,
+    q_strides, k_strides, v_strides, out_strides, bias_strides, mask_strides, alibi_strides, list_strides,
+    batches, heads, tokens, keys, documents, section, list_share,
     inner, outer, window_left, window_right, drop_below, keep_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
-    CLEAN: tl.constexpr,
+    CLEAN: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head. PADDED: keys outside the tile's range may hold NaN. SPARSE: any key may be
     hidden. CLEAN: keys that no query of the tile sees may hold NaN, wherever they are."""
     PLAIN: tl.constexpr = bias_ptr is None and alibi_ptr is None and not SOFTCAP
     PREFIX_ON_TOP: tl.constexpr = prefix_ptr is not None and LEFT
-    GAPS: tl.constexpr = LEFT or cu_q_ptr is not None  # else the fully visible blocks come first
+    GAPS: tl.constexpr = LEFT or cu_q_ptr is not None or LIST_K > 0  # else the fully visible blocks come first
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    block, head_row = schedule(tl.cdiv(tokens, BLOCK_M), batches * heads, section, True)
+    block, head_row = schedule(tiles_in(tokens, BLOCK_M, LIST_Q), batches * heads, section, True)
     batch = head_row // heads
     head = head_row - batch * heads
     kv_head = head // GROUP
-    start = block * BLOCK_M
+    start, end = place_of(block, tokens, BLOCK_M, LIST_Q)
+    list_ptr, count = None, None
+    if LIST_K > 0:
+        list_ptr, count = list_of(offsets_ptr, indices_ptr, list_strides, list_share, batch, head, start // LIST_Q)
     (rows, row_lo, row_hi, shift, prefix_begin, prefix_end,
-     lo, hi, begin, skip, skipped, full_begin, full_end) = key_walk(
-        start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
-        window_left, window_right, LEFT, RIGHT, SPARSE, BLOCK_M, BLOCK_N)  # fmt: skip
+     lo, hi, begin, stop, skip, skipped, full_begin, full_end) = key_walk(
+        start, end, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
+        list_ptr, count, window_left, window_right, LEFT, RIGHT, SPARSE, BLOCK_M, BLOCK_N, LIST_K)  # fmt: skip
 
     long_batch = batch.to(tl.int64)
     q_ptr += long_batch * q_strides[0] + head.to(tl.int64) * q_strides[1]
@@ -80,11 +87,13 @@ def _attention_fwd_kernel(
     for masked in tl.static_range(0, 2):
         walk_begin, walk_end = full_begin, full_end
         if masked:
-            walk_begin, walk_end = (begin, hi - skipped - (full_end - full_begin)) if GAPS else (full_end, hi)
+            walk_begin, walk_end = (begin, stop - skipped - (full_end - full_begin)) if GAPS else (full_end, hi)
         for first in tl.range(walk_begin, walk_end, BLOCK_N):
             first = tl.multiple_of(first, 16)
             if masked and GAPS:
                 first = masked_block(first, skip, skipped, full_begin, full_end, PREFIX_ON_TOP)
+            if LIST_K > 0:
+                first, block_end = listed(list_ptr, first, BLOCK_N, LIST_K)
             cols = (first + tl.arange(0, BLOCK_N))[None, :]
             k = load_tile(
                 k_ptr, k_desc, batch, kv_head, first, k_strides[2], lo, hi,
@@ -107,6 +116,10 @@ def _attention_fwd_kernel(
                 if q_documents_ptr is not None:
                     k_document = tl.load(k_documents_ptr + long_batch * keys + cols, mask=cols < keys, other=0)
                     visible = visible & (q_document[:, None] == k_document)
+                if LIST_K > 0 and LIST_K % BLOCK_N != 0:
+                    visible = visible & (cols < block_end)
+                if LIST_Q > 0 and LIST_Q % BLOCK_M != 0:
+                    visible = visible & (rows < end)[:, None]
                 score = tl.where(visible, score, float("-inf"))
             if PLAIN:
                 new_top = tl.maximum(top, tl.max(score, 1) * outer)
@@ -139,7 +152,7 @@ def _attention_fwd_kernel(
     lse = tl.where(dead, 1.0, total)
     lse = top + tl.log(lse) if EXACT else (top + tl.log2(lse)) * LN2
     lse = tl.where(dead, float("-inf"), lse)
-    held = rows < tokens
+    held = rows < end
     tl.store(lse_ptr + head_row.to(tl.int64) * tokens + rows, lse, mask=held)
     cols = tl.arange(0, BLOCK_DV)
     out_ptr += long_batch * out_strides[0] + head.to(tl.int64) * out_strides[1]
@@ -270,17 +283,25 @@ def attention(
     if lse.numel() == 0:
         return out, lse
     arch = arch_of(q.device)
+    block_q, block_k = (block_q, block_k) if block_offsets is not None else (0, 0)
+    config = config._replace(
+        block_m=tiles.within(config.block_m, block_q), block_n=tiles.within(config.block_n, block_k)
+    )
     k_desc, v_desc = tiles.descriptors(config.bulk, (k, v), config.block_n)
     arguments = tiles.launch_arguments(
         q, k, v, bias, mask, alibi, seed, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths,
-        q_documents, k_documents, scale, causal, window_left, window_right, softcap, dropout_p,
+        q_documents, k_documents, block_offsets, block_indices, scale, causal, window_left, window_right, softcap,
+        dropout_p, block_q, block_k,
     )  # fmt: skip
+    bounds = None
+    if block_offsets is None:
+        bounds = tiles.document_bounds(q_documents, k_documents, config.block_m, config.block_n)
     launch(
         _attention_fwd_kernel,
-        (triton.cdiv(tokens, config.block_m) * batch * heads,),
+        (tiles.tile_count(tokens, config.block_m, block_q) * batch * heads,),
         **arguments,
         k_desc=k_desc, v_desc=v_desc, out_ptr=out, lse_ptr=lse, sinks_ptr=sinks, out_strides=out.stride(),
-        bounds_ptr=tiles.document_bounds(q_documents, k_documents, config.block_m, config.block_n),
+        bounds_ptr=bounds,
         section=tiles.section(k, v, heads // k.shape[1], arch), BULK=k_desc is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -4,7 +4,8 @@
 their difference from lse loses no digits. Each query sees a range of keys (causal, window,
 lengths and packed documents are all bounds of that range), so a tile of queries walks at most four stretches of keys:
 prefix, partly visible, fully visible, partly visible; only the fully visible one, which is most of the work, runs
-without mask arithmetic. The gradient by keys walks queries in the same way.
+without mask arithmetic. The gradient by keys walks queries in the same way. With block lists (LIST_Q queries by LIST_K
+keys, 0 without) a tile lies in one block of queries, and the walk has only the stretches of the blocks in its list.
 """
 
 import torch
@@ -130,14 +131,83 @@ def stretches(begin, outer_hi, full_lo, full_hi, SPARSE: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def tiles_in(size, BLOCK: tl.constexpr, LIST: tl.constexpr):
+    """How many tiles of BLOCK rows there are, in blocks of LIST rows each."""
+    if LIST > 0:
+        return tl.cdiv(size, LIST) * ((LIST + BLOCK - 1) // BLOCK)
+    return tl.cdiv(size, BLOCK)
+
+
+@triton.jit
+def place_of(tile, size, BLOCK: tl.constexpr, LIST: tl.constexpr):
+    """The first row of a tile, and where the tile ends."""
+    start = tile * BLOCK
+    end = size
+    if LIST > 0:
+        per: tl.constexpr = (LIST + BLOCK - 1) // BLOCK
+        block = tile // per
+        start = block * LIST + (tile - block * per) * BLOCK
+        end = tl.minimum(size, block * LIST + LIST)
+    return start, end
+
+
+@triton.jit
+def list_of(offsets_ptr, indices_ptr, strides, share, batch, head, block):
+    """Where the list of a block starts, and its length. share: heads that have a list in common."""
+    place = offsets_ptr + batch.to(tl.int64) * strides[0] + (head // share).to(tl.int64) * strides[1]
+    place += block * strides[2]
+    begin = tl.load(place)
+    return indices_ptr + begin, tl.load(place + strides[2]) - begin
+
+
+@triton.jit
+def list_walk(
+    list_ptr, count, lo, hi, full_lo, full_hi, SPARSE: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr
+):  # fmt: skip
+    """Begin and end of a walk over the blocks of a list, of those that meet [lo, hi); and of the blocks among them that
+    lie in [full_lo, full_hi). Its unit is a row as if the blocks in the list lay one after another (`listed`)."""
+    STEPS: tl.constexpr = (LIST + BLOCK - 1) // BLOCK * BLOCK
+    begin, end = count * 0, count * 0
+    full_begin, full_end = count * 0, count * 0
+    for first in range(0, count, 128):
+        place = first + tl.arange(0, 128)
+        block = tl.load(list_ptr + place, mask=place < count, other=FAR)
+        begin += tl.sum((block < lo // LIST).to(tl.int32))
+        end += tl.sum((block < tl.cdiv(hi, LIST)).to(tl.int32))
+        full_begin += tl.sum((block < tl.cdiv(full_lo, LIST)).to(tl.int32))
+        full_end += tl.sum((block < full_hi // LIST).to(tl.int32))
+    end = tl.maximum(begin, end)
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    if SPARSE or LIST % BLOCK != 0:
+        full_begin, full_end = begin, begin
+    return begin * STEPS, end * STEPS, full_begin * STEPS, full_end * STEPS
+
+
+@triton.jit
+def listed(list_ptr, place, BLOCK: tl.constexpr, LIST: tl.constexpr):
+    """The row where a step of a walk over a list starts, and where its block ends."""
+    STEPS: tl.constexpr = (LIST + BLOCK - 1) // BLOCK * BLOCK
+    entry = place // STEPS
+    block = tl.load(list_ptr + entry) * LIST
+    first = block + place - entry * STEPS
+    if LIST % 16 == 0:
+        first = tl.multiple_of(first, 16)
+    return first, block + LIST
+
+
+@triton.jit
 def key_walk(
-    start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr, left, right,
+    start, end, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
+    list_ptr, count, left, right,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIST_K: tl.constexpr,
 ):  # fmt: skip
     """What a tile of queries needs to know to walk the keys: each row's range, and where the stretches begin and end.
 
-    The walk has blocks at begin, begin + BLOCK_N, ... end, without those in [skip, skip + skipped) (between a prefix
-    and a window). Those in [full_begin, full_end) need no mask. The tile sees no key outside [lo, hi).
+    The walk has blocks at begin, begin + BLOCK_N, ... stop, without those in [skip, skip + skipped) (between a prefix
+    and a window). Those in [full_begin, full_end) need no mask. The tile sees no key outside [lo, hi). With a list the
+    walk's unit is that of `list_walk`.
     """
     rows = start + tl.arange(0, BLOCK_M)
     if cu_q_ptr is not None:
@@ -153,15 +223,15 @@ def key_walk(
         first_prefix, last_prefix = tl.min(prefix_begin, 0), tl.max(prefix_end, 0)
         lo, full_lo, hi, full_hi = tl.min(row_lo, 0), tl.max(row_lo, 0), tl.max(row_hi, 0), tl.min(row_hi, 0)
     else:
-        _, q_end, k_begin, k_end, end = span(batch, None, None, lengths_ptr, prefix_ptr, tokens, keys)
+        _, q_end, k_begin, k_end, prefix = span(batch, None, None, lengths_ptr, prefix_ptr, tokens, keys)
         move = k_end - q_end
-        row_lo, row_hi = key_range(rows, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
-        lo, full_hi = key_range(start, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
-        last = tl.minimum(start + BLOCK_M, tokens) - 1
-        full_lo, hi = key_range(last, move, k_begin, k_end, end, left, right, LEFT, RIGHT)
+        row_lo, row_hi = key_range(rows, move, k_begin, k_end, prefix, left, right, LEFT, RIGHT)
+        lo, full_hi = key_range(start, move, k_begin, k_end, prefix, left, right, LEFT, RIGHT)
+        last = tl.minimum(start + BLOCK_M, end) - 1
+        full_lo, hi = key_range(last, move, k_begin, k_end, prefix, left, right, LEFT, RIGHT)
         shift = rows * 0 + move
-        prefix_begin, prefix_end = rows * 0, rows * 0 + end
-        first_prefix, last_prefix = start * 0, start * 0 + end
+        prefix_begin, prefix_end = rows * 0, rows * 0 + prefix
+        first_prefix, last_prefix = start * 0, start * 0 + prefix
     if bounds_ptr is not None:
         bounds_ptr += (batch * tl.cdiv(tokens, BLOCK_M) + start // BLOCK_M) * 2
         lo = tl.maximum(lo, tl.load(bounds_ptr))
@@ -177,8 +247,16 @@ def key_walk(
         skipped = window - skip
         lo = tl.minimum(lo, first_prefix)
         hi = tl.maximum(hi, last_prefix)
-    full_begin, full_end = stretches(skip + skipped, hi, full_lo, full_hi, SPARSE, BLOCK_N)
-    return rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, full_begin, full_end
+    stop = hi
+    if LIST_K > 0:
+        begin, stop, full_begin, full_end = list_walk(
+            list_ptr, count, lo, hi, full_lo, full_hi, SPARSE, BLOCK_N, LIST_K
+        )
+        skip, skipped = begin, begin * 0
+    else:
+        full_begin, full_end = stretches(skip + skipped, hi, full_lo, full_hi, SPARSE, BLOCK_N)
+    return (rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, stop, skip, skipped,
+            full_begin, full_end)  # fmt: skip
 
 
 @triton.jit
@@ -280,12 +358,16 @@ def launch_arguments(
     prefix_lengths: Tensor | None,
     q_documents: Tensor | None,
     k_documents: Tensor | None,
+    block_offsets: Tensor | None,
+    block_indices: Tensor | None,
     scale: float | None,
     causal: bool,
     window_left: int,
     window_right: int,
     softcap: float,
     dropout_p: float,
+    block_q: int,
+    block_k: int,
 ) -> dict:
     """The arguments that forward and gradients share, by the kernels' parameter names."""
     batch, heads, tokens, dim = q.shape
@@ -301,12 +383,15 @@ def launch_arguments(
     # where documents have as many keys as queries, only lengths leave tokens in the midst of others that nobody meets
     unequal = packed and (lengths or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr())
     dropped = philox.threshold(dropout_p)
+    has_lists = block_offsets is not None
     return {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": bias, "mask_ptr": mask,
         "alibi_ptr": alibi, "seed_ptr": seed if dropout_p > 0.0 else None,
         "cu_q_ptr": cu_seqlens_q, "cu_k_ptr": cu_seqlens_k, "lengths_ptr": kv_lengths, "prefix_ptr": prefix_lengths,
         "q_documents_ptr": None if q_documents is None else q_documents.contiguous(),
         "k_documents_ptr": None if k_documents is None else k_documents.contiguous(),
+        **list_arguments(block_offsets, block_indices, batch, heads),
+        "LIST_Q": block_q if has_lists else 0, "LIST_K": block_k if has_lists else 0,
         "q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride(),
         "bias_strides": None if bias is None else bias.expand(whole).stride(),
         "mask_strides": None if mask is None else mask.stride(),
@@ -318,10 +403,31 @@ def launch_arguments(
         "window_left": window_left, "window_right": window_right,
         "drop_below": dropped - 2**32 if dropped >= 2**31 else dropped, "keep_scale": 1.0 / (1.0 - dropout_p),
         "DIM": dim, "DIM_V": v.shape[3], "BLOCK_D": _padded(dim), "BLOCK_DV": _padded(v.shape[3]),
-        "LEFT": left, "RIGHT": right, "SOFTCAP": softcap > 0.0, "DROPOUT": dropout_p > 0.0, "BY_FOUR": keys % 4 == 0,
+        "LEFT": left, "RIGHT": right, "SOFTCAP": softcap > 0.0, "DROPOUT": dropout_p > 0.0,
+        "BY_FOUR": keys % 4 == 0 and not (has_lists and block_k % 4),
         "PADDED": packed or lengths or (right and tokens > keys) or (left and keys > tokens),
-        "SPARSE": sparse, "CLEAN": sparse or unequal or (left and keys > tokens and prefix_lengths is not None),
+        "SPARSE": sparse,
+        "CLEAN": sparse or has_lists or unequal or (left and keys > tokens and prefix_lengths is not None),
     }  # fmt: skip
+
+
+def list_arguments(offsets: Tensor | None, indices: Tensor | None, batch: int, heads: int) -> dict:
+    """Block lists as arguments of a kernel."""
+    if offsets is None:
+        return {"offsets_ptr": None, "indices_ptr": None, "list_strides": None, "list_share": 1}
+    strides = offsets.expand(batch, -1, -1).stride()
+    share = heads // offsets.shape[1]
+    return {"offsets_ptr": offsets, "indices_ptr": indices.contiguous(), "list_strides": strides, "list_share": share}
+
+
+def within(block: int, size: int) -> int:
+    """A tile's rows, so that it is not much larger than a block of a list."""
+    return min(block, max(16, triton.next_power_of_2(size))) if size else block
+
+
+def tile_count(size: int, block: int, list_size: int) -> int:
+    """How many tiles of `block` rows `tiles_in` counts."""
+    return triton.cdiv(size, list_size) * triton.cdiv(list_size, block) if list_size else triton.cdiv(size, block)
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
@@ -386,8 +492,6 @@ def rejects(call) -> list[str]:
     reasons = []
     if call.page_table is not None:
         reasons.append("page_table: paged keys and values are not read")
-    if call.block_offsets is not None:
-        reasons.append("block_offsets: block lists are not walked")
     if call.q_scale is not None or call.k_scale is not None or call.v_scale is not None:
         reasons.append("q_scale, k_scale, v_scale: quantised values are not read")
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):

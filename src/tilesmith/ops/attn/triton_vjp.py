@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import reference
+from tilesmith.ops.attn import lists, reference
 from tilesmith.ops.attn import triton_tiles as tiles
 from tilesmith.ops.attn.triton_tiles import (
     FAR,
@@ -20,15 +20,20 @@ from tilesmith.ops.attn.triton_tiles import (
     find_document,
     keep_tile,
     key_walk,
+    list_of,
+    list_walk,
+    listed,
     load_plane,
     load_slope,
     load_tile,
     masked_block,
+    place_of,
     power,
     query_range,
     schedule,
     span,
     stretches,
+    tiles_in,
     unit,
 )  # fmt: skip
 
@@ -68,28 +73,32 @@ def _attention_stats_kernel(
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, k_desc, v_desc, row_lse_ptr, delta_ptr, dq_ptr, dbias_ptr,
     bias_ptr, mask_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
-    q_documents_ptr, k_documents_ptr, bounds_ptr,
+    q_documents_ptr, k_documents_ptr, bounds_ptr, offsets_ptr, indices_ptr,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, bias_strides, mask_strides, alibi_strides,
-    batches, heads, tokens, keys, documents, section,
+    list_strides,
+    batches, heads, tokens, keys, documents, section, list_share,
     inner, outer, scale, window_left, window_right, drop_below, keep_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
-    CLEAN: tl.constexpr,
+    CLEAN: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries of one head, and its rows of dbias [B, H, T, S] (contiguous, zeroed) if asked for."""
     PREFIX_ON_TOP: tl.constexpr = prefix_ptr is not None and LEFT
-    GAPS: tl.constexpr = LEFT or cu_q_ptr is not None  # else the fully visible blocks come first
+    GAPS: tl.constexpr = LEFT or cu_q_ptr is not None or LIST_K > 0  # else the fully visible blocks come first
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    block, head_row = schedule(tl.cdiv(tokens, BLOCK_M), batches * heads, section, True)
+    block, head_row = schedule(tiles_in(tokens, BLOCK_M, LIST_Q), batches * heads, section, True)
     batch = head_row // heads
     head = head_row - batch * heads
     kv_head = head // GROUP
-    start = block * BLOCK_M
+    start, end = place_of(block, tokens, BLOCK_M, LIST_Q)
+    list_ptr, count = None, None
+    if LIST_K > 0:
+        list_ptr, count = list_of(offsets_ptr, indices_ptr, list_strides, list_share, batch, head, start // LIST_Q)
     (rows, row_lo, row_hi, shift, prefix_begin, prefix_end,
-     lo, hi, begin, skip, skipped, full_begin, full_end) = key_walk(
-        start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
-        window_left, window_right, LEFT, RIGHT, SPARSE, BLOCK_M, BLOCK_N)  # fmt: skip
+     lo, hi, begin, stop, skip, skipped, full_begin, full_end) = key_walk(
+        start, end, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, bounds_ptr,
+        list_ptr, count, window_left, window_right, LEFT, RIGHT, SPARSE, BLOCK_M, BLOCK_N, LIST_K)  # fmt: skip
 
     long_batch = batch.to(tl.int64)
     long_head = head.to(tl.int64)
@@ -118,11 +127,15 @@ def _attention_dq_kernel(
     for masked in tl.static_range(0, 2):
         walk_begin, walk_end = full_begin, full_end
         if masked:
-            walk_begin, walk_end = (begin, hi - skipped - (full_end - full_begin)) if GAPS else (full_end, hi)
+            walk_begin, walk_end = (begin, stop - skipped - (full_end - full_begin)) if GAPS else (full_end, hi)
         for first in tl.range(walk_begin, walk_end, BLOCK_N):
             first = tl.multiple_of(first, 16)
             if masked and GAPS:
                 first = masked_block(first, skip, skipped, full_begin, full_end, PREFIX_ON_TOP)
+            block_end = keys
+            if LIST_K > 0:
+                first, block_end = listed(list_ptr, first, BLOCK_N, LIST_K)
+                block_end = tl.minimum(block_end, keys)
             cols = (first + tl.arange(0, BLOCK_N))[None, :]
             k = load_tile(
                 k_ptr, k_desc, batch, kv_head, first, k_strides[2], lo, hi,
@@ -154,13 +167,17 @@ def _attention_dq_kernel(
                 if q_documents_ptr is not None:
                     k_document = tl.load(k_documents_ptr + long_batch * keys + cols, mask=cols < keys, other=0)
                     visible = visible & (q_document[:, None] == k_document)
+                if LIST_K > 0 and LIST_K % BLOCK_N != 0:
+                    visible = visible & (cols < block_end)
+                if LIST_Q > 0 and LIST_Q % BLOCK_M != 0:
+                    visible = visible & (rows < end)[:, None]
                 ds = tl.where(visible, ds, 0.0)
                 bent = tl.where(visible, bent, 0.0)
                 if CLEAN:
                     k = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], k, 0.0)
             if dbias_ptr is not None:
                 dbias_row = dbias_ptr + place[:, None] * keys
-                held = (rows < tokens)[:, None] & (cols < keys)
+                held = (rows < end)[:, None] & (cols < block_end)
                 tl.store(dbias_row + cols, ds.to(dbias_ptr.dtype.element_ty), mask=held)
             if SOFTCAP:
                 ds = ds * (1.0 - bent * bent)
@@ -169,31 +186,32 @@ def _attention_dq_kernel(
     cols = tl.arange(0, BLOCK_D)
     dq_ptr += long_batch * dq_strides[0] + long_head * dq_strides[1]
     dq_ptr += rows.to(tl.int64)[:, None] * dq_strides[2] + cols[None, :]
-    tl.store(dq_ptr, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(rows < tokens)[:, None] & (cols < DIM)[None, :])
+    tl.store(dq_ptr, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["documents", "drop_below"])
 def _attention_dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, q_desc, dout_desc, row_lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     bias_ptr, mask_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
-    q_documents_ptr, k_documents_ptr, bounds_ptr,
+    q_documents_ptr, k_documents_ptr, bounds_ptr, offsets_ptr, indices_ptr,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, bias_strides, mask_strides, alibi_strides,
-    batches, heads, tokens, keys, documents, section,
+    list_strides,
+    batches, heads, tokens, keys, documents, section, list_share,
     inner, outer, scale, window_left, window_right, drop_below, keep_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
-    CLEAN: tl.constexpr,
+    CLEAN: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys of one kv head: a walk over the queries of every head of its group. Tiles of scores
     are transposed, [BLOCK_N, BLOCK_M], so that p and ds feed the next product from registers."""
     PREFIX: tl.constexpr = prefix_ptr is not None
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     kv_heads = heads // GROUP
-    block, kv_row = schedule(tl.cdiv(keys, BLOCK_N), batches * kv_heads, section, False)
+    block, kv_row = schedule(tiles_in(keys, BLOCK_N, LIST_K), batches * kv_heads, section, False)
     batch = kv_row // kv_heads
     kv_head = kv_row - batch * kv_heads
-    start = block * BLOCK_N
+    start, end = place_of(block, keys, BLOCK_N, LIST_K)
     cols = start + tl.arange(0, BLOCK_N)
     if cu_q_ptr is not None:
         document = find_document(cu_k_ptr, documents, cols)
@@ -202,6 +220,8 @@ def _attention_dkv_kernel(
     else:
         q_begin, q_end, _, k_end, prefix_end = span(batch, None, None, lengths_ptr, prefix_ptr, tokens, keys)
         real = cols < k_end
+    if LIST_K > 0:
+        real = real & (cols < end)
     shift = cols * 0 + (k_end - q_end)
     lo, hi = query_range(cols, shift, q_begin, q_end, prefix_end, window_left, window_right, LEFT, RIGHT, PREFIX)
     # keys that do not exist need no mask: their rows of dk and dv are dropped at the end
@@ -228,87 +248,104 @@ def _attention_dkv_kernel(
 
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    full_blocks = (full_end - full_begin) // BLOCK_M
-    for masked in tl.static_range(0, 2):
-        blocks = full_blocks
-        if masked:
-            blocks = tl.cdiv(tl.maximum(outer_hi - begin, 0), BLOCK_M) - full_blocks
-        for step in tl.range(0, blocks * GROUP):  # one loop over heads and blocks: the pipeline never drains
-            member = step // blocks if GROUP > 1 else 0
-            head = kv_head * GROUP + member
-            first = (step - member * blocks) * BLOCK_M
+    # one loop over heads and blocks, so that the pipeline never drains; but each head may have a list of its own
+    OUTER: tl.constexpr = GROUP if LIST_Q > 0 else 1
+    INNER: tl.constexpr = 1 if LIST_Q > 0 else GROUP
+    for part in tl.range(0, OUTER):
+        list_ptr, stop = None, outer_hi
+        if LIST_Q > 0:
+            list_ptr, count = list_of(
+                offsets_ptr, indices_ptr, list_strides, list_share, batch, kv_head * GROUP + part, start // LIST_K
+            )
+            begin, stop, full_begin, full_end = list_walk(
+                list_ptr, count, outer_lo, outer_hi, full_lo, full_hi, SPARSE, BLOCK_M, LIST_Q
+            )
+        full_blocks = (full_end - full_begin) // BLOCK_M
+        for masked in tl.static_range(0, 2):
+            blocks = full_blocks
             if masked:
-                first = masked_block(begin + first, begin, 0, full_begin, full_end, False)
-            else:
-                first = tl.multiple_of(full_begin + first, 16)
-            head_row = batch * heads + head
-            long_head = head.to(tl.int64)
-            bias_head = bias_ptr
-            if bias_ptr is not None:
-                bias_head = bias_ptr + long_batch * bias_strides[0] + long_head * bias_strides[1]
-            slope = 0.0
-            if alibi_ptr is not None:
-                slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
-            place = head_row.to(tl.int64) * tokens + first + tl.arange(0, BLOCK_M)
-            rows = first + tl.arange(0, BLOCK_M)
-            q = load_tile(
-                q_ptr + long_head * q_strides[1], q_desc, batch, head, first, q_strides[2], outer_lo, outer_hi,
-                DIM, BLOCK_M, BLOCK_D, BULK and (not masked or not PADDED), masked,
-            )  # fmt: skip
-            dout = load_tile(
-                dout_ptr + long_head * dout_strides[1], dout_desc, batch, head, first, dout_strides[2],
-                outer_lo, outer_hi, DIM_V, BLOCK_M, BLOCK_DV, BULK and (not masked or not PADDED), masked,
-            )  # fmt: skip
-            if not masked:
-                lse = tl.load(row_lse_ptr + place)
-            else:
-                lse = tl.load(row_lse_ptr + place, mask=rows < tokens, other=float("inf"))
-            if masked:
-                rows_2d = rows[None, :]
-                visible = (rows_2d >= lo[:, None]) & (rows_2d < hi[:, None])
-                if mask_ptr is not None:
-                    mask_head = mask_ptr + long_batch * mask_strides[0] + long_head * mask_strides[1]
-                    allowed = load_plane(mask_head, mask_strides, rows_2d, cols[:, None], tokens, keys, 0)
-                    visible = visible & (allowed != 0)
-                if k_documents_ptr is not None:
-                    q_document = tl.load(q_documents_ptr + long_batch * tokens + rows, mask=rows < tokens, other=0)
-                    visible = visible & (q_document[None, :] == k_document[:, None])
-                if CLEAN:
-                    seen = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
-                    q = tl.where(seen, q, 0.0)
-                    dout = tl.where(seen, dout, 0.0)
-            qk = tl.dot(k, tl.trans(q), input_precision="ieee")
-            score, bent = attention_scores(
-                qk, rows[None, :], cols[:, None], shift[:, None], bias_head, bias_strides, slope, tokens, keys,
-                inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
-            )  # fmt: skip
-            p = power(score - lse[None, :], EXACT)
-            if masked:
-                p = tl.where(visible, p, 0.0)
-            kept = p
-            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-            if DROPOUT:
-                keep = tl.trans(
-                    keep_tile(seed_ptr, head_row, first, start, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
-                )
-                kept = tl.where(keep, p, 0.0)
-                dp = tl.where(keep, dp * keep_scale, 0.0)
-            dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision="ieee")
-            # loaded here, not with lse: 32 registers less at a time, which is what keeps D = 128 from spilling
-            if not masked:
-                delta = tl.load(delta_ptr + place)
-            else:
-                delta = tl.load(delta_ptr + place, mask=rows < tokens, other=0.0)
-            ds = p * (dp - delta[None, :])
-            if SOFTCAP:
-                ds = ds * (1.0 - bent * bent)
-            if masked and (PADDED or CLEAN):  # 0 * NaN
-                ds = tl.where(visible, ds, 0.0)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+                blocks = tl.cdiv(tl.maximum(stop - begin, 0), BLOCK_M) - full_blocks
+            for step in tl.range(0, blocks * INNER):
+                member = part + (step // blocks if INNER > 1 else 0)
+                head = kv_head * GROUP + member
+                first = (step - (member - part) * blocks) * BLOCK_M
+                if masked:
+                    first = masked_block(begin + first, begin, 0, full_begin, full_end, False)
+                else:
+                    first = tl.multiple_of(full_begin + first, 16)
+                block_end = tokens
+                if LIST_Q > 0:
+                    first, block_end = listed(list_ptr, first, BLOCK_M, LIST_Q)
+                head_row = batch * heads + head
+                long_head = head.to(tl.int64)
+                bias_head = bias_ptr
+                if bias_ptr is not None:
+                    bias_head = bias_ptr + long_batch * bias_strides[0] + long_head * bias_strides[1]
+                slope = 0.0
+                if alibi_ptr is not None:
+                    slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
+                place = head_row.to(tl.int64) * tokens + first + tl.arange(0, BLOCK_M)
+                rows = first + tl.arange(0, BLOCK_M)
+                q = load_tile(
+                    q_ptr + long_head * q_strides[1], q_desc, batch, head, first, q_strides[2], outer_lo, outer_hi,
+                    DIM, BLOCK_M, BLOCK_D, BULK and (not masked or not PADDED), masked,
+                )  # fmt: skip
+                dout = load_tile(
+                    dout_ptr + long_head * dout_strides[1], dout_desc, batch, head, first, dout_strides[2],
+                    outer_lo, outer_hi, DIM_V, BLOCK_M, BLOCK_DV, BULK and (not masked or not PADDED), masked,
+                )  # fmt: skip
+                if not masked:
+                    lse = tl.load(row_lse_ptr + place)
+                else:
+                    lse = tl.load(row_lse_ptr + place, mask=rows < tokens, other=float("inf"))
+                if masked:
+                    rows_2d = rows[None, :]
+                    visible = (rows_2d >= lo[:, None]) & (rows_2d < hi[:, None])
+                    if mask_ptr is not None:
+                        mask_head = mask_ptr + long_batch * mask_strides[0] + long_head * mask_strides[1]
+                        allowed = load_plane(mask_head, mask_strides, rows_2d, cols[:, None], tokens, keys, 0)
+                        visible = visible & (allowed != 0)
+                    if k_documents_ptr is not None:
+                        q_document = tl.load(q_documents_ptr + long_batch * tokens + rows, mask=rows < tokens, other=0)
+                        visible = visible & (q_document[None, :] == k_document[:, None])
+                    if LIST_Q > 0 and LIST_Q % BLOCK_M != 0:
+                        visible = visible & (rows_2d < block_end)
+                    if CLEAN:
+                        seen = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
+                        q = tl.where(seen, q, 0.0)
+                        dout = tl.where(seen, dout, 0.0)
+                qk = tl.dot(k, tl.trans(q), input_precision="ieee")
+                score, bent = attention_scores(
+                    qk, rows[None, :], cols[:, None], shift[:, None], bias_head, bias_strides, slope, tokens, keys,
+                    inner, outer, alibi_ptr is not None, SOFTCAP, EXACT,
+                )  # fmt: skip
+                p = power(score - lse[None, :], EXACT)
+                if masked:
+                    p = tl.where(visible, p, 0.0)
+                kept = p
+                dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+                if DROPOUT:
+                    keep = tl.trans(
+                        keep_tile(seed_ptr, head_row, first, start, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
+                    )
+                    kept = tl.where(keep, p, 0.0)
+                    dp = tl.where(keep, dp * keep_scale, 0.0)
+                dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision="ieee")
+                # loaded here, not with lse: 32 registers less at a time, which is what keeps D = 128 from spilling
+                if not masked:
+                    delta = tl.load(delta_ptr + place)
+                else:
+                    delta = tl.load(delta_ptr + place, mask=rows < tokens, other=0.0)
+                ds = p * (dp - delta[None, :])
+                if SOFTCAP:
+                    ds = ds * (1.0 - bent * bent)
+                if masked and (PADDED or CLEAN):  # 0 * NaN
+                    ds = tl.where(visible, ds, 0.0)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
 
     dk = tl.where(real[:, None], dk * scale, 0.0)
     dv = tl.where(real[:, None], dv * keep_scale, 0.0)
-    held = (cols < keys)[:, None]
+    held = (cols < end)[:, None]
     features = tl.arange(0, BLOCK_D)[None, :]
     dk_ptr += long_batch * dk_strides[0] + kv_head.to(tl.int64) * dk_strides[1]
     dk_ptr += cols.to(tl.int64)[:, None] * dk_strides[2] + features
@@ -354,9 +391,10 @@ def _attention_dbias_kernel(
         start = (block_m + (step // walk_n) % walk_m) * BLOCK_M
         first = (block_n + step % walk_n) * BLOCK_N
         # no `_` here: below it is a score's slope, and a name must keep its type
-        rows, row_lo, row_hi, shift, prefix_begin, prefix_end, lo, hi, begin, skip, skipped, in_lo, in_hi = key_walk(
-            start, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, None,
-            window_left, window_right, LEFT, RIGHT, True, BLOCK_M, BLOCK_N)  # fmt: skip
+        (rows, row_lo, row_hi, shift, prefix_begin, prefix_end,
+         lo, hi, begin, stop, skip, skipped, in_lo, in_hi) = key_walk(
+            start, tokens, batch, tokens, keys, documents, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr, None,
+            None, None, window_left, window_right, LEFT, RIGHT, True, BLOCK_M, BLOCK_N, 0)  # fmt: skip
         if (first < hi) & (first + BLOCK_N > lo):
             cols = (first + tl.arange(0, BLOCK_N))[None, :]
             kv_head = head // GROUP
@@ -580,19 +618,33 @@ def attention_vjp(
     row_lse, delta = _statistics(dout, dlse, out, lse)
     shared = tiles.launch_arguments(
         q, k, v, bias, mask, alibi, seed, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths,
-        q_documents, k_documents, scale, causal, window_left, window_right, softcap, dropout_p,
+        q_documents, k_documents, block_offsets, block_indices, scale, causal, window_left, window_right, softcap,
+        dropout_p, block_q, block_k,
     )  # fmt: skip
     shared |= {"dout_ptr": dout, "dout_strides": dout.stride(), "row_lse_ptr": row_lse, "delta_ptr": delta}
+    if block_offsets is not None:
+        config = _within(config, block_q, block_k)
     if wants_k or wants_v:
-        both = _dkv(shared, config, arch)
+        by_keys = {}
+        if block_offsets is not None:
+            if block_offsets_t is None:
+                block_offsets_t, block_indices_t = lists.transposed(
+                    block_offsets, block_indices, triton.cdiv(k.shape[2], block_k)
+                )
+            by_keys = tiles.list_arguments(block_offsets_t, block_indices_t, *q.shape[:2])
+        both = _dkv(shared | by_keys, config, arch)
         dk, dv = both[0] if wants_k else dk, both[1] if wants_v else dv
     # the kernel that writes dq is also the one that writes the gradient of a bias that was not broadcast
-    whole = wants_bias and bias.shape == (*q.shape[:3], k.shape[2])
+    every = (*q.shape[:3], k.shape[2])
+    whole = wants_bias and (bias.shape == every or block_offsets is not None)
     if wants_bias:
-        dbias = bias.new_zeros(bias.shape) if whole else _broadcast_dbias(shared, bias)
+        dbias = bias.new_zeros(every, dtype=None if bias.shape == every else torch.float32) if whole else None
+        dbias = _broadcast_dbias(shared, bias) if dbias is None else dbias
     if wants_q or whole:
         every_dq = _dq(shared, config, arch, dbias if whole else None)
         dq = every_dq if wants_q else dq
+    if whole and bias.shape != every:
+        dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
     if wants_sinks:
         dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format)
         launch(
@@ -618,6 +670,14 @@ def _statistics(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> 
     return stats
 
 
+def _within(config: AttentionVjpConfig, block_q: int, block_k: int) -> AttentionVjpConfig:
+    """Tiles that are not much larger than the blocks of lists."""
+    return config._replace(
+        dkv_block_m=tiles.within(config.dkv_block_m, block_q), dkv_block_n=tiles.within(config.dkv_block_n, block_k),
+        dq_block_m=tiles.within(config.dq_block_m, block_q), dq_block_n=tiles.within(config.dq_block_n, block_k),
+    )  # fmt: skip
+
+
 def _dkv(shared: dict, config: AttentionVjpConfig, arch) -> tuple[Tensor, Tensor]:
     q, k, v, dout = (shared[name] for name in ("q_ptr", "k_ptr", "v_ptr", "dout_ptr"))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -626,11 +686,10 @@ def _dkv(shared: dict, config: AttentionVjpConfig, arch) -> tuple[Tensor, Tensor
     q_desc, dout_desc = tiles.descriptors(config.bulk, (q, dout), config.dkv_block_m)
     launch(
         _attention_dkv_kernel,
-        (triton.cdiv(k.shape[2], config.dkv_block_n) * k.shape[0] * k.shape[1],),
+        (tiles.tile_count(k.shape[2], config.dkv_block_n, shared["LIST_K"]) * k.shape[0] * k.shape[1],),
         **shared,
         q_desc=q_desc, dout_desc=dout_desc, dk_ptr=dk, dv_ptr=dv, dk_strides=dk.stride(), dv_strides=dv.stride(),
-        bounds_ptr=tiles.document_bounds(
-            shared["k_documents_ptr"], shared["q_documents_ptr"], config.dkv_block_n, config.dkv_block_m),
+        bounds_ptr=_bounds(shared, "k", "q", config.dkv_block_n, config.dkv_block_m),
         section=max(1, tiles.section(q, dout, 1, arch) // shared["GROUP"]), scale=_scale(shared),
         BULK=q_desc is not None,
         BLOCK_M=config.dkv_block_m, BLOCK_N=config.dkv_block_n,
@@ -646,16 +705,22 @@ def _dq(shared: dict, config: AttentionVjpConfig, arch, dbias: Tensor | None) ->
     if q.shape[0] * q.shape[1] * q.shape[2] > 0:
         launch(
             _attention_dq_kernel,
-            (triton.cdiv(q.shape[2], config.dq_block_m) * q.shape[0] * q.shape[1],),
+            (tiles.tile_count(q.shape[2], config.dq_block_m, shared["LIST_Q"]) * q.shape[0] * q.shape[1],),
             **shared,
             k_desc=k_desc, v_desc=v_desc, dq_ptr=dq, dq_strides=dq.stride(), dbias_ptr=dbias,
-            bounds_ptr=tiles.document_bounds(
-                shared["q_documents_ptr"], shared["k_documents_ptr"], config.dq_block_m, config.dq_block_n),
+            bounds_ptr=_bounds(shared, "q", "k", config.dq_block_m, config.dq_block_n),
             section=tiles.section(k, v, shared["GROUP"], arch), scale=_scale(shared), BULK=k_desc is not None,
             BLOCK_M=config.dq_block_m, BLOCK_N=config.dq_block_n,
             num_warps=config.dq_warps, num_stages=config.dq_stages,
         )  # fmt: skip
     return dq
+
+
+def _bounds(shared: dict, own: str, other: str, block: int, other_block: int) -> Tensor | None:
+    """`document_bounds`, where lists do not say already which blocks meet."""
+    if shared["LIST_Q"]:
+        return None
+    return tiles.document_bounds(shared[f"{own}_documents_ptr"], shared[f"{other}_documents_ptr"], block, other_block)
 
 
 def _broadcast_dbias(shared: dict, bias: Tensor) -> Tensor:
@@ -666,7 +731,7 @@ def _broadcast_dbias(shared: dict, bias: Tensor) -> Tensor:
     rows, cols = bias.shape[2] > 1, bias.shape[3] > 1
     block = 32
     blocks = (triton.cdiv(tokens, block) if rows else 1) * (triton.cdiv(keys, block) if cols else 1)
-    unused = ("PADDED", "SPARSE", "CLEAN")
+    unused = ("PADDED", "SPARSE", "CLEAN", "LIST_Q", "LIST_K", *tiles.list_arguments(None, None, 1, 1))
     launch(
         _attention_dbias_kernel, (len(bias) * bias.shape[1] * blocks,),
         **{name: value for name, value in shared.items() if name not in unused},

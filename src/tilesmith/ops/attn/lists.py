@@ -1,0 +1,35 @@
+"""Block lists in other forms: made from a dense table of blocks, and transposed, both on the tensor's own device."""
+
+import torch
+from torch import Tensor
+
+
+def compressed(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets int32 [B|1, H|G|1, rows + 1] and indices int32 of a bool table [B|1, H|G|1, rows, columns].
+
+    How many entries there are is asked of the device, which the host waits for.
+    """
+    counts = dense.sum(-1).flatten().cumsum(0)
+    ends = torch.nn.functional.pad(counts, (1, 0))
+    rows = torch.arange(dense.shape[2] + 1, device=dense.device)
+    starts = torch.arange(dense.shape[0] * dense.shape[1], device=dense.device)[:, None] * dense.shape[2]
+    offsets = ends[starts + rows].view(*dense.shape[:2], -1)
+    return offsets.int(), dense.nonzero()[:, 3].int()
+
+
+def transposed(offsets: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The lists of the other side: offsets [B|1, H|G|1, columns + 1] and indices, as long as the given ones.
+
+    Entries behind the last list stay behind it. The host waits for nothing.
+    """
+    rows = offsets.shape[2] - 1
+    lists = offsets.shape[0] * offsets.shape[1]
+    ends = offsets[..., 1:].flatten().long()
+    entry = torch.arange(indices.numel(), device=offsets.device)
+    row = torch.searchsorted(ends, entry, right=True)
+    of_list = torch.div(row, max(rows, 1), rounding_mode="floor")
+    key = (of_list * columns + indices.long()) * rows + (row - of_list * rows)
+    key = torch.where(row < lists * rows, key, lists * columns * rows).sort().values
+    starts = torch.arange(lists, device=offsets.device)[:, None] * columns
+    starts = (starts + torch.arange(columns + 1, device=offsets.device)) * rows
+    return torch.searchsorted(key, starts).view(*offsets.shape[:2], -1).int(), (key % max(rows, 1)).int()
