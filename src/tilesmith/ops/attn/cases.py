@@ -214,6 +214,8 @@ ATTENTION = [
     Case("prefix_window_bias", _attend(
         tokens=60, keys=60, causal=True, window_left=5, prefix_lengths=(39,), bias=(1, 1, 60, 60)), SMALL),
     Case("documents", _attend(2, 2, 2, 50, 50, causal=True, documents=(17, 34)), SMALL),
+    Case("documents_over_nan", {**_attend(tokens=11, keys=5, causal=True, documents=(5, 7)), **dict.fromkeys(
+        ("k", "v"), T(1, 2, 5, 16, init=_padding(0)))}, SMALL),
     Case("documents_cross", _attend(1, 2, 2, 33, 60, documents=(17, 50)), SMALL),
     Case("packed", _attend(1, 4, 2, 45, 45, causal=True, **PACKED), SMALL),
     Case("packed_cross", _attend(1, 2, 2, 40, 64, cu_seqlens_q=(13, 20, 7), cu_seqlens_k=(10, 0, 50)), SMALL),

@@ -166,7 +166,8 @@ def _attention_dq_kernel(
                     visible = visible & (load_plane(mask_ptr, mask_strides, rows[:, None], cols, tokens, keys, 0) != 0)
                 if q_documents_ptr is not None:
                     k_document = tl.load(k_documents_ptr + long_batch * keys + cols, mask=cols < keys, other=0)
-                    visible = visible & (q_document[:, None] == k_document)
+                    # rows that do not exist see no key: one that only they saw would not be cleaned
+                    visible = visible & (q_document[:, None] == k_document) & (rows < tokens)[:, None]
                 if LIST_K > 0 and LIST_K % BLOCK_N != 0:
                     visible = visible & (cols < block_end)
                 if LIST_Q > 0 and LIST_Q % BLOCK_M != 0:
