@@ -87,11 +87,13 @@ def rejects_vjp(call) -> list[str]:
 
 
 class HopperConfig(NamedTuple):
-    """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight."""
+    """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
+    q_stages: query tiles in flight."""
 
     consumers: int
     block_n: int
     stages: int
+    q_stages: int = 1
 
 
 def _dims(*args) -> dict[str, int]:
@@ -103,16 +105,19 @@ def _dims(*args) -> dict[str, int]:
 
 
 def _default(dims, arch, dtype) -> HopperConfig:
-    # H200, bf16, hidden 2048, TFLOP/s of 1k / 4k / 16k keys at head dim 64: three consumers 447 / 557 / 567, two
-    # 437 / 474 / 463; with a causal mask 249 / 417 / 511 and 319 / 429 / 467.
+    # H200, bf16, hidden 2048, TFLOP/s of 512 / 1k / 4k keys at head dim 64: with a causal mask four consumers 250 / 341
+    # / 455, two 239 / 326 / 437 (16k: four 520, three 503); without a mask four 407 / 466 / 516, three 360 / 443 / 545.
+    # Head dim 128, 512 keys, causal: blocks of 64 keys 333, of 128 keys 309.
     causal = dims["causal"] > 1
     wide = max(dims["dim"], dims["value_dim"])
+    if wide > 128:
+        return HopperConfig(2, 64, 2)
     if wide > 64:
-        return HopperConfig(2, 128 if wide <= 128 else 64, 2)
-    return HopperConfig(2 if causal and dims["keys"] < 8192 else 3, 128, 3)
+        return HopperConfig(2, 64, 4, 2) if causal and dims["keys"] <= 512 and wide == 128 else HopperConfig(2, 128, 2)
+    return HopperConfig(4, 64, 6) if causal or dims["keys"] < 4096 else HopperConfig(3, 128, 3)
 
 
-SPACE = Space(default=_default, dims=_dims, choices={"consumers": (2, 3), "stages": (2, 3)})
+SPACE = Space(default=_default, dims=_dims, choices={"consumers": (2, 3, 4), "stages": (2, 3)})
 
 
 @register_kernel("attention", backend="hopper", rank=25, rejects=rejects)
@@ -185,7 +190,7 @@ def attention(
         LEFT=has_left, RIGHT=has_right,
         WHOLE=not (has_left or has_right or packed) and keys % config.block_n == 0, DYNAMIC=dynamic,
         BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,
-        SOFTCAP=softcap > 0.0, num_warps=4,
+        Q_STAGES=config.q_stages, SOFTCAP=softcap > 0.0, num_warps=4,
     )  # fmt: skip
     return out, lse
 

@@ -1,6 +1,6 @@
 """Device kernel of attention's forward on Hopper, in Gluon.
 
-A program is one producer, which loads tiles by the tensor memory accelerator, and two or three consumers (warpgroups of
+A program is one producer, which loads tiles by the tensor memory accelerator, and two to four consumers (warpgroups of
 128 threads) with 64 queries each, which meet the keys from the last visible block to the first. The product with the
 values of one block runs while the scores of the next are made. Programs stay: each works on many tiles of queries.
 Scores live in units of log 2.
@@ -95,8 +95,8 @@ class Walk:
         """The same for a document of so many tokens and keys."""
         return Walk(
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
-            self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED, self.BM, self.BN, self.D, self.DV,
-            self.CONSUMERS, self.STAGES, self.Q_STAGES,
+            self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
+            self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES,
         )  # fmt: skip
 
     @gluon.jit
@@ -279,6 +279,20 @@ def _hide(qk, walk, queries, first, LOW: gl.constexpr):
 
 
 @gluon.jit
+def _pass(blocks, count, walk, k_full, k_empty, v_full, v_empty):
+    """Give back the next blocks unread."""
+    for _ in range(blocks):
+        s = count % walk.STAGES
+        phase = (count // walk.STAGES) & 1
+        wait(k_full.index(s), phase)
+        arrive(k_empty.index(s))
+        wait(v_full.index(s), phase)
+        arrive(v_empty.index(s))
+        count += 1
+    return count
+
+
+@gluon.jit
 def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
              SOFTCAP: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     whole, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
@@ -292,6 +306,8 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     PHASES: gl.constexpr = 3 if whole.LEFT else 2
+    # blocks that only other consumers' queries see
+    SKIP: gl.constexpr = (whole.LEFT or whole.RIGHT) and BN <= 64 * (whole.CONSUMERS - 1)
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -301,6 +317,14 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
         walk = whole.within(tokens, keys)
         begin, blocks = walk.span(start)
         start += C * 64
+        behind_left = gl.to_tensor(0)
+        if SKIP:
+            seen = gl.maximum(walk.end(gl.minimum(start + 63, tokens - 1)) - begin, 1)
+            before_right = gl.maximum(blocks - (seen + BN - 1) // BN, 0)
+            count = _pass(before_right, count, walk, k_full, k_empty, v_full, v_empty)
+            behind_left = gl.minimum((walk.begin(start) - begin) // BN, blocks - before_right - 1)
+            begin += behind_left * BN
+            blocks -= before_right + behind_left
         queries = start + gl.arange(0, 64, ROW)
         acc = gl.zeros([64, DV], gl.float32, OUT)
         zero = gl.zeros([64, BN], gl.float32, SCORES)
@@ -394,6 +418,8 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
         gl.store(lse_ptr + row + queries, lse, mask=queries < tokens)
         acc = mma_wait(0, deps=[acc_made])
         arrive(v_empty.index(s))
+        if SKIP and walk.LEFT:
+            count = _pass(behind_left, count, walk, k_full, k_empty, v_full, v_empty)
         acc = acc * gl.convert_layout(decay / total, OUT_ROW)[:, None]
         if not SHARED:
             bulk_wait(0)
@@ -420,16 +446,13 @@ def attention_fwd_kernel(
     tokens, keys, heads, blocks, rows, section, left, right, group, inner, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    Q_STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), or None. scale: of
     q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind it. WHOLE: every query sees
     every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a tensor's own are zeros."""
     PACKED: gl.constexpr = table is not None
     SHARED: gl.constexpr = D == 256 and DV == 256  # out takes the place of q
-    # queries of the next tile are loaded early: 328 for 317 TFLOP/s (head dim 64, 1k causal); with three consumers that
-    # costs registers (540 for 585, 16k), with larger head dims it gains nothing
-    Q_STAGES: gl.constexpr = 2 if CONSUMERS == 2 and D == 64 and DV == 64 else 1
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
@@ -463,7 +486,7 @@ def attention_fwd_kernel(
             [4, 4],
             [240, 240],
         )  # fmt: skip
-    else:
+    elif CONSUMERS == 3:
         gl.warp_specialize(
             [
                 (_produce, (parts, q_desc, k_desc, v_desc, counter, table)),
@@ -476,4 +499,20 @@ def attention_fwd_kernel(
             ],
             [4, 4, 4],
             [160, 160, 160],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_produce, (parts, q_desc, k_desc, v_desc, counter, table)),
+                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                            SOFTCAP, SHARED)),
+                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                            SOFTCAP, SHARED)),
+                (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                            SOFTCAP, SHARED)),
+                (_consume, (3, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                            SOFTCAP, SHARED)),
+            ],
+            [4, 4, 4, 4],
+            [112, 112, 112, 112],
         )  # fmt: skip
