@@ -105,16 +105,17 @@ def _dims(*args) -> dict[str, int]:
 
 
 def _default(dims, arch, dtype) -> HopperConfig:
-    # H200, bf16, hidden 2048, TFLOP/s of 512 / 1k / 4k keys at head dim 64: with a causal mask four consumers 250 / 341
-    # / 455, two 239 / 326 / 437 (16k: four 520, three 503); without a mask four 407 / 466 / 516, three 360 / 443 / 545.
-    # Head dim 128, 512 keys, causal: blocks of 64 keys 333, of 128 keys 309.
+    # H200, bf16, hidden 2048, TFLOP/s at head dim 64. Causal, 512 / 1k / 4k keys: four consumers 250 / 341 / 455, two
+    # 239 / 326 / 437, three 198 / 271 / 428; 8k / 16k: four 479 / 528, three 502 / 549. Without a mask, 512 / 1k keys:
+    # four 407 / 466, three 360 / 443; 2k / 4k / 16k: four 502 / 520 / 510, three 526 / 552 / 574. Head dim 128, 512
+    # keys, causal: blocks of 64 keys 333, of 128 keys 309.
     causal = dims["causal"] > 1
     wide = max(dims["dim"], dims["value_dim"])
     if wide > 128:
         return HopperConfig(2, 64, 2)
     if wide > 64:
         return HopperConfig(2, 64, 4, 2) if causal and dims["keys"] <= 512 and wide == 128 else HopperConfig(2, 128, 2)
-    return HopperConfig(4, 64, 6) if causal or dims["keys"] < 4096 else HopperConfig(3, 128, 3)
+    return HopperConfig(4, 64, 6) if dims["keys"] < (8192 if causal else 2048) else HopperConfig(3, 128, 3)
 
 
 SPACE = Space(default=_default, dims=_dims, choices={"consumers": (2, 3, 4), "stages": (2, 3)})
@@ -178,6 +179,7 @@ def attention(
     tiles = blocks * batch * heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
+    alike = not (has_left or has_right or packed)
     scale = dim**-0.5 if scale is None else scale
     wide, value_wide = _columns(q), _columns(v)
     launch(
@@ -185,10 +187,10 @@ def attention(
         (programs,),
         descriptor(q, 64, packed), descriptor(k, config.block_n, packed), descriptor(v, config.block_n, packed),
         descriptor(out, 64, packed), lse, sinks, counter(q.device) if dynamic else None, table,
-        tokens, keys, heads, blocks, batch * heads, section(k, heads, arch), left, right, heads // k.shape[1],
+        tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike), left, right, heads // k.shape[1],
         scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
         LEFT=has_left, RIGHT=has_right,
-        WHOLE=not (has_left or has_right or packed) and keys % config.block_n == 0, DYNAMIC=dynamic,
+        WHOLE=alike and keys % config.block_n == 0, DYNAMIC=dynamic,
         BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,
         Q_STAGES=config.q_stages, SOFTCAP=softcap > 0.0, num_warps=4,
     )  # fmt: skip
@@ -359,11 +361,20 @@ def descriptor(x: Tensor, rows: int, packed: bool = False) -> TensorDescriptor:
     return TensorDescriptor(x, shape, [*strides, 1], block, _TILES[len(shape)])
 
 
-def section(k: Tensor, heads: int, arch) -> int:
-    """How many heads of q to work on together, so that their keys and values stay in half of the L2 cache."""
+def section(k: Tensor, heads: int, arch, alike: bool) -> int:
+    """How many heads of q to work on together. alike: all tiles have the same work.
+
+    Then it is those that share keys, which so come when they are needed (H200, head dim 128, 1k / 4k / 16k keys: 616 /
+    717 / 738 TFLOP/s; by half of the L2 cache 575 / 695 / 703). Else so many that their keys and values stay in about
+    half of the L2 cache, and in sections of one size, since the short tiles of the last one fill the end (16k causal,
+    16 heads: by 4 726, by 3 698).
+    """
     batch, kv_heads, keys, dim = k.shape
-    fitting = arch.l2 // 2 // (keys * dim * 2 * k.element_size())
-    return max(1, min(fitting, batch * kv_heads)) * (heads // kv_heads)
+    group, rows = heads // kv_heads, batch * kv_heads
+    if alike:
+        return group
+    fitting = max(1, arch.l2 // 2 // (keys * dim * 2 * k.element_size()))
+    return cdiv(rows, max(1, rows // fitting)) * group
 
 
 def section_vjp(q: Tensor, kv_heads: int, arch) -> int:
