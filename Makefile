@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
+# make demo | test | test-gpu | sanitize | lint | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +13,7 @@ gpu_tools := $(foreach tool,nvidia-smi rocminfo xpu-smi,$(shell command -v $(too
 # Without a GPU the CPU build is taken (a tenth of the size); an index that does not answer is only a warning.
 cpu_index := $(if $(gpu_tools),,--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test test-gpu lint bench matrix clean
+.PHONY: demo test test-gpu sanitize lint bench matrix clean
 
 demo: $(venv)/installed-demo
 	@$(bin)/tilesmith demo $(ARGS)
@@ -24,6 +24,13 @@ test: $(venv)/installed-dev
 test-gpu:
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m "not large" $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) $(ARGS)
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m large $(ARGS)
+
+# memory accesses and barriers of the attention kernels on cases of random sizes
+sanitize:
+	@for tool in memcheck synccheck; do \
+	  PYTHONPATH=src:$$PYTHONPATH PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    --kernel-name kns=attention $(PYTHON) -m tilesmith.validate.drawn attention $(or $(CASES),50) || exit 1; \
+	done
 
 lint: $(venv)/installed-dev
 	@$(bin)/ruff check .

@@ -149,6 +149,12 @@ def test_verify_runs_the_cases():
     assert "ok  silu / reference" in output
 
 
+def test_verify_draws_cases_of_random_sizes():
+    code, output = run("verify", "attention", "--device", "cpu", "--random", "3")
+    assert code == 0
+    assert "3 of 3 within budget" in output
+
+
 def test_bench_prints_and_saves(tmp_path, monkeypatch):
     monkeypatch.setattr("tilesmith.bench.run.ceilings", lambda device: Ceilings(1e9, 1e10))
     first = next(c.name for c in cases(OP) if "test" in c.tags)

@@ -15,18 +15,22 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of a table.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Show every case, also those within budget.")] = False,
+    drawn: Annotated[
+        int, typer.Option("--random", min=0, help="So many cases of random sizes, for ops that have kinds of them.")
+    ] = 0,
 ) -> None:
     """Check kernels here: values and gradients against fp64, within budgets derived from PyTorch's own error.
 
     Exits with 1 when a case is over its budget.
     """
     from tilesmith.validate import run_cases
+    from tilesmith.validate.drawn import run_drawn
 
     where = device_named(device)
     names = [op_named(name).name for name in ops or []] or None
     with console.status("checking") as status:
         results = []
-        for result in run_cases(names, device=where):
+        for result in run_drawn(names, where, drawn) if drawn else run_cases(names, device=where):
             results.append(result)
             status.update(f"{len(results)} checks, now {result.op}")
     failed = [r for r in results if not r.passed]

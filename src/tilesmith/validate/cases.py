@@ -53,33 +53,70 @@ def backends_on(op: Op, device: torch.device) -> list[str]:
 
 
 def check(op: Op, backend: str, case: Case, device: torch.device | str, dtype: torch.dtype) -> Result:
-    """One kernel on one case against the fp64 oracle.
+    """One kernel on one case against the fp64 oracle: what `check_each` says of it."""
+    return next(check_each(op, (backend,), case, device, dtype))
+
+
+def check_each(
+    op: Op,
+    backends: Sequence[str],
+    case: Case,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    runs: int = 3,
+) -> Iterator[Result]:
+    """Kernels on one case against the fp64 oracle.
 
     The oracle is the reference in fp64, its gradients by autograd through it. The yardstick is the reference, and its
     vjp, in the case's dtype. The reference itself is held to the rounding of that dtype; in fp32, where it rounds at
     every step, it runs in fp64 and is held to fp32's rounding. A kernel that rejects the case passes with
-    its reasons as the message.
+    its reasons as the message; one whose vjp does is checked with whichever vjp is chosen. runs: of small cases on a
+    device; the second call of a shape is recorded and the third replays it (engine/replay.py).
     """
     device = torch.device(device)
     large = "gpu" in case.tags
     args = op.bind((), case.build(device, dtype, case.generator(device if large else "cpu")))
     # the oracle of a large case fills the memory: it comes before there are outputs to keep beside it
-    exact = oracle(op, args) if large else {}
-    if backend == REFERENCE and dtype is torch.float32:
-        args = tuple(_wide(a, False) for a in args)
-    try:
-        with use(**_pin(op, backend)), poisoned():
-            # the second call of a shape is recorded and the third replays it (engine/replay.py)
-            runs = [outputs_and_gradients(op, args) for _ in range(1 if device.type == "cpu" or large else 3)]
-    except NotImplementedError as refusal:
-        return Result(op.name, backend, case.name, dtype, True, 0.0, 0.0, f"rejects: {refusal}")
-    exact, got = exact or oracle(op, args), runs[0]
-    if backend == REFERENCE:
-        same = {n: exact[n].to(torch.float32 if got[n].dtype is torch.float64 else got[n].dtype) for n in exact}
-        same = {n: t.to(got[n].dtype) for n, t in same.items()}
-    else:
-        with use(**_pin(op, REFERENCE)):
-            same = outputs_and_gradients(op, args)
+    exact, yardstick = oracle(op, args) if large else {}, {}
+    for backend in backends:
+        own = tuple(_wide(a, False) for a in args) if backend == REFERENCE and dtype is torch.float32 else args
+        got, refusal = _run(op, backend, own, 1 if device.type == "cpu" or large else runs)
+        if refusal:
+            yield Result(op.name, backend, case.name, dtype, True, 0.0, 0.0, f"rejects: {refusal}")
+            continue
+        exact = exact or oracle(op, args)
+        if backend == REFERENCE:
+            narrow = {n: torch.float32 if t.dtype is torch.float64 else t.dtype for n, t in got[0].items()}
+            same = {n: exact[n].to(narrow[n]).to(got[0][n].dtype) for n in exact}
+        else:
+            if not yardstick:
+                with use(**_pin(op, REFERENCE)):
+                    yardstick = outputs_and_gradients(op, args)
+            same = yardstick
+        yield _judge(op, backend, case, dtype, got, same, exact)
+
+
+def _run(op: Op, backend: str, args: tuple, runs: int) -> tuple[list[dict[str, Tensor]], NotImplementedError | None]:
+    """What each of several calls gives; or why the kernel rejects them."""
+    refusal = None
+    for pins in (_pin(op, backend), {op.name: backend}):
+        try:
+            with use(**pins), poisoned():
+                return [outputs_and_gradients(op, args) for _ in range(runs)], None
+        except NotImplementedError as reasons:
+            refusal = refusal or reasons
+    return [], refusal
+
+
+def _judge(
+    op: Op,
+    backend: str,
+    case: Case,
+    dtype: torch.dtype,
+    runs: list[dict[str, Tensor]],
+    same: dict[str, Tensor],
+    exact: dict[str, Tensor],
+) -> Result:
     worst = Budget(0.0, 0.0)
     for key, got in ((key, run) for run in {id(run): run for run in (runs[0], runs[-1])}.values() for key in exact):
         budget = compare(got[key], same[key], exact[key], dtype if backend == REFERENCE else None)
