@@ -55,6 +55,7 @@ _NEEDS: dict[str, Callable[[torch.device, bool], str | None]] = {
     "triton": _needs_triton,
     "triton_split": _needs_triton,
     "hopper": _needs_hopper,
+    "hopper_split": _needs_hopper,
 }
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "fetch",
     "gl",
     "gluon",
+    "launch_dependents",
     "load_row",
     "meet",
     "mma",
@@ -105,3 +106,16 @@ def meet(WHAT: gl.constexpr, number):
     waits for the other one, "arrive" only tells it."""
     ASM: gl.constexpr = "bar." + WHAT + " $1, 256; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def launch_dependents():
+    """The next kernel of the stream, if it was launched to wait for this one on the device, may start."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, $1;",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -339,7 +339,7 @@ class SplitConfig(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _splits(tiles: int, blocks: int, programs: int, traffic: float) -> int:
+def splits_of(tiles: int, blocks: int, programs: int, traffic: float) -> int:
     """The number of splits with the shortest schedule, counted in steps of one block of keys.
 
     tiles: over all batch rows and kv heads. blocks: of keys, for each tile. programs: how many run at a time. traffic:
@@ -515,7 +515,7 @@ def attention(
     group, slots, right = heads // kv_heads, _slots(k, page_table), 0 if causal else window_right
     tiles = cdiv(group * tokens, config.block_m)
     seen = slots if window_left < 0 else min(slots, min(tokens, config.block_m // group + 1) + window_left)
-    splits = _splits(
+    splits = splits_of(
         batch * kv_heads * tiles, cdiv(seen, config.block_n), max(1, arch_of(q.device).sms) * config.per_sm,
         8 * config.block_m * dim_v / (config.block_n * (dim + dim_v) * k.element_size()),
     )  # fmt: skip
@@ -546,13 +546,25 @@ def attention(
         STAGES=config.num_stages, CHAINED=bool(chained), num_warps=config.num_warps,
     )  # fmt: skip
     if splits > 1:
-        launch(
-            _attention_combine_kernel, (lse.numel(),),
-            part_out, part_lse, sinks, out, *out.stride()[:3], lse, lse.numel(), tokens, heads, splits,
-            DIM_V=dim_v, BLOCK_DV=block_dv, CHUNK=min(32, next_power_of_2(splits)), CHAINED=bool(chained),
-            num_warps=4, **chained,
-        )  # fmt: skip
+        combine_splits(part_out, part_lse, sinks, out, lse, bool(chained))
     return out, lse
+
+
+def combine_splits(
+    part_out: Tensor, part_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, chained: bool = False
+) -> None:
+    """Fill out and lse from what splits of the keys gave: part_out [S, B, H, T, D] and part_lse [S, B, H, T] in fp32.
+    chained: the kernel may start before they are there."""
+    splits, _, heads, tokens, dim_v = part_out.shape
+    block_dv = next_power_of_2(max(16, dim_v))
+    # One warp a program: a thread holds its columns of all splits of a chunk, which it adds up by itself. H200, 16
+    # tokens of 64 heads on 8k keys in 16 splits: 22.6 us in all, with four warps 25.3.
+    launch(
+        _attention_combine_kernel, (lse.numel(),),
+        part_out, part_lse, sinks, out, *out.stride()[:3], lse, lse.numel(), tokens, heads, splits,
+        DIM_V=dim_v, BLOCK_DV=block_dv, CHUNK=min(4096 // max(128, block_dv), next_power_of_2(splits)),
+        CHAINED=chained, num_warps=1, **({"launch_pdl": True} if chained else {}),
+    )  # fmt: skip
 
 
 def _broadcast_strides(x: Tensor | None) -> tuple[int, ...] | None:

@@ -10,6 +10,8 @@ from tilesmith.engine import Case, T
 SMALL = frozenset({"test", "interpret"})
 GPU = frozenset({"gpu"})
 BENCH = frozenset({"gpu", "bench", "tune"})
+BENCH_ONLY = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
+HALF = (torch.float16, torch.bfloat16)
 
 
 def _lengths(*values: int):
@@ -204,9 +206,41 @@ CASES: list[Case] = [
     Case("decode_tree", _decode(2, 5, 4, 2, 16, 50, mask=(2, 1, 5, 50)), SMALL),
     Case("decode_mask_of_keys", _decode(2, 3, 4, 2, 16, 50, lengths=(50, 21), mask=(1, 4, 3, 50)), SMALL),
     Case("decode_64_tokens", _decode(1, 64, 4, 2, 16, 150, lengths=(130,)), SMALL),
+    Case("decode_80_rows", _decode(2, 40, 2, 1, 64, 170, lengths=(170, 33)), SMALL),
+    Case("decode_80_rows_in_pages", _decode(2, 40, 2, 1, 64, 176, lengths=(171, 33), page_size=16), SMALL),
+    Case("decode_160_rows", _decode(1, 40, 4, 1, 64, 170, window_left=60, sinks=True), SMALL),
     Case("decode_no_keys", _decode(2, 2, 4, 2, 16, 0), SMALL),
     Case("decode_no_rows", _decode(0, 1, 4, 2, 16, 20), SMALL),
     Case("decode_wide_head", _decode(2, 3, 8, 2, 256, 500, lengths=(500, 321)), frozenset({"test"})),
+    Case("decode_16_tokens", _decode(2, 16, 16, 2, 128, 5000, lengths=(5000, 700)), GPU, HALF),
+    Case(
+        "decode_16_tokens_over_nan",
+        {
+            **_decode(2, 16, 16, 2, 128, 600, lengths=(500, 77)),
+            **dict.fromkeys(
+                ("k", "v"), T(2, 2, 600, 128, grad=False, init=_nan(slice(None), slice(None), slice(500, None)))
+            ),
+        },
+        GPU,
+        HALF,
+    ),
+    Case("decode_70_tokens_alone", _decode(3, 70, 4, 4, 64, 2000, softcap=20.0), GPU, HALF),
+    Case("decode_27_tokens_of_three", _decode(2, 27, 6, 2, 96, 3000, lengths=(2999, 0), dim_v=128), GPU, HALF),
+    Case("decode_9_tokens_d256", _decode(2, 9, 16, 2, 256, 3000, sinks=True), GPU, HALF),
+    Case("decode_16_tokens_in_pages", _decode(2, 16, 16, 2, 128, 4096, lengths=(4000, 700), page_size=64), GPU, HALF),
+    Case("decode_13_tokens_in_odd_pages", _decode(2, 13, 6, 1, 64, 4800, lengths=(0, 3000), page_size=48), GPU, HALF),
+    Case("decode_9_tokens_in_large_pages", _decode(2, 9, 16, 2, 128, 2048, page_size=512, sinks=True), GPU, HALF),
+    Case("decode_9_tokens_in_pages_d256", _decode(2, 9, 16, 2, 256, 3200, lengths=(3177, 5), page_size=32), GPU, HALF),
+    Case("chunk_600_in_pages", _decode(1, 600, 4, 2, 128, 4096, lengths=(3900,), page_size=16), GPU, HALF),
+    Case("chunk_256", _decode(1, 256, 8, 1, 128, 9000), GPU, HALF),
+    Case("chunk_300_window", _decode(1, 300, 4, 2, 128, 4000, window_left=1000, sinks=True), GPU, HALF),
+    Case("chunk_300_lengths", _decode(2, 300, 2, 2, 64, 4000, lengths=(4000, 140), layout="strided"), GPU, HALF),
+    Case(
+        "chunk_200_both_sides",
+        _decode(1, 200, 8, 2, 64, 3000, causal=False, window_left=900, window_right=33),
+        GPU,
+        HALF,
+    ),
     Case("decode_far", _decode(1, 1, 1, 1, 8, 16_800_000, dim_v=128), GPU, (torch.bfloat16,)),
     Case("decode_far_pages", _decode(2, 2, 8, 8, 128, 640, page_size=16, num_pages=140_000), GPU, (torch.bfloat16,)),
     Case("decode_1_b1_8k", _decode(1, 1, 64, 8, 128, 8192), BENCH),
@@ -221,9 +255,15 @@ CASES: list[Case] = [
     Case("decode_16_b8_lengths", _decode(8, 16, 64, 8, 128, 8192, lengths=(8192, 6000)), BENCH),
     Case("decode_1_pages_b32_8k", _decode(32, 1, 64, 8, 128, 8192, lengths=(8192,), page_size=16), BENCH),
     Case("decode_8_pages_b32_8k", _decode(32, 8, 64, 8, 128, 8192, lengths=(8192,), page_size=16), BENCH),
+    Case("decode_16_pages_b8_8k", _decode(8, 16, 64, 8, 128, 8192, lengths=(8192,), page_size=16), BENCH),
+    Case("decode_16_pages_of_64_b8_8k", _decode(8, 16, 64, 8, 128, 8192, lengths=(8192,), page_size=64), BENCH),
     Case("decode_1_e4m3_b32_8k", _decode(32, 1, 64, 8, 128, 8192, small=E4M3, scales=(1, 8, 1)), BENCH),
     Case("decode_8_e4m3_b32_8k", _decode(32, 8, 64, 8, 128, 8192, small=E4M3, scales=(1, 8, 1)), BENCH),
     Case("decode_1_left_padding_b32_8k", _decode(32, 1, 64, 8, 128, 8192, starts=(0, 1000, 37)), BENCH),
+    Case("chunk_256_b1_128k", _decode(1, 256, 8, 1, 128, 131_072), BENCH, (torch.bfloat16,)),
+    Case("chunk_256_64_heads_b1_128k", _decode(1, 256, 64, 8, 128, 131_072), BENCH_ONLY),
+    Case("chunk_512_b1_32k", _decode(1, 512, 8, 1, 128, 32_768), BENCH, (torch.bfloat16,)),
+    Case("chunk_2048_b1_8k", _decode(1, 2048, 8, 1, 128, 8192), BENCH, (torch.bfloat16,)),
     Case("decode_1_d256_b8_8k", _decode(8, 1, 32, 4, 256, 8192), BENCH),
     Case("decode_1_d64_b8_8k", _decode(8, 1, 64, 8, 64, 8192), BENCH),
 ]

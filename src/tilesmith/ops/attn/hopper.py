@@ -36,13 +36,20 @@ _PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 def rejects(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention."""
-    reasons = _reasons(call)
+    reasons = reasons_for_all(call) + _all_keys(call)
+    return reasons + wrong_dims(call)
+
+
+def wrong_dims(call) -> list[str]:
+    """What is wrong with the head dims for a forward kernel."""
+    reasons = []
     if any(cols % 8 or not 64 <= cols <= 256 for cols in (call.q.cols, call.v.cols)):
         reasons.append(f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256 are served")
     return reasons
 
 
-def _reasons(call) -> list[str]:
+def reasons_for_all(call) -> list[str]:
+    """Why no Hopper kernel can serve a call."""
     reasons = []
     if call.arch.capability != (9, 0):
         reasons.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
@@ -54,9 +61,13 @@ def _reasons(call) -> list[str]:
     for name, what in _UNSERVED.items():
         if getattr(call, name) is not None:
             reasons.append(f"{name}: {what}")
-    if call.kv_lengths is not None and call.cu_seqlens_q is None:
-        reasons.append("kv_lengths: without cu_seqlens_q all keys count")
     return reasons
+
+
+def _all_keys(call) -> list[str]:
+    if call.kv_lengths is not None and call.cu_seqlens_q is None:
+        return ["kv_lengths: without cu_seqlens_q all keys count"]
+    return []
 
 
 _UNSERVED = {
@@ -76,7 +87,7 @@ _UNSERVED = {
 
 def rejects_vjp(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention_vjp."""
-    reasons = _reasons(call)
+    reasons = reasons_for_all(call) + _all_keys(call)
     if call.q.cols % 8 or not 64 <= call.q.cols <= 128 or call.v.cols != call.q.cols:
         reasons.append(
             f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 128, one for all, are served"
@@ -171,7 +182,7 @@ def attention(
         lse.copy_(lse.new_full((), float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None])
         return out.zero_(), lse
     arch = arch_of(q.device)
-    window = left, right, has_left, has_right = _window(tokens, keys, causal, window_left, window_right)
+    window = left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
     block_m = 64 * config.consumers
     blocks, table, packed = cdiv(tokens, block_m), None, cu_seqlens_q is not None
     if packed:
@@ -283,7 +294,7 @@ def attention_vjp(
     elif dout.stride(3) != 1:
         dout = dout.contiguous()
     arch = arch_of(q.device)
-    window = left, right, has_left, has_right = _window(tokens, keys, causal, window_left, window_right)
+    window = left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
     packed, blocks, table = cu_seqlens_q is not None, None, None
     # queries that see nothing and keys that nobody sees may hold NaN: no tile touches them
     q_begin = max(0, tokens - keys - right) if has_right and not packed else 0
@@ -335,7 +346,7 @@ def attention_vjp(
     return tuple(found)
 
 
-def _window(tokens: int, keys: int, causal: bool, left: int, right: int) -> tuple[int, int, bool, bool]:
+def window_of(tokens: int, keys: int, causal: bool, left: int, right: int) -> tuple[int, int, bool, bool]:
     """The window with causal in it, and which of its edges hide anything."""
     right = 0 if causal else right
     return left, right, 0 <= left < keys - 1, 0 <= right < max(tokens - 1, 1)
@@ -346,14 +357,14 @@ def _columns(x: Tensor) -> int:
     return max(64, next_power_of_2(x.shape[3]))
 
 
-def descriptor(x: Tensor, rows: int, packed: bool = False) -> TensorDescriptor:
-    """x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows; of a copy, where its strides do not
-    suit it. packed: coordinates are those of `hopper_corner.corner`."""
+def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, columns: int = 0) -> TensorDescriptor:
+    """x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows of `heads` heads, and of all columns or
+    so many; of a copy, where its strides do not suit it. packed: coordinates are those of `hopper_corner.corner`."""
     if x.data_ptr() % 16 or any(n > 1 and (s <= 0 or s % 8) for n, s in zip(x.shape[:3], x.stride()[:3])):
         x = x.clone(memory_format=torch.contiguous_format)
     # the stride of a dim of size 1 is never used, but must be legal
     strides = [s if n > 1 else 8 for n, s in zip(x.shape[:3], x.stride()[:3])]
-    shape, block = list(x.shape), [1, 1, rows, _columns(x)]
+    shape, block = list(x.shape), [1, heads, rows, columns or _columns(x)]
     if packed:
         _, head, token = strides
         strides = [2**34 - token, token, head, token]

@@ -42,15 +42,16 @@ def _fake_merge_vjp(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tup
 def _describer(op_name: str, function):
     """Metadata of a call: a field per parameter, and what kernels for few queries, pages or no softcap want to know.
 
-    rows: query rows of a kv head (T * H / G), rounded up to a power of two, at most 1024. page_size: 0 without pages.
-    capped: whether there is a softcap. cached: whether keys are at least four times the queries, as a cache's are.
+    rows: query rows of a kv head (T * H / G), rounded up to a power of two, at most 1024. filled: tenths of the device
+    that tiles of 128 queries of a head keep busy. page_size: 0 without pages. capped: whether there is a softcap.
+    cached: whether keys are at least four times the queries, as a cache's are.
     Lengths of documents are left out: they differ from step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
     plain = describer(op_name, parameters)
     skipped = [parameters.index(name) for name in ("max_seqlen_q", "max_seqlen_k")]
     at_q, at_k, at_pages, at_cap = (parameters.index(name) for name in ("q", "k", "page_table", "softcap"))
-    kind = namedtuple(f"{op_name}_call", [*parameters, "arch", "rows", "page_size", "capped", "cached"])
+    kind = namedtuple(f"{op_name}_call", [*parameters, "arch", "rows", "filled", "page_size", "capped", "cached"])
 
     def describe(*args: Any) -> Any:
         args = list(args)
@@ -61,7 +62,10 @@ def _describer(op_name: str, function):
         rows = min(1024, 1 << (rows - 1).bit_length())
         paged = args[at_pages] is not None
         cached = paged or k.shape[2] >= 4 * q.shape[2]
-        return kind(*plain(*args), rows, k.shape[2] if paged else 0, args[at_cap] > 0.0, cached)
+        found = plain(*args)
+        blocks, places = max(1, -(-q.shape[2] // 128)), max(1, found[-1].sms)
+        filled = 10 * q.shape[2] * min(places, q.shape[0] * q.shape[1] * blocks) // (128 * blocks * places)
+        return kind(*found, rows, filled, k.shape[2] if paged else 0, args[at_cap] > 0.0, cached)
 
     return describe
 
@@ -87,6 +91,7 @@ attention_op = Op(
         "triton": "tilesmith.ops.attn.triton",
         "triton_split": "tilesmith.ops.attn.decode",
         "hopper": "tilesmith.ops.attn.hopper",
+        "hopper_split": "tilesmith.ops.attn.hopper_decode",
         portable.NAME: "tilesmith.ops.attn.portable",
     },
 )

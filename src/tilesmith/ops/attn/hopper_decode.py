@@ -1,0 +1,171 @@
+"""attention for few tiles of queries on Hopper: the launcher that splits their keys over programs."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.attn import hopper, reference
+from tilesmith.ops.attn.decode import combine_splits, splits_of
+from tilesmith.ops.attn.hopper import LOG2E, descriptor
+from tilesmith.ops.attn.hopper_split import attention_shares_kernel
+from tilesmith.ops.gluon_shim import TensorDescriptor
+
+
+class SharesConfig(NamedTuple):
+    """consumers: warpgroups with 64 rows each, pairs of token and head. block_n: keys of a tile. stages: key and value
+    tiles in flight. splits: of the keys; 0 for as many as the device wants."""
+
+    consumers: int
+    block_n: int
+    stages: int
+    splits: int = 0
+
+
+def _dims(*args) -> dict[str, int]:
+    q, k, v = args[:3]
+    return {
+        "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": k.shape[2],
+        "dim": q.shape[3], "value_dim": v.shape[3],
+    }  # fmt: skip
+
+
+def _default(dims, arch, dtype) -> SharesConfig:
+    wide = max(64, next_power_of_2(max(dims["dim"], dims["value_dim"])))
+    consumers = 1 if dims["rows"] <= 64 else 2
+    # H200, 64/8 heads of 128: 16 tokens on 8k keys take 22.4 us in tiles of 64 keys, 25.4 in tiles of 128; 256 tokens
+    # of 8 heads on 128k keys 228 and 203
+    if wide == 128 and dims["rows"] <= 128:
+        return SharesConfig(consumers, 64, 5)
+    return SharesConfig(consumers, 64 if wide > 128 else 128, {64: 6, 128: 3, 256: 2}[wide])
+
+
+SPACE = Space(default=_default, dims=_dims, choices={"consumers": (1, 2)})
+
+
+def rejects(call) -> list[str]:
+    """Why the splitting Hopper kernel cannot serve a call of attention."""
+    reasons = hopper.reasons_for_all(call._replace(page_table=None)) + hopper.wrong_dims(call)
+    if call.cu_seqlens_q is not None:
+        reasons.append("cu_seqlens_q: tiles of packed documents are not split")
+    if call.page_table is not None:
+        if call.page_size % 16:
+            reasons.append(f"pages have {call.page_size} slots; multiples of 16 are served")
+        if call.window_left >= 0:
+            reasons.append("page_table with window_left: pages before the window may be gone")
+    if call.rows <= 64:
+        reasons.append("T * H / G is at most 64: with so few rows this kernel gains nothing")
+    if not call.cached:
+        reasons.append("S is less than 4 T: this kernel is for a cache")
+    if call.filled >= 8 and call.kv_lengths is None and call.page_table is None:
+        reasons.append("tiles of 128 queries fill the device without splits")
+    return reasons
+
+
+@register_kernel("attention", backend="hopper_split", rank=35, rejects=rejects)
+@optimize_kernel(space=SPACE)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    block_offsets: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_offsets_t: Tensor | None = None,
+    block_indices_t: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_q: int = 0,
+    block_k: int = 0,
+    deterministic: bool = False,
+    *,
+    config: SharesConfig,
+) -> tuple[Tensor, Tensor]:
+    """One pass over the keys in as many splits as fill the device, and a second one that combines them."""
+    batch, heads, tokens, dim = q.shape
+    kv_heads, keys, dim_v = k.shape[1], k.shape[2] * (1 if page_table is None else page_table.shape[1]), v.shape[3]
+    out = reference.out_like(q, dim_v)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
+    if keys == 0:
+        lse.copy_(lse.new_full((), float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None])
+        return out.zero_(), lse
+    group = heads // kv_heads
+    unit_heads = _unit_heads(group, tokens)
+    unit_tokens = 64 // unit_heads
+    tiles = cdiv(cdiv(tokens, unit_tokens) * (group // unit_heads), config.consumers)
+    left, right, has_left, has_right = hopper.window_of(tokens, keys, causal, window_left, window_right)
+    programs = max(1, arch_of(q.device).sms)
+    tile_tokens = unit_tokens * cdiv(config.consumers, group // unit_heads)
+    seen = min(keys, left + tile_tokens + (right if has_right else keys)) if has_left else keys
+    splits = config.splits or splits_of(
+        batch * kv_heads * tiles, cdiv(seen, config.block_n), programs,
+        8 * 64 * config.consumers * dim_v / (config.block_n * (dim + dim_v) * k.element_size()),
+    )  # fmt: skip
+    part_out, part_lse, part_strides = out, lse, (0, *out.stride()[:3])
+    if splits > 1:
+        part_out = torch.empty((splits, batch, heads, tokens, dim_v), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((splits, batch, heads, tokens), dtype=torch.float32, device=q.device)
+        part_strides = part_out.stride()[:4]
+    page, piece, bounded = 0, config.block_n, kv_lengths is not None
+    if page_table is not None:
+        page_table, page, bounded = page_table.contiguous(), k.shape[2], True
+        piece = min(piece, page & -page)
+    k_desc, k_between = _keys_of(k, piece, bounded, piece < config.block_n)
+    v_desc, v_between = _keys_of(v, piece, bounded, piece < config.block_n)
+    scale = dim**-0.5 if scale is None else scale
+    launch(
+        attention_shares_kernel,
+        (min(programs, batch * kv_heads * tiles * splits),),
+        descriptor(q, unit_tokens, heads=unit_heads), k_desc, v_desc, part_out, *part_strides, part_lse, lse.numel(),
+        sinks if splits == 1 else None, kv_lengths, page_table, 0 if page_table is None else page_table.shape[1],
+        tokens, keys, batch * kv_heads, kv_heads, tiles, splits, k_between, v_between, left, right,
+        scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
+        GROUP=group, HEADS=unit_heads, LEFT=has_left, RIGHT=has_right, BN=config.block_n, PAGE=page, PIECE=piece,
+        D=max(64, next_power_of_2(dim)), DV=max(64, next_power_of_2(dim_v)), DIM_V=dim_v,
+        CONSUMERS=config.consumers, STAGES=config.stages, SOFTCAP=softcap > 0.0, CHAINED=splits > 1,
+        num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        combine_splits(part_out, part_lse, sinks, out, lse, chained=True)
+    return out, lse
+
+
+def _unit_heads(group: int, tokens: int) -> int:
+    """How many heads of a group make a square of 64 rows with 64 over as many tokens: no more than fill it."""
+    heads = group & -group
+    return max(1, min(heads, 64 // min(64, next_power_of_2(tokens))))
+
+
+def _keys_of(x: Tensor, rows: int, bounded: bool, narrow: bool) -> tuple[TensorDescriptor, int]:
+    """The descriptor of keys or values; bounded: where a batch row or page of x ends by itself
+    (`hopper_corner.corner`), and how many tokens lie between two of them. narrow: in tiles of 64 columns."""
+    if bounded and ((x.shape[0] > 1 and x.stride(0) % x.stride(2)) or x.shape[0] * x.stride(0) >= x.stride(2) * 2**30):
+        x = x.clone(memory_format=torch.contiguous_format)
+    found = descriptor(x, rows, bounded, columns=64 if narrow else 0)
+    batch, _, token, _ = found.base.stride()
+    return found, batch // (token if x.shape[2] > 1 else 8) if bounded else 0

@@ -1,0 +1,370 @@
+"""Device kernel of attention's forward on Hopper for few tiles of queries: the keys of each are split over programs.
+
+Rows of a tile are pairs of a token and a query head of one kv head, so that 16 tokens of 8 heads that share their keys
+are one tile of 128 rows. Results of the splits are combined by a second kernel (`decode`), or written at once where
+there is one split. Products and softmax are those of `hopper_forward`.
+"""
+
+from tilesmith.ops.attn.hopper_corner import corner
+from tilesmith.ops.attn.hopper_forward import LN2, NOTHING, Walk, before, bend, holds, pack, unpack
+from tilesmith.ops.gluon_shim import (
+    aggregate,
+    arrive,
+    barriers,
+    bulk_load,
+    expect,
+    fence,
+    fetch,
+    gl,
+    gluon,
+    launch_dependents,
+    mma,
+    mma_wait,
+    reinterpret,
+    tiles_of,
+    wait,
+)
+
+
+@aggregate
+class Shares:
+    """Which rows and keys a program meets.
+
+    units: squares of 64 rows of a kv head, token blocks one after another, in each its blocks of heads. tiles: of
+    CONSUMERS units. splits: of a tile's keys. HEADS, TOKENS: of a unit. LENGTHS: batch rows end at lengths_ptr. PAGE:
+    slots of a page, of which a batch row has `row_pages`, or 0. PIECE: keys that are loaded at once. Where a batch row
+    or a page ends by itself, `between` is how many tokens of the key tensor lie between two of them (`corner`).
+    """
+
+    walk: Walk
+    kv_heads: gl.tensor
+    tiles: gl.tensor
+    splits: gl.tensor
+    row_pages: gl.tensor
+    between_k: gl.tensor
+    between_v: gl.tensor
+    GROUP: gl.constexpr
+    HEADS: gl.constexpr
+    TOKENS: gl.constexpr
+    LENGTHS: gl.constexpr
+    PAGE: gl.constexpr
+    PIECE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, walk, kv_heads, tiles, splits, row_pages, between_k, between_v, GROUP, HEADS, TOKENS, LENGTHS, PAGE, PIECE
+    ):  # fmt: skip
+        self.walk, self.kv_heads, self.tiles, self.splits = walk, kv_heads, tiles, splits
+        self.row_pages, self.between_k, self.between_v = row_pages, between_k, between_v
+        self.GROUP, self.HEADS, self.TOKENS = gl.constexpr(GROUP), gl.constexpr(HEADS), gl.constexpr(TOKENS)
+        self.LENGTHS, self.PAGE, self.PIECE = gl.constexpr(LENGTHS), gl.constexpr(PAGE), gl.constexpr(PIECE)
+
+    @gluon.jit
+    def unit(self, number):
+        """First head (of a kv head's) and first token of a unit."""
+        BLOCKS: gl.constexpr = self.GROUP // self.HEADS
+        block = number // BLOCKS
+        return (number - block * BLOCKS) * self.HEADS, block * self.TOKENS
+
+    @gluon.jit
+    def share(self, number, lengths_ptr):
+        """Tile, split, kv head and batch row of a number, the walk with its keys, the first key of the share, its
+        blocks (at least one) and where the keys end that it may see: at 0 for a share without keys, which meets one
+        block for nothing. Tiles of the same keys are neighbours, which find them in L2; the last, which sees the most,
+        is the first."""
+        tile = self.tiles - 1 - number % self.tiles
+        split = number // self.tiles % self.splits
+        row = number // self.tiles // self.splits
+        batch = row // self.kv_heads
+        keys = self.walk.keys
+        if self.LENGTHS:
+            keys = gl.minimum(gl.maximum(gl.load(lengths_ptr + batch), 0), keys)
+        walk = self.walk.within(self.walk.tokens, keys)
+        _, first = self.unit(tile * walk.CONSUMERS)
+        _, last = self.unit(tile * walk.CONSUMERS + walk.CONSUMERS - 1)
+        begin = walk.begin(gl.minimum(first, walk.tokens - 1))
+        end = walk.end(gl.minimum(last + self.TOKENS, walk.tokens) - 1)
+        blocks = (gl.maximum(end - begin, 0) + walk.BN - 1) // walk.BN
+        low = blocks * split // self.splits
+        high = blocks * (split + 1) // self.splits
+        seen = gl.where(high > low, walk.keys, 0)
+        first_key = begin + low * walk.BN
+        return tile, split, row - batch * self.kv_heads, batch, walk, first_key, gl.maximum(high - low, 1), seen
+
+    @gluon.jit
+    def pages(self, pages_ptr, batch, key, keys):
+        """The page of each piece of a tile of keys. The table's entries behind the last key may name no page."""
+        found = ()
+        if self.PAGE:
+            for i in gl.static_range(self.walk.BN // self.PIECE):
+                at = key + i * self.PIECE
+                entry = pages_ptr + batch.to(gl.int64) * self.row_pages + at // self.PAGE
+                found = found + (gl.load(entry, mask=at < keys, other=0),)
+        return found
+
+    @gluon.jit
+    def load(self, desc, barrier, tiles, s, between, pages, batch, kv_head, key, keys, COLUMNS: gl.constexpr):
+        """Start to load tile `s` of keys or values, in pieces where its pages are smaller."""
+        if self.PAGE:
+            PIECES: gl.constexpr = self.walk.BN // self.PIECE
+            expect(barrier, self.walk.BN * COLUMNS * 2)
+            WIDTH: gl.constexpr = COLUMNS if PIECES == 1 else 64
+            for i in gl.static_range(PIECES):
+                at = key + i * self.PIECE
+                first = at // self.PAGE * self.PAGE
+                held = gl.minimum(gl.maximum(keys - first, 0), self.PAGE)
+                far, place, head, row, _ = corner(pages[i] * between + held, kv_head, at - first, held, True)
+                for c in gl.static_range(COLUMNS // WIDTH):
+                    piece = (s * (COLUMNS // WIDTH) + c) * PIECES + i
+                    fetch(desc, (far, place, head, row, c * WIDTH), barrier, tiles.index(piece))
+        else:
+            place = batch
+            if self.LENGTHS:
+                place = batch * between + keys
+            bulk_load(desc, corner(place, kv_head, key, keys, self.LENGTHS), barrier, tiles.index(s))
+
+
+@gluon.jit
+def _produce(shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr):
+    whole = shares.walk
+    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    k_pieces, v_pieces = pieces
+    count = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    number = gl.program_id(0)
+    while number < shares.tiles * shares.splits * whole.rows:
+        tile, split, kv_head, batch, walk, first, blocks, _ = shares.share(number, lengths_ptr)
+        for j in range(blocks):
+            key = first + (blocks - 1 - j) * walk.BN
+            s = count % walk.STAGES
+            phase = (count // walk.STAGES) & 1
+            pages = shares.pages(pages_ptr, batch, key, walk.keys)
+            wait(k_empty.index(s), phase ^ 1)
+            shares.load(
+                k_desc, k_full.index(s), k_pieces, s, shares.between_k, pages, batch, kv_head, key, walk.keys, walk.D
+            )
+            if j == 0:
+                for c in gl.static_range(walk.CONSUMERS):
+                    wait(q_empty.index(c), (turn & 1) ^ 1)
+                    head, token = shares.unit(tile * walk.CONSUMERS + c)
+                    bulk_load(q_desc, (batch, kv_head * shares.GROUP + head, token, 0), q_full.index(c), q.index(c))
+            wait(v_empty.index(s), phase ^ 1)
+            shares.load(
+                v_desc, v_full.index(s), v_pieces, s, shares.between_v, pages, batch, kv_head, key, walk.keys, walk.DV
+            )
+            count += 1
+        turn += 1
+        number += gl.num_programs(0)
+
+
+@gluon.jit
+def _hide(qk, walk, limit, queries, first, LOW: gl.constexpr):
+    """Scores of a block that some queries do not see whole. LOW: the left edge of the window may be in it, too."""
+    cols = gl.arange(0, walk.BN, gl.SliceLayout(0, qk.type.layout))[None, :]
+    if walk.RIGHT:
+        word = before((limit - first)[:, None], cols)
+    else:
+        word = before(limit - first, cols)
+    if LOW:
+        word = word & ~before((walk.begin(queries) - first)[:, None], cols)
+    return gl.where(holds(word, cols), qk, NOTHING)
+
+
+@gluon.jit
+def _consume(C: gl.constexpr, shares, parts, out_ptr, out_strides, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
+             inner, scale, DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+    whole = shares.walk
+    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    BN: gl.constexpr = whole.BN
+    D: gl.constexpr = whole.D
+    DV: gl.constexpr = whole.DV
+    dtype: gl.constexpr = q.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    PHASES: gl.constexpr = 3 if whole.LEFT else 2
+    count = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    number = gl.program_id(0)
+    while number < shares.tiles * shares.splits * whole.rows:
+        tile, split, kv_head, batch, walk, begin, blocks, seen = shares.share(number, lengths_ptr)
+        first_head, start = shares.unit(tile * walk.CONSUMERS + C)
+        row = gl.arange(0, 64, ROW)
+        # rows behind the last token see what it sees
+        queries = gl.minimum(start + row % shares.TOKENS, walk.tokens - 1)
+        limit = gl.minimum(walk.end(queries), seen)
+        acc = gl.zeros([64, DV], gl.float32, OUT)
+        zero = gl.zeros([64, BN], gl.float32, SCORES)
+
+        q_tile = q.index(C).reshape([64, D])
+        wait(q_full.index(C), turn & 1)
+        s = count % walk.STAGES
+        wait(k_full.index(s), (count // walk.STAGES) & 1)
+        qk = mma(q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+        qk = mma_wait(0, deps=[qk])
+        arrive(k_empty.index(s))
+        if SOFTCAP:
+            qk = bend(qk * inner)
+        qk = _hide(qk, walk, limit, queries, begin + (blocks - 1) * BN, walk.LEFT)
+        top = gl.max(qk, 1) * scale
+        base = gl.where(top == NOTHING, 0.0, top)
+        p = gl.exp2(qk * scale - base[:, None])
+        total = gl.sum(p, 1)
+        p = pack(p, dtype)
+
+        # blocks from the end: those that the right edge crosses, whole ones, those that the left edge crosses
+        edge = walk.end(gl.minimum(start, walk.tokens - 1))
+        right = gl.minimum(gl.maximum(blocks - gl.maximum(edge - begin, 0) // BN, 1), blocks)
+        left = blocks
+        if walk.LEFT:
+            last = gl.minimum(start + shares.TOKENS, walk.tokens) - 1
+            left = blocks - (gl.maximum(walk.begin(last) - begin, 0) + BN - 1) // BN
+            left = gl.minimum(gl.maximum(left, right), blocks)
+        for phase in gl.static_range(PHASES):
+            if phase == 0:
+                lower, upper = 1, right
+            elif phase == 1:
+                lower, upper = right, left
+            else:
+                lower, upper = left, blocks
+            if phase != 0 or walk.RIGHT:
+                for j in range(lower, upper):
+                    p_half = unpack(p, dtype, P)
+                    behind = count % walk.STAGES
+                    v_phase = (count // walk.STAGES) & 1
+                    count += 1
+                    s = count % walk.STAGES
+                    wait(k_full.index(s), (count // walk.STAGES) & 1)
+                    qk_made = mma(
+                        q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+                    )
+                    wait(v_full.index(behind), v_phase)
+                    acc_made = mma(p_half, v.index(behind).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+                    qk = mma_wait(1, deps=[qk_made])
+                    arrive(k_empty.index(s))
+                    if SOFTCAP:
+                        qk = bend(qk * inner)
+                    if phase != 1:
+                        qk = _hide(qk, walk, limit, queries, begin + (blocks - 1 - j) * BN, walk.LEFT)
+                    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
+                    base = new_top
+                    if phase != 1:
+                        base = gl.where(new_top == NOTHING, 0.0, new_top)
+                    new = gl.exp2(qk * scale - base[:, None])
+                    decay = gl.exp2(top - base)
+                    total = total * decay + gl.sum(new, 1)
+                    top = new_top
+                    acc = mma_wait(0, deps=[acc_made])
+                    arrive(v_empty.index(behind))
+                    acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
+                    p = pack(new, dtype)
+
+        arrive(q_empty.index(C))
+        s = count % walk.STAGES
+        wait(v_full.index(s), (count // walk.STAGES) & 1)
+        acc_made = mma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+        count += 1
+        head = kv_head * shares.GROUP + first_head + row // shares.TOKENS
+        real = start + row % shares.TOKENS < walk.tokens
+        decay = gl.full([64], 1.0, gl.float32, ROW)
+        if sinks_ptr is not None:
+            sink = gl.load(sinks_ptr + head).to(gl.float32) * (1.0 / LN2)
+            new_top = gl.maximum(top, sink)
+            base = gl.where(new_top == NOTHING, 0.0, new_top)
+            decay = gl.exp2(top - base)
+            total = total * decay + gl.exp2(sink - base)
+            top = new_top
+        dead = total == 0.0
+        total = gl.where(dead, 1.0, total)
+        lse = gl.where(dead, NOTHING, (top + gl.log2(total)) * LN2)
+        lse_at = (batch * shares.kv_heads * shares.GROUP + head) * walk.tokens + queries
+        gl.store(lse_ptr + split.to(gl.int64) * lse_split + lse_at, lse, mask=real)
+        acc = mma_wait(0, deps=[acc_made])
+        arrive(v_empty.index(s))
+        acc = acc * gl.convert_layout(decay / total, OUT_ROW)[:, None]
+        out_row = gl.arange(0, 64, OUT_ROW)
+        token = start + out_row % shares.TOKENS
+        out_head = kv_head * shares.GROUP + first_head + out_row // shares.TOKENS
+        cols = gl.arange(0, DV, gl.SliceLayout(0, OUT))
+        out_at = split.to(gl.int64) * out_strides[0] + batch.to(gl.int64) * out_strides[1]
+        row_at = out_head.to(gl.int64) * out_strides[2] + token.to(gl.int64) * out_strides[3]
+        there = out_ptr + out_at + row_at[:, None]
+        held = (token < walk.tokens)[:, None]
+        if DV != DIM_V:
+            held = held & (cols < DIM_V)[None, :]
+        gl.store(there + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=held)
+        turn += 1
+        number += gl.num_programs(0)
+    if CHAINED:
+        # Not before: its programs would all find room on the few multiprocessors without one of these, which took
+        # 1 token on 8k keys 3 us (H200).
+        launch_dependents()
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "lse_split", "row_pages", "tokens", "keys", "rows", "kv_heads", "tiles", "splits", "between_k", "between_v",
+        "left", "right",
+    ]
+)  # fmt: skip
+def attention_shares_kernel(
+    q_desc, k_desc, v_desc, out_ptr, out_split, out_batch, out_head, out_token, lse_ptr, lse_split, sinks_ptr,
+    lengths_ptr, pages_ptr, row_pages,
+    tokens, keys, rows, kv_heads, tiles, splits, between_k, between_v, left, right, inner, scale,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BN: gl.constexpr,
+    PAGE: gl.constexpr, PIECE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM_V: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """Program (share of keys, tile). rows: batch * kv heads. Writes a normalised result and its lse for each split.
+    CHAINED: the next kernel may start and wait."""
+    LENGTHS: gl.constexpr = lengths_ptr is not None
+    walk = Walk(
+        tokens, keys, kv_heads, tiles, rows, tiles, left, right, tiles,
+        LEFT, RIGHT, False, False, False, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, 1,
+    )  # fmt: skip
+    shares = Shares(
+        walk, kv_heads, tiles, splits, row_pages, between_k, between_v, GROUP, HEADS, 64 // HEADS, LENGTHS, PAGE, PIECE
+    )  # fmt: skip
+    q = tiles_of(CONSUMERS, q_desc)
+    k_pieces = tiles_of(STAGES * (BN // PIECE) * (D // (D if PIECE == BN else 64)), k_desc)
+    v_pieces = tiles_of(STAGES * (BN // PIECE) * (DV // (DV if PIECE == BN else 64)), v_desc)
+    k, v = k_pieces, v_pieces
+    if PAGE:
+        # pieces of 64 columns lie as they do in a tile: all rows of 64 columns, then those of the next
+        WHOLE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        k = reinterpret(k_pieces, k_desc.dtype, [STAGES, BN, D], WHOLE)
+        v = reinterpret(v_pieces, v_desc.dtype, [STAGES, BN, DV], WHOLE)
+    q_full = barriers(CONSUMERS, 1)
+    q_empty = barriers(CONSUMERS, 1)
+    k_full = barriers(STAGES, 1)
+    k_empty = barriers(STAGES, CONSUMERS)
+    v_full = barriers(STAGES, 1)
+    v_empty = barriers(STAGES, CONSUMERS)
+    fence()
+    parts = (q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    pieces = (k_pieces, v_pieces)
+    strides = (out_split, out_batch, out_head, out_token)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_consume, (0, shares, parts, out_ptr, strides, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
+                            inner, scale, DIM_V, SOFTCAP, CHAINED)),
+                (_consume, (1, shares, parts, out_ptr, strides, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
+                            inner, scale, DIM_V, SOFTCAP, CHAINED)),
+            ],
+            [4, 4],
+            [240, 240],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_consume, (0, shares, parts, out_ptr, strides, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
+                            inner, scale, DIM_V, SOFTCAP, CHAINED)),
+            ],
+            [4],
+            [240],
+        )  # fmt: skip
