@@ -203,6 +203,42 @@ def test_8_bit_caches_saturate(backend):
     assert v_cache[0, 0, 0].float().tolist() == [448.0, -448.0, 448.0, -0.5, 1.0, 0.0, -448.0, 320.0]
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("small", [None, torch.float8_e4m3fn], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("page_size", [0, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_a_captured_step_follows_lengths_and_pages(tokens, page_size, small):
+    slots, heads, kv_heads, dim = 512, 16, 2, 128
+    pages = 2 * slots // page_size if page_size else 0
+    shape = (pages, kv_heads, page_size, dim) if pages else (2, kv_heads, slots, dim)
+    caches = [_randn(*shape).to(small or torch.bfloat16) for _ in range(2)]
+    given = {"page_table": torch.randperm(pages, device=DEVICE).int().view(2, -1)} if pages else {}
+    if small is not None:
+        given |= dict.fromkeys(("k_scale", "v_scale"), torch.full((1, 1, 1), 0.25, device=DEVICE))
+    q, k, v = (_randn(2, h, tokens, dim, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
+    angles = _randn(slots, dim // 2)
+    lengths = _lengths(3, 400)
+
+    def step(caches):
+        turned = kv_cache_append(*caches, k, v, lengths, q, angles.cos(), angles.sin(), **given)
+        return attention(turned, *caches, Mask(causal=True), kv_lengths=lengths + tokens, **given)[0]
+
+    step([c.clone() for c in caches])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(caches)
+    for numbers in ((3, 400), (496, 0), (17, 64)):
+        lengths.copy_(_lengths(*numbers))
+        for x in (q, k, v):
+            x.normal_()
+        if pages:
+            given["page_table"].copy_(torch.randperm(pages, device=DEVICE).view(2, -1))
+        expected = step([c.clone() for c in caches])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, expected)
+
+
 def _arguments(**changes):
     given = {
         "k_cache": _randn(2, 2, 6, 8),
