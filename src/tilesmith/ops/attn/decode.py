@@ -56,17 +56,29 @@ def _walk(
     K_SCALES, V_SCALES: each slot has a factor of its own. PRODUCT: the dtype in which values are multiplied."""
     PLAIN: tl.constexpr = k_scale_ptr is None and not SOFTCAP
     SPARSE: tl.constexpr = mask_ptr is not None or documents_ptr is not None
+    # Steps begin at multiples of BLOCK_N. Where a page holds all slots of a step, its number is one for the program.
+    ONE_PAGE: tl.constexpr = pages_ptr is not None and PAGE_SIZE % BLOCK_N == 0
     slots = tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_D)[None, :]
     features_v = tl.arange(0, BLOCK_DV)[None, :]
-    if pages_ptr is not None:
+    if ONE_PAGE:
+        next_page = _page(pages_ptr, _skip(lo, gap, gap_size, MASKED), begin - BLOCK_N + 1, end, PAGE_SIZE)
+    elif pages_ptr is not None:
         next_page = _page(pages_ptr, _skip(lo, gap, gap_size, MASKED) + slots, begin, end, PAGE_SIZE)
     for step in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
         first = _skip(step, gap, gap_size, MASKED)
         columns = first + slots
         # What lies outside [begin, end) may be unwritten memory or a page that was given back: it is never loaded.
         held = (columns >= begin) & (columns < end)
-        if pages_ptr is not None:
+        if ONE_PAGE:
+            page = next_page.to(tl.int64)
+            next_first = _skip(step + BLOCK_N, gap, gap_size, MASKED)
+            next_page = _page(pages_ptr, next_first, begin - BLOCK_N + 1, end, PAGE_SIZE)
+            start = tl.cast(first % PAGE_SIZE, tl.int64)
+            slot = start + slots
+            k_rows = k_ptr + (page * k_page + start * k_slot) * UNIT + (slots.to(tl.int64) * k_slot * UNIT)[:, None]
+            v_rows = v_ptr + (page * v_page + start * v_slot) * UNIT + (slots.to(tl.int64) * v_slot * UNIT)[:, None]
+        elif pages_ptr is not None:
             # Looked up one step ahead: loads that depend on a load of the same step are not pipelined as deeply.
             page = next_page.to(tl.int64)
             next_page = _page(pages_ptr, _skip(step + BLOCK_N, gap, gap_size, MASKED) + slots, begin, end, PAGE_SIZE)

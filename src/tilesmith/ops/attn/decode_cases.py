@@ -175,6 +175,7 @@ CASES: list[Case] = [
     Case("decode_pages", _decode(3, 1, 4, 2, 32, 64, lengths=(64, 17, 0), page_size=16), SMALL),
     Case("decode_odd_pages", _decode(2, 4, 4, 2, 16, 51, lengths=(50, 20), page_size=3, window_left=25), SMALL),
     Case("decode_pages_of_one", _decode(2, 2, 2, 1, 16, 20, lengths=(20, 7), page_size=1), SMALL),
+    Case("decode_window_in_pages", _decode(2, 3, 4, 2, 16, 96, lengths=(95, 41), page_size=32, window_left=20), SMALL),
     Case("decode_all_pages", _decode(2, 2, 4, 2, 16, 40, page_size=8), SMALL),
     Case("prompt_in_pages", _decode(1, 20, 4, 2, 16, 40, lengths=(37,), page_size=8), SMALL),
     Case("decode_unwritten_slots", {**_decode(2, 2, 4, 2, 16, 40, lengths=(19, 7)), **UNWRITTEN_SLOTS}, SMALL),
