@@ -39,6 +39,12 @@ def _given(*values: int) -> Init:
     return lambda generator, shape, device: torch.tensor(values, dtype=torch.int32, device=device).view(*shape)
 
 
+def _apart(*values: float) -> Init:
+    """Numbers (fp32 or int32) with others between them, as a column of a table has."""
+    dtype = torch.int32 if isinstance(values[0], int) else torch.float32
+    return lambda g, s, device: torch.tensor(values, dtype=dtype, device=device).repeat_interleave(2).roll(1)[1::2]
+
+
 def _cut(*ends: int) -> Init:
     """Document ids of tokens that lie one after another: the first ends at the first number, and so on."""
 
@@ -209,6 +215,11 @@ ATTENTION = [
     Case("lengths_full", _attend(2, 2, 2, 20, 50, kv_lengths=(50, 3)), SMALL),
     Case("lengths_over_nan", {**_attend(2, 2, 2, 9, 40, kv_lengths=(40, 21)), **dict.fromkeys(
         ("k", "v"), T(2, 2, 40, 16, init=_padding(40, 21)))}, SMALL),
+    Case("vectors_apart", {**_attend(3, 2, 1, 9, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
+        "kv_lengths": T(3, dtype=torch.int32, init=_apart(20, 17, 3))}, SMALL),
+    Case("packed_apart", {**_attend(1, 2, 2, 15, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
+        **{n: T(3, dtype=torch.int32, init=_apart(0, 7, e)) for n, e in (("cu_seqlens_q", 15), ("cu_seqlens_k", 20))}},
+        SMALL),
     Case("prefix", _attend(2, 2, 2, 50, 50, causal=True, prefix_lengths=(13, 40)), SMALL),
     Case("prefix_window", _attend(2, 2, 2, 60, 60, causal=True, window_left=5, prefix_lengths=(3, 39)), SMALL),
     Case("prefix_window_bias", _attend(

@@ -522,7 +522,7 @@ def attention(
     if lse.numel() == 0:
         return out, lse
     sinks, kv_lengths, page_table, q_documents, k_documents = (
-        None if x is None else x.contiguous() for x in (sinks, kv_lengths, page_table, q_documents, k_documents)
+        reference.dense(x) for x in (sinks, kv_lengths, page_table, q_documents, k_documents)
     )
     group, slots, right = heads // kv_heads, _slots(k, page_table), 0 if causal else window_right
     tiles = cdiv(group * tokens, config.block_m)

@@ -186,7 +186,8 @@ def attention(
     block_m = 64 * config.consumers
     blocks, table, packed = cdiv(tokens, block_m), None, cu_seqlens_q is not None
     if packed:
-        table, blocks = query_tiles(cu_seqlens_q, cu_seqlens_k, kv_lengths, tokens, keys, window, block_m)
+        vectors = (reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths))
+        table, blocks = query_tiles(*vectors, tokens, keys, window, block_m)
     tiles = blocks * batch * heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
@@ -197,7 +198,7 @@ def attention(
         attention_fwd_kernel,
         (programs,),
         descriptor(q, 64, packed), descriptor(k, config.block_n, packed), descriptor(v, config.block_n, packed),
-        descriptor(out, 64, packed), lse, sinks, counter(q.device) if dynamic else None, table,
+        descriptor(out, 64, packed), lse, reference.dense(sinks), counter(q.device) if dynamic else None, table,
         tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike), left, right, heads // k.shape[1],
         scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
         LEFT=has_left, RIGHT=has_right,
@@ -306,7 +307,8 @@ def attention_vjp(
         dv[:, :, :k_begin].zero_()
     q_blocks, k_blocks = cdiv(tokens - q_begin, 64), cdiv(keys - k_begin, 128)
     if packed:
-        blocks, table, q_blocks, k_blocks = key_tiles(cu_seqlens_q, cu_seqlens_k, kv_lengths, tokens, keys, window)
+        vectors = (reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths))
+        blocks, table, q_blocks, k_blocks = key_tiles(*vectors, tokens, keys, window)
     wide = _columns(q)
     rows = lse.new_empty(2, batch * heads, q_blocks * 64)
     parts = lse.new_empty(batch * heads * q_blocks * wide // 4, 256)
@@ -339,7 +341,16 @@ def attention_vjp(
         )  # fmt: skip
     if wants_sinks:
         launch(
-            attention_dsinks_kernel, (heads,), rows[0], rows[1], sinks, dsinks, batch, heads, q_blocks * 64, BLOCK=1024
+            attention_dsinks_kernel,
+            (heads,),
+            rows[0],
+            rows[1],
+            reference.dense(sinks),
+            dsinks,
+            batch,
+            heads,
+            q_blocks * 64,
+            BLOCK=1024,
         )
         if q_begin and dlse is not None:  # of queries that see no key, lse is the sink
             dsinks += dlse[:, :, :q_begin].sum((0, 2))

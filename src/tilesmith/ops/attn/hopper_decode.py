@@ -114,6 +114,7 @@ def attention(
     if keys == 0:
         lse.copy_(lse.new_full((), float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None])
         return out.zero_(), lse
+    sinks, kv_lengths, page_table = (reference.dense(x) for x in (sinks, kv_lengths, page_table))
     group = heads // kv_heads
     unit_heads = _unit_heads(group, tokens)
     unit_tokens = 64 // unit_heads
@@ -133,7 +134,7 @@ def attention(
         part_strides = part_out.stride()[:4]
     page, piece, bounded = 0, config.block_n, kv_lengths is not None
     if page_table is not None:
-        page_table, page, bounded = page_table.contiguous(), k.shape[2], True
+        page, bounded = k.shape[2], True
         piece = min(piece, page & -page)
     k_desc, k_between = _keys_of(k, piece, bounded, piece < config.block_n)
     v_desc, v_between = _keys_of(v, piece, bounded, piece < config.block_n)
@@ -164,7 +165,8 @@ def _unit_heads(group: int, tokens: int) -> int:
 def _keys_of(x: Tensor, rows: int, bounded: bool, narrow: bool) -> tuple[TensorDescriptor, int]:
     """The descriptor of keys or values; bounded: where a batch row or page of x ends by itself
     (`hopper_corner.corner`), and how many tokens lie between two of them. narrow: in tiles of 64 columns."""
-    if bounded and ((x.shape[0] > 1 and x.stride(0) % x.stride(2)) or x.shape[0] * x.stride(0) >= x.stride(2) * 2**30):
+    batch, token = x.stride(0), x.stride(2) if x.shape[2] > 1 else 8
+    if bounded and ((x.shape[0] > 1 and batch % token) or x.shape[0] * batch >= token * 2**30):
         x = x.clone(memory_format=torch.contiguous_format)
     found = descriptor(x, rows, bounded, columns=64 if narrow else 0)
     batch, _, token, _ = found.base.stride()

@@ -301,8 +301,8 @@ def attention(
         _attention_fwd_kernel,
         (tiles.tile_count(tokens, config.block_m, block_q) * batch * heads,),
         **arguments,
-        k_desc=k_desc, v_desc=v_desc, out_ptr=out, lse_ptr=lse, sinks_ptr=sinks, out_strides=out.stride(),
-        bounds_ptr=bounds,
+        k_desc=k_desc, v_desc=v_desc, out_ptr=out, lse_ptr=lse, out_strides=out.stride(),
+        sinks_ptr=reference.dense(sinks), bounds_ptr=bounds,
         section=tiles.section(k, v, heads // k.shape[1], arch), BULK=k_desc is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

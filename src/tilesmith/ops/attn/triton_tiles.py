@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilesmith.ops import philox
+from tilesmith.ops.attn.reference import dense
 from tilesmith.ops.philox_triton import random_bits, random_bits_by_four
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -387,9 +388,9 @@ def launch_arguments(
     return {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": bias, "mask_ptr": mask,
         "alibi_ptr": alibi, "seed_ptr": seed if dropout_p > 0.0 else None,
-        "cu_q_ptr": cu_seqlens_q, "cu_k_ptr": cu_seqlens_k, "lengths_ptr": kv_lengths, "prefix_ptr": prefix_lengths,
-        "q_documents_ptr": None if q_documents is None else q_documents.contiguous(),
-        "k_documents_ptr": None if k_documents is None else k_documents.contiguous(),
+        "cu_q_ptr": dense(cu_seqlens_q), "cu_k_ptr": dense(cu_seqlens_k),
+        "lengths_ptr": dense(kv_lengths), "prefix_ptr": dense(prefix_lengths),
+        "q_documents_ptr": dense(q_documents), "k_documents_ptr": dense(k_documents),
         **list_arguments(block_offsets, block_indices, batch, heads),
         "LIST_Q": block_q if has_lists else 0, "LIST_K": block_k if has_lists else 0,
         "q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride(),

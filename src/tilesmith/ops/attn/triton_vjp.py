@@ -649,7 +649,7 @@ def attention_vjp(
     if wants_sinks:
         dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format)
         launch(
-            _attention_dsinks_kernel, (q.shape[1],), row_lse, delta, sinks, dsinks, *q.shape[:3],
+            _attention_dsinks_kernel, (q.shape[1],), row_lse, delta, reference.dense(sinks), dsinks, *q.shape[:3],
             BLOCK=1024, EXACT=q.dtype == torch.float32,
         )  # fmt: skip
     return dq, dk, dv, dbias, dsinks
