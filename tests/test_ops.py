@@ -286,6 +286,34 @@ def test_a_pin_around_the_forward_holds_for_the_backward(name):
         assert ran == [backend]
 
 
+DETERMINISTIC = [
+    run
+    for run in RUNS
+    if run.values[1].args.get("deterministic")
+    and run.values[3] in set(ops()[run.values[0]].vjp.backends()) - {REFERENCE}
+]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a GPU programs end in another order each time")
+@pytest.mark.parametrize(("name", "case", "dtype", "backend"), DETERMINISTIC)
+def test_deterministic_gradients_are_the_same_a_thousand_times(name, case, dtype, backend):
+    op = ops()[name]
+    args, seen, execute = op.bind((), case.build(DEVICE, dtype, case.generator())), [], op.vjp._execute
+    op.vjp._execute = lambda key, a, pin: (seen.append(a), execute(key, a, pin))[1]
+    try:
+        outputs_and_gradients(op, args)
+    finally:
+        del op.vjp._execute
+    if op.kernel(backend).rejects(op._describe(*args)) or op.vjp.kernel(backend).rejects(op.vjp._describe(*seen[0])):
+        pytest.skip(f"{backend} does not serve the call")
+    run = op.vjp.kernel(backend).fn
+    first, other = run(*seen[0]), torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for _ in range(1000):
+        for a, b in zip(first, run(*seen[0])):
+            other |= (a != b).any()
+    assert not other
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_two_runs_are_bitwise_equal(name):
     op, args = _arguments(name)

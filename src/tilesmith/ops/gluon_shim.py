@@ -24,8 +24,10 @@ __all__ = [
     "TensorDescriptor",
     "aggregate",
     "arrive",
+    "await_number",
     "barriers",
     "bulk_add",
+    "bulk_finish",
     "bulk_load",
     "bulk_store",
     "bulk_wait",
@@ -39,6 +41,7 @@ __all__ = [
     "meet",
     "mma",
     "mma_wait",
+    "publish",
     "reinterpret",
     "tiles_of",
     "wait",
@@ -119,3 +122,41 @@ def launch_dependents():
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def bulk_finish():
+    """Wait until all that this thread has stored or added in bulk is in memory (`bulk_wait`: is read)."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_number(pointer, number):
+    """Wait until memory holds `number`, and so what was done before it was published. The vote keeps warps together:
+    without it ptxas takes uniform registers from the whole kernel, which then spills 600 bytes."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 found;
+        again:
+        ld.acquire.gpu.global.b32 found, [$1];
+        setp.ne.b32 p, found, $2;
+        vote.sync.any.pred p, p, 0xffffffff;
+        @p bra.uni again;
+        fence.proxy.async;
+        mov.b32 $0, found;
+        }""",
+        "=r,l,r", [pointer.to(gl.int64), gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def publish(pointer, number):
+    """Write a number for other programs, after all that the first 128 threads of this one have done."""
+    gl.inline_asm_elementwise(
+        "bar.sync 8, 128; fence.proxy.async; fence.acq_rel.gpu; mov.b32 $0, $1;",
+        "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    gl.store(pointer, number)

@@ -276,6 +276,14 @@ ATTENTION = [
     Case("d128_more_queries", _attend(2, 4, 2, 300, 130, 128, causal=True), GPU, HALF),
     Case("d128_one_query", _attend(2, 8, 2, 1, 700, 128, causal=True), GPU, HALF),
     Case("d128_window_sinks", _attend(1, 8, 2, 900, 900, 128, causal=True, window_left=200, sinks=True), GPU, HALF),
+    Case("d128_deterministic", _attend(
+        2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True, deterministic=True), GPU, HALF),
+    Case("d64_deterministic", _attend(2, 8, 8, 900, 1300, 64, deterministic=True), GPU, HALF),
+    Case("d96_deterministic_window", _attend(
+        1, 8, 2, 1500, 1500, 96, causal=True, window_left=200, deterministic=True), GPU, HALF),
+    Case("d64_deterministic_packed", _attend(
+        1, 8, 2, 1100, 1100, 64, causal=True, deterministic=True, cu_seqlens_q=(300, 5, 790),
+        cu_seqlens_k=(300, 5, 790)), GPU, HALF),
     Case("d64_both_sides", _attend(1, 8, 8, 700, 900, 64, window_left=70, window_right=33), GPU, HALF),
     Case("fp32_tiles", _attend(1, 4, 2, 260, 300, 128, causal=True), GPU, (torch.float32,)),
     Case("window_tiles", _attend(1, 4, 2, 1500, 1500, 64, causal=True, window_left=200, sinks=True), GPU, HALF),

@@ -92,8 +92,6 @@ def rejects_vjp(call) -> list[str]:
         reasons.append(
             f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 128, one for all, are served"
         )
-    if call.deterministic:
-        reasons.append("deterministic: parts of dq are added in the order in which they come")
     return reasons
 
 
@@ -210,10 +208,12 @@ def attention(
 
 
 class HopperVjpConfig(NamedTuple):
-    """stages: tiles of queries in flight. split: consumers tell each other that ds is there before they wait for it."""
+    """stages: tiles of queries in flight. split: consumers tell each other that ds is there before they wait for it.
+    lag: how many blocks of queries after its own a block's dq is awaited."""
 
     stages: int
     split: bool
+    lag: int
 
 
 def _dims_vjp(*args) -> dict[str, int]:
@@ -225,12 +225,15 @@ def _dims_vjp(*args) -> dict[str, int]:
 
 
 def _default_vjp(dims, arch, dtype) -> HopperVjpConfig:
-    # H200, 16k keys, TFLOP/s: D 128 causal 597 split, 547 not, full 572 and 582; D 64 is never faster split
-    wide = dims["dim"] > 64
-    return HopperVjpConfig(2 if wide else 3, wide and dims["causal"] > 1)
+    # H200, 16k keys, TFLOP/s: D 128 causal 597 split, 547 not, full 572 and 582; D 64 is never faster split, its lag of
+    # 2 gives 472 for 457 causal, 472 for 487 full
+    wide, causal = dims["dim"] > 64, dims["causal"] > 1
+    return HopperVjpConfig(2 if wide else 3, wide and causal, 2 if causal and not wide else 1)
 
 
-SPACE_VJP = Space(default=_default_vjp, dims=_dims_vjp, choices={"stages": (2, 3), "split": (False, True)})
+SPACE_VJP = Space(
+    default=_default_vjp, dims=_dims_vjp, choices={"stages": (2, 3), "split": (False, True), "lag": (1, 2)}
+)
 
 
 @register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp)
@@ -305,16 +308,17 @@ def attention_vjp(
     if k_begin:
         dk[:, :, :k_begin].zero_()
         dv[:, :, :k_begin].zero_()
+    wide = _columns(q)
     q_blocks, k_blocks = cdiv(tokens - q_begin, 64), cdiv(keys - k_begin, 128)
     if packed:
         vectors = (reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths))
         blocks, table, q_blocks, k_blocks = key_tiles(*vectors, tokens, keys, window)
-    wide = _columns(q)
     rows = lse.new_empty(2, batch * heads, q_blocks * 64)
     parts = lse.new_empty(batch * heads * q_blocks * wide // 4, 256)
+    turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device) if deterministic else None
     launch(
         attention_rows_kernel, (batch * heads * q_blocks,),
-        out, dout, lse, dlse, rows[0], rows[1], parts, blocks, out.stride(), dout.stride(),
+        out, dout, lse, dlse, rows[0], rows[1], parts, turns, blocks, out.stride(), dout.stride(),
         None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, DIM=dim, D=wide, num_warps=4,
     )  # fmt: skip
     scale = dim**-0.5 if scale is None else scale
@@ -325,13 +329,13 @@ def attention_vjp(
         attention_dkv_kernel, (programs,),
         descriptor(q, 64, packed), descriptor(k, 128, packed), descriptor(v, 128, packed), descriptor(dout, 64, packed),
         TensorDescriptor(parts, list(parts.shape), [256, 1], [wide // 8, 256], _PARTS),
-        descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1],
+        descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns,
         counter(q.device) if dynamic else None, table,
-        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads, section_vjp(q, kv_heads, arch),
-        left, right,
+        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads,
+        section_vjp(q, kv_heads, arch, deterministic and has_right), left, right,
         scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E, scale,
         GROUP=heads // kv_heads, LEFT=has_left, RIGHT=has_right,
-        TAIL=packed or (keys - k_begin) % 128 != 0, DYNAMIC=dynamic, SPLIT=config.split, D=wide,
+        TAIL=packed or (keys - k_begin) % 128 != 0, DYNAMIC=dynamic, SPLIT=config.split, LAG=config.lag, D=wide,
         STAGES=config.stages, SOFTCAP=softcap > 0.0, num_warps=4,
     )  # fmt: skip
     if output_mask[0]:
@@ -399,10 +403,14 @@ def section(k: Tensor, heads: int, arch, alike: bool) -> int:
     return cdiv(rows, max(1, rows // fitting)) * group
 
 
-def section_vjp(q: Tensor, kv_heads: int, arch) -> int:
-    """How many kv heads to work on together, so that their queries, dout and parts of dq fill 2/5 of the L2 cache."""
+def section_vjp(q: Tensor, kv_heads: int, arch, in_turn: bool = False) -> int:
+    """How many kv heads to work on together, so that their queries, dout and parts of dq fill 2/5 of the L2 cache.
+    in_turn: shorter and shorter tiles of a head add their dq one after another; with more heads fewer of them wait."""
     batch, heads, tokens, dim = q.shape
-    return max(1, min(2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads)), batch * kv_heads))
+    fitting = max(1, 2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads)))
+    # H200, head dim 128, causal, TFLOP/s: 391 with the 6 heads that fit, 441 with 17 (4k); 404 and 461 with 1 and 16
+    # (16k)
+    return min(max(fitting, 16) if in_turn else fitting, batch * kv_heads)
 
 
 _COUNTERS = 1024  # launches of one device that may be in flight at once

@@ -2,9 +2,9 @@
 
 A program of the main kernel owns 128 keys at a time and walks the queries that see them, 64 at a time, of every head of
 its group: a producer loads tiles, two consumers have 64 keys each. Scores are transposed, so that p and ds feed dv and
-dk from registers; ds also goes through shared memory for dq, which the consumers split by columns and add to a
-workspace by bulk reductions. Those come in any order, so dq may differ in its last bits from run to run.
-Scores live in units of log 2.
+dk from registers; ds also goes through shared memory for dq, which the consumers split by columns and the producer
+adds to a workspace by bulk reductions: in any order, so that dq may differ in its last bits from run to run, or
+ordered, tile after tile of keys. Scores live in units of log 2.
 """
 
 import triton
@@ -15,8 +15,10 @@ from tilesmith.ops.attn.hopper_forward import before, bend, draw, holds, tickets
 from tilesmith.ops.gluon_shim import (
     aggregate,
     arrive,
+    await_number,
     barriers,
     bulk_add,
+    bulk_finish,
     bulk_load,
     bulk_store,
     bulk_wait,
@@ -27,6 +29,7 @@ from tilesmith.ops.gluon_shim import (
     meet,
     mma,
     mma_wait,
+    publish,
     reinterpret,
     tiles_of,
     wait,
@@ -49,11 +52,12 @@ def _block_rows(blocks_ptr, block, tokens, begin):
 
 @triton.jit
 def attention_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dq_ptr, blocks_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dq_ptr, turns_ptr, blocks_ptr,
     out_strides, dout_strides, dlse_strides, heads, tokens, begin, blocks, DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """For 64 queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
-    makes its p 0); delta = sum(out * dout) - dlse; and zeros for their part of dq."""
+    makes its p 0); delta = sum(out * dout) - dlse; zeros for whose turn it is to add to their part of dq and, where not
+    all parts get a first tile, for that part."""
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
     batch = (head_row // heads).to(tl.int64)
@@ -77,7 +81,10 @@ def attention_rows_kernel(
     dead = lse == float("-inf")
     tl.store(row_lse_ptr + place + lane, tl.where(dead, float("inf"), lse * LOG2E))
     tl.store(delta_ptr + place + lane, tl.where(dead, 0.0, delta))
-    tl.store(dq_ptr + place * D + tl.arange(0, 64 * D), tl.zeros([64 * D], tl.float32))
+    if turns_ptr is not None:
+        tl.store(turns_ptr + tl.program_id(0), 0)
+    if turns_ptr is None or blocks_ptr is not None:
+        tl.store(dq_ptr + place * D + tl.arange(0, 64 * D), tl.zeros([64 * D], tl.float32))
 
 
 @triton.jit
@@ -121,7 +128,7 @@ class KeyWalk:
     q_begin, k_begin: the first query and key of the first tiles; those before see nothing, or nobody sees them, and
     they may hold NaN. q_blocks, k_blocks: tiles of a head. rows: batch * kv heads. section: how many kv heads are
     worked on together, so that what they stream stays in L2. left, right: the window. PACKED: sizes and beginnings are
-    those of one document at a time.
+    those of one document at a time. BK: keys of a tile.
     """
 
     tokens: gl.tensor
@@ -140,20 +147,21 @@ class KeyWalk:
     RIGHT: gl.constexpr
     DYNAMIC: gl.constexpr
     PACKED: gl.constexpr
+    BK: gl.constexpr
     D: gl.constexpr
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, D, STAGES,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, BK, D, STAGES,
     ):  # fmt: skip
         self.tokens, self.keys, self.kv_heads, self.q_begin, self.k_begin = tokens, keys, kv_heads, q_begin, k_begin
         self.q_blocks, self.k_blocks, self.rows, self.section = q_blocks, k_blocks, rows, section
         self.left, self.right = left, right
         self.GROUP, self.LEFT, self.RIGHT = gl.constexpr(GROUP), gl.constexpr(LEFT), gl.constexpr(RIGHT)
         self.DYNAMIC, self.PACKED = gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
-        self.D, self.STAGES = gl.constexpr(D), gl.constexpr(STAGES)
+        self.BK, self.D, self.STAGES = gl.constexpr(BK), gl.constexpr(D), gl.constexpr(STAGES)
 
     @gluon.jit
     def tile(self, number, table):
@@ -168,7 +176,7 @@ class KeyWalk:
         batch = row // self.kv_heads
         kv_head = row - batch * self.kv_heads
         place = row * self.GROUP * self.q_blocks
-        found = (self.k_begin + block * 128, kv_head, batch, batch, place, self)
+        found = (self.k_begin + block * self.BK, kv_head, batch, batch, place, self)
         if self.PACKED:
             entry = table + (block + 1) * 8
             walk = self.within(gl.load(entry + 3), gl.load(entry + 1), gl.load(entry + 5), gl.load(entry + 7))
@@ -180,7 +188,8 @@ class KeyWalk:
         """The same for a document of so many tokens and keys, and with so many blocks of queries from q_begin on."""
         return KeyWalk(
             tokens, keys, self.kv_heads, q_begin, self.k_begin, q_blocks, self.k_blocks, self.rows, self.section,
-            self.left, self.right, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC, self.PACKED, self.D, self.STAGES,
+            self.left, self.right, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC, self.PACKED, self.BK, self.D,
+            self.STAGES,
         )  # fmt: skip
 
     @gluon.jit
@@ -193,84 +202,244 @@ class KeyWalk:
         if self.RIGHT:
             first = gl.minimum(gl.maximum(start - shift - self.right - self.q_begin, 0) // 64, self.q_blocks - 1)
         if self.LEFT:
-            end = gl.minimum(end, (gl.maximum(start + 128 - shift + self.left - self.q_begin, 0) + 63) // 64)
+            end = gl.minimum(end, (gl.maximum(start + self.BK - shift + self.left - self.q_begin, 0) + 63) // 64)
         blocks = gl.maximum(end - first, 1)
         if self.PACKED:
             blocks = gl.where(self.q_blocks == 0, 0, blocks)
         return first, blocks
 
+    @gluon.jit
+    def earlier(self, start):
+        """The first block of queries that the tile of keys before this one meets, and their end: 0 for the first."""
+        first_key = self.keys * 0
+        if self.LEFT:
+            first_key = gl.maximum(self.keys - self.tokens - self.left, 0)
+        first, blocks = self.span(start - self.BK)
+        return first, gl.where(start > first_key, first + blocks, 0)
 
-_START, _KEYS_AT, _KV_HEAD, _BLOCKS, _EDGE, _PLACE, _LIMIT = (gl.constexpr(i) for i in range(7))
+
+START, KEYS_AT, KV_HEAD, BLOCKS, EDGE, LIMIT = (gl.constexpr(i) for i in range(6))
 
 
 @gluon.jit
-def _load_pair(parts, walk, k_desc, v_desc, place, kv_head, start, turn):
+def announce(ticket, turn, walk, start, k_place, kv_head, first, blocks):
+    """Tell the consumers of a tile, whose blocks of queries come from the last to the first."""
+    ticket.open(turn)
+    ticket.write(turn, START, inside(start, walk.keys, walk.PACKED))
+    ticket.write(turn, KEYS_AT, k_place)
+    ticket.write(turn, KV_HEAD, kv_head)
+    ticket.write(turn, BLOCKS, blocks)
+    edge = walk.q_begin + (first + blocks - 1) * 64 + (walk.keys - walk.tokens) - start
+    ticket.write(turn, EDGE, edge + walk.right if walk.RIGHT else edge)
+    ticket.write(turn, LIMIT, walk.keys - start)
+    ticket.close(turn)
+
+
+@gluon.jit
+def load_pair(k_desc, v_desc, there, k, v, full, empty, turn):
     """A tile's keys and values."""
-    tickets, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
-    there = corner(place, kv_head, start, walk.keys, walk.PACKED)
-    wait(kv_empty.index(0), (turn & 1) ^ 1)
-    bulk_load(k_desc, there, kv_full.index(0), k)
-    wait(kv_empty.index(1), (turn & 1) ^ 1)
-    bulk_load(v_desc, there, kv_full.index(1), v)
+    wait(empty.index(0), (turn & 1) ^ 1)
+    bulk_load(k_desc, there, full.index(0), k)
+    wait(empty.index(1), (turn & 1) ^ 1)
+    bulk_load(v_desc, there, full.index(1), v)
 
 
 @gluon.jit
-def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table):
-    tickets, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
+def _add(parts, dq_desc, parking, turns_ptr, job, place, after, D: gl.constexpr):
+    """Start to add what the consumers have parked to a block's part of dq. With turns_ptr not before `after` stands
+    there, or, where it is -1, as the first."""
+    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
+    box = job & 1
+    wait(dq_full.index(box), (job >> 1) & 1)
+    follows = turns_ptr is None
+    if turns_ptr is not None:
+        follows = after >= 0
+        if follows:
+            await_number(turns_ptr + place, after)
+    for c in gl.static_range(2):
+        parked = reinterpret(parking.index(box * 2 + c), gl.float32, [D // 8, 256], dq_desc.layout)
+        there = [place * (D // 4) + c * (D // 8), 0]
+        if follows:
+            bulk_add(dq_desc, there, parked)
+        else:
+            bulk_store(dq_desc, there, parked)
+
+
+@gluon.jit
+def _added(parts, turns_ptr, job, place, end):
+    """Wait until it is added, and make room. With turns_ptr `end` comes to stand there."""
+    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
+    if turns_ptr is not None:
+        bulk_finish()
+        publish(turns_ptr + place, end)
+    else:
+        bulk_wait(0)
+    arrive(dq_empty.index(job & 1))
+
+
+@gluon.jit
+def _drain(parts, dq_desc, parking, turns_ptr, adds, keep, D: gl.constexpr):
+    """Start to add dq of all blocks that wait for it but the last `keep`, one after another."""
+    waiting, going, job, place_going, place, after, next_place, next_after, end = adds
+    for _ in range(waiting - keep):
+        if going > 0:
+            _added(parts, turns_ptr, job - 1, place_going, end)
+        _add(parts, dq_desc, parking, turns_ptr, job, place, after, D)
+        going = job * 0 + 1
+        job += 1
+        place_going = place
+        place = next_place
+        after = next_after
+    return gl.minimum(waiting, keep), going, job, place_going, place, after, next_place, next_after, end
+
+
+@gluon.jit
+def _settle(parts, turns_ptr, adds):
+    """Wait for what is being added."""
+    waiting, going, job, place_going, place, after, next_place, next_after, end = adds
+    if going > 0:
+        _added(parts, turns_ptr, job - 1, place_going, end)
+    return waiting, going * 0, job, place_going, place, after, next_place, next_after, end
+
+
+@gluon.jit
+def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, dq_desc, lse_ptr, delta_ptr, turns_ptr, counter, table,
+             parking, LAG: gl.constexpr):  # fmt: skip
+    """LAG: how many blocks after a block's tiles its dq is awaited."""
+    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
+    D: gl.constexpr = whole.D
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lane = gl.arange(0, 64, LANES)
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
     tiles = whole.k_blocks * whole.rows
+    # dq of blocks that is to be added: of how many, whether the one before them is being added, their number, where
+    # that one goes, where the first of them goes and after whom, the next one's, and the end of their tile of keys
+    adds = (count, count, count, count, count, count, count, count, count)
     while number < tiles:
         start, kv_head, k_place, q_place, place, walk = whole.tile(number, table)
         first, blocks = walk.span(start)
+        earlier_first, earlier_end = walk.earlier(start)
         head = kv_head * walk.GROUP
         place += first
-        tickets.open(turn)
-        tickets.write(turn, _START, inside(start, walk.keys, walk.PACKED))
-        tickets.write(turn, _KEYS_AT, k_place)
-        tickets.write(turn, _KV_HEAD, kv_head)
-        tickets.write(turn, _BLOCKS, blocks)
-        edge = walk.q_begin + first * 64 + (walk.keys - walk.tokens) - start
-        tickets.write(turn, _EDGE, edge + walk.right if walk.RIGHT else edge)
-        tickets.write(turn, _PLACE, place)
-        tickets.write(turn, _LIMIT, walk.keys - start)
-        tickets.close(turn)
+        announce(ticket, turn, walk, start, k_place, kv_head, first, blocks)
+        k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
+        next_number = tiles
         if walk.PACKED and blocks == 0:
-            _load_pair(parts, walk, k_desc, v_desc, k_place, kv_head, start, turn)
+            adds = _settle(parts, turns_ptr, _drain(parts, dq_desc, parking, turns_ptr, adds, 0, D))
+            load_pair(k_desc, v_desc, k_corner, k, v, kv_full, kv_empty, turn)
+            if walk.DYNAMIC:
+                next_number = draw(counter, tiles)
         for member in range(walk.GROUP):
             for i in range(blocks):
-                row = walk.q_begin + (first + i) * 64
-                there = corner(q_place, head + member, row, walk.tokens, walk.PACKED)
+                # from the last queries on: a tile that starts later, with fewer, then finds its turn come
+                block = blocks - 1 - i
+                there = corner(q_place, head + member, walk.q_begin + (first + block) * 64, walk.tokens, walk.PACKED)
                 s = count % walk.STAGES
                 wait(q_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
                 bulk_load(q_desc, there, q_full.index(s), q.index(s))
-                load_row(lse_ptr + (place + i) * 64 + lane, q_full.index(s), lse.index(s))
-                if member + i == 0:
-                    _load_pair(parts, walk, k_desc, v_desc, k_place, kv_head, start, turn)
+                load_row(lse_ptr + (place + block) * 64 + lane, q_full.index(s), lse.index(s))
                 bulk_load(dout_desc, there, dout_full.index(s), dout.index(s))
-                load_row(delta_ptr + (place + i) * 64 + lane, dout_full.index(s), delta.index(s))
+                load_row(delta_ptr + (place + block) * 64 + lane, dout_full.index(s), delta.index(s))
+                if member + i == 0:
+                    # what is being added makes room for the last dq of the tile before, after which its keys are given
+                    # back; and dk and dv are written from the same room, so that the last dq must be added at once
+                    adds = _settle(parts, turns_ptr, adds)
+                    load_pair(k_desc, v_desc, k_corner, k, v, kv_full, kv_empty, turn)
+                keep = gl.where(member + i == 0, 0, LAG - 1)
+                adds = _drain(parts, dq_desc, parking, turns_ptr, adds, keep, D)
+                if member + i == 0:
+                    adds = _settle(parts, turns_ptr, adds)
+                if walk.DYNAMIC:
+                    # neither so late that it is waited for, nor so early that another program would be free before
+                    if (member == walk.GROUP - 1) & (i == gl.maximum(blocks - 2, 0)):
+                        next_number = draw(counter, tiles)
+                waiting, going, job, place_going, place_first, after_first, place_next, after_next, end = adds
+                met = (first + block >= earlier_first) & (first + block < earlier_end)
+                after = gl.where(met, start, -1)
+                place_next = place + block
+                after_next = after
+                place_first = gl.where(waiting == 0, place_next, place_first)
+                after_first = gl.where(waiting == 0, after, after_first)
+                adds = (waiting + 1, going, job, place_going, place_first, after_first, place_next, after_next,
+                        start + walk.BK)  # fmt: skip
                 count += 1
             place += whole.q_blocks
-        if whole.DYNAMIC:
-            number = draw(counter, tiles)
-        else:
-            number = tiles
+        number = next_number
         turn += 1
-    tickets.open(turn)
-    tickets.write(turn, _START, -1)
-    tickets.close(turn)
+    _settle(parts, turns_ptr, _drain(parts, dq_desc, parking, turns_ptr, adds, 0, D))
+    ticket.open(turn)
+    ticket.write(turn, START, -1)
+    ticket.close(turn)
+
+
+@gluon.jit
+def hide(x, edge, window, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr):
+    """Zeros where a key (row of x) and a query of a block (column) do not see each other: they do where query + edge -
+    window <= key <= query + edge and key < limit."""
+    crossed = edge < -(1 << 30)
+    if TAIL:
+        crossed = crossed | (limit < 64)
+    if RIGHT:
+        crossed = crossed | (edge < 63)
+    if LEFT:
+        crossed = crossed | (edge - window > -63)
+    if crossed:
+        key = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))[:, None]
+        query = gl.arange(0, 64, gl.SliceLayout(0, x.type.layout))[None, :]
+        word = gl.where(key < limit if TAIL else key >= 0, -1, 0)
+        if RIGHT:
+            word = word & ~before(key - edge, query)
+        if LEFT:
+            word = word & before(key - edge + window + 1, query)
+        x = gl.where(holds(word, query), x, 0.0)
+    return x
+
+
+@gluon.jit
+def _park(C: gl.constexpr, dq, dq_desc, parking, dq_full, dq_empty, job, D: gl.constexpr):
+    """Leave a block's dq to the producer, in the order of the registers, so that a thread stores 16 bytes at once."""
+    box = job & 1
+    wait(dq_empty.index(box), ((job >> 1) & 1) ^ 1)
+    bulk_wait(0)  # of dk and dv of the tile before
+    x = gl.reshape(dq, [4, 2, 8, D // 16, 4, 2])
+    x = gl.permute(x, (3, 0, 2, 4, 1, 5))
+    parked = reinterpret(parking.index(box * 2 + C), gl.float32, [D // 8, 256], dq_desc.layout)
+    parked.store(gl.reshape(x, [D // 8, 256]))
+    fence()
+    arrive(dq_full.index(box))
+
+
+@gluon.jit
+def _write(C: gl.constexpr, ticket, turn, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype: gl.constexpr,
+           D: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+    """Write a tile's dk and dv, from the boxes that the next dq would be left in."""
+    place = ticket.read(turn, KEYS_AT)
+    kv_head = ticket.read(turn, KV_HEAD)
+    start = ticket.read(turn, START) + C * 64
+    ticket.give_back(turn)
+    bulk_wait(0)
+    wait(dq_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
+    parked_dk = parking.index((count & 1) * 2 + C)
+    parked_dk.reshape([64, D]).store(dk.to(dtype))
+    fence()
+    bulk_store(dk_desc, at(place, kv_head, start, PACKED), parked_dk)
+    other = count + 1
+    wait(dq_empty.index(other & 1), ((other >> 1) & 1) ^ 1)
+    parked_dv = parking.index((other & 1) * 2 + C)
+    parked_dv.reshape([64, D]).store(dv.to(dtype))
+    fence()
+    bulk_store(dv_desc, at(place, kv_head, start, PACKED), parked_dv)
 
 
 @gluon.jit
 def _consume(
-    C: gl.constexpr, parts, q_blocks, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
+    C: gl.constexpr, parts, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr, D: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    tickets, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
+    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
     HALF: gl.constexpr = D // 2
     dtype: gl.constexpr = q.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -281,17 +450,14 @@ def _consume(
     k_rows = k.reshape([128, D]).slice(C * 64, 64, dim=0)
     v_rows = v.reshape([128, D]).slice(C * 64, 64, dim=0)
     k_cols = k.reshape([128, D]).slice(C * HALF, HALF, dim=1)
-    parked_dkv = parking.index(C)
-    parked = reinterpret(parked_dkv, gl.float32, [D // 8, 256], dq_desc.layout)
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    tickets.take(turn)
-    while tickets.read(turn, _START) >= 0:
-        blocks = tickets.read(turn, _BLOCKS)
-        place = tickets.read(turn, _PLACE)
+    ticket.take(turn)
+    while ticket.read(turn, START) >= 0:
+        blocks = ticket.read(turn, BLOCKS)
         # key c and query i of a block see each other where i + edge - window <= c <= i + edge and c < limit
-        first_edge = tickets.read(turn, _EDGE) - C * 64
-        limit = tickets.read(turn, _LIMIT) - C * 64
+        last_edge = ticket.read(turn, EDGE) - C * 64
+        limit = ticket.read(turn, LIMIT) - C * 64
         dk = gl.zeros([64, D], gl.float32, DKV)
         dv = gl.zeros([64, D], gl.float32, DKV)
         zero = gl.zeros([64, 64], gl.float32, SCORES)
@@ -314,23 +480,7 @@ def _consume(
                     score = bend(score * inner)
                 p = gl.exp2(score * outer - row_lse[None, :])
                 if LEFT or RIGHT or TAIL:
-                    edge = first_edge + i * 64
-                    crossed = edge < -(1 << 30)
-                    if TAIL:
-                        crossed = crossed | (limit < 64)
-                    if RIGHT:
-                        crossed = crossed | (edge < 63)
-                    if LEFT:
-                        crossed = crossed | (edge - window > -63)
-                    if crossed:
-                        key = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None]
-                        query = gl.arange(0, 64, QUERY)[None, :]
-                        word = gl.where(key < limit if TAIL else key >= 0, -1, 0)
-                        if RIGHT:
-                            word = word & ~before(key - edge, query)
-                        if LEFT:
-                            word = word & before(key - edge + window + 1, query)
-                        p = gl.where(holds(word, query), p, 0.0)
+                    p = hide(p, last_edge - i * 64, window, limit, LEFT, RIGHT, TAIL)
                 p_operand = gl.convert_layout(p.to(dtype), P)
                 row_delta = delta.index(s).load(QUERY)
                 dp = mma_wait(0, deps=[dp_made])
@@ -358,33 +508,15 @@ def _consume(
                     dv, p_operand = mma_wait(1, deps=[dv_made, p_operand])
                     dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
                     dq = mma_wait(1, deps=[dq_made])
-                bulk_wait(0)
-                # in the order of the registers, so that each thread stores 16 bytes at once
-                x = gl.reshape(dq, [4, 2, 8, HALF // 8, 4, 2])
-                x = gl.permute(x, (3, 0, 2, 4, 1, 5))
-                parked.store(gl.reshape(x, [D // 8, 256]))
-                fence()
-                bulk_add(dq_desc, [(place + i) * (D // 4) + C * (D // 8), 0], parked)
+                _park(C, dq, dq_desc, parking, dq_full, dq_empty, count, D)
                 dk, ds_operand = mma_wait(0, deps=[dk_made, ds_operand])
                 arrive(q_empty.index(s))
                 count += 1
-            place += q_blocks
         arrive(kv_empty.index(0))
         arrive(kv_empty.index(1))
-        place = tickets.read(turn, _KEYS_AT)
-        kv_head = tickets.read(turn, _KV_HEAD)
-        start = tickets.read(turn, _START) + C * 64
-        tickets.give_back(turn)
-        bulk_wait(0)
-        parked_dkv.reshape([64, D]).store((dk * scale).to(dtype))
-        fence()
-        bulk_store(dk_desc, at(place, kv_head, start, PACKED), parked_dkv)
-        bulk_wait(0)
-        parked_dkv.reshape([64, D]).store(dv.to(dtype))
-        fence()
-        bulk_store(dv_desc, at(place, kv_head, start, PACKED), parked_dkv)
+        _write(C, ticket, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED)
         turn += 1
-        tickets.take(turn)
+        ticket.take(turn)
     bulk_wait(0)
 
 
@@ -394,22 +526,23 @@ def _consume(
     ]
 )  # fmt: skip
 def attention_dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, counter, table,
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, turns_ptr, counter, table,
     tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    SPLIT: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    SPLIT: gl.constexpr, LAG: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 keys of one kv head. table: tiles of documents (`key_tiles_kernel`), or None. inner, outer: q . k to
-    scores, before and behind the softcap's tanh; scale: d score / d (q . k) but for tanh. TAIL: the last tile has fewer
-    keys. SPLIT: a consumer tells the other one that its half of ds is there, starts dv, and only then waits; else both
-    wait at once."""
+    """Tiles of 128 keys of one kv head. turns_ptr: which tile of keys may add to a block's part of dq (the key where it
+    starts), or None where all may at once. table: tiles of documents (`key_tiles_kernel`), or None. inner, outer: q . k
+    to scores, before and behind the softcap's tanh; scale: d score / d (q . k) but for tanh. TAIL: the last tile has
+    fewer keys. SPLIT: a consumer tells the other one that its half of ds is there, starts dv, and only then waits; else
+    both wait at once."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     if PACKED:
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, D, STAGES,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, 128, D, STAGES,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = tiles_of(STAGES, q_desc)
@@ -417,24 +550,27 @@ def attention_dkv_kernel(
     k = tiles_of(1, k_desc).index(0)
     v = tiles_of(1, k_desc).index(0)
     ds = gl.allocate_shared_memory(dtype, [2, 128, 64], gl.NVMMASharedLayout(128, 16, 2))
-    parking = tiles_of(2, dk_desc)
+    parking = tiles_of(4, dk_desc)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
-    ticket = tickets(2, 7)
+    ticket = tickets(2, 6)
     kv_full = barriers(2, 1)
     kv_empty = barriers(2, 2)
     q_full = barriers(STAGES, 129)  # the tile, and 128 threads for the row of numbers
     q_empty = barriers(STAGES, 2)
     dout_full = barriers(STAGES, 129)
+    dq_full = barriers(2, 2)
+    dq_empty = barriers(2, 1)
     fence()
-    parts = (ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full)
+    parts = (ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty)
     window = left + right if RIGHT else left
     gl.warp_specialize(
         [
-            (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table)),
-            (_consume, (0, parts, q_blocks, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
+            (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, dq_desc, lse_ptr, delta_ptr, turns_ptr, counter,
+                        table, parking, LAG)),
+            (_consume, (0, parts, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, SPLIT, D, GROUP, STAGES, SOFTCAP, PACKED)),
-            (_consume, (1, parts, q_blocks, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
+            (_consume, (1, parts, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, SPLIT, D, GROUP, STAGES, SOFTCAP, PACKED)),
         ],
         [4, 4],
