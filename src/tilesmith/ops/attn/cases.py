@@ -276,6 +276,9 @@ ATTENTION = [
     Case("d128_more_queries", _attend(2, 4, 2, 300, 130, 128, causal=True), GPU, HALF),
     Case("d128_one_query", _attend(2, 8, 2, 1, 700, 128, causal=True), GPU, HALF),
     Case("d128_window_sinks", _attend(1, 8, 2, 900, 900, 128, causal=True, window_left=200, sinks=True), GPU, HALF),
+    Case("d136_tiles", _attend(1, 4, 2, 300, 500, 136, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d256_both_sides", _attend(1, 4, 2, 400, 300, 256, window_left=70, window_right=33), GPU, HALF),
+    Case("d256_deterministic", _attend(1, 8, 2, 700, 700, 256, causal=True, deterministic=True), GPU, HALF),
     Case("d128_deterministic", _attend(
         2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True, deterministic=True), GPU, HALF),
     Case("d64_deterministic", _attend(2, 8, 8, 900, 1300, 64, deterministic=True), GPU, HALF),

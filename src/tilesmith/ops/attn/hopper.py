@@ -20,6 +20,8 @@ from tilesmith.ops.attn.hopper_backward import (
     attention_dsinks_kernel,
     attention_rows_kernel,
 )
+from tilesmith.ops.attn.hopper_backward_dq import attention_dq_wide_kernel
+from tilesmith.ops.attn.hopper_backward_wide import attention_dkv_wide_kernel
 from tilesmith.ops.attn.hopper_forward import attention_fwd_kernel
 from tilesmith.ops.attn.hopper_packed import key_tiles, query_tiles
 from tilesmith.ops.gluon_shim import (
@@ -88,9 +90,9 @@ _UNSERVED = {
 def rejects_vjp(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention_vjp."""
     reasons = reasons_for_all(call) + _all_keys(call)
-    if call.q.cols % 8 or not 64 <= call.q.cols <= 128 or call.v.cols != call.q.cols:
+    if call.q.cols % 8 or not 64 <= call.q.cols <= 256 or call.v.cols != call.q.cols:
         reasons.append(
-            f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 128, one for all, are served"
+            f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256, one for all, are served"
         )
     return reasons
 
@@ -280,7 +282,8 @@ def attention_vjp(
     *,
     config: HopperVjpConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Statistics of the rows, one kernel for dk, dv and what dq is the sum of, and one that puts dq in order."""
+    """Statistics of the rows; up to head dim 128 a kernel for dk, dv and what dq is the sum of, and one that puts dq in
+    order; above, one for dk and dv and one for dq."""
     batch, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     wants_sinks = output_mask[4] and sinks is not None
@@ -309,36 +312,69 @@ def attention_vjp(
         dk[:, :, :k_begin].zero_()
         dv[:, :, :k_begin].zero_()
     wide = _columns(q)
-    q_blocks, k_blocks = cdiv(tokens - q_begin, 64), cdiv(keys - k_begin, 128)
+    block_n = 128 if wide <= 128 else 64
+    q_blocks, k_blocks = cdiv(tokens - q_begin, 64), cdiv(keys - k_begin, block_n)
     if packed:
         vectors = (reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths))
-        blocks, table, q_blocks, k_blocks = key_tiles(*vectors, tokens, keys, window)
+        blocks, table, q_blocks, k_blocks = key_tiles(*vectors, tokens, keys, window, block_n)
     rows = lse.new_empty(2, batch * heads, q_blocks * 64)
-    parts = lse.new_empty(batch * heads * q_blocks * wide // 4, 256)
-    turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device) if deterministic else None
+    parts = turns = token_delta = None
+    if wide > 128:
+        token_delta = torch.empty_like(lse)
+    else:
+        parts = lse.new_empty(batch * heads * q_blocks * wide // 4, 256)
+        if deterministic:
+            turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device)
     launch(
         attention_rows_kernel, (batch * heads * q_blocks,),
-        out, dout, lse, dlse, rows[0], rows[1], parts, turns, blocks, out.stride(), dout.stride(),
-        None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, DIM=dim, D=wide, num_warps=4,
+        out, dout, lse, dlse, rows[0], rows[1], token_delta, parts, turns, blocks, out.stride(), dout.stride(),
+        None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, DIM=dim, D=wide,
+        num_warps=4 if wide <= 128 else 8,
     )  # fmt: skip
     scale = dim**-0.5 if scale is None else scale
+    factors = scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E, scale
     tiles = k_blocks * batch * kv_heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
-    launch(
-        attention_dkv_kernel, (programs,),
-        descriptor(q, 64, packed), descriptor(k, 128, packed), descriptor(v, 128, packed), descriptor(dout, 64, packed),
-        TensorDescriptor(parts, list(parts.shape), [256, 1], [wide // 8, 256], _PARTS),
-        descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns,
-        counter(q.device) if dynamic else None, table,
-        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads,
-        section_vjp(q, kv_heads, arch, deterministic and has_right), left, right,
-        scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E, scale,
-        GROUP=heads // kv_heads, LEFT=has_left, RIGHT=has_right,
-        TAIL=packed or (keys - k_begin) % 128 != 0, DYNAMIC=dynamic, SPLIT=config.split, LAG=config.lag, D=wide,
-        STAGES=config.stages, SOFTCAP=softcap > 0.0, num_warps=4,
+    inputs = (
+        descriptor(q, 64, packed), descriptor(k, block_n, packed), descriptor(v, block_n, packed),
+        descriptor(dout, 64, packed),
     )  # fmt: skip
-    if output_mask[0]:
+    sizes = (
+        counter(q.device) if dynamic else None, table, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks,
+        batch * kv_heads, section_vjp(q, kv_heads, arch, turns is not None and has_right), left, right, *factors,
+    )  # fmt: skip
+    kinds = {
+        "GROUP": heads // kv_heads, "LEFT": has_left, "RIGHT": has_right,
+        "TAIL": packed or (keys - k_begin) % block_n != 0, "DYNAMIC": dynamic, "D": wide, "SOFTCAP": softcap > 0.0,
+        "num_warps": 4,
+    }  # fmt: skip
+    if wide > 128:
+        launch(
+            attention_dkv_wide_kernel, (programs,), *inputs, descriptor(dk, 64, packed), descriptor(dv, 64, packed),
+            rows[0], rows[1], *sizes, STAGES=2, **kinds,
+        )  # fmt: skip
+    else:
+        launch(
+            attention_dkv_kernel, (programs,), *inputs,
+            TensorDescriptor(parts, list(parts.shape), [256, 1], [wide // 8, 256], _PARTS),
+            descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *sizes,
+            SPLIT=config.split, LAG=config.lag, STAGES=config.stages, **kinds,
+        )  # fmt: skip
+    if output_mask[0] and wide > 128:
+        blocks = cdiv(tokens, 128)
+        if packed:
+            table, blocks = query_tiles(cu_seqlens_q, cu_seqlens_k, kv_lengths, tokens, keys, window, 128)
+        tiles = blocks * batch * heads
+        programs = min(arch.sms, tiles)
+        dynamic = programs < tiles
+        launch(
+            attention_dq_wide_kernel, (programs,), *inputs, descriptor(dq, 64, packed), lse, token_delta,
+            counter(q.device) if dynamic else None, table, tokens, keys, heads, blocks, batch * heads,
+            section(k, heads, arch), left, right, heads // kv_heads, *factors,
+            LEFT=has_left, RIGHT=has_right, DYNAMIC=dynamic, D=wide, SOFTCAP=softcap > 0.0, num_warps=4,
+        )  # fmt: skip
+    elif output_mask[0]:
         launch(
             attention_dq_kernel, (batch * heads * q_blocks,),
             parts, dq, blocks, dq.stride(), heads, tokens, q_begin, q_blocks, scale, DIM=dim, D=wide, num_warps=4,

@@ -52,12 +52,12 @@ def _block_rows(blocks_ptr, block, tokens, begin):
 
 @triton.jit
 def attention_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dq_ptr, turns_ptr, blocks_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, token_delta_ptr, dq_ptr, turns_ptr, blocks_ptr,
     out_strides, dout_strides, dlse_strides, heads, tokens, begin, blocks, DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """For 64 queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
-    makes its p 0); delta = sum(out * dout) - dlse; zeros for whose turn it is to add to their part of dq and, where not
-    all parts get a first tile, for that part."""
+    makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for; zeros for whose turn
+    it is to add to their part of dq and, where not all parts get a first tile, for that part."""
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
     batch = (head_row // heads).to(tl.int64)
@@ -81,9 +81,11 @@ def attention_rows_kernel(
     dead = lse == float("-inf")
     tl.store(row_lse_ptr + place + lane, tl.where(dead, float("inf"), lse * LOG2E))
     tl.store(delta_ptr + place + lane, tl.where(dead, 0.0, delta))
+    if token_delta_ptr is not None:
+        tl.store(token_delta_ptr + head_row.to(tl.int64) * tokens + rows, delta, mask=held)
     if turns_ptr is not None:
         tl.store(turns_ptr + tl.program_id(0), 0)
-    if turns_ptr is None or blocks_ptr is not None:
+    if dq_ptr is not None and (turns_ptr is None or blocks_ptr is not None):
         tl.store(dq_ptr + place * D + tl.arange(0, 64 * D), tl.zeros([64 * D], tl.float32))
 
 

@@ -131,9 +131,9 @@ def _live(
 @triton.jit(do_not_specialize=["documents", "tokens", "keys", "width", "left", "right"])
 def key_tiles_kernel(
     cu_q_ptr, cu_k_ptr, lengths_ptr, rows_ptr, table_ptr, documents, tokens, keys, width, left, right,
-    RIGHT: tl.constexpr, LEFT: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    RIGHT: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 64 queries (first and end) and tiles of 128 keys of one document a program. A tile: first key; keys of
+    """Blocks of 64 queries (first and end) and tiles of BLOCK keys of a document a program. A tile: first key; keys of
     the document, or where keys that nobody sees end; where they end in the tensor; tokens and their end in the tensor;
     the first token that sees a key; the block and the number of blocks from there on, 0 for keys that nobody sees."""
     STEPS: tl.constexpr = RIGHT and not LEFT
@@ -141,7 +141,7 @@ def key_tiles_kernel(
     q_begin, q_count, k_begin, room, k_count, q_first, k_first = _live(
         cu_q_ptr, cu_k_ptr, lengths_ptr, mine, documents, tokens, keys, left, right, RIGHT, LEFT
     )
-    live = tl.cdiv(k_count - k_first, 128)
+    live = tl.cdiv(k_count - k_first, BLOCK)
     before_dead = 0  # tiles without work of documents before; rows_before: blocks of queries of those
     all_live, all_dead, rows_before, all_rows = 0, 0, 0, 0
     for other in range(0, documents + 2, SPAN):
@@ -149,9 +149,9 @@ def key_tiles_kernel(
         _, others, _, rooms, other_keys, firsts, k_firsts = _live(
             cu_q_ptr, cu_k_ptr, lengths_ptr, index, documents, tokens, keys, left, right, RIGHT, LEFT
         )
-        dead = tl.cdiv(k_firsts, 128) + tl.cdiv(rooms - other_keys, 128)
+        dead = tl.cdiv(k_firsts, BLOCK) + tl.cdiv(rooms - other_keys, BLOCK)
         blocks = tl.cdiv(firsts, 64) + tl.cdiv(others - firsts, 64)
-        all_live += tl.sum(tl.cdiv(other_keys - k_firsts, 128))
+        all_live += tl.sum(tl.cdiv(other_keys - k_firsts, BLOCK))
         all_dead += tl.sum(dead)
         all_rows += tl.sum(blocks)
         before_dead += tl.sum(tl.where(index < mine, dead, 0))
@@ -170,7 +170,7 @@ def key_tiles_kernel(
         tl.store(row, q_begin + begin, mask=block < all_mine)
         tl.store(row + 1, q_begin + end, mask=block < all_mine)
 
-    level_of_first = tl.cdiv(tl.minimum(q_count - q_first, width), 128)
+    level_of_first = tl.cdiv(tl.minimum(q_count - q_first, width), BLOCK)
     for first in range(0, live, CHUNK):
         block = first + tl.arange(0, CHUNK)
         level = level_of_first - block if STEPS else block * 0 + level_of_first
@@ -180,12 +180,12 @@ def key_tiles_kernel(
             _, others, _, _, other_keys, firsts, k_firsts = _live(
                 cu_q_ptr, cu_k_ptr, lengths_ptr, index, documents, tokens, keys, left, right, RIGHT, LEFT
             )
-            top = tl.cdiv(tl.minimum(others - firsts, width), 128)
-            count = tl.cdiv(other_keys - k_firsts, 128)
+            top = tl.cdiv(tl.minimum(others - firsts, width), BLOCK)
+            count = tl.cdiv(other_keys - k_firsts, BLOCK)
             place += _order(level[:, None], mine, top[None, :], count[None, :], index[None, :], STEPS)
         row = table_ptr + (place + 1) * 8
         held = block < live
-        tl.store(row, k_first + block * 128, mask=held)
+        tl.store(row, k_first + block * BLOCK, mask=held)
         tl.store(row + 1, block * 0 + k_count, mask=held)
         tl.store(row + 2, block * 0 + k_begin + k_count, mask=held)
         tl.store(row + 3, block * 0 + q_count, mask=held)
@@ -194,14 +194,14 @@ def key_tiles_kernel(
         tl.store(row + 6, block * 0 + rows_before + dead_rows, mask=held)
         tl.store(row + 7, block * 0 + all_mine - dead_rows, mask=held)
 
-    head = tl.cdiv(k_first, 128)
-    dead = head + tl.cdiv(room - k_count, 128)
+    head = tl.cdiv(k_first, BLOCK)
+    dead = head + tl.cdiv(room - k_count, BLOCK)
     for first in range(0, dead, CHUNK):
         block = first + tl.arange(0, CHUNK)
         held = block < dead
         row = table_ptr + (all_live + before_dead + block + 1) * 8
         end = tl.where(block < head, k_first, room)
-        tl.store(row, tl.where(block < head, block * 128, k_count + (block - head) * 128), mask=held)
+        tl.store(row, tl.where(block < head, block * BLOCK, k_count + (block - head) * BLOCK), mask=held)
         tl.store(row + 1, end, mask=held)
         tl.store(row + 2, k_begin + end, mask=held)
         tl.store(row + 3, block * 0 + q_count, mask=held)
@@ -212,21 +212,21 @@ def key_tiles_kernel(
 
 
 def key_tiles(
-    cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None, tokens: int, keys: int, window: tuple
+    cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None, tokens: int, keys: int, window: tuple, block: int
 ) -> tuple[Tensor, Tensor, int, int]:
-    """The tables of blocks of 64 queries and of tiles of 128 keys, and how many of each there may be."""
+    """The tables of blocks of 64 queries and of tiles of `block` keys, and how many of each there may be."""
     documents = cu_q.numel() - 1
     left, right, has_left, has_right = window
     # each part of a document has at most one block that is not full
     row_parts = 2 if has_right and cu_q is not cu_k else 1
     q_most = tokens // 64 + row_parts * (documents + 1)
-    k_most = keys // 128 + (1 + has_left + (lengths is not None)) * (documents + 2)
+    k_most = keys // block + (1 + has_left + (lengths is not None)) * (documents + 2)
     rows = torch.empty((q_most + 1, 2), dtype=torch.int32, device=cu_q.device)
     table = torch.empty((k_most + 1, 8), dtype=torch.int32, device=cu_q.device)
-    width = tokens if not has_left else min(tokens, left + 128 + (right if has_right else tokens))
+    width = tokens if not has_left else min(tokens, left + block + (right if has_right else tokens))
     launch(
         key_tiles_kernel, (documents + 2,),
         cu_q, cu_k, lengths, rows, table, documents, tokens, keys, width, left, right,
-        RIGHT=has_right, LEFT=has_left, CHUNK=16, SPAN=256, num_warps=4,
+        RIGHT=has_right, LEFT=has_left, BLOCK=block, CHUNK=16, SPAN=256, num_warps=4,
     )  # fmt: skip
     return rows, table, q_most, k_most
