@@ -315,8 +315,8 @@ def attention_vjp(
     block_n = 128 if wide <= 128 else 64
     q_blocks, k_blocks = cdiv(tokens - q_begin, 64), cdiv(keys - k_begin, block_n)
     if packed:
-        vectors = (reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths))
-        blocks, table, q_blocks, k_blocks = key_tiles(*vectors, tokens, keys, window, block_n)
+        documents = [reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths)]
+        blocks, table, q_blocks, k_blocks = key_tiles(*documents, tokens, keys, window, block_n)
     rows = lse.new_empty(2, batch * heads, q_blocks * 64)
     parts = turns = token_delta = None
     if wide > 128:
@@ -364,14 +364,14 @@ def attention_vjp(
     if output_mask[0] and wide > 128:
         blocks = cdiv(tokens, 128)
         if packed:
-            table, blocks = query_tiles(cu_seqlens_q, cu_seqlens_k, kv_lengths, tokens, keys, window, 128)
+            table, blocks = query_tiles(*documents, tokens, keys, window, 128)
         tiles = blocks * batch * heads
         programs = min(arch.sms, tiles)
         dynamic = programs < tiles
         launch(
             attention_dq_wide_kernel, (programs,), *inputs, descriptor(dq, 64, packed), lse, token_delta,
             counter(q.device) if dynamic else None, table, tokens, keys, heads, blocks, batch * heads,
-            section(k, heads, arch), left, right, heads // kv_heads, *factors,
+            section(k, heads, arch, alike=False), left, right, heads // kv_heads, *factors,
             LEFT=has_left, RIGHT=has_right, DYNAMIC=dynamic, D=wide, SOFTCAP=softcap > 0.0, num_warps=4,
         )  # fmt: skip
     elif output_mask[0]:
