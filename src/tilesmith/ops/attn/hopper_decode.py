@@ -8,9 +8,9 @@ from torch import Tensor
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.engine.launch import cdiv, next_power_of_2
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import hopper, reference
+from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.decode import combine_splits, splits_of
-from tilesmith.ops.attn.hopper import LOG2E, descriptor
+from tilesmith.ops.attn.hopper_shared import LOG2E, descriptor, reasons_for_all, window_of, wrong_dims
 from tilesmith.ops.attn.hopper_split import attention_shares_kernel
 from tilesmith.ops.gluon_shim import TensorDescriptor
 
@@ -48,7 +48,7 @@ SPACE = Space(default=_default, dims=_dims, choices={"consumers": (1, 2)})
 
 def rejects(call) -> list[str]:
     """Why the splitting Hopper kernel cannot serve a call of attention."""
-    reasons = hopper.reasons_for_all(call._replace(page_table=None)) + hopper.wrong_dims(call)
+    reasons = reasons_for_all(call._replace(page_table=None)) + wrong_dims(call)
     if call.cu_seqlens_q is not None:
         reasons.append("cu_seqlens_q: tiles of packed documents are not split")
     if call.page_table is not None:
@@ -119,7 +119,7 @@ def attention(
     unit_heads = _unit_heads(group, tokens)
     unit_tokens = 64 // unit_heads
     tiles = cdiv(cdiv(tokens, unit_tokens) * (group // unit_heads), config.consumers)
-    left, right, has_left, has_right = hopper.window_of(tokens, keys, causal, window_left, window_right)
+    left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
     programs = max(1, arch_of(q.device).sms)
     tile_tokens = unit_tokens * cdiv(config.consumers, group // unit_heads)
     seen = min(keys, left + tile_tokens + (right if has_right else keys)) if has_left else keys

@@ -75,7 +75,7 @@ attention_vjp = Op(
     fake=_fake_vjp,
     outputs=("dq", "dk", "dv", "dbias", "dsinks"),
     describe=_describer("attention_vjp", reference.attention_vjp),
-    kernels={"triton": "tilesmith.ops.attn.triton_vjp", "hopper": "tilesmith.ops.attn.hopper"},
+    kernels={"triton": "tilesmith.ops.attn.triton_vjp", "hopper": "tilesmith.ops.attn.hopper_vjp"},
 )
 
 attention_op = Op(

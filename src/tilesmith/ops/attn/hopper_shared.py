@@ -1,0 +1,124 @@
+"""What the launchers of attention's Hopper kernels share: refusals, descriptors, the order of tiles, counters."""
+
+import itertools
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.engine.replay import each_time
+from tilesmith.ops.gluon_shim import TensorDescriptor, gl
+
+LOG2E = 1.4426950408889634
+_TILES = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (4, 5)}
+
+
+def wrong_dims(call) -> list[str]:
+    """What is wrong with the head dims for a forward kernel."""
+    reasons = []
+    if any(cols % 8 or not 64 <= cols <= 256 for cols in (call.q.cols, call.v.cols)):
+        reasons.append(f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256 are served")
+    return reasons
+
+
+def reasons_for_all(call) -> list[str]:
+    """Why no Hopper kernel can serve a call."""
+    reasons = []
+    if call.arch.capability != (9, 0):
+        reasons.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
+    if call.q.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"q is {call.q.dtype}; float16 and bfloat16 are served")
+    for name in ("q", "k", "v"):
+        if not getattr(call, name).unit:
+            reasons.append(f"{name} has a last stride other than 1")
+    for name, what in _UNSERVED.items():
+        if getattr(call, name) is not None:
+            reasons.append(f"{name}: {what}")
+    return reasons
+
+
+def all_keys(call) -> list[str]:
+    """Why a kernel that reads all keys of a row cannot serve a call."""
+    if call.kv_lengths is not None and call.cu_seqlens_q is None:
+        return ["kv_lengths: without cu_seqlens_q all keys count"]
+    return []
+
+
+_UNSERVED = {
+    "bias": "scores get nothing added",
+    "mask": "only causal and window masks are known",
+    "alibi": "scores know no distance",
+    "seed": "nothing is dropped",
+    "prefix_lengths": "only causal and window masks are known",
+    "q_documents": "only causal and window masks are known",
+    "block_offsets": "block lists are not walked",
+    "page_table": "paged keys and values are not read",
+    "q_scale": "quantised values are not read",
+    "k_scale": "quantised values are not read",
+    "v_scale": "quantised values are not read",
+}
+
+
+def window_of(tokens: int, keys: int, causal: bool, left: int, right: int) -> tuple[int, int, bool, bool]:
+    """The window with causal in it, and which of its edges hide anything."""
+    right = 0 if causal else right
+    return left, right, 0 <= left < keys - 1, 0 <= right < max(tokens - 1, 1)
+
+
+def columns_of(x: Tensor) -> int:
+    """The columns of a tile of x: its head dim up to 64, 128 or 256; the accelerator fills in zeros."""
+    return max(64, next_power_of_2(x.shape[3]))
+
+
+def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, columns: int = 0) -> TensorDescriptor:
+    """x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows of `heads` heads, and of all columns or
+    so many; of a copy, where its strides do not suit it. packed: coordinates are those of `hopper_corner.corner`."""
+    if x.data_ptr() % 16 or any(n > 1 and (s <= 0 or s % 8) for n, s in zip(x.shape[:3], x.stride()[:3])):
+        x = x.clone(memory_format=torch.contiguous_format)
+    # the stride of a dim of size 1 is never used, but must be legal
+    strides = [s if n > 1 else 8 for n, s in zip(x.shape[:3], x.stride()[:3])]
+    shape, block = list(x.shape), [1, heads, rows, columns or columns_of(x)]
+    if packed:
+        _, head, token = strides
+        strides = [2**34 - token, token, head, token]
+        shape, block = [2**31 - 2**16, 2**31 - 2**16, shape[1], 2**30, shape[3]], [1, *block]
+    return TensorDescriptor(x, shape, [*strides, 1], block, _TILES[len(shape)])
+
+
+def section(k: Tensor, heads: int, arch, alike: bool) -> int:
+    """How many heads of q to work on together. alike: all tiles have the same work.
+
+    Then it is those that share keys, which so come when they are needed (H200, head dim 128, 1k / 4k / 16k keys: 616 /
+    717 / 738 TFLOP/s; by half of the L2 cache 575 / 695 / 703). Else so many that their keys and values stay in about
+    half of the L2 cache, and in sections of one size, since the short tiles of the last one fill the end (16k causal,
+    16 heads: by 4 726, by 3 698).
+    """
+    batch, kv_heads, keys, dim = k.shape
+    group, rows = heads // kv_heads, batch * kv_heads
+    if alike:
+        return group
+    fitting = max(1, arch.l2 // 2 // (keys * dim * 2 * k.element_size()))
+    return cdiv(rows, max(1, rows // fitting)) * group
+
+
+_COUNTERS = 1024  # launches of one device that may be in flight at once
+_rings: dict[int, tuple[Tensor, ...]] = {}
+_turn = itertools.count()
+
+
+def counter(device: torch.device) -> Tensor:
+    """A zero that a launch counts up and sets back, another at each launch."""
+    return each_time(partial(_counter, device))
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Launches on several streams have each their own; so has one in a CUDA graph, which may run at any time."""
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # on a CPU kernels are only compiled
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    ring = _rings.get(index)
+    if ring is None:
+        ring = _rings[index] = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device=device).unbind()
+        torch.cuda.synchronize(device)  # once in a process: other streams may be the first to use their zeros
+    return ring[next(_turn) % _COUNTERS]

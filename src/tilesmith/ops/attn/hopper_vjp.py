@@ -1,0 +1,244 @@
+"""Launcher of attention's backward on Hopper, what it refuses, and its configurations."""
+
+import inspect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine.launch import cdiv
+from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.hopper_backward import (
+    attention_dkv_kernel,
+    attention_dq_kernel,
+    attention_dsinks_kernel,
+    attention_rows_kernel,
+)
+from tilesmith.ops.attn.hopper_backward_dq import attention_dq_wide_kernel
+from tilesmith.ops.attn.hopper_backward_wide import attention_dkv_wide_kernel
+from tilesmith.ops.attn.hopper_packed import key_tiles, query_tiles
+from tilesmith.ops.attn.hopper_shared import (
+    LOG2E,
+    all_keys,
+    columns_of,
+    counter,
+    descriptor,
+    reasons_for_all,
+    section,
+    window_of,
+)
+from tilesmith.ops.gluon_shim import TensorDescriptor, gl
+
+_VJP = list(inspect.signature(reference.attention_vjp).parameters)
+_PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def rejects_vjp(call) -> list[str]:
+    """Why the Hopper kernels cannot serve a call of attention_vjp."""
+    reasons = reasons_for_all(call) + all_keys(call)
+    if call.q.cols % 8 or not 64 <= call.q.cols <= 256 or call.v.cols != call.q.cols:
+        reasons.append(
+            f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256, one for all, are served"
+        )
+    return reasons
+
+
+class HopperVjpConfig(NamedTuple):
+    """stages: tiles of queries in flight. split: consumers tell each other that ds is there before they wait for it.
+    lag: how many blocks of queries after its own a block's dq is awaited."""
+
+    stages: int
+    split: bool
+    lag: int
+
+
+def _dims_vjp(*args) -> dict[str, int]:
+    q, k, v = (args[_VJP.index(name)] for name in ("q", "k", "v"))
+    return {
+        "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
+        "value_dim": v.shape[3], "causal": 8 if args[_VJP.index("causal")] else 1,
+    }  # fmt: skip
+
+
+def _default_vjp(dims, arch, dtype) -> HopperVjpConfig:
+    # H200, 16k keys, TFLOP/s: D 128 causal 597 split, 547 not, full 572 and 582; D 64 is never faster split, its lag of
+    # 2 gives 472 for 457 causal, 472 for 487 full
+    wide, causal = dims["dim"] > 64, dims["causal"] > 1
+    return HopperVjpConfig(2 if wide else 3, wide and causal, 2 if causal and not wide else 1)
+
+
+SPACE_VJP = Space(
+    default=_default_vjp, dims=_dims_vjp, choices={"stages": (2, 3), "split": (False, True), "lag": (1, 2)}
+)
+
+
+@register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp)
+@optimize_kernel(space=SPACE_VJP)
+def attention_vjp(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    kv_lengths: Tensor | None,
+    prefix_lengths: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    block_offsets: Tensor | None,
+    block_indices: Tensor | None,
+    block_offsets_t: Tensor | None,
+    block_indices_t: Tensor | None,
+    page_table: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_q: int,
+    block_k: int,
+    deterministic: bool,
+    output_mask: Sequence[bool],
+    *,
+    config: HopperVjpConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Statistics of the rows; up to head dim 128 a kernel for dk, dv and what dq is the sum of, and one that puts dq in
+    order; above, one for dk and dv and one for dq."""
+    batch, heads, tokens, dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    wants_sinks = output_mask[4] and sinks is not None
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format) if wants_sinks else q.new_empty(0)
+    found = [x if wanted else q.new_empty(0) for x, wanted in zip((dq, dk, dv), output_mask)]
+    found += [q.new_empty(0), dsinks]
+    if q.numel() == 0 or k.numel() == 0:
+        found = [x.zero_() for x in found]
+        if wants_sinks and dlse is not None:
+            dsinks += dlse.sum((0, 2))
+        return tuple(found)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif dout.stride(3) != 1:
+        dout = dout.contiguous()
+    arch = arch_of(q.device)
+    window = left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
+    packed, blocks, table = cu_seqlens_q is not None, None, None
+    # queries that see nothing and keys that nobody sees may hold NaN: no tile touches them
+    q_begin = max(0, tokens - keys - right) if has_right and not packed else 0
+    k_begin = max(0, keys - tokens - left) if has_left and not packed else 0
+    if q_begin:
+        dq[:, :, :q_begin].zero_()
+    if k_begin:
+        dk[:, :, :k_begin].zero_()
+        dv[:, :, :k_begin].zero_()
+    wide = columns_of(q)
+    block_n = 128 if wide <= 128 else 64
+    q_blocks, k_blocks = cdiv(tokens - q_begin, 64), cdiv(keys - k_begin, block_n)
+    if packed:
+        documents = [reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths)]
+        blocks, table, q_blocks, k_blocks = key_tiles(*documents, tokens, keys, window, block_n)
+    rows = lse.new_empty(2, batch * heads, q_blocks * 64)
+    parts = turns = token_delta = None
+    if wide > 128:
+        token_delta = torch.empty_like(lse)
+    else:
+        parts = lse.new_empty(batch * heads * q_blocks * wide // 4, 256)
+        if deterministic:
+            turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device)
+    launch(
+        attention_rows_kernel, (batch * heads * q_blocks,),
+        out, dout, lse, dlse, rows[0], rows[1], token_delta, parts, turns, blocks, out.stride(), dout.stride(),
+        None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, DIM=dim, D=wide,
+        num_warps=4 if wide <= 128 else 8,
+    )  # fmt: skip
+    scale = dim**-0.5 if scale is None else scale
+    factors = scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E, scale
+    tiles = k_blocks * batch * kv_heads
+    programs = min(arch.sms, tiles)
+    dynamic = programs < tiles
+    inputs = (
+        descriptor(q, 64, packed), descriptor(k, block_n, packed), descriptor(v, block_n, packed),
+        descriptor(dout, 64, packed),
+    )  # fmt: skip
+    sizes = (
+        counter(q.device) if dynamic else None, table, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks,
+        batch * kv_heads, section_vjp(q, kv_heads, arch, turns is not None and has_right), left, right, *factors,
+    )  # fmt: skip
+    kinds = {
+        "GROUP": heads // kv_heads, "LEFT": has_left, "RIGHT": has_right,
+        "TAIL": packed or (keys - k_begin) % block_n != 0, "DYNAMIC": dynamic, "D": wide, "SOFTCAP": softcap > 0.0,
+        "num_warps": 4,
+    }  # fmt: skip
+    if wide > 128:
+        launch(
+            attention_dkv_wide_kernel, (programs,), *inputs, descriptor(dk, 64, packed), descriptor(dv, 64, packed),
+            rows[0], rows[1], *sizes, STAGES=2, **kinds,
+        )  # fmt: skip
+    else:
+        launch(
+            attention_dkv_kernel, (programs,), *inputs,
+            TensorDescriptor(parts, list(parts.shape), [256, 1], [wide // 8, 256], _PARTS),
+            descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *sizes,
+            SPLIT=config.split, LAG=config.lag, STAGES=config.stages, **kinds,
+        )  # fmt: skip
+    if output_mask[0] and wide > 128:
+        blocks = cdiv(tokens, 128)
+        if packed:
+            table, blocks = query_tiles(*documents, tokens, keys, window, 128)
+        tiles = blocks * batch * heads
+        programs = min(arch.sms, tiles)
+        dynamic = programs < tiles
+        launch(
+            attention_dq_wide_kernel, (programs,), *inputs, descriptor(dq, 64, packed), lse, token_delta,
+            counter(q.device) if dynamic else None, table, tokens, keys, heads, blocks, batch * heads,
+            section(k, heads, arch, alike=False), left, right, heads // kv_heads, *factors,
+            LEFT=has_left, RIGHT=has_right, DYNAMIC=dynamic, D=wide, SOFTCAP=softcap > 0.0, num_warps=4,
+        )  # fmt: skip
+    elif output_mask[0]:
+        launch(
+            attention_dq_kernel, (batch * heads * q_blocks,),
+            parts, dq, blocks, dq.stride(), heads, tokens, q_begin, q_blocks, scale, DIM=dim, D=wide, num_warps=4,
+        )  # fmt: skip
+    if wants_sinks:
+        launch(
+            attention_dsinks_kernel,
+            (heads,),
+            rows[0],
+            rows[1],
+            reference.dense(sinks),
+            dsinks,
+            batch,
+            heads,
+            q_blocks * 64,
+            BLOCK=1024,
+        )
+        if q_begin and dlse is not None:  # of queries that see no key, lse is the sink
+            dsinks += dlse[:, :, :q_begin].sum((0, 2))
+    return tuple(found)
+
+
+def section_vjp(q: Tensor, kv_heads: int, arch, in_turn: bool = False) -> int:
+    """How many kv heads to work on together, so that their queries, dout and parts of dq fill 2/5 of the L2 cache.
+    in_turn: shorter and shorter tiles of a head add their dq one after another; with more heads fewer of them wait."""
+    batch, heads, tokens, dim = q.shape
+    fitting = max(1, 2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads)))
+    # H200, head dim 128, causal, TFLOP/s: 391 with the 6 heads that fit, 441 with 17 (4k); 404 and 461 with 1 and 16
+    # (16k)
+    return min(max(fitting, 16) if in_turn else fitting, batch * kv_heads)
