@@ -9,7 +9,6 @@ those.
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -210,7 +209,9 @@ def _offset(record: Recorder, tensor: Tensor, source: str) -> int:
 
 
 def _descriptor(template: Any, base: Tensor) -> Any:
-    made = copy.copy(template)
+    """The template for other memory. `copy.copy` costs six times as much, and a backward has up to eight of them."""
+    made = object.__new__(type(template))
+    made.__dict__.update(template.__dict__)
     made.base = base
     return made
 
