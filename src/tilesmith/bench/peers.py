@@ -59,10 +59,8 @@ def providers(name: str, only: Sequence[str] = ()) -> dict[str, Adapter]:
 
 
 def _pinned(op: Op, backend: str, args: Mapping[str, Any]) -> Call:
-    pins = {o.name: backend for o in (op, op.vjp) if o is not None and backend in o.backends()}
-
     def call():
-        with use(**pins):
+        with use(**{op.name: backend}):  # its backward included, where that has the backend
             return op(**args)
 
     return call
