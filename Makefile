@@ -21,9 +21,10 @@ demo: $(venv)/installed-demo
 test: $(venv)/installed-dev
 	@$(pytest_env) $(bin)/python -m pytest -n $(WORKERS) -q $(ARGS)
 
+# GPU_WORKERS processes, spread over the GPUs there are; then the cases that fill a GPU's memory, LARGE_WORKERS (one a GPU)
 test-gpu:
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m "not large" $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) $(ARGS)
-	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m large $(ARGS)
+	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m large $(if $(LARGE_WORKERS),-n $(LARGE_WORKERS)) $(ARGS)
 
 # memory accesses and barriers of the attention kernels on cases of random sizes
 sanitize:

@@ -5,6 +5,21 @@ import os
 import pytest
 import torch
 
+
+def _start_at_a_gpu_of_ones_own() -> None:
+    """Under pytest-xdist on a machine of several GPUs: all stay visible, each worker's first is another one.
+
+    Before CUDA starts: torch counts through NVML, which starts nothing.
+    """
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
+    if worker and count > 1:
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = named.split(",")[:count] if named else [str(i) for i in range(count)]
+        first = int(worker.removeprefix("gw")) % count
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
+_start_at_a_gpu_of_ones_own()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
