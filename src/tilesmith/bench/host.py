@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilesmith.bench.document import document
 from tilesmith.bench.peers import OURS, providers
@@ -60,9 +59,7 @@ def _op_rows(op: str, device: torch.device, dtype: torch.dtype, only: Sequence[s
     passes: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "forward+backward": {}}
     for provider, adapter in providers(op, only).items():
         try:
-            built = case.build(device, dtype, case.generator(device))
-            inputs = tuple(v for v in built.values() if isinstance(v, Tensor) and v.requires_grad)
-            call = Call(adapter(built), built, inputs)
+            call = Call.of(adapter, case, device, dtype)
             both = call.both()
             both()
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw

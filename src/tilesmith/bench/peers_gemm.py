@@ -1,5 +1,4 @@
-"""Who else computes products and linear layers: plain PyTorch, cuBLAS with our elementwise ops, cuBLASLt's epilogues,
-Quack; and our own fused Triton kernels, where the library's product serves by default."""
+"""Who else computes products and linear layers: PyTorch, cuBLAS with our elementwise ops, cuBLASLt, Quack."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from torch.nn import functional as F
 
 from tilesmith import ops
 from tilesmith.bench.missing import Missing, absent, only
-from tilesmith.engine import use
 
 Adapter = Callable[[Mapping[str, Any]], Callable[[], Any]]
 
@@ -79,17 +77,6 @@ def _cublaslt(args):
     x = args["x"].flatten(0, -2)
     weight, bias, use_gelu = args["weight"], args["bias"], activation == "gelu_tanh"
     return lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=use_gelu)
-
-
-def _triton(name: str) -> Adapter:
-    def adapter(args):
-        def call():
-            with use(**{name: "triton"}):
-                return getattr(ops, name)(**args)
-
-        return call
-
-    return adapter
 
 
 def _quack_matmul(args):
@@ -164,13 +151,12 @@ def loss_products(args):
 
 
 PEERS: dict[str, dict[str, Adapter]] = {
-    "matmul": {"quack": _quack_matmul, "tilesmith_triton": _triton("matmul")},
-    "linear": {"quack": _quack_linear, "tilesmith_triton": _triton("linear")},
+    "matmul": {"quack": _quack_matmul},
+    "linear": {"quack": _quack_linear},
     "linear_act": {
         "cublas_then_ours": _cublas_then_ours,
         "cublaslt": _cublaslt,
         "quack": _quack_linear_act,
-        "tilesmith_triton": _triton("linear_act"),
     },
-    "norm_linear": {"quack": _quack_norm_linear, "tilesmith_triton": _triton("norm_linear")},
+    "norm_linear": {"quack": _quack_norm_linear},
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilesmith.bench.document import document
 from tilesmith.bench.missing import Missing
-from tilesmith.bench.peers import FLOORS, OURS, providers
+from tilesmith.bench.peers import FLOORS, OURS, Adapter, providers
 from tilesmith.bench.vulkan import ThroughVulkan
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.engine.timing import Timing, measure, peak_memory
@@ -48,6 +48,12 @@ class Call:
     forward: Callable[[], Any]
     args: Mapping[str, Any]
     inputs: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, adapter: Adapter, case: Case, device: torch.device, dtype: torch.dtype) -> Call:
+        """The same numbers for everyone, in tensors of its own: Liger's losses and gates overwrite their inputs."""
+        args = case.build(device, dtype, case.generator(device))
+        return cls(adapter(args), args, tuple(v for v in args.values() if isinstance(v, Tensor) and v.requires_grad))
 
     def once(self) -> Any:
         """The outputs, without a graph."""
@@ -137,12 +143,9 @@ def case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: in
     calls, rows, differences = {}, [], {}
     expected = head = None
     for provider, adapter in providers(op.name, only).items():
-        # The same numbers for everyone, in tensors of its own: Liger's losses and gates overwrite their inputs.
-        args = case.build(device, dtype, case.generator(device))
-        head = head or {"case": case.name, "dtype": _name(dtype), "shapes": shapes(args)}
-        inputs = tuple(v for v in args.values() if isinstance(v, Tensor) and v.requires_grad)
         try:
-            call = Call(adapter(args), args, inputs)
+            call = Call.of(adapter, case, device, dtype)
+            head = head or {"case": case.name, "dtype": _name(dtype), "shapes": shapes(call.args)}
             out = call.once()
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
             if provider == OURS:
