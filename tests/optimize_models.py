@@ -65,6 +65,20 @@ OTHERS = {
          "topk_group": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 1, "q_lora_rank": 32,
          "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
     ),
+    "deepseek_v32": (  # its attention selects keys by editing the mask
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        {**GROUPED, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+         "topk_group": 1, "moe_intermediate_size": 48, "mlp_layer_types": ["dense", "sparse"], "q_lora_rank": 32,
+         "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "index_n_heads": 2,
+         "index_head_dim": 16, "index_topk": 4},
+    ),
+    "doge": ("DogeForCausalLM", "DogeConfig", GROUPED),  # so does this one
+    "bigbird_pegasus": (  # half of its attention adds the masks that transformers makes to its scores
+        "BigBirdPegasusForCausalLM",
+        "BigBirdPegasusConfig",
+        {**SEQ2SEQ, "max_position_embeddings": 64},
+    ),
     "cohere": ("CohereForCausalLM", "CohereConfig", GROUPED),
     "glm4": ("Glm4ForCausalLM", "Glm4Config", HEADED),
     "granite": ("GraniteForCausalLM", "GraniteConfig", {**GROUPED, "logits_scaling": 2.0}),

@@ -22,6 +22,7 @@ from optimize_models import (  # noqa: F401
     train,
 )
 from tilesmith.models import optimize, undo
+from tilesmith.models.attention import attention_forward
 from tilesmith.models.logits import LazyLogits
 
 
@@ -87,6 +88,29 @@ def test_attention_chosen_by_the_user_stays():
     assert model.config._attn_implementation == "flex_attention"
     row = rows_of(model)["model.layers.0.self_attn", "attention"]
     assert (row.action, row.reason) == ("skipped", "the model's attention is flex_attention")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_attention_weights_are_there_where_asked_for(family):
+    model, inputs = build(family).eval(), batch(family)
+    names = ["decoder_attentions", "cross_attentions", "encoder_attentions"] if family == "t5" else ["attentions"]
+    with torch.no_grad():
+        wanted = model(**inputs, output_attentions=True)
+        optimize(model, only="attention")
+        found = model(**inputs, output_attentions=True)
+    assert len(wanted[names[0]]) == 2
+    assert all(torch.equal(f, w) for name in names for f, w in zip(found[name], wanted[name], strict=True))
+    assert model.config._attn_implementation == "tilesmith"
+    with Calls() as calls:
+        train(model, inputs)
+    assert calls["attention"] > 0
+
+
+@pytest.mark.parametrize("given", ["indices", "sinks"])
+def test_attention_refuses_what_it_does_not_serve(given):
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=f"Identity gives its attention {given}.*'eager'"):
+        attention_forward(nn.Identity(), q, q, q, None, **{given: torch.zeros(1, 2, 3, 1)})
 
 
 def test_save_pretrained_knows_nothing(tmp_path):

@@ -6,9 +6,12 @@ pass no mask at all, and padding and windows would be lost without a word.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import inspect
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +20,15 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.models.attention_masks import KeyMask, key_mask
+from tilesmith.models.attention_modules import computes_mask, uses_interface
 from tilesmith.models.reach import reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, original_class
 
 # Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
 NAME = "tilesmith"
 _REPLACED = ("sdpa", "eager")
+# What some attention modules of transformers tell their function beside the mask, and ours would not hear.
+_UNSERVED = ("indices", "block_indices", "sinks")
 
 
 def register_for_transformers() -> None:
@@ -65,8 +71,14 @@ def attention_forward(
 
     A KeyMask or a bool mask tells what may be attended, a floating mask is added. Without one the first T keys are
     attended causally (S > T is an empty static cache) unless there is one query, and a window is known not to reach
-    beyond them.
+    beyond them. Raises ValueError for keys selected by index and for sinks of each query, which it does not serve.
     """
+    for name in _UNSERVED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} gives its attention {name}, which {NAME!r} does not serve: "
+                "choose attn_implementation= 'eager' for this model"
+            )
     if isinstance(attention_mask, KeyMask) and not reaches("attention", query):
         attention_mask = attention_mask.tensor()
     if kwargs.get("cache") is not None or not (reaches("attention", query) or softcap or s_aux is not None):
@@ -123,18 +135,44 @@ class AttentionForm(Form):
     before: tuple[tuple[str, str | None], ...]
 
     def namespace(self, base: type) -> dict[str, Any]:
+        before = self
         register_for_transformers()  # here, since a process that only unpickles a model comes this way too
-        return {}
+        names = list(inspect.signature(base.forward).parameters)
+        place = names.index("output_attentions") - 1 if "output_attentions" in names else None
+
+        @functools.wraps(base.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            given = place is not None and len(args) > place
+            if not (args[place] if given else kwargs.get("output_attentions")):
+                return base.forward(self, *args, **kwargs)
+            with before.chosen(self):  # nobody else has the weights
+                return base.forward(self, *args, **kwargs)
+
+        return {"forward": forward}
 
     def enter(self, module: nn.Module) -> None:
         _own_configuration(module)
         module.set_attn_implementation(NAME)
 
     def leave(self, module: nn.Module) -> None:
-        for fqn, implementation in self.before:
-            config = module.get_submodule(fqn).config
-            if config._attn_implementation == NAME:
-                config._attn_implementation_internal = implementation
+        for config, implementation in self._ours(module):
+            config._attn_implementation_internal = implementation
+
+    @contextlib.contextmanager
+    def chosen(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the model's attention is what it was before."""
+        ours = self._ours(module)
+        try:
+            self.leave(module)
+            yield
+        finally:
+            for config, _ in ours:
+                config._attn_implementation_internal = NAME
+
+    def _ours(self, module: nn.Module) -> list[tuple[Any, str | None]]:
+        """The configurations that still ask for our attention, and what they asked for before."""
+        known = [(module.get_submodule(fqn).config, implementation) for fqn, implementation in self.before]
+        return [(config, implementation) for config, implementation in known if config._attn_implementation == NAME]
 
 
 def _own_configuration(model: nn.Module) -> None:
@@ -164,7 +202,7 @@ class AttentionRule(Rule):
             if any(isinstance(holder, transformers.PreTrainedModel) for holder in site.holders()):
                 return None
             return self._whole(module)
-        if not _uses_interface(module):
+        if not uses_interface(module):
             return None
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) == NAME:
@@ -175,10 +213,20 @@ class AttentionRule(Rule):
 
     def _whole(self, model: nn.Module) -> Replace | Skip | None:
         configured = _configurations(model)
-        if not any(_uses_interface(module) for module in model.modules()):
+        sites = [Site(model, fqn, module) for fqn, module in model.named_modules() if uses_interface(module)]
+        if not sites:
             return Skip("no module of it uses transformers' attention interface", wanted=False)
         if not model._can_set_attn_implementation():
             return Skip("transformers cannot set its attention implementation")
+        eager = next((site for site in sites if _only_eager(site)), None)
+        if eager is not None:
+            return Skip(
+                f"transformers offers {type(eager.module).__name__} no other than eager attention", wanted=False
+            )
+        classes = dict.fromkeys(original_class(type(site.module)) for site in sites)
+        own = next((cls.__name__ for cls in classes if computes_mask(cls)), None)
+        if own is not None:
+            return Skip(f"{own} edits its masks, in ways that depend on the name of the attention implementation")
         if getattr(model.config, "output_attentions", False):
             return Skip("its configuration asks for attention weights, which are never computed as a whole")
         chosen = {implementation for _, implementation in configured} - {*_REPLACED, NAME, None}
@@ -197,6 +245,8 @@ def _configurations(model: nn.Module) -> list[tuple[str, str | None]]:
     return list(seen.values())
 
 
-def _uses_interface(module: nn.Module) -> bool:
-    code = getattr(inspect.unwrap(original_class(type(module)).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+def _only_eager(site: Site) -> bool:
+    """Whether the transformers model nearest to a module promises no attention but the one with additive masks."""
+    models = (holder for holder in site.holders() if hasattr(holder, "_supports_sdpa"))
+    nearest = next(models, site.module)
+    return not (nearest._supports_sdpa or nearest._supports_attention_backend)
