@@ -1,6 +1,7 @@
 """Launchers: the same kernels on every backend that this machine has, and what launch refuses."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,6 +193,63 @@ def test_a_backend_that_is_absent_is_a_reason(monkeypatch):
         assert missing("cuda") == "torch sees no CUDA device"
     if not torch.backends.mps.is_available():
         assert missing("metal") == "torch sees no Apple GPU"
+
+
+class Machine:
+    """A machine's GPUs as a CUDA driver and as the `vulkan` package see them: (Vulkan's device type, UUID) of each."""
+
+    VkErrorIncompatibleDriver = RuntimeError
+    VkPhysicalDeviceIDProperties = SimpleNamespace
+
+    def __init__(self, gpus, visible=(), version=13):
+        self.gpus = [SimpleNamespace(deviceType=kind, apiVersion=version, uuid=uuid) for kind, uuid in gpus]
+        self.visible = visible
+        self.VK_MAKE_VERSION = lambda major, minor, _: 10 * major + minor
+        self.VkPhysicalDeviceProperties2 = lambda pNext: pNext
+        self.vkGetPhysicalDeviceProperties = lambda gpu: gpu
+        self.vkGetPhysicalDeviceProperties2 = lambda gpu, into: setattr(into, "deviceUUID", gpu.uuid)
+        self.vkEnumeratePhysicalDevices = lambda instance: self.gpus
+
+    def cuInit(self, flags):
+        return 0 if self.visible else 100
+
+    def cuDeviceGet(self, device, index):
+        device._obj.value = index
+        return 0 if index < len(self.visible) else 101
+
+    def cuDeviceGetUuid(self, uuid, device):
+        uuid.raw = self.visible[device.value]
+        return 0
+
+
+A, B, C = b"a" * 16, b"b\0" * 8, b"c" * 16
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "chosen"),
+    [
+        ([(2, A), (2, B), (2, C)], [B, C], B),  # CUDA_VISIBLE_DEVICES hides the first
+        ([(4, A), (1, B), (2, C)], [], C),
+        ([(4, A), (1, B)], [C], B),  # CUDA's device has no Vulkan driver
+        ([(4, A)], None, A),  # torch without CUDA
+    ],
+)
+def test_vulkan_takes_the_gpu_that_torch_uses(monkeypatch, gpus, visible, chosen):
+    from tilesmith.runtime import cuda, vulkan_device
+
+    machine = Machine(gpus, visible or ())
+    monkeypatch.setattr(cuda.torch.version, "hip", None)
+    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: visible is not None)
+    monkeypatch.setattr(cuda.torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(cuda, "_driver", lambda: machine)
+    assert vulkan_device._chosen(machine, None)[1].uuid == chosen
+
+
+def test_vulkan_wants_version_1_2():
+    from tilesmith.runtime import vulkan_device
+
+    with pytest.raises(RuntimeError, match="no device knows Vulkan 1.2"):
+        vulkan_device._chosen(Machine([(2, A)], version=11), None)
 
 
 def test_vulkan_refuses_what_the_device_has_not(monkeypatch, missing):

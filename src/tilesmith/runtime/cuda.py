@@ -34,6 +34,27 @@ def missing() -> str | None:
     return None
 
 
+def device_uuid() -> bytes | None:
+    """What identifies torch's current CUDA device to every driver of the machine; None where torch has no such device.
+
+    The driver says it without a context, which would take memory of a GPU that the process may not use.
+    """
+    if torch.version.hip or not torch.cuda.is_available():
+        return None
+    try:
+        driver = _driver()
+    except OSError:
+        return None
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+    known = (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGet(ctypes.byref(device), index) == 0
+        and driver.cuDeviceGetUuid(uuid, device) == 0
+    )
+    return uuid.raw if known else None
+
+
 def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
     """Queue `ir` on the current stream of the tensors' device."""
     index = next(iter(tensors.values())).device.index

@@ -43,7 +43,8 @@ def missing() -> str | None:
 
 @lru_cache(maxsize=1)
 def device() -> Device:
-    """The device that launches use: a discrete GPU before an integrated one before a CPU."""
+    """The device that launches use: torch's current CUDA device, else a discrete GPU before an integrated one before a
+    CPU."""
     import vulkan
 
     return Device(vulkan)

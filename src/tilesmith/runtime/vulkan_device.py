@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from tilesmith.hardware.limits import Limits
-from tilesmith.runtime import cache
+from tilesmith.runtime import cache, cuda
 
 STORAGE, UNIFORM, TRANSFER = 7, 6, -1
 """Descriptor types, and a buffer that no kernel sees."""
@@ -40,13 +40,32 @@ class Pipeline(NamedTuple):
     kinds: list[int]
 
 
+def _chosen(vk: ModuleType, instance: Any) -> tuple[Any, Any]:
+    """The properties and the handle of torch's current CUDA device where a driver offers it, else of the best device.
+
+    Vulkan sees all GPUs, also those that CUDA_VISIBLE_DEVICES hides.
+    """
+    found = [(vk.vkGetPhysicalDeviceProperties(p), p) for p in vk.vkEnumeratePhysicalDevices(instance)]
+    able = [(q, p) for q, p in found if q.apiVersion >= vk.VK_MAKE_VERSION(1, 2, 0)]
+    if not able:
+        raise vk.VkErrorIncompatibleDriver("no device knows Vulkan 1.2")
+    wanted = cuda.device_uuid()
+
+    def rank(one: tuple[Any, Any]) -> tuple[bool, int]:
+        identity = vk.VkPhysicalDeviceIDProperties()
+        vk.vkGetPhysicalDeviceProperties2(one[1], vk.VkPhysicalDeviceProperties2(pNext=identity))
+        return bytes(identity.deviceUUID) != wanted, _PREFERRED.get(one[0].deviceType, 4)
+
+    return min(able, key=rank)
+
+
 def _conversion_features(vk: ModuleType, reductions: int = 0, conversions: int = 0) -> Any:
     """VkPhysicalDeviceCooperativeMatrix2FeaturesNV in words, since the package does not know it: see _REDUCTIONS."""
     return vk.ffi.new("uint32_t[12]", [1_000_593_000, 0, 0, 0, 0, 0, reductions, conversions])
 
 
 class Device:
-    """The best device that any driver offers; it lives as long as the process.
+    """The device that `_chosen` says; it lives as long as the process.
 
     features: of `f16`, `subgroups`, `fragments`, `conversions`, as in `KernelIR.features`. limits: what a workgroup may
     use.
@@ -56,11 +75,7 @@ class Device:
         self.vk = vk
         app = vk.VkApplicationInfo(apiVersion=vk.VK_MAKE_VERSION(1, 3, 0))
         self.instance = vk.vkCreateInstance(vk.VkInstanceCreateInfo(pApplicationInfo=app), None)
-        found = [(vk.vkGetPhysicalDeviceProperties(p), p) for p in vk.vkEnumeratePhysicalDevices(self.instance)]
-        able = [(q, p) for q, p in found if q.apiVersion >= vk.VK_MAKE_VERSION(1, 2, 0)]
-        if not able:
-            raise vk.VkErrorIncompatibleDriver("no device knows Vulkan 1.2")
-        self.properties, self.physical = min(able, key=lambda f: _PREFERRED.get(f[0].deviceType, 4))
+        self.properties, self.physical = _chosen(vk, self.instance)
         self.name = self.properties.deviceName
         limits = self.properties.limits
         self.max_groups = tuple(limits.maxComputeWorkGroupCount)
