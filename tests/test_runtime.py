@@ -252,6 +252,42 @@ def test_vulkan_wants_version_1_2():
         vulkan_device._chosen(Machine([(2, A)], version=11), None)
 
 
+@pytest.mark.parametrize("count", [1, 12, 13, 40, 61])
+def test_vulkan_copies_through_memory_of_the_host(monkeypatch, missing, count):
+    """As on a discrete GPU, in parts."""
+    reason = runtime.missing("vulkan")
+    if reason is not None:
+        missing(reason)
+    from tilesmith.runtime import vulkan, vulkan_device
+
+    device = vulkan.device()
+    monkeypatch.setattr(device, "shares", False)
+    monkeypatch.setattr(device, "_staging", None)
+    monkeypatch.setattr(vulkan_device, "_STAGE_BYTES", 48)
+    x, y = torch.randn(count), torch.full((count,), 7.0)
+    written = count // 2
+    launch(copy_kernel(), (2, 1, 1), {"x": x, "y": y}, {"n": written, "shift": 0}, backend="vulkan")
+    assert torch.equal(y, torch.cat([x[:written], torch.full((count - written,), 7.0)]))
+
+
+@pytest.mark.parametrize(
+    ("types", "storage", "stage"),
+    [
+        ((1, 6, 14, 7), [0, 3, 1, 2], [2, 1, 3]),  # NVIDIA: the host's memory, and the device's through a window
+        ((7, 1, 14, 64 | 7, 32 | 1), [1, 0, 2], [2, 0]),  # AMD: types that want features
+        ((15,), [0], [0]),
+    ],
+)
+def test_vulkan_takes_the_best_memory(types, storage, stage):
+    from tilesmith.runtime import vulkan_device
+
+    device = object.__new__(vulkan_device.Device)
+    found = [SimpleNamespace(propertyFlags=flags) for flags in types]
+    device.memory_types = SimpleNamespace(memoryTypeCount=len(types), memoryTypes=found)
+    for kind, order in ((vulkan_device.STORAGE, storage), (vulkan_device._STAGE, stage)):
+        assert device._memory_types(-1, *vulkan_device._MEMORY[kind]) == order
+
+
 def test_vulkan_refuses_what_the_device_has_not(monkeypatch, missing):
     reason = runtime.missing("vulkan")
     if reason is not None:

@@ -75,7 +75,7 @@ def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[s
         for b in ir.buffers:
             data = as_bytes(tensors[b.name]).numpy()
             buffers.append(d.buffer(max(16, -(-data.nbytes // 4) * 4), STORAGE, frees))
-            buffers[-1].memory[: data.nbytes] = data.tobytes() if b.access == "write" else memoryview(data)
+            d.write(buffers[-1], memoryview(data))
         if ir.scalars:
             block = ir.pack_scalars(scalars)
             buffers.append(d.buffer(len(block), UNIFORM, frees))
@@ -85,8 +85,7 @@ def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[s
             _timing[1].append(d.measure(pipeline, buffers, grid, _timing[0], frees))
         for b, buffer in zip(ir.buffers, buffers):
             if b.access != "read":
-                data = as_bytes(tensors[b.name]).numpy()
-                memoryview(data)[:] = buffer.memory[: data.nbytes]
+                d.read(buffer, memoryview(as_bytes(tensors[b.name]).numpy()))
 
 
 def _compile(ir: KernelIR, d: Device):

@@ -10,12 +10,21 @@ from typing import Any, NamedTuple
 from tilesmith.hardware.limits import Limits
 from tilesmith.runtime import cache, cuda
 
-STORAGE, UNIFORM, TRANSFER = 7, 6, -1
-"""Descriptor types, and a buffer that no kernel sees."""
+STORAGE, UNIFORM = 7, 6
+"""Descriptor types: of a tensor, of the scalars."""
 
-_USAGE = {STORAGE: 0x20, UNIFORM: 0x10, TRANSFER: 2}
+_SCRATCH, _STAGE = -1, -2  # buffers that no kernel sees: in the device's memory, in the host's
+_USAGE = {STORAGE: 0x20 | 1 | 2, UNIFORM: 0x10, _SCRATCH: 2, _STAGE: 1 | 2}  # copies go from 1, to 2
+_STAGE_BYTES = 32 << 20
 _END, _HOST, _ALL_STAGES = 0x2000, 0x4000, 0x10000  # of the pipeline
-_DEVICE_LOCAL, _MAPPED = 1, 2 | 4  # memory properties; the latter: visible to the host and coherent
+_LOCAL, _MAPPED, _CACHED = (
+    1,
+    2 | 4,
+    8,
+)  # memory properties: the device's, visible to the host and coherent, cached by it
+_SHARED = _LOCAL | _MAPPED | _CACHED  # as on integrated GPUs and CPUs
+_MEMORY = {STORAGE: (0, _LOCAL), UNIFORM: (_MAPPED, _LOCAL), _SCRATCH: (0, _LOCAL), _STAGE: (_MAPPED, _CACHED)}
+"""What the memory of a buffer must have, and what it should have besides and nothing else."""
 _PREFERRED = {2: 0, 1: 1, 3: 2, 4: 3}  # device types: discrete, integrated, virtual, CPU
 _SUBGROUP_OPERATIONS = 1 | 4 | 16  # basic, arithmetic, shuffle
 _CONVERSIONS, _REDUCTIONS = "VK_NV_cooperative_matrix2", 6  # the word of its features; conversions come next
@@ -25,7 +34,7 @@ _ALL = 2**64 - 1
 
 
 class Buffer(NamedTuple):
-    """A buffer on the device, and its bytes as the host sees them."""
+    """A buffer, and its bytes as the host sees them; None where it does not, or only slowly."""
 
     handle: Any
     memory: Any
@@ -68,7 +77,7 @@ class Device:
     """The device that `_chosen` says; it lives as long as the process.
 
     features: of `f16`, `subgroups`, `fragments`, `conversions`, as in `KernelIR.features`. limits: what a workgroup may
-    use.
+    use. shares: whether the host sees its memory as fast as its own; else tensors are copied through `_stage`.
     """
 
     def __init__(self, vk: ModuleType) -> None:
@@ -82,6 +91,8 @@ class Device:
         shared, size = limits.maxComputeSharedMemorySize, tuple(limits.maxComputeWorkGroupSize)
         self.limits = Limits(self.name, shared, limits.maxComputeWorkGroupInvocations, size)
         self.memory_types = vk.vkGetPhysicalDeviceMemoryProperties(self.physical)
+        self.shares = bool(self._memory_types(_ALL, _SHARED, 0))
+        self._staging: Buffer | None = None
         families = enumerate(vk.vkGetPhysicalDeviceQueueFamilyProperties(self.physical))
         self.family = next(k for k, f in families if f.queueFlags & vk.VK_QUEUE_COMPUTE_BIT)
         self.features: set[str] = set()
@@ -147,21 +158,27 @@ class Device:
         return low <= size <= high
 
     def buffer(self, size: int, kind: int, frees: contextlib.ExitStack) -> Buffer:
-        """A buffer of `size` bytes that the host sees, in the device's memory where there is such."""
+        """A buffer of `size` bytes."""
         vk = self.vk
         info = vk.VkBufferCreateInfo(size=size, usage=_USAGE[kind], sharingMode=0)
         handle = vk.vkCreateBuffer(self.device, info, None)
         frees.callback(vk.vkDestroyBuffer, self.device, handle, None)
         needs = vk.vkGetBufferMemoryRequirements(self.device, handle)
-        types = [
-            (not self.memory_types.memoryTypes[k].propertyFlags & _DEVICE_LOCAL, k)
-            for k in range(self.memory_types.memoryTypeCount)
-            if needs.memoryTypeBits >> k & 1 and self.memory_types.memoryTypes[k].propertyFlags & _MAPPED == _MAPPED
-        ]
-        memory = self._allocate(needs.size, [k for _, k in sorted(types)])
+        needed, wanted = (_SHARED, 0) if kind == STORAGE and self.shares else _MEMORY[kind]
+        memory = self._allocate(needs.size, self._memory_types(needs.memoryTypeBits, needed, wanted))
         frees.callback(vk.vkFreeMemory, self.device, memory, None)
         vk.vkBindBufferMemory(self.device, handle, memory, 0)
-        return Buffer(handle, vk.vkMapMemory(self.device, memory, 0, size, 0))
+        return Buffer(handle, vk.vkMapMemory(self.device, memory, 0, size, 0) if needed else None)
+
+    def _memory_types(self, allowed: int, needed: int, wanted: int) -> list[int]:
+        """The types of memory that have what is needed, best first."""
+        found = []
+        for k in range(self.memory_types.memoryTypeCount):
+            has = self.memory_types.memoryTypes[k].propertyFlags
+            # properties beyond these want features that are not enabled
+            if allowed >> k & 1 and not needed & ~has and not has & ~_SHARED:
+                found.append((bin(wanted & ~has).count("1"), bin(has & ~(wanted | needed)).count("1"), k))
+        return [k for *_, k in sorted(found)]
 
     def _allocate(self, size: int, types: list[int]):
         """Memory of the first of these types that has room."""
@@ -174,7 +191,43 @@ class Device:
             except (vk.VkErrorOutOfDeviceMemory, vk.VkErrorOutOfHostMemory):
                 if last:
                     raise
-        raise RuntimeError(f"{self.name} has no memory that both it and the host see")
+        raise RuntimeError(f"{self.name} has no memory for a buffer of {size:,} bytes")
+
+    def write(self, buffer: Buffer, data: memoryview) -> None:
+        """Set the first bytes of a tensor's buffer."""
+        if buffer.memory is not None:
+            memoryview(buffer.memory)[: len(data)] = data
+            return
+        stage = self._stage()
+        for start in range(0, len(data), _STAGE_BYTES):
+            part = data[start : start + _STAGE_BYTES]
+            memoryview(stage.memory)[: len(part)] = part
+            self._copy(stage, buffer, 0, start, len(part))
+
+    def read(self, buffer: Buffer, data: memoryview) -> None:
+        """Fill `data` with the first bytes of a tensor's buffer."""
+        if buffer.memory is not None:
+            data[:] = memoryview(buffer.memory)[: len(data)]
+            return
+        stage = self._stage()
+        for start in range(0, len(data), _STAGE_BYTES):
+            part = data[start : start + _STAGE_BYTES]
+            self._copy(buffer, stage, start, 0, len(part))
+            part[:] = memoryview(stage.memory)[: len(part)]
+
+    def _stage(self) -> Buffer:
+        """The host's own memory, which copies go through: it does not cache what it sees of a discrete GPU's."""
+        if self._staging is None:
+            self._staging = self.buffer(_STAGE_BYTES, _STAGE, contextlib.ExitStack())
+        return self._staging
+
+    def _copy(self, source: Buffer, target: Buffer, source_offset: int, target_offset: int, size: int) -> None:
+        """Copy bytes from one buffer to another."""
+        vk = self.vk
+        with self._commands() as commands:
+            region = vk.VkBufferCopy(srcOffset=source_offset, dstOffset=target_offset, size=size)
+            vk.vkCmdCopyBuffer(commands, source.handle, target.handle, 1, [region])
+            self._everything_before(commands)
 
     def pipeline(self, module: bytes, entry: str, kinds: list[int], subgroup_size: int | None) -> Pipeline:
         """The compiled kernel; the driver's pipeline cache on disk grows with it."""
@@ -207,16 +260,14 @@ class Device:
             vk.vkCmdBindPipeline(commands, 1, pipeline.handle)
             vk.vkCmdBindDescriptorSets(commands, 1, pipeline.layout, 0, 1, [bound], 0, None)
             vk.vkCmdDispatch(commands, *grid)
-            # What the shader wrote becomes visible to the host.
-            done = vk.VkMemoryBarrier(srcAccessMask=0x40, dstAccessMask=0x2000)
-            vk.vkCmdPipelineBarrier(commands, 0x800, _HOST, 0, 1, [done], 0, None, 0, None)
+            self._everything_before(commands)
 
     def measure(self, pipeline: Pipeline, buffers: list[Buffer], grid, rounds: int, frees) -> list[float]:
         """The µs of a kernel, once a round, by the device's clock; before each round a large buffer is overwritten."""
         vk = self.vk
         bound = self._bind(pipeline, buffers, frees)
         size = 256 << 20 if self.properties.deviceType in (1, 2) else 1 << 20
-        flush = self.buffer(size, TRANSFER, frees)
+        flush = self.buffer(size, _SCRATCH, frees)
         queries = vk.vkCreateQueryPool(self.device, vk.VkQueryPoolCreateInfo(queryType=2, queryCount=2 * rounds), None)
         frees.callback(vk.vkDestroyQueryPool, self.device, queries, None)
         with self._commands() as commands:
