@@ -3,10 +3,19 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tilesmith.codegen import In, KernelIR, Out, Scalar, build, exp, f32, inline, local, select, shared, u32, unroll
+from tilesmith.codegen import In, KernelIR, Out, Scalar, build, exp2, f32, inline, local, select, shared, u32, unroll
 from tilesmith.kernels import checks
-from tilesmith.kernels.functions import LOWEST, philox
+from tilesmith.kernels.functions import LOG2E, philox
 from tilesmith.kernels.rows import BATCH, Rows, again, collected, row_highest, row_of_thread, row_sum, stored_scalar
+
+LOWEST = -3.4028234663852886e38
+"""Of all f32, so that a row that masks have filled with it is a row of equals. No infinity: see `functions.LOWEST`."""
+
+
+@inline
+def weight(x, top):
+    """exp(x - top). The difference comes first: the product of either alone may overflow."""
+    return exp2((x - top) * LOG2E)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
 
     With `strided` also the scalar x_step, from one row of x to the next in vectors of the widest of 4, 2 and 1 elements
     that divides hidden_dim. With `statistics` also top and total: f32 [rows], the maximum of scale · x over what a row
-    sees (-3e38 where that is nothing) and the sum of exp(scale · x - top).
+    sees (-3.4e38 where that is nothing) and the sum of exp(scale · x - top).
     """
     checks.a(config, SoftmaxDropoutConfig)
     plan, causal = config.plan, config.causal
@@ -101,17 +110,17 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
                     batch[k] = v
                     for j in unroll(lanes):
                         high = max(high, select(sees(i, j, seen), v[j], LOWEST))
-            total = total * exp(own - high)
+            total = total * weight(own, high)
             own = high
             for k in unroll(some):
                 i = t + (first + k) * plan.threads
                 if exact or i < plan.vectors:
-                    v = exp(batch[k] - high)
+                    v = weight(batch[k], high)
                     batch[k] = v
                     for j in unroll(lanes):
                         total += select(sees(i, j, seen), v[j], 0.0)
         top = row_highest(own, stage, plan.threads)
-        mine = exp(own - top)
+        mine = weight(own, top)
         total = row_sum(total * mine, stage, plan.threads)
         if tops is not None and t == 0 and row < rows:
             tops[row] = top
@@ -122,7 +131,7 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
         for k in sweep(plan.count):
             i = t + again(plan, k) * plan.threads
             if row < rows and (plan.exact or i < plan.vectors):
-                v = kept[k] if plan.keep else exp(wide(x[start + i]) * scale - top)
+                v = kept[k] if plan.keep else weight(wide(x[start + i]) * scale, top)
                 if dropout:
                     element = (place + i) * lanes
                     words = philox(element // 4, seed)

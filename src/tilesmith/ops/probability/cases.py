@@ -56,6 +56,13 @@ def _dead(generator: torch.Generator, shape: Sequence[int], device: torch.device
     return x
 
 
+def _lowest(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Half of the columns and the whole second row fp32's lowest number, which masks are made of (-inf in 16 bits)."""
+    x = torch.randn(*shape, generator=generator, device=device)
+    x[..., 1::2] = x[1] = torch.finfo(torch.float32).min
+    return x
+
+
 def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([2**40 + 7, -5], device=device)
 
@@ -85,6 +92,8 @@ def _cases(**options: object) -> list[Case]:
         Case("masked_swept", args(2, 17_000, init=_masked), SMALL),
         Case("dead_row", args(3, 64, init=_dead, grad=False), SMALL),
         Case("dead_row_swept", args(2, 17_000, init=_dead, grad=False), SMALL),
+        Case("lowest", args(3, 64, init=_lowest, grad=False), SMALL),
+        Case("lowest_swept", args(2, 17_000, init=_lowest, grad=False), SMALL),
         Case("scale", args(6, 40) | {"scale": 0.125}, SMALL),
         Case("negative_scale", args(6, 40) | {"scale": -2.5}, SMALL),
         Case("no_scale", args(6, 40) | {"scale": 0.0}, SMALL),
