@@ -167,6 +167,30 @@ def test_fake_tensors_tell_shape_dtype_and_strides(name):
             )
 
 
+@pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if ops()[n].public > 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_one_output_alone(name, dtype):
+    op, args = _arguments(name, dtype)
+    floating = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
+    if dtype is torch.float64:
+        args = tuple(a.detach().double().requires_grad_(a.requires_grad) if f else a for a, f in zip(args, floating))
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    for backend in _kernels(op):
+        pins = {n: backend for n in (name, op.vjp.name) if backend in ops()[n].backends()}
+        with use(**pins):
+            try:
+                outs = op(*args)
+            except NotImplementedError:
+                continue
+            for i in range(op.public):
+                cotangents = [torch.ones_like(o) if i == j else torch.zeros_like(o) for j, o in enumerate(outs)]
+                want = torch.autograd.grad(outs, leaves, cotangents, allow_unused=True, retain_graph=True)
+                got = torch.autograd.grad(outs[i], leaves, cotangents[i], allow_unused=True, retain_graph=True)
+                for g, w, leaf in zip(got, want, leaves):
+                    zero = torch.zeros_like(leaf)
+                    torch.testing.assert_close(zero if g is None else g, zero if w is None else w)
+
+
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_functional_gradient_equals_autograd(name):
     op, args = _arguments(name)

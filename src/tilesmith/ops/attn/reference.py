@@ -165,7 +165,7 @@ def attention_vjp(
     lse = lse.to(values.q.dtype)
     p = _probabilities(scores, lse)
     seen = visible.any(-1, keepdim=True)
-    dout = torch.where(seen, 0.0 if dout is None else dout.to(p.dtype), 0.0).expand(out.shape)
+    dout = torch.where(seen, p.new_zeros(()) if dout is None else dout.to(p.dtype), 0.0).expand(out.shape)
     # the softmax's own gradient and that of lse meet in one number a row
     delta = (dout * out.to(p.dtype)).sum(-1)
     if dlse is not None:
