@@ -238,6 +238,8 @@ ATTENTION = [
         tokens=30, keys=60, causal=True, cu_seqlens_q=(10, 5, 15), cu_seqlens_k=(20, 20, 20),
         kv_lengths=(20, 9, 16)), SMALL),
     Case("dropout", _attend(2, 2, 2, 33, 36, dropout_p=0.3), SMALL),
+    Case("dropout_apart", {**_attend(2, 2, 2, 33, 36, dropout_p=0.3), "seed": T(
+        2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([[3, 7], [4, -9]], device=device)[:, 1])}, SMALL),
     Case("dropout_odd", _attend(1, 4, 2, 33, 37, dropout_p=0.6, causal=True, bias=(1, 4, 1, 37)), SMALL),
     Case("everything", _attend(
         2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),

@@ -387,7 +387,7 @@ def launch_arguments(
     has_lists = block_offsets is not None
     return {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": bias, "mask_ptr": mask,
-        "alibi_ptr": alibi, "seed_ptr": seed if dropout_p > 0.0 else None,
+        "alibi_ptr": alibi, "seed_ptr": dense(seed) if dropout_p > 0.0 else None,
         "cu_q_ptr": dense(cu_seqlens_q), "cu_k_ptr": dense(cu_seqlens_k),
         "lengths_ptr": dense(kv_lengths), "prefix_ptr": dense(prefix_lengths),
         "q_documents_ptr": dense(q_documents), "k_documents_ptr": dense(k_documents),
