@@ -237,6 +237,9 @@ ATTENTION = [
     Case("packed_lengths", _attend(
         tokens=30, keys=60, causal=True, cu_seqlens_q=(10, 5, 15), cu_seqlens_k=(20, 20, 20),
         kv_lengths=(20, 9, 16)), SMALL),
+    Case("packed_lengths_beyond", _attend(
+        tokens=30, keys=60, causal=True, cu_seqlens_q=(10, 5, 15), cu_seqlens_k=(20, 20, 20),
+        kv_lengths=(23, -4, 20)), SMALL),
     Case("dropout", _attend(2, 2, 2, 33, 36, dropout_p=0.3), SMALL),
     Case("dropout_apart", {**_attend(2, 2, 2, 33, 36, dropout_p=0.3), "seed": T(
         2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([[3, 7], [4, -9]], device=device)[:, 1])}, SMALL),

@@ -149,6 +149,7 @@ UNWRITTEN_PAGES = {
 CASES: list[Case] = [
     Case("decode_one_token", _decode(2, 1, 8, 2, 64, 70), SMALL),
     Case("decode_lengths", _decode(5, 1, 4, 2, 32, 70, lengths=(0, 1, 33, 64, 70)), SMALL),
+    Case("decode_lengths_beyond", _decode(3, 4, 4, 2, 16, 40, lengths=(47, -3, 40), window_left=9), SMALL),
     Case("decode_tokens", _decode(4, 5, 6, 2, 24, 70, lengths=(70, 3, 5, 41)), SMALL),
     Case("decode_nine_tokens", _decode(2, 9, 4, 4, 16, 45, lengths=(45, 17)), SMALL),
     Case("decode_one_kv_head", _decode(1, 2, 48, 1, 16, 50, lengths=(49,)), SMALL),

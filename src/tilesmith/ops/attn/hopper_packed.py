@@ -28,7 +28,8 @@ def _keys(cu_ptr, lengths_ptr, place, documents, total):
     """First key and number of valid keys of documents."""
     begin, keys = _lengths(cu_ptr, place, documents, total, 1)
     if lengths_ptr is not None:
-        keys = tl.where(place < documents, tl.load(lengths_ptr + tl.minimum(place, documents - 1)), keys)
+        valid = tl.maximum(tl.load(lengths_ptr + tl.minimum(place, documents - 1)), 0)
+        keys = tl.where(place < documents, tl.minimum(valid, keys), keys)
     return begin, keys
 
 

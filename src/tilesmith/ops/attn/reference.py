@@ -68,7 +68,7 @@ def attention(
       prefix_lengths [B] int32: keys with p_j < prefix are visible whatever causal and the window say.
       mask bool, broadcastable to [B, H, T, S] dim by dim: True may attend.
       q_documents [B, T], k_documents [B, S] int32: equal ids see each other.
-      kv_lengths [B] int32: the number of valid keys of each row.
+      kv_lengths [B] int32: the number of valid keys of each row; below 0 it counts as 0, beyond the keys as all.
       cu_seqlens_q, cu_seqlens_k [N + 1] int32, from 0: B = 1, documents lie one after another on the token axes; each
         attends to itself with its own positions; prefix_lengths and kv_lengths are then [N]. Tokens behind the last
         document see nothing. With `page_table` [N, pages] only cu_seqlens_q is given, and kv_lengths.

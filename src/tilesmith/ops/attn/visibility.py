@@ -32,7 +32,7 @@ def visibility(
     """
     t, s = torch.arange(tokens, device=device), torch.arange(keys, device=device)
     if cu_seqlens_q is None:
-        lengths = torch.full((batch,), keys, device=device) if kv_lengths is None else kv_lengths.long()
+        lengths = torch.full((batch,), keys, device=device) if kv_lengths is None else kv_lengths.long().clamp(0, keys)
         row_q = row_k = torch.arange(batch, device=device)[:, None]
         position_q, position_k = t + (lengths - tokens)[:, None], s[None, :]
         together = torch.ones(1, tokens, 1, dtype=torch.bool, device=device)
@@ -40,10 +40,12 @@ def visibility(
         row_q, local_q, length_q = _packed(t, cu_seqlens_q)
         if page_table is None:
             row_k, position_k, length_k = _packed(s, cu_seqlens_k)
-            lengths = cu_seqlens_k.diff().long() if kv_lengths is None else kv_lengths.long()
+            lengths = cu_seqlens_k.diff().long()
+            if kv_lengths is not None:
+                lengths = torch.minimum(kv_lengths.long().clamp(min=0), lengths)
         else:
             room = keys // len(page_table)
-            row_k, position_k, lengths = s // room, s % room, kv_lengths.long()
+            row_k, position_k, lengths = s // room, s % room, kv_lengths.long().clamp(0, room)
         position_q, position_k = (local_q + lengths[row_q] - length_q)[None], position_k[None]
         together = ((row_q[:, None] == row_k) & (t < cu_seqlens_q[-1])[:, None])[None]
         row_q, row_k = row_q[None], row_k[None]
