@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from tilesmith.ops.attn.reference import key_count
+
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -92,7 +94,7 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
     if page_table is not None:
         if page_table.ndim != 2:
             raise ValueError(f"attention: page_table must be [batch, pages], got {list(page_table.shape)}")
-        keys *= page_table.numel() // max(batch, 1)
+        keys = key_count(batch, k, page_table)
     return batch, heads, tokens, keys
 
 

@@ -213,6 +213,7 @@ CASES: list[Case] = [
     Case("decode_160_rows", _decode(1, 40, 4, 1, 64, 170, window_left=60, sinks=True), SMALL),
     Case("decode_no_keys", _decode(2, 2, 4, 2, 16, 0), SMALL),
     Case("decode_no_rows", _decode(0, 1, 4, 2, 16, 20), SMALL),
+    Case("decode_no_rows_of_pages", _decode(0, 1, 4, 2, 16, 20, page_size=4), SMALL),
     Case("decode_wide_head", _decode(2, 3, 8, 2, 256, 500, lengths=(500, 321)), frozenset({"test"})),
     Case("decode_16_tokens", _decode(2, 16, 16, 2, 128, 5000, lengths=(5000, 700)), GPU, HALF),
     Case(

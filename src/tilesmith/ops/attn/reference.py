@@ -265,7 +265,15 @@ def _tokens_first(x: Tensor) -> bool:
 
 def _shape(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, int, int, int]:
     batch, heads, tokens, _ = q.shape
-    return batch, heads, tokens, k.shape[2] if page_table is None else page_table.numel() // batch * k.shape[2]
+    return batch, heads, tokens, key_count(batch, k, page_table)
+
+
+def key_count(batch: int, k: Tensor, page_table: Tensor | None) -> int:
+    """S: the keys of a batch row, or of all packed documents."""
+    if page_table is None:
+        return k.shape[2]
+    documents, pages = page_table.shape
+    return (pages if documents == batch else documents * pages) * k.shape[2]
 
 
 class _Values:
