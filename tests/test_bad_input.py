@@ -30,6 +30,7 @@ Q, K, V = r(2, 4, 6, 8), r(2, 2, 6, 8), r(2, 2, 6, 8)
 COS, SIN = r(16, 4), r(16, 4)
 SEED = torch.zeros(2, dtype=torch.int64)
 I32 = torch.int32
+LEARNED = torch.ones(2, 1, 1, requires_grad=True)
 
 
 def refused(table):
@@ -242,6 +243,13 @@ ATTENTION = [
     ("kv_lengths long", lambda: attention(kv_lengths=ids(2)), TypeError, "attention: kv_lengths must be int32"),
     ("max_seqlen", lambda: attention(max_seqlen_q=-1), ValueError, "attention: max_seqlen_q must be"),
     ("q_scale", lambda: attention(q_scale=r(4)), ValueError, "attention: q_scale must be"),
+    ("q_scale learned", lambda: attention(q_scale=LEARNED), ValueError, "attention: q_scale requires a gradient and"),
+    (
+        "alibi learned",
+        lambda: attention(score=ops.Score(alibi=LEARNED[0, 0].expand(4))),
+        ValueError,
+        "attention: alibi requires a gradient and",
+    ),
     ("page_table", lambda: attention(page_table=ids(2).int()), ValueError, "attention: page_table must be"),
     (
         "block size",

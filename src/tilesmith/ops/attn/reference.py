@@ -56,7 +56,7 @@ def attention(
       page_table [B, pages] int32: k and v are then [num_pages, G, page_size, D | Dv] and S = pages * page_size; pages
         that hold no valid key are not read, whatever their entries are.
       q_scale, k_scale, v_scale fp32: factors of q, k and v, shaped like the tensor without its last dim, where any dim
-        may be 1.
+        may be 1. They and alibi receive no gradient; one that requires it is refused.
     Score of query i and key j
       s = (q_i . k_j) * scale * q_scale * k_scale; scale is 1/sqrt(D) if None
       s = softcap * tanh(s / softcap) if softcap > 0
