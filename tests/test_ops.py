@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilesmith.engine import cases, ops, use
+from tilesmith.engine import T, cases, ops, use
 from tilesmith.engine.backends import REFERENCE, interpreting, missing
 from tilesmith.validate import check
-from tilesmith.validate.cases import outputs_and_gradients
+from tilesmith.validate.cases import _pin, outputs_and_gradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type != "cpu"
@@ -362,6 +362,70 @@ def test_inputs_are_left_alone(name):
         for n, was, now in zip(op.parameters, before, args):
             if isinstance(now, Tensor):
                 torch.testing.assert_close(now.detach(), was, rtol=0, atol=0, equal_nan=True, msg=n)
+
+
+def _thinned(a):
+    """Every other element of something contiguous: its dims can be joined, but even the last stride is 2."""
+    room = a.new_full((2 * a.numel() + 1,), float("nan") if a.is_floating_point() else 0)
+    return room[1::2].view(a.shape).copy_(a)
+
+
+def _turned(a):
+    """The dims the other way round in memory."""
+    back = tuple(reversed(range(a.ndim)))
+    return a.permute(back).contiguous().permute(back)
+
+
+def _expanded(a):
+    """The first entry along the first dim for all of them, by a stride of 0."""
+    return a[:1].expand_as(a) if a.ndim and len(a) and a.is_floating_point() else a
+
+
+def _forms(name):
+    """The first case of each set of tensors that an op's cases give it."""
+    found = {}
+    for case in cases(name):
+        if "interpret" in case.tags and torch.float32 in case.dtypes:
+            found.setdefault(frozenset(n for n, v in case.args.items() if isinstance(v, T)), case)
+    return list(found.values())
+
+
+LAID_OUT = [
+    pytest.param(name, case, lay_out, id=f"{name}-{case.name}-{lay_out.__name__[1:]}")
+    for name in NAMES
+    for lay_out in (_thinned, _turned, _expanded)
+    for case in _forms(name)[: None if lay_out is _thinned else 1]
+]
+
+
+@pytest.mark.parametrize(("name", "case", "lay_out"), LAID_OUT)
+def test_strides_have_no_bearing(name, case, lay_out):
+    op = ops()[name]
+    args = op.bind((), case.build(DEVICE, torch.float32, case.generator()))
+    written = [i for i, n in enumerate(op.parameters) if n in op.mutates]
+    laid = [lay_out(a.detach()) if isinstance(a, Tensor) else a for a in args]
+    if lay_out is _expanded:
+        laid = [args[i] if i in written else a for i, a in enumerate(laid)]
+
+    def run(backend, finish):
+        given = [finish(a) if isinstance(a, Tensor) else a for a in laid]
+        leaves = [g.requires_grad_() for g, a in zip(given, args) if isinstance(a, Tensor) and a.requires_grad]
+        with use(**_pin(op, backend)):
+            outs = op(*given)
+            outs = outs if isinstance(outs, tuple) else (outs,)
+            cotangents = [finish(lay_out(c)) for c in _cotangents(outs)]
+            public = [o for o in outs if o.requires_grad]
+            grads = torch.autograd.grad(public, leaves, cotangents, allow_unused=True) if public else ()
+        return [*outs, *grads, *(given[i] for i in written)]
+
+    for backend in _kernels(op):
+        try:
+            got = run(backend, Tensor.detach)
+        except NotImplementedError:
+            continue
+        want = run(backend, lambda a: a.clone(memory_format=torch.contiguous_format))
+        for n, (g, w) in enumerate(zip(got, want)):
+            torch.testing.assert_close(g, w, equal_nan=True, msg=lambda m, b=backend, n=n: f"{b}, result {n}: {m}")
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if ops()[n].mutates])

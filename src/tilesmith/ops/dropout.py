@@ -33,6 +33,11 @@ def seed_for(op: Op, before: Sequence[Any], seed: Tensor | None, p: float, *afte
     return philox.draw_seed(before[0].device)
 
 
+def kernel_seed(seed: Tensor | None, p: float) -> Tensor | None:
+    """The seed as kernels read it, its two numbers side by side; None where nothing is dropped."""
+    return None if seed is None or p == 0.0 else seed.contiguous()
+
+
 def kernel_numbers(p: float) -> tuple[int, float]:
     """(drop_below, keep_scale) for `dropout_triton`: the threshold's 32 bits as a signed int, and 1 / (1 - p)."""
     below = philox.threshold(p)

@@ -45,7 +45,7 @@ def empty_row_values(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtyp
     return torch.empty_permuted(x.shape[:-1], order[:-1], dtype=dtype, device=x.device)
 
 
-def row_values(values: Tensor, order: tuple[int, ...] | None) -> Tensor:
+def row_values(values: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
     """One value a row, shape [...], as a contiguous [M] in the same order as `rows`."""
     if order is not None:
         values = values.permute(order[:-1])

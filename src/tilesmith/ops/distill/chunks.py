@@ -9,6 +9,7 @@ from torch import Tensor
 from tilesmith.ops.distill.reference import part_grads
 from tilesmith.ops.loss.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, FEWEST_TOKENS, Chunks
 from tilesmith.ops.loss.reference import already_computed, saved_dtype
+from tilesmith.ops.rows import row_values
 
 
 def tokens_per_chunk(tokens: int, classes: int, hidden: int, itemsize: int, on_cpu: bool) -> int:
@@ -140,7 +141,7 @@ def _walk(
     """Soft and hard losses [2, M] of all tokens; with `grad` the gradients grow in `chunks`."""
     tokens = chunks.x.shape[0]
     losses = chunks.x.new_empty((2, tokens), dtype=torch.promote_types(chunks.x.dtype, torch.float32))
-    labels = None if target is None else target.reshape(-1)
+    labels = None if target is None else row_values(target)
     for part, teacher_logits in zip(chunks, _teacher_logits(chunks, teacher, teacher_weight, teacher_bias)):
         logits = chunks.logits(part)
         part_labels = None if labels is None else labels[part]

@@ -13,7 +13,7 @@ from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kern
 from tilesmith.ops.distill import chunks
 from tilesmith.ops.distill.chunks import Distance, DistanceSteps
 from tilesmith.ops.distill.reference import divisor_of, gradients_now
-from tilesmith.ops.rows import rows
+from tilesmith.ops.rows import row_values, rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.925962989e-08)  # what fp32 leaves of it
@@ -554,7 +554,7 @@ def jsd(
     config: DistanceConfig,
 ) -> tuple[Tensor, Tensor]:
     """One launch for the elements or their partial sums; rows that do not count are not read."""
-    flat = None if labels is None else labels.reshape(-1)
+    flat = None if labels is None else row_values(labels)
     out = _forward(x, target, flat, reduction, _jsd_kind(beta, x, target), beta, 0.0, ignore_index, config)
     return _mean(out, x, labels, reduction, ignore_index)
 
@@ -575,7 +575,7 @@ def jsd_vjp(
     config: DistanceConfig,
 ) -> tuple[Tensor, Tensor]:
     """One launch, from the inputs alone."""
-    flat, divisor = None if labels is None else labels.reshape(-1), _divisor(x, labels, reduction)
+    flat, divisor = None if labels is None else row_values(labels), _divisor(x, labels, reduction)
     counted, kind = _counted(count, labels, reduction), _jsd_kind(beta, x, target)
     return _backward(dloss, x, target, flat, counted, kind, beta, 0.0, ignore_index, divisor, output_mask, config)
 
@@ -592,7 +592,7 @@ def tvd(
     config: DistanceConfig,
 ) -> tuple[Tensor, Tensor]:
     """As `jsd`."""
-    flat = None if labels is None else labels.reshape(-1)
+    flat = None if labels is None else row_values(labels)
     out = _forward(x, target, flat, reduction, "total", 0.0, 0.0, ignore_index, config)
     return _mean(out, x, labels, reduction, ignore_index)
 
@@ -612,7 +612,7 @@ def tvd_vjp(
     config: DistanceConfig,
 ) -> tuple[Tensor, Tensor]:
     """As `jsd_vjp`."""
-    flat, divisor = None if labels is None else labels.reshape(-1), _divisor(x, labels, reduction)
+    flat, divisor = None if labels is None else row_values(labels), _divisor(x, labels, reduction)
     counted = _counted(count, labels, reduction)
     return _backward(dloss, x, target, flat, counted, "total", 0.0, 0.0, ignore_index, divisor, output_mask, config)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
-from tilesmith.ops.dropout import dropout_flags, kernel_numbers
+from tilesmith.ops.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.ops.dropout_triton import keep_or_0, keep_tile
 from tilesmith.ops.philox_triton import load_key
 from tilesmith.ops.rows import rows
@@ -109,7 +109,7 @@ def _forward(
     launch(
         _bias_dropout_kernel, (cdiv(num_rows, block_rows) * cdiv(num_cols, block_cols),),
         x, None if bias is None else bias.contiguous(), None if residual is None else read,
-        seed if p > 0.0 else None, out, x.stride(0), read.stride(0), num_rows, num_cols, *kernel_numbers(p),
+        kernel_seed(seed, p), out, x.stride(0), read.stride(0), num_rows, num_cols, *kernel_numbers(p),
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=config.num_warps,
         **dropout_flags(num_rows, num_cols, out.element_size()),
     )  # fmt: skip
@@ -133,7 +133,7 @@ def _backward(
     if partial.numel():
         launch(
             _bias_dropout_bwd_kernel, (strips * col_blocks,),
-            dout, seed if p > 0.0 else None, dx, partial, dout.stride(0), num_rows, num_cols, cdiv(tiles, strips),
+            dout, kernel_seed(seed, p), dx, partial, dout.stride(0), num_rows, num_cols, cdiv(tiles, strips),
             *kernel_numbers(p),
             WANTS_DX=wants_dx, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, STAGES=config.num_stages,
             num_warps=config.num_warps, **dropout_flags(num_rows, num_cols, dx.element_size()),

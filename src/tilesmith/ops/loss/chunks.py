@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, keeps_logit_grad, summed_dtype
+from tilesmith.ops.rows import row_values
 
 ACCELERATOR_BUDGET = 512 * 2**20
 CPU_BUDGET = 16 * 2**20  # the logits of a chunk are swept several times, so they should stay in the cache
@@ -106,7 +107,7 @@ def linear_cross_entropy(
     grad_mask: Sequence[bool] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The forward op's outputs."""
-    acc, labels, classes = torch.promote_types(x.dtype, torch.float32), target.reshape(-1), weight.shape[0]
+    acc, labels, classes = torch.promote_types(x.dtype, torch.float32), row_values(target), weight.shape[0]
     mask = gradients_now(grad_mask, reduction, mode)
     keeps = keeps_logit_grad(grad_mask, reduction, mode)
     size = chunk_tokens
@@ -167,7 +168,7 @@ def linear_cross_entropy_vjp(
             for grad, dtype, wanted in zip(saved, dtypes, output_mask)
         )
         return dx, dweight, dbias
-    labels, lse = target.reshape(-1), lse.reshape(-1)
+    labels, lse = row_values(target), lse.reshape(-1)
     dloss = dloss.reshape(-1) if reduction == "none" else dloss.expand(labels.shape)
     room = budget(x.device, mode == "recompute")
     size = chunk_tokens or tokens_per_chunk(labels.numel(), weight.shape[0], x.element_size(), room)

@@ -14,6 +14,7 @@ from torch import Tensor
 from tilesmith.ops.loss.chunks import Chunks, LogitSteps, linear_cross_entropy_vjp
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.reference import Terms, already_computed, saved_dtype
+from tilesmith.ops.rows import row_values
 
 
 def sequences_per_chunk(units: int, tokens: int, classes: int, hidden: int) -> int:
@@ -121,7 +122,7 @@ class _Walk:
     """Cross-entropies and lse of all tokens, filled from blocks of logits, and those blocks' gradients in place."""
 
     def __init__(self, steps: LogitSteps, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms: Terms):
-        self.steps, self.terms, self.shape, self.labels = steps, terms, target.shape, target.reshape(-1)
+        self.steps, self.terms, self.shape, self.labels = steps, terms, target.shape, row_values(target)
         self.losses = x.new_empty(self.labels.shape, dtype=torch.promote_types(x.dtype, torch.float32))
         self.lse = torch.empty_like(self.losses)
         self.none = self.losses.new_empty(0)

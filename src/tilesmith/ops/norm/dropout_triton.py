@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, optimize_kernel, register_kernel
-from tilesmith.ops.dropout import dropout_flags, kernel_numbers
+from tilesmith.ops.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.ops.norm import triton as norms
 from tilesmith.ops.rows import row_order
 
@@ -19,7 +19,7 @@ def _dropout(seed: Tensor | None, p: float, like: Tensor) -> dict[str, Any]:
     drop_below, keep_scale = kernel_numbers(p)
     cols = like.shape[-1]
     flags = dropout_flags(like.numel() // cols, cols, like.element_size())
-    return {"seed_ptr": seed, "drop_below": drop_below, "keep_scale": keep_scale, **flags}
+    return {"seed_ptr": kernel_seed(seed, p), "drop_below": drop_below, "keep_scale": keep_scale, **flags}
 
 
 def _reasons(call: Any) -> list[str]:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.ops.dropout import dropout_flags, kernel_numbers
+from tilesmith.ops.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.ops.dropout_triton import keep_block, keep_or_0, keep_tile
 from tilesmith.ops.philox_triton import load_key
 from tilesmith.ops.rows import empty_rows, row_order, rows
@@ -475,7 +475,7 @@ def softmax_dropout(
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     x2 = rows(x)
     numbers = (*x2.shape, x2.stride(0), scale, *_steps(x, None, causal), *_dropout_numbers(p))
-    _launch(FORWARD, (x2, out, top, total, seed if p > 0.0 else None), numbers, causal, config, POSITIVE=scale > 0.0)
+    _launch(FORWARD, (x2, out, top, total, kernel_seed(seed, p)), numbers, causal, config, POSITIVE=scale > 0.0)
     return out, top, total
 
 
@@ -503,6 +503,6 @@ def softmax_dropout_vjp(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dout2, x2 = rows(dout), rows(x)
     numbers = (*x2.shape, dout2.stride(0), x2.stride(0), scale, *_steps(x, None, causal), *_dropout_numbers(p))
-    tensors = (dout2, x2, top.contiguous(), seed if p > 0.0 else None, dx)
+    tensors = (dout2, x2, top.contiguous(), kernel_seed(seed, p), dx)
     _launch(BACKWARD, tensors, numbers, causal, config)
     return dx
