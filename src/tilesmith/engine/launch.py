@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -116,8 +117,43 @@ class _Compiled:
                 launcher.launch,
                 (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *constant),
             )
+            self.encoded = _Encoded.of(self.run, compiled)
         else:
-            self.run, self.head = launcher, constant
+            self.run, self.head, self.encoded = launcher, constant, None
+
+
+class _Encoded(NamedTuple):
+    """A launch whose tensor descriptors are encoded beforehand: Triton's wrapper does that for each by a few Python
+    functions that look up what never changes, 2.5 us a descriptor.
+
+    run: the launcher below that wrapper; it takes the encoded descriptor, then its shape and strides. encode: the
+    driver's function. formats: what Triton says of each descriptor, in the order of the kernel's parameters.
+    """
+
+    run: Callable[..., None]
+    encode: Callable[..., Any]
+    formats: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def of(cls, wrapper: Callable[..., None], compiled: Any) -> _Encoded | None:
+        """None where there is no descriptor, or a Triton that is not known to do it so."""
+        from triton import __version__
+        from triton.runtime import driver
+
+        formats = tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        if not formats or any(f["fp4_padded"] for f in formats) or not __version__.startswith("3.6."):
+            return None
+        run = inspect.getclosurevars(wrapper).nonlocals.get("launcher")
+        return run and cls(run, driver.active.utils.fill_tma_descriptor, formats)
+
+    def arguments(self, position: int, descriptor: Any) -> tuple:
+        """All of `encode`'s arguments but the address, for the descriptor at a position among the descriptors."""
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        form = self.formats[position]
+        kind = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]]
+        sizes = form["block_size"], descriptor.shape, descriptor.strides
+        return form["swizzle"], form["elem_size"], kind, *sizes, int(descriptor.padding == "nan")
 
 
 def _key(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple[tuple | None, list[Any]]:

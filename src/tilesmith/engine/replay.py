@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,8 +152,12 @@ def _generate(record: Recorder, results: list[str], many: bool) -> Callable[...,
         else:
             found, device, grid, values = what
             used: set[str] = set()
+            encoded = found.encoded
+            if encoded is not None:
+                values = _encodings(encoded, values)
             rest = ", ".join(_value(record, v, f"c{index}_{i}", constants, used) for i, v in enumerate(values))
-            constants |= {f"run{index}": found.run, f"f{index}": found.function, f"head{index}": found.head}
+            run = found.run if encoded is None else encoded.run
+            constants |= {f"run{index}": run, f"f{index}": found.function, f"head{index}": found.head}
             stream = f"stream({device})"
             call = f"run{index}({grid[0]}, {grid[1]}, {grid[2]}, {stream}, f{index}, *head{index}, {rest})"
             body.append((call, used))
@@ -179,6 +183,9 @@ def _value(record: Recorder, value: Any, name: str, constants: dict[str, Any], u
         return f"{name}().data_ptr()"
     if isinstance(value, Tensor):
         return _pointer(record, value, used)
+    if isinstance(value, _Encoding):
+        constants |= {name: value.arguments, f"{name}_sizes": value.sizes, "encode": value.encode}
+        return f"encode({_pointer(record, value.base, used)}, *{name}), *{name}_sizes"
     if type(value).__name__ == "TensorDescriptor":
         source = record.sources.get(id(value.base))
         if source is None or _offset(record, value.base, source):
@@ -191,6 +198,27 @@ def _value(record: Recorder, value: Any, name: str, constants: dict[str, Any], u
         raise _Unknown("tensors inside a tuple")
     constants[name] = value
     return name
+
+
+class _Encoding(NamedTuple):
+    """A tensor descriptor among a launch's values: what encodes it for another base, and the sizes that follow it."""
+
+    base: Tensor
+    encode: Callable[..., Any]
+    arguments: tuple
+    sizes: tuple[int, ...]
+
+
+def _encodings(encoded: Any, values: list[Any]) -> list[Any]:
+    """The values of a launch, their descriptors as `_Encoding`."""
+    found, position = [], 0
+    for value in values:
+        if type(value).__name__ == "TensorDescriptor":
+            sizes = (*value.shape, *value.strides)
+            value = _Encoding(value.base, encoded.encode, encoded.arguments(position, value), sizes)
+            position += 1
+        found.append(value)
+    return found
 
 
 def _pointer(record: Recorder, tensor: Tensor, used: set[str]) -> str:
