@@ -128,6 +128,19 @@ def _cotangents(outs):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_autocast_casts_arguments_and_nothing_else(name):
+    op, args = _arguments(name)
+    args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    to = torch.bfloat16
+    lowered = [a.to(to) if i in op.autocast and isinstance(a, Tensor) else a for i, a in enumerate(args)]
+    wanted = op(*(a.clone() if isinstance(a, Tensor) else a for a in lowered))
+    with torch.autocast(DEVICE.type, to):
+        got = op(*(a.clone() if isinstance(a, Tensor) else a for a in args))
+    for x, y in zip(*(outs if isinstance(outs, tuple) else (outs,) for outs in (got, wanted))):
+        torch.testing.assert_close(x, y, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_exports(name):
     op, args = _arguments(name)
 

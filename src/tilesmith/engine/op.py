@@ -280,6 +280,8 @@ class Op:
         if fields and configure is None:
             raise ValueError(f"{self.name} is pinned to {pin}, but that kernel has no configuration to choose from")
         fn = kernel.fn if configure is None else configure.bind(args, fields)
+        if kernel.backend == REFERENCE and device.type != "meta":
+            fn = _as_written(fn, device.type)
         return Replay(fn, configure and configure.free, device.index) if device.type == "cuda" else fn
 
     def _public(self, outs: Any) -> Any:
@@ -320,6 +322,18 @@ class Op:
 
     def __deepcopy__(self, memo):
         return self
+
+
+def _as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """fn with autocast off inside: what the op casts is cast, and torch would cast what fn chose to do in fp32."""
+
+    def run(*args: Any) -> Any:
+        if not torch.is_autocast_enabled(kind):
+            return fn(*args)
+        with torch.autocast(kind, enabled=False):
+            return fn(*args)
+
+    return run
 
 
 def _find(name: str) -> Op:
