@@ -51,11 +51,18 @@ def _gluon_missing() -> str | None:
     return None
 
 
+def _needs_other_kernels(device: torch.device, pinned: bool) -> str | None:
+    if device.type == "cpu" and not pinned:
+        return "the tensors are on cpu, where the reference serves what this would hand on; it serves only pinned calls"
+    return None
+
+
 _NEEDS: dict[str, Callable[[torch.device, bool], str | None]] = {
     "triton": _needs_triton,
     "triton_split": _needs_triton,
     "hopper": _needs_hopper,
     "hopper_split": _needs_hopper,
+    "dequantised": _needs_other_kernels,
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.ops.attn import decode_cases
+from tilesmith.ops.attn import decode_cases, fp8_cases
 
 SMALL = frozenset({"test", "interpret"})
 TEST = frozenset({"test"})
@@ -384,7 +384,10 @@ MERGE = [
     Case("train", _merge(2, 32, 8192, 128, init=_tokens_first), BENCH, HALF),
 ]
 
-CASES: dict[str, list[Case]] = {"attention": [*ATTENTION, *decode_cases.CASES], "merge_attention": MERGE}
+CASES: dict[str, list[Case]] = {
+    "attention": [*ATTENTION, *decode_cases.CASES, *fp8_cases.ATTENTION],
+    "merge_attention": MERGE,
+}
 
 
 def _pairs(

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilesmith.ops.attn.reference import key_count
+from tilesmith.ops.attn.reference import FACTOR_BLOCK, key_count
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -77,10 +77,12 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
             )
         if factor is not None:
             _floating(f"{name}_scale", factor, q)
-            if factor.ndim != 3 or any(n != 1 and n != m for n, m in zip(factor.shape, x.shape)):
+            blocks = x.shape[2] if page_table is not None else -(-x.shape[2] // FACTOR_BLOCK)
+            allowed = (x.shape[:1], x.shape[1:2], (x.shape[2], blocks))
+            if factor.ndim != 3 or any(n != 1 and n not in sizes for n, sizes in zip(factor.shape, allowed)):
                 raise ValueError(
-                    f"attention: {name}_scale must be {list(x.shape[:3])}, where any dim may be 1, "
-                    f"got {list(factor.shape)}"
+                    f"attention: {name}_scale must be {list(x.shape[:3])}, where any dim may be 1 and the last "
+                    f"also the number of blocks of {FACTOR_BLOCK} tokens without pages, got {list(factor.shape)}"
                 )
     batch, heads, tokens, dim = q.shape
     rows, kv_heads, keys, _ = k.shape

@@ -471,6 +471,7 @@ def _reasons(call) -> list[str]:
     for name in ("q", "v"):
         if getattr(call, name).cols > 256:
             reasons.append(f"{name} has head dim {getattr(call, name).cols}; up to 256 is served")
+    reasons += [f"{name}: factors of blocks are not read" for name, n in zip("qkv", call.factors) if n > 1]
     reasons += [f"{name}'s last stride is not 1" for name in ("q", "k", "v") if not getattr(call, name).unit]
     return reasons
 

@@ -44,20 +44,27 @@ def _describer(op_name: str, function):
 
     rows: query rows of a kv head (T * H / G), rounded up to a power of two, at most 1024. filled: tenths of the device
     that tiles of 128 queries of a head keep busy. page_size: 0 without pages. capped: whether there is a softcap.
-    cached: whether keys are at least four times the queries, as a cache's are.
+    cached: whether keys are at least four times the queries, as a cache's are. factors: of how many tokens the factors
+    of q, k and v are: 0 none are given, -1 all, 1 or 128. across: whether the keys of a column of v lie side by side.
     Lengths of documents are left out: they differ from step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
     plain = describer(op_name, parameters)
     skipped = [parameters.index(name) for name in ("max_seqlen_q", "max_seqlen_k")]
     at_q, at_k, at_pages, at_cap = (parameters.index(name) for name in ("q", "k", "page_table", "softcap"))
-    kind = namedtuple(f"{op_name}_call", [*parameters, "arch", "rows", "filled", "page_size", "capped", "cached"])
+    at_v, at_q_scale = parameters.index("v"), parameters.index("q_scale")
+    more = ("arch", "rows", "filled", "page_size", "capped", "cached", "factors", "across")
+    kind = namedtuple(f"{op_name}_call", [*parameters, *more])
 
     def describe(*args: Any) -> Any:
         args = list(args)
         for i in skipped:
             args[i] = 0
-        q, k = args[at_q], args[at_k]
+        q, k, v = args[at_q], args[at_k], args[at_v]
+        scales = args[at_q_scale : at_q_scale + 3]
+        factors = _NO_FACTORS
+        if any(scale is not None for scale in scales):
+            factors = tuple(_tokens_of_factor(x, scale) for x, scale in zip((q, k, v), scales))
         rows = max(1, q.shape[2] * (q.shape[1] // max(1, k.shape[1])))
         rows = min(1024, 1 << (rows - 1).bit_length())
         paged = args[at_pages] is not None
@@ -65,9 +72,19 @@ def _describer(op_name: str, function):
         found = plain(*args)
         blocks, places = max(1, -(-q.shape[2] // 128)), max(1, found[-1].sms)
         filled = 10 * q.shape[2] * min(places, q.shape[0] * q.shape[1] * blocks) // (128 * blocks * places)
-        return kind(*found, rows, filled, k.shape[2] if paged else 0, args[at_cap] > 0.0, cached)
+        page_size, capped = k.shape[2] if paged else 0, args[at_cap] > 0.0
+        return kind(*found, rows, filled, page_size, capped, cached, factors, v.stride(2) == 1)
 
     return describe
+
+
+_NO_FACTORS = (0, 0, 0)
+
+
+def _tokens_of_factor(x: Tensor, scale: Tensor | None) -> int:
+    if scale is None:
+        return 0
+    return -1 if scale.shape[2] == 1 else 1 if scale.shape[2] == x.shape[2] else reference.FACTOR_BLOCK
 
 
 attention_vjp = Op(
@@ -93,6 +110,7 @@ attention_op = Op(
         "hopper": "tilesmith.ops.attn.hopper",
         "hopper_split": "tilesmith.ops.attn.hopper_decode",
         portable.NAME: "tilesmith.ops.attn.portable",
+        "dequantised": "tilesmith.ops.attn.dequantised",
     },
 )
 
@@ -149,8 +167,8 @@ def attention(
     cu_seqlens_q, cu_seqlens_k int32 [N + 1]: B = 1 and N documents lie one after another on the token axes.
     kv_lengths int32 [B]: how many keys of a cache are valid. page_table int32 [B, pages]: k and v are pages
     [num_pages, G, page_size, D | Dv] of a cache. q_scale, k_scale, v_scale: factors of quantised values, shaped like
-    the tensor without its last dim. deterministic: the same bits in every run, also of gradients; None follows
-    `torch.are_deterministic_algorithms_enabled()`.
+    the tensor without its last dim, or with one for each block of 128 tokens. deterministic: the same bits in every
+    run, also of gradients; None follows `torch.are_deterministic_algorithms_enabled()`.
 
     out has q's dtype and memory order, lse is fp32 (fp64 for fp64), the natural logarithm of the softmax's denominator.
     A query that sees no key gets out 0, lse -inf and zero gradients; NaN in keys that nobody sees reaches nothing.
@@ -183,7 +201,10 @@ def _autocast_to_come(q: Tensor) -> bool:
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """x itself if the elements of its last dim lie beside one another, else a copy; what has no strides, as it is."""
+    """x itself if the elements of its last dim lie beside one another, else a copy; what has no strides, as it is, and
+    so 8-bit x, which kernels read by columns."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.ndim == 0 or x.stride(-1) == 1:
+        return x
+    if x.dtype.itemsize == 1 and x.ndim == 4 and x.stride(2) == 1:
         return x
     return x.contiguous()

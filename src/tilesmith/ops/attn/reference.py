@@ -12,6 +12,8 @@ from torch import Tensor
 from tilesmith.ops import philox
 from tilesmith.ops.attn.visibility import visibility
 
+FACTOR_BLOCK = 128  # tokens that share a factor of quantised values, where there is one for each block
+
 
 def attention(
     q: Tensor,
@@ -55,8 +57,9 @@ def attention(
         strides; query head h reads kv head h // (H // G). q, k and v may be float8 or int8 where they have a scale.
       page_table [B, pages] int32: k and v are then [num_pages, G, page_size, D | Dv] and S = pages * page_size; pages
         that hold no valid key are not read, whatever their entries are.
-      q_scale, k_scale, v_scale fp32: factors of q, k and v, shaped like the tensor without its last dim, where any dim
-        may be 1. They and alibi receive no gradient; one that requires it is refused.
+      q_scale, k_scale, v_scale fp32, positive: factors of q, k and v, shaped like the tensor without its last dim,
+        where any dim may be 1; or, without pages, with one factor for each block of 128 tokens. They and alibi receive
+        no gradient; one that requires it is refused.
     Score of query i and key j
       s = (q_i . k_j) * scale * q_scale * k_scale; scale is 1/sqrt(D) if None
       s = softcap * tanh(s / softcap) if softcap > 0
@@ -89,6 +92,8 @@ def attention(
     Returns out [B, H, T, Dv] in q's dtype (bf16 for an 8-bit q), in memory [B, T, H, Dv] if q's head stride is smaller
     than its token stride, else contiguous; lse [B, H, T] fp32 (fp64 for fp64), contiguous.
     Everything is computed in fp32 (fp64 for fp64) and rounded once. `deterministic` never changes a value here.
+    Kernels may round 8-bit values times their factors to the dtype of out, and p to the dtype of the values that it
+    meets: e4m3 where those have 8 bits, relative to the largest p of the row so far.
     """
     shape = _shape(q, k, page_table)
     values = _Values(q, k, v, page_table, q_scale, k_scale, v_scale)
@@ -285,11 +290,11 @@ class _Values:
         self.q_factor = self.k_factor = self.v_factor = 1.0
         self.group = q.shape[1] // k.shape[1]
         if q_scale is not None:
-            self.q_factor = q_scale.to(acc).unsqueeze(-1)
+            self.q_factor = by_token(q_scale.to(acc), q)
         if k_scale is not None:
-            self.k_factor = k_scale.to(acc).unsqueeze(-1)
+            self.k_factor = by_token(k_scale.to(acc), k)
         if v_scale is not None:
-            self.v_factor = v_scale.to(acc).unsqueeze(-1)
+            self.v_factor = by_token(v_scale.to(acc), v)
         self.q = q.to(acc) * self.q_factor
         self.k = self._unfold(k.to(acc) * self.k_factor)
         self.v = self._unfold(v.to(acc) * self.v_factor)
@@ -319,6 +324,13 @@ class _Values:
             if self.packed:
                 x = x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
         return x.repeat_interleave(self.group, 1)
+
+
+def by_token(factors: Tensor, x: Tensor) -> Tensor:
+    """The factors of x [..., tokens, dim] with a dim behind them, those of blocks for each of their tokens."""
+    if 1 < factors.shape[2] != x.shape[2]:
+        factors = factors.repeat_interleave(FACTOR_BLOCK, 2)[:, :, : x.shape[2]]
+    return factors.unsqueeze(-1)
 
 
 def _scores(values: _Values, bias, alibi, position_q, position_k, visible, scale, softcap):
