@@ -21,6 +21,7 @@ from optimize_models import (  # noqa: F401
     rows_of,
     train,
 )
+from tilesmith import rewrite
 from tilesmith.models import optimize, undo
 from tilesmith.models.attention import attention_forward
 from tilesmith.models.logits import LazyLogits
@@ -111,6 +112,32 @@ def test_attention_refuses_what_it_does_not_serve(given):
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match=f"Identity gives its attention {given}.*'eager'"):
         attention_forward(nn.Identity(), q, q, q, None, **{given: torch.zeros(1, 2, 3, 1)})
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_the_output_layer_see_a_tensor(kind):
+    model, seen = optimize(build("llama", layers=1)), []
+    getattr(model.lm_head, kind)(lambda module, *gradients: seen.append(gradients))
+    model(**batch("llama")).loss.backward()
+    assert seen[0][-1][0].shape[-1] == 128
+
+
+def test_transforms_of_torch_func():
+    model, inputs = build("llama", layers=1), batch("llama")
+    values = {name: p.detach() * 1.1 for name, p in model.named_parameters()}
+
+    def loss(values):
+        return torch.func.functional_call(model, values, (), inputs).loss
+
+    wanted = torch.func.grad(loss)(values)
+    optimize(model)
+    torch.testing.assert_close(torch.func.grad(loss)(values), wanted)
+
+
+def test_undo_of_what_has_lost_a_part():
+    model = optimize(build("llama", layers=1))
+    del model.lm_head, model.model
+    assert type(undo(model)).__name__ == "LlamaForCausalLM" and not rewrite.forms(model)
 
 
 def test_save_pretrained_knows_nothing(tmp_path):

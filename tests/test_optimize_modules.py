@@ -172,6 +172,29 @@ def test_gated_mlps_that_clamp_stay():
     assert type(model[0]) is Gated
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_activation_that_is_watched_or_replaced_is_called(when):
+    model, x, seen = nn.Sequential(Gated(nn.SiLU())).eval(), torch.randn(5, 12), []
+    wanted = model(x)
+
+    def watch(act, _, y):
+        seen.append(y)
+        return y * 2
+
+    hook = None if when == "after" else model[0].act.register_forward_hook(watch)
+    optimize(model)
+    assert rows_of(model)["0", "mlp"].action == "replaced" and not seen
+    hook = hook or model[0].act.register_forward_hook(watch)
+    torch.testing.assert_close(model(x) - model[0].c.bias, 2 * (wanted - model[0].c.bias))
+    assert len(seen) == 1
+    hook.remove()
+    with Calls() as calls:
+        torch.testing.assert_close(model(x), wanted)
+    assert calls == {"swiglu": 1}
+    model[0].act = nn.Tanh()
+    torch.testing.assert_close(model(x), Gated.forward(model[0], x))
+
+
 class DroppingMLP(PackedMLP):
     """A dropout that only training shows."""
 

@@ -122,8 +122,11 @@ def test_a_class_put_on_top_stops_undo():
     rewrite.swap(layer, Negated())
     layer.__class__ = type("OnTop", (type(layer),), {})
     assert rewrite.forms(layer) == [Negated()]
-    with pytest.raises(RuntimeError, match="OnTop"):
-        rewrite.undo(layer)
+    model = nn.Sequential(Scale(), layer)
+    rewrite.swap(model[0], Negated())
+    with pytest.raises(RuntimeError, match="1 was given another class .*OnTop"):
+        rewrite.undo(model)
+    assert rewrite.forms(model[0]) == [Negated()]
 
 
 # Rules over a model ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tilesmith import ops
 from tilesmith.models.attention_masks import KeyMask, key_mask
 from tilesmith.models.attention_modules import computes_mask, uses_interface
 from tilesmith.models.reach import reaches
-from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, original_class
+from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, original_class
 
 # Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
 NAME = "tilesmith"
@@ -171,7 +171,8 @@ class AttentionForm(Form):
 
     def _ours(self, module: nn.Module) -> list[tuple[Any, str | None]]:
         """The configurations that still ask for our attention, and what they asked for before."""
-        known = [(module.get_submodule(fqn).config, implementation) for fqn, implementation in self.before]
+        there = dict(module.named_modules())  # some may be gone
+        known = [(there[fqn].config, implementation) for fqn, implementation in self.before if fqn in there]
         return [(config, implementation) for config, implementation in known if config._attn_implementation == NAME]
 
 
@@ -232,7 +233,8 @@ class AttentionRule(Rule):
         chosen = {implementation for _, implementation in configured} - {*_REPLACED, NAME, None}
         if chosen:
             return Skip(f"its attention was set to {', '.join(sorted(chosen))}", wanted=False)
-        return Replace(AttentionForm(tuple(configured)), ("attention",), f"attn_implementation was {configured[0][1]}")
+        form = next((f for f in forms(model) if isinstance(f, AttentionForm)), AttentionForm(tuple(configured)))
+        return Replace(form, ("attention",), f"attn_implementation was {form.before[0][1]}")
 
 
 def _configurations(model: nn.Module) -> list[tuple[str, str | None]]:

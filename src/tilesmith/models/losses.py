@@ -42,7 +42,8 @@ class LabelledForm(Form):
         return {"forward": forward}
 
     def leave(self, module: nn.Module) -> None:
-        _at(module, self.head).__dict__.pop("_tilesmith_lazy", None)
+        for part in module.modules():  # the head may have been replaced since
+            part.__dict__.pop("_tilesmith_lazy", None)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _deferrable(head: nn.Linear) -> bool:
         and type(weight) in (nn.Parameter, Tensor)
         and not hasattr(weight, "ds_id")
         and not hasattr(head, "_get_fsdp_state")
-        and not head._forward_hooks
+        and not (head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
         and not getattr(head, "_is_replica", False)
     )
 

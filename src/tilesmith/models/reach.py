@@ -1,11 +1,11 @@
-"""Whether the library has a kernel where a tensor is; where it has none, a swapped module runs its own forward."""
+"""When a swapped module runs its own forward: where no kernel is, and where somebody watches what is passed over."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import REFERENCE, missing
@@ -21,6 +21,12 @@ def reaches(op: str, x: Tensor) -> bool:
 def reaches_device(op: str, kind: str) -> bool:
     """The same for the devices of a type."""
     return bool(pinned(op)) or _has_kernel(op, kind)
+
+
+def observed(module: nn.Module) -> bool:
+    """Whether somebody sees or changes what `module` takes and returns; an op in its place would not tell them."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in module.__dict__
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.models.norms import epsilon, form_of, servable
+from tilesmith.models.reach import observed
 from tilesmith.rewrite import (
     CannotRespell,
     Form,
@@ -35,18 +36,13 @@ def add_norm(norm: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(x + y), x + y), in one op when `norm` is one of ours and nothing observes it."""
     form = form_of(norm)
     alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
-    if form is None or not alike or _observed(norm) or not servable(norm, x, "add_" + form.op):
+    if form is None or not alike or observed(norm) or not servable(norm, x, "add_" + form.op):
         total = x + y
         return norm(total), total
     weight, eps = getattr(norm, "weight", None), epsilon(norm, x)
     if form.centred:
         return ops.add_layer_norm(x, y, weight, getattr(norm, "bias", None), eps)
     return ops.add_rms_norm(x, y, weight, eps, form.offset, form.casting)
-
-
-def _observed(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in module.__dict__
 
 
 @dataclass(frozen=True)

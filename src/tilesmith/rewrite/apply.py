@@ -8,7 +8,7 @@ from torch import nn
 
 from tilesmith.rewrite.report import Report, Row
 from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
-from tilesmith.rewrite.variant import forms, obstacle, original_class, swap, unswap
+from tilesmith.rewrite.variant import buried, forms, obstacle, original_class, swap, unswap
 
 
 class RewriteError(RuntimeError):
@@ -54,13 +54,14 @@ def rewrite(
 def undo(model: nn.Module) -> nn.Module:
     """Give every module of `model` the class back that it had before any rewrite. Returns `model`."""
     for fqn, module in model.named_modules():
-        while unswap(module):
-            pass
-        if forms(module):
+        if buried(module):
             raise RuntimeError(
                 f"{fqn or 'the model'} was given another class after it was rewritten ({type(module).__name__}, for "
-                "instance by fully_shard): undo before that"
+                "instance by fully_shard or a parametrization): undo before that; nothing was undone"
             )
+    for module in model.modules():
+        while unswap(module):
+            pass
     return model
 
 
