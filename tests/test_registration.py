@@ -13,6 +13,7 @@ import tilesmith
 from optimize_models import assert_within_budget, batch, build, ops_everywhere, train  # noqa: F401
 from tilesmith.engine import use
 from tilesmith.models import attention_masks, sdpa
+from tilesmith.models.attention import attention_forward
 from tilesmith.models.attention_masks import KeyMask, key_mask
 from tilesmith.validate.budget import compare
 
@@ -188,6 +189,16 @@ def test_what_needs_a_dense_mask_gets_one(monkeypatch):
     assert isinstance(key_mask(allow_is_causal_skip=False, **given), KeyMask)
     monkeypatch.setattr(attention_masks, "reaches_device", lambda *where: False)
     assert isinstance(key_mask(allow_is_causal_skip=False, **given), torch.Tensor)
+
+
+def test_what_sdpa_broadcasts_is_broadcast():
+    query, key, value = (torch.randn(n, 2, tokens, 16) for n, tokens in ((1, 3), (2, 7), (2, 7)))
+    rows = KeyMask((2, 1, 1, 1), torch.device("cpu"), False, lengths=torch.tensor([0, 1], dtype=torch.int32))
+    for mask in (None, rows, torch.rand(2, 1, 3, 7) < 0.7):
+        found, _ = attention_forward(torch.nn.Module(), query, key, value, mask, is_causal=False)
+        dense = mask.tensor() if isinstance(mask, KeyMask) else mask
+        wanted = F.scaled_dot_product_attention(query.expand(2, -1, -1, -1), key, value, dense)
+        torch.testing.assert_close(found.transpose(1, 2), wanted)
 
 
 def test_a_mask_passes_for_a_tensor():

@@ -71,16 +71,22 @@ def attention_forward(
 
     A KeyMask or a bool mask tells what may be attended, a floating mask is added. Without one the first T keys are
     attended causally (S > T is an empty static cache) unless there is one query, and a window is known not to reach
-    beyond them. Raises ValueError for keys selected by index and for sinks of each query, which it does not serve.
+    beyond them. Batches and masks are broadcast as PyTorch's attention does. Raises ValueError for keys selected by
+    index and for sinks of each query, which it does not serve.
     """
     for name in _UNSERVED:
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"{type(module).__name__} gives its attention {name}, which {NAME!r} does not serve: "
-                "choose attn_implementation= 'eager' for this model"
+                "choose attn_implementation='eager' for this model"
             )
-    if isinstance(attention_mask, KeyMask) and not reaches("attention", query):
-        attention_mask = attention_mask.tensor()
+    if query.shape[0] != key.shape[0]:
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
+    if isinstance(attention_mask, KeyMask):
+        other = tuple(attention_mask.shape[2:]) != (query.shape[2], key.shape[2])
+        if other or not reaches("attention", query):
+            attention_mask = attention_mask.tensor()
     if kwargs.get("cache") is not None or not (reaches("attention", query) or softcap or s_aux is not None):
         # Pages of transformers' own, or no kernel of ours here while PyTorch has one.
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
