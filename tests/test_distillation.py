@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tilesmith import nn, ops
+from tilesmith import nn, ops, use
+from tilesmith.engine.backends import missing
 
 M, K, V = 9, 12, 37
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KERNELS = [b for b in ("reference", "triton") if missing(b, DEVICE, pinned=True) is None]
 
 
 def log_probs(seed, *shape, dtype=torch.float64, grad=False):
@@ -29,6 +32,41 @@ def test_kl_div_is_that_of_torch(reduction, log_target):
     torch.testing.assert_close(got, want)
     for g, w in zip(torch.autograd.grad(got.sum(), (x, target)), torch.autograd.grad(want.sum(), (x, target))):
         torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize("eps", [1e-10, 0.0])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_target_of_0_adds_nothing_whatever_x_is(backend, eps):
+    x, target = log_probs(0, M, V, dtype=torch.float32), log_probs(1, M, V, dtype=torch.float32).exp()
+    target[:, ::3] = 0
+    x = x.masked_fill(target == 0, float("-inf")).to(DEVICE).requires_grad_()
+    target = target.to(DEVICE).requires_grad_()
+    with use(kl_div=backend, kl_div_vjp=backend):
+        got = ops.kl_div(x, target, "sum", eps=eps)
+        grads = torch.autograd.grad(got, (x, target))
+    seen = target > 0
+    want = (target[seen] * (target[seen].log() - x[seen])).sum()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads, torch.autograd.grad(want, (x, target)))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("kl_div", {}),
+        ("kl_div", {"log_target": True}),
+        *(("jsd", {"beta": beta}) for beta in (0.0, 0.1, 0.5, 1.0)),
+        ("tvd", {}),
+    ],
+)
+def test_nan_is_not_lost(name, options, backend):
+    given = [log_probs(i, M, V, dtype=torch.float32).to(DEVICE) for i in range(2)]
+    for i in range(2):
+        broken = [g.clone() for g in given]
+        broken[i][1, 2] = float("nan")
+        with use(**{name: backend}):
+            assert getattr(ops, name)(*broken, **options).isnan()
 
 
 def divergence(a, b, kind, beta):

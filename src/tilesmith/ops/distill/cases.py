@@ -166,6 +166,8 @@ CASES: dict[str, list[Case]] = {
         Case("probabilities_none", _pair(5, 257, target=_probs, reduction="none"), SMALL),
         Case("sparse", _pair(5, 40, target=_sparse, reduction="sum"), SMALL),
         Case("sparse_both", _pair(5, 40, target=_sparse, both=True, eps=1e-6, reduction="sum"), SMALL),
+        Case("sparse_exact", _pair(5, 40, target=_sparse, eps=0.0, reduction="sum"), SMALL),
+        Case("sparse_masked", _pair(5, 40, x=_impossible, target=_sparse, reduction="batchmean"), SMALL),
         Case("impossible", _pair(5, 40, target=_impossible, log_target=True, reduction="sum"), SMALL),
         *_large(True, log_target=True, reduction="batchmean"),
     ],

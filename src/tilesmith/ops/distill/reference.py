@@ -13,8 +13,8 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
     """Kullback-Leibler divergence of log-probabilities x from a target distribution: Σ t · (log t − x).
 
     As torch.nn.functional.kl_div, with the same reductions: "none" gives the elements, "sum" their sum, "mean" divides
-    it by the number of elements, "batchmean" by the size of the first dim. Where the target's probability is 0, so is
-    the element; log t is taken of max(t, eps).
+    it by the number of elements, "batchmean" by the size of the first dim. Where the target's probability is 0, so are
+    the element and its gradients, whatever x is; log t is taken of max(t, eps).
 
     x: [..., V], log-probabilities. target: of the same shape, probabilities, or their logarithms if log_target (then
     eps is not used). Either may have a gradient, in its own dtype. Computed in fp32 (fp64 for fp64), which is also the
@@ -23,7 +23,7 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
     Raises TypeError and ValueError for arguments of another form than said here.
     """
     x, target = _wide(x, target)
-    elements = _forward_kl(target, x) if log_target else target * (target.clamp(min=eps).log() - x)
+    elements = _forward_kl(target, x) if log_target else _times(target, target.clamp(min=eps).log() - x)
     if reduction == "none":
         return elements.contiguous()
     return elements.sum() / divisor_of(x, reduction)
@@ -43,7 +43,7 @@ def kl_div_vjp(
     if log_target:
         by_x, by_target = -b.exp(), _times(b.exp(), b - a + 1)
     else:
-        by_x, by_target = -b, b.clamp(min=eps).log() + (b >= eps).to(b.dtype) - a
+        by_x, by_target = -b, torch.where(b == 0, 0.0, b.clamp(min=eps).log() + (b >= eps).to(b.dtype) - a)
     factor = dloss if reduction == "none" else dloss / divisor_of(x, reduction)
     return _gradients(x, target, factor, by_x, by_target, output_mask)
 
@@ -251,19 +251,19 @@ def _wide(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _times(probability: Tensor, log_ratio: Tensor) -> Tensor:
     """probability · log_ratio, 0 where the probability is: its logarithm is then −∞."""
-    possible = probability > 0
+    possible = probability != 0  # not > 0, which would make nothing of NaN
     return torch.where(possible, probability * torch.where(possible, log_ratio, 0.0), 0.0)
 
 
 def _forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Elements of KL(P ‖ Q)."""
     p = log_p.exp()
-    return _times(p, torch.where(p > 0, log_p, 0.0) - log_q)
+    return _times(p, torch.where(p != 0, log_p, 0.0) - log_q)
 
 
 def _above_mean(a: Tensor, b: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """a − log(M) and b − log(M), by the distance from the larger of the two: nothing cancels where they are close."""
-    gap = torch.where(torch.maximum(a, b) > float("-inf"), b - a, 0.0)
+    gap = torch.where(torch.maximum(a, b) != float("-inf"), b - a, 0.0)
     first = gap <= 0
     from_a = torch.log1p(beta * torch.expm1(torch.where(first, gap, 0.0)))
     from_b = torch.log1p((1 - beta) * torch.expm1(torch.where(first, 0.0, -gap)))

@@ -39,7 +39,7 @@ def _log1p(x):
 @triton.jit
 def _times(probability, log_ratio):
     """probability · log_ratio, 0 where the probability is: its logarithm is then −∞."""
-    return tl.where(probability > 0, probability * log_ratio, 0.0)
+    return tl.where(probability == 0, 0.0, probability * log_ratio)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _jsd_half(a, b):
     )
     fall = tl.where(half < 0.25, near, far)
     of_larger = 0.5 * larger * fall
-    of_smaller = 0.5 * larger * tl.where(ratio > 0, ratio * (fall + gap), 0.0)
+    of_smaller = 0.5 * larger * tl.where(ratio == 0, 0.0, ratio * (fall + gap))
     return of_larger + of_smaller, tl.where(first, of_larger, of_smaller), tl.where(first, of_smaller, of_larger)
 
 
@@ -127,7 +127,8 @@ def _distance(a, b, beta, eps, KIND: tl.constexpr):
     """
     if KIND == "kl_target":
         log_b = tl.log(tl.maximum(b, eps))
-        return b * (log_b - a), -b, log_b + tl.where(b >= eps, 1.0, 0.0) - a
+        slope = log_b + tl.where(b >= eps, 1.0, 0.0) - a
+        return _times(b, log_b - a), -b, tl.where(b == 0, 0.0, slope)
     elif KIND == "kl":
         p = tl.exp(b)
         return _times(p, b - a), -p, _times(p, b - a + 1)
