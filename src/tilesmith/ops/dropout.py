@@ -46,8 +46,9 @@ def kernel_numbers(p: float) -> tuple[int, float]:
 
 def dropout_flags(rows: int, cols: int, element_size: int) -> dict[str, int]:
     """LANES and SHORT of `dropout_triton` for a contiguous tensor [rows, cols]: neighbours that one thread draws for,
-    as many as 16 bytes hold where rows start at a multiple of them, else 1; whether counters fit 32 bits."""
+    as many as 16 bytes hold where a row has so many and rows start at a multiple of them, else 1; whether counters fit
+    32 bits."""
     lanes = 16 // element_size
-    while lanes >= 4 and rows > 1 and cols % lanes:
+    while lanes >= 4 and (cols < lanes or (rows > 1 and cols % lanes)):
         lanes //= 2
     return {"LANES": lanes if lanes >= 4 else 1, "SHORT": rows * cols <= 2**34}
