@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from codegen import tools, vulkan_runner, webgpu_runner
 from codegen.random_kernels import OWN, THREADS, Maker
+from codegen.random_python import Writer, run_by_python
 from tilesmith.codegen import (
     KernelError,
     Out,
@@ -71,6 +74,17 @@ def interpreted(ir, size: int = 32) -> dict[str, np.ndarray]:
 def same(wanted: dict[str, np.ndarray], got: dict[str, np.ndarray]) -> None:
     for name in ("out", "y"):
         assert np.array_equal(wanted[name], got[name]), name
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_python_itself_agrees(seed, tmp_path):
+    text, before = Writer(Random(seed)).kernel(), [0, 1000, 2**31, 7]
+    (tmp_path / "kernel.py").write_text(text)
+    module: dict = {}
+    exec(compile(text, str(tmp_path / "kernel.py"), "exec"), module)
+    after = np.array(before, np.uint32)
+    interpret(build(module["made"], (1, 1, 1)), (1, 1, 1), {"out": after}, {"n": 5})
+    assert after.tolist() == run_by_python(text, before, 5), text
 
 
 @examples(60)

@@ -16,6 +16,7 @@ from tilesmith.codegen import (
     barrier,
     bf16,
     build,
+    const,
     cuda,
     exp,
     f16,
@@ -24,6 +25,7 @@ from tilesmith.codegen import (
     fill,
     fragment,
     i32,
+    inline,
     lane,
     metal,
     reduce_rows,
@@ -190,7 +192,70 @@ def lanes_apart(x: In[f32x4], y: Out[f32]):
     y[tid(0)] = f32(x[tid(0)])  # here
 
 
+n = 5  # what after_its_loop must not find
+
+
+def after_its_loop(x: Out[u32]):
+    for n in range(3):
+        x[n] = n
+    x[3] = n  # here
+
+
+def chosen_when_built(x: InOut[u32]):
+    factors = [1, 2]
+    if x[0] > 3:
+        factors = [3, 4]  # here
+    x[0] = factors[0]
+
+
+def constant_of_a_loop(x: InOut[u32]):
+    factor: const = 1
+    for i in range(x[0]):
+        factor: const = factor * 2  # here
+        x[i] = factor
+
+
+def constant_after_its_if(x: InOut[u32]):
+    if x[0] > 3:
+        factor: const = 2
+        x[0] = factor
+    x[1] = factor  # here
+
+
+def list_that_grows(x: InOut[u32]):
+    found = []
+    if x[0] > 3:
+        found.append(4)  # here
+    x[0] = len(found)
+
+
+def name_of_an_outer_loop(x: InOut[u32]):
+    k = x[0]
+    for i in range(3):
+        x[i] = k
+        for k in range(2):  # here
+            x[i] += k
+
+
+@inline
+def next_of(x):
+    x[0] += 1
+    return x[0]
+
+
+def chain_that_writes(x: InOut[u32]):
+    if 3 < x[1] < next_of(x):  # here
+        x[1] = 0
+
+
 REFUSED = {
+    after_its_loop: r"unknown name; a loop's variable ends with its loop",
+    chosen_when_built: r"factors is known at compile time before this if or loop, which may not run",
+    constant_of_a_loop: r"factor is known at compile time before this if or loop",
+    constant_after_its_if: r"unknown name; .* a compile-time name with its if or loop",
+    list_that_grows: r"a call of Python that does nothing in the kernel",
+    name_of_an_outer_loop: r"k has a value before an outer loop, and may be another in its next turn",
+    chain_that_writes: r"a chain whose last part writes; join two comparisons by `and`",
     integer_division: r"/ of u32 gives a fraction; write // for the quotient",
     mixed_types: r"u32 beside f32; convert one of them",
     wrong_store: r"x holds u32, got f32; convert it with u32\(\.\.\.\)",

@@ -15,7 +15,7 @@ from tilesmith.codegen.ir import Array, Buffer, Fragment, Variable
 from tilesmith.codegen.language import Inline
 from tilesmith.codegen.layout import ELEMENTS
 from tilesmith.codegen.node import Node
-from tilesmith.codegen.nodes import Assign, Element, Expr, If, Load, Stmt, Var, expressions
+from tilesmith.codegen.nodes import Assign, Barrier, Element, Expr, For, If, Load, Stmt, Var, While, expressions, walk
 from tilesmith.codegen.typed import Misuse
 from tilesmith.codegen.types import KernelError, Type, bool_
 from tilesmith.codegen.words import call_word
@@ -52,6 +52,10 @@ _UNARY: dict[type, tuple[str, Callable]] = {
     ast.Invert: ("~", operator.invert),
     ast.UAdd: ("+", operator.pos),
 }
+MEMORY = (Load, Element)
+"""What reads memory; what changes also reads variables."""
+CHANGING = (*MEMORY, Var)
+_WRITE_NOTHING = (Assign, If, For, While, Barrier)
 _CONTAINERS = (zip, enumerate, len, range, list, tuple, reversed)
 _ALLOWED = "arithmetic, comparisons, and/or/not, a if c else b, x[i], and calls of kernel words and @inline functions"
 
@@ -66,21 +70,22 @@ class Slot(Node):
 
 @dataclass
 class Frame:
-    """The names that one function's body sees."""
+    """The names that one function's body sees; `own` are those that it assigns to somewhere, never meant by `outer`."""
 
     function: Callable
     path: str
     outer: dict[str, Any]
+    own: frozenset[str]
     locals: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, function: Callable, constants: dict[str, Any]) -> Frame:
+    def of(cls, function: Callable, constants: dict[str, Any], own: frozenset[str]) -> Frame:
         outer = {**vars(builtins), **function.__globals__}
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             with contextlib.suppress(ValueError):  # a cell that the enclosing function has not filled yet
                 outer[name] = cell.cell_contents
         outer.update(constants)
-        return cls(function, function.__code__.co_filename, outer)
+        return cls(function, function.__code__.co_filename, outer, own)
 
 
 def is_runtime(value: object) -> bool:
@@ -156,6 +161,36 @@ class Evaluator:
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as problem:
             raise self.error(node, f"at compile time: {type(problem).__name__}: {problem}") from None
 
+    def values(self, nodes: list[ast.expr]) -> list:
+        """What `nodes` are worth, from left to right: each reads before a later one, an inline function, writes."""
+        found: list = []
+        for node in nodes:
+            mark = len(self.block)
+            value = self.value(node)
+            self.read_before(mark, found)
+            found.append(value)
+        return found
+
+    def read_before(self, mark: int, values: list) -> None:
+        """Have `values` read memory before what the block got since `mark`, if that writes to any."""
+        if self.wrote(mark):
+            later = self.block[mark:]
+            del self.block[mark:]
+            values[:] = [self.held(v, MEMORY) for v in values]
+            self.block += later
+
+    def wrote(self, mark: int) -> bool:
+        """Whether what the block got since `mark` writes to memory."""
+        return not all(isinstance(s, _WRITE_NOTHING) for s in walk(tuple(self.block[mark:])))
+
+    def held(self, value: Any, kinds: tuple[type, ...]) -> Any:
+        """`value`, which stays what it is now: what reads one of `kinds` is in a variable of its own."""
+        if type(value) in (tuple, list):
+            return type(value)(self.held(v, kinds) for v in value)
+        if isinstance(value, Expr) and any(isinstance(x, kinds) for x in (value, *expressions(value))):
+            return self.temporary("was", value)
+        return value
+
     def captured(self, node: ast.AST) -> tuple[tuple[Stmt, ...], Any]:
         """The value of `node`, and what it wants to run before, kept out of the current block."""
         outer, self.block = self.block, []
@@ -170,9 +205,11 @@ class Evaluator:
 
     def _name(self, node: ast.Name) -> Any:
         frame = self.frames[-1]
-        value = frame.locals.get(node.id, frame.outer.get(node.id, self))
+        value = frame.locals.get(node.id, self)
+        if value is self and node.id not in frame.own:
+            value = frame.outer.get(node.id, self)
         if value is self:
-            raise Misuse("unknown name; a loop's variable ends with its loop")
+            raise Misuse("unknown name; a loop's variable ends with its loop, a compile-time name with its if or loop")
         if not isinstance(value, Slot):
             return value
         if value.name not in self.assigned:
@@ -180,10 +217,10 @@ class Evaluator:
         return Var(value.type, value.name)
 
     def _tuple(self, node: ast.Tuple) -> tuple:
-        return tuple(self.value(e) for e in node.elts)
+        return tuple(self.values(node.elts))
 
     def _list(self, node: ast.List) -> list:
-        return [self.value(e) for e in node.elts]
+        return self.values(node.elts)
 
     def _listcomp(self, node: ast.ListComp) -> list:
         if len(node.generators) != 1 or not isinstance(node.generators[0].target, ast.Name):
@@ -216,7 +253,11 @@ class Evaluator:
         return typed.component(base, "xyzw".index(node.attr))
 
     def _subscript(self, node: ast.Subscript) -> Any:
-        base, index = self.value(node.value), self.value(node.slice)
+        base, index = self.values([node.value, node.slice])
+        return self.element_of(node, base, index)
+
+    def element_of(self, node: ast.Subscript, base: Any, index: Any) -> Any:
+        """`base[index]`, where `node` says so."""
         if isinstance(base, (Buffer, Array)):
             return typed.load(base, index)
         if isinstance(base, Fragment):
@@ -236,8 +277,11 @@ class Evaluator:
         return index
 
     def _binop(self, node: ast.BinOp) -> Any:
+        return self.operation(node, *self.values([node.left, node.right]))
+
+    def operation(self, node: ast.BinOp | ast.AugAssign, left: Any, right: Any) -> Any:
+        """`left` and `right` under the operator of `node`."""
         name, compute = _OPERATORS.get(type(node.op), (type(node.op).__name__, None))
-        left, right = self.value(node.left), self.value(node.right)
         if isinstance(left, Expr) or isinstance(right, Expr):
             return typed.binary(name, left, right)
         if compute is None:
@@ -252,7 +296,11 @@ class Evaluator:
         return x if name == "+" else typed.unary(name, x)
 
     def _compare(self, node: ast.Compare) -> Any:
-        values = [self.value(node.left)] + [self.value(c) for c in node.comparators]
+        values = self.values([node.left, node.comparators[0]])
+        mark = len(self.block)
+        values += self.values(node.comparators[1:])
+        if self.wrote(mark):
+            raise Misuse("a chain whose last part writes; join two comparisons by `and`")
         result: Any = True
         for op, left, right in zip(node.ops, values, values[1:]):
             name, compute = _COMPARISONS[type(op)]
@@ -307,8 +355,9 @@ class Evaluator:
         function = self.value(node.func)
         if any(isinstance(a, ast.Starred) for a in node.args) or any(k.arg is None for k in node.keywords):
             raise Misuse("* and ** are not allowed in a call")
-        args = [self.value(a) for a in node.args]
-        keywords = {k.arg: self.value(k.value) for k in node.keywords}
+        args = self.values([*node.args, *(k.value for k in node.keywords)])
+        args, named = args[: len(node.args)], args[len(node.args) :]
+        keywords = {k.arg: value for k, value in zip(node.keywords, named)}
         if hasattr(function, "word"):
             return call_word(self, node, function, args, keywords)
         if isinstance(function, Inline):

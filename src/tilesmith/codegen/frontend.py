@@ -12,7 +12,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from tilesmith.codegen import language, typed
-from tilesmith.codegen.evaluate import Evaluator, Frame, Slot, is_runtime
+from tilesmith.codegen.evaluate import CHANGING, MEMORY, Evaluator, Frame, Slot, is_runtime
 from tilesmith.codegen.ir import Array, Buffer, Fragment, KernelIR, Scalar
 from tilesmith.codegen.nodes import (
     Assign,
@@ -82,6 +82,15 @@ def _parsed(code: CodeType) -> ast.FunctionDef:
     return definition
 
 
+@lru_cache(maxsize=256)
+def _own_names(code: CodeType) -> frozenset[str]:
+    """The names that a function assigns to; those of comprehensions are theirs alone."""
+    nodes = list(ast.walk(_parsed(code)))
+    inner = {id(n) for c in nodes if isinstance(c, ast.comprehension) for n in ast.walk(c.target)}
+    stored = (n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in inner)
+    return frozenset(n.id for n in stored)
+
+
 class Frontend(Evaluator):
     """Turns one kernel function, and the inline functions it calls, into statements."""
 
@@ -89,7 +98,9 @@ class Frontend(Evaluator):
         super().__init__()
         self.function = function
         self.constants = constants
-        self.frames.append(Frame.of(function, constants))
+        self.fixed: set[str] = set()
+        self.repeated: set[str] = set()
+        self.frames.append(Frame.of(function, constants, _own_names(function.__code__)))
 
     def kernel(self, name: str, workgroup: tuple[int, int, int]) -> KernelIR:
         """The whole kernel."""
@@ -166,6 +177,10 @@ class Frontend(Evaluator):
     def _expr_statement(self, node: ast.Expr) -> None:
         if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             return
+        if isinstance(node.value, ast.Call):
+            function = self.value(node.value.func)
+            if not hasattr(function, "word") and not isinstance(function, language.Inline):
+                raise Misuse("a call of Python that does nothing in the kernel")
         if self.value(node.value) is not None:
             raise Misuse("the value is not used; assign it")
 
@@ -185,7 +200,7 @@ class Frontend(Evaluator):
         if declared is language.const:
             if is_runtime(value):
                 raise Misuse("a const is known at compile time; this is not")
-            self.frames[-1].locals[node.target.id] = value
+            self.name_constant(node.target.id, value)
             return
         declared = bool_ if declared is bool else declared
         if not isinstance(declared, Type):
@@ -196,8 +211,20 @@ class Frontend(Evaluator):
         self.bind(node.target, value)
 
     def _augassign_statement(self, node: ast.AugAssign) -> None:
-        read = ast.copy_location(type(node.target)(**{**vars(node.target), "ctx": ast.Load()}), node.target)
-        self.assign(node.target, ast.copy_location(ast.BinOp(read, node.op, node.value), node))
+        target = node.target
+        if isinstance(target, ast.Name):
+            self.assign(
+                target, ast.copy_location(ast.BinOp(ast.Name(target.id, ast.Load()), node.op, node.value), node)
+            )
+            return
+        if not isinstance(target, ast.Subscript):
+            raise self.error(target, "allowed on the left: a name or x[i]")
+        base, index = self.values([target.value, target.slice])
+        held = [self.element_of(target, base, index), index]
+        mark = len(self.block)
+        value = self.value(node.value)
+        self.read_before(mark, held)
+        self.store(base, held[1], self.operation(node, held[0], value))
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
         """`target = value`."""
@@ -210,7 +237,10 @@ class Frontend(Evaluator):
             values = []
             for name, one in zip(target.elts, value.elts):
                 self.target = name.id if isinstance(name, ast.Name) else "x"
-                values.append(self.value(one))
+                mark = len(self.block)
+                v = self.value(one)
+                self.read_before(mark, values)
+                values.append(v)
         else:
             values = self.value(value)
         if not isinstance(values, (tuple, list)) or len(values) != len(target.elts):
@@ -223,15 +253,39 @@ class Frontend(Evaluator):
     def bind(self, target: ast.expr, value: Any) -> None:
         """Give `target` its new value."""
         if isinstance(target, ast.Subscript):
-            self.store(target, value)
+            mark = len(self.block)
+            base, index = self.values([target.value, target.slice])
+            self.read_before(mark, held := [value])
+            self.store(base, index, held[0])
         elif not isinstance(target, ast.Name):
             raise self.error(target, "allowed on the left: a name, x[i], or several of them")
         elif isinstance(value, (bool, int, float, Expr)):
             self.set_variable(target.id, value)
         else:
-            if isinstance(self.frames[-1].locals.get(target.id), (Slot, Param, Buffer)):
-                raise Misuse(f"{target.id} already is an argument or a variable")
-            self.frames[-1].locals[target.id] = value
+            self.name_constant(target.id, self.held(value, CHANGING))
+
+    def name_constant(self, name: str, value: Any) -> None:
+        """Bind a name at compile time."""
+        if isinstance(self.frames[-1].locals.get(name), (Slot, Param, Buffer)):
+            raise Misuse(f"{name} already is an argument or a variable")
+        if name in self.fixed:
+            raise Misuse(f"{name} is known at compile time before this if or loop, which may not run; use another name")
+        self.frames[-1].locals[name] = value
+
+    def sometimes(self, nodes: list[ast.stmt], loop: tuple[str, ...] | None = None) -> tuple[Stmt, ...]:
+        """The statements of a block that may not run: its compile-time names end with it. `loop`: a loop's, which has
+        these names of its own."""
+        names, fixed, repeated = self.frames[-1].locals, self.fixed, self.repeated
+        if loop is not None:
+            self.repeated = set(names).difference(loop)
+        self.fixed = {n for n, value in names.items() if not isinstance(value, Slot)}
+        try:
+            body = self.statements(nodes)
+            for name in [n for n, value in names.items() if not isinstance(value, Slot) and n not in self.fixed]:
+                del names[name]
+            return body
+        finally:
+            self.fixed, self.repeated = fixed, repeated
 
     def set_variable(self, name: str, value: Any) -> None:
         """Assign a run-time value to a name, declaring it on first sight."""
@@ -248,9 +302,8 @@ class Frontend(Evaluator):
         self.emit(Assign(self.line, slot.name, e))
         self.assigned.add(slot.name)
 
-    def store(self, target: ast.Subscript, value: Any) -> None:
-        """`array[i] = value`, or an element of a fragment."""
-        base, index = self.value(target.value), self.value(target.slice)
+    def store(self, base: Any, index: Any, value: Any) -> None:
+        """`base[index] = value`, of an array or a fragment."""
         if isinstance(base, Fragment):
             e = typed.lift(value, base.type)
             if e.type is not base.type:
@@ -274,9 +327,9 @@ class Frontend(Evaluator):
             return
         self.want_bool(condition)
         line, before = self.line, set(self.assigned)
-        then, after_then = self.statements(node.body), self.assigned
+        then, after_then = self.sometimes(node.body), self.assigned
         self.assigned = set(before)
-        orelse = self.statements(node.orelse)
+        orelse = self.sometimes(node.orelse)
         self.assigned &= after_then
         self.emit(If(line, condition, then, orelse))
 
@@ -291,7 +344,7 @@ class Frontend(Evaluator):
         if node.orelse or not isinstance(condition, Expr):
             raise Misuse("allowed: while with a run-time condition, without else")
         self.want_bool(condition)
-        body = self.statements(node.body)
+        body = self.sometimes(node.body, loop=())
         self.assigned = assigned
         self.emit(While(line, before, condition, body))
 
@@ -300,7 +353,7 @@ class Frontend(Evaluator):
         if node.orelse:
             raise Misuse("for ... else")
         if isinstance(call, ast.Call) and self.value(call.func) is range and isinstance(node.target, ast.Name):
-            self.loop(node, node.target.id, [self.value(a) for a in call.args])
+            self.loop(node, node.target.id, self.values(call.args))
         else:
             self.written_out(node)
 
@@ -310,15 +363,23 @@ class Frontend(Evaluator):
         targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
         if not all(isinstance(t, ast.Name) for t in targets):
             raise Misuse("the loop's target must be a name or several")
-        hidden = {t.id: names[t.id] for t in targets if t.id in names}
-        for item in self.iterate(node.iter):
+        for t in targets:
+            self.free_for_loop(t.id)
+        for item in self.held(self.iterate(node.iter), CHANGING):
             items = item if isinstance(node.target, ast.Tuple) else [item]
             names.update(zip((t.id for t in targets), items))
             for statement in node.body:
                 self.statement(statement)
         for t in targets:
             names.pop(t.id, None)
-        names.update(hidden)
+
+    def free_for_loop(self, name: str) -> None:
+        """Forget what a loop's variable meant before, which in Python the loop changes."""
+        if name in self.repeated:
+            raise Misuse(
+                f"{name} has a value before an outer loop, and may be another in its next turn; use another name"
+            )
+        self.frames[-1].locals.pop(name, None)
 
     def loop(self, node: ast.For, name: str, bounds: list) -> None:
         """A loop that runs on the device."""
@@ -334,17 +395,15 @@ class Frontend(Evaluator):
         if counter not in (u32, i32) or low.type is not counter or high.type is not counter or by.type is not counter:
             raise Misuse(f"range over {low.type}, {high.type}, {by.type}; allowed: all u32 or all i32")
         names = self.frames[-1].locals
-        hidden = names.get(name)
+        self.free_for_loop(name)
         slot = names[name] = self.variable(name, counter, loop=True)
         before = set(self.assigned)
         self.assigned.add(slot.name)
-        body = self.statements(node.body)
+        body = self.sometimes(node.body, loop=(name,))
         self.line = line
         always = isinstance(low, Const) and isinstance(high, Const) and low.value < high.value
         self.assigned = self.assigned - {slot.name} if always else before
-        names.pop(name)
-        if hidden is not None:
-            names[name] = hidden
+        names.pop(name, None)
         changed = {s.name for s in walk(body) if isinstance(s, (Assign, For))}
         high, by = (self.steady(e, wanted, changed) for e, wanted in ((high, "stop"), (by, "step")))
         self.emit(For(line, slot.name, low, high, by, body))
@@ -363,16 +422,16 @@ class Frontend(Evaluator):
         definition = _parsed(function.__code__)
         bound = self.python(node, inspect.signature(function).bind, *args, **keywords)
         bound.apply_defaults()
-        frame = Frame.of(function, self.constants)
-        written = {n.id for n in ast.walk(definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        frame = Frame.of(function, self.constants, _own_names(function.__code__))
         for name, value in bound.arguments.items():
-            if isinstance(value, Expr) and (name in written or not isinstance(value, (Var, Param, Const, Builtin))):
+            if isinstance(value, Expr) and (name in frame.own or not isinstance(value, (Var, Param, Const, Builtin))):
                 kept = self.temporary(name, value)
-                value = Slot(kept.name, kept.type) if name in written else kept
-            frame.locals[name] = value
+                value = Slot(kept.name, kept.type) if name in frame.own else kept
+            frame.locals[name] = self.held(value, MEMORY)
         *body, last = definition.body
         self.frames.append(frame)
-        target, line, result = self.target, self.line, None
+        target, line, fixed, repeated, result = self.target, self.line, self.fixed, self.repeated, None
+        self.fixed, self.repeated = set(), set()
         try:
             for statement in body:
                 self.statement(statement)
@@ -382,7 +441,7 @@ class Frontend(Evaluator):
                 self.statement(last)
         finally:
             self.frames.pop()
-            self.target, self.line = target, line
+            self.target, self.line, self.fixed, self.repeated = target, line, fixed, repeated
         return result
 
 
