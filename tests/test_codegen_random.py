@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from random import Random
 
 import numpy as np
@@ -93,6 +95,46 @@ def test_json_keeps_random_kernels(ir):
     again = from_json(to_json(ir))
     assert again == ir
     same(interpreted(ir), interpreted(again))
+
+
+JUNK = [None, True, -1, 3, 2**70, 1.5, float("nan"), "", "; evil", "//", [], {}, {"tuple": []}, {"type": "f16x4"}, [[]]]
+JUNK += [{"type": "none"}, ["Var", {"type": "u32"}, "u0"], ["Const", {"type": "u32"}, 3], ["Barrier", 0], ["Nothing"]]
+
+
+def places(value, path=()):
+    """The way to every part of a JSON document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        yield (*path, key)
+        yield from places(part, (*path, key))
+
+
+@examples(60)
+@given(kernels(subgroups=True), st.randoms(use_true_random=False))
+def test_json_that_someone_changed(ir, random):
+    """It is refused, or is a kernel that every printer takes or refuses; no other text gets into what is printed."""
+    text = to_json(ir)
+    everywhere = list(places(json.loads(text)))
+    for _ in range(8):
+        document = json.loads(text)
+        path = random.choice(everywhere)
+        part = document
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = random.choice(JUNK)
+        try:
+            changed = from_json(json.dumps(document))
+        except KernelError:
+            continue
+        for target in (cuda, metal, wgsl, spirv):
+            with contextlib.suppress(KernelError):
+                assert "evil" not in str(target.generate(changed))
+
+
+def test_json_that_is_nested_too_deeply():
+    for text in ("[" * 100_000, '{"version": 1, "body": ' + "[" * 100_000):
+        with pytest.raises(KernelError, match="nested too deeply"):
+            from_json(text)
 
 
 def device_subgroup_size() -> int:

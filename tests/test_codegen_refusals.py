@@ -248,7 +248,24 @@ def chain_that_writes(x: InOut[u32]):
         x[1] = 0
 
 
+def matrix_product(x: InOut[u32]):
+    x[0] = x[0] @ x[1]  # here
+
+
+def greek(x: InOut[u32]):
+    α = x[0]  # here
+    x[0] = α
+
+
+def endless_array(x: InOut[u32]):
+    scratch = shared(u32, 2**40)  # here
+    scratch[0] = x[0]
+
+
 REFUSED = {
+    matrix_product: r"MatMult of u32; allowed: \+ - \*",
+    greek: r"α is no name; allowed: ASCII letters",
+    endless_array: r"the length must be a compile-time int of 1 to 1,048,576",
     after_its_loop: r"unknown name; a loop's variable ends with its loop",
     chosen_when_built: r"factors is known at compile time before this if or loop, which may not run",
     constant_of_a_loop: r"factor is known at compile time before this if or loop",
@@ -271,7 +288,7 @@ REFUSED = {
     varying_loop: r"barrier\(\) under the condition of line \d+",
     varying_subgroup: r"a subgroup operation under the condition of line \d+, which differs .* of a subgroup",
     constant_bounds: r"a has 8 elements; the index is at least 8",
-    runtime_length: r"the length must be a compile-time int of at least 1",
+    runtime_length: r"the length must be a compile-time int of 1 to",
     signed_floor: r"// of i32: languages round it differently",
     downwards: r"a step of -1; allowed: positive steps",
     early_return: r"return is allowed only as the last statement of an @inline function",
@@ -376,3 +393,15 @@ def test_targets_refuse_what_they_have_not():
 
 def subgroup_of_16(x: Out[f32]):
     x[tid(0)] = subgroup_add(f32(lane())) + f32(subgroup())
+
+
+def test_text_that_is_nested_too_deeply(tmp_path, monkeypatch):
+    terms = " + ".join(f"x[{k}]" for k in range(900))
+    (tmp_path / "deep.py").write_text(
+        f"from tilesmith.codegen import InOut, u32\ndef deep(x: InOut[u32]):\n    x[0] = {terms}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import deep
+
+    with pytest.raises(KernelError, match=r"deep.py:3: expressions nested too deeply; assign their parts to names"):
+        build(deep.deep, (1, 1, 1))

@@ -121,6 +121,8 @@ class Evaluator:
 
     def unique(self, wanted: str) -> str:
         """A name that nothing in the kernel has yet."""
+        if not wanted.isascii():
+            raise Misuse(f"{wanted} is no name; allowed: ASCII letters, digits and underscores")
         base = wanted.strip("_") or "unused"
         name, count = base, 0
         while name in self.used:

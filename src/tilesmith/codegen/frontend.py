@@ -63,8 +63,12 @@ def build(
     """
     front = Frontend(function, constants)
     front.subgroup_size = subgroup_size
-    ir = front.kernel(name or function.__name__, tuple(workgroup))
-    verify(ir, limits)
+    try:
+        ir = front.kernel(name or function.__name__, tuple(workgroup))
+        verify(ir, limits)
+    except RecursionError:
+        place = f"{function.__code__.co_filename}:{front.line}"
+        raise KernelError(f"{place}: expressions nested too deeply; assign their parts to names") from None
     return ir
 
 

@@ -16,6 +16,8 @@ _DECLARED = (Array, Buffer, Fragment, Scalar, Variable)
 _NODES = {
     cls.__name__: cls for cls in (*vars(nodes).values(), *_DECLARED) if isinstance(cls, type) and issubclass(cls, Node)
 }
+_BASES = {"Expr": nodes.Expr, "Stmt": nodes.Stmt, "Type": Type, "None": type(None)}
+_CLASSES = {**_NODES, **_BASES, "str": str, "int": int, "float": float, "bool": bool}
 
 
 def to_json(ir: KernelIR, indent: int | None = None) -> str:
@@ -32,12 +34,14 @@ def from_json(text: str) -> KernelIR:
         version = document.pop("version")
         if version != VERSION:
             raise KernelError(f"KernelIR version {version!r}; this library reads {VERSION}")
-        ir = KernelIR(**{name: _node(value) for name, value in document.items()})
+        ir = _checked(KernelIR(**{name: _node(value) for name, value in document.items()}))
+        verify(ir)
     except KernelError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (ValueError, LookupError, TypeError, AttributeError) as problem:
         raise KernelError(f"not the JSON of a KernelIR: {problem}") from None
-    verify(ir)
+    except RecursionError:
+        raise KernelError("not the JSON of a KernelIR: it is nested too deeply") from None
     return ir
 
 
@@ -58,5 +62,22 @@ def _node(value: Any) -> Any:
         return tuple(_node(v) for v in value["tuple"])
     if isinstance(value, list):
         cls = _NODES[value[0]]
-        return cls(*(_node(v) for v in value[1:]))
+        return _checked(cls(*(_node(v) for v in value[1:])))
     return value
+
+
+def _checked(node: Node) -> Node:
+    """`node`, whose fields hold what they are declared to."""
+    for name, field in node.__dataclass_fields__.items():
+        value = getattr(node, name)
+        if not any(_fits(value, declared) for declared in field.type.split(" | ")):
+            raise KernelError(f"{name} of {type(node).__name__} is {field.type}, got {value!r:.60}")
+    return node
+
+
+def _fits(value: Any, declared: str) -> bool:
+    if not declared.startswith("tuple["):
+        cls = _CLASSES[declared]
+        return isinstance(value, cls) and (cls is not int or type(value) is int)
+    items = declared[len("tuple[") : -1].removesuffix(", ...").split(", ")
+    return isinstance(value, tuple) and all(_fits(v, items[0]) for v in value)

@@ -135,6 +135,8 @@ def binary(op: str, left: object, right: object) -> Expr:
         raise Misuse(f"{op} of {t}; allowed: + - * /")
     if op == "**":
         raise Misuse("** of a run-time value; write the product")
+    if op not in _FOLDS and op not in _FLOAT_FOLDS:
+        raise Misuse(f"{op} of {t}; allowed: + - * // % << >> & | ^")
     if op in ("//", "%") and t.dtype == "i32":
         return _signed_division(op, a, b)
     return _fold(op, a, b)
@@ -218,9 +220,9 @@ def unary(op: str, x: object) -> Expr:
     e = lift(x)
     allowed = {"-": "floats and i32", "not": "bool", "~": "integers"}
     t = e.type
-    right = {"-": (t.is_float and t.dtype != "bf16") or t.dtype == "i32", "not": t is bool_, "~": t.is_int}[op]
-    if not right:
-        raise Misuse(f"{op} of {t}; allowed: {allowed[op]}")
+    right = {"-": (t.is_float and t.dtype != "bf16") or t.dtype == "i32", "not": t is bool_, "~": t.is_int}
+    if not right.get(op):
+        raise Misuse(f"{op} of {t}; allowed: {allowed.get(op, '- not ~')}")
     if isinstance(e, Const):
         if op == "not":
             return constant(not e.value)

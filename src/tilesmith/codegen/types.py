@@ -72,6 +72,10 @@ i32, i32x2, i32x4 = TYPES["i32"], TYPES["i32x2"], TYPES["i32x4"]
 bool_ = TYPES["bool"]
 
 
+LONGEST = 2**20
+"""Elements of an array: of a thread's own or of a workgroup's no device has as many."""
+
+
 def type_named(name: str) -> Type:
     """The type called `name`. Raises KernelError for any other name."""
     if name not in TYPES:

@@ -46,7 +46,7 @@ from tilesmith.codegen.nodes import (
     walk,
 )
 from tilesmith.codegen.typed import Misuse
-from tilesmith.codegen.types import KernelError, Type, bool_, f32, i32, u32
+from tilesmith.codegen.types import LONGEST, KernelError, Type, bool_, f32, i32, u32
 from tilesmith.codegen.uniformity import Uniformity
 from tilesmith.codegen.variables import unassigned
 
@@ -118,10 +118,10 @@ class _Verifier:
             if b.access not in ("read", "write", "readwrite") or b.type is bool_:
                 self.wrong(f"buffer {b.name}: {b.access} {b.type}; allowed: read, write, readwrite of numbers")
         for a in ir.arrays:
-            if a.space not in ("shared", "local") or a.length < 1:
-                self.wrong(f"array {a.name}: {a.space} of {a.length}; allowed: shared or local, at least 1")
+            if a.space not in ("shared", "local") or not 1 <= a.length <= LONGEST:
+                self.wrong(f"array {a.name}: {a.space} of {a.length}; allowed: shared or local, 1 to {LONGEST:,}")
         for f in ir.fragments:
-            if f.role not in "abc" or f.tile not in ELEMENTS or (f.role == "c") != (f.type is f32):
+            if f.role not in ("a", "b", "c") or f.tile not in ELEMENTS or (f.role == "c") != (f.type is f32):
                 self.wrong(f"fragment {f.name}: {f.role} {f.type} {f.tile}; allowed: a, b of f16 or bf16, c of f32")
         if ir.fragments and (ir.subgroup_size != 32 or ir.threads % 32):
             self.wrong(f"fragments need subgroups of 32; got {ir.subgroup_size} and {ir.threads} threads")

@@ -26,7 +26,7 @@ from tilesmith.codegen.nodes import (
     SubgroupBarrier,
 )
 from tilesmith.codegen.typed import Misuse
-from tilesmith.codegen.types import TYPES, Type, bf16, bool_, f16, f32, u32
+from tilesmith.codegen.types import LONGEST, TYPES, Type, bf16, bool_, f16, f32, u32
 
 if TYPE_CHECKING:
     from tilesmith.codegen.evaluate import Evaluator
@@ -64,8 +64,8 @@ def _array(space: str) -> Callable:
         type_ = bool_ if type_ is bool else type_
         if not isinstance(type_, Type):
             raise Misuse(f"{type_!r} is no type; allowed: {', '.join(TYPES)}")
-        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            raise Misuse(f"the length must be a compile-time int of at least 1, got {length!r}")
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= LONGEST:
+            raise Misuse(f"the length must be a compile-time int of 1 to {LONGEST:,}, got {length!r}")
         array = Array(front.unique(front.target), type_, length, space)
         front.arrays.append(array)
         return array
