@@ -24,6 +24,7 @@ from tilesmith.codegen import (
     Out,
     Scalar,
     barrier,
+    bf16,
     build,
     cuda,
     f16,
@@ -420,3 +421,31 @@ def test_literals_are_folded():
     assert "z[0u] = -2.25f;" in cuda.generate(ir)
     assert "n = (-2147483647 - 1);" in metal.generate(ir)
     assert "n = i32(-2147483648);" in wgsl.generate(ir)
+
+
+def test_literals_at_the_edge():
+    """Rounded up, the largest is no f32 to WGSL; a f16 is rounded once, not on its way through f32."""
+
+    def literals(y: Out[f32], h: Out[f16]):
+        y[0] = -3.4028234663852886e38
+        y[1] = f32(bf16(0.1))
+        h[0] = f16(65504.0)
+        h[1] = f16(1 + 2**-11 + 2**-30)
+
+    ir = build(literals, (1, 1, 1))
+    tensors = {"y": np.zeros(2, np.float32), "h": np.zeros(2, np.float16)}
+    interpret(ir, (1, 1, 1), tensors)
+    assert tensors["y"].tolist() == [float(np.finfo(np.float32).min), 0.10009765625]
+    assert tensors["h"].tolist() == [65504.0, 1 + 2**-10]
+    assert "h[0u] = f16(6.55e+04f);" in cuda.generate(ir)
+    assert "h[1u] = half(1.001f);" in metal.generate(ir)
+
+
+def test_literals_at_the_edge_of_wgsl():
+    def literals(y: Out[f32], h: Out[f16]):
+        y[0] = -3.4028234663852886e38
+        h[0] = f16(65504.0)
+
+    printed = wgsl.generate(build(literals, (1, 1, 1)))
+    assert "y[0u] = -3.402823466e+38f;" in printed
+    assert "h[0u] = 6.55e+04h;" in printed

@@ -42,6 +42,7 @@ from tilesmith.codegen.nodes import (
     reads,
 )
 from tilesmith.codegen.reserved import RESERVED
+from tilesmith.codegen.typed import LARGEST
 from tilesmith.codegen.types import KernelError, Type
 from tilesmith.codegen.verify import fits
 
@@ -49,16 +50,18 @@ if TYPE_CHECKING:
     from tilesmith.hardware.limits import Limits
 
 _SPELLED = {"//": "/", "and": "&&", "or": "||", "not": "!"}
+_CODES = {"f": "f32", "e": "f16"}
 _COMPOUND = frozenset((Binary, Unary, Select))
 _ADD, _MULTIPLY, _COMPARE, _LOGIC = ("+", "-"), ("*", "/", "//", "%"), ("<", "<=", ">", ">=", "==", "!="), ("and", "or")
 
 
 def shortest(value: float, code: str = "f") -> str:
-    """The shortest decimal that reads back as the same float32 (code f) or float16 (code e)."""
+    """The shortest decimal that reads back as the same float32 (code f) or float16 (code e), and is not above all."""
     exact = struct.unpack(code, struct.pack(code, value))[0]
-    for digits in range(1, 10):
+    for digits in range(1, 18):
         text = f"{exact:.{digits}g}"
-        if struct.unpack(code, struct.pack(code, float(text)))[0] == exact:
+        read = float(text)
+        if abs(read) <= LARGEST[_CODES[code]] and struct.unpack(code, struct.pack(code, read))[0] == exact:
             break
     return text if "." in text or "e" in text else text + ".0"
 
@@ -226,7 +229,7 @@ class TextPrinter:
         if dtype == "f32":
             return shortest(value) + "f"
         if dtype in ("f16", "bf16"):
-            return f"{self.types[dtype]}({shortest(value)}f)"
+            return f"{self.types[dtype]}({shortest(value, 'e' if dtype == 'f16' else 'f')}f)"
         if dtype == "i32" and value == -(2**31):
             return "(-2147483647 - 1)"
         return str(value).lower() + "u" * (dtype == "u32")

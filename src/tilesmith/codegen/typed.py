@@ -50,11 +50,12 @@ _FOLDS = {
 }
 _FLOAT_FOLDS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _RANGES = {"u32": (0, 2**32 - 1), "i32": (-(2**31), 2**31 - 1)}
-_LARGEST = {
+LARGEST = {
     "f32": struct.unpack("<f", b"\xff\xff\x7f\x7f")[0],
     "f16": 65504.0,
     "bf16": struct.unpack("<f", b"\0\0\x7f\x7f")[0],
 }
+"""The largest number of each floating type."""
 
 
 def constant(value: bool | int | float, type_: Type | None = None) -> Const:
@@ -76,7 +77,7 @@ def constant(value: bool | int | float, type_: Type | None = None) -> Const:
             raise Misuse(f"{value} is outside {type_}: {low} to {high}")
     if type_.is_float:
         value = float(value)
-        if not math.isfinite(value) or abs(value) > _LARGEST[type_.dtype]:
+        if not math.isfinite(value) or abs(value) > LARGEST[type_.dtype]:
             raise Misuse(f"{value} is no finite {type_}; WebGPU assumes there is neither infinity nor NaN")
     return Const(type_, value)
 

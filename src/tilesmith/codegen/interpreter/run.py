@@ -265,7 +265,8 @@ class _Batch(Matrices):
 
     def const(self, e: Const, mask: _Mask) -> np.ndarray:
         shape = (1,) if e.type.lanes == 1 else (1, e.type.lanes)
-        return np.full(shape, e.value, VALUES[e.type.dtype])
+        value = np.full(shape, e.value, VALUES[e.type.dtype])
+        return arithmetic.from_memory(e.type, arithmetic.to_memory(e.type, value))
 
     def variable(self, e: Var, mask: _Mask) -> np.ndarray:
         if e.name not in self.variables:
