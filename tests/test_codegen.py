@@ -32,6 +32,7 @@ from tilesmith.codegen import (
     fragment,
     from_json,
     i32,
+    i32x4,
     inline,
     interpret,
     load_fragment,
@@ -449,3 +450,15 @@ def test_literals_at_the_edge_of_wgsl():
     printed = wgsl.generate(build(literals, (1, 1, 1)))
     assert "y[0u] = -3.402823466e+38f;" in printed
     assert "h[0u] = 6.55e+04h;" in printed
+
+
+def test_quotients_of_negative_vectors_round_down():
+    def divide(x: InOut[i32x4]):
+        x[1] = x[0] // 4
+        x[2] = x[0] % 4
+
+    ir = build(divide, (1, 1, 1))
+    x = np.zeros((3, 4), np.int32)
+    x[0] = -5, -4, 3, 6
+    interpret(ir, (1, 1, 1), {"x": x})
+    assert x[1:].tolist() == [[-2, -1, 0, 1], [3, 0, 3, 2]]

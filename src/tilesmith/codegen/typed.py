@@ -181,7 +181,7 @@ def _signed_division(op: str, a: Expr, b: Expr) -> Expr:
     if not power:
         raise Misuse(f"{op} of i32: languages round it differently; use u32, or a literal power of two on the right")
     if op == "%":
-        return _fold("&", a, constant(b.value - 1, i32))
+        return _fold("&", a, constant(b.value - 1, a.type))
     return binary(">>", a, b.value.bit_length() - 1)
 
 
