@@ -360,7 +360,7 @@ def test_two_runs_are_bitwise_equal(name):
     finally:
         torch.use_deterministic_algorithms(False)
     for n in first:
-        assert torch.equal(first[n].nan_to_num(nan=3.0), second[n].nan_to_num(nan=3.0)), n
+        assert torch.equal(*(x[n].double().nan_to_num(nan=3.0) for x in (first, second))), n
 
 
 @pytest.mark.parametrize("name", NAMES)

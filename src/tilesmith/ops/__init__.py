@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 _FAMILIES = {
+    "tilesmith.ops.attn.fp8": ("attention_fp8", "attention_quantize"),
     "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "Mask", "Score"),
     "tilesmith.ops.cache.op": ("kv_cache_append",),
     "tilesmith.ops.distill.op": (

@@ -386,6 +386,7 @@ MERGE = [
 
 CASES: dict[str, list[Case]] = {
     "attention": [*ATTENTION, *decode_cases.CASES, *fp8_cases.ATTENTION],
+    "attention_quantize": fp8_cases.QUANTIZE,
     "merge_attention": MERGE,
 }
 
@@ -465,6 +466,9 @@ def _attention_bytes(q, k, v, bias, mask, page_table, kv_lengths) -> int:
 bytes_moved = {
     "attention": _attention_bytes,
     "attention_vjp": lambda q, k, v, out, lse, bias, mask: 2 * _held(q, k, v, out, bias) + _held(lse, mask),
+    "attention_quantize": lambda q, k, v, smooth: (
+        _held(q, k, v, k if smooth else None) + sum(map(Tensor.numel, (q, k, v)))
+    ),
     "merge_attention": lambda out_a, lse_a: 3 * _held(out_a, lse_a),
     "merge_attention_vjp": lambda out_a, lse_a: 5 * _held(out_a) + 5 * _held(lse_a),
 }

@@ -103,6 +103,23 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
     return batch, heads, tokens, keys
 
 
+def check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError for q, k and v of `name` that do not fit together."""
+    for x_name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name}: {x_name} must be [batch, heads, tokens, head dim], got {list(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: {x_name} is on {x.device}, q on {q.device}; move them to one device")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(f"{name}: k must have q's batch size and head dim, got {list(k.shape)} for {list(q.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"{name}: v must be k's {list(k.shape[:3])} and a head dim, got {list(v.shape[:3])}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{name}: k has {k.shape[1]} heads, which does not divide the {q.shape[1]} heads of q")
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError(f"{name}: the head dims of q and v must be positive, got {q.shape[3]} and {v.shape[3]}")
+
+
 def _check_numbers(
     scale, window_left, window_right, softcap, dropout_p, max_seqlen_q, max_seqlen_k, block_q, block_k
 ) -> None:

@@ -1,4 +1,4 @@
-"""Example inputs of attention on e4m3 values. Letters: see cases.py."""
+"""Example inputs of attention_quantize, and of attention on e4m3 values. Letters: see cases.py."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,67 @@ from torch import Tensor
 
 from tilesmith.engine import Case, T
 
+SMALL = frozenset({"test", "interpret"})
 TEST = frozenset({"test"})
+BENCH = frozenset({"bench", "tune"})
 E4M3 = torch.float8_e4m3fn
+WIDE = (torch.float32,)  # so many 16-bit values that for some fp32 and the oracle would choose different codes
+
+
+def _offset(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Values with a common offset of each column, as keys have them, and a few large ones."""
+    x = torch.randn(*shape, generator=generator, device=device)
+    x += 3.0 * torch.randn(*shape[:2], 1, shape[3], generator=generator, device=device)
+    return x * torch.where(torch.rand(*shape, generator=generator, device=device) < 0.01, 10.0, 1.0)
+
+
+def _quantize(
+    batch: int = 1, heads: int = 2, kv_heads: int = 2, tokens: int = 33, keys: int = 33, dim: int = 16,
+    dim_v: int | None = None, layout: str = "contiguous", init=_offset, **options,
+) -> dict:  # fmt: skip
+    kind = {"grad": False, "layout": layout, "init": init}
+    return {
+        "q": T(batch, heads, tokens, dim, **kind),
+        "k": T(batch, kv_heads, keys, dim, **kind),
+        "v": T(batch, kv_heads, keys, dim_v or dim, **kind),
+        **options,
+    }
+
+
+def _angles(positions: int, pairs: int, *batch: int) -> dict:
+    return {"cos": T(*batch, positions, pairs, grad=False), "sin": T(*batch, positions, pairs, grad=False)}
+
+
+def _zeros(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.zeros(*shape, device=device)
+
+
+QUANTIZE: list[Case] = [
+    Case("block", _quantize(1, 2, 1, 150, 140, 32), SMALL),
+    Case("head", _quantize(2, 2, 1, 40, 130, 32, granularity="head"), SMALL),
+    Case("tensor", _quantize(2, 2, 2, 33, 50, granularity="tensor"), SMALL),
+    Case("plain", _quantize(1, 4, 2, 17, 33, smooth=False, rotate=False), SMALL),
+    Case("smooth", _quantize(1, 4, 2, 17, 33, 24, 40, rotate=False), SMALL),
+    Case("rotate", _quantize(1, 4, 2, 17, 33, dim_v=40, smooth=False), SMALL),
+    Case("angles", _quantize(1, 2, 1, 20, 140, 32, **_angles(150, 16)), SMALL),
+    Case("angles_of_rows", _quantize(2, 2, 2, 20, 33, 32, **_angles(33, 8, 2), granularity="head"), SMALL),
+    Case("angles_of_neighbours", _quantize(2, 2, 2, 20, 33, 32, **_angles(40, 8, 1), interleaved=True), SMALL),
+    Case("angles_alone", _quantize(1, 2, 1, 9, 33, 24, **_angles(40, 12), smooth=False, rotate=False), SMALL),
+    Case("strided", _quantize(2, 2, 2, 20, 30, layout="strided"), SMALL),
+    Case("transposed", _quantize(2, 2, 2, 20, 30, layout="transposed"), SMALL),
+    Case("zeros", _quantize(1, 2, 1, 20, 30, init=_zeros), SMALL),
+    Case("one_token", _quantize(1, 2, 1, 1, 1), SMALL),
+    Case("no_tokens", _quantize(1, 2, 1, 0, 7), SMALL),
+    Case("no_keys", _quantize(1, 2, 1, 7, 0), SMALL),
+    Case("no_keys_tensor", _quantize(1, 2, 1, 7, 0, granularity="tensor"), SMALL),
+    Case("no_rows", _quantize(0, 2, 1, 7, 9, granularity="head"), SMALL),
+    Case("narrow", _quantize(1, 2, 1, 7, 9, 8), TEST),
+    Case("wide", _quantize(1, 4, 2, 1000, 2000, 128), TEST, WIDE),
+    Case("wide_angles", _quantize(1, 4, 2, 300, 500, 128, **_angles(500, 64)), TEST, WIDE),
+    Case("mean_of_some_blocks", _quantize(1, 2, 1, 7, 4200, 16), TEST, WIDE),
+    Case("wider", _quantize(1, 2, 2, 300, 500, 256, granularity="head"), TEST, WIDE),
+    Case("train", _quantize(1, 16, 16, 16384, 16384, 128, init="normal"), BENCH, (torch.bfloat16,)),
+]
 
 
 def _sparse(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:

@@ -1,0 +1,180 @@
+"""Attention in e4m3: errors on values with outliers, the corrected lse, gradients, and what the door refuses."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilesmith import use
+from tilesmith.hardware.detect import arch_of
+from tilesmith.ops import Mask, Score, attention, attention_fp8, attention_quantize, attention_vjp, rope
+from tilesmith.ops.attn.op import attention_op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _rare(*shape: int) -> Tensor:
+    """One value of a thousand is ten times as large: the distribution of FlashAttention-3's error test."""
+    rare = torch.rand(*shape) < 0.001
+    return torch.randn(*shape) + 10.0 * torch.randn(*shape) * rare
+
+
+def _inputs(kind: str, tokens: int = 1024) -> list[Tensor]:
+    torch.manual_seed(0)
+    make = _rare if kind == "rare" else torch.randn
+    q, k, v = (make(1, 2, tokens, 128) for _ in range(3))
+    if kind == "offset":  # as keys of language models: a number for each column, much the same for all tokens
+        k = k + 5.0 * torch.randn(1, 2, 1, 128)
+    return [x.to(DEVICE, torch.bfloat16) for x in (q, k, v)]
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("kind", ["rare", "offset"])
+def test_error_is_at_most_six_tenths_of_one_factor_a_tensor(kind):
+    q, k, v = _inputs(kind)
+    exact = attention(*(x.double() for x in (q, k, v)))[0]
+    ours = attention_fp8(q, k, v)[0]
+    plain = attention_fp8(q, k, v, granularity="tensor", smooth=False, rotate=False)[0]
+    assert _error(ours, exact) <= 0.6 * _error(plain, exact)
+
+
+@pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
+def test_lse_is_that_of_the_keys_as_they_came(granularity):
+    q, k, v = _inputs("offset", 300)
+    mask, score = Mask(causal=True), Score(scale=0.05)
+    exact = attention(*(x.double() for x in (q, k, v)), mask, score)[1]
+    smooth, raw = (
+        attention_fp8(q, k, v, mask, score, granularity=granularity, smooth=smooth)[1] for smooth in (True, False)
+    )
+    assert _error(smooth, exact) <= _error(raw, exact)
+
+
+def test_gradients_are_those_of_attention_at_the_inputs():
+    q, k, v = (x.requires_grad_() for x in _inputs("normal", 200))
+    out, lse = attention_fp8(q, k[:, :1], v[:, :1], Mask(causal=True))
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    args = attention_op.bind((q, k[:, :1], v[:, :1]), {"causal": True})
+    named = dict(zip(attention_op.parameters, args), dout=dout, dlse=dlse, out=out, lse=lse)
+    named["output_mask"] = (True, True, True, False, False)
+    wanted = attention_vjp(*(named[name] for name in attention_vjp.parameters))
+    assert torch.equal(got[0], wanted[0])
+    for x, dx in zip(got[1:], wanted[1:3]):
+        assert torch.equal(x[:, :1], dx)
+    exact = torch.autograd.grad(attention(q, k, v, Mask(causal=True))[0], (q, k, v), dout)
+    ours = torch.autograd.grad(attention_fp8(q, k, v, Mask(causal=True))[0], (q, k, v), dout)
+    assert max(_error(dx, x.double()) for dx, x in zip(ours, exact)) < 0.1  # four times e4m3's rounding
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_are_those_of_rope(interleaved):
+    q, k, v = (x[:, :, :n].requires_grad_() for x, n in zip(_inputs("normal", 200), (50, 200, 200)))
+    cos, sin = (f(torch.rand(210, 32, device=DEVICE) * 6.0) for f in (torch.cos, torch.sin))
+    options = {"interleaved": interleaved}
+
+    def rotated(q, k, v):
+        q = rope(q, None, cos, sin, offset=150, **options)[0]
+        return attention(q, rope(k, None, cos, sin, **options)[0], v, Mask(causal=True))[0]
+
+    ours = attention_fp8(q, k, v, Mask(causal=True), cos=cos, sin=sin, **options)[0]
+    exact = rotated(*(x.double() for x in (q, k, v)))
+    dout = torch.randn_like(ours)
+    got = (ours, *torch.autograd.grad(ours, (q, k, v), dout))
+    wanted = (exact, *torch.autograd.grad(exact, (q, k, v), dout.double()))
+    assert max(_error(x, y.double()) for x, y in zip(got, wanted)) < 0.1
+
+
+def test_a_layer_learns_as_with_attention():
+    def losses(attend):
+        torch.manual_seed(1)
+        layer = torch.nn.Linear(64, 192).to(DEVICE)
+        x, target = torch.randn(2, 48, 64, device=DEVICE), torch.randn(2, 2, 48, 32, device=DEVICE)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        found = []
+        for _ in range(20):
+            q, k, v = layer(x).view(2, 48, 3, 2, 32).permute(2, 0, 3, 1, 4)
+            loss = (attend(q, k, v, Mask(causal=True))[0] - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    plain, small = losses(attention), losses(attention_fp8)
+    assert small[-1] < small[0]
+    assert abs(small[-1] - plain[-1]) <= 0.05 * (plain[0] - plain[-1])
+
+
+def test_keys_with_a_factor_each_are_what_blocks_say():
+    q, k, v = _inputs("normal", 200)
+    q8, k8, v8, q_scale, k_scale, v_scale, _ = attention_quantize(q, k, v)
+    blocks = attention(q8, k8, v8, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    each = (s.repeat_interleave(128, 2)[:, :, :200] for s in (q_scale, k_scale, v_scale))
+    with use(attention="reference"):
+        tokens = attention(q8, k8, v8, **dict(zip(("q_scale", "k_scale", "v_scale"), each)))
+    assert _error(blocks[0], tokens[0].double()) < 2**-4  # what rounding p to e4m3 may do
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_kernels_for_sixteen_bits_serve_what_they_are_handed(monkeypatch, layout, capability):
+    q, k, v = _inputs("normal", 200)
+    if layout == "tokens_first":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    handed = []
+    run = attention_op.run
+    monkeypatch.setattr(attention_op, "run", lambda args: (handed.append(args), run(args))[1])
+    with use(attention="dequantised"):
+        q8, k8, v8, q_scale, k_scale, v_scale, _ = attention_quantize(q, k, v)
+        out, _ = attention(q8, k8, v8, Mask(causal=True), q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    for x, x8, factors in zip(handed[0], (q8, k8, v8), (q_scale, k_scale, v_scale)):
+        assert torch.equal(x.float(), x8.float() * factors.repeat_interleave(128, 2)[:, :, :200].unsqueeze(-1))
+    arch = dataclasses.replace(arch_of(torch.device("cpu")), kind="cuda", capability=capability)
+    call = attention_op._describe(*handed[0])._replace(arch=arch)
+    for backend in ("triton", "hopper") if capability == (9, 0) else ("triton",):
+        assert attention_op.kernel(backend).rejects(call) == []
+    assert out.dtype == torch.bfloat16 and (out.stride(1) < out.stride(2)) == (layout == "tokens_first")
+
+
+def test_autocast_casts_what_comes():
+    q, k, v = _inputs("normal", 40)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out, lse = attention_fp8(q.float(), k.float(), v)
+    assert torch.equal(out, attention_fp8(q, k, v)[0]) and lse.dtype == torch.float32
+
+
+def test_compiles_whole():
+    q, k, v = (x.requires_grad_() for x in _inputs("normal", 40))
+    compiled = torch.compile(attention_fp8, fullgraph=True, backend="aot_eager")
+    got, wanted = compiled(q, k, v), attention_fp8(q, k, v)
+    cotangents = [torch.randn_like(x) for x in wanted]
+    for x, y in zip(got, wanted):
+        assert torch.equal(x, y)
+    for x, y in zip(*(torch.autograd.grad(outs, (q, k, v), cotangents) for outs in (got, wanted))):
+        assert torch.equal(x, y)
+
+
+def test_what_is_refused():
+    q, k, v = (torch.randn(1, 2, 8, 24, device=DEVICE) for _ in range(3))
+    with pytest.raises(ValueError, match="rotate needs a head dim that is a power of two, got 24"):
+        attention_quantize(q, k, v)
+    with pytest.raises(ValueError, match="granularity is 'row'"):
+        attention_quantize(q, k, v, granularity="row", rotate=False)
+    with pytest.raises(ValueError, match="q requires a gradient"):
+        attention_quantize(q.clone().requires_grad_(), k, v, rotate=False)
+    with pytest.raises(TypeError, match="k has dtype torch.float16"):
+        attention_quantize(q, k.half(), v, rotate=False)
+    with pytest.raises(ValueError, match="k has 3 heads"):
+        attention_fp8(q, *(torch.randn(1, 3, 8, 24, device=DEVICE) for _ in range(2)))
+    with pytest.raises(ValueError, match="softcap does not forgive"):
+        attention_fp8(q, k, v, score=Score(softcap=5.0), smooth=True)
+    with pytest.raises(ValueError, match="score has a bias"):
+        attention_fp8(q, k, v, score=Score(bias=torch.zeros(8, 8, device=DEVICE)))
+    with pytest.raises(ValueError, match="q_scale must be"):
+        q8 = q.to(torch.float8_e4m3fn)
+        one = torch.ones(1, 1, 1, device=DEVICE)
+        attention(q8, q8, q8, q_scale=torch.ones(1, 2, 3, device=DEVICE), k_scale=one, v_scale=one)
