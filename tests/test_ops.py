@@ -86,12 +86,12 @@ def test_opcheck(name):
 def test_opcheck_of_the_vjp(name):
     op, args = _arguments(name)
     seen = []
-    execute = op.vjp._execute
-    op.vjp._execute = lambda key, a, pin: (seen.append(a), execute(key, a, pin))[1]
+    run = op.vjp.run
+    op.vjp.run = lambda a, pin: (seen.append(a), run(a, pin))[1]
     try:
         outputs_and_gradients(op, args)
     finally:
-        del op.vjp._execute
+        del op.vjp.run
     args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in seen[0])
     torch.library.opcheck(op.vjp.handle, args, {"pin": ""})
 
@@ -335,12 +335,12 @@ DETERMINISTIC = [
 @pytest.mark.parametrize(("name", "case", "dtype", "backend"), DETERMINISTIC)
 def test_deterministic_gradients_are_the_same_a_thousand_times(name, case, dtype, backend):
     op = ops()[name]
-    args, seen, execute = op.bind((), case.build(DEVICE, dtype, case.generator())), [], op.vjp._execute
-    op.vjp._execute = lambda key, a, pin: (seen.append(a), execute(key, a, pin))[1]
+    args, seen, execute = op.bind((), case.build(DEVICE, dtype, case.generator())), [], op.vjp.run
+    op.vjp.run = lambda a, pin: (seen.append(a), execute(a, pin))[1]
     try:
         outputs_and_gradients(op, args)
     finally:
-        del op.vjp._execute
+        del op.vjp.run
     if op.kernel(backend).rejects(op._describe(*args)) or op.vjp.kernel(backend).rejects(op.vjp._describe(*seen[0])):
         pytest.skip(f"{backend} does not serve the call")
     run = op.vjp.kernel(backend).fn

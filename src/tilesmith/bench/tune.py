@@ -51,14 +51,14 @@ def _calls(op: Op, args: tuple) -> Iterator[tuple[Op, tuple]]:
     if op.vjp is None or not any(isinstance(a, Tensor) and a.requires_grad for a in args):
         return
     seen: list[tuple] = []
-    remember = op.vjp._execute
-    op.vjp._execute = lambda key, call, pin: (seen.append(call), remember(key, call, pin))[1]
+    run = op.vjp.run
+    op.vjp.run = lambda call, pin: (seen.append(call), run(call, pin))[1]
     try:
         outs = op(*args)
         outs = [o for o in (outs if isinstance(outs, tuple) else (outs,)) if o.requires_grad]
         leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
         torch.autograd.grad(outs, leaves, [torch.randn_like(o) for o in outs], allow_unused=True)
     finally:
-        del op.vjp._execute
+        del op.vjp.run
     for call in seen[:1]:
         yield op.vjp, tuple(a.detach() if isinstance(a, Tensor) else a for a in call)

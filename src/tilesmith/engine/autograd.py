@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -9,8 +11,6 @@ from torch import Tensor
 
 from tilesmith.engine import route
 from tilesmith.engine.choice import parse_pin, pinned
-
-_functorch = torch._C._functorch.peek_interpreter_stack
 
 
 class Gradient:
@@ -41,81 +41,56 @@ class Gradient:
             op.vjp.gradient.refusal = (
                 f"{op.vjp.name} cannot be differentiated apart from {op.name}: it reads outputs of it as constants"
             )
-        self.routes: dict[tuple[bool, ...], Any] = {}  # the way through the vjp, by which gradients are needed
+        # generated once for what they depend on: which tensors there are, and which gradients are needed
+        self.keeper = cache(partial(route.keeper, self))
+        self.route = cache(partial(route.make, self))
         self.eager, self.transformed = self._make_functions()
         # Function.apply first looks for functorch wrappers in every argument; there are none outside functorch
         self.apply_eager = super(torch.autograd.Function, self.eager).apply
         self._register()
 
-    def needed(self, args: tuple) -> bool:
-        """Whether any tensor argument asks for a gradient."""
-        for i in self.tensors:
-            a = args[i]
-            if a is not None and a.requires_grad:
-                return True
-        return False
-
-    # what is saved ------------------------------------------------------------------------------------------------
-
-    def save(self, ctx: Any, args: tuple, outs: tuple, pin: str) -> None:
-        """Save all inputs that the vjp (or a second backward) reads, and the outputs that the vjp reads."""
-        kept = [outs[i] for i in self.kept_outputs]
-        if self.op.unsaved is not None:
-            unread = self.op.unsaved(*args)
-            kept = [
-                out.new_empty((*out.shape[:-1], 0)) if self.op.outputs[i] in unread else out
-                for i, out in zip(self.kept_outputs, kept)
-            ]
-        ctx.save_for_backward(*[args[i] for i in self.kept_inputs], *kept)
-        ctx.plain = rest = list(args)
-        for i in self.tensors:
-            rest[i] = None
-        ctx.like = [_like(args[i]) for i in self.described] if self.described else ()
-        ctx.pin = pin
-
-    def restore(self, ctx: Any) -> tuple[list[Any], dict[int, Tensor]]:
-        """The op's arguments (None where a tensor was not saved) and its saved outputs."""
-        saved = ctx.saved_tensors
-        args = list(ctx.plain)
-        for i, t in zip(self.kept_inputs, saved):
-            args[i] = t
-        return args, dict(zip(self.kept_outputs, saved[len(self.kept_inputs) :]))
+    def needs(self, args: tuple) -> tuple[bool, ...]:
+        """Which arguments ask for a gradient."""
+        return tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
 
     # the two ways back --------------------------------------------------------------------------------------------
 
-    def backward(self, ctx: Any, grads: tuple, needs: tuple) -> tuple:
-        """Gradients of all arguments of the op, None where not needed."""
+    def backward(self, ctx: Any, grads: tuple, needs: tuple, returned: tuple) -> tuple:
+        """Gradients of the arguments `returned`, None where not needed and in the place of None."""
         for grad in grads[: self.op.public]:
             if grad is not None:
                 break
         else:
-            return (None,) * len(needs)
+            return (None,) * len(returned)
         if self.refusal:
             raise NotImplementedError(self.refusal)
         if self.plan is None or _differentiated_again():
-            return self.through_reference(ctx, grads, needs)
-        return self.through_vjp(ctx, grads, needs, self.op.vjp.run)
+            return self.through_reference(ctx, grads, needs, returned)
+        return self.through_vjp(ctx, grads, needs, returned, self.op.vjp.run)
 
-    def through_vjp(self, ctx: Any, grads: tuple, needs: tuple, run: Any) -> tuple:
-        way = self.routes.get(needs)
-        if way is None:
+    def through_vjp(self, ctx: Any, grads: tuple, needs: tuple, returned: tuple, run: Any) -> tuple:
+        way = ctx.way
+        back = way.backs.get(needs)
+        if back is None:
             if True not in needs:
-                return (None,) * len(needs)
-            way = self.routes[needs] = route.make(self, needs)
+                return (None,) * len(returned)
+            back = way.backs[needs] = self.route(needs, way.present, returned)
         vjp = self.op.vjp
-        pin = ctx.pin if ctx.pin and parse_pin(ctx.pin)[0] in vjp.backends() else pinned(vjp.name)
-        return way(run, pin, grads, ctx.saved_tensors, ctx.plain, ctx.like)
+        pin = way.pin if way.pin and parse_pin(way.pin)[0] in vjp.backends() else pinned(vjp.name)
+        return back(run, pin, grads, ctx.saved_tensors, way.plain, way.like)
 
-    def through_reference(self, ctx: Any, grads: tuple, needs: tuple) -> tuple:
+    def through_reference(self, ctx: Any, grads: tuple, needs: tuple, returned: tuple) -> tuple:
         op = self.op
-        args, _ = self.restore(ctx)
-        lost = [op.parameters[i] for i, like in zip(self.described, ctx.like) if like is not None]
+        args = list(ctx.way.plain)
+        for i, t in zip(ctx.way.present, ctx.saved_tensors):
+            args[i] = t
+        lost = [op.parameters[i] for i, like in zip(self.described, ctx.way.like) if like is not None]
         if lost and self.kept_outputs:
             raise NotImplementedError(
                 f"double backward of {op.name} needs its inputs {', '.join(lost)}, which its backward does not keep"
             )
         if lost:  # then the gradient does not depend on them: the vjp's own reference can be differentiated
-            return self.through_vjp(ctx, grads, needs, lambda call, pin: op.vjp.reference(*call))
+            return self.through_vjp(ctx, grads, needs, returned, lambda call, pin: op.vjp.reference(*call))
         wanted = [i for i in self.tensors if needs[i]]
 
         def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -128,44 +103,38 @@ class Gradient:
 
         given = tuple(g for g in grads[: op.public] if g is not None)
         _, pull = torch.func.vjp(forward, *(args[i] for i in wanted))
-        result: list[Any] = [None] * len(needs)
-        for i, grad in zip(wanted, pull(given)):
-            result[i] = grad
-        return tuple(result)
+        result: dict[int | None, Tensor] = dict(zip(wanted, pull(given)))
+        return tuple(result.get(i) for i in returned)
 
     # registration -------------------------------------------------------------------------------------------------
 
-    def apply(self, pin: str, ready: Any, args: tuple) -> Any:
-        """All outputs, connected to autograd. ready: the kernel for these arguments, if it is known."""
-        if _functorch() is None:
-            return self.apply_eager(pin, ready, *args)
-        return self.transformed.apply(pin, *args)
-
-    def _keep(self, ctx: Any, pin: str, args: tuple, output: Any) -> None:
-        outs = output if isinstance(output, tuple) else (output,)
-        self.save(ctx, args, outs, pin)
-        if self.hidden:
-            ctx.mark_non_differentiable(*outs[self.op.public :])
-        ctx.set_materialize_grads(False)
+    def apply(self, ready: Any, args: tuple) -> Any:
+        """All outputs, connected to autograd by ready.way, of a call outside functorch."""
+        return self.apply_eager(ready, args, *[args[i] for i in ready.way.asking])
 
     def _make_functions(self) -> tuple[type, type]:
         """Two forms of one Function. torch binds the arguments of the form that functorch needs by inspect.signature,
-        which costs more than the rest of an eager call; so eager calls get the form with `ctx` in forward."""
+        which costs more than the rest of an eager call; so eager calls get the form with `ctx` in forward, and show
+        autograd only the arguments that ask for a gradient, since it looks at each."""
         gradient, op = self, self.op
+        every = (None, *range(len(op.parameters)))
 
         def backward(ctx, *grads):
-            return (None, *gradient.backward(ctx, grads, ctx.needs_input_grad[1:]))
+            return gradient.backward(ctx, grads, ctx.needs_input_grad[1:], every)
 
         def backward_eager(ctx, *grads):
-            return (None, None, *gradient.backward(ctx, grads, ctx.needs_input_grad[2:]))
+            return gradient.backward(ctx, grads, ctx.way.needs, ctx.way.returned)
 
-        def forward(ctx, pin, ready, *args):
-            output = op.run(args, pin) if ready is None else ready(*args)
-            gradient._keep(ctx, pin, args, output)
+        def forward(ctx, ready, args, *asking):
+            output = ready.run(*args)
+            ready.way.keep(ctx, args, output)
+            ctx.way = ready.way
             return output
 
         def setup_context(ctx, inputs, output):
-            gradient._keep(ctx, inputs[0], inputs[1:], output)
+            pin, *args = inputs
+            ctx.way = Way(gradient, pin, args)
+            ctx.way.keep(ctx, args, output)
 
         def vmap(info, in_dims, pin, *args):
             return _vmap(op, info.batch_size, in_dims[1:], args, pin, gradient.transformed.apply)
@@ -182,19 +151,42 @@ class Gradient:
         op = self.op
 
         def setup(ctx, inputs, keyword_only_inputs, output):
-            outs = tuple(output) if isinstance(output, tuple | list) else (output,)
-            self.save(ctx, inputs, outs, keyword_only_inputs["pin"])
-            ctx.set_materialize_grads(False)  # a zero gradient is work, None is not
+            ctx.way = Way(self, keyword_only_inputs["pin"], inputs)
+            ctx.way.keep(ctx, inputs, tuple(output) if isinstance(output, list) else output)
 
         def backward(ctx, *grads):
             # the dispatcher leaves out trailing arguments that equal their defaults
             needs = ctx.needs_input_grad[: len(op.parameters)]
             padded = (*needs, *(False,) * (len(op.parameters) - len(needs)))
-            return self.backward(ctx, grads, padded)[: len(needs)]
+            return self.backward(ctx, grads, padded, tuple(range(len(needs))))
 
         from tilesmith.engine.op import LIBRARY
 
         torch.library.register_autograd(f"tilesmith::{op.name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+class Way:
+    """How a call is connected to autograd, and what its backward knows beside the saved tensors; calls of one key share
+    it.
+
+    pin: of the call. plain: its arguments, None for tensors. present: the kept inputs that are tensors. like: dtype and
+    number of elements of the inputs that are not kept. needs: which arguments ask for a gradient, and asking: their
+    indices; returned: the arguments whose gradients the eager Function returns. keep: saves what the vjp reads.
+    """
+
+    def __init__(self, gradient: Gradient, pin: str, args: Sequence[Any], needs: tuple[bool, ...] = ()):
+        op = gradient.op
+        self.pin, self.needs = pin, needs
+        self.asking = tuple(i for i, need in enumerate(needs) if need)
+        self.returned = (None, None, *self.asking)
+        self.plain = [tuple(a) if isinstance(a, list) else a for a in args]
+        for i in gradient.tensors:
+            self.plain[i] = None
+        self.present = tuple(i for i in gradient.kept_inputs if args[i] is not None)
+        self.like = [_like(args[i]) for i in gradient.described]
+        unread = tuple(op.unsaved(*args)) if op.unsaved is not None else ()
+        self.keep = gradient.keeper(self.present, unread)
+        self.backs: dict[tuple[bool, ...], Callable[..., tuple]] = {}  # the ways through the vjp, by needs
 
 
 def _like(tensor: Tensor | None) -> tuple[torch.dtype, int] | None:

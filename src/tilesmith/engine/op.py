@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
-from torch.nn import Parameter
 
 from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.arguments import checked, shown
-from tilesmith.engine.autograd import Gradient, register_loop_vmap
+from tilesmith.engine.autograd import Gradient, Way, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, asking, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.key import make_key
 from tilesmith.engine.metadata import describer
-from tilesmith.engine.replay import Replay
+from tilesmith.engine.replay import Ready, Replay
 
 LIBRARY = Library("tilesmith", "FRAGMENT")
 _OPS: dict[str, Op] = {}
@@ -101,11 +101,12 @@ class Op:
         self._describe = describe or describer(self.name, self.parameters)
         self._modules = dict(kernels or {})
         self._kernels: dict[str, Kernel] = {}
-        self._recent: dict[tuple, Callable[..., Any]] = {}
+        self._recent: dict[tuple, Ready] = {}
         self._door: Callable[..., Any] | None = None
         self._select = lru_cache(maxsize=512)(lambda call, pin, device: choose(self, call, pin, device))
         self._define(fake or reference)
         self.add_kernel(Kernel(self.name, REFERENCE, reference, 0))
+        self._key = make_key(self.name, [str(a.type) for a in self.handle._schema.arguments if not a.kwarg_only])
         self.gradient = Gradient(self) if not self.mutates else None
         _OPS[self.name] = self
 
@@ -171,7 +172,7 @@ class Op:
             args = self._autocast(args)
         pin = pinned(self.name)
         try:
-            key = self._key(args, pin)
+            key = self._key(False, pin, *args)
             ready = self._recent.get(key)
         except (TypeError, RuntimeError):  # a value that has no hash, or a tensor without strides
             self.check(*args)
@@ -180,11 +181,10 @@ class Op:
             return sharding_rules.call(self, args)
         if ready is None:  # a check looks at what is in the key, so a known key has passed it
             self.check(*args)
-            if key is not None:
-                ready = self._remember(key, args, pin)
-        if self.gradient is not None and torch.is_grad_enabled() and self.gradient.needed(args):
-            return self._public(self.gradient.apply(pin, ready, args))
-        outs = self.run(args, pin) if ready is None else ready(*args)
+            ready = self._passed_on(args, pin) if key is None else self._remember(key, args, pin)
+        if ready.way is not None:
+            return self._public(self.gradient.apply(ready, args))
+        outs = ready.run(*args)
         for i in self.written:  # so that autograd notices if a backward needs what was there
             torch.autograd.graph.increment_version(args[i])
         return self._public(outs)
@@ -224,12 +224,11 @@ class Op:
 
     def run(self, args: tuple, pin: str = "") -> Any:
         """All outputs, without autograd: straight to the kernel for plain tensors, else through torch's dispatcher."""
-        key = self._key(args, pin)
-        if key is not None:
-            return self._execute(key, args, pin)
-        if _functorch() is not None and self.gradient is not None:
-            return self.gradient.transformed.apply(pin, *args)
-        return self.handle(*args, pin=pin)
+        key = self._key(False, pin, *args)
+        if key is None:
+            return self._dispatched(args, pin)
+        ready = self._recent.get(key)
+        return (self._remember(key, args, pin) if ready is None else ready).run(*args)
 
     def complete(self, args: tuple) -> tuple:
         """Arguments as torch's dispatcher hands them over, with the trailing defaults that it leaves out."""
@@ -237,40 +236,36 @@ class Op:
 
     def _boundary(self, *args: Any, pin: str = "") -> Any:
         args = self.complete(args)
-        return self._execute(self._key(args, pin, inside=True), args, pin)
-
-    def _key(self, args: tuple, pin: str, inside: bool = False) -> tuple | None:
-        """All that a check or a kernel's launcher may look at: pin, facts of the tensors, plain arguments. None where
-        torch's dispatcher has to see the call: modes, functorch, tensor subclasses; `inside`: it has."""
-        if not inside and (_modes() or _functorch() is not None):
-            return None
-        key: list[Any] = [pin]
-        grad = torch.is_grad_enabled()
-        for a in args:
-            kind = type(a)
-            if kind in _NO_TENSORS:  # before isinstance, which costs more than the rest for what is no tensor
-                key.append(a)
-            elif kind is Tensor or kind is Parameter or isinstance(a, Tensor):
-                if kind is not Tensor and kind is not Parameter and not inside:
-                    return None
-                key += (a.dtype, a.device, a.shape, a.stride(), a.data_ptr() & 15, grad and a.requires_grad)
-            else:
-                key.append(tuple(a) if kind is list else a)
-        return tuple(key)
-
-    def _execute(self, key: tuple, args: tuple, pin: str) -> Any:
+        key = self._key(True, pin, *args)
         ready = self._recent.get(key)
-        return (self._remember(key, args, pin) if ready is None else ready)(*args)
+        return (self._remember(key, args, pin) if ready is None else ready).run(*args)
 
-    def _remember(self, key: tuple, args: tuple, pin: str) -> Callable[..., Any]:
+    def _dispatched(self, args: tuple, pin: str) -> Any:
+        if _functorch() is not None and self.gradient is not None:
+            return self.gradient.transformed.apply(pin, *args)
+        return self.handle(*args, pin=pin)
+
+    def _passed_on(self, args: tuple, pin: str) -> Ready:
+        """A call that torch's dispatcher has to see; functorch connects it to autograd itself."""
+        ready = Ready(lambda *args: self._dispatched(args, pin))
+        return ready if _functorch() is not None else self._connected(ready, args, pin)
+
+    def _remember(self, key: tuple, args: tuple, pin: str) -> Ready:
         """The chosen kernel for these very shapes, kept so that the next such call asks for nothing."""
-        ready = self._ready(args, pin)
+        ready = self._connected(self._ready(args, pin), args, pin)
         if len(self._recent) >= 1024:  # ever new lengths: start over rather than grow
             self._recent.clear()
         self._recent[key] = ready
         return ready
 
-    def _ready(self, args: tuple, pin: str) -> Callable[..., Any]:
+    def _connected(self, ready: Ready, args: tuple, pin: str) -> Ready:
+        if self.gradient is not None and torch.is_grad_enabled():
+            needs = self.gradient.needs(args)
+            if True in needs:
+                ready.way = Way(self.gradient, pin, args, needs)
+        return ready
+
+    def _ready(self, args: tuple, pin: str) -> Ready:
         if pin == ASKED:
             raise Asked(args)
         device = next(a.device for a in args if isinstance(a, Tensor))
@@ -282,7 +277,7 @@ class Op:
         fn = kernel.fn if configure is None else configure.bind(args, fields)
         if kernel.backend == REFERENCE and device.type != "meta":
             fn = _as_written(fn, device.type)
-        return Replay(fn, configure and configure.free, device.index) if device.type == "cuda" else fn
+        return Replay(fn, configure and configure.free, device.index) if device.type == "cuda" else Ready(fn)
 
     def _public(self, outs: Any) -> Any:
         if not isinstance(outs, tuple | list):
@@ -341,8 +336,6 @@ def _find(name: str) -> Op:
 
 
 _LOWERED = (torch.float32, torch.float16, torch.bfloat16)
-_NO_TENSORS = frozenset({type(None), bool, int, float, str, tuple})
-_modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 

@@ -108,8 +108,9 @@ class Recorder(TorchDispatchMode):
             return
         self.steps.append(("launch", (found, device, grid, values)))
 
-    def replay(self, out: Any) -> Callable[..., Any] | None:
-        """The function of the same arguments that allocates, launches and returns as the recorded run did."""
+    def replay(self, out: Any, kernel: Replay) -> Callable[..., Any] | None:
+        """The function of the same arguments that allocates, launches and returns as the recorded run did, and leaves
+        that to the kernel's launcher while another device is current or something forbids a replay."""
         if self.refusal:
             return None
         outs = out if isinstance(out, tuple | list) else (out,)
@@ -122,7 +123,7 @@ class Recorder(TorchDispatchMode):
             self.memory[name] = o  # returned through a view: its shape is what counts
             results.append(name)
         try:
-            return _generate(self, results, isinstance(out, tuple | list))
+            return _generate(self, results, isinstance(out, tuple | list), kernel)
         except _Unknown as problem:
             self.refusal = str(problem)
             return None
@@ -136,9 +137,16 @@ class _Unknown(Exception):
     """A launch argument that cannot be repeated."""
 
 
-def _generate(record: Recorder, results: list[str], many: bool) -> Callable[..., Any]:
-    constants: dict[str, Any] = {}
-    lines = []
+def _generate(record: Recorder, results: list[str], many: bool, kernel: Replay) -> Callable[..., Any]:
+    constants: dict[str, Any] = {
+        "device": _current_device, "free": kernel.free, "launch": kernel._launch, "deterministic": _deterministic,
+        "filled": _empty, "fast": _empty_cuda, "stream": torch._C._cuda_getCurrentRawStream,
+    }  # fmt: skip
+    parameters = ", ".join(record.parameters)
+    lines = [
+        f"if device() != {kernel.device} or not free(): return launch({parameters})",
+        "empty = filled if deterministic() else fast",
+    ]
     devices = {step[1][1] for step in record.steps if step[0] == "launch"}
     if len(devices) > 1:
         raise _Unknown("launches on several devices")
@@ -170,10 +178,9 @@ def _generate(record: Recorder, results: list[str], many: bool) -> Callable[...,
             lines.append(f"del {', '.join(spent)}")
     listed = ", ".join(results)
     lines.append(f"return ({listed},)" if many else f"return {listed}")
-    source = f"def replay({', '.join(['empty', *record.parameters])}):\n    " + "\n    ".join(lines)
-    namespace = {**constants, "stream": torch._C._cuda_getCurrentRawStream}
-    exec(compile(source, "<tilesmith replay>", "exec"), namespace)
-    return namespace["replay"]
+    source = f"def replay({parameters}):\n    " + "\n    ".join(lines)
+    exec(compile(source, "<tilesmith replay>", "exec"), constants)
+    return constants["replay"]
 
 
 def _value(record: Recorder, value: Any, name: str, constants: dict[str, Any], used: set[str]) -> str:
@@ -254,30 +261,39 @@ def _recording(args: tuple) -> Iterator[Recorder]:
         _here.recorder = None
 
 
-class Replay:
-    """A kernel for one key of repeat calls: runs its launcher, records the second run, repeats that from then on.
+class Ready:
+    """A kernel for one key of repeat calls. run: what runs it; way: connects its calls to autograd, None where no
+    argument asks for a gradient."""
+
+    def __init__(self, run: Callable[..., Any]):
+        self.run, self.way = run, None
+
+
+class Replay(Ready):
+    """A kernel on a CUDA device: runs its launcher, records the second run, repeats that from then on.
 
     fn: the configured launcher. free: whether nothing forbids a replay now; None: never replayed. device: index.
     """
 
     def __init__(self, fn: Callable[..., Any], free: Callable[[], bool] | None, device: int):
+        super().__init__(self._launch)
         self.fn, self.free, self.device = fn, free, device
-        self.calls, self.again, self.refusal = 0, None, ""
+        self.calls, self.refusal = 0, ""
 
-    def __call__(self, *args: Any) -> Any:
+    def _launch(self, *args: Any) -> Any:
         if _current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(*args)
+                return self.run(*args)
         if self.free is None or not self.free():
             return self.fn(*args)
-        if self.again is not None:
-            return self.again(_empty if _deterministic() else _empty_cuda, *args)
         self.calls += 1
         if self.calls != 2 or _empty_cuda is None:
             return self.fn(*args)
         with _recording(args) as record:
             out = self.fn(*args)
-        self.again, self.refusal = record.replay(out), record.refusal
+        again, self.refusal = record.replay(out, self), record.refusal
+        if again is not None:
+            self.run = again
         return out
 
 

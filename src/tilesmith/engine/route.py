@@ -1,8 +1,8 @@
-"""Route: the way of a backward through the vjp, written out for one set of needed gradients.
+"""Route: the way of a backward through the vjp, written out for one kind of call.
 
-Which saved tensor, plain argument or incoming gradient each parameter of the vjp takes, and where each of its outputs
-goes, follows from names alone. So it is generated once, as a function without loops or lookups: a small op's backward
-spent more time on those than on its launches.
+Which inputs and outputs are saved, which of them, plain argument or incoming gradient each parameter of the vjp takes,
+and where each of its outputs goes, follows from names alone. So it is generated once, as functions without loops or
+lookups: a small op's backward spent more time on those than on its launches.
 """
 
 from __future__ import annotations
@@ -11,14 +11,37 @@ from collections.abc import Callable
 from typing import Any
 
 
-def make(gradient: Any, needs: tuple[bool, ...]) -> Callable[..., tuple]:
-    """The function (run, pin, grads, saved, plain, like) -> gradients of all arguments, None where not needed.
+def keeper(gradient: Any, present: tuple[int, ...], unread: tuple[str, ...]) -> Callable[..., None]:
+    """The function (ctx, args, output) that saves what the vjp reads.
 
-    run(call, pin) computes the vjp. grads: of the op's public outputs. saved: the kept inputs, then the kept outputs.
-    plain: the op's arguments, None for tensors. like: (dtype, number of elements) of the inputs that are not kept.
+    present: kept inputs that are tensors, not None. unread: names of kept outputs that the vjp takes but will not read.
+    """
+    op, lines = gradient.op, []
+    lines.append("outs = output if isinstance(output, tuple) else (output,)")
+    kept = [f"args[{i}]" for i in present]
+    for i in gradient.kept_outputs:
+        empty = f"outs[{i}].new_empty((*outs[{i}].shape[:-1], 0))"
+        kept.append(empty if op.outputs[i] in unread else f"outs[{i}]")
+    lines.append(f"ctx.save_for_backward({', '.join(kept)})")
+    if gradient.hidden:
+        hidden = range(op.public, len(op.outputs))
+        lines.append(f"ctx.mark_non_differentiable({', '.join(f'outs[{i}]' for i in hidden)})")
+    lines.append("ctx.set_materialize_grads(False)")  # a zero gradient is work, None is not
+    return _function("keep(ctx, args, output)", lines, f"{op.name} kept", {})
+
+
+def make(
+    gradient: Any, needs: tuple[bool, ...], present: tuple[int, ...], returned: tuple[int | None, ...]
+) -> Callable[..., tuple]:
+    """The function (run, pin, grads, saved, plain, like) -> gradients of the arguments `returned`, None where not
+    needed and in the place of None.
+
+    run(call, pin) computes the vjp. grads: of the op's public outputs. saved: the kept inputs that are `present`, then
+    the kept outputs. plain: the op's arguments, None for tensors. like: (dtype, number of elements) of the inputs that
+    are not kept.
     """
     vjp = gradient.op.vjp
-    kept = {i: f"saved[{n}]" for n, i in enumerate(gradient.kept_inputs)}
+    kept = {i: f"saved[{n}]" for n, i in enumerate(present)}
     made = {i: f"saved[{n + len(kept)}]" for n, i in enumerate(gradient.kept_outputs)}
     known = {i: f"like[{n}]" for n, i in enumerate(gradient.described)}
     twins = {target: [a for a, of in gradient.twins if of == target and needs[a]] for target in gradient.targets}
@@ -26,7 +49,7 @@ def make(gradient: Any, needs: tuple[bool, ...]) -> Callable[..., tuple]:
 
     def given(kind: str, i: int) -> str:
         if kind == "input":
-            return kept.get(i, f"plain[{i}]")
+            return kept.get(i, "None" if i in gradient.tensors else f"plain[{i}]")
         return {"mask": "mask", "grad": f"grads[{i}]"}[kind] if kind != "output" else made[i]
 
     def size(i: int) -> str:
@@ -35,7 +58,7 @@ def make(gradient: Any, needs: tuple[bool, ...]) -> Callable[..., tuple]:
     def dtype(i: int) -> str:
         return f"{known[i]}[0]" if i in known else f"{kept[i]}.dtype"
 
-    result = ["None"] * len(needs)
+    result = dict.fromkeys(range(len(needs)), "None")
     lines = [f"got = run(({', '.join(given(*step) for step in gradient.plan)},), pin)"]
     if len(vjp.outputs) == 1:
         lines.append("got = got if isinstance(got, (tuple, list)) else (got,)")
@@ -53,8 +76,11 @@ def make(gradient: Any, needs: tuple[bool, ...]) -> Callable[..., tuple]:
     for target, i in gradient.passed:
         if needs[target]:
             result[target] = f"grads[{i}]"
-    lines.append(f"return ({', '.join(result)},)")
-    source = "def route(run, pin, grads, saved, plain, like):\n    " + "\n    ".join(lines)
-    namespace: dict[str, Any] = {"mask": mask}
-    exec(compile(source, f"<tilesmith route of {vjp.name}>", "exec"), namespace)
-    return namespace["route"]
+    lines.append(f"return ({', '.join('None' if i is None else result[i] for i in returned)},)")
+    return _function("route(run, pin, grads, saved, plain, like)", lines, f"route of {vjp.name}", {"mask": mask})
+
+
+def _function(head: str, lines: list[str], what: str, names: dict[str, Any]) -> Callable[..., Any]:
+    source = f"def {head}:\n    " + "\n    ".join(lines)
+    exec(compile(source, f"<tilesmith {what}>", "exec"), names)
+    return names[head.partition("(")[0]]

@@ -9,6 +9,7 @@ import torch
 
 from tilesmith.engine import Op, cases, ops
 from tilesmith.engine.launch import compiling_for
+from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named
 from tilesmith.validate.cases import outputs_and_gradients
 
@@ -59,14 +60,15 @@ class _Tap:
 
     def open(self) -> None:
         self.op._recent.clear()
-        self.op._remember = lambda key, args, pin: self.fn
+        self.op._ready = lambda args, pin: Ready(self.fn)
         self.configure = getattr(self.fn, "configure", None)
         if self.configure is not None:
             self.configure.forget()
             self.configure.arch = self.arch
 
     def close(self) -> None:
-        del self.op._remember
+        del self.op._ready
+        self.op._recent.clear()
         if self.configure is not None:
             self.configure.forget()
             self.configure.arch = None
