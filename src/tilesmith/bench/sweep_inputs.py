@@ -197,6 +197,12 @@ def _attention(tokens: int, held: Held) -> Panels:
     return {f"head dim {dim}, {kind}": args(dim, causal) for dim in held.head_dims for kind, causal in kinds.items()}
 
 
+def _quantized(tokens: int, held: Held) -> Panels:
+    dim = held.head_dims[len(held.head_dims) // 2]
+    shape = (_batch(tokens, held.total), max(1, held.hidden // 2 // dim), tokens, dim)
+    return _one({name: T(*shape, grad=False, init=_tokens_first) for name in "qkv"})
+
+
 def _heads(tokens: int, held: Held) -> Args:
     dim = held.head_dims[len(held.head_dims) // 2]
     batch, table = _batch(tokens, held.total), {"dtype": torch.float32, "grad": False}
@@ -281,6 +287,7 @@ INPUTS: dict[str, dict[str, Inputs]] = {
     "linear_distillation": _classes(_distillation, tokens=4096),
     "linear_preference": _classes(_preference),
     "attention": _sequences(_attention),
+    "attention_quantize": _sequences(_quantized),
     "rope": _sequences(lambda tokens, held: _one(_heads(tokens, held))),
     "rms_norm_rope": _sequences(_normed_heads),
     "attention_weights": _sequences(lambda n, held: _scores(n, held, lse=True), LENGTHS[:-1]),

@@ -10,6 +10,7 @@ from tilesmith.engine import Case, T
 
 SMALL = frozenset({"test", "interpret"})
 TEST = frozenset({"test"})
+GPU = frozenset({"gpu"})
 BENCH = frozenset({"bench", "tune"})
 E4M3 = torch.float8_e4m3fn
 WIDE = (torch.float32,)  # so many 16-bit values that for some fp32 and the oracle would choose different codes
@@ -124,6 +125,6 @@ ATTENTION: list[Case] = [
         ("e4m3_odd_head_dims", _fp8(1, 1, 70, 140, 96, 80, causal=True)),
         ("e4m3_few_keys", _fp8(2, 1, 150, 3, causal=True)),
         ("e4m3_one_query", _fp8(2, 1, 1, 129, causal=True)),
-        ("e4m3_many_tiles", _fp8(8, 2, 1100, 1100, batch=3, causal=True)),
     )
 ]
+ATTENTION.append(Case("e4m3_many_tiles", _fp8(8, 2, 1100, 1100, batch=3, causal=True), GPU, (torch.bfloat16,)))
