@@ -179,8 +179,7 @@ def _backward(
     for rows in _blocks(logits):
         z, slope = _scores(logits[rows].to(lse.dtype), terms, True)
         block = _Block(z, target[rows], class_weight, terms, first_class, classes)
-        # Where the target is ignored lse is 0, and exp(z) could overflow.
-        z.sub_(torch.where(block.counted, lse[rows], float("inf"))[:, None]).exp_()
+        z.sub_(lse[rows][:, None]).exp_()
         block.finish_gradient(lse[rows], None, token_grad[rows], z_grad[rows], slope)
         _store(z, logits[rows])
 
@@ -274,6 +273,11 @@ class _Block:
         z.scatter_(-1, column, z.gather(-1, column) - hit)
         if slope is not None:
             z.mul_(slope)
+        # rows that do not count may hold NaN or infinities, of which no product is 0; a CPU finds them without waiting
+        if z.device.type == "cpu":
+            z.index_fill_(0, (~self.counted).nonzero()[:, 0], 0.0)
+        else:
+            z.masked_fill_(~self.counted[:, None], 0.0)
 
 
 def _scores(z: Tensor, terms: Terms, grad: bool) -> tuple[Tensor, Tensor | None]:
