@@ -383,6 +383,12 @@ def _thinned(a):
     return room[1::2].view(a.shape).copy_(a)
 
 
+def _shifted(a):
+    """Contiguous, but one element behind where a vector load could start."""
+    room = a.new_empty(a.numel() + 1)
+    return room[1:].view(a.shape).copy_(a)
+
+
 def _turned(a):
     """The dims the other way round in memory."""
     back = tuple(reversed(range(a.ndim)))
@@ -406,7 +412,7 @@ def _forms(name):
 LAID_OUT = [
     pytest.param(name, case, lay_out, id=f"{name}-{case.name}-{lay_out.__name__[1:]}")
     for name in NAMES
-    for lay_out in (_thinned, _turned, _expanded)
+    for lay_out in (_thinned, _shifted, _turned, _expanded)
     for case in _forms(name)[: None if lay_out is _thinned else 1]
 ]
 

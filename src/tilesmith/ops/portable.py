@@ -85,6 +85,12 @@ def flat(x: Tensor, lanes: int) -> tuple[Tensor, list[int]]:
     return x.as_strided((length,), (1,)), [step // lanes for step in steps]
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it, contiguous and starting where every vector may."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def threads(columns: int) -> int:
     """Threads of a workgroup for rows of `columns` elements: as many as every GPU has, more where rows are long."""
     return 256 if columns <= 16_384 else 512 if columns <= 32_768 else 1024

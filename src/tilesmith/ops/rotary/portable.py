@@ -76,7 +76,7 @@ def rms_norm_rope(
         cos, sin = cos[offset : offset + tokens], sin[offset : offset + tokens]
     else:
         cos, sin = reference._angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
-    angles = [x.float().reshape(-1, x.shape[-1]).contiguous() for x in (cos, sin)]
+    angles = [portable.aligned(x.float().reshape(-1, x.shape[-1])) for x in (cos, sin)]
     rest = (*angles, interleaved, norm_dim, eps, weight_offset, casting)
     q_out, q_rstd = _norm_rope(q, q_weight, *rest)
     if k is None:
