@@ -447,6 +447,19 @@ def test_strides_have_no_bearing(name, case, lay_out):
             torch.testing.assert_close(g, w, equal_nan=True, msg=lambda m, b=backend, n=n: f"{b}, result {n}: {m}")
 
 
+@pytest.mark.parametrize(
+    ("name", "case"), [pytest.param(n, c, id=f"{n}-{c.name}") for n in DIFFERENTIABLE for c in _forms(n)]
+)
+def test_a_tensor_that_receives_no_gradient_may_not_ask_for_one(name, case):
+    op = ops()[name]
+    args = op.bind((), case.build(DEVICE, torch.float32, case.generator()))
+    served = {n[1:] for n in op.vjp.outputs} | set(op.alias)
+    for i, (n, a) in enumerate(zip(op.parameters, args)):
+        if isinstance(a, Tensor) and a.is_floating_point() and n not in served:
+            with pytest.raises(ValueError, match=f"{name}: {n} requires a gradient"):
+                op(*args[:i], a.detach().requires_grad_(), *args[i + 1 :])
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if ops()[n].mutates])
 def test_autograd_can_tell_what_was_written(name):
     op, args = _arguments(name)

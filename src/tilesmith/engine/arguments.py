@@ -7,7 +7,7 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,13 +24,19 @@ _LISTS = {int: "a sequence of ints", bool: "a sequence of bools", float: "a sequ
 _DENSE = (torch.strided, torch.jagged)
 
 
-def checked(name: str, signature: inspect.Signature, check: Callable[..., None] | None) -> Callable[..., None]:
+def checked(
+    name: str, signature: inspect.Signature, check: Callable[..., None] | None, differentiable: Collection[str] | None
+) -> Callable[..., None]:
     """A check of an op's arguments: their kinds first, then `check`, which may rely on them.
 
+    differentiable: the arguments that receive a gradient; None: all do.
+
     Raises TypeError, naming the argument, for one that is not of its annotation's kind and for a sparse tensor,
-    ValueError for a number that is infinite, NaN or beyond 64 bits.
+    ValueError for a number that is infinite, NaN or beyond 64 bits, and for a tensor that requires a gradient, where
+    they are recorded, and would receive none.
     """
     kinds = [(n, *_kind(p.annotation)) for n, p in signature.parameters.items()]
+    constant = [i for i, n in enumerate(signature.parameters) if differentiable is not None and n not in differentiable]
 
     def checks(*args: Any) -> None:
         for (n, classes, optional, allowed), a in zip(kinds, args):
@@ -46,6 +52,10 @@ def checked(name: str, signature: inspect.Signature, check: Callable[..., None] 
                 raise ValueError(f"{name}: {n} is {a}; it must fit in 64 bits")
         if check is not None:
             check(*args)
+        for i in constant:
+            if isinstance(args[i], Tensor) and args[i].requires_grad and torch.is_grad_enabled():
+                n = kinds[i][0]
+                raise ValueError(f"{name}: {n} requires a gradient and receives none; pass {n}.detach()")
 
     return checks
 

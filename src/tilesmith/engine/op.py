@@ -86,7 +86,8 @@ class Op:
         self.decompose, self.mutates = decompose, tuple(mutates)
         self.alias, self.fold, self.unsaved, self.sharding = dict(alias or {}), tuple(fold), unsaved, sharding
         self.signature = inspect.signature(reference)
-        self.check = checked(self.name, self.signature, check)
+        served = None if vjp is None else {*(n[1:] for n in vjp.outputs), *self.alias}
+        self.check = checked(self.name, self.signature, check, served)
         self.parameters = tuple(self.signature.parameters)
         self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.required = sum(1 for n in self.parameters if n not in self.defaults)

@@ -229,9 +229,6 @@ def _check_linear(
     for name, value in (("bias", bias), ("teacher_bias", teacher_bias)):
         if value is not None and value.shape != (classes,):
             raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it must be [{classes}]")
-    for name in ("teacher", "teacher_weight", "teacher_bias"):
-        if beside[name] is not None and beside[name].requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{op}: {name} requires a gradient and receives none; pass {name}.detach()")
     _check_labels(op, "target", target, x)
     if teacher_probs and teacher_weight is not None:
         raise ValueError(f"{op}: teacher_probs says that teacher holds probabilities; pass them without teacher_weight")

@@ -143,9 +143,6 @@ def _check_beside(x: Tensor, sequences: Tensor, tokens: Tensor | None, formula: 
         raise ValueError(f"{NAME}: tokens has shape {given}; {formula!r} reads [{rule.tokens} or more, B, T]")
     if tokens is not None and tokens.shape[1:] != x.shape[:2]:
         raise ValueError(f"{NAME}: tokens has shape {tuple(tokens.shape)}; it must end in {tuple(x.shape[:2])}")
-    for name, value in (("sequences", sequences), ("tokens", tokens)):
-        if value is not None and value.requires_grad:
-            raise ValueError(f"{NAME}: {name} requires a gradient and receives none; pass {name}.detach()")
 
 
 _KERNELS = {"triton": "tilesmith.ops.loss.triton_preference", "chunked": "tilesmith.ops.loss.chunked_preference"}
