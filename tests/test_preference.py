@@ -238,11 +238,13 @@ def test_grpo_counts_items_and_computes_the_reference():
 
 def test_masked_tokens_may_hold_anything():
     data = Data()
-    for values in (data.old, data.ref):
+    importance = torch.ones_like(data.old)
+    for values in (data.old, data.ref, importance):
         values[data.mask == 0] = float("-inf")
     got, metrics = nn.FusedLinearGRPOLoss()(
-        data.x, data.weight, data.ids, data.mask, data.advantages, data.bias, data.ref, data.old
-    )
+        data.x, data.weight, data.ids, data.mask, data.advantages, data.bias, data.ref, data.old,
+        vllm_is_ratio=importance,
+    )  # fmt: skip
     assert got.isfinite()
     assert metrics.kl.isfinite()
     assert all(g.isfinite().all() for g in torch.autograd.grad(got, data.leaves))

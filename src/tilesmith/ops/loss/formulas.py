@@ -220,7 +220,7 @@ def policy_terms(kind: str, log_probs: Tensor, sequences: Tensor, tokens: Tensor
         ratio, advantage, log_probs, log_ratio * mask, sequences, o
     )
     if o.has_importance and kind != "vespo":
-        importance = next(rest)
+        importance = torch.where(live, next(rest), 0.0)
         losses, by_ratio, by_log_prob = losses * importance, by_ratio * importance, by_log_prob * importance
     return PolicyTerms(losses, by_ratio, by_log_prob, torch.expm1(gap) - gap, -torch.expm1(gap), ratio, clipped)
 
