@@ -198,6 +198,34 @@ def test_optimize_measures_before_and_after(config):
     assert "peak memory" in output
 
 
+@pytest.mark.parametrize(
+    ("kind", "tells"), [("T5", "training step"), ("ViT", "ViTModel takes no input_ids and no labels")]
+)
+def test_optimize_takes_the_architecture_that_the_configuration_names(kind, tells, tmp_path, missing):
+    if not importlib.util.find_spec("transformers"):
+        missing("transformers is not installed")
+    import transformers
+
+    sizes = {
+        "T5": {
+            "d_model": 32,
+            "d_ff": 48,
+            "d_kv": 8,
+            "num_layers": 1,
+            "num_heads": 2,
+            "vocab_size": 64,
+            "decoder_start_token_id": 0,
+        },
+        "ViT": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+    }
+    named = {"T5": ["T5ForConditionalGeneration"], "ViT": ["ViTModel"]}[kind]
+    getattr(transformers, f"{kind}Config")(**sizes[kind], architectures=named).save_pretrained(tmp_path)
+    code, output = run("optimize", tmp_path, "--device", "cpu", "--tokens", "4")
+    assert code == (0 if kind == "T5" else 2)
+    assert tells in " ".join(output.split())
+    assert ("lm_head" in output) == (kind == "T5")
+
+
 @settings(deadline=None)  # other tests run beside this one
 @given(st.text(), st.integers(256, 300))
 def test_byte_pairs_give_every_text_back(written, size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,8 @@ def command(
     config = _config(model)
     where, kind = (torch.device("meta"), torch.bfloat16) if dry_run else _place(device, dtype)
     built = _build(config, where, kind)
+    if not dry_run:
+        _trains_on_tokens(built)
     before = None if dry_run else _measured(built, batch, tokens)
     found = optimize(built).tilesmith_report
     if as_json:
@@ -60,15 +63,29 @@ def _place(device: str | None, dtype: str | None):
 
 
 def _build(config, device, dtype):
-    """The model with random weights: a causal language model if the configuration has one, else its base model."""
+    """The model with random weights: the architecture that its configuration names, else a causal language model if
+    there is one, else its base model."""
     import torch
+    import transformers
     from transformers import AutoModel, AutoModelForCausalLM
 
+    named = (getattr(transformers, name, None) for name in config.architectures or ())
+    architecture = next((cls for cls in named if cls is not None), None)
     with torch.device(device):
+        if architecture is not None:
+            return architecture._from_config(config, dtype=dtype)
         try:
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
         except ValueError:
             return AutoModel.from_config(config, dtype=dtype)
+
+
+def _trains_on_tokens(model) -> None:
+    """Refuse a model whose training step this command cannot make up."""
+    taken = inspect.signature(type(model).forward).parameters
+    absent = [name for name in ("input_ids", "labels") if name not in taken]
+    if absent:
+        refuse(f"{type(model).__name__} takes no {' and no '.join(absent)}, so no step is timed; add --dry-run")
 
 
 def _measured(model, batch: int, tokens: int) -> tuple[float, int]:
