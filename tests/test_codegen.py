@@ -185,6 +185,9 @@ def test_what_gpus_leave_undefined():
     def overflow(y: Out[u32], n: Scalar[i32]):
         y[tid(0)] = u32(n * 2)
 
+    def no_size(y: Out[u32], n: Scalar[i32]):
+        y[tid(0)] = u32(abs(n))
+
     def negative(y: Out[u32]):
         y[tid(0)] = u32(f32(tid(0)) - 3.0)
 
@@ -208,6 +211,7 @@ def test_what_gpus_leave_undefined():
         (by_zero, Undefined, {}, "// by zero"),
         (wide_shift, Undefined, {}, "<< by more than 31"),
         (overflow, Undefined, {"n": 2**30}, "i32 overflow"),
+        (no_size, Undefined, {"n": -(2**31)}, "i32 overflow"),
         (negative, Undefined, {}, "-3.0 does not fit u32"),
         (one_place, Race, {}, r"thread 0 writes y\[0\], touched by thread"),
         (endless, Undefined, {"n": 0}, "the loop's step is not positive"),
@@ -462,3 +466,13 @@ def test_quotients_of_negative_vectors_round_down():
     x[0] = -5, -4, 3, 6
     interpret(ir, (1, 1, 1), {"x": x})
     assert x[1:].tolist() == [[-2, -1, 0, 1], [3, 0, 3, 2]]
+
+
+def test_extremes_leave_out_nan_as_devices_do():
+    def extremes(x: InOut[f32]):
+        x[1] = max(x[0], 2.0)
+        x[2] = min(3.0, x[0])
+
+    x = np.array([np.nan, 0, 0], np.float32)
+    interpret(build(extremes, (1, 1, 1)), (1, 1, 1), {"x": x})
+    assert x[1:].tolist() == [2.0, 3.0]

@@ -34,6 +34,7 @@ compile-time condition keeps one branch; a list may hold arrays, fragments or nu
 Values. f32, f16, bf16 (memory only), u32, i32, bool, and vectors of 2 or 4 (`f16x4`, `vector(f16, n)`) with lanes
 `v.x` or `v[0]`. No implicit mixing: convert with `f32(x)`. A literal takes the type beside it, else u32, i32 or f32.
 `/` is for floats; `//` and `%` for u32, and for i32 by a power of two. A buffer of `f16x4` is indexed in units of four.
+Of a NaN and a number `min` and `max` give the number on most devices; WebGPU and Metal promise nothing about NaN.
 
 Memory. `shared` arrays of the workgroup, `local` arrays of a thread, flat buffers indexed with u32 (at most 2**32
 elements). `barrier()` orders shared arrays; nothing orders buffers within a launch, so no thread may touch what another

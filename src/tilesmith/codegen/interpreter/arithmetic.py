@@ -131,6 +131,13 @@ def _mulhi(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return ((a.astype(np.uint64) * b.astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
 
 
+def call(function: str, type_: Type, args: list[np.ndarray], active: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """A function of operands of `type_`."""
+    if function == "abs" and type_.dtype == "i32":
+        return _i32(np.abs(args[0].astype(np.int64)), active)
+    return FUNCTIONS[function](*args)
+
+
 FUNCTIONS: dict[str, Callable] = {
     "exp": np.exp,
     "exp2": np.exp2,
@@ -144,12 +151,12 @@ FUNCTIONS: dict[str, Callable] = {
     "floor": np.floor,
     "ceil": np.ceil,
     "abs": np.abs,
-    "min": np.minimum,
-    "max": np.maximum,
+    "min": np.fmin,  # of NaN and a number the number, as devices have it
+    "max": np.fmax,
     "fma": _fma,
     "dot": lambda a, b: (a * b).sum(-1, dtype=a.dtype),
     "mulhi": _mulhi,
     "pack_f16": _pack,
     "unpack_f16": _unpack,
 }
-REDUCTIONS: dict[str, Callable] = {"add": np.add.reduce, "max": np.maximum.reduce, "min": np.minimum.reduce}
+REDUCTIONS: dict[str, Callable] = {"add": np.add.reduce, "max": np.fmax.reduce, "min": np.fmin.reduce}

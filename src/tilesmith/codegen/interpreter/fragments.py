@@ -80,7 +80,7 @@ class Matrices:
     def row_reduce(self, s: RowReduce, mask) -> None:
         groups = self.subgroups(mask, 32)
         rows = self.fragments[s.source][groups]
-        self.fragments[s.target][groups] = (rows.max if s.op == "max" else rows.sum)(axis=2, keepdims=True)
+        self.fragments[s.target][groups] = arithmetic.REDUCTIONS[s.op](rows, axis=2, keepdims=True)
 
     def convert(self, s: Convert, mask) -> None:
         groups = self.subgroups(mask, 32)

@@ -316,7 +316,7 @@ class _Batch(Matrices):
         return out.reshape(-1)
 
     def call(self, e: Call, mask: _Mask) -> np.ndarray:
-        return arithmetic.FUNCTIONS[e.function](*(self.value(a, mask) for a in e.args))
+        return arithmetic.call(e.function, e.type, [self.value(a, mask) for a in e.args], mask.active)
 
 
 _STATEMENTS: dict[type, Callable] = {
