@@ -1,5 +1,6 @@
 """Launchers: the same kernels on every backend that this machine has, and what launch refuses."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -146,11 +147,13 @@ GOOD = {"x": torch.ones(40), "y": torch.zeros(40)}
     [
         ({"grid": (1, 1)}, ValueError, "grid must be three whole numbers"),
         ({"grid": (-1, 1, 1)}, ValueError, "grid must be three whole numbers"),
+        ({"grid": 2}, ValueError, "grid must be three whole numbers"),
         ({"tensors": {"x": GOOD["x"]}}, ValueError, "copy takes the tensors x, y; got x"),
         ({"scalars": {"n": 40}}, ValueError, "copy takes the scalars n, shift; got n"),
         ({"scalars": {"n": 1.5, "shift": 0}}, TypeError, "n is a u32, got 1.5"),
         ({"scalars": {"n": -1, "shift": 0}}, ValueError, "n is a u32, which does not hold -1"),
         ({"scalars": {"n": 1, "shift": 2**31}}, ValueError, "shift is a i32, which does not hold"),
+        ({"tensors": {"x": torch._neg_view(GOOD["x"]), "y": GOOD["y"]}}, ValueError, "pass x.resolve_neg"),
         ({"tensors": {"x": GOOD["x"].half(), "y": GOOD["y"]}}, TypeError, "x is a buffer of f32: wanted torch.float32"),
         ({"tensors": {"x": [1.0], "y": GOOD["y"]}}, TypeError, "x must be a torch.Tensor, got list"),
         ({"tensors": {"x": torch.ones(80)[::2], "y": GOOD["y"]}}, ValueError, "x must be contiguous"),
@@ -164,6 +167,52 @@ def test_refusals(change, error, match):
     given = {"grid": (2, 1, 1), "tensors": GOOD, "scalars": {"n": 40, "shift": 0}} | change
     with pytest.raises(error, match=match):
         launch(copy_kernel(), given["grid"], given["tensors"], given["scalars"], backend=given.get("backend"))
+
+
+@pytest.mark.parametrize(
+    ("value", "result"), [(1e39, None), (-(10**400), None), (3, 3.0), (float("inf"), float("inf"))]
+)
+def test_numbers_for_f32(backend, value, result):
+    def fill(y: Out[f32], value: Scalar[f32]):
+        y[0] = value
+
+    ir, y = build(fill, (1, 1, 1)), torch.zeros(1)
+    if result is None:
+        with pytest.raises(ValueError, match="value is a f32, which does not hold"):
+            run(backend, ir, (1, 1, 1), {"y": y}, "y", {"value": value})
+    elif result != float("inf") or backend not in ("webgpu", "metal"):  # which promise nothing about infinities
+        assert run(backend, ir, (1, 1, 1), {"y": y}, "y", {"value": value}).item() == result
+
+
+@pytest.mark.parametrize("name", ["vulkan", "webgpu"])
+def test_refusals_of_devices(name, missing, monkeypatch):
+    reason = runtime.missing(name)
+    if reason is not None:
+        missing(reason)
+    for grid in ((2**20, 1, 1), (1, 2**20, 1), (1, 1, 2**20)):
+        with pytest.raises(ValueError, match=r"copy: a grid of .* allows \([0-9, ]+\) workgroups along x, y, z"):
+            launch(copy_kernel(), grid, GOOD, {"n": 40, "shift": 0}, backend=name)
+    device = runtime._module(name).device()
+    if name == "vulkan":
+        monkeypatch.setattr(device, "largest_buffer", 128)
+    else:
+        monkeypatch.setitem(device.limits, "max-storage-buffer-binding-size", 128)
+    with pytest.raises(ValueError, match=r"copy: x has 160 bytes; .* binds 128; launch the kernel in parts"):
+        launch(copy_kernel(), (2, 1, 1), GOOD, {"n": 40, "shift": 0}, backend=name)
+
+
+def test_threads_launch_one_after_another(backend):
+    """A queue of Vulkan takes no two threads at once."""
+    ir, inputs = copy_kernel(), [torch.full((40,), float(k)) for k in range(4)]
+
+    def work(x):
+        return all(
+            run(backend, ir, (2, 1, 1), {"x": x, "y": nan_like(x)}, "y", {"n": 40, "shift": 0}).equal(x)
+            for _ in range(8)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, inputs))
 
 
 def test_a_launch_counts_as_a_change_in_place():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -15,12 +16,17 @@ DTYPES = {
     "bf16": (torch.bfloat16,),
     "i32": (torch.int32,),
 }
-_RANGES = {"u32": (0, 2**32 - 1), "i32": (-(2**31), 2**31 - 1)}
+_LARGEST = torch.finfo(torch.float32).max
+_RANGES = {"u32": (0, 2**32 - 1), "i32": (-(2**31), 2**31 - 1), "f32": (-_LARGEST, _LARGEST)}
 
 
 def check(ir: KernelIR, grid: tuple, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]):
     """The device of the tensors. Raises ValueError or TypeError that names the argument."""
-    if len(grid) != 3 or not all(isinstance(n, int) and 0 <= n < 2**31 for n in grid):
+    if (
+        not isinstance(grid, (tuple, list))
+        or len(grid) != 3
+        or not all(isinstance(n, int) and 0 <= n < 2**31 for n in grid)
+    ):
         raise ValueError(f"{ir.name}: grid must be three whole numbers of at least 0, got {grid!r}")
     for kind, declared, given in (("tensors", ir.buffers, tensors), ("scalars", ir.scalars, scalars)):
         wanted = [d.name for d in declared]
@@ -29,10 +35,10 @@ def check(ir: KernelIR, grid: tuple, tensors: Mapping[str, Tensor], scalars: Map
                 f"{ir.name} takes the {kind} {', '.join(wanted) or 'none'}; got {', '.join(given) or 'none'}"
             )
     for s in ir.scalars:
-        value, allowed = scalars[s.name], _RANGES.get(s.type.dtype)
-        if isinstance(value, bool) or not isinstance(value, int if allowed else (int, float)):
+        value, (low, high) = scalars[s.name], _RANGES[s.type.dtype]
+        if isinstance(value, bool) or not isinstance(value, int if s.type.is_int else (int, float)):
             raise TypeError(f"{ir.name}: {s.name} is a {s.type}, got {value!r}")
-        if allowed and not allowed[0] <= value <= allowed[1]:
+        if (value < low or value > high) and abs(value) != math.inf:  # NaN is neither
             raise ValueError(f"{ir.name}: {s.name} is a {s.type}, which does not hold {value}")
     for b in ir.buffers:
         _check_tensor(ir, b, tensors[b.name])
@@ -43,6 +49,23 @@ def check(ir: KernelIR, grid: tuple, tensors: Mapping[str, Tensor], scalars: Map
     return devices.pop()
 
 
+def check_grid(ir: KernelIR, grid: tuple, allowed: tuple, device: str) -> None:
+    """Raise ValueError for a grid beyond what a device allows along x, y, z."""
+    if any(n > most for n, most in zip(grid, allowed)):
+        raise ValueError(
+            f"{ir.name}: a grid of {tuple(grid)}; {device} allows {tuple(allowed)} workgroups along x, y, z"
+        )
+
+
+def check_sizes(ir: KernelIR, tensors: Mapping[str, Tensor], most: int, device: str) -> None:
+    """Raise ValueError for a tensor of more bytes than a kernel may bind."""
+    for name, tensor in tensors.items():
+        if tensor.nbytes > most:
+            raise ValueError(
+                f"{ir.name}: {name} has {tensor.nbytes:,} bytes; {device} binds {most:,}; launch the kernel in parts"
+            )
+
+
 def _check_tensor(ir: KernelIR, b, tensor: Tensor) -> None:
     where = f"{ir.name}: {b.name}"
     if not isinstance(tensor, Tensor):
@@ -50,6 +73,8 @@ def _check_tensor(ir: KernelIR, b, tensor: Tensor) -> None:
     allowed = DTYPES.get(b.type.dtype)
     if allowed is not None and tensor.dtype not in allowed:
         raise TypeError(f"{where} is a buffer of {b.type}: wanted {allowed[0]}, got {tensor.dtype}")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(f"{where} is a view that negates what lies in memory; pass {b.name}.resolve_neg()")
     if not tensor.is_contiguous():
         raise ValueError(f"{where} must be contiguous, got strides {tuple(tensor.stride())}")
     if tensor.nbytes % b.type.bytes:

@@ -26,12 +26,14 @@ class Compiled:
     def get(self, ir: KernelIR, device: object, make: Callable[[], Any]) -> Any:
         """The entry of this very `ir` object; hashing its tree would cost more than a launch."""
         key = (id(ir), device)
-        if key not in self._entries:
-            self._entries[key] = (ir, make())  # holding ir keeps its id from being given to another
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = (ir, make())  # holding ir keeps its id from being given to another
             while len(self._entries) > _ENTRIES:
                 self._entries.popitem(last=False)
-        self._entries.move_to_end(key)
-        return self._entries[key][1]
+        with contextlib.suppress(KeyError):  # another thread may have dropped it
+            self._entries.move_to_end(key)
+        return entry[1]
 
 
 def directory() -> Path:

@@ -12,9 +12,11 @@ from torch import Tensor
 from tilesmith.codegen import KernelError, KernelIR, cuda, nvrtc
 from tilesmith.hardware.limits import Limits
 from tilesmith.runtime import cache
+from tilesmith.runtime.arguments import check_grid
 
 DEVICES = ("cuda",)
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAX_GROUPS = (2**31 - 1, 65_535, 65_535)
 _KINDS = {"f32": ctypes.c_float, "u32": ctypes.c_uint32, "i32": ctypes.c_int32}
 _compiled = cache.Compiled()
 
@@ -57,6 +59,7 @@ def device_uuid() -> bytes | None:
 
 def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
     """Queue `ir` on the current stream of the tensors' device."""
+    check_grid(ir, grid, _MAX_GROUPS, "CUDA")
     index = next(iter(tensors.values())).device.index
     with torch.cuda.device(index):
         _make_current(index, ir)

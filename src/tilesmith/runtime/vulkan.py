@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tilesmith.codegen import KernelError, KernelIR, spirv
 from tilesmith.runtime import cache
-from tilesmith.runtime.arguments import as_bytes
+from tilesmith.runtime.arguments import as_bytes, check_grid, check_sizes
 from tilesmith.runtime.vulkan_device import STORAGE, UNIFORM, Device
 
 DEVICES = ("cpu",)
@@ -21,6 +22,7 @@ _FEATURES = {
     "fragments": "cooperative matrices",
     "conversions": "conversions of cooperative matrices (VK_NV_cooperative_matrix2)",
 }
+_lock = threading.RLock()  # Vulkan leaves it to its users that no two threads use a queue at once
 _compiled = cache.Compiled()
 _timing: tuple[int, list[list[float]]] | None = None
 
@@ -41,10 +43,15 @@ def missing() -> str | None:
     return None
 
 
-@lru_cache(maxsize=1)
 def device() -> Device:
     """The device that launches use: torch's current CUDA device, else a discrete GPU before an integrated one before a
     CPU."""
+    with _lock:
+        return _device()
+
+
+@lru_cache(maxsize=1)
+def _device() -> Device:
     import vulkan
 
     return Device(vulkan)
@@ -67,25 +74,29 @@ def timed(rounds: int) -> Iterator[list[list[float]]]:
 def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
     """Copy the tensors, run `ir`, copy back what it wrote, and wait."""
     d = device()
-    if max(grid) > min(d.max_groups):
-        raise ValueError(f"{ir.name}: a grid of {grid}; {d.name} allows {d.max_groups} workgroups along an axis")
+    check_grid(ir, grid, d.max_groups, d.name)
+    check_sizes(ir, tensors, d.largest_buffer, d.name)
+    with _lock, contextlib.ExitStack() as frees:
+        _launch(ir, grid, tensors, scalars, d, frees)
+
+
+def _launch(ir: KernelIR, grid, tensors, scalars, d: Device, frees: contextlib.ExitStack) -> None:
     pipeline = _compiled.get(ir, "vulkan", lambda: _compile(ir, d))
-    with contextlib.ExitStack() as frees:
-        buffers = []
-        for b in ir.buffers:
-            data = as_bytes(tensors[b.name]).numpy()
-            buffers.append(d.buffer(max(16, -(-data.nbytes // 4) * 4), STORAGE, frees))
-            d.write(buffers[-1], memoryview(data))
-        if ir.scalars:
-            block = ir.pack_scalars(scalars)
-            buffers.append(d.buffer(len(block), UNIFORM, frees))
-            buffers[-1].memory[:] = block
-        d.dispatch(pipeline, buffers, grid, frees)
-        if _timing is not None:
-            _timing[1].append(d.measure(pipeline, buffers, grid, _timing[0], frees))
-        for b, buffer in zip(ir.buffers, buffers):
-            if b.access != "read":
-                d.read(buffer, memoryview(as_bytes(tensors[b.name]).numpy()))
+    buffers = []
+    for b in ir.buffers:
+        data = as_bytes(tensors[b.name]).numpy()
+        buffers.append(d.buffer(max(16, -(-data.nbytes // 4) * 4), STORAGE, frees))
+        d.write(buffers[-1], memoryview(data))
+    if ir.scalars:
+        block = ir.pack_scalars(scalars)
+        buffers.append(d.buffer(len(block), UNIFORM, frees))
+        buffers[-1].memory[:] = block
+    d.dispatch(pipeline, buffers, grid, frees)
+    if _timing is not None:
+        _timing[1].append(d.measure(pipeline, buffers, grid, _timing[0], frees))
+    for b, buffer in zip(ir.buffers, buffers):
+        if b.access != "read":
+            d.read(buffer, memoryview(as_bytes(tensors[b.name]).numpy()))
 
 
 def _compile(ir: KernelIR, d: Device):

@@ -88,6 +88,7 @@ class Device:
         self.name = self.properties.deviceName
         limits = self.properties.limits
         self.max_groups = tuple(limits.maxComputeWorkGroupCount)
+        self.largest_buffer = limits.maxStorageBufferRange
         shared, size = limits.maxComputeSharedMemorySize, tuple(limits.maxComputeWorkGroupSize)
         self.limits = Limits(self.name, shared, limits.maxComputeWorkGroupInvocations, size)
         self.memory_types = vk.vkGetPhysicalDeviceMemoryProperties(self.physical)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilesmith.codegen import KernelError, KernelIR, wgsl
 from tilesmith.hardware.limits import Limits
 from tilesmith.runtime import cache
-from tilesmith.runtime.arguments import as_bytes
+from tilesmith.runtime.arguments import as_bytes, check_grid, check_sizes
 
 DEVICES = ("cpu",)
 _FEATURES = {"f16": "shader-f16", "subgroups": "subgroup"}
@@ -69,8 +69,8 @@ def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[s
 
     d = device()
     allowed = d.limits["max-compute-workgroups-per-dimension"]
-    if max(grid) > allowed:
-        raise ValueError(f"{ir.name}: a grid of {grid}; WebGPU allows {allowed} workgroups along an axis")
+    check_grid(ir, grid, (allowed,) * 3, "WebGPU")
+    check_sizes(ir, tensors, d.limits["max-storage-buffer-binding-size"], "this WebGPU device")
     pipeline = _compiled.get(ir, "webgpu", lambda: _compile(ir))
     storage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC
     buffers = []
