@@ -328,15 +328,16 @@ def subgroups() -> Sample:
 
 @sample
 def reserved_names() -> Sample:
-    def reserved_names(half: In[f32], var: Out[f32], fn: Scalar[f32]):
+    def reserved_names(half: In[f32], storage: Out[f32], fn: Scalar[f32]):
         device, template = shared(f32, 32), local(f32, 1)
-        let = half[tid(0)] * fn
+        precision = half[tid(0)]
+        let = precision * fn
         device[tid(0)], template[0] = let, math.pi
         barrier()
         for loop in range(1):
-            var[tid(0) + loop] = device[31 - tid(0)] + template[0]
+            storage[tid(0) + loop] = device[31 - tid(0)] + template[0]
 
     x = random(32)
     wanted = (x * np.float32(3))[::-1] + np.float32(math.pi)
-    tensors = {"half": x, "var": np.zeros_like(x)}
-    return Sample(build(reserved_names, (32, 1, 1)), (1, 1, 1), tensors, {"fn": 3.0}, {"var": wanted}, 1e-6)
+    tensors = {"half": x, "storage": np.zeros_like(x)}
+    return Sample(build(reserved_names, (32, 1, 1)), (1, 1, 1), tensors, {"fn": 3.0}, {"storage": wanted}, 1e-6)

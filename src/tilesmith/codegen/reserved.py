@@ -20,17 +20,19 @@ precise fast
 """
 _WGSL = """
 alias const_assert continuing diagnostic discard enable fallthrough fn let loop override var array atomic mat2x2
-mat2x3
-mat2x4 mat3x2 mat3x3 mat3x4 mat4x2 mat4x3 mat4x4 ptr vec2 vec3 vec4 i32 u32 f32 bitcast select workgroupBarrier
+mat2x3 mat2x4 mat3x2 mat3x3 mat3x4 mat4x2 mat4x3 mat4x4 ptr vec2 vec3 vec4 i32 u32 f32 bitcast select workgroupBarrier
 abstract active as asm async attribute await become cast cbuffer checked coherent column_major common compile
 compile_fragment crate debugger default delegate delete demote do enum event explicit extends extern external f64
-filter
-final finally from function get global goto groupshared highp impl implements import in inline instanceof interface
-layout lowp macro match mediump meta mod module move mut new nil noinline nointerpolation null of package packoffset
-partial pass patch pixelfragment point precise premerge priv pub readonly ref regardless register resource restrict
-self
-set shared sizeof smooth snorm static subroutine super target template this trait try type unless unorm unsafe unsized
-use using varying virtual volatile wgsl where with writeonly yield
+filter final finally from function get global goto groupshared highp impl implements import in inline instanceof
+interface layout lowp macro match mediump meta mod module move mut new nil noinline nointerpolation null of package
+packoffset partial pass patch pixelfragment point precise premerge priv pub readonly ref regardless register resource
+restrict self set shared sizeof smooth snorm static subroutine super target template this trait try type unless unorm
+unsafe unsized use using varying virtual volatile wgsl where with writeonly yield NULL Self alignas alignof
+asm_fragment auto catch class co_await co_return co_yield concept const_cast consteval constexpr constinit decltype
+demote_to_helper dynamic_cast export friend fxgroup macro_rules mutable namespace noexcept non_coherent noncoherent
+noperspective nullptr operator partition precision protected public reinterpret_cast require static_assert static_cast
+std thread_local throw typedef typeid typename typeof union storage uniform workgroup private handle read write
+read_write
 """
 _FUNCTIONS = """
 abs acos asin atan ceil clamp cos cross distance dot exp exp2 expf fabs floor fma fmaf fmax fmin fract inverseSqrt
