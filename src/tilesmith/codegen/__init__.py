@@ -42,7 +42,8 @@ wrote. Undefined until written.
 
 Control. `for i in range(...)` upwards, `while`, `if`, `a if c else b`; no return, break or recursion. An `@inline`
 function is written out at each call and may end with a return, of several values if need be. Barriers stand where all
-threads of the workgroup pass, subgroup and fragment operations where all of the subgroup do.
+threads of the workgroup pass, subgroup and fragment operations where all of the subgroup do. Things happen in Python's
+order; but a loop's variable ends with its loop, and a compile-time name with the `if` or loop that first bound it.
 
 Fragments are 16 x 16 (CUDA, Vulkan) or 8 x 8 (Metal) matrices of a 32-wide subgroup, for tensor cores: `fragment`,
 `fill`, `load_fragment`, `mma`, `store_fragment`, and accumulators' elements `c[k]`. On CUDA and Metal also `row`,
