@@ -564,8 +564,13 @@ NAMES = [
         "num_warps must be a positive int, got 0",
     ),
     ("num_stages", lambda: tilesmith.optimize_kernel(num_stages=True), ValueError, "num_stages must be a positive int"),
-    ("argument", lambda: ops.rms_norm(X, VECTOR, epsilon=1.0), TypeError, "has no parameter 'epsilon'"),
-    ("missing", lambda: ops.rms_norm(), TypeError, "misses the argument 'x'"),
+    (
+        "argument",
+        lambda: ops.rms_norm(X, VECTOR, epsilon=1.0),
+        TypeError,
+        "argument 'epsilon'; its parameters are x, weight",
+    ),
+    ("missing", lambda: ops.rms_norm(), TypeError, "missing 1 required positional argument: 'x'"),
 ]
 
 

@@ -60,6 +60,15 @@ def checked(
     return checks
 
 
+def binder(name: str, signature: inspect.Signature) -> Callable[..., tuple]:
+    """A function `name` of this signature that returns its arguments in order: Python binds them, in no Python code."""
+    names = ", ".join(signature.parameters)
+    given = ", ".join(n if p.default is p.empty else f"{n}=defaults[{n!r}]" for n, p in signature.parameters.items())
+    namespace = {"defaults": {n: p.default for n, p in signature.parameters.items()}}
+    exec(f"def {name}({given}):\n    return ({names},)", namespace)
+    return namespace[name]
+
+
 def _kind(annotation: Any) -> tuple[tuple[type, ...], bool, str]:
     """Classes of an annotation, whether None is one of its values, and its words. Any value is of a kind not known."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)

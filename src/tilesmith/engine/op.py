@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import Library, infer_schema
 
 from tilesmith.engine import sharding as sharding_rules
-from tilesmith.engine.arguments import checked, shown
+from tilesmith.engine.arguments import binder, checked, shown
 from tilesmith.engine.autograd import Gradient, Way, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, asking, choose, parse_pin, pinned
@@ -90,8 +90,7 @@ class Op:
         self.check = checked(self.name, self.signature, check, served)
         self.parameters = tuple(self.signature.parameters)
         self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
-        self.required = sum(1 for n in self.parameters if n not in self.defaults)
-        self.tail = tuple(self.defaults.get(n) for n in self.parameters)
+        self._bind = binder(self.name, self.signature)
         self.types = infer_schema(reference, mutates_args=self.mutates)
         if "Tensor" not in self.types.partition("->")[0]:
             raise TypeError(f"{self.name} takes no tensor, so there is nothing to dispatch on")
@@ -204,24 +203,10 @@ class Op:
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """All arguments by position; TypeError as Python raises it for a missing, repeated or unknown one."""
-        if len(args) > len(self.parameters):
-            raise TypeError(f"{self.name}() takes {len(self.parameters)} arguments, got {len(args)}")
-        if not kwargs and len(args) >= self.required:
-            return args + self.tail[len(args) :]
-        full = list(args)
-        rest = dict(kwargs)
-        for name in self.parameters[len(args) :]:
-            if name in rest:
-                full.append(rest.pop(name))
-            elif name in self.defaults:
-                full.append(self.defaults[name])
-            else:
-                raise TypeError(f"{self.name}() misses the argument {name!r}")
-        if rest:
-            again = [n for n in rest if n in self.parameters]
-            what = f"got {again[0]!r} twice" if again else f"has no parameter {next(iter(rest))!r}"
-            raise TypeError(f"{self.name}() {what}; its parameters are {', '.join(self.parameters)}")
-        return tuple(full)
+        try:
+            return self._bind(*args, **kwargs)
+        except TypeError as problem:
+            raise TypeError(f"{problem}; its parameters are {', '.join(self.parameters)}") from None
 
     def run(self, args: tuple, pin: str = "") -> Any:
         """All outputs, without autograd: straight to the kernel for plain tensors, else through torch's dispatcher."""
