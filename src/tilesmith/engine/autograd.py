@@ -66,16 +66,10 @@ class Gradient:
             raise NotImplementedError(self.refusal)
         if self.plan is None or _differentiated_again():
             return self.through_reference(ctx, grads, needs, returned)
-        return self.through_vjp(ctx, grads, needs, returned, self.op.vjp.run)
+        return self.through_vjp(ctx, grads, self.route(needs, ctx.way.present, returned), self.op.vjp.run)
 
-    def through_vjp(self, ctx: Any, grads: tuple, needs: tuple, returned: tuple, run: Any) -> tuple:
-        way = ctx.way
-        back = way.backs.get(needs)
-        if back is None:
-            if True not in needs:
-                return (None,) * len(returned)
-            back = way.backs[needs] = self.route(needs, way.present, returned)
-        vjp = self.op.vjp
+    def through_vjp(self, ctx: Any, grads: tuple, back: Callable[..., tuple], run: Callable[..., Any]) -> tuple:
+        way, vjp = ctx.way, self.op.vjp
         pin = way.pin if way.pin and parse_pin(way.pin)[0] in vjp.backends() else pinned(vjp.name)
         return back(run, pin, grads, ctx.saved_tensors, way.plain, way.like)
 
@@ -90,7 +84,8 @@ class Gradient:
                 f"double backward of {op.name} needs its inputs {', '.join(lost)}, which its backward does not keep"
             )
         if lost:  # then the gradient does not depend on them: the vjp's own reference can be differentiated
-            return self.through_vjp(ctx, grads, needs, returned, lambda call, pin: op.vjp.reference(*call))
+            back = self.route(needs, ctx.way.present, returned)
+            return self.through_vjp(ctx, grads, back, lambda call, pin: op.vjp.reference(*call))
         wanted = [i for i in self.tensors if needs[i]]
 
         def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -123,7 +118,10 @@ class Gradient:
             return gradient.backward(ctx, grads, ctx.needs_input_grad[1:], every)
 
         def backward_eager(ctx, *grads):
-            return gradient.backward(ctx, grads, ctx.way.needs, ctx.way.returned)
+            way = ctx.way
+            if way.back is None or torch.is_grad_enabled():
+                return gradient.backward(ctx, grads, way.needs, way.returned)
+            return gradient.through_vjp(ctx, grads, way.back, op.vjp.run)
 
         def forward(ctx, ready, args, *asking):
             output = ready.run(*args)
@@ -171,7 +169,8 @@ class Way:
 
     pin: of the call. plain: its arguments, None for tensors. present: the kept inputs that are tensors. like: dtype and
     number of elements of the inputs that are not kept. needs: which arguments ask for a gradient, and asking: their
-    indices; returned: the arguments whose gradients the eager Function returns. keep: saves what the vjp reads.
+    indices; returned: the arguments whose gradients the eager Function returns. keep: saves what the vjp reads. back:
+    an eager call's way through the vjp, None where it has none.
     """
 
     def __init__(self, gradient: Gradient, pin: str, args: Sequence[Any], needs: tuple[bool, ...] = ()):
@@ -186,7 +185,8 @@ class Way:
         self.like = [_like(args[i]) for i in gradient.described]
         unread = tuple(op.unsaved(*args)) if op.unsaved is not None else ()
         self.keep = gradient.keeper(self.present, unread)
-        self.backs: dict[tuple[bool, ...], Callable[..., tuple]] = {}  # the ways through the vjp, by needs
+        plain = True in needs and gradient.plan is not None and not gradient.refusal
+        self.back = gradient.route(needs, self.present, self.returned) if plain else None
 
 
 def _like(tensor: Tensor | None) -> tuple[torch.dtype, int] | None:

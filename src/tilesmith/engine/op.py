@@ -90,7 +90,6 @@ class Op:
         self.check = checked(self.name, self.signature, check, served)
         self.parameters = tuple(self.signature.parameters)
         self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
-        self._bind = binder(self.name, self.signature)
         self.types = infer_schema(reference, mutates_args=self.mutates)
         if "Tensor" not in self.types.partition("->")[0]:
             raise TypeError(f"{self.name} takes no tensor, so there is nothing to dispatch on")
@@ -106,7 +105,6 @@ class Op:
         self._select = lru_cache(maxsize=512)(lambda call, pin, device: choose(self, call, pin, device))
         self._define(fake or reference)
         self.add_kernel(Kernel(self.name, REFERENCE, reference, 0))
-        self._key = make_key(self.name, [str(a.type) for a in self.handle._schema.arguments if not a.kwarg_only])
         self.gradient = Gradient(self) if not self.mutates else None
         _OPS[self.name] = self
 
@@ -207,6 +205,16 @@ class Op:
             return self._bind(*args, **kwargs)
         except TypeError as problem:
             raise TypeError(f"{problem}; its parameters are {', '.join(self.parameters)}") from None
+
+    def _bind(self, *args: Any, **kwargs: Any) -> tuple:
+        """Arguments by position. Written out at the first call, as is `_key`: few of the declared ops are called."""
+        self._bind = binder(self.name, self.signature)
+        return self._bind(*args, **kwargs)
+
+    def _key(self, inside: bool, pin: str, *args: Any) -> tuple | None:
+        """The key of a call, as `engine.key` explains."""
+        self._key = make_key(self.name, [str(a.type) for a in self.handle._schema.arguments if not a.kwarg_only])
+        return self._key(inside, pin, *args)
 
     def run(self, args: tuple, pin: str = "") -> Any:
         """All outputs, without autograd: straight to the kernel for plain tensors, else through torch's dispatcher."""

@@ -58,8 +58,10 @@ def make(
     def dtype(i: int) -> str:
         return f"{known[i]}[0]" if i in known else f"{kept[i]}.dtype"
 
+    call = ", ".join(given(*step) for step in gradient.plan)
+    nothing = " and ".join(f"grads[{i}] is None" for i in range(gradient.op.public)) if True in needs else "True"
     result = dict.fromkeys(range(len(needs)), "None")
-    lines = [f"got = run(({', '.join(given(*step) for step in gradient.plan)},), pin)"]
+    lines = [f"if {nothing}: return ({'None, ' * len(returned)})", f"got = run(({call},), pin)"]
     if len(vjp.outputs) == 1:
         lines.append("got = got if isinstance(got, (tuple, list)) else (got,)")
     for n, (target, wanted) in enumerate(zip(gradient.targets, mask)):
