@@ -180,6 +180,26 @@ def test_fake_tensors_tell_shape_dtype_and_strides(name):
             )
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_changes_nothing_but_the_inputs(name):
+    op, args = _arguments(name)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        lowered = tuple(
+            a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in op._autocast(args)
+        )
+    for backend in _kernels(op):
+        pins = {n: backend for n in (name, f"{name}_vjp") if n in ops() and backend in ops()[n].backends()}
+        with use(**pins):
+            try:
+                want = outputs_and_gradients(op, lowered)
+            except NotImplementedError:
+                continue
+            with torch.autocast(DEVICE.type, torch.bfloat16):
+                found = outputs_and_gradients(op, lowered)
+        for n, x in want.items():
+            torch.testing.assert_close(found[n], x, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=n: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if ops()[n].public > 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_one_output_alone(name, dtype):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilesmith.engine import route
 from tilesmith.engine.choice import parse_pin, pinned
+from tilesmith.engine.kernel import as_written
 
 
 class Gradient:
@@ -83,9 +84,11 @@ class Gradient:
             raise NotImplementedError(
                 f"double backward of {op.name} needs its inputs {', '.join(lost)}, which its backward does not keep"
             )
+        given = tuple(g for g in grads[: op.public] if g is not None)
+        kind = given[0].device.type
         if lost:  # then the gradient does not depend on them: the vjp's own reference can be differentiated
             back = self.route(needs, ctx.way.present, returned)
-            return self.through_vjp(ctx, grads, back, lambda call, pin: op.vjp.reference(*call))
+            return self.through_vjp(ctx, grads, back, lambda call, pin: as_written(op.vjp.reference, kind)(*call))
         wanted = [i for i in self.tensors if needs[i]]
 
         def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -96,9 +99,8 @@ class Gradient:
             outs = outs if isinstance(outs, tuple) else (outs,)
             return tuple(o for o, g in zip(outs, grads[: op.public]) if g is not None)
 
-        given = tuple(g for g in grads[: op.public] if g is not None)
-        _, pull = torch.func.vjp(forward, *(args[i] for i in wanted))
-        result: dict[int | None, Tensor] = dict(zip(wanted, pull(given)))
+        pull = as_written(lambda *tensors: torch.func.vjp(forward, *tensors)[1](given), kind)
+        result: dict[int | None, Tensor] = dict(zip(wanted, pull(*(args[i] for i in wanted))))
         return tuple(result.get(i) for i in returned)
 
     # registration -------------------------------------------------------------------------------------------------

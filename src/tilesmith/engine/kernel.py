@@ -37,6 +37,19 @@ class Kernel:
     rejects: Callable[[Any], Sequence[str]] = _accept
 
 
+def as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """fn with autocast off inside: what the op casts is cast, and torch would cast what fn chose to do in fp32. kind:
+    the type of device that fn works on."""
+
+    def run(*args: Any) -> Any:
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
+            return fn(*args)
+        with torch.autocast(kind, enabled=False):
+            return fn(*args)
+
+    return run
+
+
 @dataclass(frozen=True)
 class Space:
     """The configurations of a kernel.

@@ -18,7 +18,7 @@ from tilesmith.engine.arguments import binder, checked, shown
 from tilesmith.engine.autograd import Gradient, Way, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, asking, choose, parse_pin, pinned
-from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.kernel import Kernel, as_written
 from tilesmith.engine.key import make_key
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.replay import Ready, Replay
@@ -269,8 +269,8 @@ class Op:
         if fields and configure is None:
             raise ValueError(f"{self.name} is pinned to {pin}, but that kernel has no configuration to choose from")
         fn = kernel.fn if configure is None else configure.bind(args, fields)
-        if kernel.backend == REFERENCE and device.type != "meta":
-            fn = _as_written(fn, device.type)
+        if kernel.backend == REFERENCE:
+            fn = as_written(fn, device.type)
         return Replay(fn, configure and configure.free, device.index) if device.type == "cuda" else Ready(fn)
 
     def _public(self, outs: Any) -> Any:
@@ -311,18 +311,6 @@ class Op:
 
     def __deepcopy__(self, memo):
         return self
-
-
-def _as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """fn with autocast off inside: what the op casts is cast, and torch would cast what fn chose to do in fp32."""
-
-    def run(*args: Any) -> Any:
-        if not torch.is_autocast_enabled(kind):
-            return fn(*args)
-        with torch.autocast(kind, enabled=False):
-            return fn(*args)
-
-    return run
 
 
 def _find(name: str) -> Op:

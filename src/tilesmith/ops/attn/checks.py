@@ -46,9 +46,6 @@ def check_attention(
         _floating("sinks", sinks, q)
         if tuple(sinks.shape) != (heads,):
             raise ValueError(f"attention: sinks must be [{heads}], one for each query head, got {list(sinks.shape)}")
-    for name, x in (("alibi", alibi), ("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"attention: {name} requires a gradient and receives none; pass {name}.detach()")
     if dropout_p > 0.0 and seed is None:
         raise ValueError("attention: seed must be given with dropout_p > 0: an int64 tensor [2] = (seed, offset)")
     if seed is not None:
