@@ -1,6 +1,6 @@
 """Example inputs of the probability family."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -56,11 +56,15 @@ def _dead(generator: torch.Generator, shape: Sequence[int], device: torch.device
     return x
 
 
-def _lowest(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Half of the columns and the whole second row fp32's lowest number, which masks are made of (-inf in 16 bits)."""
-    x = torch.randn(*shape, generator=generator, device=device)
-    x[..., 1::2] = x[1] = torch.finfo(torch.float32).min
-    return x
+def _lowest(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Half of the columns and the whole second row the lowest number of `dtype`, which masks are made of."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        x = torch.randn(*shape, generator=generator, device=device)
+        x[..., 1::2] = x[1] = torch.finfo(dtype).min
+        return x
+
+    return init
 
 
 def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -92,8 +96,13 @@ def _cases(**options: object) -> list[Case]:
         Case("masked_swept", args(2, 17_000, init=_masked), SMALL),
         Case("dead_row", args(3, 64, init=_dead, grad=False), SMALL),
         Case("dead_row_swept", args(2, 17_000, init=_dead, grad=False), SMALL),
-        Case("lowest", args(3, 64, init=_lowest, grad=False), SMALL),
-        Case("lowest_swept", args(2, 17_000, init=_lowest, grad=False), SMALL),
+        Case("lowest", args(3, 64, init=_lowest(torch.float32), grad=False), SMALL),
+        Case("lowest_swept", args(2, 17_000, init=_lowest(torch.float32), grad=False), SMALL),
+        *(
+            Case(f"lowest_{name}_{kind}", args(*shape, init=_lowest(dtype)), SMALL, (dtype,))
+            for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+            for kind, shape in (("small", (3, 64)), ("swept", (2, 17_000)))
+        ),
         Case("scale", args(6, 40) | {"scale": 0.125}, SMALL),
         Case("negative_scale", args(6, 40) | {"scale": -2.5}, SMALL),
         Case("no_scale", args(6, 40) | {"scale": 0.0}, SMALL),

@@ -73,7 +73,10 @@ def _weights(x, top, scale, FUSED: tl.constexpr):
     """exp(scale · x - top). FUSED: by one fused product and sum, off by a factor near 1 that a row shares, so that it
     must be divided by a sum of its like."""
     if FUSED:
-        return tl.exp2(x * (scale * LOG2E) - top * LOG2E)
+        # In a row that a mask filled with bf16's lowest number the product would overflow. Beside such a top any other
+        # number of 16 bits is nothing to 2**1e6, whatever the base.
+        log2_base = tl.where(tl.abs(top) > 2e38, 1e-30, LOG2E)
+        return tl.exp2(x * (scale * log2_base) - top * log2_base)
     else:
         return tl.exp2((x * scale - top) * LOG2E)
 
@@ -142,7 +145,8 @@ def _softmax_fwd_wide_kernel(
     lane = _block(BLOCK_COLS, GROUP)
     last = (tl.cdiv(cols, BLOCK_COLS) - 1) * BLOCK_COLS
     key = load_key(seed_ptr) if seed_ptr is not None else None
-    FUSED: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16  # `tops` are then multiples of `step`
+    # `tops` are then multiples of `step`; not of bf16, whose lowest number, of which masks are made, has no such
+    FUSED: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     step = LOG2E
     if POSITIVE:
         step = scale * LOG2E
