@@ -49,7 +49,7 @@ def attention_quantize(
     gradients: those of a forward in e4m3 are `attention_fp8`'s.
     """
     acc = torch.promote_types(q.dtype, torch.float32)
-    rows, columns, values = q.to(acc), k.to(acc), v.to(acc)
+    rows, columns, values = (x.to(acc).contiguous() for x in (q, k, v))
     if cos is not None:
         columns = turned(columns, cos, sin, interleaved)
         rows = turned(rows, *(x[..., k.shape[2] - q.shape[2] :, :] for x in (cos, sin)), interleaved)
