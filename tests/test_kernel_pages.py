@@ -40,7 +40,7 @@ def test_the_guide(tmp_path):
     (tmp_path / "guide_plain.py").write_text(plain)
     names = vars(module(tmp_path / "guide_plain.py"))
     refused = [(code, said) for kind, code, said in blocks if kind != "python"]
-    assert len(refused) == 7
+    assert len(refused) == 8
     for k, (code, said) in enumerate(refused):
         path = tmp_path / f"guide_{k}.py"
         path.write_text("from tilesmith.codegen import *\nTHREADS = 64\n" + code)
