@@ -33,6 +33,14 @@ def swapped(arr, pair):
     """Has side effects on what the pair was read from."""
     arr[0], arr[1] = arr[1], pair[0]
     return pair[1]
+
+@inline
+def likely(arr, x, flag):
+    if flag:
+        x += 1
+        flag = x % 3 == 0
+        arr[0] ^= x
+    return flag or x < bump(arr, x % 5)
 '''
 
 
@@ -77,6 +85,7 @@ class Writer:
         self.lines: list[str] = []
         self.names = ["a", "b", "c"]
         self.pairs: list[str] = []
+        self.flags: list[str] = []
         self.count = 0
 
     def fresh(self, letter: str) -> str:
@@ -117,13 +126,14 @@ class Writer:
     def condition(self, depth: int = 1) -> str:
         compare = self.random.choice(("<", "<=", "==", "!=", ">", ">="))
         if not depth:
-            return f"{self.e(0)} {compare} {self.e(0)}"
+            return self.random.choice([f"{self.e(0)} {compare} {self.e(0)}", *self.flags])
         return self.pick(
             lambda: f"{self.e(depth)} {compare} {self.e(depth)}",
             lambda: f"{self.e(depth)} {compare} {self.e(0)} < {self.e(0)}",
             lambda: f"({self.condition(depth - 1)} and {self.condition(depth - 1)})",
             lambda: f"({self.condition(depth - 1)} or bump(arr, {self.e(0)}) % 2 == 0)",
             lambda: f"(not {self.condition(depth - 1)})",
+            lambda: f"likely(arr, u32({self.e(depth)}), {self.condition(depth - 1)})",
         )
 
     def put(self, indent: int, text: str) -> None:
@@ -131,13 +141,13 @@ class Writer:
 
     def block(self, indent: int, depth: int) -> None:
         """A few statements, and what they bind ends with them."""
-        names, pairs = list(self.names), list(self.pairs)
+        names, pairs, flags = list(self.names), list(self.pairs), list(self.flags)
         for _ in range(self.random.randrange(1, 4)):
             self.statement(indent, depth)
-        self.names, self.pairs = names, pairs
+        self.names, self.pairs, self.flags = names, pairs, flags
 
     def statement(self, indent: int, depth: int) -> None:
-        kinds = [self.assign, self.assign, self.several, self.change, self.element, self.pair]
+        kinds = [self.assign, self.assign, self.several, self.change, self.element, self.pair, self.flag]
         if depth:
             kinds += [self.if_, self.for_, self.unroll, self.each, self.while_]
         self.random.choice(kinds)(indent, depth)
@@ -167,6 +177,13 @@ class Writer:
         )
         self.put(indent, f"{name} = {made}")
         self.pairs.append(name)
+
+    def flag(self, indent: int, depth: int) -> None:
+        """A bool, perhaps one that is there."""
+        name = self.random.choice([self.fresh("t"), *self.flags])
+        self.put(indent, f"{name} = {self.condition()}")
+        if name not in self.flags:
+            self.flags.append(name)
 
     def if_(self, indent: int, depth: int) -> None:
         self.put(indent, f"if {self.condition()}:")
