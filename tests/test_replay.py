@@ -42,7 +42,8 @@ def test_a_descriptor_encoded_beforehand_is_what_triton_would_encode(monkeypatch
     expected = nvidia.make_tensordesc_arg(descriptor, form)
     before, made, after = _encodings(_Encoded(None, encode, (form,)), [7, descriptor, None])
     assert (before, after) == (7, None) and made.base is base
-    assert [made.encode(base.data_ptr(), *made.arguments), *made.sizes] == expected
+    assert [made.maps[base.data_ptr()], *made.sizes] == expected
+    assert made.maps[base.data_ptr()] is made.maps[base.data_ptr()] is not made.maps[base.data_ptr() + 512]
 
 
 def test_the_launcher_below_tritons_wrapper_is_the_one_that_takes_encoded_descriptors(monkeypatch):

@@ -191,8 +191,8 @@ def _value(record: Recorder, value: Any, name: str, constants: dict[str, Any], u
     if isinstance(value, Tensor):
         return _pointer(record, value, used)
     if isinstance(value, _Encoding):
-        constants |= {name: value.arguments, f"{name}_sizes": value.sizes, "encode": value.encode}
-        return f"encode({_pointer(record, value.base, used)}, *{name}), *{name}_sizes"
+        constants |= {name: value.maps, f"{name}_sizes": value.sizes}
+        return f"{name}[{_pointer(record, value.base, used)}], *{name}_sizes"
     if type(value).__name__ == "TensorDescriptor":
         source = record.sources.get(id(value.base))
         if source is None or _offset(record, value.base, source):
@@ -207,12 +207,25 @@ def _value(record: Recorder, value: Any, name: str, constants: dict[str, Any], u
     return name
 
 
+class _Maps(dict):
+    """Address -> the encoded descriptor of memory there. Memory comes back at the same addresses step by step."""
+
+    def __init__(self, encode: Callable[..., Any], arguments: tuple):
+        super().__init__()
+        self.encode, self.arguments = encode, arguments
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= 64:  # as many layers are usual; start over rather than grow
+            self.clear()
+        made = self[address] = self.encode(address, *self.arguments)
+        return made
+
+
 class _Encoding(NamedTuple):
-    """A tensor descriptor among a launch's values: what encodes it for another base, and the sizes that follow it."""
+    """A tensor descriptor among a launch's values: of which memory, its encodings, and the sizes that follow them."""
 
     base: Tensor
-    encode: Callable[..., Any]
-    arguments: tuple
+    maps: _Maps
     sizes: tuple[int, ...]
 
 
@@ -221,8 +234,8 @@ def _encodings(encoded: Any, values: list[Any]) -> list[Any]:
     found, position = [], 0
     for value in values:
         if type(value).__name__ == "TensorDescriptor":
-            sizes = (*value.shape, *value.strides)
-            value = _Encoding(value.base, encoded.encode, encoded.arguments(position, value), sizes)
+            maps = _Maps(encoded.encode, encoded.arguments(position, value))
+            value = _Encoding(value.base, maps, (*value.shape, *value.strides))
             position += 1
         found.append(value)
     return found
