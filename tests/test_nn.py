@@ -163,6 +163,12 @@ def test_packed_documents_equal_documents_alone():
     torch.testing.assert_close(packed, torch.cat(alone, dim=1))
 
 
+def test_packed_documents_have_no_cache():
+    decoder, tokens = _decoder(LLAMA), _tokens(LLAMA, batch=1, length=7)
+    with torch.no_grad(), pytest.raises(ValueError, match="cu_seqlens and cache"):
+        decoder(tokens, cu_seqlens=torch.tensor([0, 4, 7], dtype=torch.int32), cache=decoder.new_cache(1))
+
+
 def test_sampling():
     decoder, prompt = _decoder(LLAMA), _tokens(LLAMA, length=3)
 

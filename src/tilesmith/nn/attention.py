@@ -86,6 +86,10 @@ class Attention(nn.Module):
             raise ValueError(f"Attention: x must be [batch, tokens, {self.hidden_size}], got {list(x.shape)}")
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"Attention: cache must be a KVCache or None, got {type(cache).__name__}")
+        if cache is not None and cu_seqlens is not None:
+            raise ValueError(
+                "Attention: cu_seqlens and cache exclude each other: rows of a cache are one document each"
+            )
         q, k, v = self._heads(x)
         if cache is not None:
             out = self._attend_cached(q, k, v, rotary, cache, layer)
