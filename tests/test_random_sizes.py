@@ -12,7 +12,10 @@ ON_GPU = torch.cuda.is_available()
 COUNT = 2000
 KINDS = [(op, kind) for op in sorted(ops()) for kind in kinds(op)]
 # of small head dims, and without large blocks: the interpreter is slow
-QUICK = ("d64_sides", "d64_packed_lengths", "d48_fp32", "d32_mask", "d64_documents", "d32_lists")
+QUICK = (
+    "d64_sides", "d64_packed_lengths", "d64_packed_all", "d48_fp32", "d32_mask", "d64_documents", "d32_shuffled",
+    "d32_lists",
+)  # fmt: skip
 
 
 def _wrong(results):

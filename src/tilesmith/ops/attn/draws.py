@@ -6,13 +6,14 @@ compiles a kernel anew for such numbers, which would otherwise come and go from 
 
 import inspect
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tilesmith.engine import Case
+from tilesmith.engine import Case, T
 from tilesmith.ops.attn.cases import _attend, _tokens_first
 from tilesmith.ops.attn.visibility import visibility
 
@@ -26,7 +27,8 @@ class Kind:
     dims: head dims of q and v. group: heads of q for each of k and v. options: arguments of `attention`; a window of
     None is drawn, lists are (heads: 1, "kv" or "all", block_q, block_k), planes say which dims are not 1. tokens: how
     many queries at most. square: as many keys as queries. aligned: multiples of 16. packed, lengths, prefix, documents:
-    whether there are any. few: at most 8 queries, which kernels for decoding serve, too.
+    whether there are any. shuffled: documents whose tokens lie among those of others. few: at most 8 queries, which
+    kernels for decoding serve, too.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -40,6 +42,7 @@ class Kind:
     lengths: bool = False
     prefix: bool = False
     documents: bool = False
+    shuffled: bool = False
     few: bool = False
 
     @property
@@ -79,11 +82,12 @@ class Kind:
                 args[plane] = tuple(n if wide else 1 for n, wide in zip(full, args[plane]))
         if "alibi" in args:
             args["alibi"] = (heads,)
-        init = chance.choice(("normal", _tokens_first))
-        return Drawn(
-            f"{name}_{number}", _attend(batch, heads, kv_heads, tokens, keys, *self.dims, init=init, **args),
-            frozenset(), self.dtypes,
-        )  # fmt: skip
+        init = chance.choice(("normal", _tokens_first, _of_a_projection))
+        given = _attend(batch, heads, kv_heads, tokens, keys, *self.dims, init=init, **args)
+        if self.shuffled:
+            for side, many in (("q", tokens), ("k", keys)):
+                given[f"{side}_documents"] = T(batch, many, dtype=torch.int32, init=_ids)
+        return Drawn(f"{name}_{number}", given, frozenset(), self.dtypes)
 
 
 class Drawn(Case):
@@ -99,6 +103,18 @@ class Drawn(Case):
             q[~seen.any(-1)] = float("nan")
             k[unread], v[unread] = float("nan"), float("nan")
         return args
+
+
+def _of_a_projection(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """[B, H, T, D] in the middle of a projection [B, T, 3 * H * D] that makes queries, keys and values at once."""
+    batch, heads, tokens, dim = shape
+    whole = torch.randn(batch, tokens, 3, heads, dim, generator=generator, device=device)
+    return whole[:, :, 1].transpose(1, 2)
+
+
+def _ids(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Ids of documents in no order, with gaps between them."""
+    return 7 * torch.randint(-1, 3, tuple(shape), generator=generator, device=device).int()
 
 
 _SEEN = set(inspect.signature(visibility).parameters)
@@ -152,10 +168,14 @@ ATTENTION: dict[str, Kind] = {
     "d80_bias_of_heads": Kind(FP16, (80, 80), 2, CAUSAL | _options(bias=(0, 1, 1, 1), alibi=None)),
     "d32_mask": Kind(BF16, (32, 32), 2, SINKS | _options(mask=(1, 0, 1, 1))),
     "d64_documents": Kind(FP16, (64, 64), 2, CAUSAL, documents=True),
+    "d32_shuffled": Kind(FP32, (32, 32), 2, SIDES, 300, shuffled=True),
     "d128_prefix": Kind(BF16, (128, 128), 1, WINDOW, prefix=True, square=True),
     "d64_dropout": Kind(FP16, (64, 64), 2, CAUSAL | _options(dropout_p=0.2)),
+    "d64_packed_all": Kind(
+        FP16, (64, 64), 2, WINDOW | SINKS | _options(softcap=9.0, dropout_p=0.2, alibi=None), 700, packed=True,
+        lengths=True),
     "d128_lengths": Kind(BF16, (128, 128), 2, CAUSAL, lengths=True),
     "d32_lists": Kind(FP32, (32, 32), 2, WINDOW | SINKS | _options(softcap=9.0, lists=(1, 24, 40)), 400),
-}
+}  # fmt: skip
 
 DRAWS = {"attention": ATTENTION}
