@@ -201,6 +201,14 @@ def test_what_sdpa_broadcasts_is_broadcast():
         torch.testing.assert_close(found.transpose(1, 2), wanted)
 
 
+@pytest.mark.parametrize("keys", [3, 5, 9])
+def test_causality_without_a_mask_starts_at_the_first_key(keys):
+    query, key, value = (torch.randn(2, 2, tokens, 16) for tokens in (5, keys, keys))
+    found, _ = attention_forward(torch.nn.Module(), query, key, value, None, is_causal=True)
+    wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(found.transpose(1, 2), wanted)
+
+
 def test_a_mask_passes_for_a_tensor():
     documents = torch.tensor([[-1, 0, 0], [0, 0, 0]], dtype=torch.int32)
     mask = KeyMask((2, 1, 3, 3), torch.device("cpu"), True, documents=(documents.clamp(min=0), documents))

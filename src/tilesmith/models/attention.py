@@ -108,7 +108,10 @@ def attention_forward(
     elif attention_mask is not None and attention_mask.dtype is not torch.bool:
         mask, bias = ops.Mask(), attention_mask if bias is None else attention_mask + bias
     else:
-        mask = ops.Mask(causal=causal, dense=attention_mask)
+        # PyTorch's causality begins with the first key, ours ends with the last
+        behind = max(tokens - key.shape[2], 0) if causal else 0
+        window = (-1, behind) if behind else None
+        mask = ops.Mask(causal=causal and not behind, window=window, dense=attention_mask)
     out, _ = ops.attention(
         query,
         key,
