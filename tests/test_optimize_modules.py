@@ -290,5 +290,7 @@ def test_only_and_exclude():
     assert [row.fqn for row in model.tilesmith_report.replaced] == ["0"]
     with pytest.raises(ValueError, match="rules are norm"):
         optimize(model, only=["norms"])
+    with pytest.raises(ValueError, match="exclude names attn, neither"):
+        optimize(model, exclude=["norm", "attn", "layers.*"])
     with pytest.raises(TypeError, match="takes a torch.nn.Module"):
         optimize("model")

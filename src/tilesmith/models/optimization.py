@@ -53,7 +53,8 @@ def optimize(
         why; `undo` takes everything back, also in a copy or an unpickled model.
 
     Raises:
-        TypeError: `model` is not a module. ValueError: `only` names no rule. RewriteError: see `strict`.
+        TypeError: `model` is not a module. ValueError: `only` names no rule, or `exclude`, without a wildcard, neither
+            a rule nor a module. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; optimize takes a torch.nn.Module")
@@ -67,8 +68,16 @@ def optimize(
     unknown = [name for name in wanted if name not in names]
     if unknown:
         raise ValueError(f"only names {', '.join(unknown)}; the rules are {', '.join(names)}")
+    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    known = {*names, *(fqn for fqn, _ in model.named_modules())}
+    unknown = [pattern for pattern in patterns if pattern not in known and not set(pattern) & set("*?[")]
+    if unknown:
+        raise ValueError(
+            f"exclude names {', '.join(unknown)}, neither a module of the model nor a rule; the rules are "
+            f"{', '.join(names)}"
+        )
     report = rewrite.rewrite(
-        model, [rule() for rule in RULES if rule.name in wanted], strict=strict, excluded=_excluder(exclude)
+        model, [rule() for rule in RULES if rule.name in wanted], strict=strict, excluded=_excluder(patterns)
     )
     model.tilesmith_report = report
     return model
@@ -84,9 +93,7 @@ def undo(model: nn.Module) -> nn.Module:
     return model
 
 
-def _excluder(exclude: str | Collection[str]) -> Callable[[str, str], bool]:
-    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
-
+def _excluder(patterns: list[str]) -> Callable[[str, str], bool]:
     def excluded(rule: str, fqn: str) -> bool:
         return rule in patterns or any(fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns)
 
