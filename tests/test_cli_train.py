@@ -363,7 +363,7 @@ def test_generate_reads_a_hugging_face_checkpoint(llama, book, missing):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("no/such/folder", "-p", "x"), "no/such/folder holds no config.json"),
+        (("no/such/folder", "-p", "x"), "no/such/folder is no folder"),
         (("OUT", "-p", ""), "--prompt is empty"),
         (("OUT", "-p", "x", "-n", 5000), "the model has 2048 positions"),
         (("OUT", "-p", "x", "--top-p", 0), "--top-p is 0.0"),

@@ -53,6 +53,8 @@ def _read(folder: Path, dtype: torch.dtype | None) -> LanguageModel:
 
     from tilesmith.cli import checkpoint
 
+    if not folder.is_dir():
+        refuse(f"{folder} is no folder; give one that `tilesmith train --out` wrote, or a Hugging Face checkpoint")
     try:
         if checkpoint.OWN not in checkpoint.configuration(folder) and find_spec("transformers") is None:
             needs("transformers", "hf", "this checkpoint")
