@@ -91,10 +91,10 @@ def test_attention_chosen_by_the_user_stays():
     assert (row.action, row.reason) == ("skipped", "the model's attention is flex_attention")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart"])
 def test_attention_weights_are_there_where_asked_for(family):
     model, inputs = build(family).eval(), batch(family)
-    names = ["decoder_attentions", "cross_attentions", "encoder_attentions"] if family == "t5" else ["attentions"]
+    names = ["decoder_attentions", "cross_attentions", "encoder_attentions"] if family == "bart" else ["attentions"]
     with torch.no_grad():
         wanted = model(**inputs, output_attentions=True)
         optimize(model, only="attention")
