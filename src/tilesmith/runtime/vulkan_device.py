@@ -17,11 +17,8 @@ _SCRATCH, _STAGE = -1, -2  # buffers that no kernel sees: in the device's memory
 _USAGE = {STORAGE: 0x20 | 1 | 2, UNIFORM: 0x10, _SCRATCH: 2, _STAGE: 1 | 2}  # copies go from 1, to 2
 _STAGE_BYTES = 32 << 20
 _END, _HOST, _ALL_STAGES = 0x2000, 0x4000, 0x10000  # of the pipeline
-_LOCAL, _MAPPED, _CACHED = (
-    1,
-    2 | 4,
-    8,
-)  # memory properties: the device's, visible to the host and coherent, cached by it
+# of memory: the device's own, visible to the host and coherent, cached by the host
+_LOCAL, _MAPPED, _CACHED = 1, 2 | 4, 8
 _SHARED = _LOCAL | _MAPPED | _CACHED  # as on integrated GPUs and CPUs
 _MEMORY = {STORAGE: (0, _LOCAL), UNIFORM: (_MAPPED, _LOCAL), _SCRATCH: (0, _LOCAL), _STAGE: (_MAPPED, _CACHED)}
 """What the memory of a buffer must have, and what it should have besides and nothing else."""

@@ -80,7 +80,7 @@ def _probabilities(
 ):  # fmt: skip
     """Maximum and sum of a part, of each warp first; then y, of those of all parts."""
     SLOTS: gl.constexpr = full.shape[0]
-    FUSED: gl.constexpr = slots.dtype.primitive_bitwidth == 16
+    FUSED: gl.constexpr = slots.dtype == gl.float16  # not bf16, whose lowest number times `power` would overflow
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
