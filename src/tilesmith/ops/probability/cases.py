@@ -12,6 +12,7 @@ SMALL = frozenset({"test", "interpret"})
 GPU = frozenset({"gpu"})
 BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
+FP32 = (torch.float32,)  # of the run; these tensors have a dtype of their own
 
 
 def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -99,9 +100,9 @@ def _cases(**options: object) -> list[Case]:
         Case("lowest", args(3, 64, init=_lowest(torch.float32), grad=False), SMALL),
         Case("lowest_swept", args(2, 17_000, init=_lowest(torch.float32), grad=False), SMALL),
         *(
-            Case(f"lowest_{name}_{kind}", args(*shape, init=_lowest(dtype)), SMALL, (dtype,))
+            Case(f"lowest_{name}_{kind}", args(*shape, dtype=dtype, init=_lowest(dtype), grad=False), SMALL, FP32)
             for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-            for kind, shape in (("small", (3, 64)), ("swept", (2, 17_000)))
+            for kind, shape in (("tile", (3, 64)), ("swept", (2, 17_000)))
         ),
         Case("scale", args(6, 40) | {"scale": 0.125}, SMALL),
         Case("negative_scale", args(6, 40) | {"scale": -2.5}, SMALL),
