@@ -6,18 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilesmith.engine import T, cases, ops, use
-from tilesmith.engine.backends import REFERENCE, interpreting, missing
+from op_runs import DEVICE, DIFFERENTIABLE, NAMES, ON_GPU, arguments_of, cotangents_of, first_case, kernels_of
+from tilesmith.engine import cases, ops, use
+from tilesmith.engine.backends import REFERENCE, interpreting
 from tilesmith.validate import check
-from tilesmith.validate.cases import _pin, outputs_and_gradients
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ON_GPU = DEVICE.type != "cpu"
-
-
-def _kernels(op):
-    """Backends to check here: all that run on this device, Triton's and portable ones on a CPU through interpreters."""
-    return [b for b in op.backends() if missing(b, DEVICE, pinned=True) is None]
+from tilesmith.validate.cases import outputs_and_gradients, pins_of
 
 
 def _interpreted(backend):
@@ -27,7 +20,7 @@ def _interpreted(backend):
 def _runs(name):
     """(case, dtype, backend) triples of one op."""
     op = ops()[name]
-    for case, backend in itertools.product(cases(name), _kernels(op)):
+    for case, backend in itertools.product(cases(name), kernels_of(op)):
         wanted = {"interpret"} if _interpreted(backend) else {"test", "gpu"} if ON_GPU else {"test"}
         if not case.tags & wanted:
             continue
@@ -46,20 +39,7 @@ def _interpretable(name, case, dtype):
     return dtype is torch.float32 or (dtype is torch.float16 and case is first)
 
 
-def _small(name):
-    """The first test case of an op, in fp32: what the structural tests use."""
-    found = [c for c in cases(name) if "test" in c.tags and torch.float32 in c.dtypes]
-    return found[0] if found else None
-
-
-NAMES = [n for n in sorted(ops()) if cases(n)]
 RUNS = [run for name in NAMES for run in _runs(name)]
-DIFFERENTIABLE = [n for n in NAMES if ops()[n].vjp is not None]
-
-
-def _arguments(name, dtype=torch.float32):
-    op, case = ops()[name], _small(name)
-    return op, op.bind((), case.build(DEVICE, dtype, case.generator()))
 
 
 @pytest.mark.parametrize(("name", "case", "dtype", "backend"), RUNS)
@@ -78,13 +58,13 @@ def test_every_op_has_cases(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     torch.library.opcheck(op.handle, args, {"pin": ""})
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_opcheck_of_the_vjp(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     seen = []
     run = op.vjp.run
     op.vjp.run = lambda a, pin: (seen.append(a), run(a, pin))[1]
@@ -98,7 +78,7 @@ def test_opcheck_of_the_vjp(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_whole_and_dynamic(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     expected = outputs_and_gradients(op, args)
     compiled = torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager", dynamic=True)
     leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
@@ -108,7 +88,9 @@ def test_compiles_whole_and_dynamic(name):
     for out, want in zip(outs, (expected[n] for n in op.outputs[: op.public])):
         torch.testing.assert_close(out, want, equal_nan=True)
     if leaves and op.gradient is not None:
-        grads = torch.autograd.grad([o for o in outs if o.requires_grad], leaves, _cotangents(outs), allow_unused=True)
+        grads = torch.autograd.grad(
+            [o for o in outs if o.requires_grad], leaves, cotangents_of(outs), allow_unused=True
+        )
         named = [n for n, a in zip(op.parameters, args) if isinstance(a, Tensor) and a.requires_grad]
         for n, grad in zip(named, grads):
             torch.testing.assert_close(
@@ -116,20 +98,9 @@ def test_compiles_whole_and_dynamic(name):
             )
 
 
-def _cotangents(outs):
-    generator = torch.Generator().manual_seed(17)
-    drawn = [
-        torch.randn(o.shape, generator=generator).to(torch.bfloat16).to(o.device, o.dtype)
-        for o in outs
-        if o.requires_grad
-    ]
-    kept = [o for o in outs if o.requires_grad]
-    return [torch.where(o.detach().isfinite(), c, 0) for o, c in zip(kept, drawn)]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_casts_arguments_and_nothing_else(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     to = torch.bfloat16
     lowered = [a.to(to) if i in op.autocast and isinstance(a, Tensor) else a for i, a in enumerate(args)]
@@ -142,7 +113,7 @@ def test_autocast_casts_arguments_and_nothing_else(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_exports(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
 
     class Module(torch.nn.Module):
         def forward(self, *tensors):
@@ -161,13 +132,13 @@ def test_exports(name):
 def test_fake_tensors_tell_shape_dtype_and_strides(name):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     work = tuple(a.detach().clone() if n in op.mutates else a for n, a in zip(op.parameters, args))
     mode = FakeTensorMode()
     with torch.no_grad(), mode:
         faked = op.handle(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
     faked = faked if isinstance(faked, tuple) else (faked,)
-    for backend in _kernels(op):
+    for backend in kernels_of(op):
         if op.kernel(backend).rejects(op._describe(*args)):
             continue
         with torch.no_grad():
@@ -182,14 +153,13 @@ def test_fake_tensors_tell_shape_dtype_and_strides(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_changes_nothing_but_the_inputs(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         lowered = tuple(
             a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in op._autocast(args)
         )
-    for backend in _kernels(op):
-        pins = {n: backend for n in (name, f"{name}_vjp") if n in ops() and backend in ops()[n].backends()}
-        with use(**pins):
+    for backend in kernels_of(op):
+        with use(**pins_of(op, backend)):
             try:
                 want = outputs_and_gradients(op, lowered)
             except NotImplementedError:
@@ -203,14 +173,13 @@ def test_autocast_changes_nothing_but_the_inputs(name):
 @pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if ops()[n].public > 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_one_output_alone(name, dtype):
-    op, args = _arguments(name, dtype)
+    op, args = arguments_of(name, dtype)
     floating = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
     if dtype is torch.float64:
         args = tuple(a.detach().double().requires_grad_(a.requires_grad) if f else a for a, f in zip(args, floating))
     leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-    for backend in _kernels(op):
-        pins = {n: backend for n in (name, op.vjp.name) if backend in ops()[n].backends()}
-        with use(**pins):
+    for backend in kernels_of(op):
+        with use(**pins_of(op, backend)):
             try:
                 outs = op(*args)
             except NotImplementedError:
@@ -226,7 +195,7 @@ def test_gradients_of_one_output_alone(name, dtype):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_functional_gradient_equals_autograd(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     positions = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
 
@@ -244,7 +213,7 @@ def test_functional_gradient_equals_autograd(name):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_vmap_equals_a_loop(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     first = next(i for i, a in enumerate(plain) if isinstance(a, Tensor) and a.is_floating_point())
     batch = torch.stack([plain[first], plain[first].flip(0)])
@@ -263,7 +232,7 @@ def test_vmap_equals_a_loop(name):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_double_backward_is_right_or_refused(name):
-    op, args = _arguments(name, torch.float64)
+    op, args = arguments_of(name, torch.float64)
     if not all(a.dtype is torch.float64 for a in args if isinstance(a, Tensor) and a.requires_grad):
         args = tuple(
             a.double().detach().requires_grad_() if isinstance(a, Tensor) and a.requires_grad else a for a in args
@@ -295,7 +264,7 @@ def test_double_backward_is_right_or_refused(name):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_nested_functional_gradients_are_right_or_refused(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     args = tuple(a.detach().double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
     first = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point())
 
@@ -317,9 +286,9 @@ def test_nested_functional_gradients_are_right_or_refused(name):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_a_pin_around_the_forward_holds_for_the_backward(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-    for backend in _kernels(op):
+    for backend in kernels_of(op):
         if backend not in op.vjp.backends():
             continue
         ran = []
@@ -373,7 +342,7 @@ def test_deterministic_gradients_are_the_same_a_thousand_times(name, case, dtype
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_runs_are_bitwise_equal(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         first, second = outputs_and_gradients(op, args), outputs_and_gradients(op, args)
@@ -383,106 +352,9 @@ def test_two_runs_are_bitwise_equal(name):
         assert torch.equal(*(x[n].double().nan_to_num(nan=3.0) for x in (first, second))), n
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_inputs_are_left_alone(name):
-    op, args = _arguments(name)
-    for backend in _kernels(op):
-        if op.kernel(backend).rejects(op._describe(*args)):
-            continue
-        before = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
-        with use(**{name: backend}):
-            outputs_and_gradients(op, args)
-        for n, was, now in zip(op.parameters, before, args):
-            if isinstance(now, Tensor):
-                torch.testing.assert_close(now.detach(), was, rtol=0, atol=0, equal_nan=True, msg=n)
-
-
-def _thinned(a):
-    """Every other element of something contiguous: its dims can be joined, but even the last stride is 2."""
-    room = a.new_full((2 * a.numel() + 1,), float("nan") if a.is_floating_point() else 0)
-    return room[1::2].view(a.shape).copy_(a)
-
-
-def _shifted(a):
-    """Contiguous, but one element behind where a vector load could start."""
-    room = a.new_empty(a.numel() + 1)
-    return room[1:].view(a.shape).copy_(a)
-
-
-def _turned(a):
-    """The dims the other way round in memory."""
-    back = tuple(reversed(range(a.ndim)))
-    return a.permute(back).contiguous().permute(back)
-
-
-def _expanded(a):
-    """The first entry along the first dim for all of them, by a stride of 0."""
-    return a[:1].expand_as(a) if a.ndim and len(a) and a.is_floating_point() else a
-
-
-def _forms(name):
-    """The first case of each set of tensors that an op's cases give it."""
-    found = {}
-    for case in cases(name):
-        if "interpret" in case.tags and torch.float32 in case.dtypes:
-            found.setdefault(frozenset(n for n, v in case.args.items() if isinstance(v, T)), case)
-    return list(found.values())
-
-
-LAID_OUT = [
-    pytest.param(name, case, lay_out, id=f"{name}-{case.name}-{lay_out.__name__[1:]}")
-    for name in NAMES
-    for lay_out in (_thinned, _shifted, _turned, _expanded)
-    for case in _forms(name)[: None if lay_out is _thinned else 1]
-]
-
-
-@pytest.mark.parametrize(("name", "case", "lay_out"), LAID_OUT)
-def test_strides_have_no_bearing(name, case, lay_out):
-    op = ops()[name]
-    args = op.bind((), case.build(DEVICE, torch.float32, case.generator()))
-    written = [i for i, n in enumerate(op.parameters) if n in op.mutates]
-    laid = [lay_out(a.detach()) if isinstance(a, Tensor) else a for a in args]
-    if lay_out is _expanded:
-        laid = [args[i] if i in written else a for i, a in enumerate(laid)]
-
-    def run(backend, finish):
-        given = [finish(a) if isinstance(a, Tensor) else a for a in laid]
-        leaves = [g.requires_grad_() for g, a in zip(given, args) if isinstance(a, Tensor) and a.requires_grad]
-        with use(**_pin(op, backend)):
-            outs = op(*given)
-            outs = outs if isinstance(outs, tuple) else (outs,)
-            cotangents = [finish(lay_out(c)) for c in _cotangents(outs)]
-            public = [o for o in outs if o.requires_grad]
-            grads = torch.autograd.grad(public, leaves, cotangents, allow_unused=True) if public else ()
-        return [*outs, *grads, *(given[i] for i in written)]
-
-    for backend in _kernels(op):
-        try:
-            got = run(backend, Tensor.detach)
-        except NotImplementedError:
-            continue
-        want = run(backend, lambda a: a.clone(memory_format=torch.contiguous_format))
-        for n, (g, w) in enumerate(zip(got, want)):
-            torch.testing.assert_close(g, w, equal_nan=True, msg=lambda m, b=backend, n=n: f"{b}, result {n}: {m}")
-
-
-@pytest.mark.parametrize(
-    ("name", "case"), [pytest.param(n, c, id=f"{n}-{c.name}") for n in DIFFERENTIABLE for c in _forms(n)]
-)
-def test_a_tensor_that_receives_no_gradient_may_not_ask_for_one(name, case):
-    op = ops()[name]
-    args = op.bind((), case.build(DEVICE, torch.float32, case.generator()))
-    served = {n[1:] for n in op.vjp.outputs} | set(op.alias)
-    for i, (n, a) in enumerate(zip(op.parameters, args)):
-        if isinstance(a, Tensor) and a.is_floating_point() and n not in served:
-            with pytest.raises(ValueError, match=f"{name}: {n} requires a gradient"):
-                op(*args[:i], a.detach().requires_grad_(), *args[i + 1 :])
-
-
 @pytest.mark.parametrize("name", [n for n in NAMES if ops()[n].mutates])
 def test_autograd_can_tell_what_was_written(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     before = [a._version for a in args if isinstance(a, Tensor)]
     op(*args)
     after = [a._version for a in args if isinstance(a, Tensor)]
@@ -499,7 +371,7 @@ def test_an_unknown_kernel_is_refused_by_name(name):
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_captures_in_a_cuda_graph(name):
-    op, args = _arguments(name)
+    op, args = arguments_of(name)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     with torch.no_grad():
         expected = op(*(a.clone() if n in op.mutates else a for n, a in zip(op.parameters, plain)))
@@ -515,7 +387,7 @@ def test_captures_in_a_cuda_graph(name):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_on_the_device_of_its_tensors(name):
-    op, case = ops()[name], _small(name)
+    op, case = ops()[name], first_case(name)
     args = op.bind((), case.build(torch.device("cuda", 1), torch.float32, case.generator()))
     with torch.cuda.device(0):
         for n, t in outputs_and_gradients(op, args).items():

@@ -90,7 +90,7 @@ def check_each(
             same = {n: exact[n].to(narrow[n]).to(got[0][n].dtype) for n in exact}
         else:
             if not yardstick:
-                with use(**_pin(op, REFERENCE)):
+                with use(**pins_of(op, REFERENCE)):
                     yardstick = outputs_and_gradients(op, args)
             same = yardstick
         yield _judge(op, backend, case, dtype, got, same, exact)
@@ -99,7 +99,7 @@ def check_each(
 def _run(op: Op, backend: str, args: tuple, runs: int) -> tuple[list[dict[str, Tensor]], NotImplementedError | None]:
     """What each of several calls gives; or why the kernel rejects them."""
     refusal = None
-    for pins in (_pin(op, backend), {op.name: backend}):
+    for pins in (pins_of(op, backend), {op.name: backend}):
         try:
             with use(**pins), poisoned():
                 return [outputs_and_gradients(op, args) for _ in range(runs)], None
@@ -136,7 +136,8 @@ def _result(op: Op, backend: str, case: Case, dtype: torch.dtype, budget: Budget
     return Result(op.name, backend, case.name, dtype, passed, budget.error, budget.allowed, budget.message)
 
 
-def _pin(op: Op, backend: str) -> dict[str, str]:
+def pins_of(op: Op, backend: str) -> dict[str, str]:
+    """What `use` takes to have `backend` serve an op, and its backward where it can."""
     pins = {op.name: backend}
     if op.vjp is not None and backend in op.vjp.backends():
         pins[op.vjp.name] = backend

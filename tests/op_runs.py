@@ -1,0 +1,39 @@
+"""What the harness of ops runs: ops, the kernels that run here, small arguments, gradients that come in."""
+
+import torch
+
+from tilesmith.engine import cases, ops
+from tilesmith.engine.backends import missing
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type != "cpu"
+
+NAMES = [n for n in sorted(ops()) if cases(n)]
+DIFFERENTIABLE = [n for n in NAMES if ops()[n].vjp is not None]
+
+
+def kernels_of(op):
+    """Backends to check here: all that run on this device, Triton's and portable ones on a CPU through interpreters."""
+    return [b for b in op.backends() if missing(b, DEVICE, pinned=True) is None]
+
+
+def first_case(name):
+    """The first test case of an op, in fp32: what the structural tests use."""
+    found = [c for c in cases(name) if "test" in c.tags and torch.float32 in c.dtypes]
+    return found[0] if found else None
+
+
+def arguments_of(name, dtype=torch.float32):
+    op, case = ops()[name], first_case(name)
+    return op, op.bind((), case.build(DEVICE, dtype, case.generator()))
+
+
+def cotangents_of(outs):
+    generator = torch.Generator().manual_seed(17)
+    drawn = [
+        torch.randn(o.shape, generator=generator).to(torch.bfloat16).to(o.device, o.dtype)
+        for o in outs
+        if o.requires_grad
+    ]
+    kept = [o for o in outs if o.requires_grad]
+    return [torch.where(o.detach().isfinite(), c, 0) for o, c in zip(kept, drawn)]
