@@ -10,25 +10,25 @@ from tilesmith import ops
 def _compare(mesh, op, tensors, placements, gathers=False, **more):
     """Call `op` on whole tensors and on DTensors; all outputs and gradients must agree. Returns the DTensors' outputs.
 
-    placements: of each tensor (None: it stays plain).
+    placements: of each tensor (None: it stays plain, and asks for no gradient).
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
-    whole = [None if t is None else t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+    whole = [
+        None if t is None else t.clone().requires_grad_(p is not None and t.is_floating_point())
+        for t, p in zip(tensors, placements)
+    ]
     placed = [
         t if t is None or p is None else distribute_tensor(t.detach(), mesh, [p]).requires_grad_(t.requires_grad)
         for t, p in zip(whole, placements)
     ]
-    placed = [t.detach() if p is None and t is not None else t for t, p in zip(placed, placements)]
     expected = _outputs(op(*whole, **more))
     with CommDebugMode() as talk:
         found = _outputs(op(*placed, **more))
     assert all(isinstance(y, DTensor) for y in found)
     slopes = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)).to(y) for i, y in enumerate(expected)]
-    wanted = [
-        i for i, (t, p) in enumerate(zip(whole, placements)) if t is not None and t.requires_grad and p is not None
-    ]
+    wanted = [i for i, t in enumerate(whole) if t is not None and t.requires_grad]
     exact = torch.autograd.grad(expected, [whole[i] for i in wanted], slopes)
     spots = [Replicate() if y.placements[0].is_partial() else y.placements[0] for y in found]
     slopes = [distribute_tensor(s, mesh, [p]) for s, p in zip(slopes, spots)]
