@@ -58,14 +58,11 @@ def check_attention(
 
 
 def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, int, int, int]:
+    check_shapes("attention", q, k, v, page_table is not None)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"attention: {name} must be [batch, heads, tokens, head dim], got {list(x.shape)}")
         small = x.dtype.itemsize == 1 and x.dtype not in (torch.bool, torch.uint8)
         if x.dtype not in FLOATS and not small:
             raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
-    _same_device("k", k, q)
-    _same_device("v", v, q)
     for name, x, factor in (("q", q, q_scale), ("k", k, k_scale), ("v", v, v_scale)):
         if factor is None and (x.dtype.itemsize == 1 or x.dtype != q.dtype):
             raise TypeError(
@@ -81,40 +78,30 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
                     f"attention: {name}_scale must be {list(x.shape[:3])}, where any dim may be 1 and the last "
                     f"also the number of blocks of {FACTOR_BLOCK} tokens without pages, got {list(factor.shape)}"
                 )
-    batch, heads, tokens, dim = q.shape
-    rows, kv_heads, keys, _ = k.shape
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"attention: v must be k's {list(k.shape[:3])} and a head dim, got {list(v.shape[:3])}")
-    if k.shape[3] != dim:
-        raise ValueError(f"attention: k must have q's head dim {dim}, got {k.shape[3]}")
-    if dim == 0 or v.shape[3] == 0:
-        raise ValueError(f"attention: the head dims of q and v must be positive, got {dim} and {v.shape[3]}")
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"attention: k has {kv_heads} heads, which does not divide the {heads} heads of q")
-    if page_table is None and rows != batch:
-        raise ValueError(f"attention: k must have q's batch size {batch}, got {rows}")
-    if page_table is not None:
-        if page_table.ndim != 2:
-            raise ValueError(f"attention: page_table must be [batch, pages], got {list(page_table.shape)}")
-        keys = key_count(batch, k, page_table)
-    return batch, heads, tokens, keys
+    batch, heads, tokens, _ = q.shape
+    if page_table is not None and page_table.ndim != 2:
+        raise ValueError(f"attention: page_table must be [batch, pages], got {list(page_table.shape)}")
+    return batch, heads, tokens, key_count(batch, k, page_table)
 
 
-def check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError for q, k and v of `name` that do not fit together."""
+def check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> None:
+    """Raise ValueError for q, k and v of op `name` that do not fit together. paged: k and v are pages of a cache."""
     for x_name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name}: {x_name} must be [batch, heads, tokens, head dim], got {list(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: {x_name} is on {x.device}, q on {q.device}; move them to one device")
-    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise ValueError(f"{name}: k must have q's batch size and head dim, got {list(k.shape)} for {list(q.shape)}")
+        _same_device(x_name, x, q, name)
+    batch, heads, _, dim = q.shape
+    rows, kv_heads, _, k_dim = k.shape
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"{name}: v must be k's {list(k.shape[:3])} and a head dim, got {list(v.shape[:3])}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{name}: k has {k.shape[1]} heads, which does not divide the {q.shape[1]} heads of q")
-    if q.shape[3] == 0 or v.shape[3] == 0:
-        raise ValueError(f"{name}: the head dims of q and v must be positive, got {q.shape[3]} and {v.shape[3]}")
+    if k_dim != dim:
+        raise ValueError(f"{name}: k must have q's head dim {dim}, got {k_dim}")
+    if dim == 0 or v.shape[3] == 0:
+        raise ValueError(f"{name}: the head dims of q and v must be positive, got {dim} and {v.shape[3]}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{name}: k has {kv_heads} heads, which does not divide the {heads} heads of q")
+    if rows != batch and not paged:
+        raise ValueError(f"{name}: k must have q's batch size {batch}, got {rows}")
 
 
 def _check_numbers(
@@ -179,9 +166,9 @@ def _check_blocks(q, k, keys, lists, block_q, block_k) -> None:
             )
 
 
-def _same_device(name: str, x: Tensor, q: Tensor) -> None:
+def _same_device(name: str, x: Tensor, q: Tensor, op: str = "attention") -> None:
     if x.device != q.device:
-        raise ValueError(f"attention: {name} is on {x.device}, q on {q.device}; move them to one device")
+        raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}; move them to one device")
 
 
 def _floating(name: str, x: Tensor, q: Tensor) -> None:
