@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.ops.attn.reference import FACTOR_BLOCK
+from tilesmith.ops.rotary.reference import rope
 
 GREATEST = 448.0  # of e4m3
 SMALLEST = 2.0**-100  # a largest element up to this counts as zero
@@ -51,8 +52,9 @@ def attention_quantize(
     acc = torch.promote_types(q.dtype, torch.float32)
     rows, columns, values = (x.to(acc).contiguous() for x in (q, k, v))
     if cos is not None:
-        columns = turned(columns, cos, sin, interleaved)
-        rows = turned(rows, *(x[..., k.shape[2] - q.shape[2] :, :] for x in (cos, sin)), interleaved)
+        angles = [x[..., : k.shape[2], :] for x in (cos, sin)]
+        columns, _ = rope(columns, None, *angles, interleaved=interleaved)
+        rows, _ = rope(rows, None, *(x[..., k.shape[2] - q.shape[2] :, :] for x in angles), interleaved=interleaved)
     shift = q.new_empty(0, dtype=torch.float32)
     if smooth:
         picked = torch.arange(k.shape[2], device=k.device) // FACTOR_BLOCK % smoothed_step(k.shape[2]) == 0
@@ -93,17 +95,6 @@ def outputs_like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     k8 = k.new_empty(batch, kv_heads, room, dim, dtype=small)[:, :, :keys]
     v8 = v.new_empty(batch, kv_heads, v.shape[3], room, dtype=small)[..., :keys].transpose(2, 3)
     return q8, k8, v8
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [B, H, T, D] with its first R columns rotated in pairs; cos and sin [P >= T, R/2] or [B or 1, P, R/2]."""
-    cos, sin = (angle.to(x.dtype)[..., : x.shape[2], :] for angle in (cos, sin))
-    cos, sin = (angle if angle.ndim == 2 else angle.unsqueeze(1) for angle in (cos, sin))
-    pairs = cos.shape[-1]
-    head, tail = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    a, b = (head[..., ::2], head[..., 1::2]) if interleaved else head.split(pairs, -1)
-    a, b = a * cos - b * sin, b * cos + a * sin
-    return torch.cat((torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1), tail), -1)
 
 
 def hadamard(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
