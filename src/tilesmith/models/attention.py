@@ -144,7 +144,7 @@ class AttentionForm(Form):
     before: tuple[tuple[str, str | None], ...]
 
     def namespace(self, base: type) -> dict[str, Any]:
-        before = self
+        form = self
         register_for_transformers()  # here, since a process that only unpickles a model comes this way too
         names = list(inspect.signature(base.forward).parameters)
         place = names.index("output_attentions") - 1 if "output_attentions" in names else None
@@ -154,7 +154,7 @@ class AttentionForm(Form):
             given = place is not None and len(args) > place
             if not (args[place] if given else kwargs.get("output_attentions")):
                 return base.forward(self, *args, **kwargs)
-            with before.chosen(self):  # nobody else has the weights
+            with form.chosen(self):  # nobody else has the weights
                 return base.forward(self, *args, **kwargs)
 
         return {"forward": forward}
