@@ -78,11 +78,11 @@ class Page:
         os.close(self._in)
         self._profile.cleanup()
 
-    def call(self, method: str, timeout: float = 30, **parameters: Any) -> dict:
+    def call(self, method: str, timeout: float = 300, **parameters: Any) -> dict:
         """The result of a DevTools method on the page. Raises RuntimeError with its message, TimeoutError."""
         return self._call(method, timeout, **parameters)
 
-    def evaluate(self, expression: str, timeout: float = 30) -> Any:
+    def evaluate(self, expression: str, timeout: float = 300) -> Any:
         """The value of a JavaScript expression, awaited if it is a promise. Raises RuntimeError where it throws."""
         said = self.call("Runtime.evaluate", timeout, expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in said:

@@ -9,29 +9,42 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from clock import Clock
 from tilesmith import runtime
 from tilesmith.bench import document, host, model, peers, run, tables
 from tilesmith.bench.missing import Missing, absent, only
-from tilesmith.engine import Case, T, cases
+from tilesmith.engine import Case, T, cases, timing
 from tilesmith.engine.timing import Timing, host_time, interleave, launches, measure, peak_memory
 
 CPU = torch.device("cpu")
 
 
 def test_a_timing_is_the_median_with_the_interquartile_range():
-    timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert (timing.median_us, timing.spread, timing.rounds) == (3.0, 2 / 3, (5.0, 1.0, 3.0, 2.0, 4.0))
+    found = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (found.median_us, found.spread, found.rounds) == (3.0, 2 / 3, (5.0, 1.0, 3.0, 2.0, 4.0))
     assert Timing.of([2.0]).spread == 0.0
 
 
-def test_measure_tells_slow_from_fast():
-    slow, fast = (lambda: time.sleep(0.03)), (lambda: time.sleep(0.003))
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock that timings read, which only its own sleep advances."""
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_measure_tells_slow_from_fast(clock):
+    slow, fast = (lambda: clock.sleep(0.03)), (lambda: clock.sleep(0.003))
     times = measure({"slow": slow, "fast": fast}, CPU, rounds=5, budget_ms=8)
     assert list(times) == ["slow", "fast"]
-    assert times["slow"].median_us > times["fast"].median_us
-    for name, least in (("slow", 30_000), ("fast", 3_000)):  # a sleep may last longer, on a busy machine much longer
-        assert least <= min(times[name].rounds) < 10 * least
-    assert len(times["slow"].rounds) == 5
+    assert times["slow"].rounds == pytest.approx((30_000,) * 5)
+    assert times["fast"].rounds == pytest.approx((3_000,) * 5)
+    assert [t.spread for t in times.values()] == pytest.approx([0.0, 0.0])
+
+
+def test_measure_reads_a_clock_that_runs():
+    times = measure({"sleep": lambda: time.sleep(0.003)}, CPU, rounds=1, budget_ms=3)
+    assert times["sleep"].median_us >= 3_000
 
 
 def test_rounds_interleave_and_the_first_turn_rotates():
@@ -42,9 +55,9 @@ def test_rounds_interleave_and_the_first_turn_rotates():
         interleave(0, {})
 
 
-def test_host_time_is_time_per_call():
-    timing = host_time({"sleep": lambda: time.sleep(0.001)}, CPU, rounds=2, calls=5)["sleep"]
-    assert 1000 <= timing.median_us < 5000
+def test_host_time_is_time_per_call(clock):
+    found = host_time({"sleep": lambda: clock.sleep(0.001)}, CPU, rounds=2, calls=5)["sleep"]
+    assert found.rounds == pytest.approx((1_000, 1_000))
 
 
 def test_peak_memory_counts_what_lives_at_once():
@@ -345,8 +358,8 @@ def test_gradients_of_every_output_are_measured():
 
 
 def test_work_without_a_formula_has_no_rate():
-    timing = SimpleNamespace(median_us=2.0, spread=0.0)
-    assert run.figures(timing, {}, CPU) == {"us": 2.0, "spread": 0.0}
+    found = SimpleNamespace(median_us=2.0, spread=0.0)
+    assert run.figures(found, {}, CPU) == {"us": 2.0, "spread": 0.0}
 
 
 @pytest.mark.parametrize("name", [n for n in peers.ops() if not n.endswith("_vjp") and run.cases(n)])

@@ -168,7 +168,7 @@ def test_the_page(tmp_path, missing):
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     with chromium.served(tmp_path / "page") as address, chromium.Page() as page:
         page.open(address)
-        found = json.loads(page.evaluate(RESULTS, timeout=120), object_hook=arrays)
+        found = json.loads(page.evaluate(RESULTS, timeout=900), object_hook=arrays)
         colours = page.evaluate(COLOURS)
         fewer = page.evaluate(FEWER)
         words = page.evaluate(WRITE % NEW_TOKENS)

@@ -34,7 +34,7 @@ def _rank(rank: int, size: int, folder: str, only: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(minutes=10))
     mesh = dist.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("ranks",))
     told = []
     for name, check in checks().items():
