@@ -24,17 +24,17 @@ IDLE = 0.0045  # seconds that _count_up takes where the costs were promised: a s
 ATTEMPTS = 25
 
 
-def cheapest(cost: Callable[[], float], least: float) -> float:
-    """The lowest of several costs in processor seconds, at the pace of that core; the first that is `least` will do.
+def cheapest(cost: Callable[[], float], enough: float) -> float:
+    """The lowest of several costs in processor seconds, at the pace of that core; the first up to `enough` will do.
 
-    cost: does the work once and returns the seconds that it took.
+    cost: does the work once and returns the seconds that it took. The core's pace is the better of before and after.
     """
     found = float("inf")
     for _ in range(ATTEMPTS):
-        slower = _pace()
+        before = _pace()
         spent = cost()
-        found = min(found, spent / max(slower, _pace()))
-        if found <= least:
+        found = min(found, spent / min(before, _pace()))
+        if found <= enough:
             break
     return found
 

@@ -226,7 +226,8 @@ def test_optimize_takes_the_architecture_that_the_configuration_names(kind, tell
     assert ("lm_head" in output) == (kind == "T5")
 
 
-@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])  # other tests run beside
+# other tests run beside this one
+@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(), st.integers(256, 300))
 def test_byte_pairs_give_every_text_back(written, size):
     pairs = text.BytePairs.train("the cat and the hat sat on the mat, and that was that" * 3, size)

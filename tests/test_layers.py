@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import tilesmith
-from clock import cheapest
 from tilesmith.engine import ops
 
 ROOT = Path(__file__).parents[1]
@@ -141,12 +140,9 @@ print(json.dumps({"seconds": spent, "triton": "triton" in sys.modules}))
 
 
 def test_importing_costs_little_and_loads_no_triton():
-    def cost() -> float:
-        measured = _in_fresh_process(IMPORT_COST)
-        assert not measured["triton"]
-        return measured["seconds"]
-
-    assert cheapest(cost, 0.3) <= 0.3
+    measured = _in_fresh_process(IMPORT_COST)
+    assert measured["seconds"] < 0.3
+    assert not measured["triton"]
 
 
 def test_declaring_every_op_loads_no_triton():

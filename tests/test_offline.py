@@ -27,6 +27,6 @@ def test_compiles_offline(family, target, missing):
         missing("Triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tilesmith.validate.offline", family, *map(str, TARGETS[target])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "compiled" in done.stdout
