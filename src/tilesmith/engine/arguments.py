@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.engine.written import written
+
 _KINDS = {
     Tensor: ((Tensor,), "a tensor"),
     bool: ((bool, torch.SymBool), "True or False"),
@@ -64,9 +66,8 @@ def binder(name: str, signature: inspect.Signature) -> Callable[..., tuple]:
     """A function `name` of this signature that returns its arguments in order: Python binds them, in no Python code."""
     names = ", ".join(signature.parameters)
     given = ", ".join(n if p.default is p.empty else f"{n}=defaults[{n!r}]" for n, p in signature.parameters.items())
-    namespace = {"defaults": {n: p.default for n, p in signature.parameters.items()}}
-    exec(f"def {name}({given}):\n    return ({names},)", namespace)
-    return namespace[name]
+    defaults = {n: p.default for n, p in signature.parameters.items()}
+    return written(f"{name}({given})", [f"return ({names},)"], f"arguments of {name}", {"defaults": defaults})
 
 
 def _kind(annotation: Any) -> tuple[tuple[type, ...], bool, str]:

@@ -7,11 +7,12 @@ is generated once and asks no argument what it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from tilesmith.engine.written import written
 
 FACTS = ("dtype", "device", "shape", "stride()", "data_ptr() & 15")
 PLAIN = (Tensor, Parameter)
@@ -40,13 +41,11 @@ def make_key(name: str, types: list[str]) -> Callable[..., tuple | None]:
             fields.append(f"tuple({a}) if type({a}) is list else {a}" if "List" in kind else a)
     lines.append(f"return ({', '.join(fields)},)")
     arguments = ", ".join(["inside", "pin", *(f"a{i}" for i in range(len(types)))])
-    source = f"def key({arguments}):\n    " + "\n    ".join(lines)
-    namespace: dict[str, Any] = {
+    names = {
         "modes": torch._C._len_torch_dispatch_stack,
         "functorch": torch._C._functorch.peek_interpreter_stack,
         "is_grad_enabled": torch.is_grad_enabled,
         "PLAIN": PLAIN,
         "Tensor": Tensor,
     }
-    exec(compile(source, f"<tilesmith key of {name}>", "exec"), namespace)
-    return namespace["key"]
+    return written(f"key({arguments})", lines, f"key of {name}", names)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tilesmith.engine.written import written
+
 _aten = torch.ops.aten
 _VIEWS = frozenset({
     _aten.view, _aten._unsafe_view, _aten._reshape_alias, _aten.permute, _aten.transpose, _aten.t, _aten.select,
@@ -178,9 +180,7 @@ def _generate(record: Recorder, results: list[str], many: bool, kernel: Replay) 
             lines.append(f"del {', '.join(spent)}")
     listed = ", ".join(results)
     lines.append(f"return ({listed},)" if many else f"return {listed}")
-    source = f"def replay({parameters}):\n    " + "\n    ".join(lines)
-    exec(compile(source, "<tilesmith replay>", "exec"), constants)
-    return constants["replay"]
+    return written(f"replay({parameters})", lines, "replay", constants)
 
 
 def _value(record: Recorder, value: Any, name: str, constants: dict[str, Any], used: set[str]) -> str:

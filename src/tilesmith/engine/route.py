@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tilesmith.engine.written import written
+
 
 def keeper(gradient: Any, present: tuple[int, ...], unread: tuple[str, ...]) -> Callable[..., None]:
     """The function (ctx, args, output) that saves what the vjp reads.
@@ -27,7 +29,7 @@ def keeper(gradient: Any, present: tuple[int, ...], unread: tuple[str, ...]) -> 
         hidden = range(op.public, len(op.outputs))
         lines.append(f"ctx.mark_non_differentiable({', '.join(f'outs[{i}]' for i in hidden)})")
     lines.append("ctx.set_materialize_grads(False)")  # a zero gradient is work, None is not
-    return _function("keep(ctx, args, output)", lines, f"{op.name} kept", {})
+    return written("keep(ctx, args, output)", lines, f"{op.name} kept", {})
 
 
 def make(
@@ -79,10 +81,4 @@ def make(
         if needs[target]:
             result[target] = f"grads[{i}]"
     lines.append(f"return ({', '.join('None' if i is None else result[i] for i in returned)},)")
-    return _function("route(run, pin, grads, saved, plain, like)", lines, f"route of {vjp.name}", {"mask": mask})
-
-
-def _function(head: str, lines: list[str], what: str, names: dict[str, Any]) -> Callable[..., Any]:
-    source = f"def {head}:\n    " + "\n    ".join(lines)
-    exec(compile(source, f"<tilesmith {what}>", "exec"), names)
-    return names[head.partition("(")[0]]
+    return written("route(run, pin, grads, saved, plain, like)", lines, f"route of {vjp.name}", {"mask": mask})
