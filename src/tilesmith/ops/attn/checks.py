@@ -49,7 +49,7 @@ def check_attention(
     if dropout_p > 0.0 and seed is None:
         raise ValueError("attention: seed must be given with dropout_p > 0: an int64 tensor [2] = (seed, offset)")
     if seed is not None:
-        _same_device("seed", seed, q)
+        same_device("seed", seed, q)
         if seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
             raise ValueError(f"attention: seed must be int64 [2] = (seed, offset), got {seed.dtype} {list(seed.shape)}")
     if any(x is not None for x in (block_offsets, block_indices, block_offsets_t, block_indices_t)):
@@ -89,7 +89,7 @@ def check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, paged: bool = False
     for x_name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name}: {x_name} must be [batch, heads, tokens, head dim], got {list(x.shape)}")
-        _same_device(x_name, x, q, name)
+        same_device(x_name, x, q, name)
     batch, heads, _, dim = q.shape
     rows, kv_heads, _, k_dim = k.shape
     if v.shape[:3] != k.shape[:3]:
@@ -140,7 +140,7 @@ def _check_packed(batch, q, cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table) 
 
 
 def _check_plane(name, x, q, dtypes, shape) -> None:
-    _same_device(name, x, q)
+    same_device(name, x, q)
     if x.dtype not in dtypes:
         allowed = " or ".join(dict.fromkeys(str(d) for d in dtypes))
         raise TypeError(f"attention: {name} must be {allowed}, got {x.dtype}")
@@ -166,19 +166,20 @@ def _check_blocks(q, k, keys, lists, block_q, block_k) -> None:
             )
 
 
-def _same_device(name: str, x: Tensor, q: Tensor, op: str = "attention") -> None:
+def same_device(name: str, x: Tensor, q: Tensor, op: str = "attention") -> None:
+    """Raise ValueError for an argument that is not where q is."""
     if x.device != q.device:
         raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}; move them to one device")
 
 
 def _floating(name: str, x: Tensor, q: Tensor) -> None:
-    _same_device(name, x, q)
+    same_device(name, x, q)
     if x.dtype not in FLOATS:
         raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
 
 
 def _integers(name: str, x: Tensor, q: Tensor, shape: tuple) -> None:
-    _same_device(name, x, q)
+    same_device(name, x, q)
     if x.dtype != torch.int32:
         raise TypeError(f"attention: {name} must be int32, got {x.dtype}")
     if x.ndim != len(shape) or any(m is not None and n != m for n, m in zip(x.shape, shape)):

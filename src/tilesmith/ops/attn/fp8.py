@@ -64,8 +64,7 @@ def _check_angles(name: str, q: Tensor, k: Tensor, cos: Tensor | None, sin: Tens
     for x_name, x in (("cos", cos), ("sin", sin)):
         if x.dtype not in checks.FLOATS:
             raise TypeError(f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is served")
-        if x.device != q.device:
-            raise ValueError(f"{name}: {x_name} is on {x.device}, q on {q.device}; move them to one device")
+        checks.same_device(x_name, x, q, name)
         batches = x.ndim == 2 or (x.ndim == 3 and x.shape[0] in (1, batch))
         if not batches or x.shape[-2] < keys or not 0 < 2 * x.shape[-1] <= q.shape[3] or x.shape != cos.shape:
             raise ValueError(

@@ -7,7 +7,7 @@ dim of v.
 import torch
 from torch import Tensor
 
-from tilesmith.ops.attn.reference import FACTOR_BLOCK
+from tilesmith.ops.attn.reference import FACTOR_BLOCK, by_token
 from tilesmith.ops.rotary.reference import rope
 
 GREATEST = 448.0  # of e4m3
@@ -68,10 +68,7 @@ def attention_quantize(
     scales = []
     for x8, x in ((q8, rows), (k8, columns), (v8, values)):
         factors = _factors(x, granularity)
-        by_token = factors
-        if granularity == "block":
-            by_token = factors.repeat_interleave(FACTOR_BLOCK, 2)[:, :, : x.shape[2]]
-        x8.copy_((x / by_token.unsqueeze(-1)).clamp(-GREATEST, GREATEST))
+        x8.copy_((x / by_token(factors, x)).clamp(-GREATEST, GREATEST))
         scales.append(factors.to(torch.float32))
     return q8, k8, v8, *scales, shift
 

@@ -254,7 +254,7 @@ def out_like(like: Tensor, head_dim: int) -> Tensor:
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """x, or a copy of it without gaps: lengths, sinks and a seed may be columns of something larger."""
+    """x, or a copy of it without gaps: lengths and sinks may be columns of something larger."""
     return None if x is None else x.contiguous()
 
 

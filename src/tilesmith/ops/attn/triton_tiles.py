@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilesmith.ops import philox
 from tilesmith.ops.attn.reference import dense
+from tilesmith.ops.dropout import kernel_seed
 from tilesmith.ops.philox_triton import random_bits, random_bits_by_four
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -387,7 +388,7 @@ def launch_arguments(
     has_lists = block_offsets is not None
     return {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": bias, "mask_ptr": mask,
-        "alibi_ptr": alibi, "seed_ptr": dense(seed) if dropout_p > 0.0 else None,
+        "alibi_ptr": alibi, "seed_ptr": kernel_seed(seed, dropout_p),
         "cu_q_ptr": dense(cu_seqlens_q), "cu_k_ptr": dense(cu_seqlens_k),
         "lengths_ptr": dense(kv_lengths), "prefix_ptr": dense(prefix_lengths),
         "q_documents_ptr": dense(q_documents), "k_documents_ptr": dense(k_documents),
