@@ -4,6 +4,7 @@ import torch
 
 from tilesmith.engine import cases, ops
 from tilesmith.engine.backends import missing
+from tilesmith.validate.cases import outputs_and_gradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type != "cpu"
@@ -26,6 +27,17 @@ def first_case(name):
 def arguments_of(name, dtype=torch.float32):
     op, case = ops()[name], first_case(name)
     return op, op.bind((), case.build(DEVICE, dtype, case.generator()))
+
+
+def backward_call_of(op, args):
+    """The arguments that autograd hands to the op's vjp, in the backward of a call with `args`."""
+    seen, run = [], op.vjp.run
+    op.vjp.run = lambda call, pin: (seen.append(call), run(call, pin))[1]
+    try:
+        outputs_and_gradients(op, args)
+    finally:
+        del op.vjp.run
+    return seen[0]
 
 
 def cotangents_of(outs):

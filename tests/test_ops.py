@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from op_runs import DEVICE, DIFFERENTIABLE, NAMES, ON_GPU, arguments_of, cotangents_of, first_case, kernels_of
+from op_runs import (
+    DEVICE,
+    DIFFERENTIABLE,
+    NAMES,
+    ON_GPU,
+    arguments_of,
+    backward_call_of,
+    cotangents_of,
+    first_case,
+    kernels_of,
+)
 from tilesmith.engine import cases, ops, use
 from tilesmith.engine.backends import REFERENCE, interpreting
 from tilesmith.validate import check
@@ -65,14 +75,7 @@ def test_opcheck(name):
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_opcheck_of_the_vjp(name):
     op, args = arguments_of(name)
-    seen = []
-    run = op.vjp.run
-    op.vjp.run = lambda a, pin: (seen.append(a), run(a, pin))[1]
-    try:
-        outputs_and_gradients(op, args)
-    finally:
-        del op.vjp.run
-    args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in seen[0])
+    args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in backward_call_of(op, args))
     torch.library.opcheck(op.vjp.handle, args, {"pin": ""})
 
 
@@ -324,18 +327,14 @@ DETERMINISTIC = [
 @pytest.mark.parametrize(("name", "case", "dtype", "backend"), DETERMINISTIC)
 def test_deterministic_gradients_are_the_same_a_thousand_times(name, case, dtype, backend):
     op = ops()[name]
-    args, seen, execute = op.bind((), case.build(DEVICE, dtype, case.generator())), [], op.vjp.run
-    op.vjp.run = lambda a, pin: (seen.append(a), execute(a, pin))[1]
-    try:
-        outputs_and_gradients(op, args)
-    finally:
-        del op.vjp.run
-    if op.kernel(backend).rejects(op._describe(*args)) or op.vjp.kernel(backend).rejects(op.vjp._describe(*seen[0])):
+    args = op.bind((), case.build(DEVICE, dtype, case.generator()))
+    call = backward_call_of(op, args)
+    if op.kernel(backend).rejects(op._describe(*args)) or op.vjp.kernel(backend).rejects(op.vjp._describe(*call)):
         pytest.skip(f"{backend} does not serve the call")
     run = op.vjp.kernel(backend).fn
-    first, other = run(*seen[0]), torch.zeros((), dtype=torch.bool, device=DEVICE)
+    first, other = run(*call), torch.zeros((), dtype=torch.bool, device=DEVICE)
     for _ in range(1000):
-        for a, b in zip(first, run(*seen[0])):
+        for a, b in zip(first, run(*call)):
             other |= (a != b).any()
     assert not other
 
