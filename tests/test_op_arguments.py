@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from op_runs import DEVICE, DIFFERENTIABLE, NAMES, arguments_of, cotangents_of, kernels_of
-from tilesmith.engine import T, cases, ops, use
+from tilesmith.engine import Op, T, cases, ops, use
 from tilesmith.validate.cases import outputs_and_gradients, pins_of
 
 
@@ -104,3 +104,13 @@ def test_inputs_are_left_alone(name):
         for n, was, now in zip(op.parameters, before, args):
             if isinstance(now, Tensor):
                 torch.testing.assert_close(now.detach(), was, rtol=0, atol=0, equal_nan=True, msg=n)
+
+
+def _scaled(x: Tensor, scale: float = 2.0) -> Tensor:
+    return x * scale
+
+
+def test_the_first_call_of_an_op_may_be_compiled():
+    op = Op(_scaled, name="arguments_scaled", fake=lambda x, scale: torch.empty_like(x))
+    compiled = torch.compile(lambda x: op(x, scale=3.0), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))

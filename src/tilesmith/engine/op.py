@@ -88,6 +88,7 @@ class Op:
         self.signature = inspect.signature(reference)
         served = None if vjp is None else {*(n[1:] for n in vjp.outputs), *self.alias}
         self.check = checked(self.name, self.signature, check, served)
+        self._bind = binder(self.name, self.signature)  # not at the first call, which torch.compile may trace
         self.parameters = tuple(self.signature.parameters)
         self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.types = infer_schema(reference, mutates_args=self.mutates)
@@ -206,13 +207,8 @@ class Op:
         except TypeError as problem:
             raise TypeError(f"{problem}; its parameters are {', '.join(self.parameters)}") from None
 
-    def _bind(self, *args: Any, **kwargs: Any) -> tuple:
-        """Arguments by position. Written out at the first call, as is `_key`: few of the declared ops are called."""
-        self._bind = binder(self.name, self.signature)
-        return self._bind(*args, **kwargs)
-
     def _key(self, inside: bool, pin: str, *args: Any) -> tuple | None:
-        """The key of a call, as `engine.key` explains."""
+        """The key of a call, as `engine.key` explains. Written out at the first call: most declared ops get none."""
         self._key = make_key(self.name, [str(a.type) for a in self.handle._schema.arguments if not a.kwarg_only])
         return self._key(inside, pin, *args)
 
