@@ -246,8 +246,10 @@ def unpack(x, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def bend(x):
-    """tanh."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 / LN2)))
+    """tanh. 1 - e is exact near 0, where 1 - 2 / (1 + e) would lose what a softcap then multiplies."""
+    e = gl.exp2(gl.abs(x) * (-2.0 / LN2))
+    y = (1.0 - e) / (1.0 + e)
+    return gl.where(x < 0, -y, y)
 
 
 @gluon.jit
