@@ -264,6 +264,7 @@ ATTENTION = [
     Case("d72_small", _attend(1, 2, 2, 20, 40, 72, window_left=9, softcap=9.0), SMALL),
     Case("d64_packed_small", _attend(
         1, 2, 1, 50, 60, 64, causal=True, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
+    Case("d64_lists_small", _attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
     Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
     Case("d64_tiles", _attend(2, 4, 4, 1030, 1030, 64, init=_tokens_first), GPU, HALF),
     Case("d64_causal_tiles", _attend(2, 8, 2, 1030, 1030, 64, init=_tokens_first, causal=True), GPU, HALF),

@@ -11,6 +11,7 @@ from tilesmith.engine.launch import cdiv
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.hopper_forward import attention_fwd_kernel
+from tilesmith.ops.attn.hopper_lists import list_tiles
 from tilesmith.ops.attn.hopper_packed import query_tiles
 from tilesmith.ops.attn.hopper_shared import (
     LOG2E,
@@ -29,8 +30,25 @@ _CAUSAL = list(inspect.signature(reference.attention).parameters).index("causal"
 
 def rejects(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention."""
-    reasons = reasons_for_all(call) + all_keys(call)
-    return reasons + wrong_dims(call)
+    reasons = reasons_for_all(call) + all_keys(call) + wrong_dims(call)
+    return reasons + (_list_reasons(call) if call.block_offsets is not None else [])
+
+
+def _list_reasons(call) -> list[str]:
+    reasons = []
+    if call.block_q % 128 or call.block_k % 64:
+        reasons.append(
+            f"block lists of {call.block_q} queries by {call.block_k} keys; "
+            "multiples of 128 queries by multiples of 64 keys are served"
+        )
+    if call.cu_seqlens_q is not None:
+        reasons.append("block lists of packed documents are not walked")
+    # keys that nobody sees may hold NaN, so no tile may hold keys that the block's queries do not see
+    if call.window_left >= 0 or call.window_right >= 0:
+        reasons.append("block lists: a window besides them is not known")
+    if call.causal and not call.aligned:
+        reasons.append("block lists: with a causal mask, S - T must be a multiple of 128")
+    return reasons
 
 
 class HopperConfig(NamedTuple):
@@ -63,6 +81,15 @@ def _default(dims, arch, dtype) -> HopperConfig:
     if wide > 64:
         return HopperConfig(2, 64, 4, 2) if causal and dims["keys"] <= 512 and wide == 128 else HopperConfig(2, 128, 2)
     return HopperConfig(4, 64, 6) if dims["keys"] < (8192 if causal else 2048) else HopperConfig(3, 128, 3)
+
+
+def _within(config: HopperConfig, block_k: int) -> HopperConfig:
+    """Tiles that block lists are made of: two consumers, blocks that divide theirs."""
+    if config.consumers > 2:
+        config = HopperConfig(2, 128, 4)
+    if config.block_n > 64 and block_k % 128:
+        config = config._replace(block_n=64, stages=2 * config.stages)
+    return config
 
 
 SPACE = Space(default=_default, dims=_dims, choices={"consumers": (2, 3, 4), "stages": (2, 3)})
@@ -119,27 +146,35 @@ def attention(
         return out.zero_(), lse
     arch = arch_of(q.device)
     window = left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
+    if block_offsets is not None:
+        config = _within(config, block_k)
     block_m = 64 * config.consumers
     blocks, table, packed = cdiv(tokens, block_m), None, cu_seqlens_q is not None
     if packed:
         vectors = (reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths))
         table, blocks = query_tiles(*vectors, tokens, keys, window, block_m)
+    has_lists, lists, indices, list_share, list_rows = block_offsets is not None, None, None, 1, 0
+    if has_lists:
+        indices, (batches, many, _) = block_indices.contiguous(), block_offsets.shape
+        lists = list_tiles(block_offsets, indices, tokens, keys, has_right, block_q, block_k, block_m, config.block_n)
+        list_share, list_rows = heads // many, blocks * many if batches > 1 else 0
     tiles = blocks * batch * heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
-    alike = not (has_left or has_right or packed)
+    alike = not (has_left or has_right or packed or has_lists)
     scale = dim**-0.5 if scale is None else scale
     wide, value_wide = columns_of(q), columns_of(v)
     launch(
         attention_fwd_kernel,
         (programs,),
         descriptor(q, 64, packed), descriptor(k, config.block_n, packed), descriptor(v, config.block_n, packed),
-        descriptor(out, 64, packed), lse, reference.dense(sinks), counter(q.device) if dynamic else None, table,
+        descriptor(out, 64, packed), lse, reference.dense(sinks), counter(q.device) if dynamic else None,
+        table, lists, indices,
         tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike), left, right, heads // k.shape[1],
-        scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
+        list_share, list_rows, scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
         LEFT=has_left, RIGHT=has_right,
         WHOLE=alike and keys % config.block_n == 0, DYNAMIC=dynamic,
         BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,
-        Q_STAGES=config.q_stages, SOFTCAP=softcap > 0.0, num_warps=4,
+        Q_STAGES=config.q_stages, LIST_K=block_k if has_lists else 0, SOFTCAP=softcap > 0.0, num_warps=4,
     )  # fmt: skip
     return out, lse

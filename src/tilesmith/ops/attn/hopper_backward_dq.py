@@ -159,8 +159,8 @@ def attention_dq_wide_kernel(
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
-        tokens, keys, heads, blocks, rows, section, left, right, group,
-        LEFT, RIGHT, False, DYNAMIC, PACKED, 128, 64, D, D, 2, 2, 1,
+        tokens, keys, heads, blocks, rows, section, left, right, group, gl.to_tensor(1), gl.to_tensor(0),
+        LEFT, RIGHT, False, DYNAMIC, PACKED, 128, 64, D, D, 2, 2, 1, 0,
     )  # fmt: skip
     q = tiles_of(2, q_desc)
     dout = tiles_of(2, q_desc)

@@ -10,7 +10,7 @@ from tilesmith.engine.launch import cdiv, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.decode import combine_splits, splits_of
-from tilesmith.ops.attn.hopper_shared import LOG2E, descriptor, reasons_for_all, window_of, wrong_dims
+from tilesmith.ops.attn.hopper_shared import LOG2E, descriptor, no_lists, reasons_for_all, window_of, wrong_dims
 from tilesmith.ops.attn.hopper_split import attention_shares_kernel
 from tilesmith.ops.gluon_shim import TensorDescriptor
 
@@ -48,7 +48,7 @@ SPACE = Space(default=_default, dims=_dims, choices={"consumers": (1, 2)})
 
 def rejects(call) -> list[str]:
     """Why the splitting Hopper kernel cannot serve a call of attention."""
-    reasons = reasons_for_all(call._replace(page_table=None)) + wrong_dims(call)
+    reasons = reasons_for_all(call._replace(page_table=None)) + no_lists(call) + wrong_dims(call)
     if call.cu_seqlens_q is not None:
         reasons.append("cu_seqlens_q: tiles of packed documents are not split")
     if call.page_table is not None:

@@ -33,7 +33,8 @@ class Walk:
 
     blocks: tiles of queries of a head. rows: batch * heads. section: how many heads are worked on together, so that
     their keys and values stay in L2. left, right: the window. group: heads of q that share one of k and v. PACKED:
-    tokens and keys are those of one document at a time.
+    tokens and keys are those of one document at a time. With block lists of LIST_K keys, list_share heads have a list
+    in common, and list_rows is how many tiles the lists of a batch row have, 0 if all have the same.
     """
 
     tokens: gl.tensor
@@ -45,6 +46,8 @@ class Walk:
     left: gl.tensor
     right: gl.tensor
     group: gl.tensor
+    list_share: gl.tensor
+    list_rows: gl.tensor
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     WHOLE: gl.constexpr
@@ -57,19 +60,21 @@ class Walk:
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr
     Q_STAGES: gl.constexpr
+    LIST_K: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, tokens, keys, heads, blocks, rows, section, left, right, group,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES,
+        self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
+        self.list_share, self.list_rows = list_share, list_rows
         self.LEFT, self.RIGHT = gl.constexpr(LEFT), gl.constexpr(RIGHT)
         self.WHOLE, self.DYNAMIC, self.PACKED = gl.constexpr(WHOLE), gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
         self.BM, self.BN, self.D, self.DV = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(D), gl.constexpr(DV)
         self.CONSUMERS, self.STAGES = gl.constexpr(CONSUMERS), gl.constexpr(STAGES)
-        self.Q_STAGES = gl.constexpr(Q_STAGES)
+        self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
 
     @gluon.jit
     def tile(self, number, table):
@@ -95,8 +100,8 @@ class Walk:
         """The same for a document of so many tokens and keys."""
         return Walk(
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
-            self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
-            self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES,
+            self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
+            self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K,
         )  # fmt: skip
 
     @gluon.jit
@@ -121,6 +126,31 @@ class Walk:
         begin = self.begin(start)
         end = self.end(gl.minimum(start + self.BM, self.tokens) - 1)
         return begin, gl.maximum((end - begin + self.BN - 1) // self.BN, 1)
+
+    @gluon.jit
+    def listed(self, start, head, batch, lists):
+        """The same and the tile's row in the table of lists. With block lists the first is the tile's last block, as a
+        place in its list."""
+        if self.LIST_K > 0:
+            entry = (batch * self.list_rows + head // self.list_share * self.blocks + start // self.BM) * 4
+            begin, blocks = gl.load(lists + entry + 1), gl.load(lists + entry + 2)
+        else:
+            begin, blocks = self.span(start)
+            entry = begin
+        return begin, blocks, entry
+
+    @gluon.jit
+    def key(self, begin, blocks, j, entry, lists, indices):
+        """The first key of block j of a span, counted from its end. An empty list has a block behind the last key,
+        which the accelerator fills with zeros."""
+        if self.LIST_K > 0:
+            PARTS: gl.constexpr = self.LIST_K // self.BN
+            place = begin - j
+            block = gl.load(indices + gl.load(lists + entry) + place // PARTS, mask=begin >= 0, other=0)
+            first = gl.where(begin < 0, self.keys, block * self.LIST_K + place % PARTS * self.BN)
+        else:
+            first = begin + (blocks - 1 - j) * self.BN
+        return first
 
 
 @aggregate
@@ -182,7 +212,7 @@ def draw(counter, tiles):
 
 
 @gluon.jit
-def _produce(parts, q_desc, k_desc, v_desc, counter, table):
+def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
     whole, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -192,9 +222,9 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table):
         start, head, tokens, keys, q_place, k_place = whole.tile(number, table)
         walk = whole.within(tokens, keys)
         kv_head = head // walk.group
-        begin, blocks = walk.span(start)
+        begin, blocks, entry = walk.listed(start, head, q_place, lists)
         for j in range(blocks):
-            first = begin + (blocks - 1 - j) * walk.BN
+            first = walk.key(begin, blocks, j, entry, lists, indices)
             s = count % walk.STAGES
             phase = (count // walk.STAGES) & 1
             kv_corner = corner(k_place, kv_head, first, keys, walk.PACKED)
@@ -295,7 +325,7 @@ def _pass(blocks, count, walk, k_full, k_empty, v_full, v_empty):
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
              SOFTCAP: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     whole, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
@@ -309,7 +339,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     PHASES: gl.constexpr = 3 if whole.LEFT else 2
     # blocks that only other consumers' queries see
-    SKIP: gl.constexpr = (whole.LEFT or whole.RIGHT) and BN <= 64 * (whole.CONSUMERS - 1)
+    SKIP: gl.constexpr = (whole.LEFT or whole.RIGHT) and whole.LIST_K == 0 and BN <= 64 * (whole.CONSUMERS - 1)
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -317,7 +347,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
     while number < tiles:
         start, head, tokens, keys, q_place, _ = whole.tile(number, table)
         walk = whole.within(tokens, keys)
-        begin, blocks = walk.span(start)
+        begin, blocks, entry = walk.listed(start, head, q_place, lists)
         start += C * 64
         behind_left = gl.to_tensor(0)
         if SKIP:
@@ -342,7 +372,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
         if SOFTCAP:
             qk = bend(qk * inner)
         if not walk.WHOLE:
-            qk = _hide(qk, walk, queries, begin + (blocks - 1) * BN, walk.LEFT)
+            qk = _hide(qk, walk, queries, walk.key(begin, blocks, 0, entry, lists, indices), walk.LEFT)
         top = gl.max(qk, 1) * scale
         base = top
         if not walk.WHOLE:
@@ -352,11 +382,14 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
         p = pack(p, dtype)
 
         # blocks from the end: those that the right edge crosses, whole ones, those that the left edge crosses
-        right = gl.minimum(gl.maximum(blocks - gl.maximum(walk.end(start) - begin, 0) // BN, 1), blocks)
         left = blocks
-        if walk.LEFT:
-            left = blocks - (walk.begin(start + 63) - begin + BN - 1) // BN
-            left = gl.minimum(gl.maximum(left, right), blocks)
+        if walk.LIST_K > 0:
+            right = gl.load(lists + entry + 3)
+        else:
+            right = gl.minimum(gl.maximum(blocks - gl.maximum(walk.end(start) - begin, 0) // BN, 1), blocks)
+            if walk.LEFT:
+                left = blocks - (walk.begin(start + 63) - begin + BN - 1) // BN
+                left = gl.minimum(gl.maximum(left, right), blocks)
         for phase in gl.static_range(PHASES):
             if phase == 0:
                 lower, upper = 1, right
@@ -382,7 +415,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
                     if SOFTCAP:
                         qk = bend(qk * inner)
                     if phase != 1:
-                        qk = _hide(qk, walk, queries, begin + (blocks - 1 - j) * BN, walk.LEFT)
+                        qk = _hide(qk, walk, queries, walk.key(begin, blocks, j, entry, lists, indices), walk.LEFT)
                     new_top = gl.maximum(top, gl.max(qk, 1) * scale)
                     base = new_top
                     if phase != 1:
@@ -442,15 +475,20 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, inner,
     bulk_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tokens", "keys", "heads", "blocks", "rows", "section", "left", "right", "group"])
+@gluon.jit(
+    do_not_specialize=[
+        "tokens", "keys", "heads", "blocks", "rows", "section", "left", "right", "group", "list_share", "list_rows",
+    ]
+)  # fmt: skip
 def attention_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, counter, table,
-    tokens, keys, heads, blocks, rows, section, left, right, group, inner, scale,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, counter, table, lists, indices,
+    tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows, inner, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), or None. scale: of
+    """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), or None. lists:
+    tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0; indices: theirs. scale: of
     q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind it. WHOLE: every query sees
     every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a tensor's own are zeros."""
     PACKED: gl.constexpr = table is not None
@@ -458,8 +496,8 @@ def attention_fwd_kernel(
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
-        tokens, keys, heads, blocks, rows, section, left, right, group,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES,
+        tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
     )  # fmt: skip
     q = tiles_of(Q_STAGES * CONSUMERS, q_desc)
     k = tiles_of(STAGES, k_desc)
@@ -479,10 +517,10 @@ def attention_fwd_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, k_desc, v_desc, counter, table)),
-                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
+                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, SHARED)),
-                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, SHARED)),
             ],
             [4, 4],
@@ -491,12 +529,12 @@ def attention_fwd_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, k_desc, v_desc, counter, table)),
-                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
+                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, SHARED)),
-                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, SHARED)),
-                (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, SHARED)),
             ],
             [4, 4, 4],
@@ -505,14 +543,14 @@ def attention_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, k_desc, v_desc, counter, table)),
-                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
+                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, SHARED)),
-                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, SHARED)),
-                (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, SHARED)),
-                (_consume, (3, parts, out_desc, lse_ptr, sinks_ptr, table, inner, scale, out,
+                (_consume, (3, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, SHARED)),
             ],
             [4, 4, 4, 4],

@@ -45,6 +45,11 @@ def all_keys(call) -> list[str]:
     return []
 
 
+def no_lists(call) -> list[str]:
+    """Why a kernel that sees blocks by a mask alone cannot serve a call."""
+    return [] if call.block_offsets is None else ["block_offsets: block lists are not walked"]
+
+
 _UNSERVED = {
     "bias": "scores get nothing added",
     "mask": "only causal and window masks are known",
@@ -52,7 +57,6 @@ _UNSERVED = {
     "seed": "nothing is dropped",
     "prefix_lengths": "only causal and window masks are known",
     "q_documents": "only causal and window masks are known",
-    "block_offsets": "block lists are not walked",
     "page_table": "paged keys and values are not read",
     "q_scale": "quantised values are not read",
     "k_scale": "quantised values are not read",

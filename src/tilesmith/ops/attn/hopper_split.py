@@ -321,8 +321,8 @@ def attention_shares_kernel(
     CHAINED: the next kernel may start and wait."""
     LENGTHS: gl.constexpr = lengths_ptr is not None
     walk = Walk(
-        tokens, keys, kv_heads, tiles, rows, tiles, left, right, tiles,
-        LEFT, RIGHT, False, False, False, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, 1,
+        tokens, keys, kv_heads, tiles, rows, tiles, left, right, tiles, gl.to_tensor(1), gl.to_tensor(0),
+        LEFT, RIGHT, False, False, False, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, 1, 0,
     )  # fmt: skip
     shares = Shares(
         walk, kv_heads, tiles, splits, row_pages, between_k, between_v, GROUP, HEADS, 64 // HEADS, LENGTHS, PAGE, PIECE

@@ -26,6 +26,7 @@ from tilesmith.ops.attn.hopper_shared import (
     columns_of,
     counter,
     descriptor,
+    no_lists,
     reasons_for_all,
     section,
     window_of,
@@ -38,7 +39,7 @@ _PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 def rejects_vjp(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention_vjp."""
-    reasons = reasons_for_all(call) + all_keys(call)
+    reasons = reasons_for_all(call) + all_keys(call) + no_lists(call)
     if call.q.cols % 8 or not 64 <= call.q.cols <= 256 or call.v.cols != call.q.cols:
         reasons.append(
             f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256, one for all, are served"

@@ -1,0 +1,65 @@
+"""What the Hopper kernels need to know of block lists: a table with a row for each tile, made on the device."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import launch
+from tilesmith.engine.launch import cdiv
+
+FAR = tl.constexpr(1 << 28)  # a block behind every token
+
+
+@triton.jit
+def _parts(block, limit, BLOCK: tl.constexpr, LIST: tl.constexpr):
+    """How many of the LIST // BLOCK parts of blocks begin before `limit`."""
+    return tl.sum(tl.minimum(tl.maximum(limit - block * LIST + BLOCK - 1, 0) // BLOCK, LIST // BLOCK))
+
+
+@triton.jit(do_not_specialize=["tiles", "tokens", "keys"])
+def list_tiles_kernel(
+    offsets_ptr, indices_ptr, table_ptr, offsets_strides, heads, tiles, tokens, keys,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK_M queries a program. A row: where the tile's list starts; of the parts of BLOCK_N keys of the
+    list's blocks the last one that any query sees, how many are seen, and how many of these the diagonal may cross. An
+    empty list counts as one part at -1."""
+    number = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - number * tiles
+    batch = number // heads
+    start = tile * BLOCK_M
+    place = batch.to(tl.int64) * offsets_strides[0] + (number - batch * heads).to(tl.int64) * offsets_strides[1]
+    place = offsets_ptr + place + start // LIST_Q * offsets_strides[2]
+    begin, end = tl.load(place), tl.load(place + offsets_strides[2])
+    limit, full_limit = keys, keys
+    if CAUSAL:
+        limit = tl.minimum(start + BLOCK_M, tokens) + keys - tokens
+        full_limit = start + keys - tokens + 1
+    seen, full = 0, 0
+    for first in range(begin, end, 128):
+        entry = first + tl.arange(0, 128)
+        block = tl.load(indices_ptr + entry, mask=entry < end, other=FAR // LIST_K)
+        seen += _parts(block, limit, BLOCK_N, LIST_K)
+        full += _parts(block, full_limit - BLOCK_N + 1, BLOCK_N, LIST_K)
+    row = table_ptr + tl.program_id(0) * 4
+    tl.store(row, begin)
+    tl.store(row + 1, seen - 1)
+    tl.store(row + 2, tl.maximum(seen, 1))
+    tl.store(row + 3, tl.maximum(seen - full, 1))
+
+
+def list_tiles(
+    offsets: Tensor, indices: Tensor, tokens: int, keys: int, causal: bool, block_q: int, block_k: int,
+    block_m: int, block_n: int,
+) -> Tensor:  # fmt: skip
+    """The table of tiles of `block_m` queries and parts of `block_n` keys, in the lists' order: batch, head, tile."""
+    batch, heads, _ = offsets.shape
+    tiles = cdiv(tokens, block_m)
+    table = torch.empty((batch * heads * tiles, 4), dtype=torch.int32, device=offsets.device)
+    launch(
+        list_tiles_kernel, (batch * heads * tiles,),
+        offsets, indices, table, offsets.stride(), heads, tiles, tokens, keys,
+        CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, LIST_Q=block_q, LIST_K=block_k, num_warps=4,
+    )  # fmt: skip
+    return table
