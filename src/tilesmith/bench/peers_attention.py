@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilesmith.bench.missing import Missing, absent, only
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "prefix_lengths", "q_documents", "k_documents", "page_table")
-_BLOCKS = ("block_offsets", "block_indices", "q_scale", "k_scale", "v_scale")
+_FACTORS = ("q_scale", "k_scale", "v_scale")
 
 
 def _sdpa(args: Mapping[str, Any], peer: str, backend: SDPBackend | None) -> Callable[[], Any]:
-    absent(args, peer, *_PACKED, *_BLOCKS, "alibi", "sinks", "softcap", "dropout_p", "deterministic")
+    absent(args, peer, *_PACKED, *_FACTORS, "block_offsets", "alibi", "sinks", "softcap", "dropout_p", "deterministic")
     only(args, peer, window_left=-1, window_right=-1)
     q, k, v = args["q"], args["k"], args["v"]
     bias, mask, causal = args.get("bias"), args.get("mask"), args.get("causal", False)
@@ -41,11 +42,37 @@ def _sdpa(args: Mapping[str, Any], peer: str, backend: SDPBackend | None) -> Cal
     return call if backend is None else pinned
 
 
+def _listed(args: Mapping[str, Any], peer: str) -> tuple[Tensor, Tensor]:
+    """Of block lists, the blocks that are seen, and those seen whole: bool [B|1, H|1, rows, columns]."""
+    only(args, peer, window_left=-1, window_right=-1)
+    offsets, indices, q, k = (args[name] for name in ("block_offsets", "block_indices", "q", "k"))
+    (batch, many, ends), columns = offsets.shape, -(-k.shape[2] // args["block_k"])
+    counts = offsets.long().diff(dim=-1).flatten()
+    row = torch.arange(counts.numel(), device=q.device).repeat_interleave(counts)
+    seen = torch.zeros(counts.numel(), columns, dtype=torch.bool, device=q.device)
+    seen[row, indices[: row.numel()].long()] = True
+    seen = seen.view(batch, many, ends - 1, columns)
+    if many not in (1, q.shape[1]):
+        seen = seen.repeat_interleave(q.shape[1] // many, 1)
+    if not args.get("causal", False):
+        return seen, seen
+    query = (torch.arange(ends - 1, device=q.device) * args["block_q"] + k.shape[2] - q.shape[2])[:, None]
+    key = torch.arange(columns, device=q.device) * args["block_k"]
+    return seen & (key < query + args["block_q"]), seen & (key + args["block_k"] <= query + 1)
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row has, and which, as these peers take them: lists of one length."""
+    blocks = blocks.int().contiguous()
+    return blocks.sum(-1).int(), blocks.argsort(dim=-1, descending=True, stable=True).int()
+
+
 def _flash_attention_4(args: Mapping[str, Any]) -> Callable[[], Any]:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     peer = "FlashAttention 4"
-    absent(args, peer, "kv_lengths", "prefix_lengths", "q_documents", "page_table", *_BLOCKS)
+    absent(args, peer, "kv_lengths", "prefix_lengths", "q_documents", "page_table", *_FACTORS)
     absent(args, peer, "alibi", "bias", "mask", "dropout_p")
     q, k, v = (args[name].transpose(1, 2) for name in ("q", "k", "v"))
     window = tuple(None if args.get(side, -1) < 0 else args[side] for side in ("window_left", "window_right"))
@@ -53,6 +80,14 @@ def _flash_attention_4(args: Mapping[str, Any]) -> Callable[[], Any]:
     named |= {"softmax_scale": args.get("scale"), "learnable_sink": args.get("sinks")}
     named |= {"deterministic": args.get("deterministic", False)}
     attend = flash_attn_func
+    if args.get("block_offsets") is not None:
+        if named["causal"]:
+            raise Missing("FlashAttention 4 takes a causal mask besides block lists only as a CuTe function")
+        absent(args, peer, "cu_seqlens_q")
+        seen, sizes = _listed(args, peer)[0], (args["block_q"], args["block_k"])
+        for end, blocks in (("", seen), ("_bwd", seen.mT)):
+            lists = *_ordered(torch.zeros_like(blocks)), *_ordered(blocks)
+            named[f"block_sparse_tensors{end}"] = BlockSparseTensorsTorch(*lists, block_size=sizes)
     if args.get("cu_seqlens_q") is not None:
         q, k, v, attend = q[0], k[0], v[0], flash_attn_varlen_func
         for side in ("q", "k"):
@@ -75,10 +110,10 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _flex(args: Mapping[str, Any]) -> Callable[[], Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
     peer = "this adapter of FlexAttention"
-    absent(args, peer, *_PACKED, *_BLOCKS, "bias", "mask", "sinks", "dropout_p")
+    absent(args, peer, *_PACKED, *_FACTORS, "bias", "mask", "sinks", "dropout_p")
     q, k, v = args["q"], args["k"], args["v"]
     if q.device.type == "cpu" and any(t.requires_grad for t in (q, k, v)):
         raise Missing("FlexAttention has no backward on a CPU")
@@ -103,6 +138,10 @@ def _flex(args: Mapping[str, Any]) -> Callable[[], Any]:
 
     masked = causal or left >= 0 or right >= 0
     blocks = create_block_mask(visible, None, None, q.shape[2], k.shape[2], device=q.device) if masked else None
+    if args.get("block_offsets") is not None:
+        seen, whole = _listed(args, peer)
+        lists, sizes = (*_ordered(seen & ~whole), *_ordered(whole)), (args["block_q"], args["block_k"])
+        blocks = BlockMask.from_kv_blocks(*lists, sizes, visible, (q.shape[2], k.shape[2]))
     named = {"score_mod": score if softcap or alibi is not None else None, "block_mask": blocks}
     named |= {"scale": args.get("scale"), "enable_gqa": q.shape[1] != k.shape[1]}
     flex = _compiled_flex()

@@ -350,8 +350,12 @@ ATTENTION = [
     Case("gqa_64_8_4k_causal", _train(2, 4096, 64, 128, kv_heads=8, causal=True), TIMED, HALF),
     Case("packed_32k", _train(1, 32768, 16, 128, causal=True, cu_seqlens_q=_DOCUMENTS, cu_seqlens_k=_DOCUMENTS),
          TIMED, HALF),
-    *(Case(f"lists_16k{name}", _train(1, 16384, 16, 128, lists=(1, 1, 128, 128, 0.25), causal=causal), TIMED, HALF)
-      for name, causal in (("", False), ("_causal", True))),
+    *(
+        Case(f"lists_16k{of}{name}", _train(1, 16384, 2048 // dim, dim, lists=(1, 1, 128, 128, share), causal=causal),
+             TIMED, HALF)
+        for of, dim, share in (("", 128, 0.25), ("_eighth", 128, 0.12), ("_d64", 64, 0.25))
+        for name, causal in (("", False), ("_causal", True))
+    ),
     Case("bias_2k", _train(2, 2048, 16, 64, bias=(1, 16, 2048, 2048)), BENCH, HALF),
     Case("dropout_4k", _train(4, 4096, 16, 128, causal=True, dropout_p=0.1), BENCH, HALF),
 ]  # fmt: skip
