@@ -63,6 +63,8 @@ def test_json_is_a_kernel(tmp_path):
         (("swiglu", "-t", "cuda", "--set", "width=4"), "--set width: swiglu has the fields hidden_dim, use_half"),
         (("swiglu", "-t", "cuda", "--set", "hidden_dim=0"), "hidden_dim must be a whole number of at least 1"),
         (("swiglu", "-t", "cuda", "--preset", "ampere"), "--preset is for flash_attention"),
+        (("swiglu", "-t", "cuda", "--set", "hidden_dim=4", "-o", "no/such/folder"), "-o no/such/folder: No such file"),
+        (("swiglu", "-t", "cuda", "--set", "hidden_dim=4", "-o", "."), "-o .: Is a directory"),
         (("flash_attention", "-t", "wgsl", "--preset", "ampere"), "36,864 bytes of shared memory; at most 32,768"),
     ],
 )

@@ -15,7 +15,7 @@ TARGETS = ("cuda", "ptx", "metal", "wgsl", "spirv", "spvasm", "json")
 
 
 def command(
-    kernel: Annotated[str, typer.Argument(help="A kernel, such as swiglu or flash_attention.")],
+    kernel: Annotated[str, typer.Argument(help="A kernel, such as swiglu; any other name lists them all.")],
     target: Annotated[str, typer.Option("--target", "-t", help=f"One of {', '.join(TARGETS)}.")],
     set_: Annotated[list[str] | None, typer.Option("--set", help="A field: hidden_dim=4096. Repeatable.")] = None,
     preset: Annotated[str | None, typer.Option(help="Of flash_attention: ampere, hopper, rdna3, apple, ...")] = None,
@@ -40,7 +40,10 @@ def command(
     if output is None:
         sys.stdout.write(code)
     else:
-        output.write_bytes(code if isinstance(code, bytes) else code.encode())
+        try:
+            output.write_bytes(code if isinstance(code, bytes) else code.encode())
+        except OSError as problem:
+            refuse(f"-o {output}: {problem.strerror}")
     errors.print(_summary(ir), highlight=False, markup=False)
 
 
