@@ -115,8 +115,9 @@ def vector_lanes(columns: int) -> int:
 
 
 def folded(count: int) -> tuple[int, int, int]:
-    """A grid of at least `count` workgroups, along two axes where one is too short for them."""
-    return (min(count, MAX_GROUPS), -(-count // MAX_GROUPS), 1)
+    """A grid of at least `count` workgroups, along two axes where one is too short for them; few are past the last."""
+    along_y = max(-(-count // MAX_GROUPS), 1)
+    return (-(-count // along_y), along_y, 1)
 
 
 @inline
