@@ -1,5 +1,7 @@
 """What a replay makes anew for each call. That replays compute what launchers do, test_ops checks on a GPU."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -59,3 +61,20 @@ def test_the_launcher_below_tritons_wrapper_is_the_one_that_takes_encoded_descri
     _pretend_driver(monkeypatch, nvidia, print)
     found = _Encoded.of(wrapper, SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[form])))
     assert found.run is launcher and found.encode is print and found.formats == (form,)
+
+
+RECORDING = """
+import sys
+import torch
+from tilesmith.engine import replay
+x = torch.ones(3)
+with replay._recording((x,)) as record:
+    torch.empty(3)
+assert record.refusal, "nothing was seen"
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_recording_imports_no_compiler():
+    done = subprocess.run([sys.executable, "-c", RECORDING], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

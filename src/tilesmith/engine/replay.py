@@ -74,6 +74,12 @@ class Recorder(TorchDispatchMode):
         if self.refusal:
             self._refuse(self.refusal)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler, a second and a half, at the first call of the mode, to disable it there. It
+        compiles no frame while a mode is on, and calls that it traces are not recorded."""
+        return False
+
     def _know(self, tensor: Tensor, name: str) -> None:
         self.alive.append(tensor)
         self.sources.setdefault(id(tensor), name)
