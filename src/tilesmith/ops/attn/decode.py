@@ -30,9 +30,14 @@ def _load(rows, columns, held, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, MASKE
 
 
 @triton.jit
-def _page(pages_ptr, columns, begin, end, PAGE_SIZE: tl.constexpr):
-    """The pages of slots; 0 for slots outside [begin, end), whose entries may name no page."""
-    return tl.load(pages_ptr + columns // PAGE_SIZE, mask=(columns >= begin) & (columns < end), other=0)
+def _page(pages_ptr, first, slots, begin, end, PAGE_SIZE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pages of a step's slots; 0 for slots outside [begin, end), whose entries may name no page. ALIGNED: the step
+    begins where a page does."""
+    columns = first + slots
+    held = (columns >= begin) & (columns < end)
+    if ALIGNED:  # slots // PAGE_SIZE is the same in every step
+        return tl.load(pages_ptr + slots // PAGE_SIZE + first // PAGE_SIZE, mask=held, other=0)
+    return tl.load(pages_ptr + columns // PAGE_SIZE, mask=held, other=0)
 
 
 @triton.jit
@@ -50,21 +55,24 @@ def _walk(
     mask_ptr, mask_slot, documents_ptr, pages_ptr, score_scale, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PRODUCT: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PRODUCT: tl.constexpr, WIDENED: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over slots. MASKED: some row does not see some of them, and [lo, hi) has a gap cut out of it.
-    K_SCALES, V_SCALES: each slot has a factor of its own. PRODUCT: the dtype in which values are multiplied."""
+    K_SCALES, V_SCALES: each slot has a factor of its own. PRODUCT: the dtype in which values are multiplied.
+    WIDENED: 8 bits become its 16 where they were loaded."""
     PLAIN: tl.constexpr = k_scale_ptr is None and not SOFTCAP
     SPARSE: tl.constexpr = mask_ptr is not None or documents_ptr is not None
     # Steps begin at multiples of BLOCK_N. Where a page holds all slots of a step, its number is one for the program.
     ONE_PAGE: tl.constexpr = pages_ptr is not None and PAGE_SIZE % BLOCK_N == 0
+    ALIGNED: tl.constexpr = pages_ptr is not None and BLOCK_N % PAGE_SIZE == 0
     slots = tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_D)[None, :]
     features_v = tl.arange(0, BLOCK_DV)[None, :]
     if ONE_PAGE:
-        next_page = _page(pages_ptr, _skip(lo, gap, gap_size, MASKED), begin - BLOCK_N + 1, end, PAGE_SIZE)
+        next_page = _page(pages_ptr, _skip(lo, gap, gap_size, MASKED), 0, begin - BLOCK_N + 1, end, PAGE_SIZE, False)
     elif pages_ptr is not None:
-        next_page = _page(pages_ptr, _skip(lo, gap, gap_size, MASKED) + slots, begin, end, PAGE_SIZE)
+        next_page = _page(pages_ptr, _skip(lo, gap, gap_size, MASKED), slots, begin, end, PAGE_SIZE, ALIGNED)
     for step in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
         first = _skip(step, gap, gap_size, MASKED)
         columns = first + slots
@@ -73,7 +81,7 @@ def _walk(
         if ONE_PAGE:
             page = next_page.to(tl.int64)
             next_first = _skip(step + BLOCK_N, gap, gap_size, MASKED)
-            next_page = _page(pages_ptr, next_first, begin - BLOCK_N + 1, end, PAGE_SIZE)
+            next_page = _page(pages_ptr, next_first, 0, begin - BLOCK_N + 1, end, PAGE_SIZE, False)
             start = tl.cast(first % PAGE_SIZE, tl.int64)
             slot = start + slots
             k_rows = k_ptr + (page * k_page + start * k_slot) * UNIT + (slots.to(tl.int64) * k_slot * UNIT)[:, None]
@@ -81,10 +89,11 @@ def _walk(
         elif pages_ptr is not None:
             # Looked up one step ahead: loads that depend on a load of the same step are not pipelined as deeply.
             page = next_page.to(tl.int64)
-            next_page = _page(pages_ptr, _skip(step + BLOCK_N, gap, gap_size, MASKED) + slots, begin, end, PAGE_SIZE)
-            slot = (columns % PAGE_SIZE).to(tl.int64)
-            k_rows = k_ptr + ((page * k_page + slot * k_slot) * UNIT)[:, None]
-            v_rows = v_ptr + ((page * v_page + slot * v_slot) * UNIT)[:, None]
+            next_first = _skip(step + BLOCK_N, gap, gap_size, MASKED)
+            next_page = _page(pages_ptr, next_first, slots, begin, end, PAGE_SIZE, ALIGNED)
+            slot = ((slots if ALIGNED else columns) % PAGE_SIZE).to(tl.int64)
+            k_rows = k_ptr + (slot * k_slot * UNIT)[:, None] + (page * k_page * UNIT)[:, None]
+            v_rows = v_ptr + (slot * v_slot * UNIT)[:, None] + (page * v_page * UNIT)[:, None]
         else:
             page = tl.zeros([BLOCK_N], tl.int64)
             slot = columns.to(tl.int64)
@@ -130,7 +139,12 @@ def _walk(
             v = _load(v_rows, features_v, held, DIM_V, BLOCK_DV, MASKED)
         if SPARSE and MASKED:  # a slot that no row sees may hold NaN
             v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, tl.zeros_like(v))
-        acc = tl.dot(weights.to(PRODUCT), v.to(PRODUCT), acc, input_precision="ieee")
+        v = v.to(PRODUCT)
+        if WIDENED:
+            # Triton would move the conversion behind the change of layout that the product asks for, and so read 8-bit
+            # values one by one. It moves nothing past an instruction that may have an effect; this one is none in SASS.
+            v = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], v.dtype, is_pure=False, pack=2)
+        acc = tl.dot(weights.to(PRODUCT), v, acc, input_precision="ieee")
         top = new_top
     return acc, total, top
 
@@ -167,11 +181,13 @@ def _attention_split_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PEEL: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, WIDENED: tl.constexpr, PEEL: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (batch row, kv head, split, tile): a tile of rows, which are pairs (token, query head of that kv head),
     over a share of the keys. Writes a normalised result and its lse. Strides of q, k and v count UNIT elements. PEEL:
-    slots that every row sees are walked apart, without masks. CHAINED: the next kernel may start and wait."""
+    slots that every row sees are walked apart, without masks. CHAINED: the next kernel may start and wait. WIDENED:
+    as in `_walk`."""
     # Tiles of the same keys are neighbours, so that one of them finds the keys in the L2 cache.
     tile = tl.program_id(0) % tiles
     split = tl.program_id(0) // tiles % splits
@@ -270,7 +286,7 @@ def _attention_split_kernel(
             k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
             mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
             DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES, PRODUCT,
-            False, STAGES,
+            WIDENED, False, STAGES,
         )  # fmt: skip
         full = full_hi - full_lo
     acc, total, top = _walk(
@@ -278,7 +294,7 @@ def _attention_split_kernel(
         k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
         mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
         DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES, PRODUCT,
-        True, 1 if PEEL else STAGES,
+        WIDENED, True, 1 if PEEL else STAGES,
     )  # fmt: skip
 
     if CHAINED:
@@ -339,6 +355,7 @@ class SplitConfig(NamedTuple):
     """block_m: rows of a tile (pairs of token and query head). block_n: keys of a step. per_sm: programs that share an
     SM, by which the number of splits is chosen. peel: keys that every row sees are walked apart, without masks.
     chained: the combining kernel is launched to wait for its parts on the device (CUDA, compute capability 9 and up).
+    widened: values of 8 bits become 16 where they were loaded, not where the product reads them (CUDA).
     """
 
     block_m: int
@@ -348,6 +365,7 @@ class SplitConfig(NamedTuple):
     num_stages: int
     peel: bool = True
     chained: bool = False
+    widened: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -381,6 +399,7 @@ def _dims(*args) -> dict[str, int]:
     return {
         "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": keys,
         "dim": max(q.shape[3], call["v"].shape[3]), "sparse": 1 if call["mask"] is call["q_documents"] is None else 8,
+        "bytes": k.element_size(),
     }  # fmt: skip
 
 
@@ -407,20 +426,24 @@ def _default(dims, arch, dtype) -> SplitConfig:
     elif block_m == 64 or (block_m == 32 and block_d <= 128 and chained):
         config = SplitConfig(64, 64, 2, 4, 3) if dims["heads"] >= arch.sms else SplitConfig(64, 64, 1, 4, 4)
     elif chained:
-        config = SplitConfig(block_m, 64 if block_d > 64 else 128, 2, 4, 3, peel=False)
+        # H200, 1 token, 32 x 8k, 8 bits: in steps of 128 keys 156 us, in pages of 16 167; in steps of 64 200 and 223
+        config = SplitConfig(block_m, 64 if block_d * dims["bytes"] > 128 else 128, 2, 4, 3, peel=False)
     else:
         config = SplitConfig(block_m, 128, 2, 4, 2) if large else SplitConfig(block_m, 128, 1, 8, 3)
-    return _fit(config._replace(chained=chained), block_d, arch, dtype)
+    small = chained and dims["bytes"] == 1
+    return _fit(config._replace(chained=chained, widened=arch.kind == "cuda"), block_d, arch, dtype, small)
 
 
-def _fit(config: SplitConfig, block_d: int, arch, dtype) -> SplitConfig:
-    """The configuration made small enough for the shared memory of the device."""
+def _fit(config: SplitConfig, block_d: int, arch, dtype, small: bool) -> SplitConfig:
+    """The configuration made small enough for the device's shared memory. small: keys and values wait in 8 bits."""
     room = arch.shared_memory or 49_152
     grouped = arch.kind == "cuda" and arch.capability[0] >= 9 and config.block_m >= 64 and dtype.itemsize == 2
 
     def needed(c: SplitConfig) -> int:
         # Warp-group products read tiles where they lie until they are done: one more in flight, but no copy of p.
         keys = 2 * c.block_n * (c.num_stages if grouped else c.num_stages - 1)
+        if small and not grouped:
+            keys = keys // dtype.itemsize + c.block_n  # and a tile of values that were widened
         return c.per_sm * ((keys + c.block_m) * block_d + (0 if grouped else c.block_m * c.block_n)) * dtype.itemsize
 
     while needed(config) > room and config.block_n > 16:
@@ -545,6 +568,7 @@ def attention(
     k_scale_strides, k_scales = _scale_strides(k_scale, page_table)
     v_scale_strides, v_scales = _scale_strides(v_scale, page_table)
     chained = {"launch_pdl": True} if config.chained and splits > 1 else {}
+    widened = config.widened and v.element_size() == 1 and q.element_size() == 2
     block_dv = next_power_of_2(max(16, dim_v))
     launch(
         _attention_split_kernel, (batch * kv_heads * tiles * splits,),
@@ -555,8 +579,9 @@ def attention(
         GROUP=group, DIM=dim, DIM_V=dim_v, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=next_power_of_2(max(16, dim)), BLOCK_DV=block_dv, PAGE_SIZE=page_size,
         LEFT=0 <= window_left < slots, RIGHT=0 <= right < tokens - 1, SOFTCAP=softcap > 0.0, UNIT=unit,
-        K_SCALES=k_scales, V_SCALES=v_scales, PEEL=config.peel and mask is None and q_documents is None,
-        STAGES=config.num_stages, CHAINED=bool(chained), num_warps=config.num_warps,
+        K_SCALES=k_scales, V_SCALES=v_scales, WIDENED=widened,
+        PEEL=config.peel and mask is None and q_documents is None, STAGES=config.num_stages, CHAINED=bool(chained),
+        num_warps=config.num_warps,
     )  # fmt: skip
     if splits > 1:
         combine_splits(part_out, part_lse, sinks, out, lse, bool(chained))
