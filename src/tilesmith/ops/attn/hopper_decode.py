@@ -58,8 +58,8 @@ def rejects(call) -> list[str]:
             reasons.append("page_table with window_left: pages before the window may be gone")
     if call.rows <= 64:
         reasons.append("T * H / G is at most 64: with so few rows this kernel gains nothing")
-    if not call.cached:
-        reasons.append("S is less than 4 T: this kernel is for a cache")
+    if not call.cached and (call.kv_lengths is None or call.filled < 5):
+        reasons.append("S is less than 4 T: this kernel is for a cache, or for kv_lengths of many tiles")
     if call.filled >= 8 and call.kv_lengths is None and call.page_table is None:
         reasons.append("tiles of 128 queries fill the device without splits")
     return reasons
