@@ -331,7 +331,7 @@ def _attention_combine_kernel(
         chunk = first + tl.arange(0, CHUNK)
         at = chunk.to(tl.int64) * rows + row
         mask = (chunk < splits)[:, None] & (features < DIM_V)[None, :]
-        part = tl.load(part_out_ptr + at[:, None] * DIM_V + features[None, :], mask=mask, other=0.0)
+        part = tl.load(part_out_ptr + at[:, None] * DIM_V + features[None, :], mask=mask, other=0.0).to(tl.float32)
         part_lse = tl.load(part_lse_ptr + at, mask=chunk < splits, other=float("-inf"))
         new_top = tl.maximum(top, tl.max(part_lse, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -591,7 +591,7 @@ def attention(
 def combine_splits(
     part_out: Tensor, part_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, chained: bool = False
 ) -> None:
-    """Fill out and lse from what splits of the keys gave: part_out [S, B, H, T, D] and part_lse [S, B, H, T] in fp32.
+    """Fill out and lse from what splits of the keys gave: part_out [S, B, H, T, D] and part_lse [S, B, H, T] (fp32).
     chained: the kernel may start before they are there."""
     splits, _, heads, tokens, dim_v = part_out.shape
     block_dv = next_power_of_2(max(16, dim_v))

@@ -12,6 +12,8 @@ from tilesmith.ops.gluon_shim import (
     arrive,
     barriers,
     bulk_load,
+    bulk_store,
+    bulk_wait,
     expect,
     fence,
     fetch,
@@ -174,8 +176,8 @@ def _hide(qk, walk, limit, queries, first, LOW: gl.constexpr):
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, shares, parts, out_ptr, out_strides, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
-             inner, scale, DIM_V: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+def _consume(C: gl.constexpr, shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
+             inner, scale, SOFTCAP: gl.constexpr, SHARED: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
     whole = shares.walk
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
@@ -187,6 +189,7 @@ def _consume(C: gl.constexpr, shares, parts, out_ptr, out_strides, lse_ptr, lse_
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    batches = whole.rows // shares.kv_heads
     PHASES: gl.constexpr = 3 if whole.LEFT else 2
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -264,7 +267,8 @@ def _consume(C: gl.constexpr, shares, parts, out_ptr, out_strides, lse_ptr, lse_
                     acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
                     p = pack(new, dtype)
 
-        arrive(q_empty.index(C))
+        if not SHARED:
+            arrive(q_empty.index(C))
         s = count % walk.STAGES
         wait(v_full.index(s), (count // walk.STAGES) & 1)
         acc_made = mma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
@@ -287,19 +291,18 @@ def _consume(C: gl.constexpr, shares, parts, out_ptr, out_strides, lse_ptr, lse_
         acc = mma_wait(0, deps=[acc_made])
         arrive(v_empty.index(s))
         acc = acc * gl.convert_layout(decay / total, OUT_ROW)[:, None]
-        out_row = gl.arange(0, 64, OUT_ROW)
-        token = start + out_row % shares.TOKENS
-        out_head = kv_head * shares.GROUP + first_head + out_row // shares.TOKENS
-        cols = gl.arange(0, DV, gl.SliceLayout(0, OUT))
-        out_at = split.to(gl.int64) * out_strides[0] + batch.to(gl.int64) * out_strides[1]
-        row_at = out_head.to(gl.int64) * out_strides[2] + token.to(gl.int64) * out_strides[3]
-        there = out_ptr + out_at + row_at[:, None]
-        held = (token < walk.tokens)[:, None]
-        if DV != DIM_V:
-            held = held & (cols < DIM_V)[None, :]
-        gl.store(there + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=held)
+        if not SHARED:
+            bulk_wait(0)
+        box = out.index(C)
+        box.reshape([64, DV]).store(acc.to(dtype))
+        fence()
+        bulk_store(out_desc, (split * batches + batch, kv_head * shares.GROUP + first_head, start, 0), box)
+        if SHARED:
+            bulk_wait(0)
+            arrive(q_empty.index(C))
         turn += 1
         number += gl.num_programs(0)
+    bulk_wait(0)
     if CHAINED:
         # Not before: its programs would all find room on the few multiprocessors without one of these, which took
         # 1 token on 8k keys 3 us (H200).
@@ -313,15 +316,14 @@ def _consume(C: gl.constexpr, shares, parts, out_ptr, out_strides, lse_ptr, lse_
     ]
 )  # fmt: skip
 def attention_shares_kernel(
-    q_desc, k_desc, v_desc, out_ptr, out_split, out_batch, out_head, out_token, lse_ptr, lse_split, sinks_ptr,
-    lengths_ptr, pages_ptr, row_pages,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, lse_split, sinks_ptr, lengths_ptr, pages_ptr, row_pages,
     tokens, keys, rows, kv_heads, tiles, splits, between_k, between_v, left, right, inner, scale,
     GROUP: gl.constexpr, HEADS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BN: gl.constexpr,
-    PAGE: gl.constexpr, PIECE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM_V: gl.constexpr,
+    PAGE: gl.constexpr, PIECE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Program (share of keys, tile). rows: batch * kv heads. Writes a normalised result and its lse for each split.
-    CHAINED: the next kernel may start and wait."""
+    """Program (share of keys, tile). rows: batch * kv heads. Writes a normalised result, to [splits * B, H, T, DV], and
+    its lse for each split. CHAINED: the next kernel may start and wait."""
     LENGTHS: gl.constexpr = lengths_ptr is not None
     walk = Walk(
         tokens, keys, kv_heads, tiles, rows, tiles, left, right, tiles, gl.to_tensor(1), gl.to_tensor(0),
@@ -346,19 +348,22 @@ def attention_shares_kernel(
     v_full = barriers(STAGES, 1)
     v_empty = barriers(STAGES, CONSUMERS)
     fence()
+    SHARED: gl.constexpr = D == DV  # out takes the place of q
+    out = q
+    if not SHARED:
+        out = tiles_of(CONSUMERS, out_desc)
     parts = (q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     pieces = (k_pieces, v_pieces)
-    strides = (out_split, out_batch, out_head, out_token)
     if CONSUMERS == 2:
         # what consumers leave of 504 registers is the producer's: 24 are enough for whole tiles, not for pieces of them
         OWN: gl.constexpr = 240 if PIECE == BN else 216 if BN == 64 else 208
         gl.warp_specialize(
             [
                 (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
-                (_consume, (0, shares, parts, out_ptr, strides, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
-                            inner, scale, DIM_V, SOFTCAP, CHAINED)),
-                (_consume, (1, shares, parts, out_ptr, strides, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
-                            inner, scale, DIM_V, SOFTCAP, CHAINED)),
+                (_consume, (0, shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
+                            inner, scale, SOFTCAP, SHARED, CHAINED)),
+                (_consume, (1, shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
+                            inner, scale, SOFTCAP, SHARED, CHAINED)),
             ],
             [4, 4],
             [OWN, OWN],
@@ -367,8 +372,8 @@ def attention_shares_kernel(
         gl.warp_specialize(
             [
                 (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
-                (_consume, (0, shares, parts, out_ptr, strides, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
-                            inner, scale, DIM_V, SOFTCAP, CHAINED)),
+                (_consume, (0, shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
+                            inner, scale, SOFTCAP, SHARED, CHAINED)),
             ],
             [4],
             [240],
