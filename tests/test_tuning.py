@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from clock import Clock
+from tilesmith.bench.tune import Tuned, kept
 from tilesmith.engine import Op, Space, optimize_kernel, register_kernel, timing
 from tilesmith.engine.table import Row, Table, append
-from tilesmith.engine.tuning import row_of, search, tunable
+from tilesmith.engine.tuning import Found, row_of, search, tunable
 
 
 class Config(NamedTuple):
@@ -56,6 +57,18 @@ def test_the_fastest_configuration_is_found(doubled, monkeypatch):
     assert row.dims == {"rows": 3}
     assert row.config == {"pause": 1, "offset": 0}
     assert row.torch == torch.__version__
+
+
+def test_a_kernel_that_is_faster_at_one_size_keeps_rows_of_all():
+    class Named(NamedTuple):
+        name: str
+
+    def tuned(kernel: str, us: float) -> Tuned:
+        found = Found(Config(1, 0), timing.Timing.of([us]), Config(4, 0), timing.Timing.of([100.0]), 2)
+        return Tuned(None, Named(kernel), (), found)
+
+    every = [tuned("slow", 60.0), tuned("slow", 99.0), tuned("fine", 98.0)]
+    assert kept(every) == every[:2]
 
 
 def test_a_kernel_without_choices_is_not_tunable(doubled):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, Op, cases, ops
-from tilesmith.engine.tuning import Found, search, tunable
+from tilesmith.engine.tuning import GAIN, Found, search, tunable
 
 
 class Tuned(NamedTuple):
@@ -43,6 +43,13 @@ def tune(
             told = lambda step, what=f"{case.name}, {configure.name}": progress(f"{what}: {step}")  # noqa: E731
             found = search(configure, call, rounds=rounds, progress=told)
             yield Tuned(case, configure, call, found)
+
+
+def kept(tuned: Sequence[Tuned]) -> list[Tuned]:
+    """What is worth rows: kernels that are faster than by default at one size at least, at all sizes that were tuned.
+    A size that is best served by the default would take the row of a neighbour otherwise."""
+    faster = {t.configure.name for t in tuned if t.found.gain > GAIN}
+    return [t for t in tuned if t.configure.name in faster]
 
 
 def _calls(op: Op, args: tuple) -> Iterator[tuple[Op, tuple]]:
