@@ -187,6 +187,7 @@ CASES: dict[str, list[Case]] = {
         Case("recompute_whole", _linear(7, 16, 40, mode="recompute"), SMALL),
         Case("recompute_everything", _linear(9, 16, 40, mode="recompute", chunk_tokens=4, **EVERYTHING), SMALL),
         Case("recompute_swept", _linear(9, 8, 9000, mode="recompute", chunk_tokens=5, **EVERYTHING), SMALL),
+        Case("recompute_odd", _linear(5, 8, 4101, mode="recompute", chunk_tokens=3, frozen=True), SMALL),
         Case("recompute_tall", _linear(60, 8, 7, mode="recompute", chunk_tokens=9), SMALL),
         Case("recompute_frozen", _linear(7, 16, 40, mode="recompute", chunk_tokens=3, frozen=True), SMALL),
         Case("recompute_weight_only", _linear(7, 16, 40, mode="recompute", chunk_tokens=3, x_grad=False), SMALL),

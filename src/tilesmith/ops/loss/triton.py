@@ -157,20 +157,19 @@ def _sweep(
 
 @triton.jit
 def _gradient(
-    in_ptr, out_ptr, weight_ptr, at, shift, end, label_at, lse2, probability, hit, every, scale, softcap, counted,
+    in_ptr, out_ptr, weight_ptr, at, mask, shift, label_at, lse2, probability, hit, every, scale, softcap, counted,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Write one block of a row's gradient."""
-    inside = (at >= shift) & (at < end)
     if MASKED:
-        x = tl.load(in_ptr + at, mask=inside & counted, other=0.0)
+        x = tl.load(in_ptr + at, mask=mask & counted, other=0.0)
     else:
         x = tl.load(in_ptr + at, mask=counted, other=0.0)
     z, slope = _score(x.to(tl.float32), scale, softcap, SOFTCAP)
     grad = tl.exp2(z - lse2) * probability
     if SMOOTH:
         if weight_ptr is not None:
-            grad -= every * tl.load(weight_ptr + (at - shift), mask=inside, other=0.0).to(tl.float32)
+            grad -= every * tl.load(weight_ptr + (at - shift), mask=mask, other=0.0).to(tl.float32)
         else:
             grad -= every
     grad = tl.where(at == label_at, grad - hit, grad)
@@ -178,7 +177,7 @@ def _gradient(
         grad *= slope
     grad = grad.to(out_ptr.dtype.element_ty)
     if MASKED:
-        tl.store(out_ptr + at, grad, mask=inside)
+        tl.store(out_ptr + at, grad, mask=mask)
     else:
         tl.store(out_ptr + at, grad)
 
@@ -255,19 +254,21 @@ def _swept_kernel(
             full = end // BLOCK * BLOCK
             last = tl.maximum(full, begin)
             if last < end:
+                at = last + place
                 _gradient(
-                    row_ptr, row_ptr, weight_ptr, last + place, shift, end, label_at, lse2, probability, hit, every,
+                    row_ptr, row_ptr, weight_ptr, at, at < end, shift, label_at, lse2, probability, hit, every,
                     scale, softcap, counted, SMOOTH, SOFTCAP, True,
                 )  # fmt: skip
             for back in tl.range(begin, full, BLOCK, num_stages=STAGES):
+                at = full - BLOCK + begin - back + place
                 _gradient(
-                    row_ptr, row_ptr, weight_ptr, full - BLOCK + begin - back + place, shift, end, label_at, lse2,
-                    probability, hit, every, scale, softcap, counted, SMOOTH, SOFTCAP, False,
+                    row_ptr, row_ptr, weight_ptr, at, at < end, shift, label_at, lse2, probability, hit, every,
+                    scale, softcap, counted, SMOOTH, SOFTCAP, False,
                 )  # fmt: skip
             if ALIGN > 1:
                 _gradient(
-                    row_ptr, row_ptr, weight_ptr, place, shift, end, label_at, lse2, probability, hit, every,
-                    scale, softcap, counted, SMOOTH, SOFTCAP, True,
+                    row_ptr, row_ptr, weight_ptr, place, (place >= shift) & (place < end), shift, label_at, lse2,
+                    probability, hit, every, scale, softcap, counted, SMOOTH, SOFTCAP, True,
                 )  # fmt: skip
 
 
@@ -343,14 +344,21 @@ def _swept_vjp_kernel(
     cols, first_class, classes, blocks, stride, outer_stride, inner_rows, dloss_stride,
     ignore_index, smoothing, z_loss, scale, softcap,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr,
-    COLS_UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    COLS_UNIT: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row a program. ALIGN > 1, as in `_swept_kernel`, only where out has the strides of logits.
-    The columns are the classes from first_class on, of `classes`."""
+    """One block of one row a program. The columns are the classes from first_class on, of `classes`.
+
+    ALIGN > 1, as in `_swept_kernel`, only where out has the strides of logits. Then a block's mask is one of whole
+    LANES, which lie on 16 bytes, and the places that a row shares with its neighbours are written by its first program
+    in a tile of their own: one path of 16-byte accesses. A second path with a mask of elements, for the blocks at both
+    ends, took 60 registers in place of 31, and left half the loads under way: 464 µs in place of 394 (H200, bf16,
+    8192 x 50257). Out may be logits, so no place is written twice.
+    """
     cols = cols // COLS_UNIT * COLS_UNIT
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
-    at = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    first = (program % blocks) * BLOCK
+    place = tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row).to(tl.int64)
     counted = target != ignore_index
     valid = (target >= 0) & (target < classes)
@@ -367,27 +375,28 @@ def _swept_vjp_kernel(
     shift = (start - base).to(tl.int32)
     end = shift + cols
     in_ptr = logits_ptr + base
+    to_ptr = out_ptr + (base if ALIGN > 1 else row * cols)
     lse2 = lse * LOG2E
     label_at = (label - first_class).to(tl.int32) + shift
     if weight_ptr is not None:
         weight_ptr += first_class
+    mask = first + place < end
     if ALIGN > 1:
-        first = (program % blocks) * BLOCK
-        if (first >= shift) & (first + BLOCK <= end):
+        lanes = first + place // LANES * LANES
+        mask = (lanes >= shift) & (lanes + LANES <= end)
+    _gradient(
+        in_ptr, to_ptr, weight_ptr, first + place, mask, shift, label_at, lse2, probability, hit, every,
+        scale, softcap, counted, SMOOTH, SOFTCAP, True,
+    )  # fmt: skip
+    if ALIGN > 1:
+        if first == 0:
+            lane = tl.arange(0, 2 * LANES)
+            edge = tl.where(lane < LANES, shift // LANES * LANES, end // LANES * LANES - LANES) + lane
+            until = tl.where(lane < LANES, (shift + LANES - 1) // LANES * LANES, end)
             _gradient(
-                in_ptr, out_ptr + base, weight_ptr, at, shift, end, label_at, lse2, probability, hit, every,
-                scale, softcap, counted, SMOOTH, SOFTCAP, False,
+                in_ptr, to_ptr, weight_ptr, edge, (edge >= shift) & (edge < until), shift, label_at, lse2,
+                probability, hit, every, scale, softcap, counted, SMOOTH, SOFTCAP, True,
             )  # fmt: skip
-        else:
-            _gradient(
-                in_ptr, out_ptr + base, weight_ptr, at, shift, end, label_at, lse2, probability, hit, every,
-                scale, softcap, counted, SMOOTH, SOFTCAP, True,
-            )  # fmt: skip
-    else:
-        _gradient(
-            in_ptr, out_ptr + row * cols, weight_ptr, at, 0, end, label_at, lse2, probability, hit, every,
-            scale, softcap, counted, SMOOTH, SOFTCAP, True,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -631,7 +640,8 @@ def backward(
     else:
         align = rows.align(rows.inner == 0 and rows.stride == rows.cols)
         blocks = cdiv(rows.cols + align - 1, config.block)
-        launch(_swept_vjp_kernel, (rows.count * blocks,), *tensors, *columns, blocks, *numbers, ALIGN=align, **options)
+        options |= {"ALIGN": align, "LANES": rows.lanes}
+        launch(_swept_vjp_kernel, (rows.count * blocks,), *tensors, *columns, blocks, *numbers, **options)
 
 
 def reduce_tokens(
