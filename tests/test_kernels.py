@@ -85,10 +85,13 @@ def test_norms_of_rows_that_no_workgroup_keeps(kind, columns, half):
 @HALF
 @WIDE
 @pytest.mark.parametrize("causal", [False, True])
-def test_softmax_of_rows_that_no_workgroup_keeps(causal, columns, half):
-    config = fused_ops.SoftmaxDropoutConfig(columns, half, 0.0, causal, workgroup_size=64)
+@pytest.mark.parametrize("positive", [True, False])
+def test_softmax_of_rows_that_no_workgroup_keeps(positive, causal, columns, half):
+    batch = 8 if positive else 4
+    config = fused_ops.SoftmaxDropoutConfig(columns, half, 0.0, causal, 64, positive=positive, batch=batch)
     assert not config.plan.keep
     x = 3 * random(4, columns, half=half)
+    x[2] = np.finfo(x.dtype).min  # as masks write it
     scalars = {"rows": 4, "queries": 4, "scale": 0.7}
     ir = fused_ops.create_softmax_dropout_kernel(config)
     y = run(ir, config.grid(4), {"x": x}, {"y": x.shape}, scalars, half)["y"]

@@ -107,7 +107,7 @@ PAGES = {
     "softmax_dropout": Page(
         "Softmax and dropout",
         "softmax_dropout",
-        (Part(fused_ops.SoftmaxDropoutConfig(4096), "probability", "for k in sweep(plan.count):", at=_WRITES),),
+        (Part(fused_ops.SoftmaxDropoutConfig(4096), "probability", "for k in unroll(some):", at="if row < rows and"),),
     ),
 }
 

@@ -13,7 +13,7 @@ BATCH = 4
 """Vectors that a thread reads at once of a row that it does not keep: with 8, layer norm of 131,072 was 8 % slower."""
 
 _VECTORS_A_THREAD = 4
-_KEPT, _KEPT_BYTES = 64, 131_072  # elements that a thread keeps in registers; bytes of a workgroup's, or they spill
+_KEPT = 64  # elements that a thread keeps in registers
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Rows:
 
     threads: threads a row. rows: rows a workgroup. count: vectors a thread, the last of which may lie past the row
     unless `exact`. keep: whether a thread keeps its vectors in registers between passes over the row, in `kept` bytes
-    an element.
+    an element, `most` bytes of a workgroup's.
     """
 
     columns: int
@@ -31,6 +31,7 @@ class Rows:
     rows: int
     scalar: Type
     kept: int
+    most: int
 
     @classmethod
     def of(
@@ -41,17 +42,18 @@ class Rows:
         lanes: int | None = None,
         beside: int = 1,
         kept: Type | None = None,
+        most: int = 131_072,
     ) -> Rows:
         """Vectors of four (two, one) where they divide `columns`, and about four of them a thread.
 
         beside: so many threads read a row side by side before any of them reads more than one vector. kept: the type of
-        the elements that a thread keeps, `scalar` by default.
+        the elements that a thread keeps, `scalar` by default. most: bytes that a workgroup keeps; with more they spill.
         """
         lanes = lanes or vector_lanes(columns)
         threads = 1
         while threads < workgroup and threads * lanes * (_VECTORS_A_THREAD if threads >= beside else 1) < columns:
             threads *= 2
-        return cls(columns, lanes, threads, workgroup // threads, scalar, (kept or scalar).bytes)
+        return cls(columns, lanes, threads, workgroup // threads, scalar, (kept or scalar).bytes, most)
 
     @property
     def vectors(self) -> int:
@@ -72,7 +74,7 @@ class Rows:
     def keep(self) -> bool:
         """Whether a thread's vectors fit registers."""
         elements = self.count * self.lanes
-        return elements <= _KEPT and elements * self.kept * self.workgroup <= _KEPT_BYTES
+        return elements <= _KEPT and elements * self.kept * self.workgroup <= self.most
 
     @property
     def whole(self) -> bool:
