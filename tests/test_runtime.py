@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tilesmith import runtime
+from tilesmith import runtime, use
 from tilesmith.codegen import In, KernelError, Out, Scalar, bf16, build, cuda, f32, gid, i32, nvrtc, tid, u32
 from tilesmith.kernels import fused_ops
 from tilesmith.kernels.flash_attention import FlashAttentionConfig, create_flash_attention_kernel
-from tilesmith.ops import philox
+from tilesmith.ops import philox, swiglu
 from tilesmith.runtime import cache, launch, missing
 from tilesmith.settings import settings
 
@@ -42,9 +42,20 @@ def backend(request, missing):
 
 
 def run(backend: str, ir, grid, tensors: dict, out: str, scalars: dict) -> torch.Tensor:
+    """What a backend writes; with Vulkan where CUDA's tensors lie on its GPU, into them as well."""
     there = {name: t.to(DEVICE.get(backend, "cpu")) for name, t in tensors.items()}
+    on_gpu = {name: t.cuda() for name, t in tensors.items()} if backend == "vulkan" and shares_with_cuda() else None
     launch(ir, grid, there, scalars, backend=backend)
+    if on_gpu is not None:
+        launch(ir, grid, on_gpu, scalars, backend=backend)
+        assert torch.equal(on_gpu[out].cpu().view(torch.uint8), there[out].view(torch.uint8))
     return there[out].cpu()
+
+
+def shares_with_cuda() -> bool:
+    from tilesmith.runtime import vulkan
+
+    return torch.cuda.is_available() and vulkan.takes(torch.device("cuda", torch.cuda.current_device()))
 
 
 def nan_like(x: torch.Tensor) -> torch.Tensor:
@@ -217,6 +228,34 @@ def test_threads_launch_one_after_another(backend):
         assert all(threads.map(work, inputs))
 
 
+def test_vulkan_takes_turns_with_cuda_on_its_tensors(missing):
+    """A launch sees what the stream still writes, and the stream what the launch wrote."""
+    reason = runtime.missing("vulkan")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    if reason is not None or not shares_with_cuda():
+        missing(reason or "the Vulkan device does not share memory with CUDA")
+    gate, up = torch.randn(2, 300, 4096, device="cuda", dtype=torch.float16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), runtime.through("vulkan"), use(swiglu="portable"):
+        for k in range(5):
+            torch.cuda._sleep(10_000_000)
+            gate.fill_(k)
+            out = swiglu(gate, up)
+            out.mul_(2)
+    stream.synchronize()
+    torch.testing.assert_close(out, (2 * F.silu(gate.float()) * up.float()).half(), atol=2e-3, rtol=2e-3)
+
+
+def test_vulkan_refuses_memory_that_it_does_not_share(monkeypatch):
+    from tilesmith.runtime import vulkan
+
+    monkeypatch.setattr(vulkan, "device", lambda: SimpleNamespace(exports=False))
+    assert not vulkan.takes(torch.device("cuda", 0))
+    assert not vulkan.takes(torch.device("cpu"))
+
+
 def test_a_launch_counts_as_a_change_in_place():
     tensors = {name: t.clone() for name, t in GOOD.items()}
     launch(copy_kernel(), (2, 1, 1), tensors, {"n": 40, "shift": 0})
@@ -292,7 +331,7 @@ def test_vulkan_takes_the_gpu_that_torch_uses(monkeypatch, gpus, visible, chosen
     monkeypatch.setattr(cuda.torch.version, "hip", None)
     monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: visible is not None)
     monkeypatch.setattr(cuda.torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(cuda, "_driver", lambda: machine)
+    monkeypatch.setattr(cuda, "load_driver", lambda: machine)
     assert vulkan_device._chosen(machine, None)[1].uuid == chosen
 
 

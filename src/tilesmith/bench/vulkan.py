@@ -23,9 +23,12 @@ class ThroughVulkan:
         reason = runtime.missing(NAME)
         if reason is not None:
             raise Missing(reason)
+        from tilesmith.runtime import vulkan
+
         self.op = op
         self.device = next(v.device for v in args.values() if isinstance(v, Tensor))
-        self.args = {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in args.items()}
+        there = self.device if vulkan.takes(self.device) else torch.device("cpu")
+        self.args = {n: v.detach().to(there) if isinstance(v, Tensor) else v for n, v in args.items()}
 
     def __call__(self) -> Any:
         with runtime.through(NAME), use(**{self.op.name: "portable"}):

@@ -39,7 +39,7 @@ def missing(backend: str) -> str | None:
 
 @contextlib.contextmanager
 def through(backend: str) -> Iterator[None]:
-    """Inside, portable kernels on CPU tensors run through `backend`, whatever TILESMITH_PORTABLE names."""
+    """Inside, portable kernels on tensors that `backend` takes run through it, whatever TILESMITH_PORTABLE names."""
     _module(backend)
     token = _through.set(backend)
     try:
@@ -51,9 +51,12 @@ def through(backend: str) -> Iterator[None]:
 def backend_of(device: torch.device) -> str | None:
     """The backend that takes tensors on `device` where none is named, or None.
 
-    For the CPU it is that of `through`, else the one that TILESMITH_PORTABLE names, "interpreter" if that is not set.
+    It is that of `through`; else for the CPU the one that TILESMITH_PORTABLE names, "interpreter" if that is not set.
     """
-    return (_through.get() or settings().portable) if device.type == "cpu" else _OF_DEVICE.get(device.type)
+    named = _through.get()
+    if named is not None and device.type in _module(named).DEVICES:
+        return named
+    return settings().portable if device.type == "cpu" else _OF_DEVICE.get(device.type)
 
 
 def launch(
@@ -69,7 +72,7 @@ def launch(
     tensors: one a buffer, by name: contiguous, all on one device, of the buffer's dtype. A buffer of u32 takes any
     dtype, whose bytes it reads. One that is written overlaps no other.
     backend: one of `BACKENDS`; None: what `backend_of` says. CUDA and Metal take tensors where they are and run in the
-    current stream; Vulkan and WebGPU copy CPU tensors there and back.
+    current stream; Vulkan and WebGPU copy CPU tensors there and back, Vulkan CUDA tensors too, on their GPU.
 
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError with the reason where the backend is
     missing, KernelError for a kernel that the device cannot run.

@@ -30,7 +30,7 @@ def missing() -> str | None:
         return "torch sees no CUDA device"
     try:
         nvrtc.library()
-        _driver()
+        load_driver()
     except (KernelError, OSError) as problem:
         return str(problem)
     return None
@@ -44,7 +44,7 @@ def device_uuid() -> bytes | None:
     if torch.version.hip or not torch.cuda.is_available():
         return None
     try:
-        driver = _driver()
+        driver = load_driver()
     except OSError:
         return None
     index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
@@ -62,14 +62,14 @@ def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[s
     check_grid(ir, grid, _MAX_GROUPS, "CUDA")
     index = next(iter(tensors.values())).device.index
     with torch.cuda.device(index):
-        _make_current(index, ir)
+        make_current(index, ir)
         function = _compiled.get(ir, index, lambda: _load(ir, index))
         values = [ctypes.c_void_p(tensors[b.name].data_ptr()) for b in ir.buffers]
         values += [_KINDS[s.type.dtype](scalars[s.name]) for s in ir.scalars]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         shared = cuda.dynamic_shared(ir)
-        _ok(_driver().cuLaunchKernel(function, *grid, *ir.workgroup, shared, stream, pointers, None), ir, "launch")
+        must(load_driver().cuLaunchKernel(function, *grid, *ir.workgroup, shared, stream, pointers, None), ir, "launch")
 
 
 def image(ir: KernelIR, arch: str, limits: Limits | None = None) -> bytes:
@@ -89,27 +89,28 @@ def _load(ir: KernelIR, index: int) -> ctypes.c_void_p:
     shared = getattr(found, "shared_memory_per_block_optin", cuda.STATIC_SHARED)
     limits = Limits(found.name, shared, 1024, (1024, 1024, 64))
     code = image(ir, f"sm_{found.major}{found.minor}", limits)
-    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    _ok(driver.cuModuleLoadData(ctypes.byref(module), code), ir, "load")
-    _ok(driver.cuModuleGetFunction(ctypes.byref(function), module, ir.name.encode()), ir, "find")
+    driver, module, function = load_driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    must(driver.cuModuleLoadData(ctypes.byref(module), code), ir, "load")
+    must(driver.cuModuleGetFunction(ctypes.byref(function), module, ir.name.encode()), ir, "find")
     dynamic = cuda.dynamic_shared(ir)
     if dynamic:
-        _ok(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, dynamic), ir, f"give {dynamic} bytes to")
+        must(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, dynamic), ir, f"give {dynamic} bytes to")
     return function
 
 
-def _make_current(index: int, ir: KernelIR) -> None:
+def make_current(index: int, ir: KernelIR) -> None:
     """Give a thread that has not called CUDA yet the context that torch uses."""
-    driver, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
-    _ok(driver.cuCtxGetCurrent(ctypes.byref(context)), ir, "find a context for")
+    driver, context, device = load_driver(), ctypes.c_void_p(), ctypes.c_int()
+    must(driver.cuCtxGetCurrent(ctypes.byref(context)), ir, "find a context for")
     if not context:
-        _ok(driver.cuDeviceGet(ctypes.byref(device), index), ir, "find a device for")
-        _ok(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), ir, "make a context for")
-        _ok(driver.cuCtxSetCurrent(context), ir, "set a context for")
+        must(driver.cuDeviceGet(ctypes.byref(device), index), ir, "find a device for")
+        must(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), ir, "make a context for")
+        must(driver.cuCtxSetCurrent(context), ir, "set a context for")
 
 
 @lru_cache(maxsize=1)
-def _driver() -> ctypes.CDLL:
+def load_driver() -> ctypes.CDLL:
+    """CUDA's driver. Raises OSError where there is none."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)
@@ -125,9 +126,10 @@ def _nvrtc_version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def _ok(code: int, ir: KernelIR, what: str) -> None:
+def must(code: int, ir: KernelIR, what: str) -> None:
+    """Raise RuntimeError for a driver call that did not succeed."""
     if code != 0:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
+        load_driver().cuGetErrorString(code, ctypes.byref(text))
         said = text.value.decode() if text.value else "unknown error"
         raise RuntimeError(f"the CUDA driver cannot {what} {ir.name}: {said} ({code})")

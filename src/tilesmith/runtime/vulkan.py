@@ -1,4 +1,4 @@
-"""Launches through Vulkan, with the `vulkan` package: CPU tensors are copied to the device and back."""
+"""Launches through Vulkan, with the `vulkan` package: CPU tensors are copied to the GPU and back, CUDA's on the GPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from tilesmith.codegen import KernelError, KernelIR, spirv
-from tilesmith.runtime import cache
+from tilesmith.runtime import cache, cuda, vulkan_cuda
 from tilesmith.runtime.arguments import as_bytes, check_grid, check_sizes
 from tilesmith.runtime.vulkan_device import STORAGE, UNIFORM, Device
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 _FEATURES = {
     "f16": "16-bit floats",
     "subgroups": "subgroup arithmetic",
@@ -72,31 +73,63 @@ def timed(rounds: int) -> Iterator[list[list[float]]]:
 
 
 def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
-    """Copy the tensors, run `ir`, copy back what it wrote, and wait."""
+    """Copy the tensors, run `ir`, copy back what it wrote, and wait; CUDA's in and after torch's current stream."""
     d = device()
     check_grid(ir, grid, d.max_groups, d.name)
     check_sizes(ir, tensors, d.largest_buffer, d.name)
-    with _lock, contextlib.ExitStack() as frees:
-        _launch(ir, grid, tensors, scalars, d, frees)
+    where = next(iter(tensors.values())).device
+    if where.type == "cuda" and not takes(where):
+        raise ValueError(f"{ir.name}: {d.name} does not share memory with {where}; pass CPU tensors")
+    on_gpu = where.type == "cuda"
+    current = torch.cuda.device(where) if on_gpu else contextlib.nullcontext()
+    with current, _lock, contextlib.ExitStack() as frees:
+        if on_gpu:
+            cuda.make_current(where.index, ir)
+        try:
+            _launch(ir, grid, tensors, scalars, d, frees, on_gpu)
+        finally:
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()  # what is shared is freed next
 
 
-def _launch(ir: KernelIR, grid, tensors, scalars, d: Device, frees: contextlib.ExitStack) -> None:
+def takes(where: torch.device) -> bool:
+    """Whether launches take tensors of this CUDA device: it is the one that they use, and Vulkan's memory is visible
+    to CUDA there."""
+    if where.type != "cuda" or not device().exports:
+        return False
+    with torch.cuda.device(where):
+        return cuda.device_uuid() == device().uuid
+
+
+def _launch(ir: KernelIR, grid, tensors, scalars, d: Device, frees: contextlib.ExitStack, on_gpu: bool) -> None:
     pipeline = _compiled.get(ir, "vulkan", lambda: _compile(ir, d))
-    buffers = []
+    buffers, addresses = [], []
     for b in ir.buffers:
-        data = as_bytes(tensors[b.name]).numpy()
-        buffers.append(d.buffer(max(16, -(-data.nbytes // 4) * 4), STORAGE, frees))
-        d.write(buffers[-1], memoryview(data))
+        tensor = tensors[b.name]
+        size = max(16, -(-tensor.nbytes // 4) * 4)
+        if on_gpu:
+            buffer, address = d.shared_buffer(size, ir, frees)
+            addresses.append(address)
+            vulkan_cuda.copy(address, tensor.data_ptr(), tensor.nbytes, ir)
+        else:
+            buffer = d.buffer(size, STORAGE, frees)
+            d.write(buffer, memoryview(as_bytes(tensor).numpy()))
+        buffers.append(buffer)
     if ir.scalars:
         block = ir.pack_scalars(scalars)
         buffers.append(d.buffer(len(block), UNIFORM, frees))
         buffers[-1].memory[:] = block
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()
     d.dispatch(pipeline, buffers, grid, frees)
     if _timing is not None:
         _timing[1].append(d.measure(pipeline, buffers, grid, _timing[0], frees))
-    for b, buffer in zip(ir.buffers, buffers):
-        if b.access != "read":
-            d.read(buffer, memoryview(as_bytes(tensors[b.name]).numpy()))
+    for k, b in enumerate(ir.buffers):
+        tensor = tensors[b.name]
+        if b.access != "read" and on_gpu:
+            vulkan_cuda.copy(tensor.data_ptr(), addresses[k], tensor.nbytes, ir)
+        elif b.access != "read":
+            d.read(buffers[k], memoryview(as_bytes(tensor).numpy()))
 
 
 def _compile(ir: KernelIR, d: Device):

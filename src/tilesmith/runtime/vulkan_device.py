@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from tilesmith.codegen import KernelIR
 from tilesmith.hardware.limits import Limits
-from tilesmith.runtime import cache, cuda
+from tilesmith.runtime import cache, cuda, vulkan_cuda
 
 STORAGE, UNIFORM = 7, 6
 """Descriptor types: of a tensor, of the scalars."""
@@ -75,7 +76,8 @@ class Device:
     """The device that `_chosen` says; it lives as long as the process.
 
     features: of `f16`, `subgroups`, `fragments`, `conversions`, as in `KernelIR.features`. limits: what a workgroup may
-    use. shares: whether the host sees its memory as fast as its own; else tensors are copied through `_stage`.
+    use. shares: whether the host sees its memory as fast as its own; else tensors are copied through `_stage`. exports:
+    whether CUDA can be shown its memory, on the GPU whose `uuid` it has.
     """
 
     def __init__(self, vk: ModuleType) -> None:
@@ -83,6 +85,9 @@ class Device:
         app = vk.VkApplicationInfo(apiVersion=vk.VK_MAKE_VERSION(1, 3, 0))
         self.instance = vk.vkCreateInstance(vk.VkInstanceCreateInfo(pApplicationInfo=app), None)
         self.properties, self.physical = _chosen(vk, self.instance)
+        identity = vk.VkPhysicalDeviceIDProperties()
+        vk.vkGetPhysicalDeviceProperties2(self.physical, vk.VkPhysicalDeviceProperties2(pNext=identity))
+        self.uuid = bytes(identity.deviceUUID)
         self.name = self.properties.deviceName
         limits = self.properties.limits
         self.max_groups = tuple(limits.maxComputeWorkGroupCount)
@@ -129,9 +134,10 @@ class Device:
             self.features.add("fragments")
             if conversions[_REDUCTIONS] and conversions[_REDUCTIONS + 1]:
                 self.features.add("conversions")
+        self.exports = vulkan_cuda.EXTENSION in names and vulkan_cuda.exports(vk, self.physical, _USAGE[STORAGE])
         # A queried chain also says what to enable, so it is built again with only that.
         chain = None
-        wanted = []
+        wanted = [vulkan_cuda.EXTENSION] * self.exports
         if "fragments" in self.features:
             if "conversions" in self.features:
                 conversions = _conversion_features(vk, 1, 1)
@@ -169,6 +175,22 @@ class Device:
         vk.vkBindBufferMemory(self.device, handle, memory, 0)
         return Buffer(handle, vk.vkMapMemory(self.device, memory, 0, size, 0) if needed else None)
 
+    def shared_buffer(self, size: int, ir: KernelIR, frees: contextlib.ExitStack) -> tuple[Buffer, int]:
+        """A buffer for a tensor, and its address to CUDA."""
+        vk = self.vk
+        external = vk.VkExternalMemoryBufferCreateInfo(handleTypes=1)
+        info = vk.VkBufferCreateInfo(pNext=external, size=size, usage=_USAGE[STORAGE], sharingMode=0)
+        handle = vk.vkCreateBuffer(self.device, info, None)
+        frees.callback(vk.vkDestroyBuffer, self.device, handle, None)
+        needs = vk.vkGetBufferMemoryRequirements(self.device, handle)
+        export = vk.VkExportMemoryAllocateInfo(handleTypes=1)
+        memory = self._allocate(needs.size, self._memory_types(needs.memoryTypeBits, 0, _LOCAL), export)
+        frees.callback(vk.vkFreeMemory, self.device, memory, None)
+        vk.vkBindBufferMemory(self.device, handle, memory, 0)
+        get = vk.vkGetDeviceProcAddr(self.device, "vkGetMemoryFdKHR")
+        fd = get(self.device, vk.VkMemoryGetFdInfoKHR(memory=memory, handleType=1))
+        return Buffer(handle, None), vulkan_cuda.mapped(fd, needs.size, size, ir, frees)
+
     def _memory_types(self, allowed: int, needed: int, wanted: int) -> list[int]:
         """The types of memory that have what is needed, best first."""
         found = []
@@ -179,13 +201,13 @@ class Device:
                 found.append((bin(wanted & ~has).count("1"), bin(has & ~(wanted | needed)).count("1"), k))
         return [k for *_, k in sorted(found)]
 
-    def _allocate(self, size: int, types: list[int]):
+    def _allocate(self, size: int, types: list[int], export: Any = None):
         """Memory of the first of these types that has room."""
         vk = self.vk
         for last, kind in zip([*([False] * (len(types) - 1)), True], types):
             try:
                 return vk.vkAllocateMemory(
-                    self.device, vk.VkMemoryAllocateInfo(allocationSize=size, memoryTypeIndex=kind), None
+                    self.device, vk.VkMemoryAllocateInfo(pNext=export, allocationSize=size, memoryTypeIndex=kind), None
                 )
             except (vk.VkErrorOutOfDeviceMemory, vk.VkErrorOutOfHostMemory):
                 if last:
