@@ -237,6 +237,15 @@ def test_a_kernel_of_ours_can_be_measured_by_its_backend():
     assert "Hopper" in next(r["error"] for r in found["rows"] if r["provider"] == "tilesmith:hopper")
 
 
+def test_a_backend_without_a_backward_kernel_has_no_time_for_it():
+    found = run.run(
+        "softmax", CPU, torch.float32, command="x", only=("tilesmith:portable",), named=("scale",), rounds=1
+    )
+    ours = {r["pass"]: r for r in found["rows"] if r["provider"] == "tilesmith:portable"}
+    assert ours["forward"]["us"] > 0
+    assert ours["backward"]["error"] == "softmax_vjp has no portable kernel"
+
+
 def test_host_time_of_ours_and_pytorch():
     found = host.run(CPU, torch.float32, command="x", only=("pytorch",), named=("rms_norm", "attention"), rounds=2)
     assert {(r["case"], r["pass"], r["provider"]) for r in found["rows"] if "us" in r} == {
