@@ -23,7 +23,7 @@ from torch import Tensor
 from tilesmith.engine import cdiv
 from tilesmith.engine.replay import each_time
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.gluon_shim import TensorDescriptor, expect, fetch, gl, gluon, reinterpret, wait
+from tilesmith.ops.gluon_shim import TensorDescriptor, arrive, expect, fence, fetch, gl, gluon, reinterpret, wait
 
 LINE = 256  # columns of a line of a box: the most that the accelerator takes
 MOST_PARTS = 16  # of a row: the programs of the largest cluster
@@ -75,6 +75,15 @@ def flat(slots, slot, WIDTH: gl.constexpr):
     """A slot as one row."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return reinterpret(slots.index(slot), slots.dtype, [WIDTH], PLAIN)
+
+
+@gluon.jit
+def release(empty, slot):
+    """Give a slot that has been read back to `feed`. A warp that has asked shared memory for its values need not have
+    them yet, not even behind a barrier, and the tensor memory accelerator does not queue behind it: without the fence
+    it may overwrite them first."""
+    fence()
+    arrive(empty.index(slot))
 
 
 @gluon.jit

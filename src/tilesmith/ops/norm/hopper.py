@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.ops.column_sums_triton import sum_partials
-from tilesmith.ops.gluon_shim import arrive, barriers, fence, gl, gluon, wait
+from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.ops.rows_gluon import (
     LINE,
@@ -30,6 +30,7 @@ from tilesmith.ops.rows_gluon import (
     parts_grid,
     peek,
     post,
+    release,
     ring,
     scratch,
 )
@@ -126,7 +127,7 @@ def _norm(
             spread = gl.sum(spreads, 0)
             rstd = gl.rsqrt(gl.maximum(spread * each_col, 0.0) + eps)
             x = _part(slots, added, j % SLOTS, s_ptr, WIDTH, LANES)
-            arrive(empty.index(j % SLOTS))
+            release(empty, j % SLOTS)
             if s_ptr is not None:
                 gl.store(s_ptr + row * cols + col, x.to(s_ptr.dtype.element_ty), mask=inside)
             if CENTER:
@@ -233,7 +234,7 @@ def _norm_gradients(
             dx = flat(dys, slot, WIDTH).load(LANES).to(gl.float32) * weight
             if DS:
                 ds = flat(dss, slot, WIDTH).load(LANES).to(gl.float32)
-            arrive(empty.index(slot))
+            release(empty, slot)
             dot = gl.sum(collect(words, mail_ptr, j, PARTS, 1), 0)
             if CENTER:
                 xhat -= later_mean

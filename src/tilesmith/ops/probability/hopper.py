@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
-from tilesmith.ops.gluon_shim import arrive, barriers, fence, gl, gluon, wait
+from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.rows import empty_rows, row_order, rows
 from tilesmith.ops.rows_gluon import (
     LINE,
@@ -29,6 +29,7 @@ from tilesmith.ops.rows_gluon import (
     parts_grid,
     peek,
     post,
+    release,
     ring,
     scratch,
 )
@@ -114,7 +115,7 @@ def _probabilities(
         if i >= LAG:
             j = i - LAG
             z = flat(slots, j % SLOTS, WIDTH).load(LANES).to(gl.float32)
-            arrive(empty.index(j % SLOTS))
+            release(empty, j % SLOTS)
             if not POSITIVE:
                 z *= scale
             every_top = gl.where(others, collect(top_words, mail_ptr, j, PARTS, 0), LOWEST)
@@ -178,7 +179,7 @@ def _gradients(
             j = i - LAG
             y = flat(ys, j % SLOTS, WIDTH).load(LANES).to(gl.float32)
             dy = flat(dys, j % SLOTS, WIDTH).load(LANES).to(gl.float32)
-            arrive(empty.index(j % SLOTS))
+            release(empty, j % SLOTS)
             dot = gl.sum(collect(dot_words, mail_ptr, j, PARTS, 0), 0)
             mean = dot * (1.0 / gl.sum(collect(total_words, mail_ptr, j, PARTS, 1), 0))
             if FUSED:
