@@ -24,21 +24,31 @@ def sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS: tl.constexpr
 
 @triton.jit
 def _column_sums_kernel(
-    partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+    partial_ptr, other_partial_ptr, out_ptr, other_out_ptr, partials, num_cols,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
+    if out_ptr is not None:
+        sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
+    if other_out_ptr is not None:
+        sum_block(other_partial_ptr, other_out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
 
 
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of the rows of `partial`, contiguous [partials, N] fp32, as [N] in `dtype`; zeros where there is none."""
-    partials, cols = partial.shape
-    out = partial.new_empty(cols, dtype=dtype)
-    if cols:
-        tall = min(64, next_power_of_2(max(partials, 1)))
-        wide = 2048 // tall
-        flags = {"BLOCK_ROWS": tall, "BLOCK_COLS": wide}
-        launch(_column_sums_kernel, (cdiv(cols, wide),), partial, out, partials, cols, **flags)
+    out = partial.new_empty(partial.shape[1], dtype=dtype)
+    add_partials((partial, None), (out, None))
     return out
+
+
+def add_partials(partials: tuple[Tensor | None, Tensor | None], outs: tuple[Tensor | None, Tensor | None]) -> None:
+    """`sum_partials` of one or two tensors of one shape, each to its [N] in `outs`, by one launch; None and None for
+    one that is not wanted."""
+    first = partials[1] if partials[0] is None else partials[0]
+    if first is not None and first.shape[1]:
+        count, cols = first.shape
+        tall = min(64, next_power_of_2(max(count, 1)))
+        flags = {"BLOCK_ROWS": tall, "BLOCK_COLS": 2048 // tall}
+        launch(_column_sums_kernel, (cdiv(cols, 2048 // tall),), *partials, *outs, count, cols, **flags)
 
 
 def partial_rows(tiles: int, col_blocks: int, programs: int, least: int) -> int:

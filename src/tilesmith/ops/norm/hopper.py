@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
-from tilesmith.ops.column_sums_triton import sum_partials
+from tilesmith.ops.column_sums_triton import add_partials
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.ops.rows_gluon import (
@@ -341,11 +341,9 @@ def _backward(
             _packed(weight), mean, row_values(rstd, order), dx, *sums, mailbox(x.device, groups, parts),
             count, cols, groups, offset, **parts_flags(cols, parts, config),
         )  # fmt: skip
-    vectors = (
-        x.new_empty(0) if s is None else sum_partials(s if count else s[:0], v.dtype)
-        for s, v in zip(sums, (weight, bias))
-    )
-    return dx, *vectors
+    vectors = [None if s is None else v.new_empty(cols) for s, v in zip(sums, (weight, bias))]
+    add_partials(tuple(s if s is None or count else s[:0] for s in sums), tuple(vectors))
+    return dx, *(x.new_empty(0) if v is None else v for v in vectors)
 
 
 def _common_reasons(call: Any, cols: int, more_than: int) -> list[str]:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.ops.column_sums_triton import partial_rows, sum_block
+from tilesmith.ops.column_sums_triton import add_partials, partial_rows
 from tilesmith.ops.dropout_triton import keep_block, keep_or_0, keep_tile
 from tilesmith.ops.philox_triton import load_key
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
@@ -324,18 +324,6 @@ def _norm_bwd_kernel(
         tl.store(dbias_ptr + partial, tl.sum(dbias, 0, keep_dims=True), mask=col_inside)
 
 
-@triton.jit
-def _norm_bwd_sum_kernel(
-    dweight_partial_ptr, dbias_partial_ptr, dweight_ptr, dbias_ptr, partials, cols,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """Partial rows of both sums, [partials, cols] fp32, added in a fixed order and cast."""
-    if dweight_ptr is not None:
-        sum_block(dweight_partial_ptr, dweight_ptr, partials, cols, BLOCK_ROWS, BLOCK_COLS)
-    if dbias_ptr is not None:
-        sum_block(dbias_partial_ptr, dbias_ptr, partials, cols, BLOCK_ROWS, BLOCK_COLS)
-
-
 class ForwardConfig(NamedTuple):
     """tile: elements a program works on at once, in whole rows (at least one). block_cols: 0 holds rows in registers
     (up to MAX_HELD columns), else they are swept in blocks of so many columns by `num_stages` deep pipelines."""
@@ -474,10 +462,7 @@ def _launch_backward(
             # where the gradient is 0 or nearly, rstd multiplies what is left of it
             enable_fp_fusion=mean is None or cols >= 64, **dropout,
         )  # fmt: skip
-    if dweight is not None or dbias is not None:
-        tall = min(64, next_power_of_2(max(partials, 1)))
-        flags = {"BLOCK_ROWS": tall, "BLOCK_COLS": 2048 // tall}
-        launch(_norm_bwd_sum_kernel, (cdiv(cols, 2048 // tall),), *sums, dweight, dbias, partials, cols, **flags)
+    add_partials(tuple(sums), (dweight, dbias))
 
 
 def _packed(vector: Tensor | None) -> Tensor | None:
