@@ -62,7 +62,7 @@ def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | 
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, bias, seed, mean, rstd, p, kind, output_mask: _vjp_dims(dy, ds, s, weight, kind),
-        default=lambda dims, arch, dtype: norms._backward_default(dims, arch, center=dims["sums"] == 2),
+        default=lambda dims, arch, dtype: norms._backward_default(dims, arch, dims["sums"] == 2, three=True),
         choices=norms.BACKWARD_CHOICES,
     )
 )
