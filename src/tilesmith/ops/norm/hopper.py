@@ -389,7 +389,10 @@ def _dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
 
 def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> PartsConfig:
     """H200, bf16, of the copy rate at 65,536 and 131,072 columns: RMS norm 0.87 and 0.86, with a residual 0.90 and
-    0.89; layer norm 0.82 at 131,072. Swept twice by Triton's: 0.84 and 0.72, 0.86 and 0.79; 0.71."""
+    0.89; layer norm 0.82 at 131,072, with a residual 0.91 and 0.91 (by 8 warps 0.87 and 0.89). Swept twice by Triton's:
+    0.84 and 0.72, 0.86 and 0.79; 0.71, 0.86 and 0.77."""
+    if dims["bytes"] > 2 and center:
+        return fitted(dims, arch, PartsConfig(8192, 0, 2, 4, 0, 128), 2)
     if dims["bytes"] > 2:
         return fitted(dims, arch, PartsConfig(8192, 0, 2, 8, 0, 80), 2)
     if center:
@@ -537,8 +540,7 @@ def add_rms_norm_vjp(
     return _backward(dy, ds, s, weight, None, None, rstd, offset, (*output_mask, False), config)[:2]
 
 
-# Below Triton's until it has been timed: right on an H200, but only its siblings were measured.
-@register_kernel("add_layer_norm", backend="hopper", rank=15, rejects=_reasons)
+@register_kernel("add_layer_norm", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, eps: _dims(x, x, residual),
