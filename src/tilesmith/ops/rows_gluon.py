@@ -27,9 +27,12 @@ from tilesmith.ops.gluon_shim import TensorDescriptor, arrive, expect, fence, fe
 
 LINE = 256  # columns of a line of a box: the most that the accelerator takes
 MOST_PARTS = 16  # of a row: the programs of the largest cluster
-DEPTH = 8  # rows whose sums a mailbox holds: a program may be 2 LAG + 1 rows ahead of another's reading
+# Rows whose sums a mailbox holds. A program may be 2 LAG + 1 rows ahead of another's reading, and twice its slots where
+# sums and outputs are made by different warps.
+DEPTH = 16
 MAILS = 2  # numbers that a program posts of a row
 _LINE, _DEPTH, _MAILS = gl.constexpr(LINE), gl.constexpr(DEPTH), gl.constexpr(MAILS)
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PARTS_LANES = gl.constexpr(32)  # of a warp, which reads what all of them posted
 MAILS_OF_PART = gl.constexpr(DEPTH * MAILS)
 _MOST_MAILS = gl.constexpr(DEPTH * MAILS * MOST_PARTS)
@@ -73,8 +76,22 @@ def feed(a_desc, b_desc, c_desc, a, b, c, full, empty, first, step, mine, part, 
 @gluon.jit
 def flat(slots, slot, WIDTH: gl.constexpr):
     """A slot as one row."""
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return reinterpret(slots.index(slot), slots.dtype, [WIDTH], PLAIN)
+
+
+@gluon.jit
+def widened(tile, WIDTH: gl.constexpr):
+    """A row of WIDTH columns in shared memory in fp32, 8 neighbours a thread. Of bf16 a word is read as an integer and
+    taken apart by a shift and a mask: the compiler takes three instructions for its two values."""
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    if tile.dtype == gl.bfloat16:
+        WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        words = reinterpret(tile, gl.int32, [WIDTH // 2], PLAIN).load(WORDS)
+        pairs = gl.join((words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True))
+        x = gl.convert_layout(gl.reshape(pairs, [WIDTH]), LANES, assert_trivial=True)
+    else:
+        x = tile.load(LANES).to(gl.float32)
+    return x
 
 
 @gluon.jit
@@ -89,7 +106,7 @@ def release(empty, slot):
 @gluon.jit
 def scratch(NUMBERS: gl.constexpr):
     """Shared memory for what each warp found of NUMBERS sums."""
-    return gl.allocate_shared_memory(gl.float32, [NUMBERS, gl.num_warps()], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(gl.float32, [NUMBERS, gl.num_warps()], PLAIN)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Norms of wide rows on Hopper, in Gluon: parts of rows in shared memory, each read from memory once."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from tilesmith.ops.rows_gluon import (
     MAILS_OF_PART,
     MOST_PARTS,
     PARTS_LANES,
+    PLAIN,
     PartsConfig,
     add_up,
     added_up,
@@ -33,6 +34,7 @@ from tilesmith.ops.rows_gluon import (
     release,
     ring,
     scratch,
+    widened,
 )
 
 # Pointers that are None stand for tensors that a call does not have. Outputs are packed: the stride of their rows is
@@ -279,6 +281,148 @@ def norm_bwd_parts_kernel(
     leave(box_ptr, mail_ptr + num_groups * (PARTS * MAILS_OF_PART) + group, PARTS)
 
 
+@gluon.jit
+def _layer_norm_sums(
+    xs, dys, full, found, weight, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, mail_ptr, first, step, mine, part, cols,
+    WEIGHT: gl.constexpr, PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Posts the sums of each part that dx of its row takes; dweight and dbias are summed in registers."""
+    SLOTS: gl.constexpr = full.shape[0]
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
+    dweight = gl.full([WIDTH], 0.0, gl.float32, LANES)
+    dbias = gl.full([WIDTH], 0.0, gl.float32, LANES)
+    rstd = gl.load(rstd_ptr + first)
+    mean = gl.load(mean_ptr + first)
+    for i in range(mine):
+        slot = i % SLOTS
+        wait(full.index(slot), (i // SLOTS) & 1)
+        xhat = widened(flat(xs, slot, WIDTH), WIDTH)
+        dy = widened(flat(dys, slot, WIDTH), WIDTH)
+        xhat -= mean
+        if not EVEN:
+            xhat = gl.where(inside, xhat, 0.0)
+        xhat *= rstd
+        next_row = first + gl.minimum(i + 1, mine - 1) * step
+        rstd = gl.load(rstd_ptr + next_row)
+        mean = gl.load(mean_ptr + next_row)
+        if dweight_ptr is not None:
+            dweight += dy * xhat
+        if dbias_ptr is not None:
+            dbias += dy
+        if WEIGHT:
+            dy *= widened(weight, WIDTH)
+        add_up(dy * xhat, found, 1, WIDTH)
+        add_up(dy, found, 0, WIDTH)
+        post(mail_ptr, i, PARTS, part, 0, added_up(found, 0))
+        post(mail_ptr, i, PARTS, part, 1, added_up(found, 1))
+    at = first.to(gl.int64) * cols + col
+    if dweight_ptr is not None:
+        gl.store(dweight_ptr + at, dweight, mask=inside)
+    if dbias_ptr is not None:
+        gl.store(dbias_ptr + at, dbias, mask=inside)
+
+
+@gluon.jit
+def _layer_norm_gradient(
+    xs, dys, full, empty, weight, mean_ptr, rstd_ptr, dx_ptr, mail_ptr, first, step, mine, part, cols,
+    WEIGHT: gl.constexpr, PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """dx of each part, when all programs of the group have posted their sums of its row; only then has this one's other
+    half read the slot, too."""
+    SLOTS: gl.constexpr = full.shape[0]
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
+    each_col = 1.0 / cols
+    words = peek(mail_ptr, 0, PARTS, 1)
+    next_rstd = gl.load(rstd_ptr + first)
+    total_words = peek(mail_ptr, 0, PARTS, 0)
+    next_mean = gl.load(mean_ptr + first)
+    for i in range(mine):
+        slot = i % SLOTS
+        row = (first + i * step).to(gl.int64)
+        next_row = first + gl.minimum(i + 1, mine - 1) * step
+        wait(full.index(slot), (i // SLOTS) & 1)
+        rstd = next_rstd
+        slope = gl.sum(collect(words, mail_ptr, i, PARTS, 1), 0) * each_col * rstd
+        words = peek(mail_ptr, i + 1, PARTS, 1)
+        next_rstd = gl.load(rstd_ptr + next_row)
+        xhat = widened(flat(xs, slot, WIDTH), WIDTH)
+        dx = widened(flat(dys, slot, WIDTH), WIDTH)
+        if WEIGHT:
+            dx *= widened(weight, WIDTH)
+        xhat -= next_mean
+        dx -= gl.sum(collect(total_words, mail_ptr, i, PARTS, 0), 0) * each_col
+        total_words = peek(mail_ptr, i + 1, PARTS, 0)
+        next_mean = gl.load(mean_ptr + next_row)
+        release(empty, slot)
+        dx = (dx - xhat * slope) * rstd
+        gl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def layer_norm_bwd_parts_kernel(
+    x_desc, dy_desc, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, mail_ptr,
+    num_rows, cols, num_groups,
+    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As `norm_bwd_parts_kernel`, but sums are found by some warps, and dx of earlier rows made by as many others: two
+    sums of a row and two over rows take so long that waits for the group and for barriers have to be filled. The
+    weight is in shared memory."""
+    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    xs, dys = ring(SLOTS, WIDTH, x_desc.dtype), ring(SLOTS, WIDTH, dy_desc.dtype)
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    WEIGHT: gl.constexpr = weight_ptr is not None
+    weight = xs  # stands for none
+    if WEIGHT:
+        value = gl.load(weight_ptr + col, mask=col < cols, other=0.0)
+        weight = gl.allocate_shared_memory(value.dtype, [WIDTH], PLAIN, value)
+    full, empty = barriers(SLOTS, 1), barriers(SLOTS, 1)
+    fence()
+    mine = (num_rows - group + num_groups - 1) // num_groups
+    box_ptr = mail_ptr + group * (PARTS * MAILS_OF_PART)
+    gl.warp_specialize(
+        [
+            (_layer_norm_sums, (xs, dys, full, scratch(2), weight, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, box_ptr,
+                                group, num_groups, mine, part, cols, WEIGHT, PARTS, EVEN, WIDTH)),
+            (_layer_norm_gradient, (xs, dys, full, empty, weight, mean_ptr, rstd_ptr, dx_ptr, box_ptr,
+                                    group, num_groups, mine, part, cols, WEIGHT, PARTS, EVEN, WIDTH)),
+            (feed, (x_desc, dy_desc, None, xs, dys, xs, full, empty, group, num_groups, mine, part, WIDTH)),
+        ],
+        [gl.num_warps(), 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+    leave(box_ptr, mail_ptr + num_groups * (PARTS * MAILS_OF_PART) + group, PARTS)
+
+
+class SplitConfig(NamedTuple):
+    """As PartsConfig, where `num_warps` find sums and as many make dx. registers: of a thread of the latter; those of
+    the former have what is left."""
+
+    width: int
+    slots: int
+    num_warps: int
+    per_sm: int
+    registers: int
+
+
+def _split_flags(cols: int, parts: int, config: SplitConfig) -> dict[str, Any]:
+    threads = 32 * (2 * config.num_warps + 4)  # warps come in fours, so that the one which feeds takes as many
+    return {
+        "PARTS": parts,
+        "EVEN": cols % config.width == 0,
+        "WIDTH": config.width,
+        "SLOTS": config.slots,
+        "REGISTERS": config.registers,
+        "num_warps": config.num_warps,
+        "maxnreg": 65_536 // (threads * config.per_sm) // 8 * 8,
+        "cluster": parts,
+    }
+
+
 def _packed(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
@@ -323,9 +467,10 @@ def _backward(
     rstd: Tensor,
     offset: float,
     output_mask: Sequence[bool],
-    config: PartsConfig,
+    config: PartsConfig | SplitConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed."""
+    """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. With a SplitConfig: of
+    layer norm without ds."""
     order = row_order(x)
     dx = empty_rows(x, order)
     x, dy = rows(x, order), rows(dy, order)
@@ -334,7 +479,13 @@ def _backward(
     count, cols = x.shape
     groups, parts = parts_grid(x, config)
     sums = [torch.empty(groups, cols, dtype=torch.float32, device=x.device) if w else None for w in output_mask[1:]]
-    if count:
+    if count and isinstance(config, SplitConfig):
+        launch(
+            layer_norm_bwd_parts_kernel, (groups * parts,),
+            parted(x, config.width), parted(dy, config.width), _packed(weight), mean, row_values(rstd, order), dx,
+            *sums, mailbox(x.device, groups, parts), count, cols, groups, **_split_flags(cols, parts, config),
+        )  # fmt: skip
+    elif count:
         launch(
             norm_bwd_parts_kernel, (groups * parts,),
             parted(x, config.width), parted(dy, config.width), None if ds is None else parted(ds, config.width),
@@ -402,10 +553,21 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> PartsC
 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
     """32 columns a thread. H200, bf16, of the copy rate at 32,768, 65,536 and 131,072 columns: RMS norm 0.94, 0.89 and
-    0.85, layer norm 0.84, 0.79 and 0.76; with Triton's two passes 0.60 each."""
+    0.87; with Triton's two passes 0.60 each."""
     if dims["cols"] <= MOST_PARTS * 4096:
         return fitted(dims, arch, PartsConfig(4096, 0, 2, 4, 0, 128), 2)
     return fitted(dims, arch, PartsConfig(8192, 0, 2, 8, 0, 0), 1)
+
+
+def _layer_norm_backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> SplitConfig | PartsConfig:
+    """H200, bf16, of the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 0.87, 0.89, 0.87 and 0.85; where the
+    same warps find sums and dx 0.79, 0.80, 0.80 and 0.78. A slot less costs 0.05. These do in 32 bits, whose values
+    would spill."""
+    if dims["bytes"] > 4:
+        return _backward_default(dims, arch, dtype)
+    config = SplitConfig(8192, 0, 8, 1, 80) if dims["cols"] > 32_768 else SplitConfig(4096, 0, 4, 2, 80)
+    room = arch.shared_memory // config.per_sm - 2048 - config.width * dims["held"]
+    return config._replace(slots=max(1, min(6, room // (config.width * dims["bytes"]))))
 
 
 CHOICES = {"slots": (2, 3, 4, 6), "lag": (1, 2, 3), "num_warps": (4, 8)}
@@ -474,9 +636,12 @@ def layer_norm(
 @register_kernel("layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: _dims(x, dy, x),
-        default=_backward_default,
-        choices=CHOICES,
+        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: {
+            **_dims(x, dy, x),
+            "held": 0 if weight is None else weight.element_size(),
+        },
+        default=_layer_norm_backward_default,
+        choices={"slots": (3, 4, 6)},
     )
 )
 def layer_norm_vjp(
@@ -488,7 +653,7 @@ def layer_norm_vjp(
     rstd: Tensor,
     output_mask: Sequence[bool],
     *,
-    config: PartsConfig,
+    config: SplitConfig | PartsConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias of `layer_norm`."""
     return _backward(dy, None, x, weight, bias, mean, rstd, 0.0, output_mask, config)
