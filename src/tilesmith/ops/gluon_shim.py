@@ -4,6 +4,8 @@ Kernels take these from here and everything else from `gl`. When a release renam
 changes. They were run with Triton 3.6 and compile with 3.7, 3.8 and 3.9, which removed names that 3.6 has.
 """
 
+import math
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,6 +26,7 @@ __all__ = [
     "TensorDescriptor",
     "aggregate",
     "arrive",
+    "await_launcher",
     "await_number",
     "barriers",
     "bulk_add",
@@ -43,6 +46,7 @@ __all__ = [
     "mma_wait",
     "publish",
     "reinterpret",
+    "tile_in",
     "tiles_of",
     "wait",
 ]
@@ -76,10 +80,21 @@ def barriers(number: gl.constexpr, count: gl.constexpr):
 
 
 @builtin
-def tiles_of(number, desc, _semantic=None):
-    """Room in shared memory for `number` of the tiles that a descriptor moves."""
-    shape = [_unwrap(number), *desc.block_type.shape]
+def tiles_of(number, desc, times=1, _semantic=None):
+    """Room in shared memory for `number` of the tiles that a descriptor moves, or of tiles with `times` its rows."""
+    *outer, rows, cols = desc.block_type.shape
+    shape = [_unwrap(number), *outer, rows * _unwrap(times), cols]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout, _semantic=_semantic)
+
+
+@builtin
+def tile_in(room, desc, _semantic=None):
+    """The first of the tiles that a descriptor moves in what `tiles_of` made."""
+    block = [_unwrap(n) for n in desc.block_type.shape]
+    number = math.prod(_unwrap(n) for n in room.shape) // math.prod(block)
+    see_as = getattr(room, "reinterpret", None) or room._reinterpret
+    tiles = see_as(desc.dtype, [number, *block], desc.layout, _semantic=_semantic)
+    return tiles.index(0, _semantic=_semantic)
 
 
 @gluon.jit
@@ -125,6 +140,14 @@ def launch_dependents():
 
 
 @gluon.jit
+def await_launcher():
+    """Wait until the kernel before this one in the stream, which let it start early, is over."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def bulk_finish():
     """Wait until all that this thread has stored or added in bulk is in memory (`bulk_wait`: is read)."""
     gl.inline_asm_elementwise(
@@ -154,9 +177,8 @@ def await_number(pointer, number):
 
 @gluon.jit
 def publish(pointer, number):
-    """Write a number for other programs, after all that the first 128 threads of this one have done."""
+    """Write a number for other programs, after all that this warp, the only one of its partition, has done."""
     gl.inline_asm_elementwise(
-        "bar.sync 8, 128; fence.proxy.async; fence.acq_rel.gpu; mov.b32 $0, $1;",
-        "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,
+        "bar.warp.sync 0xffffffff; fence.proxy.async.global; st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
+        "=r,l,r", [pointer.to(gl.int64), gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    gl.store(pointer, number)

@@ -51,6 +51,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         head = kv_head * walk.GROUP
         place += first
         announce(ticket, turn, walk, start, k_place, kv_head, first, blocks)
+        ticket.close(turn)
         k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
         if walk.PACKED and blocks == 0:
             load_pair(k_desc, v_desc, k_corner, k, v, kv_full, kv_empty, turn)
@@ -91,7 +92,6 @@ def _values(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
-    QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
     k_tile = k.reshape([64, D])
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -112,7 +112,7 @@ def _values(
                 dout_tile = dout.index(s).reshape([64, D])
                 wait(q_full.index(s), phase)
                 s_made = mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                row_lse = lse.index(s).load(QUERY)
+                row_lse = lse.index(s).load(gl.SliceLayout(0, SCORES))
                 score = mma_wait(0, deps=[s_made])
                 if SOFTCAP:
                     score = bend(score * inner)
@@ -155,7 +155,6 @@ def _keys(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
-    QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
     v_tile = v.reshape([64, D])
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -173,7 +172,7 @@ def _keys(
                 dout_tile = dout.index(s).reshape([64, D])
                 wait(dout_full.index(s), phase)
                 dp_made = mma(v_tile, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                row_delta = delta.index(s).load(QUERY)
+                row_delta = delta.index(s).load(gl.SliceLayout(0, SCORES))
                 dp = mma_wait(0, deps=[dp_made])
                 box = count & 1
                 wait(p_full.index(box), (count >> 1) & 1)
@@ -216,7 +215,7 @@ def attention_dkv_wide_kernel(
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, 64, D, STAGES,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, 64, 64, D, STAGES,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = tiles_of(STAGES, q_desc)

@@ -169,13 +169,13 @@ class Tickets:
     @gluon.jit
     def write(self, turn, i: gl.constexpr, number):
         """One of the numbers of a turn, between `open` and `close`."""
-        LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         self.box.index((turn & 1) * self.NUMBERS + i).store(gl.full([1], 0, gl.int32, LANES) + number)
 
     @gluon.jit
     def read(self, turn, i: gl.constexpr):
         """A number of a turn, between `take` and `give_back`."""
-        LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         return gl.sum(self.box.index((turn & 1) * self.NUMBERS + i).load(LANES), 0)
 
     @gluon.jit

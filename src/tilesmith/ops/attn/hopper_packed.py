@@ -132,11 +132,13 @@ def _live(
 @triton.jit(do_not_specialize=["documents", "tokens", "keys", "width", "left", "right"])
 def key_tiles_kernel(
     cu_q_ptr, cu_k_ptr, lengths_ptr, rows_ptr, table_ptr, documents, tokens, keys, width, left, right,
-    RIGHT: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    RIGHT: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 64 queries (first and end) and tiles of BLOCK keys of a document a program. A tile: first key; keys of
-    the document, or where keys that nobody sees end; where they end in the tensor; tokens and their end in the tensor;
-    the first token that sees a key; the block and the number of blocks from there on, 0 for keys that nobody sees."""
+    """Blocks of ROWS queries (first and end) and tiles of BLOCK keys of a document a program. A tile: first key; keys
+    of the document, or where keys that nobody sees end; where they end in the tensor; tokens and their end in the
+    tensor; the first token that sees a key; the block and the number of blocks from there on, 0 for keys that nobody
+    sees."""
     STEPS: tl.constexpr = RIGHT and not LEFT
     mine = tl.program_id(0)
     q_begin, q_count, k_begin, room, k_count, q_first, k_first = _live(
@@ -151,7 +153,7 @@ def key_tiles_kernel(
             cu_q_ptr, cu_k_ptr, lengths_ptr, index, documents, tokens, keys, left, right, RIGHT, LEFT
         )
         dead = tl.cdiv(k_firsts, BLOCK) + tl.cdiv(rooms - other_keys, BLOCK)
-        blocks = tl.cdiv(firsts, 64) + tl.cdiv(others - firsts, 64)
+        blocks = tl.cdiv(firsts, ROWS) + tl.cdiv(others - firsts, ROWS)
         all_live += tl.sum(tl.cdiv(other_keys - k_firsts, BLOCK))
         all_dead += tl.sum(dead)
         all_rows += tl.sum(blocks)
@@ -161,12 +163,12 @@ def key_tiles_kernel(
         tl.store(table_ptr, all_live + all_dead)
         tl.store(rows_ptr, all_rows)
 
-    dead_rows = tl.cdiv(q_first, 64)
-    all_mine = dead_rows + tl.cdiv(q_count - q_first, 64)
+    dead_rows = tl.cdiv(q_first, ROWS)
+    all_mine = dead_rows + tl.cdiv(q_count - q_first, ROWS)
     for first in range(0, all_mine, CHUNK):
         block = first + tl.arange(0, CHUNK)
         row = rows_ptr + (rows_before + block + 1) * 2
-        begin = tl.where(block < dead_rows, block * 64, q_first + (block - dead_rows) * 64)
+        begin = tl.where(block < dead_rows, block * ROWS, q_first + (block - dead_rows) * ROWS)
         end = tl.where(block < dead_rows, q_first, q_count)
         tl.store(row, q_begin + begin, mask=block < all_mine)
         tl.store(row + 1, q_begin + end, mask=block < all_mine)
@@ -213,21 +215,21 @@ def key_tiles_kernel(
 
 
 def key_tiles(
-    cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None, tokens: int, keys: int, window: tuple, block: int
+    cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None, tokens: int, keys: int, window: tuple, rows: int, block: int
 ) -> tuple[Tensor, Tensor, int, int]:
-    """The tables of blocks of 64 queries and of tiles of `block` keys, and how many of each there may be."""
+    """The tables of blocks of `rows` queries and of tiles of `block` keys, and how many of each there may be."""
     documents = cu_q.numel() - 1
     left, right, has_left, has_right = window
     # each part of a document has at most one block that is not full
     row_parts = 2 if has_right and cu_q is not cu_k else 1
-    q_most = tokens // 64 + row_parts * (documents + 1)
+    q_most = tokens // rows + row_parts * (documents + 1)
     k_most = keys // block + (1 + has_left + (lengths is not None)) * (documents + 2)
-    rows = torch.empty((q_most + 1, 2), dtype=torch.int32, device=cu_q.device)
+    spans = torch.empty((q_most + 1, 2), dtype=torch.int32, device=cu_q.device)
     table = torch.empty((k_most + 1, 8), dtype=torch.int32, device=cu_q.device)
     width = tokens if not has_left else min(tokens, left + block + (right if has_right else tokens))
     launch(
         key_tiles_kernel, (documents + 2,),
-        cu_q, cu_k, lengths, rows, table, documents, tokens, keys, width, left, right,
-        RIGHT=has_right, LEFT=has_left, BLOCK=block, CHUNK=16, SPAN=256, num_warps=4,
+        cu_q, cu_k, lengths, spans, table, documents, tokens, keys, width, left, right,
+        RIGHT=has_right, LEFT=has_left, ROWS=rows, BLOCK=block, CHUNK=16, SPAN=256, num_warps=4,
     )  # fmt: skip
-    return rows, table, q_most, k_most
+    return spans, table, q_most, k_most

@@ -49,30 +49,38 @@ def rejects_vjp(call) -> list[str]:
 
 class HopperVjpConfig(NamedTuple):
     """stages: tiles of queries in flight. split: consumers tell each other that ds is there before they wait for it.
-    lag: how many blocks of queries after its own a block's dq is awaited."""
+    block_q: queries of a block. Above head dim 128 nothing of it is asked for."""
 
     stages: int
     split: bool
-    lag: int
+    block_q: int
 
 
 def _dims_vjp(*args) -> dict[str, int]:
-    q, k, v = (args[_VJP.index(name)] for name in ("q", "k", "v"))
+    q, k, v, causal, left, right, softcap = (
+        args[_VJP.index(name)] for name in ("q", "k", "v", "causal", "window_left", "window_right", "softcap")
+    )
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
-        "value_dim": v.shape[3], "causal": 8 if args[_VJP.index("causal")] else 1,
+        "value_dim": v.shape[3], "causal": 8 if causal else 1,
+        "plain": 8 if left < 0 and (causal or right < 0) and softcap == 0.0 else 1,
     }  # fmt: skip
 
 
 def _default_vjp(dims, arch, dtype) -> HopperVjpConfig:
-    # H200, 16k keys, TFLOP/s: D 128 causal 597 split, 547 not, full 572 and 582; D 64 is never faster split, its lag of
-    # 2 gives 472 for 457 causal, 472 for 487 full
-    wide, causal = dims["dim"] > 64, dims["causal"] > 1
-    return HopperVjpConfig(2 if wide else 3, wide and causal, 2 if causal and not wide else 1)
+    # blocks of 128 queries (H200, 4k, TFLOP/s: 466 for 416 causal, 541 for 431 full) read 15 % less of shared memory,
+    # but with a window or softcap they spill 600 bytes and more
+    if dims["dim"] <= 64:
+        plain = dims["plain"] > 1
+        return HopperVjpConfig(2 if plain else 3, False, 128 if plain else 64)
+    # H200, head dim 128, TFLOP/s: 1k causal 392 split, 388 not, 4k full 596 and 611
+    return HopperVjpConfig(2, dims["causal"] > 1, 64)
 
 
 SPACE_VJP = Space(
-    default=_default_vjp, dims=_dims_vjp, choices={"stages": (2, 3), "split": (False, True), "lag": (1, 2)}
+    default=_default_vjp,
+    dims=_dims_vjp,
+    choices={"split": (False, True)},
 )
 
 
@@ -150,43 +158,42 @@ def attention_vjp(
         dk[:, :, :k_begin].zero_()
         dv[:, :, :k_begin].zero_()
     wide = columns_of(q)
-    block_n = 128 if wide <= 128 else 64
-    q_blocks, k_blocks = cdiv(tokens - q_begin, 64), cdiv(keys - k_begin, block_n)
+    block_m, block_n = config.block_q, 128 if wide <= 128 else 64
+    q_blocks, k_blocks = cdiv(tokens - q_begin, block_m), cdiv(keys - k_begin, block_n)
     if packed:
         documents = [reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths)]
-        blocks, table, q_blocks, k_blocks = key_tiles(*documents, tokens, keys, window, block_n)
-    rows = lse.new_empty(2, batch * heads, q_blocks * 64)
+        blocks, table, q_blocks, k_blocks = key_tiles(*documents, tokens, keys, window, block_m, block_n)
+    rows = lse.new_empty(2, batch * heads, q_blocks * block_m)
     parts = turns = token_delta = None
     if wide > 128:
         token_delta = torch.empty_like(lse)
     else:
-        parts = lse.new_empty(batch * heads * q_blocks * wide // 4, 256)
-        if deterministic:
-            turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device)
-    launch(
-        attention_rows_kernel, (batch * heads * q_blocks,),
-        out, dout, lse, dlse, rows[0], rows[1], token_delta, parts, turns, blocks, out.stride(), dout.stride(),
-        None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, DIM=dim, D=wide,
-        num_warps=4 if wide <= 128 else 8,
-    )  # fmt: skip
+        parts = lse.new_empty(batch * heads * q_blocks * block_m * wide // 256, 256)
+        turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device)
     scale = dim**-0.5 if scale is None else scale
     factors = scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E, scale
     tiles = k_blocks * batch * kv_heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
     inputs = (
-        descriptor(q, 64, packed), descriptor(k, block_n, packed), descriptor(v, block_n, packed),
-        descriptor(dout, 64, packed),
+        descriptor(q, block_m, packed), descriptor(k, block_n, packed), descriptor(v, block_n, packed),
+        descriptor(dout, block_m, packed),
     )  # fmt: skip
     sizes = (
         counter(q.device) if dynamic else None, table, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks,
-        batch * kv_heads, section_vjp(q, kv_heads, arch, turns is not None and has_right), left, right, *factors,
+        batch * kv_heads, section_vjp(q, kv_heads, arch), left, right, *factors,
     )  # fmt: skip
     kinds = {
         "GROUP": heads // kv_heads, "LEFT": has_left, "RIGHT": has_right,
         "TAIL": packed or (keys - k_begin) % block_n != 0, "DYNAMIC": dynamic, "D": wide, "SOFTCAP": softcap > 0.0,
         "num_warps": 4,
     }  # fmt: skip
+    launch(
+        attention_rows_kernel, (batch * heads * q_blocks,),
+        out, dout, lse, dlse, rows[0], rows[1], token_delta, parts if packed else None, turns, blocks, out.stride(),
+        dout.stride(), None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, ROWS=block_m, DIM=dim,
+        D=wide, num_warps=4 if wide <= 128 else 8,
+    )  # fmt: skip
     if wide > 128:
         launch(
             attention_dkv_wide_kernel, (programs,), *inputs, descriptor(dk, 64, packed), descriptor(dv, 64, packed),
@@ -195,9 +202,9 @@ def attention_vjp(
     else:
         launch(
             attention_dkv_kernel, (programs,), *inputs,
-            TensorDescriptor(parts, list(parts.shape), [256, 1], [wide // 8, 256], _PARTS),
+            TensorDescriptor(parts, list(parts.shape), [256, 1], [block_m * wide // 512, 256], _PARTS),
             descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *sizes,
-            SPLIT=config.split, LAG=config.lag, STAGES=config.stages, **kinds,
+            SPLIT=config.split, ORDERED=deterministic, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
         )  # fmt: skip
     if output_mask[0] and wide > 128:
         blocks = cdiv(tokens, 128)
@@ -215,7 +222,8 @@ def attention_vjp(
     elif output_mask[0]:
         launch(
             attention_dq_kernel, (batch * heads * q_blocks,),
-            parts, dq, blocks, dq.stride(), heads, tokens, q_begin, q_blocks, scale, DIM=dim, D=wide, num_warps=4,
+            parts, dq, turns if deterministic and not (packed or has_left) else None, blocks, dq.stride(), heads,
+            tokens, q_begin, q_blocks, scale, ROWS=block_m, DIM=dim, D=wide, num_warps=4, launch_pdl=True,
         )  # fmt: skip
     if wants_sinks:
         launch(
@@ -227,7 +235,7 @@ def attention_vjp(
             dsinks,
             batch,
             heads,
-            q_blocks * 64,
+            q_blocks * block_m,
             BLOCK=1024,
         )
         if q_begin and dlse is not None:  # of queries that see no key, lse is the sink
@@ -235,11 +243,10 @@ def attention_vjp(
     return tuple(found)
 
 
-def section_vjp(q: Tensor, kv_heads: int, arch, in_turn: bool = False) -> int:
-    """How many kv heads to work on together, so that their queries, dout and parts of dq fill 2/5 of the L2 cache.
-    in_turn: shorter and shorter tiles of a head add their dq one after another; with more heads fewer of them wait."""
+def section_vjp(q: Tensor, kv_heads: int, arch) -> int:
+    """How many kv heads to work on together, so that their queries, dout and parts of dq fill 2/5 of the L2 cache: with
+    more, dq in order is slower, too (H200, head dim 128, 4k causal, TFLOP/s: 543 with the 6 heads that fit, 515 with
+    12, 462 with 16)."""
     batch, heads, tokens, dim = q.shape
     fitting = max(1, 2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads)))
-    # H200, head dim 128, causal, TFLOP/s: 391 with the 6 heads that fit, 441 with 17 (4k); 404 and 461 with 1 and 16
-    # (16k)
-    return min(max(fitting, 16) if in_turn else fitting, batch * kv_heads)
+    return min(fitting, batch * kv_heads)
