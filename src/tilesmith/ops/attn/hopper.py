@@ -25,7 +25,7 @@ from tilesmith.ops.attn.hopper_shared import (
     wrong_dims,
 )
 
-_CAUSAL = list(inspect.signature(reference.attention).parameters).index("causal")
+_PARAMETERS = list(inspect.signature(reference.attention).parameters)
 
 
 def rejects(call) -> list[str]:
@@ -63,9 +63,12 @@ class HopperConfig(NamedTuple):
 
 def _dims(*args) -> dict[str, int]:
     q, k, v = args[:3]
+    causal, left, right = (args[_PARAMETERS.index(name)] for name in ("causal", "window_left", "window_right"))
+    keys, right = k.shape[2], 0 if causal else right
     return {
-        "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
-        "value_dim": v.shape[3], "causal": 8 if args[_CAUSAL] else 1,
+        "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": keys, "dim": q.shape[3],
+        "value_dim": v.shape[3], "causal": 8 if causal else 1,
+        "seen": min(keys, left + right + 1) if left >= 0 and right >= 0 else keys,
     }  # fmt: skip
 
 
@@ -73,11 +76,14 @@ def _default(dims, arch, dtype) -> HopperConfig:
     # H200, bf16, hidden 2048, TFLOP/s at head dim 64. Causal, 512 / 1k / 4k keys: four consumers 250 / 341 / 455, two
     # 239 / 326 / 437, three 198 / 271 / 428; 8k / 16k: four 479 / 528, three 502 / 549. Without a mask, 512 / 1k keys:
     # four 407 / 466, three 360 / 443; 2k / 4k / 16k: four 502 / 520 / 510, three 526 / 552 / 574. Head dim 128, 512
-    # keys, causal: blocks of 64 keys 333, of 128 keys 309.
+    # keys, causal: blocks of 64 keys 333, of 128 keys 309. Windows of 256 / 512 / 1024 keys at 32k, µs in blocks of 64
+    # and 128 keys: head dim 64 312 / 468 / 789 and 373 / 488 / 776, 128 210 / 308 / 507 and 255 / 329 / 493.
     causal = dims["causal"] > 1
     wide = max(dims["dim"], dims["value_dim"])
     if wide > 128:
         return HopperConfig(2, 64, 2)
+    if dims["seen"] <= 512 < dims["keys"]:
+        return HopperConfig(2, 64, 4 if wide > 64 else 6, 2)
     if wide > 64:
         return HopperConfig(2, 64, 4, 2) if causal and dims["keys"] <= 512 and wide == 128 else HopperConfig(2, 128, 2)
     return HopperConfig(4, 64, 6) if dims["keys"] < (8192 if causal else 2048) else HopperConfig(3, 128, 3)
