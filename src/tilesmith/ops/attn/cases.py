@@ -264,6 +264,7 @@ ATTENTION = [
     Case("d72_small", _attend(1, 2, 2, 20, 40, 72, window_left=9, softcap=9.0), SMALL),
     Case("d64_packed_small", _attend(
         1, 2, 1, 50, 60, 64, causal=True, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
+    Case("d64_window_small", _attend(1, 2, 1, 140, 150, 64, causal=True, window_left=30), SMALL),
     Case("d64_lists_small", _attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
     Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
     Case("d64_tiles", _attend(2, 4, 4, 1030, 1030, 64, init=_tokens_first), GPU, HALF),
@@ -282,6 +283,9 @@ ATTENTION = [
     Case("d128_more_queries", _attend(2, 4, 2, 300, 130, 128, causal=True), GPU, HALF),
     Case("d128_one_query", _attend(2, 8, 2, 1, 700, 128, causal=True), GPU, HALF),
     Case("d128_window_sinks", _attend(1, 8, 2, 900, 900, 128, causal=True, window_left=200, sinks=True), GPU, HALF),
+    Case("d64_window_128", _attend(1, 8, 2, 900, 1100, 64, causal=True, window_left=127, sinks=True), GPU, HALF),
+    Case("d96_window_sides", _attend(
+        2, 4, 4, 700, 500, 96, 128, init=_tokens_first, window_left=64, window_right=64), GPU, HALF),
     Case("d136_tiles", _attend(1, 4, 2, 300, 500, 136, init=_tokens_first, causal=True), GPU, HALF),
     Case("d256_both_sides", _attend(1, 4, 2, 400, 300, 256, window_left=70, window_right=33), GPU, HALF),
     Case("d256_deterministic", _attend(1, 8, 2, 700, 700, 256, causal=True, deterministic=True), GPU, HALF),

@@ -19,11 +19,13 @@ from tilesmith.ops.attn.hopper_shared import (
     columns_of,
     counter,
     descriptor,
+    is_narrow,
     reasons_for_all,
     section,
     window_of,
     wrong_dims,
 )
+from tilesmith.ops.attn.hopper_window import attention_window_kernel
 
 _PARAMETERS = list(inspect.signature(reference.attention).parameters)
 
@@ -53,7 +55,7 @@ def _list_reasons(call) -> list[str]:
 
 class HopperConfig(NamedTuple):
     """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
-    q_stages: query tiles in flight."""
+    q_stages: query tiles in flight. Windows of up to 129 keys ask for nothing of it (`hopper_window`)."""
 
     consumers: int
     block_n: int
@@ -164,12 +166,26 @@ def attention(
         indices, (batches, many, _) = block_indices.contiguous(), block_offsets.shape
         lists = list_tiles(block_offsets, indices, tokens, keys, has_right, block_q, block_k, block_m, config.block_n)
         list_share, list_rows = heads // many, blocks * many if batches > 1 else 0
+    wide, value_wide = columns_of(q), columns_of(v)
+    narrow = is_narrow(window, packed, max(wide, value_wide))
+    if narrow:
+        blocks = cdiv(tokens, 128)
     tiles = blocks * batch * heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
     alike = not (has_left or has_right or packed or has_lists)
     scale = dim**-0.5 if scale is None else scale
-    wide, value_wide = columns_of(q), columns_of(v)
+    factors = scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E
+    if narrow:
+        launch(
+            attention_window_kernel, (programs,),
+            descriptor(q, 64), descriptor(k, 256), descriptor(v, 256), descriptor(out, 64), lse, reference.dense(sinks),
+            counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
+            section(k, heads, arch, alike), left, right, heads // k.shape[1], *factors,
+            DYNAMIC=dynamic, D=wide, DV=value_wide, STAGES=2 if max(wide, value_wide) <= 64 else 1,
+            SOFTCAP=softcap > 0.0, num_warps=4,
+        )  # fmt: skip
+        return out, lse
     launch(
         attention_fwd_kernel,
         (programs,),
@@ -177,7 +193,7 @@ def attention(
         descriptor(out, 64, packed), lse, reference.dense(sinks), counter(q.device) if dynamic else None,
         table, lists, indices,
         tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike), left, right, heads // k.shape[1],
-        list_share, list_rows, scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
+        list_share, list_rows, *factors,
         LEFT=has_left, RIGHT=has_right,
         WHOLE=alike and keys % config.block_n == 0, DYNAMIC=dynamic,
         BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,

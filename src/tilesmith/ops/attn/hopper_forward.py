@@ -298,7 +298,7 @@ def holds(word, cols):
 
 
 @gluon.jit
-def _hide(qk, walk, queries, first, LOW: gl.constexpr):
+def hide(qk, walk, queries, first, LOW: gl.constexpr):
     """Scores of a block that some queries do not see whole. LOW: the left edge of the window may be in it, too."""
     cols = gl.arange(0, walk.BN, gl.SliceLayout(0, qk.type.layout))[None, :]
     if walk.RIGHT:
@@ -308,6 +308,22 @@ def _hide(qk, walk, queries, first, LOW: gl.constexpr):
     if LOW:
         word = word & ~before((walk.begin(queries) - first)[:, None], cols)
     return gl.where(holds(word, cols), qk, NOTHING)
+
+
+@gluon.jit
+def finish(top, total, head, sinks_ptr):
+    """From each row's greatest score and its sum of powers: what the sum of values is multiplied by, and lse."""
+    decay = gl.full(total.shape, 1.0, gl.float32, total.type.layout)
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + head).to(gl.float32) * (1.0 / LN2)
+        new_top = gl.maximum(top, sink)
+        base = gl.where(new_top == NOTHING, 0.0, new_top)
+        decay = gl.exp2(top - base)
+        total = total * decay + gl.exp2(sink - base)
+        top = new_top
+    dead = total == 0.0
+    total = gl.where(dead, 1.0, total)
+    return decay / total, gl.where(dead, NOTHING, (top + gl.log2(total)) * LN2)
 
 
 @gluon.jit
@@ -372,7 +388,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         if SOFTCAP:
             qk = bend(qk * inner)
         if not walk.WHOLE:
-            qk = _hide(qk, walk, queries, walk.key(begin, blocks, 0, entry, lists, indices), walk.LEFT)
+            qk = hide(qk, walk, queries, walk.key(begin, blocks, 0, entry, lists, indices), walk.LEFT)
         top = gl.max(qk, 1) * scale
         base = top
         if not walk.WHOLE:
@@ -415,7 +431,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                     if SOFTCAP:
                         qk = bend(qk * inner)
                     if phase != 1:
-                        qk = _hide(qk, walk, queries, walk.key(begin, blocks, j, entry, lists, indices), walk.LEFT)
+                        qk = hide(qk, walk, queries, walk.key(begin, blocks, j, entry, lists, indices), walk.LEFT)
                     new_top = gl.maximum(top, gl.max(qk, 1) * scale)
                     base = new_top
                     if phase != 1:
@@ -435,17 +451,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         wait(v_full.index(s), (count // walk.STAGES) & 1)
         acc_made = mma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
-        decay = gl.full([64], 1.0, gl.float32, ROW)
-        if sinks_ptr is not None:
-            sink = gl.load(sinks_ptr + head).to(gl.float32) * (1.0 / LN2)
-            new_top = gl.maximum(top, sink)
-            base = gl.where(new_top == NOTHING, 0.0, new_top)
-            decay = gl.exp2(top - base)
-            total = total * decay + gl.exp2(sink - base)
-            top = new_top
-        dead = total == 0.0
-        total = gl.where(dead, 1.0, total)
-        lse = gl.where(dead, NOTHING, (top + gl.log2(total)) * LN2)
+        factor, lse = finish(top, total, head, sinks_ptr)
         if walk.PACKED:
             row = head.to(gl.int64) * whole.tokens + (q_place - tokens)
         else:
@@ -455,7 +461,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         arrive(v_empty.index(s))
         if SKIP and walk.LEFT:
             count = _pass(behind_left, count, walk, k_full, k_empty, v_full, v_empty)
-        acc = acc * gl.convert_layout(decay / total, OUT_ROW)[:, None]
+        acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
         if not SHARED:
             bulk_wait(0)
         tile = out.index(C)

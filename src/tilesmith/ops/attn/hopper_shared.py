@@ -70,6 +70,12 @@ def window_of(tokens: int, keys: int, causal: bool, left: int, right: int) -> tu
     return left, right, 0 <= left < keys - 1, 0 <= right < max(tokens - 1, 1)
 
 
+def is_narrow(window: tuple[int, int, bool, bool], packed: bool, columns: int) -> bool:
+    """Whether a window is so narrow that what a tile meets comes at once (`hopper_window`)."""
+    left, right, has_left, has_right = window
+    return has_left and has_right and left + right <= 128 and columns <= 128 and not packed
+
+
 def columns_of(x: Tensor) -> int:
     """The columns of a tile of x: its head dim up to 64, 128 or 256; the accelerator fills in zeros."""
     return max(64, next_power_of_2(x.shape[3]))
