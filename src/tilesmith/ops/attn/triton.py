@@ -286,7 +286,8 @@ def attention(
     arch = arch_of(q.device)
     block_q, block_k = (block_q, block_k) if block_offsets is not None else (0, 0)
     config = config._replace(
-        block_m=tiles.within(config.block_m, block_q), block_n=tiles.within(config.block_n, block_k)
+        block_m=tiles.within(config.block_m, block_q),
+        block_n=tiles.summed(tiles.within(config.block_n, block_k), mask, dropout_p),
     )
     k_desc, v_desc = tiles.descriptors(config.bulk, (k, v), config.block_n)
     arguments = tiles.launch_arguments(

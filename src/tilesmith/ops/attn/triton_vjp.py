@@ -625,6 +625,10 @@ def attention_vjp(
     shared |= {"dout_ptr": dout, "dout_strides": dout.stride(), "row_lse_ptr": row_lse, "delta_ptr": delta}
     if block_offsets is not None:
         config = _within(config, block_q, block_k)
+    config = config._replace(
+        dkv_block_m=tiles.summed(config.dkv_block_m, mask, dropout_p),
+        dq_block_n=tiles.summed(config.dq_block_n, mask, dropout_p),
+    )
     if wants_k or wants_v:
         by_keys = {}
         if block_offsets is not None:
