@@ -153,6 +153,7 @@ ATTENTION: dict[str, Kind] = {
     "d64_packed": Kind(BF16, (64, 64), 2, CAUSAL, 1200, square=True, packed=True),
     "d64_packed_lengths": Kind(FP16, (64, 64), 1, CAUSAL | SINKS, 900, packed=True, lengths=True),
     "d64_lists": Kind(BF16, (64, 64), 2, _options(lists=("all", 128, 128)), 900),
+    "d64_lists_causal": Kind(BF16, (64, 64), 4, CAUSAL | _options(lists=("all", 128, 256)), 900, square=True),
     "d96_causal": Kind(BF16, (96, 96), 1, CAUSAL),
     "d128": Kind(FP16, (128, 128), 2, SINKS, aligned=True),
     "d128_causal": Kind(BF16, (128, 128), 4, CAUSAL),

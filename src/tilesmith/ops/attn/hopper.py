@@ -20,6 +20,7 @@ from tilesmith.ops.attn.hopper_shared import (
     counter,
     descriptor,
     is_narrow,
+    list_reasons,
     reasons_for_all,
     section,
     window_of,
@@ -33,24 +34,7 @@ _PARAMETERS = list(inspect.signature(reference.attention).parameters)
 def rejects(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention."""
     reasons = reasons_for_all(call) + all_keys(call) + wrong_dims(call)
-    return reasons + (_list_reasons(call) if call.block_offsets is not None else [])
-
-
-def _list_reasons(call) -> list[str]:
-    reasons = []
-    if call.block_q % 128 or call.block_k % 64:
-        reasons.append(
-            f"block lists of {call.block_q} queries by {call.block_k} keys; "
-            "multiples of 128 queries by multiples of 64 keys are served"
-        )
-    if call.cu_seqlens_q is not None:
-        reasons.append("block lists of packed documents are not walked")
-    # keys that nobody sees may hold NaN, so no tile may hold keys that the block's queries do not see
-    if call.window_left >= 0 or call.window_right >= 0:
-        reasons.append("block lists: a window besides them is not known")
-    if call.causal and not call.aligned:
-        reasons.append("block lists: with a causal mask, S - T must be a multiple of 128")
-    return reasons
+    return reasons + (list_reasons(call, 128, 64) if call.block_offsets is not None else [])
 
 
 class HopperConfig(NamedTuple):

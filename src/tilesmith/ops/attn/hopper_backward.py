@@ -155,7 +155,8 @@ class KeyWalk:
     they may hold NaN. q_blocks, k_blocks: tiles of a head. rows: batch * kv heads. section: how many kv heads are
     worked on together, so that what they stream stays in L2. left, right: the window. PACKED: sizes and beginnings are
     those of one document at a time. ORDERED: tiles come from the last keys on. BQ, BK: queries of a block, keys of a
-    tile.
+    tile. With block lists of LIST_Q queries, list_share heads have a list in common, and list_rows is how many tiles of
+    keys the lists of a batch row have, 0 if all have the same.
     """
 
     tokens: gl.tensor
@@ -169,6 +170,8 @@ class KeyWalk:
     section: gl.tensor
     left: gl.tensor
     right: gl.tensor
+    list_share: gl.tensor
+    list_rows: gl.tensor
     GROUP: gl.constexpr
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
@@ -179,19 +182,20 @@ class KeyWalk:
     BK: gl.constexpr
     D: gl.constexpr
     STAGES: gl.constexpr
+    LIST_Q: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, BQ, BK, D, STAGES,
+        self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
+        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, BQ, BK, D, STAGES, LIST_Q,
     ):  # fmt: skip
         self.tokens, self.keys, self.kv_heads, self.q_begin, self.k_begin = tokens, keys, kv_heads, q_begin, k_begin
         self.q_blocks, self.k_blocks, self.rows, self.section = q_blocks, k_blocks, rows, section
-        self.left, self.right = left, right
+        self.left, self.right, self.list_share, self.list_rows = left, right, list_share, list_rows
         self.GROUP, self.LEFT, self.RIGHT = gl.constexpr(GROUP), gl.constexpr(LEFT), gl.constexpr(RIGHT)
         self.DYNAMIC, self.PACKED = gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
         self.ORDERED, self.BQ, self.BK = gl.constexpr(ORDERED), gl.constexpr(BQ), gl.constexpr(BK)
-        self.D, self.STAGES = gl.constexpr(D), gl.constexpr(STAGES)
+        self.D, self.STAGES, self.LIST_Q = gl.constexpr(D), gl.constexpr(STAGES), gl.constexpr(LIST_Q)
 
     @gluon.jit
     def tile(self, number, table):
@@ -220,8 +224,8 @@ class KeyWalk:
         """The same for a document of so many tokens and keys, and with so many blocks of queries from q_begin on."""
         return KeyWalk(
             tokens, keys, self.kv_heads, q_begin, self.k_begin, q_blocks, self.k_blocks, self.rows, self.section,
-            self.left, self.right, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC, self.PACKED, self.ORDERED, self.BQ,
-            self.BK, self.D, self.STAGES,
+            self.left, self.right, self.list_share, self.list_rows, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC,
+            self.PACKED, self.ORDERED, self.BQ, self.BK, self.D, self.STAGES, self.LIST_Q,
         )  # fmt: skip
 
     @gluon.jit
@@ -243,6 +247,12 @@ class KeyWalk:
         return first, blocks
 
     @gluon.jit
+    def entry(self, batch, head, start):
+        """A tile's row in the table of lists, and how far that of the group's next head is."""
+        entry = (batch * self.list_rows + head // self.list_share * self.k_blocks + start // self.BK) * 4
+        return entry, gl.where(self.list_share == 1, self.k_blocks * 4, 0)
+
+    @gluon.jit
     def ahead(self, start):
         """The first block of queries that the tile of keys behind (ORDERED) or before this one meets, and their end: 0
         where there is none."""
@@ -259,6 +269,19 @@ class KeyWalk:
 
 
 START, KEYS_AT, KV_HEAD, BLOCKS, EDGE, LIMIT, PLACE, MET, MET_END = (gl.constexpr(i) for i in range(9))
+# with lists, whose tiles wait for no other: a tile's row in their table, and how far that of the group's next head is
+ENTRY, STEP = MET, MET_END
+
+
+@gluon.jit
+def listed(i, blocks, entry, lists, indices, ORDERED: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr):
+    """Block i of queries of a tile's walk; without lists counted from the first one that the tile meets."""
+    block = i if ORDERED else blocks - 1 - i
+    if LIST_Q > 0:
+        PARTS: gl.constexpr = LIST_Q // BQ
+        part = gl.load(lists + entry + 1) + block
+        block = gl.load(indices + gl.load(lists + entry) + part // PARTS) * PARTS + part % PARTS
+    return block
 
 
 @gluon.jit
@@ -284,12 +307,13 @@ def load_pair(k_desc, v_desc, there, k, v, full, empty, turn):
 
 
 @gluon.jit
-def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, q_blocks, GROUP: gl.constexpr, ORDERED: gl.constexpr,
-         ROWS: gl.constexpr):  # fmt: skip
+def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
+         ORDERED: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
-    first tile stores, or ORDERED what the tile of keys behind this one adds (its first key + 1 stands at turns_ptr). A
-    box has a warp of its own: a block's turn, its addition and the word to the next tile take about as long as the
-    products of a block, and nobody waits for them as long as two."""
+    first tile stores, or ORDERED what the tile of keys behind this one adds (its first key + 1 stands at turns_ptr).
+    With lists no tile is the first, and zeros stand there. A box has a warp of its own: a block's turn, its addition
+    and the word to the next tile take about as long as the products of a block, and nobody waits for them as long as
+    two."""
     await_launcher()
     ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
     count = gl.to_tensor(0)
@@ -302,13 +326,19 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, q_blocks, GROUP:
         met = ticket.read(turn, MET)
         met_end = ticket.read(turn, MET_END)
         ticket.give_back(turn)
-        for _ in range(GROUP):
+        for member in range(GROUP):
+            entry = met + member * met_end
+            if LIST_Q > 0:
+                blocks = gl.load(lists + entry + 2)
             for i in range(blocks):
                 if (count & 1) == BOX:
-                    block = i if ORDERED else blocks - 1 - i
-                    follows = (block >= met) & (block < met_end)
-                    if follows:
-                        await_number(turns_ptr + place + block, start + 129 if ORDERED else 1)
+                    block = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
+                    if LIST_Q > 0:
+                        follows = block >= 0
+                    else:
+                        follows = (block >= met) & (block < met_end)
+                        if follows:
+                            await_number(turns_ptr + place + block, start + 129 if ORDERED else 1)
                     wait(dq_full.index(BOX), (count >> 1) & 1)
                     for c in gl.static_range(2):
                         parked = reinterpret(parking.index(BOX * 2 + c), gl.float32, [ROWS, 256], dq_desc.layout)
@@ -322,7 +352,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, q_blocks, GROUP:
                     if ORDERED:
                         bulk_finish()
                         publish(turns_ptr + place + block, start + 1)
-                    else:
+                    elif LIST_Q == 0:
                         if not follows:
                             bulk_finish()
                             publish(turns_ptr + place + block, 1)
@@ -333,7 +363,8 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, q_blocks, GROUP:
 
 
 @gluon.jit
-def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table):
+def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
+             indices):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -349,6 +380,9 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         first, blocks = walk.span(start)
         met, met_end = walk.ahead(start)
         head = kv_head * walk.GROUP
+        if walk.LIST_Q > 0:
+            first, blocks = walk.q_begin, walk.q_begin + 1  # its edge is that of the first query
+            met, met_end = walk.entry(q_place, head, start)
         place += first
         announce(ticket, turn, walk, start, k_place, kv_head, first, blocks)
         ticket.write(turn, PLACE, place)
@@ -361,9 +395,16 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
             load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, kv_empty, turn)
             if walk.DYNAMIC:
                 next_number = draw(counter, tiles)
+        if walk.LIST_Q > 0:  # any list may be empty
+            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, kv_empty, turn)
+            if walk.DYNAMIC:
+                next_number = gl.to_tensor(-1)
         for member in range(walk.GROUP):
+            entry = met + member * met_end
+            if walk.LIST_Q > 0:
+                blocks = gl.load(lists + entry + 2)
             for i in range(blocks):
-                block = i if walk.ORDERED else blocks - 1 - i
+                block = listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
                 there = corner(q_place, head + member, walk.q_begin + (first + block) * BQ, walk.tokens, walk.PACKED)
                 s = count % walk.STAGES
                 wait(q_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
@@ -371,7 +412,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 load_row(lse_ptr + (place + block) * BQ + lane, q_full.index(s), lse.index(s))
                 bulk_load(dout_desc, there, dout_full.index(s), dout.index(s))
                 load_row(delta_ptr + (place + block) * BQ + lane, dout_full.index(s), delta.index(s))
-                if member + i == 0:
+                if walk.LIST_Q == 0 and member + i == 0:
                     load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, kv_empty, turn)
                 if walk.DYNAMIC:
                     # neither so late that it is waited for, nor so early that another program would be free before
@@ -379,6 +420,9 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                         next_number = draw(counter, tiles)
                 count += 1
             place += whole.q_blocks
+        if walk.LIST_Q > 0 and walk.DYNAMIC:
+            if next_number < 0:
+                next_number = draw(counter, tiles)
         number = next_number
         turn += 1
     ticket.open(turn)
@@ -527,10 +571,10 @@ def _block(
 
 @gluon.jit
 def _consume(
-    C: gl.constexpr, parts, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
+    C: gl.constexpr, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr,
     ORDERED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
+    SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr,
 ):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -547,7 +591,7 @@ def _consume(
         dk = gl.zeros([64, D], gl.float32, DKV)
         dv = gl.zeros([64, D], gl.float32, DKV)
         border = blocks
-        if PEEL:
+        if PEEL and LIST_Q == 0:
             # of the blocks that see all keys, and of those before them
             border = gl.maximum(62 - first_edge + BQ if ORDERED else first_edge - 63 + BQ, 0) // BQ
             if TAIL:
@@ -556,9 +600,20 @@ def _consume(
         wait(kv_full.index(0), turn & 1)
         wait(kv_full.index(1), turn & 1)
         for member in range(GROUP):
+            if LIST_Q > 0:
+                entry = ticket.read(turn, ENTRY) + member * ticket.read(turn, STEP)
+                blocks = gl.load(lists + entry + 2)
+                crossed = gl.load(lists + entry + 3)
+                border = crossed if ORDERED else blocks - crossed
+                if TAIL:
+                    border = gl.where(limit < 64, blocks if ORDERED else 0, border)
             for part in gl.static_range(2 if PEEL else 1):
                 for i in range(border if part == 1 else 0, border if PEEL and part == 0 else blocks):
                     edge = first_edge + i * BQ if ORDERED else first_edge - i * BQ
+                    if LIST_Q > 0 and RIGHT and (not PEEL or (part == 0) == ORDERED):
+                        edge = gl.to_tensor(1 << 20)
+                        if (i < crossed) if ORDERED else (i >= blocks - crossed):
+                            edge = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ) * BQ + first_edge
                     dk, dv = _block(
                         C, parts, count, dk, dv, i + member == blocks + GROUP - 2, edge, window, limit, inner, outer,
                         ds, dq_desc, parking, (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
@@ -577,27 +632,30 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "tokens", "keys", "kv_heads", "q_begin", "k_begin", "q_blocks", "k_blocks", "rows", "section", "left", "right",
+        "list_share", "list_rows",
     ]
 )  # fmt: skip
 def attention_dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, turns_ptr, counter, table,
-    tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, inner, outer, scale,
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, turns_ptr, counter, table, lists,
+    indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
+    list_rows, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
     SPLIT: gl.constexpr, ORDERED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
-    (`key_tiles_kernel`), or None. inner, outer: q . k to scores, before and behind the softcap's tanh; scale: d score /
-    d (q . k) but for tanh. TAIL: the last tile has fewer keys. SPLIT: a consumer tells the other one that its half of
-    ds is there, starts dv, and only then waits; else both wait at once. ORDERED: tiles add one after another, from the
-    last keys on, and their blocks of queries come from the first on; else both come the other way round."""
+    (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
+    or None with LIST_Q 0; indices: theirs. inner, outer: q . k to scores, before and behind the softcap's tanh; scale:
+    d score / d (q . k) but for tanh. TAIL: the last tile has fewer keys. SPLIT: a consumer tells the other one that its
+    half of ds is there, starts dv, and only then waits; else both wait at once. ORDERED: tiles add one after another,
+    from the last keys on, and their blocks of queries come from the first on; else both come the other way round."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     if PACKED:
         k_blocks = gl.load(table)
     walk = KeyWalk(
-        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, BQ, 128, D, STAGES,
+        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share, list_rows,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, BQ, 128, D, STAGES, LIST_Q,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = tiles_of(STAGES, q_desc)
@@ -622,13 +680,14 @@ def attention_dkv_kernel(
     ROWS: gl.constexpr = BQ * D // 512
     gl.warp_specialize(
         [
-            (_consume, (0, parts, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, SPLIT, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED)),
-            (_consume, (1, parts, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, SPLIT, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED)),
-            (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table)),
-            (_add, (0, parts, dq_desc, parking, turns_ptr, q_blocks, GROUP, ORDERED, ROWS)),
-            (_add, (1, parts, dq_desc, parking, turns_ptr, q_blocks, GROUP, ORDERED, ROWS)),
+            (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
+                        LEFT, RIGHT, TAIL, SPLIT, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
+            (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
+                        LEFT, RIGHT, TAIL, SPLIT, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
+            (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
+                        indices)),
+            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ROWS, LIST_Q, BQ)),
+            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ROWS, LIST_Q, BQ)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

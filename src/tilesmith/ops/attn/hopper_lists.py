@@ -63,3 +63,52 @@ def list_tiles(
         CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, LIST_Q=block_q, LIST_K=block_k, num_warps=4,
     )  # fmt: skip
     return table
+
+
+@triton.jit(do_not_specialize=["tiles", "tokens", "keys"])
+def list_key_tiles_kernel(
+    offsets_ptr, indices_ptr, table_ptr, offsets_strides, heads, tiles, tokens, keys,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK_N keys a program, whose transposed list has blocks of queries. A row: where the tile's list
+    starts; of the parts of BLOCK_M queries of the list's blocks the first one that sees any key, how many do, and how
+    many of these, the first ones, the diagonal may cross."""
+    number = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - number * tiles
+    batch = number // heads
+    start = tile * BLOCK_N
+    place = batch.to(tl.int64) * offsets_strides[0] + (number - batch * heads).to(tl.int64) * offsets_strides[1]
+    place = offsets_ptr + place + start // LIST_K * offsets_strides[2]
+    begin, end = tl.load(place), tl.load(place + offsets_strides[2])
+    hidden_limit, crossed_limit = 0, 0
+    if CAUSAL:
+        hidden_limit = tl.minimum(start - (keys - tokens) - BLOCK_M + 1, tokens)
+        crossed_limit = tl.minimum(start - (keys - tokens) + BLOCK_N - 1, tokens)
+    hidden, crossed, every = 0, 0, 0
+    for first in range(begin, end, 128):
+        entry = first + tl.arange(0, 128)
+        block = tl.load(indices_ptr + entry, mask=entry < end, other=FAR // LIST_Q)
+        hidden += _parts(block, hidden_limit, BLOCK_M, LIST_Q)
+        crossed += _parts(block, crossed_limit, BLOCK_M, LIST_Q)
+        every += _parts(block, tokens, BLOCK_M, LIST_Q)
+    row = table_ptr + tl.program_id(0) * 4
+    tl.store(row, begin)
+    tl.store(row + 1, hidden)
+    tl.store(row + 2, every - hidden)
+    tl.store(row + 3, tl.maximum(crossed - hidden, 0))
+
+
+def list_key_tiles(
+    offsets: Tensor, indices: Tensor, tokens: int, keys: int, causal: bool, block_q: int, block_k: int,
+    block_m: int, block_n: int,
+) -> Tensor:  # fmt: skip
+    """The table of tiles of `block_n` keys and parts of `block_m` queries, from transposed lists and in their order."""
+    batch, heads, _ = offsets.shape
+    tiles = cdiv(keys, block_n)
+    table = torch.empty((batch * heads * tiles, 4), dtype=torch.int32, device=offsets.device)
+    launch(
+        list_key_tiles_kernel, (batch * heads * tiles,),
+        offsets, indices, table, offsets.stride(), heads, tiles, tokens, keys,
+        CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, LIST_Q=block_q, LIST_K=block_k, num_warps=4,
+    )  # fmt: skip
+    return table

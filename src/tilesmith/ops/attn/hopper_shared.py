@@ -50,6 +50,24 @@ def no_lists(call) -> list[str]:
     return [] if call.block_offsets is None else ["block_offsets: block lists are not walked"]
 
 
+def list_reasons(call, block_q: int, block_k: int) -> list[str]:
+    """Why a kernel whose tiles are such parts of blocks cannot walk a call's block lists."""
+    reasons = []
+    if call.block_q % block_q or call.block_k % block_k:
+        reasons.append(
+            f"block lists of {call.block_q} queries by {call.block_k} keys; "
+            f"multiples of {block_q} queries by multiples of {block_k} keys are served"
+        )
+    if call.cu_seqlens_q is not None:
+        reasons.append("block lists of packed documents are not walked")
+    # keys that nobody sees may hold NaN, so no tile may hold keys that the block's queries do not see
+    if call.window_left >= 0 or call.window_right >= 0:
+        reasons.append("block lists: a window besides them is not known")
+    if call.causal and not call.aligned:
+        reasons.append("block lists: with a causal mask, S - T must be a multiple of 128")
+    return reasons
+
+
 _UNSERVED = {
     "bias": "scores get nothing added",
     "mask": "only causal and window masks are known",

@@ -19,6 +19,7 @@ from tilesmith.ops.attn.hopper_backward import (
 )
 from tilesmith.ops.attn.hopper_backward_dq import attention_dq_wide_kernel
 from tilesmith.ops.attn.hopper_backward_wide import attention_dkv_wide_kernel
+from tilesmith.ops.attn.hopper_lists import list_key_tiles
 from tilesmith.ops.attn.hopper_packed import key_tiles, query_tiles
 from tilesmith.ops.attn.hopper_shared import (
     LOG2E,
@@ -26,11 +27,12 @@ from tilesmith.ops.attn.hopper_shared import (
     columns_of,
     counter,
     descriptor,
-    no_lists,
+    list_reasons,
     reasons_for_all,
     section,
     window_of,
 )
+from tilesmith.ops.attn.lists import transposed
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
 _VJP = list(inspect.signature(reference.attention_vjp).parameters)
@@ -39,11 +41,20 @@ _PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 def rejects_vjp(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention_vjp."""
-    reasons = reasons_for_all(call) + all_keys(call) + no_lists(call)
+    reasons = reasons_for_all(call) + all_keys(call)
     if call.q.cols % 8 or not 64 <= call.q.cols <= 256 or call.v.cols != call.q.cols:
         reasons.append(
             f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256, one for all, are served"
         )
+    return reasons + (_list_reasons(call) if call.block_offsets is not None else [])
+
+
+def _list_reasons(call) -> list[str]:
+    reasons = list_reasons(call, 128, 128)
+    if call.q.cols > 128:
+        reasons.append("block lists: head dims above 128 are not served with them")
+    if call.deterministic:
+        reasons.append("block lists: tiles of keys add to dq in any order")
     return reasons
 
 
@@ -150,7 +161,8 @@ def attention_vjp(
     window = left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
     packed, blocks, table = cu_seqlens_q is not None, None, None
     # queries that see nothing and keys that nobody sees may hold NaN: no tile touches them
-    q_begin = max(0, tokens - keys - right) if has_right and not packed else 0
+    has_lists, lists, indices, list_share, list_rows = block_offsets is not None, None, None, 1, 0
+    q_begin = max(0, tokens - keys - right) if has_right and not packed and not has_lists else 0
     k_begin = max(0, keys - tokens - left) if has_left and not packed else 0
     if q_begin:
         dq[:, :, :q_begin].zero_()
@@ -163,6 +175,12 @@ def attention_vjp(
     if packed:
         documents = [reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths)]
         blocks, table, q_blocks, k_blocks = key_tiles(*documents, tokens, keys, window, block_m, block_n)
+    if has_lists:
+        if block_offsets_t is None:
+            block_offsets_t, block_indices_t = transposed(block_offsets, block_indices, cdiv(keys, block_k))
+        indices, (batches, many, _) = block_indices_t.contiguous(), block_offsets_t.shape
+        lists = list_key_tiles(block_offsets_t, indices, tokens, keys, has_right, block_q, block_k, block_m, block_n)
+        list_share, list_rows = heads // many, k_blocks * many if batches > 1 else 0
     rows = lse.new_empty(2, batch * heads, q_blocks * block_m)
     parts = turns = token_delta = None
     if wide > 128:
@@ -179,9 +197,10 @@ def attention_vjp(
         descriptor(q, block_m, packed), descriptor(k, block_n, packed), descriptor(v, block_n, packed),
         descriptor(dout, block_m, packed),
     )  # fmt: skip
+    order = counter(q.device) if dynamic else None, table
     sizes = (
-        counter(q.device) if dynamic else None, table, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks,
-        batch * kv_heads, section_vjp(q, kv_heads, arch), left, right, *factors,
+        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads,
+        section_vjp(q, kv_heads, arch), left, right,
     )  # fmt: skip
     kinds = {
         "GROUP": heads // kv_heads, "LEFT": has_left, "RIGHT": has_right,
@@ -190,20 +209,21 @@ def attention_vjp(
     }  # fmt: skip
     launch(
         attention_rows_kernel, (batch * heads * q_blocks,),
-        out, dout, lse, dlse, rows[0], rows[1], token_delta, parts if packed else None, turns, blocks, out.stride(),
-        dout.stride(), None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks, ROWS=block_m, DIM=dim,
-        D=wide, num_warps=4 if wide <= 128 else 8,
+        out, dout, lse, dlse, rows[0], rows[1], token_delta, parts if packed or has_lists else None, turns, blocks,
+        out.stride(), dout.stride(), None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks,
+        ROWS=block_m, DIM=dim, D=wide, num_warps=4 if wide <= 128 else 8,
     )  # fmt: skip
     if wide > 128:
         launch(
             attention_dkv_wide_kernel, (programs,), *inputs, descriptor(dk, 64, packed), descriptor(dv, 64, packed),
-            rows[0], rows[1], *sizes, STAGES=2, **kinds,
+            rows[0], rows[1], *order, *sizes, *factors, STAGES=2, **kinds,
         )  # fmt: skip
     else:
         launch(
             attention_dkv_kernel, (programs,), *inputs,
             TensorDescriptor(parts, list(parts.shape), [256, 1], [block_m * wide // 512, 256], _PARTS),
-            descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *sizes,
+            descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *order,
+            lists, indices, *sizes, list_share, list_rows, *factors, LIST_Q=block_q if has_lists else 0,
             SPLIT=config.split, ORDERED=deterministic, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
         )  # fmt: skip
     if output_mask[0] and wide > 128:
