@@ -88,12 +88,12 @@ class Op:
         self.signature = inspect.signature(reference)
         served = None if vjp is None else {*(n[1:] for n in vjp.outputs), *self.alias}
         self.check = checked(self.name, self.signature, check, served)
-        self._bind = binder(self.name, self.signature)  # not at the first call, which torch.compile may trace
         self.parameters = tuple(self.signature.parameters)
         self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.types = infer_schema(reference, mutates_args=self.mutates)
         if "Tensor" not in self.types.partition("->")[0]:
             raise TypeError(f"{self.name} takes no tensor, so there is nothing to dispatch on")
+        self._bind = binder(self.name, self.signature)  # not at the first call, which torch.compile may trace
         self.__doc__, self.__name__, self.__signature__ = reference.__doc__, self.name, self.signature
         self.__module__ = reference.__module__
         self.autocast = tuple(self.parameters.index(n) for n in autocast)
