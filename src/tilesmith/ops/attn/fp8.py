@@ -142,7 +142,8 @@ class _AttentionFp8(torch.autograd.Function):
         if how[1]:
             scale = given.get("scale")
             lse = torch.add(lse, shift, alpha=q.shape[3] ** -0.5 if scale is None else scale)
-        out = out.to(q.dtype)
+        if out.dtype != q.dtype:  # `to` would pass it on: compiled by torch 2.11, such an output lost its gradient
+            out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, cos, sin, out, lse)
         return out, lse
 
