@@ -81,6 +81,7 @@ def test_products_of_tensors_without_data():
             TypeError,
             "register_kernel: rejects must be callable, got list",
         ),
+        (lambda: register_kernel("swish", errors=0.1), TypeError, "register_kernel: errors must be a mapping or None"),
     ],
 )
 def test_names_of_the_engine(call, error, words):

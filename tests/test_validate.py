@@ -1,4 +1,4 @@
-"""What `verify` and the tests of ops check: which kernels of a case run, and which reject it."""
+"""What `verify` and the tests of ops check: which kernels of a case run, which reject it, and what they may be off."""
 
 from collections.abc import Sequence
 
@@ -32,3 +32,17 @@ def test_a_kernel_whose_backend_rejects_the_backward_is_checked_with_another_one
     register_kernel("doubled", backend="here", rank=20, rejects=lambda call: [])(_tripled)
     wrong = check(op, "here", case, "cpu", torch.float32)
     assert not wrong.passed and wrong.message.startswith("out is off")
+
+
+def _nearly(x: Tensor) -> Tensor:
+    return 2 * x + 0.01
+
+
+def test_a_kernel_may_be_as_far_off_as_it_declares_and_only_where():
+    op = Op(_doubled, name="declared", fake=torch.empty_like, outputs=("out",))
+    case = Case("row", {"x": T(5, grad=False)})
+    for rank, (backend, errors) in enumerate(
+        {"none": None, "enough": {"out": 0.02}, "less": {"out": 0.005}, "elsewhere": {"lse": 0.02}}.items(), 21
+    ):
+        register_kernel("declared", backend=backend, rank=rank, errors=errors)(_nearly)
+        assert check(op, backend, case, "cpu", torch.float32).passed == (backend == "enough")

@@ -28,6 +28,7 @@ class Kernel:
 
     fn: callable with the reference's signature. rank: higher is tried first; the reference has 0.
     rejects: metadata of a call -> sentences that say why this kernel cannot serve it; empty means it can.
+    errors: output -> the error, beyond rounding, that its method may have.
     """
 
     op: str
@@ -35,6 +36,7 @@ class Kernel:
     fn: Callable[..., Any]
     rank: int
     rejects: Callable[[Any], Sequence[str]] = _accept
+    errors: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 def as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -214,7 +216,12 @@ def _replace(registered: Kernel, run) -> None:
 
 
 def register_kernel(
-    name: str, *, backend: str | None = None, rank: int = 50, rejects: Callable[[Any], Sequence[str]] = _accept
+    name: str,
+    *,
+    backend: str | None = None,
+    rank: int = 50,
+    rejects: Callable[[Any], Sequence[str]] = _accept,
+    errors: Mapping[str, float] | None = None,
 ):
     """Register the decorated function as a kernel of the op `name`; returns the function unchanged.
 
@@ -224,7 +231,8 @@ def register_kernel(
     shown by `explain`, without dispatch.
 
     backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
-    rejects: call metadata -> list of sentences; an empty list accepts.
+    rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
+    that the method of this kernel may have; tests and `tilesmith verify` allow that much more.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a kernel's name must be an identifier, got {name!r}")
@@ -234,13 +242,15 @@ def register_kernel(
         raise TypeError(f"register_kernel: rank must be an int, got {shown(rank)}")
     if not callable(rejects):
         raise TypeError(f"register_kernel: rejects must be callable, got {shown(rejects)}")
+    if errors is not None and not isinstance(errors, Mapping):
+        raise TypeError(f"register_kernel: errors must be a mapping or None, got {shown(errors)}")
 
     def add(fn):
         from tilesmith.engine.op import Op, declare_plain, ops
 
         op = ops().get(name)
         if op is not None:
-            fn.tilesmith_kernel = op.add_kernel(Kernel(name, backend or "custom", fn, rank, rejects))
+            fn.tilesmith_kernel = op.add_kernel(Kernel(name, backend or "custom", fn, rank, rejects, errors or {}))
         else:
             try:
                 Op(fn, name=name)

@@ -31,10 +31,12 @@ class Budget:
         return self.error / self.allowed if self.allowed else (0.0 if self.error == 0 else float("inf"))
 
 
-def compare(got: Tensor, reference: Tensor, oracle: Tensor, computed: torch.dtype | None = None) -> Budget:
+def compare(
+    got: Tensor, reference: Tensor, oracle: Tensor, computed: torch.dtype | None = None, more: float = 0.0
+) -> Budget:
     """Judge `got` by the fp64 `oracle`, allowing what `reference`, computed in the same dtypes, needs.
 
-    computed: the dtype whose eps counts, where it is not that of `got`.
+    computed: the dtype whose eps counts, where it is not that of `got`. more: error that is allowed besides.
     """
     if got.shape != oracle.shape:
         return Budget(float("inf"), 0.0, f"shape {tuple(got.shape)}, not {tuple(oracle.shape)}")
@@ -48,7 +50,7 @@ def compare(got: Tensor, reference: Tensor, oracle: Tensor, computed: torch.dtyp
     limit = torch.finfo(got.dtype).max
     pieces = zip(*(t.reshape(-1).split(_PIECE) for t in (got, reference, oracle)))
     errors, bases, sizes, messages = zip(*(_judge(*(t.double() for t in piece), limit) for piece in pieces))
-    allowed = 2 * (max(bases) + torch.finfo(computed or got.dtype).eps * max(sizes))
+    allowed = 2 * (max(bases) + torch.finfo(computed or got.dtype).eps * max(sizes)) + more
     return Budget(max(errors), allowed, next((m for m in messages if m), ""))
 
 
