@@ -80,6 +80,7 @@ attention_quantize = Op(
     fake=_fake,
     outputs=("q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "shift"),
     check=_check,
+    kernels={"triton": "tilesmith.ops.attn.triton_quantize"},
 )
 
 

@@ -67,9 +67,9 @@ def attention_quantize(
     q8, k8, v8 = outputs_like(q, k, v)
     scales = []
     for x8, x in ((q8, rows), (k8, columns), (v8, values)):
-        factors = _factors(x, granularity)
-        x8.copy_((x / by_token(factors, x)).clamp(-GREATEST, GREATEST))
-        scales.append(factors.to(torch.float32))
+        scale = _scale(x, granularity)
+        x8.copy_((x / by_token(scale, x)).clamp(-GREATEST, GREATEST))
+        scales.append(scale.to(torch.float32))
     return q8, k8, v8, *scales, shift
 
 
@@ -102,7 +102,7 @@ def hadamard(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return matrix * order**-0.5
 
 
-def _factors(x: Tensor, granularity: str) -> Tensor:
+def _scale(x: Tensor, granularity: str) -> Tensor:
     """Factors of x [B, H, T, D]: [B, H, ceil(T / 128)], [B, H, 1] or [1, 1, 1]."""
     batch, heads, tokens, _ = x.shape
     blocks = (tokens + FACTOR_BLOCK - 1) // FACTOR_BLOCK
@@ -112,5 +112,10 @@ def _factors(x: Tensor, granularity: str) -> Tensor:
     if granularity != "block":
         dims = (2,) if granularity == "head" else (0, 1, 2)
         size = size.amax(dims, keepdim=True) if size.numel() else size.sum(dims, keepdim=True)
+    return factors(size)
+
+
+def factors(size: Tensor) -> Tensor:
+    """The factors of values whose largest absolute element is `size`."""
     part, power = torch.frexp(size.clamp(max=torch.finfo(torch.float32).max))  # 448 is 0.875 * 2**9
     return torch.where(size > SMALLEST, torch.ldexp(torch.ones_like(size), power - 9 + (part > 0.875)), 1.0)
