@@ -131,6 +131,17 @@ def test_portable_kernels_are_measured_through_vulkan(op, missing):
     assert "best_peer" not in rows["forward", "tilesmith"]
 
 
+def test_attention_is_measured_in_e4m3_where_that_is_named(monkeypatch):
+    monkeypatch.setattr(run, "ceilings", lambda device: run.Ceilings(copy=1e9, matmul=1e10))
+    only = ("tilesmith:e4m3", "cudnn_e4m3")
+    found = run.run("attention", CPU, torch.bfloat16, command="", named=("causal",), only=only, rounds=5)
+    rows = {(row["pass"], row["provider"]): row for row in found["rows"]}
+    assert 1e-3 < rows["forward", "tilesmith:e4m3"]["difference"] < 0.1
+    assert rows["backward", "tilesmith:e4m3"]["us"] > 0
+    assert "error" in rows["forward", "cudnn_e4m3"]
+    assert "best_peer" not in rows["forward", "tilesmith"]
+
+
 def test_a_peer_without_a_figure_is_a_row_with_the_reason(op):
     found = run.run("swiglu", CPU, torch.float32, command="", tag="test", only=("elsewhere", "unwilling"), rounds=5)
     reasons = {row["provider"]: row["error"] for row in found["rows"] if "error" in row}

@@ -36,8 +36,8 @@ Adapter = Callable[[Mapping[str, Any]], Call]
 def providers(name: str, only: Sequence[str] = ()) -> dict[str, Adapter]:
     """The adapters for an op, ours first, then its peers, or those of `only`.
 
-    `tilesmith:BACKEND` is ours with that kernel pinned, `tilesmith:vulkan` the portable kernel through Vulkan; such
-    providers are measured only where `only` names them.
+    `tilesmith:BACKEND` is ours with that kernel pinned, `tilesmith:vulkan` the portable kernel through Vulkan,
+    `tilesmith:e4m3` attention by `attention_fp8`; such providers are measured only where `only` names them.
     """
     op = ops()[name]
     ours = {OURS: lambda args: lambda: op(**args)}
@@ -47,6 +47,8 @@ def providers(name: str, only: Sequence[str] = ()) -> dict[str, Adapter]:
     if f"{OURS}:{vulkan.NAME}" in only and "portable" in op.backends():
         ours[f"{OURS}:{vulkan.NAME}"] = lambda args: vulkan.ThroughVulkan(op, args)
     if name == "attention":
+        if f"{OURS}:e4m3" in only:
+            ours[f"{OURS}:e4m3"] = peers_attention.in_e4m3
         peers = peers_attention.PEERS
     else:
         eager = EAGER.get(name, reference(op))

@@ -1,4 +1,5 @@
-"""Peers of attention: SDPA with its own choice, FlashAttention 2, cuDNN, FlashAttention 4, compiled FlexAttention."""
+"""Peers of attention: SDPA with its own choice, FlashAttention 2, cuDNN, FlashAttention 4, compiled FlexAttention; of
+attention on e4m3 values, cuDNN's for these. And ours by `attention_fp8`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilesmith.bench.missing import Missing, absent, only
+from tilesmith.ops import Mask, Score, attention_fp8
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "prefix_lengths", "q_documents", "k_documents", "page_table")
 _FACTORS = ("q_scale", "k_scale", "v_scale")
@@ -148,10 +150,79 @@ def _flex(args: Mapping[str, Any]) -> Callable[[], Any]:
     return lambda: flex(q, k, v, **named)
 
 
+def _cudnn_e4m3(args: Mapping[str, Any]) -> Callable[[], Any]:
+    """cuDNN's attention of e4m3 values, by its frontend: to e4m3, with factors of 1 for p and the output."""
+    import cudnn
+
+    peer = "cuDNN's attention of e4m3 values"
+    absent(args, peer, *_PACKED, "block_offsets", "bias", "mask", "alibi", "sinks", "softcap", "dropout_p")
+    only(args, peer, window_left=-1, window_right=-1)
+    named = {name: args[name] for name in ("q", "k", "v")}
+    if any(x.dtype != torch.float8_e4m3fn for x in named.values()):
+        raise Missing(f"{peer} has no {args['q'].dtype}")
+    factors = {f"descale_{name}": args.get(f"{name}_scale") for name in named}
+    if any(factor is None or factor.numel() != 1 for factor in factors.values()):
+        raise Missing(f"{peer} has one factor a tensor")
+    kinds = cudnn.data_type
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    graph = cudnn.pygraph(
+        io_data_type=kinds.FP8_E4M3, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=handle
+    )
+    given, device = {}, args["q"].device
+
+    def enter(name, x, kind):
+        node = graph.tensor(name=name, dim=list(x.shape), stride=list(x.stride()), data_type=kind)
+        given[node] = x.view(torch.uint8) if kind == kinds.FP8_E4M3 else x
+        return node
+
+    def leave(node, x, kind):
+        node.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride())).set_data_type(kind)
+        given[node] = x.view(torch.uint8) if kind == kinds.FP8_E4M3 else x
+
+    one = torch.ones(1, 1, 1, 1, device=device)
+    factors |= dict.fromkeys(("descale_s", "scale_s", "scale_o"), one)
+    nodes = {name: enter(name, x.contiguous(), kinds.FP8_E4M3) for name, x in named.items()}
+    nodes |= {name: enter(name, x.reshape(1, 1, 1, 1), kinds.FLOAT) for name, x in factors.items()}
+    scale = args.get("scale")
+    scale = args["q"].shape[3] ** -0.5 if scale is None else scale
+    results = graph.sdpa_fp8(
+        **nodes, generate_stats=True, attn_scale=scale, use_causal_mask=args.get("causal", False), name="attention"
+    )
+    out = args["q"].new_empty(*args["q"].shape[:3], args["v"].shape[3])
+    leave(results[0], out, kinds.FP8_E4M3)
+    leave(results[1], torch.empty(*out.shape[:3], 1, device=device), kinds.FLOAT)
+    for largest in results[2:]:
+        leave(largest, torch.zeros_like(one), kinds.FLOAT)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    room = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
+
+    def call():
+        graph.execute(given, room, handle=handle)
+        return out
+
+    return call
+
+
+def in_e4m3(args: Mapping[str, Any]) -> Callable[[], Any]:
+    """Ours by `attention_fp8`: quantised, then attended."""
+    name = "attention_fp8, in this adapter,"
+    absent(args, name, *_PACKED, *_FACTORS, "block_offsets", "bias", "mask", "alibi", "sinks", "dropout_p")
+    only(args, name, window_left=-1, window_right=-1)
+    mask = Mask(causal=args.get("causal", False))
+    score = Score(scale=args.get("scale"), softcap=args.get("softcap", 0.0))
+    return lambda: attention_fp8(args["q"], args["k"], args["v"], mask, score)
+
+
 PEERS: dict[str, Callable[[Mapping[str, Any]], Callable[[], Any]]] = {
     "pytorch": lambda args: _sdpa(args, "SDPA", None),
     "flash2": lambda args: _sdpa(args, "SDPA's FlashAttention", SDPBackend.FLASH_ATTENTION),
     "cudnn": lambda args: _sdpa(args, "cuDNN's SDPA", SDPBackend.CUDNN_ATTENTION),
     "flash4": _flash_attention_4,
     "flex": _flex,
+    "cudnn_e4m3": _cudnn_e4m3,
 }

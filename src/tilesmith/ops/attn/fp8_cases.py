@@ -12,6 +12,7 @@ SMALL = frozenset({"test", "interpret"})
 TEST = frozenset({"test"})
 GPU = frozenset({"gpu"})
 BENCH = frozenset({"bench", "tune"})
+TIMED = frozenset({"bench"})
 E4M3 = torch.float8_e4m3fn
 WIDE = (torch.float32,)  # so many 16-bit values that for some fp32 and the oracle would choose different codes
 
@@ -91,12 +92,17 @@ def _factors(generator: torch.Generator, shape: Sequence[int], device: torch.dev
     return torch.rand(shape, generator=generator, device=device) + 0.5
 
 
+def _ones(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.ones(shape, device=device)
+
+
 def _fp8(
     heads: int, kv_heads: int, tokens: int, keys: int, dim: int = 128, dim_v: int = 128, batch: int = 1,
-    parts: str = "block", **options,
+    parts: str = "block", init=_sparse, factors=(_twos, _factors), **options,
 ) -> dict:  # fmt: skip
-    """Arguments of one call. parts: what each factor is for: a block, a head, or the tensor."""
-    kind = {"dtype": E4M3, "grad": False, "init": _sparse}
+    """Arguments of one call. parts: what each factor is for: a block, a head, or the tensor. init: q and k. factors: of
+    q and k, and of v."""
+    kind = {"dtype": E4M3, "grad": False, "init": init}
     rows = (1, 1) if parts == "tensor" else (batch, heads)
     kv_rows = (1, 1) if parts == "tensor" else (batch, kv_heads)
     blocks, kv_blocks = (-(-n // 128) if parts == "block" else 1 for n in (tokens, keys))
@@ -105,12 +111,18 @@ def _fp8(
         "q": T(batch, heads, tokens, dim, **kind),
         "k": T(batch, kv_heads, keys, dim, **kind),
         "v": T(batch, kv_heads, keys, dim_v, dtype=E4M3, grad=False, layout="transposed", init=_columns),
-        "q_scale": T(*rows, blocks, init=_twos, **factor),
-        "k_scale": T(*kv_rows, kv_blocks, init=_twos, **factor),
-        "v_scale": T(*kv_rows, kv_blocks, init=_factors, **factor),
+        "q_scale": T(*rows, blocks, init=factors[0], **factor),
+        "k_scale": T(*kv_rows, kv_blocks, init=factors[0], **factor),
+        "v_scale": T(*kv_rows, kv_blocks, init=factors[1], **factor),
         "scale": math.log(2.0),
         **options,
     }
+
+
+def _timed(parts: str, causal: bool) -> dict:
+    """Normal values: 16,384 tokens of 16 heads."""
+    values = {"init": _columns, "factors": (_ones, _ones), "scale": None}
+    return _fp8(16, 16, 16384, 16384, parts=parts, causal=causal, **values)
 
 
 ATTENTION: list[Case] = [
@@ -128,3 +140,8 @@ ATTENTION: list[Case] = [
     )
 ]
 ATTENTION.append(Case("e4m3_many_tiles", _fp8(8, 2, 1100, 1100, batch=3, causal=True), GPU, (torch.bfloat16,)))
+ATTENTION += [
+    Case(f"e4m3_16k{mask}{name}", _timed(parts, bool(mask)), TIMED, (torch.bfloat16,))
+    for mask in ("", "_causal")
+    for name, parts in (("", "block"), ("_tensor", "tensor"))
+]
