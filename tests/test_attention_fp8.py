@@ -12,6 +12,7 @@ from tilesmith.ops import Mask, Score, attention, attention_fp8, attention_quant
 from tilesmith.ops.attn.op import attention_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 
 def _rare(*shape: int) -> Tensor:
@@ -178,3 +179,21 @@ def test_what_is_refused():
         q8 = q.to(torch.float8_e4m3fn)
         one = torch.ones(1, 1, 1, device=DEVICE)
         attention(q8, q8, q8, q_scale=torch.ones(1, 2, 3, device=DEVICE), k_scale=one, v_scale=one)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_rounds_p_and_nothing_else(dim, causal):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 1500, dim, device=DEVICE, dtype=torch.bfloat16) for h in (4, 2, 2))
+    q8, k8, v8, q_scale, k_scale, v_scale, _ = attention_quantize(q, k, v)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    with use(attention="hopper_fp8"):
+        out, lse = attention(q8, k8, v8, Mask(causal=causal), **scales)
+    with use(attention="reference"):
+        exact, exact_lse = attention(*(x.double() for x in (q8, k8, v8)), Mask(causal=causal), **scales)
+    assert _error(out, exact) < 2**-5  # as much as e4m3's rounding of one number may do
+    # products of 8-bit numbers are summed in 14 bits
+    bound = 2**-13 * (q.norm(dim=-1).max() * k.norm(dim=-1).max() * dim**-0.5).item()
+    assert (lse - exact_lse).abs().max().item() <= bound + attention_op.kernel("hopper_fp8").errors["lse"]

@@ -34,7 +34,7 @@ def compile_family(family: str, target: Any, dtype: torch.dtype = torch.bfloat16
 def _launch_all(op: Op, case: Any, dtype: torch.dtype, target: Any, arch: Any, compiled: list) -> None:
     """Call the launchers, forward and backward, with CPU tensors while `launch` compiles."""
     args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
-    hopper = ("hopper", "hopper_split") if (target.backend, target.arch) == ("cuda", 90) else ()
+    hopper = ("hopper", "hopper_split", "hopper_fp8") if (target.backend, target.arch) == ("cuda", 90) else ()
     for backend in [b for b in op.backends() if b.startswith("triton") or b in hopper]:
         kernel = op.kernel(backend)
         if kernel.rejects(op._describe(*args)._replace(arch=arch)):

@@ -107,9 +107,10 @@ def attention_fp8(
     None is True without softcap, rotate None is True where D is a power of two. Under autocast q, k and v are cast.
 
     Forward: q, k and v are quantised (`attention_quantize`), and `attention` takes them so. out has q's dtype, by way
-    of bf16. No kernel here multiplies 8-bit numbers: those for bf16 get them, in bf16. So this shows on any device what
-    a model does in e4m3, but takes longer than `attention`, and p keeps its 16 bits. NaN and infinities must not come,
-    not in keys that nobody sees either: they reach what shares their factor or mean.
+    of bf16. On Hopper e4m3 numbers are multiplied (backend `hopper_fp8`: head dims from 64 to 128 that are multiples of
+    16, causal or no mask), and p is rounded to e4m3, for lse too. Elsewhere, and with other masks or scores, kernels
+    for bf16 get the numbers in bf16, which takes longer than `attention` does. NaN and infinities must not come, not in
+    keys that nobody sees either: they reach what shares their factor or mean.
     Backward: that of `attention` at q, k and v as they came, in their dtype, with the forward's out and lse. That the
     forward rounded counts for nothing in it, and p = exp(score - lse) puts the scores of the values that came against
     the lse of the rounded ones: a row of p sums to exp(exact lse - lse) instead of 1, and its gradients have that

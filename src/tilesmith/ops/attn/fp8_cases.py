@@ -126,7 +126,7 @@ def _timed(parts: str, causal: bool) -> dict:
 
 
 ATTENTION: list[Case] = [
-    Case(name, args, TEST, (torch.bfloat16,))
+    Case(name, args, SMALL, (torch.bfloat16,))
     for name, args in (
         ("e4m3", _fp8(2, 2, 200, 333)),
         ("e4m3_causal", _fp8(4, 2, 270, 270, causal=True)),

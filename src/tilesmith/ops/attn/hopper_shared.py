@@ -32,7 +32,7 @@ def reasons_for_all(call) -> list[str]:
     for name in ("q", "k", "v"):
         if not getattr(call, name).unit:
             reasons.append(f"{name} has a last stride other than 1")
-    for name, what in _UNSERVED.items():
+    for name, what in UNSERVED.items():
         if getattr(call, name) is not None:
             reasons.append(f"{name}: {what}")
     return reasons
@@ -68,7 +68,7 @@ def list_reasons(call, block_q: int, block_k: int) -> list[str]:
     return reasons
 
 
-_UNSERVED = {
+UNSERVED = {
     "bias": "scores get nothing added",
     "mask": "only causal and window masks are known",
     "alibi": "scores know no distance",

@@ -111,6 +111,7 @@ attention_op = Op(
         "triton_split": "tilesmith.ops.attn.decode",
         "hopper": "tilesmith.ops.attn.hopper",
         "hopper_split": "tilesmith.ops.attn.hopper_decode",
+        "hopper_fp8": "tilesmith.ops.attn.hopper_fp8",
         portable.NAME: "tilesmith.ops.attn.portable",
         "dequantised": "tilesmith.ops.attn.dequantised",
     },

@@ -1,0 +1,174 @@
+"""Launcher of attention's forward on e4m3 values on Hopper, and what it refuses."""
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import launch, register_kernel
+from tilesmith.engine.launch import cdiv
+from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.hopper_fp8_forward import UNITS, attention_fp8_fwd_kernel
+from tilesmith.ops.attn.hopper_shared import LOG2E, UNSERVED, counter, descriptor, no_lists, section
+from tilesmith.ops.gluon_shim import TensorDescriptor, gl
+
+_BLOCK = 128  # keys of a tile, which share a factor
+_STAGES = 3  # tiles of keys and values in flight; with two, times are the same within 3 %
+# a code is off by -8.0 to 6.5 % of p: half a step of a code, and the bend between powers of two less its mean
+_ERRORS = {"lse": 0.083}
+
+
+def rejects(call) -> list[str]:
+    """Why the kernel cannot serve a call of attention."""
+    reasons = []
+    if call.arch.capability != (9, 0):
+        reasons.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
+    for name in ("q", "k", "v"):
+        if getattr(call, name).dtype != torch.float8_e4m3fn:
+            reasons.append(f"{name} is {getattr(call, name).dtype}; float8_e4m3fn is served")
+    for name in ("q", "k"):
+        if not getattr(call, name).unit:
+            reasons.append(f"{name} has a last stride other than 1")
+    if not call.across:
+        reasons.append("v: the keys of a column must lie side by side, in memory [B, G, Dv, S]")
+    if any(cols % 16 or not 64 <= cols <= 128 for cols in (call.q.cols, call.v.cols)):
+        reasons.append(f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 16 from 64 to 128 are served")
+    for name, tokens in zip(("k_scale", "v_scale"), call.factors[1:]):
+        if tokens == 1:
+            reasons.append(f"{name}: keys of a block of 128 must share a factor")
+    for name, what in UNSERVED.items():
+        if getattr(call, name) is not None and not name.endswith("_scale"):
+            reasons.append(f"{name}: {what}")
+    reasons += no_lists(call)
+    for name in ("sinks", "cu_seqlens_q", "kv_lengths"):
+        if getattr(call, name) is not None:
+            reasons.append(f"{name}: is not read")
+    if call.window_left >= 0 or (call.window_right >= 0 and not call.causal):
+        reasons.append("window: only a causal mask is known")
+    if call.capped:
+        reasons.append("softcap: scores are not bent")
+    return reasons
+
+
+@register_kernel("attention", backend="hopper_fp8", rank=27, rejects=rejects, errors=_ERRORS)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    block_offsets: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_offsets_t: Tensor | None = None,
+    block_indices_t: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_q: int = 0,
+    block_k: int = 0,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One program a multiprocessor, each with many tiles of queries."""
+    batch, heads, tokens, dim = q.shape
+    keys = k.shape[2]
+    out = reference.out_like(q, v.shape[3])
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
+    if keys == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    arch = arch_of(q.device)
+    blocks = cdiv(tokens, 128)
+    tiles = blocks * batch * heads
+    programs = min(arch.sms, tiles)
+    dynamic = programs < tiles
+    scale = dim**-0.5 if scale is None else scale
+    right = causal and tokens > 1
+    q_scale, q_steps, q_blocks = _factors(q_scale, tokens)
+    k_scale, k_steps, k_blocks = _factors(k_scale, keys)
+    v_scale, v_steps, v_blocks = _factors(v_scale, keys)
+    launch(
+        attention_fp8_fwd_kernel,
+        (programs,),
+        _queries(q), _keys(k), _values(v), descriptor(out, 64), lse, q_scale, k_scale, v_scale, q_steps, k_steps,
+        v_steps, counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
+        section(k, heads, arch, not right), 0, heads // k.shape[1], scale * LOG2E / UNITS.value,
+        RIGHT=right, WHOLE=not right and keys % _BLOCK == 0, DYNAMIC=dynamic, Q_BLOCKS=q_blocks,
+        BLOCKS=k_blocks or v_blocks, BN=_BLOCK, D=_columns(q), DV=_columns(v), STAGES=_STAGES,
+        num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def _columns(x: Tensor) -> int:
+    """The columns of a tile of x: its head dim up to 64 or 128; the accelerator fills in zeros."""
+    return 64 if x.shape[3] <= 64 else 128
+
+
+def _factors(scale: Tensor, tokens: int) -> tuple[Tensor, tuple[int, int, int], bool]:
+    """Factors in fp32, the steps between those of batches, heads and tokens or blocks, and whether they have blocks."""
+    steps = tuple(s if n > 1 else 0 for n, s in zip(scale.shape, scale.stride()))
+    return scale.float(), steps, 1 < scale.shape[2] != tokens
+
+
+def _legal(x: Tensor, sizes, strides) -> bool:
+    """Whether the tensor memory accelerator takes x with these strides of its dims but the last."""
+    return not x.data_ptr() % 16 and all(n == 1 or (s > 0 and s % 16 == 0) for n, s in zip(sizes, strides))
+
+
+def _tiles(x: Tensor, shape, strides, block) -> TensorDescriptor:
+    strides = [s if n > 1 else 16 for n, s in zip(shape, strides)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=block[-1], element_bitwidth=8, rank=len(shape))
+    return TensorDescriptor(x, shape, [*strides, 1], block, layout)
+
+
+def _queries(q: Tensor) -> TensorDescriptor:
+    """q [B, H, T, D] in tiles of 64 rows; of a copy, where its strides do not suit the accelerator."""
+    if not _legal(q, q.shape[:3], q.stride()[:3]):
+        q = q.clone(memory_format=torch.contiguous_format)
+    return _tiles(q, list(q.shape), q.stride()[:3], [1, 1, 64, _columns(q)])
+
+
+def _keys(k: Tensor) -> TensorDescriptor:
+    """k [B, G, S, D] as [B, G, S / 4, 4, D], in tiles of 2 of every 4 rows; of a copy, where its strides do not suit
+    the accelerator or memory ends inside the last 4 rows."""
+    batch, kv_heads, keys, dim = k.shape
+    fours = cdiv(keys, 4)
+    end = (batch - 1) * k.stride(0) + (kv_heads - 1) * k.stride(1) + (4 * fours - 1) * k.stride(2) + dim
+    if not _legal(k, k.shape[:3], k.stride()[:3]) or k.storage_offset() + end > k.untyped_storage().nbytes():
+        room = k.new_empty(batch, kv_heads, 4 * fours, dim)
+        room[:, :, :keys].copy_(k)
+        k = room
+    steps = k.stride()
+    return _tiles(
+        k, [batch, kv_heads, fours, 4, dim], [steps[0], steps[1], 4 * steps[2], steps[2]],
+        [1, 1, _BLOCK // 4, 2, _columns(k)],
+    )  # fmt: skip
+
+
+def _values(v: Tensor) -> TensorDescriptor:
+    """v [B, G, S, Dv] in memory [B, G, Dv, S], in tiles of 128 keys and all columns; of a copy, where its strides do
+    not suit the accelerator."""
+    keys = v.shape[2]
+    v = v.transpose(2, 3)
+    if not _legal(v, v.shape[:3], v.stride()[:3]):
+        room = v.new_empty(*v.shape[:3], cdiv(keys, 16) * 16)[..., :keys]
+        v = room.copy_(v)
+    return _tiles(v, list(v.shape), v.stride()[:3], [1, 1, 64 if v.shape[2] <= 64 else 128, _BLOCK])
