@@ -269,10 +269,13 @@ def difference(out: Any, expected: Any) -> float | None:
     pairs = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
     if any(a.shape != b.shape for a, b in pairs):
         return None
+    gap = size = 0.0
     with torch.no_grad():
-        # lse is -inf for everyone where a query sees nothing
-        gap = sum(float(torch.where(a == b, 0.0, a.double() - b.double()).square().sum()) for a, b in pairs)
-        size = sum(float(torch.where(b.isinf(), 0.0, b.double()).square().sum()) for _, b in pairs)
+        for a, b in pairs:
+            a, b = a.double(), b.double()
+            # lse is -inf for everyone where a query sees nothing
+            gap += float(torch.where(a == b, 0.0, a - b).square().sum())
+            size += float(torch.where(b.isinf(), 0.0, b).square().sum())
     return float(f"{(gap / size) ** 0.5:.3g}") if size else 0.0
 
 
