@@ -308,10 +308,11 @@ def load_pair(k_desc, v_desc, there, k, v, full, empty, turn):
 
 @gluon.jit
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
-         ORDERED: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr):  # fmt: skip
+         ORDERED: gl.constexpr, ZEROED: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr,
+         BQ: gl.constexpr):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
     first tile stores, or ORDERED what the tile of keys behind this one adds (its first key + 1 stands at turns_ptr).
-    With lists no tile is the first, and zeros stand there. A box has a warp of its own: a block's turn, its addition
+    ZEROED, zeros stand there, and nobody waits. A box has a warp of its own: a block's turn, its addition
     and the word to the next tile take about as long as the products of a block, and nobody waits for them as long as
     two."""
     await_launcher()
@@ -333,7 +334,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
             for i in range(blocks):
                 if (count & 1) == BOX:
                     block = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
-                    if LIST_Q > 0:
+                    if ZEROED:
                         follows = block >= 0
                     else:
                         follows = (block >= met) & (block < met_end)
@@ -352,7 +353,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                     if ORDERED:
                         bulk_finish()
                         publish(turns_ptr + place + block, start + 1)
-                    elif LIST_Q == 0:
+                    elif not ZEROED:
                         if not follows:
                             bulk_finish()
                             publish(turns_ptr + place + block, 1)
@@ -640,15 +641,16 @@ def attention_dkv_kernel(
     indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
     list_rows, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    SPLIT: gl.constexpr, ORDERED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr,
+    SPLIT: gl.constexpr, ORDERED: gl.constexpr, ZEROED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
     or None with LIST_Q 0; indices: theirs. inner, outer: q . k to scores, before and behind the softcap's tanh; scale:
     d score / d (q . k) but for tanh. TAIL: the last tile has fewer keys. SPLIT: a consumer tells the other one that its
     half of ds is there, starts dv, and only then waits; else both wait at once. ORDERED: tiles add one after another,
-    from the last keys on, and their blocks of queries come from the first on; else both come the other way round."""
+    from the last keys on, and their blocks of queries come from the first on; else both come the other way round.
+    ZEROED: the parts of dq hold zeros, to which tiles add as they come; as lists do, of which no tile is the first."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     if PACKED:
@@ -686,8 +688,10 @@ def attention_dkv_kernel(
                         LEFT, RIGHT, TAIL, SPLIT, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
                         indices)),
-            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ROWS, LIST_Q, BQ)),
-            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ROWS, LIST_Q, BQ)),
+            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ZEROED, ROWS,
+                    LIST_Q, BQ)),
+            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ZEROED, ROWS,
+                    LIST_Q, BQ)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
