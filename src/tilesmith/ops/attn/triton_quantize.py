@@ -86,10 +86,11 @@ def _key_sums_kernel(
 
 @triton.jit
 def _key_mean_kernel(
-    sums_ptr, mean_ptr, chunks, share, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTATE: tl.constexpr,
+    k_ptr, sums_ptr, mean_ptr, chunks, share, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of a head's keys, share * sum, fp32 [rows, DIM]; rotated as the keys will be, with ROTATE."""
+    """The mean of a head's keys, share * sum, fp32 [rows, DIM]; with ROTATE rotated by the very product that rotates
+    the keys, so that a key which is the mean leaves nothing."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
@@ -99,7 +100,9 @@ def _key_mean_kernel(
         total += tl.load(sums_ptr + (row * chunks + at[:, None]) * DIM + cols[None, :], mask=held, other=0.0)
     mean = tl.sum(total, 0) * share
     if ROTATE:
-        mean = tl.sum(mean[:, None] * _signs(BLOCK_D, tl.float32), 0) * (DIM**-0.5)
+        rows = tl.arange(0, BLOCK)[:, None]
+        tile = _rotated(tl.where(rows == 0, mean[None, :], 0.0), _signs(BLOCK_D, k_ptr.dtype.element_ty), DIM)
+        mean = tl.sum(tile, 0)  # of one row, and zeros
     tl.store(mean_ptr + row * DIM + cols, mean, mask=cols < DIM)
 
 
@@ -359,7 +362,7 @@ def _key_mean(k: Tensor, angles: _Angles, rotate: bool) -> Tensor:
         )  # fmt: skip
     if mean.numel():
         launch(
-            _key_mean_kernel, (batch * heads,), sums, mean, chunks, 1.0 / max(counted, 1),
+            _key_mean_kernel, (batch * heads,), k, sums, mean, chunks, 1.0 / max(counted, 1),
             DIM=dim, BLOCK_D=wide, ROTATE=rotate, BLOCK=16, num_warps=4,
         )  # fmt: skip
     return mean
