@@ -177,7 +177,7 @@ def _backward_rows(op: Op, calls: Mapping[str, Call], device, rounds: int) -> li
     for provider, call in calls.items():
         try:
             pinned = provider.partition(":")[2] if _ours(provider) else ""
-            if pinned and op.name not in TOGETHER and pinned not in op.vjp.backends():
+            if pinned in op.backends() and op.name not in TOGETHER and pinned not in op.vjp.backends():
                 raise Missing(f"{op.vjp.name} has no {pinned} kernel")  # another's would run
             step = call.both() if op.name in TOGETHER else call.backward()
             made = [gradient is not None for gradient in step()]
