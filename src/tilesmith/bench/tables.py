@@ -14,6 +14,7 @@ from tilesmith.bench.document import OURS, load
 
 MARKED = re.compile(r"(<!-- bench:(?P<what>[\w./-]+) -->\n)(?P<body>.*?)(<!-- /bench -->)", re.DOTALL)
 EQUAL = 1.02  # times within 2 % count as equal
+REDUCED = frozenset({f"{OURS}:e4m3"})  # computed in fewer bits than the others: never marked as the fastest
 
 
 def fill(text: str, results: Path) -> str:
@@ -60,8 +61,10 @@ def _op_table(document: Mapping[str, Any]) -> str:
         times = {name: group[name]["us"] for name in names if "us" in group.get(name, {})}
         if not times:
             continue
-        best = min(times.values())
-        shown = [_bold(_us(times[n]), times[n] <= best * EQUAL) if n in times else "–" for n in names]
+        best = min(us for n, us in times.items() if n not in REDUCED)
+        shown = [
+            _bold(_us(times[n]), n not in REDUCED and times[n] <= best * EQUAL) if n in times else "–" for n in names
+        ]
         ours = group.get(OURS, {})
         twin = list(labels.values()).count(labels[case]) > 1 and case.replace("x", "×") != labels[case]
         named = f"{labels[case]}, {case}" if twin else labels[case]
