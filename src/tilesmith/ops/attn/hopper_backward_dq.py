@@ -6,7 +6,7 @@ of log 2.
 """
 
 from tilesmith.ops.attn.hopper_corner import corner
-from tilesmith.ops.attn.hopper_forward import LN2, Walk, before, bend, draw, holds, tickets
+from tilesmith.ops.attn.hopper_forward import LN2, Walk, before, bend, holds, tickets
 from tilesmith.ops.gluon_shim import (
     arrive,
     barriers,
@@ -49,13 +49,7 @@ def _produce(parts, q_desc, k_desc, v_desc, dout_desc, counter, table):
             wait(v_empty.index(0), (count & 1) ^ 1)
             bulk_load(v_desc, kv_corner, v_full.index(0), v.index(0))
             count += 1
-        if whole.DYNAMIC:
-            number = draw(counter, tiles)
-            tickets.open(turn)
-            tickets.write(turn, 0, number)
-            tickets.close(turn)
-        else:
-            number = tiles
+        number = tickets.draw(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
 
 
@@ -138,12 +132,7 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
         bulk_store(dq_desc, corner(q_place, head, start, tokens, walk.PACKED), q.index(C))
         bulk_wait(0)
         arrive(q_empty.index(C))
-        if whole.DYNAMIC:
-            tickets.take(turn)
-            number = tickets.read(turn, 0)
-            tickets.give_back(turn)
-        else:
-            number = tiles
+        number = tickets.drawn(turn, tiles, whole.DYNAMIC)
         turn += 1
 
 

@@ -194,6 +194,27 @@ class Tickets:
     def give_back(self, turn):
         arrive(self.empty.index(turn & 1))
 
+    @gluon.jit
+    def draw(self, turn, counter, tiles, DYNAMIC: gl.constexpr):
+        """The producer's next tile, which it tells the consumers; `tiles` where a program has but one."""
+        number = tiles
+        if DYNAMIC:
+            number = draw(counter, tiles)
+            self.open(turn)
+            self.write(turn, 0, number)
+            self.close(turn)
+        return number
+
+    @gluon.jit
+    def drawn(self, turn, tiles, DYNAMIC: gl.constexpr):
+        """The tile that the producer drew."""
+        number = tiles
+        if DYNAMIC:
+            self.take(turn)
+            number = self.read(turn, 0)
+            self.give_back(turn)
+        return number
+
 
 @gluon.jit
 def tickets(consumers: gl.constexpr, numbers: gl.constexpr):
@@ -239,13 +260,7 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
             wait(v_empty.index(s), phase ^ 1)
             bulk_load(v_desc, kv_corner, v_full.index(s), v.index(s))
             count += 1
-        if whole.DYNAMIC:
-            number = draw(counter, tiles)
-            tickets.open(turn)
-            tickets.write(turn, 0, number)
-            tickets.close(turn)
-        else:
-            number = tiles
+        number = tickets.draw(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
 
 
@@ -471,12 +486,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         if SHARED:
             bulk_wait(0)
             arrive(q_empty.index(box))
-        if walk.DYNAMIC:
-            tickets.take(turn)
-            number = tickets.read(turn, 0)
-            tickets.give_back(turn)
-        else:
-            number = tiles
+        number = tickets.drawn(turn, tiles, walk.DYNAMIC)
         turn += 1
     bulk_wait(0)
 

@@ -16,7 +16,7 @@ visible block to the first. What 8 bits change:
   rounded numbers.
 """
 
-from tilesmith.ops.attn.hopper_forward import LN2, NOTHING, Walk, draw, tickets
+from tilesmith.ops.attn.hopper_forward import LN2, NOTHING, Walk, tickets
 from tilesmith.ops.gluon_shim import (
     arrive,
     barriers,
@@ -65,13 +65,7 @@ def _produce(parts, q_desc, k_desc, v_desc, counter):
             wait(v_empty.index(s), phase ^ 1)
             bulk_load(v_desc, (batch, kv_head, 0, first), v_full.index(s), v.index(s))
             count += 1
-        if walk.DYNAMIC:
-            number = draw(counter, tiles)
-            tickets.open(turn)
-            tickets.write(turn, 0, number)
-            tickets.close(turn)
-        else:
-            number = tiles
+        number = tickets.draw(turn, counter, tiles, walk.DYNAMIC)
         turn += 1
 
 
@@ -263,12 +257,7 @@ def _consume(
         tile.reshape([64, DV]).store(acc.to(out.dtype))
         fence()
         bulk_store(out_desc, (batch, head, start, 0), tile)
-        if walk.DYNAMIC:
-            tickets.take(turn)
-            number = tickets.read(turn, 0)
-            tickets.give_back(turn)
-        else:
-            number = tiles
+        number = tickets.drawn(turn, tiles, walk.DYNAMIC)
         turn += 1
     bulk_wait(0)
 

@@ -6,7 +6,7 @@ before it takes a power, and nothing is ever rescaled. Scores live in units of l
 """
 
 from tilesmith.ops.attn.hopper_corner import corner
-from tilesmith.ops.attn.hopper_forward import NOTHING, Walk, bend, draw, finish, hide, tickets
+from tilesmith.ops.attn.hopper_forward import NOTHING, Walk, bend, finish, hide, tickets
 from tilesmith.ops.gluon_shim import (
     arrive,
     barriers,
@@ -43,13 +43,7 @@ def _produce(parts, walk, q_desc, k_desc, v_desc, counter):
             bulk_load(q_desc, corner(place, head, start + c * 64, tokens, False), q_full.index(box), q.index(box))
         wait(v_empty.index(s), phase ^ 1)
         bulk_load(v_desc, there, v_full.index(s), v.index(s))
-        if walk.DYNAMIC:
-            number = draw(counter, tiles)
-            tickets.open(turn)
-            tickets.write(turn, 0, number)
-            tickets.close(turn)
-        else:
-            number = tiles
+        number = tickets.draw(turn, counter, tiles, walk.DYNAMIC)
         turn += 1
 
 
@@ -131,12 +125,7 @@ def _consume(C: gl.constexpr, parts, walk, out_desc, lse_ptr, sinks_ptr, inner, 
         tile.reshape([64, DV]).store(acc.to(dtype))
         fence()
         bulk_store(out_desc, corner(place, head, start, tokens, False), tile)
-        if walk.DYNAMIC:
-            tickets.take(turn)
-            number = tickets.read(turn, 0)
-            tickets.give_back(turn)
-        else:
-            number = tiles
+        number = tickets.drawn(turn, tiles, walk.DYNAMIC)
         turn += 1
     bulk_wait(0)
 
