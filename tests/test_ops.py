@@ -315,6 +315,26 @@ def test_a_pin_around_the_forward_holds_for_the_backward(name):
         assert ran == [backend]
 
 
+def test_a_pin_of_the_vjp_goes_before_that_of_the_forward():
+    op, args = arguments_of("rms_norm")
+    ran = []
+
+    def spied(*a):
+        ran.append(REFERENCE)
+        return op.vjp.reference(*a)
+
+    for backend in kernels_of(op):
+        with use(rms_norm=backend):
+            out = op(*args)
+        op.vjp.replace_kernel(REFERENCE, spied)
+        try:
+            with use(rms_norm_vjp=REFERENCE):
+                out.sum().backward()
+        finally:
+            op.vjp.replace_kernel(REFERENCE, op.vjp.reference)
+        assert ran.pop() == REFERENCE and not ran
+
+
 DETERMINISTIC = [
     run
     for run in RUNS

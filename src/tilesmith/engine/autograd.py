@@ -71,7 +71,7 @@ class Gradient:
 
     def through_vjp(self, ctx: Any, grads: tuple, back: Callable[..., tuple], run: Callable[..., Any]) -> tuple:
         way, vjp = ctx.way, self.op.vjp
-        pin = way.pin if way.pin and parse_pin(way.pin)[0] in vjp.backends() else pinned(vjp.name)
+        pin = pinned(vjp.name) or (way.pin if way.pin and parse_pin(way.pin)[0] in vjp.backends() else "")
         return back(run, pin, grads, ctx.saved_tensors, way.plain, way.like)
 
     def through_reference(self, ctx: Any, grads: tuple, needs: tuple, returned: tuple) -> tuple:
