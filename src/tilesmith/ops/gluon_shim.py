@@ -92,9 +92,9 @@ def tile_in(room, desc, _semantic=None):
     """The first of the tiles that a descriptor moves in what `tiles_of` made."""
     block = [_unwrap(n) for n in desc.block_type.shape]
     number = math.prod(_unwrap(n) for n in room.shape) // math.prod(block)
-    see_as = getattr(room, "reinterpret", None) or room._reinterpret
-    tiles = see_as(desc.dtype, [number, *block], desc.layout, _semantic=_semantic)
-    return tiles.index(0, _semantic=_semantic)
+    return reinterpret(room, desc.dtype, [number, *block], desc.layout, _semantic=_semantic).index(
+        0, _semantic=_semantic
+    )
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ there is one split. Products and softmax are those of `hopper_forward`.
 """
 
 from tilesmith.ops.attn.hopper_corner import corner
-from tilesmith.ops.attn.hopper_forward import LN2, NOTHING, Walk, before, bend, holds, pack, unpack
+from tilesmith.ops.attn.hopper_forward import NOTHING, Walk, before, bend, finish, holds, pack, unpack
 from tilesmith.ops.gluon_shim import (
     aggregate,
     arrive,
@@ -275,22 +275,12 @@ def _consume(C: gl.constexpr, shares, parts, out_desc, out, lse_ptr, lse_split, 
         count += 1
         head = kv_head * shares.GROUP + first_head + row // shares.TOKENS
         real = start + row % shares.TOKENS < walk.tokens
-        decay = gl.full([64], 1.0, gl.float32, ROW)
-        if sinks_ptr is not None:
-            sink = gl.load(sinks_ptr + head).to(gl.float32) * (1.0 / LN2)
-            new_top = gl.maximum(top, sink)
-            base = gl.where(new_top == NOTHING, 0.0, new_top)
-            decay = gl.exp2(top - base)
-            total = total * decay + gl.exp2(sink - base)
-            top = new_top
-        dead = total == 0.0
-        total = gl.where(dead, 1.0, total)
-        lse = gl.where(dead, NOTHING, (top + gl.log2(total)) * LN2)
+        factor, lse = finish(top, total, head, sinks_ptr)
         lse_at = (batch * shares.kv_heads * shares.GROUP + head) * walk.tokens + queries
         gl.store(lse_ptr + split.to(gl.int64) * lse_split + lse_at, lse, mask=real)
         acc = mma_wait(0, deps=[acc_made])
         arrive(v_empty.index(s))
-        acc = acc * gl.convert_layout(decay / total, OUT_ROW)[:, None]
+        acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
         if not SHARED:
             bulk_wait(0)
         box = out.index(C)
