@@ -71,7 +71,6 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _flash_attention_4(args: Mapping[str, Any]) -> Callable[[], Any]:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     peer = "FlashAttention 4"
     absent(args, peer, "kv_lengths", "prefix_lengths", "q_documents", "page_table", *_FACTORS)
@@ -85,6 +84,8 @@ def _flash_attention_4(args: Mapping[str, Any]) -> Callable[[], Any]:
     if args.get("block_offsets") is not None:
         if named["causal"]:
             raise Missing("FlashAttention 4 takes a causal mask besides block lists only as a CuTe function")
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
         absent(args, peer, "cu_seqlens_q")
         seen, sizes = _listed(args, peer)[0], (args["block_q"], args["block_k"])
         for end, blocks in (("", seen), ("_bwd", seen.mT)):
