@@ -6,6 +6,7 @@ A marker names a result file under the results folder: `<!-- bench:sm90/rms_norm
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,13 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def provenance(document: Mapping[str, Any]) -> str:
-    """Hardware, versions, date and command, in one line."""
+    """Hardware, versions, date and command, in one line; a command of many cases is whole in the document only."""
     hardware, versions = document["hardware"], document["versions"]
     listed = ", ".join(f"{name} {versions[name]}" for name in versions if name not in ("python", "tilesmith"))
     dtype = f"{document['dtype']}, " if "dtype" in document else ""
     rounds = f"median of {document['rounds']} interleaved rounds, " if "rounds" in document else ""
-    return f"<sub>{hardware['name']}, {dtype}{rounds}{listed}; {document['date']}; `{document['command']}`</sub>"
+    command = textwrap.shorten(document["command"], 200, placeholder=" …")
+    return f"<sub>{hardware['name']}, {dtype}{rounds}{listed}; {document['date']}; `{command}`</sub>"
 
 
 def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
