@@ -26,12 +26,9 @@ test-gpu:
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m "not large" $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) $(ARGS)
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m large $(if $(LARGE_WORKERS),-n $(LARGE_WORKERS)) $(ARGS)
 
-# memory accesses and barriers of the attention kernels on cases of random sizes
+# memory accesses and barriers of Hopper's kernels, in processes beside one another
 sanitize:
-	@for tool in memcheck synccheck; do \
-	  PYTHONPATH=src:$$PYTHONPATH PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    --kernel-name kns=attention $(PYTHON) -m tilesmith.validate.drawn attention $(or $(CASES),50) || exit 1; \
-	done
+	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m tilesmith.validate.sanitized $(ARGS)
 
 lint: $(venv)/installed-dev
 	@$(bin)/ruff check .

@@ -1,10 +1,9 @@
-"""Cases of random sizes, every kernel on each against one oracle: `python -m tilesmith.validate.drawn attention 50`."""
+"""Cases of random sizes, every kernel on each against one oracle: `tilesmith verify --random`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,17 +42,3 @@ def check_kind(
         case = kind_of.draw(kind, number, longest)
         for dtype in case.dtypes:
             yield from check_each(op, backends, case, device, dtype, runs=1)
-
-
-def main(op_name: str, count: str) -> int:
-    """What failed, and how many checks there were; for tools that want one process without the command line's."""
-    results = list(run_drawn([op_name], "cuda" if torch.cuda.is_available() else "cpu", int(count)))
-    failed = [r for r in results if not r.passed]
-    for r in failed:
-        sys.stdout.write(f"{r.kernel} {r.case}: {r.message}\n")
-    sys.stdout.write(f"{len(results)} checks, {len(failed)} over their budget\n")
-    return 1 if failed or not results else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""Memory accesses and barriers of Hopper's kernels under compute-sanitizer: `python -m tilesmith.validate.sanitized`.
+
+memcheck and synccheck only: racecheck knows neither what the tensor memory accelerator writes nor the transaction
+counts that readers wait for, and reports every such read as a race.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tilesmith.engine import Case, cases, ops
+from tilesmith.validate.cases import Result, check_each
+from tilesmith.validate.drawn import kinds
+
+TOOLS = ("memcheck", "synccheck")
+# what the names of kernels to watch contain: torch's own would take minutes
+KERNELS = ("attention", "_tiles_kernel", "_parts_kernel")
+LONGEST = 300  # tokens of drawn cases
+
+
+def subjects(count: int) -> Iterator[tuple[str, Case, torch.dtype]]:
+    """Ops that have a kernel for Hopper, each on its small cases and on `count` drawn ones, in 16 bits."""
+    for name, op in sorted(ops().items()):
+        if name.endswith("_vjp") or not any(b.startswith("hopper") for b in op.backends()):
+            continue
+        every = [case for case in cases(name) if "test" in case.tags]
+        for place, (kind, how) in enumerate(kinds(name).items()):
+            numbers = range((count + len(kinds(name)) - 1 - place) // len(kinds(name)))
+            every += [how.draw(kind, number, LONGEST) for number in numbers]
+        yield from ((name, case, dtype) for case in every for dtype in case.dtypes if dtype.itemsize == 2)
+
+
+def check_part(part: int, parts: int, count: int) -> Iterator[Result]:
+    """Every `parts`-th subject, on Hopper's kernels that take it; one call each, so that nothing is replayed."""
+    for place, (name, case, dtype) in enumerate(subjects(count)):
+        if place % parts == part:
+            op = ops()[name]
+            yield from check_each(op, [b for b in op.backends() if b.startswith("hopper")], case, "cuda", dtype, runs=1)
+
+
+def report(part: int, parts: int, count: int) -> int:
+    """Print what each kernel was checked on, and what was wrong. 0 when nothing was."""
+    ran: Counter[str] = Counter()
+    wrong = 0
+    for result in check_part(part, parts, count):
+        ran[f"{result.op} {result.kernel}"] += not result.message.startswith("rejects")
+        if not result.passed:
+            wrong += 1
+            sys.stdout.write(f"{result.op} {result.kernel} {result.case}: {result.message}\n")
+    sys.stdout.write(f"part {part}: {dict(+ran)}, {wrong} over their budget\n")
+    return int(wrong > 0 or not +ran)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every part under each tool, a process each, and print what they print. 0 when all of them were clean."""
+    parser = argparse.ArgumentParser(prog="python -m tilesmith.validate.sanitized", description=__doc__)
+    parser.add_argument("tools", nargs="*", default=TOOLS, help=f"of compute-sanitizer ({' '.join(TOOLS)})")
+    parser.add_argument("--count", type=int, default=50, help="drawn cases of each op that has some")
+    parser.add_argument("--workers", type=int, default=4, help="processes at once, each with its part of the cases")
+    parser.add_argument("--part", type=int, help="check this part of --workers in this process, without a tool")
+    chosen = parser.parse_args(arguments)
+    if chosen.part is not None:
+        return report(chosen.part, chosen.workers, chosen.count)
+    # a tensor's end is only known where each has an allocation of its own
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    module = [sys.executable, "-m", "tilesmith.validate.sanitized", "--workers", str(chosen.workers)]
+    module += ["--count", str(chosen.count)]
+    failed = 0
+    for tool in chosen.tools:
+        sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+        sanitizer += [word for name in KERNELS for word in ("--kernel-name", f"kns={name}")]
+        started = [
+            subprocess.Popen([*sanitizer, *module, "--part", str(part)], env=env) for part in range(chosen.workers)
+        ]
+        failed += sum(process.wait() != 0 for process in started)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
