@@ -51,3 +51,12 @@ def test_the_kernels_below_are_named():
     assert str(choice).splitlines()[-1] == "  could too: third (rank 20), reference (rank 0)"
     with tilesmith.use(explain_double="third"):
         assert tilesmith.explain(op, torch.ones(3)).lower == ()
+
+
+def test_the_error_that_a_kernel_declares_is_told():
+    op = Op(_double, name="explain_declared", fake=torch.empty_like, outputs=("doubled",))
+    register_kernel("explain_declared", backend="rough", rank=20, errors={"doubled": 0.02})(_double)
+    told = str(tilesmith.explain(op, torch.ones(3))).splitlines()
+    assert told[1] == "  doubled: off by up to 0.02 beyond rounding"
+    with tilesmith.use(explain_declared="reference"):
+        assert "beyond rounding" not in str(tilesmith.explain(op, torch.ones(3)))

@@ -34,6 +34,7 @@ class Choice:
 
     def __str__(self) -> str:
         lines = [f"{self.kernel.op} -> {self.kernel.backend} ({self.because})"]
+        lines += [f"  {output}: off by up to {e:g} beyond rounding" for output, e in self.kernel.errors.items()]
         lines += [f"  not {backend}: {'; '.join(reasons)}" for backend, reasons in self.rejected]
         if self.lower:
             lines.append("  could too: " + ", ".join(f"{k.backend} (rank {k.rank})" for k in self.lower))
