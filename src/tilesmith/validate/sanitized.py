@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -54,12 +55,13 @@ def report(part: int, parts: int, count: int) -> int:
         if not result.passed:
             wrong += 1
             sys.stdout.write(f"{result.op} {result.kernel} {result.case}: {result.message}\n")
-    sys.stdout.write(f"part {part}: {dict(+ran)}, {wrong} over their budget\n")
-    return int(wrong > 0 or not +ran)
+    taken = ", ".join(f"{kernel} {times}" for kernel, times in (+ran).items())
+    sys.stdout.write(f"part {part}: {sum(ran.values())} checks ({taken}), {wrong} over their budget\n")
+    return int(wrong > 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every part under each tool, a process each, and print what they print. 0 when all of them were clean."""
+    """Run every part under each tool, a process each, and print what they print. 0 when some checked, and all clean."""
     parser = argparse.ArgumentParser(prog="python -m tilesmith.validate.sanitized", description=__doc__)
     parser.add_argument("tools", nargs="*", default=TOOLS, help=f"of compute-sanitizer ({' '.join(TOOLS)})")
     parser.add_argument("--count", type=int, default=50, help="drawn cases of each op that has some")
@@ -72,15 +74,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     module = [sys.executable, "-m", "tilesmith.validate.sanitized", "--workers", str(chosen.workers)]
     module += ["--count", str(chosen.count)]
-    failed = 0
+    failed = False
     for tool in chosen.tools:
         sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
         sanitizer += [word for name in KERNELS for word in ("--kernel-name", f"kns={name}")]
         started = [
-            subprocess.Popen([*sanitizer, *module, "--part", str(part)], env=env) for part in range(chosen.workers)
+            subprocess.Popen([*sanitizer, *module, "--part", str(part)], env=env, stdout=subprocess.PIPE, text=True)
+            for part in range(chosen.workers)
         ]
-        failed += sum(process.wait() != 0 for process in started)
-    return int(failed > 0)
+        told = [process.communicate()[0] for process in started]
+        checks = sum(int(n) for n in re.findall(r"^part \d+: (\d+) checks", "".join(told), re.MULTILINE))
+        sys.stdout.write(f"{tool}:\n{''.join(told)}{checks} checks\n")
+        failed |= checks == 0 or any(process.returncode != 0 for process in started)
+    return int(failed)
 
 
 if __name__ == "__main__":
