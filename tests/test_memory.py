@@ -281,7 +281,7 @@ def _formulas():
         "linear_cross_entropy, chunks": loss(mode="chunks", chunk_tokens=4096),
         "linear_cross_entropy, rounded chunks": loss(mode="chunks", chunk_tokens=4096, accumulate_fp32=False),
         "linear_cross_entropy, recompute": loss(mode="recompute", chunk_tokens=1024),
-        "linear_preference pairs": preference("sigmoid", 4096, [0.1, 0.0, 0.0, 0.05], 2),
+        "linear_preference pairs": preference("sigmoid", 4096, [0.1, 0.0, 0.0, 0.05], 1),
         "linear_distillation": (distillation, max(dx + dweight + 2 * 2048 * row, 2 * (dx + dweight))),
         "memory_efficient_linear": (
             hidden, dy.nbytes + rows.nbytes + up.nbytes + 4 * up.numel() + 16_384 * 2048 * 2,

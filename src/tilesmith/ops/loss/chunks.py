@@ -296,12 +296,10 @@ class Chunks:
     def add_gradients(self, tokens: slice | Sequence[slice], dlogits: Tensor) -> None:
         """Write dx of these tokens, add their share to the weight's and the bias's gradient."""
         first = tokens if isinstance(tokens, slice) else tokens[0]
-        if self.mask[0] and isinstance(tokens, slice):
-            torch.mm(dlogits, self.weight, out=self.dx.view_as(self.x)[tokens])
-        elif self.mask[0]:
-            dx = torch.mm(dlogits, self.weight)
-            for part, rows in zip(tokens, dx.split([t.stop - t.start for t in tokens])):
-                self.dx.view_as(self.x)[part] = rows
+        if self.mask[0]:
+            parts = [tokens] if isinstance(tokens, slice) else tokens
+            for part, rows in zip(parts, dlogits.split([t.stop - t.start for t in parts])):
+                torch.mm(rows, self.weight, out=self.dx.view_as(self.x)[part])
         if self.mask[1]:
             _add_product(self.sum, dlogits.t(), self._features(tokens), first=first.start == 0)
         if self.mask[2]:

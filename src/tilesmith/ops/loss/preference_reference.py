@@ -49,7 +49,7 @@ def linear_preference(
     rounding a chunk. grad_mask: as in `linear_cross_entropy`.
 
     Memory beside inputs and results, for C tokens of a chunk and e bytes an element of x: C·V·e for the logits, and
-    where a chunk is not the whole batch 2·C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K, and
+    where a chunk is not the whole batch C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K, and
     dweight's memory only when the logits are gone. Results are dx and dweight, in the forward and,
     scaled, in the backward, and 12 bytes a token.
 
