@@ -266,7 +266,7 @@ def _formulas():
             out, _ = ops.linear_preference(heads, weight, targets, sequences, formula, options, chunk_tokens=chunk)
             return torch.autograd.grad(out, (x, weight))
 
-        return run, max(dx + dweight + chunk * row + cat * chunk * 2 * 2048, 2 * (dx + dweight))
+        return run, dx + dweight + chunk * row + cat * chunk * 2 * 2048
 
     def distillation():
         out, _ = ops.linear_distillation(x, weight, teacher, teacher_weight, chunk_tokens=2048)
@@ -282,7 +282,7 @@ def _formulas():
         "linear_cross_entropy, rounded chunks": loss(mode="chunks", chunk_tokens=4096, accumulate_fp32=False),
         "linear_cross_entropy, recompute": loss(mode="recompute", chunk_tokens=1024),
         "linear_preference pairs": preference("sigmoid", 4096, [0.1, 0.0, 0.0, 0.05], 1),
-        "linear_distillation": (distillation, max(dx + dweight + 2 * 2048 * row, 2 * (dx + dweight))),
+        "linear_distillation": (distillation, dx + dweight + 2 * 2048 * row),
         "memory_efficient_linear": (
             hidden, dy.nbytes + rows.nbytes + up.nbytes + 4 * up.numel() + 16_384 * 2048 * 2,
         ),

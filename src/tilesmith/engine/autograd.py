@@ -37,6 +37,9 @@ class Gradient:
             self.passed = tuple((position[a], grads[of]) for a, of in op.alias.items() if of not in position)
             self.described = tuple(i for i in self.tensors if i not in self.kept_inputs)
         self.hidden = len(op.outputs) > op.public
+        self.overwrites = self.plan is not None and self.plan[-1][0] == "overwrite"
+        if self.overwrites:
+            op.vjp.overwrites = True
         self.refusal = ""
         if self.kept_outputs and op.vjp.gradient is not None:
             op.vjp.gradient.refusal = (
@@ -123,7 +126,11 @@ class Gradient:
             way = ctx.way
             if way.back is None or torch.is_grad_enabled():
                 return gradient.backward(ctx, grads, way.needs, way.returned)
-            return gradient.through_vjp(ctx, grads, way.back, op.vjp.run)
+            over = gradient.overwrites and ctx.unhooked and _last_backward(grads)
+            return gradient.through_vjp(ctx, grads, way.back, overwriting if over else op.vjp.run)
+
+        def overwriting(call, pin):
+            return op.vjp.run((*call[:-1], True), pin)
 
         def forward(ctx, ready, args, *asking):
             output = ready.run(*args)
@@ -203,6 +210,15 @@ def _differentiated_again() -> bool:
     return not stack or sum(level.key() == torch._C._functorch.TransformType.Grad for level in stack) > 1
 
 
+def _last_backward(grads: tuple) -> bool:
+    """Whether nothing will read what was saved once this backward is through: its graph is freed, and no CUDA graph is
+    being captured that could run the backward again without its forward."""
+    device = next((g.device for g in grads if g is not None), None)
+    if device is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def _types(op: Any) -> list[str]:
     schema = op.handle._schema
     return [("Tensor" if "Tensor" in str(a.type) else str(a.type)) for a in schema.arguments if not a.kwarg_only]
@@ -217,6 +233,8 @@ def _plan(op: Any) -> list[tuple[str, int]]:
             plan.append(("mask", 0))
         elif name in op.parameters:
             plan.append(("input", op.parameters.index(name)))
+        elif name == "overwrite" and name == op.vjp.parameters[-1]:
+            plan.append(("overwrite", 0))
         elif name in op.outputs:
             plan.append(("output", op.outputs.index(name)))
         elif name[:1] == "d" and name[1:] in public:

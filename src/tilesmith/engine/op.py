@@ -45,7 +45,9 @@ class Op:
     reference: typed PyTorch function; gives the signature, the docstring, the schema and the CPU meaning.
     fake: same arguments -> empty outputs with shapes, dtypes and strides; None runs the reference on fake tensors.
     vjp: the Op of the backward. Its parameters name what they are: ``d<output>`` an incoming gradient, an input or
-        output of this op (then saved), or ``output_mask``. None: gradients by recomputing the reference.
+        output of this op (then saved), ``output_mask``, or, the last one, ``overwrite``: True where what is saved will
+        not be read again, so that a kernel may return saved outputs, written over, as gradients. None: gradients by
+        recomputing the reference.
     outputs: their names; public: how many of them, from the left, users get (the rest exist for the gradient).
     kernels: backend -> module that registers its kernels when imported, or the kernels' functions register themselves.
     check: raises on bad arguments, before any launch. describe: arguments -> hashable metadata for `rejects`.
@@ -89,6 +91,7 @@ class Op:
         served = None if vjp is None else {*(n[1:] for n in vjp.outputs), *self.alias}
         self.check = checked(self.name, self.signature, check, served)
         self.parameters = tuple(self.signature.parameters)
+        self.overwrites = False  # of a vjp: its last argument is `overwrite`
         self.defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
         self.types = infer_schema(reference, mutates_args=self.mutates)
         if "Tensor" not in self.types.partition("->")[0]:
@@ -215,8 +218,8 @@ class Op:
     def run(self, args: tuple, pin: str = "") -> Any:
         """All outputs, without autograd: straight to the kernel for plain tensors, else through torch's dispatcher."""
         key = self._key(False, pin, *args)
-        if key is None:
-            return self._dispatched(args, pin)
+        if key is None:  # there an op returns no input
+            return self._dispatched((*args[:-1], False) if self.overwrites else args, pin)
         ready = self._recent.get(key)
         return (self._remember(key, args, pin) if ready is None else ready).run(*args)
 

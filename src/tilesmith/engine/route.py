@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tilesmith.engine.written import written
 
 
@@ -29,7 +31,10 @@ def keeper(gradient: Any, present: tuple[int, ...], unread: tuple[str, ...]) -> 
         hidden = range(op.public, len(op.outputs))
         lines.append(f"ctx.mark_non_differentiable({', '.join(f'outs[{i}]' for i in hidden)})")
     lines.append("ctx.set_materialize_grads(False)")  # a zero gradient is work, None is not
-    return written("keep(ctx, args, output)", lines, f"{op.name} kept", {})
+    if gradient.overwrites:  # a hook may hand out what its owner still looks at
+        lines.append("ctx.unhooked = hooks(False) is None")
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    return written("keep(ctx, args, output)", lines, f"{op.name} kept", {"hooks": hooks})
 
 
 def make(
@@ -52,7 +57,7 @@ def make(
     def given(kind: str, i: int) -> str:
         if kind == "input":
             return kept.get(i, "None" if i in gradient.tensors else f"plain[{i}]")
-        return {"mask": "mask", "grad": f"grads[{i}]"}[kind] if kind != "output" else made[i]
+        return {"mask": "mask", "overwrite": "False", "grad": f"grads[{i}]"}[kind] if kind != "output" else made[i]
 
     def size(i: int) -> str:
         return f"{known[i]}[1]" if i in known else f"{kept[i]}.numel()"

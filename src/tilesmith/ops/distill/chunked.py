@@ -68,13 +68,14 @@ def linear_distillation_vjp(
     chunk_tokens: int,
     accumulate_fp32: bool,
     output_mask: Sequence[bool],
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, or the same walk with the logits computed again."""
     rest = (temperature, soft_weight, hard_weight, ignore_index, teacher_probs)
     distance = Distance.of(divergence, beta, *rest)
     return chunks.linear_distillation_vjp(
         DISTANCE_STEPS, dloss, dparts, x, weight, teacher, teacher_weight, target, bias, teacher_bias,
-        (x_grad, weight_grad, bias_grad), distance, chunk_tokens, accumulate_fp32, output_mask,
+        (x_grad, weight_grad, bias_grad), distance, chunk_tokens, accumulate_fp32, output_mask, overwrite,
     )  # fmt: skip
 
 
@@ -101,8 +102,8 @@ def _step(
             student[rows] = logit_grads(z, y, labels, kind, beta, temperature, ignore_index, probs, upstream)
 
 
-def _scale(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
-    return STEPS.scale(grad, dloss, dloss.new_empty(0), dtype)
+def _scale(grad: Tensor, dloss: Tensor, dtype: torch.dtype, over: bool) -> Tensor:
+    return STEPS.scale(grad, dloss, dloss.new_empty(0), dtype, over)
 
 
 DISTANCE_STEPS = DistanceSteps(_step, _scale)

@@ -49,11 +49,11 @@ class DistanceSteps(NamedTuple):
     step(student, teacher, target, losses, distance, upstream, grad): writes each token's soft and hard loss to `losses`
     [2, C] and with `grad` the gradient over `student`, given that with respect to the sums of both: `upstream` [2], or
     the distance's weights if None. target may be None.
-    scale(grad, dloss, dtype): the product as a new tensor of `dtype`.
+    scale(grad, dloss, dtype, over): the product as a tensor of `dtype`, as `LogitSteps` says.
     """
 
     step: Callable[[Tensor, Tensor, Tensor | None, Tensor, Distance, Tensor | None, bool], None]
-    scale: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    scale: Callable[[Tensor, Tensor, torch.dtype, bool], Tensor]
 
 
 def linear_distillation(
@@ -94,12 +94,13 @@ def linear_distillation_vjp(
     chunk_tokens: int,
     accumulate_fp32: bool,
     output_mask: Sequence[bool],
+    overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, or new ones from the logits computed again."""
     dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     if dparts is None and already_computed(x, weight, bias, saved, output_mask):
         dx, dweight, dbias = (
-            steps.scale(grad, dloss, dtype) if wanted else grad.new_empty(0, dtype=dtype)
+            steps.scale(grad, dloss, dtype, overwrite) if wanted else grad.new_empty(0, dtype=dtype)
             for grad, dtype, wanted in zip(saved, dtypes, output_mask)
         )
         return dx, dweight, dbias

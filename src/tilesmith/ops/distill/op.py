@@ -141,6 +141,7 @@ def _fake_linear_vjp(
     chunk_tokens: int,
     accumulate_fp32: bool,
     output_mask: Sequence[bool],
+    overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = (x, weight, weight[:, 0] if bias is None else bias)
     dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, output_mask))

@@ -216,8 +216,10 @@ def linear_distillation_vjp(
     chunk_tokens: int,
     accumulate_fp32: bool,
     output_mask: Sequence[bool],
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `linear_distillation`; the forward's own times dloss, where there are such."""
+    """Gradients (dx, dweight, dbias) of `linear_distillation`; the forward's own times dloss, where there are such: in
+    place with `overwrite`."""
     acc = torch.promote_types(x.dtype, torch.float32)
     saved = (x_grad, weight_grad, bias_grad)
     if dparts is None and already_computed(x, weight, bias, saved, output_mask):

@@ -453,8 +453,8 @@ def _step(
     )  # fmt: skip
 
 
-def _scale(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty_like(grad, dtype=dtype)
+def _scale(grad: Tensor, dloss: Tensor, dtype: torch.dtype, over: bool) -> Tensor:
+    out = grad if over and grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
     if out.numel():
         launch(_scale_kernel, (cdiv(out.numel(), 4096),), grad, out, dloss, out.numel(), BLOCK=4096, num_warps=8)
     return out
@@ -681,6 +681,7 @@ def linear_distillation_vjp(
     chunk_tokens: int,
     accumulate_fp32: bool,
     output_mask: Sequence[bool],
+    overwrite: bool = False,
     *,
     config: DistanceConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -689,5 +690,5 @@ def linear_distillation_vjp(
     distance = Distance.of(divergence, beta, *rest)
     return chunks.linear_distillation_vjp(
         _steps(config), dloss, dparts, x, weight, teacher, teacher_weight, target, bias, teacher_bias,
-        (x_grad, weight_grad, bias_grad), distance, chunk_tokens, accumulate_fp32, output_mask,
+        (x_grad, weight_grad, bias_grad), distance, chunk_tokens, accumulate_fp32, output_mask, overwrite,
     )  # fmt: skip

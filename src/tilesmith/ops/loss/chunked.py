@@ -123,13 +123,14 @@ def linear_cross_entropy_vjp(
     accumulate_fp32: bool,
     mode: str,
     output_mask: Sequence[bool],
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, products of the logits', or a walk with the logits computed again."""
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     return chunks.linear_cross_entropy_vjp(
         STEPS, dloss, x, weight, target, bias, class_weight, lse, divisors,
         (x_grad, weight_grad, bias_grad, logit_grad),
-        terms, reduction, chunk_tokens, accumulate_fp32, mode, output_mask,
+        terms, reduction, chunk_tokens, accumulate_fp32, mode, output_mask, overwrite,
     )  # fmt: skip
 
 
@@ -186,6 +187,7 @@ def _backward(
 
 def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, over: bool = False) -> Tensor:
     factor = loss_factor(dloss, divisors, "mean" if divisors.numel() else "sum")
+    over = over and grad.dtype == dtype
     if grad.dtype == factor.dtype == dtype:
         return grad.mul_(factor) if over else grad * factor
     out = grad if over else torch.empty_like(grad, dtype=dtype)

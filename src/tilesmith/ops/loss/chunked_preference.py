@@ -59,10 +59,11 @@ def linear_preference_vjp(
     chunk_tokens: int,
     accumulate_fp32: bool,
     output_mask: Sequence[bool],
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, or the chunks again with their lse known."""
     terms = Terms(ignore_index, 0.0, 0.0, scale, softcap)
     return preference_chunks.linear_preference_vjp(
         KEEPING_STEPS, dloss, dlog_probs, x, weight, target, bias, lse, token_grad, (x_grad, weight_grad, bias_grad),
-        terms, chunk_tokens, accumulate_fp32, output_mask,
+        terms, chunk_tokens, accumulate_fp32, output_mask, overwrite,
     )  # fmt: skip

@@ -28,7 +28,8 @@ class LogitSteps(NamedTuple):
     usual) and the divisors (empty: 1). classes: how many there are in all.
     divide(target, class_weight, terms, classes, dtype, reduction): the divisors.
     reduce(losses, lse, target, class_weight, classes, divisors, terms, reduction): the loss.
-    scale(grad, dloss, divisors, dtype, over): grad · `loss_factor`, as a tensor of `dtype`: a new one, or `over` grad.
+    scale(grad, dloss, divisors, dtype, over): grad · `loss_factor`, as a tensor of `dtype`: a new one, or, where `over`
+        allows it and grad has that dtype, grad itself.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, str], None]
@@ -155,6 +156,7 @@ def linear_cross_entropy_vjp(
     accumulate_fp32: bool,
     mode: str,
     output_mask: Sequence[bool],
+    overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward op's outputs: from the logits' gradient, or the saved gradients times the loss's, or from the logits
     computed again. saved: x_grad, weight_grad, bias_grad, logit_grad."""
@@ -164,7 +166,7 @@ def linear_cross_entropy_vjp(
         return _from_logit_grad(steps, dloss, x, weight, logit_grad, dtypes, output_mask)
     if already_computed(x, weight, bias, saved, output_mask):
         dx, dweight, dbias = (
-            steps.scale(grad, dloss, divisors, dtype, False) if wanted else grad.new_empty(0, dtype=dtype)
+            steps.scale(grad, dloss, divisors, dtype, overwrite) if wanted else grad.new_empty(0, dtype=dtype)
             for grad, dtype, wanted in zip(saved, dtypes, output_mask)
         )
         return dx, dweight, dbias

@@ -39,7 +39,8 @@ def linear_cross_entropy_need(
     4 for fp16), 24·N always for losses, lse and what reduces them, and where x and weight require gradients:
 
     mode "keep": N·V·e for the logits and their gradient; the backward adds V·K·w and N·K·e (the scaled x, then dx).
-    mode "chunks": N·K·e + V·K·s, in the forward C·V·e, in the backward the results N·K·e + V·K·w.
+    mode "chunks": N·K·e + V·K·s, in the forward C·V·e, in the backward the results N·K·e + V·K·w, also where they
+        take the place of what was kept.
     mode "recompute": C·V·e; in the backward also V·K·w and, for dx, 4·N·K in blocks of classes, whose logits are gone
         before dx, N·K·e, is there. In chunks of tokens N·K·e, 4·V·K in place of 4·N·K, and V·K·w in place of N·K·e.
     Without gradients C·V·e.

@@ -20,9 +20,9 @@ from tilesmith.ops.rows import row_values
 def sequences_per_chunk(units: int, tokens: int, classes: int, hidden: int) -> int:
     """How many units (sequences, or pairs of them) of `tokens` tokens each a chunk holds, if the caller does not say.
 
-    As many as keep the logits within the size of the gradients, [V, K] and [N, K], which the backward holds twice; but
-    one at least; chunks of equal size. So the forward holds no more than the backward, or the gradients and the logits
-    of one unit.
+    As many as keep the logits within the size of the gradients, [V, K] and [N, K]; but one at least; chunks of equal
+    size. So the forward holds no more than a backward that must not overwrite them, or the gradients and the logits of
+    one unit.
     """
     most = max(1, (hidden + hidden * units * tokens // classes) // max(1, tokens))
     return max(1, -(-units // max(1, -(-units // most))))
@@ -95,19 +95,20 @@ def linear_preference_vjp(
     chunk_tokens: int,
     accumulate_fp32: bool,
     output_mask: Sequence[bool],
+    overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's; where they do not serve, those of the tokens' cross-entropies."""
     none = lse.new_empty(0)
     if dlog_probs is None and already_computed(x, weight, bias, saved, output_mask):
         dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         dx, dweight, dbias = (
-            steps.scale(grad, dloss, none, dtype, False) if wanted else grad.new_empty(0, dtype=dtype)
+            steps.scale(grad, dloss, none, dtype, overwrite) if wanted else grad.new_empty(0, dtype=dtype)
             for grad, dtype, wanted in zip(saved, dtypes, output_mask)
         )
         return dx, dweight, dbias
     return linear_cross_entropy_vjp(
         steps, token_grads(dloss, dlog_probs, slopes), x, weight, target, bias, None, lse, none, (none,) * 4,
-        terms, "none", chunk_tokens, accumulate_fp32, "", output_mask,
+        terms, "none", chunk_tokens, accumulate_fp32, "", output_mask, False,
     )  # fmt: skip
 
 

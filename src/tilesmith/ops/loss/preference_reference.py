@@ -50,8 +50,9 @@ def linear_preference(
 
     Memory beside inputs and results, for C tokens of a chunk and e bytes an element of x: C·V·e for the logits, and
     where a chunk is not the whole batch C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K, and
-    dweight's memory only when the logits are gone. Results are dx and dweight, in the forward and,
-    scaled, in the backward, and 12 bytes a token.
+    dweight's memory only when the logits are gone. Results are dx and dweight, and 12 bytes a token. The backward
+    scales dx and dweight in place; beside them, which takes them twice, where its graph is kept or captured, under
+    torch.compile, and under saved-tensor hooks, as in checkpointing.
 
     A gradient through log_probs costs the product of the logits again in any case. Labels are checked on a CPU only, as
     in `cross_entropy`. Raises TypeError and ValueError for arguments of another form than said here.
@@ -98,8 +99,10 @@ def linear_preference_vjp(
     chunk_tokens: int,
     accumulate_fp32: bool,
     output_mask: Sequence[bool],
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `linear_preference`; the forward's own, times dloss, where it computed them."""
+    """Gradients (dx, dweight, dbias) of `linear_preference`; the forward's own, times dloss, where it computed them: in
+    place with `overwrite`."""
     saved = (x_grad, weight_grad, bias_grad)
     if dlog_probs is None and reference.already_computed(x, weight, bias, saved, output_mask):
         dx, dweight, dbias = (g.to(lse.dtype) * dloss if m else g.new_empty(0) for g, m in zip(saved, output_mask))

@@ -191,11 +191,12 @@ def linear_cross_entropy_vjp(
     accumulate_fp32: bool,
     mode: str,
     output_mask: Sequence[bool],
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_cross_entropy`.
 
     Where the forward kept the logits' they are its products, times dloss; where it computed them they are multiplied
-    by dloss over the divisor; the others come from the logits anew.
+    by dloss over the divisor, with `overwrite` in place where dtypes allow; the others come from the logits anew.
     """
     if logit_grad.shape == (*target.shape, weight.shape[0]):
         grads = linear_grads(logit_grad.to(dloss.dtype) * dloss, x, weight, output_mask)

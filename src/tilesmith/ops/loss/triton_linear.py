@@ -40,6 +40,7 @@ def _scale_kernel(grad_ptr, out_ptr, dloss_ptr, divisors_ptr, elements, OVER: tl
 
 
 def _scaled(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, over: bool = False) -> Tensor:
+    over = over and grad.dtype == dtype
     out = grad if over else torch.empty_like(grad, dtype=dtype)
     if out.numel():
         given = divisors if divisors.numel() else None
@@ -161,6 +162,7 @@ def linear_cross_entropy_vjp(
     accumulate_fp32: bool,
     mode: str,
     output_mask: Sequence[bool],
+    overwrite: bool = False,
     *,
     config: LossConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,5 +172,5 @@ def linear_cross_entropy_vjp(
     return chunks.linear_cross_entropy_vjp(
         steps(config), dloss, x, weight, target, bias, class_weight, lse, divisors,
         (x_grad, weight_grad, bias_grad, logit_grad),
-        terms, reduction, chunk_tokens, accumulate_fp32, mode, output_mask,
+        terms, reduction, chunk_tokens, accumulate_fp32, mode, output_mask, overwrite,
     )  # fmt: skip

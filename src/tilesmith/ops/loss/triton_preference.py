@@ -79,6 +79,7 @@ def linear_preference_vjp(
     chunk_tokens: int,
     accumulate_fp32: bool,
     output_mask: Sequence[bool],
+    overwrite: bool = False,
     *,
     config: LossConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,5 +87,5 @@ def linear_preference_vjp(
     terms = Terms(ignore_index, 0.0, 0.0, scale, softcap)
     return preference_chunks.linear_preference_vjp(
         steps(config), dloss, dlog_probs, x, weight, target, bias, lse, token_grad, (x_grad, weight_grad, bias_grad),
-        terms, chunk_tokens, accumulate_fp32, output_mask,
+        terms, chunk_tokens, accumulate_fp32, output_mask, overwrite,
     )  # fmt: skip
