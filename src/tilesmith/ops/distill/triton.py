@@ -120,15 +120,41 @@ def _jsd_coarse(a, b, beta, HALF: tl.constexpr):
 
 
 @triton.jit
+def _log_coarse(x):
+    """(log(x) − whole · log(2), whole) for x > 0 of 8 or 11 bits, where `tl.log`, not memory, would take the time.
+
+    The mantissa, from √½ to √2, apart from the exponent `whole`; its logarithm a minimax fit by Lawson's algorithm, off
+    by 4e-8 at most. A subnormal x gives something finite. H200, bf16, 8192 x 32000, kl_div of softmaxes of normal
+    logits: 278 µs for 371, and off by 3.0e-8 of its value, 4.5e-8 by `tl.log`.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    whole = (bits - 0x3F3504F3) >> 23
+    x = (bits - (whole << 23)).to(tl.float32, bitcast=True) - 1.0
+    fit = -0.10102291405200958 * x + 0.16420067846775055
+    fit = fit * x - 0.17333479225635529
+    fit = fit * x + 0.19873036444187164
+    fit = fit * x - 0.24959342181682587
+    fit = fit * x + 0.33336183428764343
+    fit = fit * x - 0.5000066757202148
+    fit = fit * x + 0.9999998211860657
+    return fit * x, whole.to(tl.float32)
+
+
+@triton.jit
 def _distance(a, b, beta, eps, KIND: tl.constexpr):
     """An element of the distance of a from b and its derivatives; what a caller does not use costs nothing.
 
-    "kl_target": b holds probabilities; "total": both do; else both hold logarithms.
+    "kl_target" and its coarse form: b holds probabilities; "total": both do; else both hold logarithms.
     """
     if KIND == "kl_target":
         log_b = tl.log(tl.maximum(b, eps))
         slope = log_b + tl.where(b >= eps, 1.0, 0.0) - a
         return _times(b, log_b - a), -b, tl.where(b == 0, 0.0, slope)
+    elif KIND == "kl_target_coarse":
+        part, whole = _log_coarse(tl.maximum(b, eps))
+        log_ratio = part + (whole * LN2 - a)
+        slope = log_ratio + tl.where(b >= eps, 1.0, 0.0)
+        return _times(b, log_ratio), -b, tl.where(b == 0, 0.0, slope)
     elif KIND == "kl":
         p = tl.exp(b)
         return _times(p, b - a), -p, _times(p, b - a + 1)
@@ -176,8 +202,7 @@ def _forward_kernel(
         read = counted & (col < num_cols)
         a = tl.load(x_ptr + row * x_row + col, mask=read, other=0.0).to(tl.float32)
         b = tl.load(target_ptr + row * target_row + col, mask=read, other=0.0).to(tl.float32)
-        element, _, _ = _distance(a, b, beta, eps, KIND)
-        element = tl.where(read, element, 0.0)
+        element, _, _ = _distance(a, b, beta, eps, KIND)  # 0 where nothing was read
         if NONE:
             tl.store(out_ptr + row * num_cols + col, element, mask=exists & (col < num_cols))
         else:
@@ -387,7 +412,7 @@ def _backward(
     x, target = rows(x), rows(target)
     tile_rows, block = _tile(*x.shape, config)
     blocks = cdiv(x.shape[1], block)
-    only_p = kind in ("kl", "kl_target") and not output_mask[1]
+    only_p = kind in ("kl", "kl_target", "kl_target_coarse") and not output_mask[1]
     only_q = kind == "reverse_kl" and not output_mask[0]
     launch(
         _backward_kernel, (cdiv(x.shape[0], tile_rows) * blocks,),
@@ -403,8 +428,15 @@ def _jsd_kind(beta: float, *inputs: Tensor) -> str:
     """Which formula serves; inputs: the logarithms, where nothing has been added to them yet."""
     if beta in (0, 1):
         return "reverse_kl" if beta else "kl"
-    coarse = "_coarse" if inputs and all(t.element_size() == 2 for t in inputs) else ""
-    return ("jsd_half" if beta == 0.5 else "jsd") + coarse
+    return ("jsd_half" if beta == 0.5 else "jsd") + _coarse(*inputs)
+
+
+def _kl_kind(log_target: bool, x: Tensor, target: Tensor) -> str:
+    return "kl" if log_target else "kl_target" + _coarse(x, target)
+
+
+def _coarse(*inputs: Tensor) -> str:
+    return "_coarse" if inputs and all(t.element_size() == 2 for t in inputs) else ""
 
 
 def _mean(total: Tensor, x: Tensor, labels: Tensor | None, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -525,7 +557,7 @@ def kl_div(
     config: DistanceConfig,
 ) -> Tensor:
     """One launch for the elements or their partial sums."""
-    out = _forward(x, target, None, reduction, "kl" if log_target else "kl_target", 0.0, eps, 0, config)
+    out = _forward(x, target, None, reduction, _kl_kind(log_target, x, target), 0.0, eps, 0, config)
     return out if reduction in ("none", "sum") else out / divisor_of(x, reduction)
 
 
@@ -544,7 +576,7 @@ def kl_div_vjp(
 ) -> tuple[Tensor, Tensor]:
     """One launch; x is read only for the target's gradient."""
     divisor = 1 if reduction == "none" else max(1, divisor_of(x, reduction))
-    kind = "kl" if log_target else "kl_target"
+    kind = _kl_kind(log_target, x, target)
     return _backward(dloss, x, target, None, None, kind, 0.0, eps, 0, divisor, output_mask, config)
 
 
