@@ -364,9 +364,9 @@ def _vjp_reasons(call: Any) -> list[str]:
     return ["the tensors are float64; these kernels compute in float32"] if call.y.dtype == torch.float64 else []
 
 
-def _dims(x: Tensor) -> dict[str, int]:
+def _dims(x: Tensor, causal: bool = False) -> dict[str, int]:
     cols = x.shape[-1]
-    return {"rows": x.numel() // cols, "cols": cols, "bytes": x.element_size()}
+    return {"rows": x.numel() // cols, "cols": cols, "bytes": x.element_size(), **({"causal": 1} if causal else {})}
 
 
 def _default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
@@ -374,12 +374,15 @@ def _default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
     of the lanes would be idle. Others are swept, in blocks that leave few lanes idle, by programs of 512 threads while
     a few of their rows fit an L1 cache. Rows of 64 KiB and more are swept by programs of 1,024 threads that ask for 32
     bytes each; of more than 128 KiB by one such program an SM, asking for 64 of two tensors, or the rows in flight
-    would outgrow the caches.
+    would outgrow the caches. Causal rows of more than 2,048 columns are swept, since blocks behind a row's end cost
+    nothing: 490 µs for 636, backward 590 for 648 (H200, bf16, 2 x 16 x 4096 x 4096).
 
     tensors: how many are read.
     """
     lanes, cols, each = max(arch.warp, 16), dims["cols"], min(8, 16 // dims["bytes"])
     width, tile = next_power_of_2(cols), 2048
+    if "causal" in dims and 2048 < cols <= 8192:
+        return SoftmaxConfig(256 * each, 256 * each, 128 // lanes, 0)
     if cols <= 2048 or (cols <= 8192 and 4 * cols > 3 * width):
         while tile > 1024 and dims["rows"] * cols < tile * max(arch.sms, 1):
             tile //= 2
@@ -425,7 +428,7 @@ FORWARD, BACKWARD = (_softmax_fwd_kernel, _softmax_fwd_wide_kernel), (_softmax_b
 @register_kernel("softmax", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, scale, causal: _dims(x),
+        dims=lambda x, scale, causal: _dims(x, causal),
         default=lambda dims, arch, dtype: _default(dims, arch, 1),
         choices=CHOICES,
     )
@@ -443,7 +446,7 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: Soft
 @register_kernel("softmax_vjp", backend="triton", rank=20, rejects=_vjp_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, y, scale, causal: _dims(y),
+        dims=lambda dy, y, scale, causal: _dims(y, causal),
         default=lambda dims, arch, dtype: _default(dims, arch, 2),
         choices=CHOICES,
     )
