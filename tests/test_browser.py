@@ -232,7 +232,7 @@ def check_fused(name: str, given: dict, outputs: dict, scalars: dict) -> None:
 
         def reference(x):
             weights = (x * scalars["scale"]).masked_fill(~keep, -torch.inf).softmax(-1)
-            return torch.where(drawn, weights / (1 - p), 0.0)
+            return torch.where(drawn, weights * philox.keep_scale(p), 0.0)
 
         y = outputs["y"].reshape(rows, -1)
         within(y, reference, x)

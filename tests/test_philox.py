@@ -25,35 +25,57 @@ def test_known_answers(counter, key, result):
     assert [int(word) for word in words] == _words(result)
 
 
+def _halves(text: str) -> list[int]:
+    return [half for word in _words(text) for half in (word & 0xFFFF, word >> 16)]
+
+
 def test_index_is_the_low_half_of_the_counter_and_offset_the_high_half():
     counter, _, result = KNOWN[2]
     low, high = _words(counter)[:2]
     # an index has 63 bits, so the counter's top bits are cut
-    index = (low + (high % 2**29 << 32)) * 4 + torch.arange(4)
+    index = (low + (high % 2**28 << 32)) * 8 + torch.arange(8)
     words = philox.philox(
-        tuple(map(torch.tensor, [low, high % 2**29, *_words(counter)[2:]])),
+        tuple(map(torch.tensor, [low, high % 2**28, *_words(counter)[2:]])),
         tuple(map(torch.tensor, _words(KNOWN[2][1]))),
     )
-    assert philox.random_bits(SEED, index).tolist() == [int(word) for word in words]
-    assert philox.random_bits(torch.zeros(2, dtype=torch.int64), torch.arange(4)).tolist() == _words(KNOWN[0][2])
+    halves = [half for word in words for half in (int(word) & 0xFFFF, int(word) >> 16)]
+    assert philox.random_bits(SEED, index).tolist() == halves
+    assert philox.random_bits(torch.zeros(2, dtype=torch.int64), torch.arange(8)).tolist() == _halves(KNOWN[0][2])
 
 
 def test_keep_mask_follows_the_linear_index():
     whole = philox.keep_mask(SEED, (3, 5, 7), 0.4)
     bits = philox.random_bits(SEED, torch.arange(105)).view(3, 5, 7)
-    assert torch.equal(whole, bits >= round(0.4 * 2**32))
+    assert torch.equal(whole, bits >= round(0.4 * 2**16))
     assert torch.equal(philox.keep_mask(SEED, (7,), 0.4), whole.flatten()[:7])
 
 
-def test_keep_mask_keeps_all_at_zero_and_the_right_share_between():
-    assert philox.keep_mask(SEED, (1000,), 0.0).all()
+def test_keep_mask_goes_on_where_a_piece_ends(monkeypatch):
+    whole = philox.keep_mask(SEED, (100,), 0.4)
+    monkeypatch.setattr(philox, "PIECE", 32)
+    assert torch.equal(philox.keep_mask(SEED, (100,), 0.4), whole)
+
+
+@pytest.mark.parametrize("p", [0.0, 2**-18])
+def test_keep_mask_keeps_all_at_zero_and_what_rounds_to_it(p):
+    assert philox.keep_mask(SEED, (1000,), p).all() and philox.keep_scale(p) == 1.0
+
+
+def test_keep_mask_keeps_the_right_share_between():
     share = philox.keep_mask(SEED, (100_000,), 0.25).double().mean().item()
     assert abs(share - 0.75) < 5 * (0.25 * 0.75 / 100_000) ** 0.5
 
 
-def test_threshold_fits_a_word():
-    assert philox.threshold(0.5) == 2**31
-    assert philox.threshold(1.0 - 2**-40) == 2**32 - 1
+def test_p_below_1_never_means_to_drop_all():
+    assert philox.threshold(1.0 - 2**-40) == 2**16 - 1
+    assert philox.keep_scale(1.0 - 2**-40) == 2**16
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0 - 2**-40])
+def test_the_expectation_is_exact(p):
+    every = torch.arange(2**16)  # the numbers that 16 bits may be
+    assert (every >= philox.threshold(p)).double().mean().item() * philox.keep_scale(p) == 1.0
+    assert abs(philox.threshold(p) / 2**16 - p) <= (2**-17 if p < 1.0 - 2**-16 else 2**-16)
 
 
 def test_draw_seed_follows_the_generator():
@@ -66,36 +88,10 @@ def test_draw_seed_follows_the_generator():
 
 @pytest.mark.skipif(triton_missing() is not None, reason="Triton is not installed")
 @pytest.mark.skipif(not (torch.cuda.is_available() or interpreting()), reason="needs a GPU or TRITON_INTERPRET=1")
-@pytest.mark.parametrize("start", [0, 3, 2**33 + 5])
-def test_triton_draws_the_same_bits(start):
-    import triton
-    import triton.language as tl
-
-    from tilesmith.ops import philox_triton
-
-    @triton.jit
-    def kernel(seed_ptr, out_ptr, by_four_ptr, start, random_bits: tl.constexpr, random_bits_by_four: tl.constexpr):
-        index = start.to(tl.int64) + tl.arange(0, 64)
-        tl.store(out_ptr + tl.arange(0, 64), random_bits(seed_ptr, index).to(tl.int64))
-        row = tl.arange(0, 4)[:, None]
-        counter = (start.to(tl.int64) // 4) * 4 + row * 4 + tl.arange(0, 4)[None, :]
-        place = row * 16 + tl.arange(0, 16)[None, :]
-        tl.store(by_four_ptr + place, random_bits_by_four(seed_ptr, counter).to(tl.int64))
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    seed = SEED.to(device)
-    out, by_four = (torch.empty(64, dtype=torch.int64, device=device) for _ in range(2))
-    kernel[(1,)](seed, out, by_four, start, philox_triton.random_bits, philox_triton.random_bits_by_four)
-    every = torch.arange(64, dtype=torch.int64, device=device)
-    assert torch.equal(out, philox.random_bits(seed, start + every))
-    assert torch.equal(by_four, philox.random_bits(seed, start // 4 * 16 + every))
-
-
-@pytest.mark.skipif(triton_missing() is not None, reason="Triton is not installed")
-@pytest.mark.skipif(not (torch.cuda.is_available() or interpreting()), reason="needs a GPU or TRITON_INTERPRET=1")
-@pytest.mark.parametrize("lanes", [4, 8])
-@pytest.mark.parametrize(("start", "short"), [(0, True), (8, True), (2**34 - 64, True), (2**34 - 32, False)])
-def test_triton_draws_the_same_bits_by_wide_products(start, short, lanes):
+@pytest.mark.parametrize("lanes", [1, 4, 8])
+@pytest.mark.parametrize(("start", "short"), [(0, True), (8, True), (12, True), (3, True), (2**35 - 64, True),
+                                              (2**35 - 32, False), (2**60 + 5, False)])  # fmt: skip
+def test_triton_draws_the_same_bits(start, short, lanes):
     import triton
     import triton.language as tl
 
@@ -107,10 +103,11 @@ def test_triton_draws_the_same_bits_by_wide_products(start, short, lanes):
     ):
         row = tl.arange(0, 2)[:, None]
         bits = draw(load(seed_ptr), start.to(tl.int64) + 32 * row.to(tl.int64), 32, LANES, SHORT)
-        tl.store(out_ptr + 32 * row + tl.arange(0, 32)[None, :], bits.to(tl.int64))
+        tl.store(out_ptr + 32 * row + tl.arange(0, 32)[None, :], (bits >> 16).to(tl.int64))
 
+    start -= start % lanes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     out = torch.empty(64, dtype=torch.int64, device=device)
-    kernel[(1,)](SEED.to(device), out, start, philox_triton.load_key, philox_triton.random_bits_wide, lanes, short)
+    kernel[(1,)](SEED.to(device), out, start, philox_triton.load_key, philox_triton.random_bits, lanes, short)
     every = torch.arange(64, dtype=torch.int64, device=device)
     assert torch.equal(out, philox.random_bits(SEED.to(device), start + every))

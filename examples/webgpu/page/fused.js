@@ -47,8 +47,8 @@ function ops({ columns, head_dim: headDim, positions, dropout }) {
       scalars: (n) => ({ queries: n, scale: 1 }),
       outputs: {
         y: (given, round) => {
-          const keep = reference.kept(given.x.length, dropout, SEED);
-          return reference.softmax(given, columns, 1, false, round).map((p, i) => keep[i] * round(p / (1 - dropout)));
+          const factors = reference.dropoutFactors(given.x.length, dropout, SEED);
+          return reference.softmax(given, columns, 1, false, round).map((p, i) => round(p * factors[i]));
         },
       },
     },

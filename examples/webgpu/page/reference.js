@@ -176,14 +176,18 @@ export function softmax({ x }, columns, scale, causal, round) {
   return y;
 }
 
-/** Whether dropout keeps each of `count` elements: Philox4x32-10 of (seed, offset), four u32. */
-export function kept(count, p, seed) {
-  const least = Math.round(p * 2 ** 32);
-  const keep = new Uint8Array(count);
-  for (let i = 0; i < count; i += 4) {
-    philox(i / 4, seed).forEach((word, lane) => { keep[i + lane] = word >= least ? 1 : 0; });
+/** The factor that dropout has for each of `count` elements: 0 or 1 / (1 - p), p rounded to a multiple of 2^-16, by as
+ *  many bits of Philox4x32-10 of (seed, offset), four u32. */
+export function dropoutFactors(count, p, seed) {
+  const least = Math.round(p * 2 ** 16), scale = 2 ** 16 / (2 ** 16 - least);
+  const factors = new Float64Array(count);
+  for (let i = 0; i < count; i += 8) {
+    philox(i / 8, seed).forEach((word, at) => {
+      factors[i + 2 * at] = (word & 0xffff) >= least ? scale : 0;
+      factors[i + 2 * at + 1] = word >>> 16 >= least ? scale : 0;
+    });
   }
-  return keep;
+  return factors;
 }
 
 function philox(index, seed) {

@@ -85,9 +85,9 @@ def gelu_exact_and_slope(x):
 
 
 @inline
-def philox(index4, seed):
-    """The four words of Philox4x32-10 for elements 4 · index4 and on; `seed` holds (seed, offset) as four u32."""
-    c0, c1, c2, c3 = index4, u32(0), seed[2], seed[3]
+def philox(counter, seed):
+    """The four words of Philox4x32-10 for a counter below 2³²; `seed` holds (seed, offset) as four u32."""
+    c0, c1, c2, c3 = counter, u32(0), seed[2], seed[3]
     k0, k1 = seed[0], seed[1]
     for step in unroll(10):
         low0, high0 = c0 * _MULTIPLIERS[0], mulhi(c0, _MULTIPLIERS[0])
@@ -96,6 +96,22 @@ def philox(index4, seed):
         if step < 9:
             k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
     return c0, c1, c2, c3
+
+
+@inline
+def random_bits(element, count, seed):
+    """The 16 bits of each of `count` elements from `element` on, a multiple of `count`, which is 1, 2 or 4.
+
+    The words of counter element // 8 are eight halves, the lower one of each first; element % 8 picks.
+    """
+    drawn = philox(element // 8, seed)
+    words = [select(element % 8 < 4, drawn[k], drawn[2 + k]) for k in range(2)]
+    if count < 4:
+        words = [select(element % 4 < 2, words[0], words[1])]
+    halves = [words[j // 2] >> 16 if j % 2 else words[j // 2] & 0xFFFF for j in range(max(count, 2))]
+    if count == 1:
+        halves = [select(element % 2 == 0, halves[0], halves[1])]
+    return halves
 
 
 @inline

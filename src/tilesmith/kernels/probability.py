@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from tilesmith.codegen import In, KernelIR, Out, Scalar, build, exp2, f32, inline, local, select, shared, u32, unroll
 from tilesmith.kernels import checks
-from tilesmith.kernels.functions import LOG2E, philox
+from tilesmith.kernels.functions import LOG2E, random_bits
 from tilesmith.kernels.rows import Rows, collected, row_highest, row_of_thread, row_sum, stored_scalar
 
 LOWEST = -3.4028234663852886e38
@@ -63,9 +63,10 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     Tensors x, y: [rows, hidden_dim], contiguous; seed: u32 [4], the bytes of int64 (seed, offset), for dropout > 0
     alone. Scalars: rows, queries (T: rows of one matrix, for causal), scale. Grid: `config.grid(rows)`.
 
-    An element is kept iff the 32 bits that Philox4x32-10 draws for its row-major index are at least round(p · 2³²):
-    key = seed, counter = (index // 4, offset), word index % 4; the same elements as on every other backend. A row that
-    sees no column is 0; one that holds NaN or +inf, or -inf alone, is NaN.
+    An element is kept iff the 16 bits that Philox4x32-10 draws for its row-major index are at least round(p · 2¹⁶):
+    key = seed, counter = (index // 8, offset), and of the words' eight halves, the lower one of each first, number
+    index % 8; the same elements as on every other backend. So p is rounded to a multiple of 2⁻¹⁶. A row that sees no
+    column is 0; one that holds NaN or +inf, or -inf alone, is NaN.
 
     With `strided` also the scalar x_step, from one row of x to the next in vectors of the widest of 4, 2 and 1 elements
     that divides hidden_dim. With `statistics` also top and total: f32 [rows], the maximum of scale · x over what a row
@@ -84,21 +85,13 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     # Maxima are rounded products with `step`, so that a weight is one fused product and sum. f16 alone, for which it
     # overflows never; between maxima that all are rounded nothing is lost.
     fused = raw and stored.dtype == "f16"
-    least = min(round(config.dropout * 2**32), 2**32 - 1)
-    kept_scale = 1.0 / (1.0 - config.dropout)
+    least = min(round(config.dropout * 2**16), 2**16 - 1)
+    kept_scale = 2**16 / (2**16 - least)
 
     @inline
     def sees(i, j, seen):
         """Whether lane j of vector i is a column below `seen`."""
         return not causal or i * lanes + j < seen
-
-    @inline
-    def word(words, element):
-        return select(
-            element % 4 < 2,
-            select(element % 2 == 0, words[0], words[1]),
-            select(element % 2 == 0, words[2], words[3]),
-        )
 
     @inline
     def begins(i, seen):
@@ -172,9 +165,7 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
                         v = kept[k] if plan.keep else weight(scaled(batch[k], scale), top, step)
                         shown = [sees(i, j, seen) for j in range(lanes)]
                         if dropout:
-                            element = (place + i) * lanes
-                            words = philox(element // 4, seed)
-                            bits = [words[j] if lanes == 4 else word(words, element + j) for j in range(lanes)]
+                            bits = random_bits((place + i) * lanes, lanes, seed)
                             shown = [shown[j] and bits[j] >= least for j in range(lanes)]
                         y[place + i] = stored(
                             collected(wide, [select(shown[j], v[j] * factor, 0.0) for j in range(lanes)])

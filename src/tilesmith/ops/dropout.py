@@ -39,16 +39,17 @@ def kernel_seed(seed: Tensor | None, p: float) -> Tensor | None:
 
 
 def kernel_numbers(p: float) -> tuple[int, float]:
-    """(drop_below, keep_scale) for `dropout_triton`: the threshold's 32 bits as a signed int, and 1 / (1 - p)."""
-    below = philox.threshold(p)
-    return below - 2**32 if below >= 2**31 else below, 1.0 / (1.0 - p)
+    """(drop_below, keep_scale) for `dropout_triton`: the threshold in the upper half of a word, as a signed int, and
+    the factor of what is kept."""
+    below = philox.threshold(p) << 16
+    return below - 2**32 if below >= 2**31 else below, philox.keep_scale(p)
 
 
 def dropout_flags(rows: int, cols: int, element_size: int) -> dict[str, int]:
-    """LANES and SHORT of `dropout_triton` for a contiguous tensor [rows, cols]: neighbours that one thread draws for,
-    as many as 16 bytes hold where a row has so many and rows start at a multiple of them, else 1; whether counters fit
-    32 bits."""
+    """LANES and SHORT of `philox_triton.random_bits` for a contiguous tensor [rows, cols]: neighbours that one thread
+    draws for, as many as 16 bytes hold where a row has so many and rows start at a multiple of them, else 1; whether
+    counters fit 32 bits."""
     lanes = 16 // element_size
     while lanes >= 4 and (cols < lanes or (rows > 1 and cols % lanes)):
         lanes //= 2
-    return {"LANES": lanes if lanes >= 4 else 1, "SHORT": rows * cols <= 2**34}
+    return {"LANES": lanes if lanes >= 4 else 1, "SHORT": rows * cols <= 2**35}

@@ -3,22 +3,17 @@
 import triton
 import triton.language as tl
 
-from tilesmith.ops.philox_triton import random_bits_at, random_bits_wide
+from tilesmith.ops.philox_triton import random_bits
 
 
 @triton.jit
 def keep_tile(key, first, drop_below, BLOCK_COLS: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr):
     """Which elements survive: bool [M, BLOCK_COLS], where row m holds the linear indices from first[m] on.
 
-    key: from `load_key`. first: [M, 1] int64, of the contiguous tensor that the seed's bits belong to. LANES: 4 or 8
-    where `first` are multiples of it, so that one Philox call serves four neighbours; else 1. SHORT: the tensor has at
-    most 2**34 elements. drop_below: from `dropout.kernel_numbers`.
+    key: from `load_key`. first: [M, 1] int64, of the contiguous tensor that the seed's bits belong to. LANES, SHORT:
+    as in `random_bits`. drop_below: from `dropout.kernel_numbers`.
     """
-    if LANES == 1:
-        bits = random_bits_at(key, first + tl.arange(0, BLOCK_COLS)[None, :])
-    else:
-        bits = random_bits_wide(key, first, BLOCK_COLS, LANES, SHORT)
-    return bits >= drop_below.to(tl.uint32, bitcast=True)
+    return random_bits(key, first, BLOCK_COLS, LANES, SHORT) >= drop_below.to(tl.uint32, bitcast=True)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Philox4x32-10 in plain PyTorch: the random bits that every dropout of the library draws, on every backend.
 
-An element's bits depend on nothing but the seed tensor and the element's linear index, so a backward, another tile
-shape or another device draws the same ones. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(SC 2011); known-answer vectors in the Random123 distribution.
+An element's 16 bits depend on nothing but the seed tensor and the element's linear index, so a backward, another tile
+shape or another device draws the same ones. Why 16: docs/adr/0006-sixteen-random-bits.md. Source: Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3" (SC 2011); known-answer vectors in the Random123 distribution.
 """
 
 import math
@@ -23,8 +23,14 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """The least uint32 that is kept at drop probability `p`: round(p * 2**32), at most 2**32 - 1."""
-    return min(round(p * 2**32), LOW)
+    """The least number of 16 bits that is kept at drop probability `p`: round(p * 2**16), at most 2**16 - 1."""
+    return min(round(p * 2**16), 2**16 - 1)
+
+
+def keep_scale(p: float) -> float:
+    """The factor of what is kept: the inverse of the probability with which `threshold` keeps it, not of 1 - p, so that
+    the expectation is the value itself."""
+    return 2**16 / (2**16 - threshold(p))
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -47,13 +53,13 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 def random_bits(seed: Tensor, index: Tensor) -> Tensor:
-    """The uint32 of each linear element index (int64, >= 0), as int64 in [0, 2**32).
+    """The 16 bits of each linear element index (int64, >= 0), as int64 in [0, 2**16).
 
     seed: int64 [2] = (seed, offset). The key is the seed's low and high word; the counter is the low and high word of
-    index // 4, then those of the offset; index % 4 picks one of the four words.
+    index // 8, then those of the offset. The four words are eight halves, the lower one of each first; index % 8 picks.
     """
-    words = torch.stack(_words(seed, index // 4), -1)
-    return words.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1)
+    halves = _halves(seed, index // 8).gather(-1, (index % 8).unsqueeze(-1))
+    return halves.squeeze(-1)
 
 
 def keep_mask(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
@@ -63,10 +69,21 @@ def keep_mask(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
     """
     count, least = math.prod(shape), threshold(p)
     pieces = []
-    for first in range(0, max(1, count), PIECE):  # the words of all elements at once would be 64 bytes for each
-        counter = torch.arange(first // 4, (min(count, first + PIECE) + 3) // 4, device=seed.device)
-        pieces.append((torch.stack(_words(seed, counter), -1) >= least).flatten())
+    for first in range(0, max(1, count), PIECE):  # the bits of all elements at once would be 8 bytes for each
+        counter = torch.arange(first // 8, (min(count, first + PIECE) + 7) // 8, device=seed.device)
+        pieces.append((_halves(seed, counter) >= least).flatten())
     return torch.cat(pieces)[:count].view(shape)
+
+
+def drop(value: Tensor, seed: Tensor, p: float) -> Tensor:
+    """`value` times `keep_scale` where `keep_mask` keeps it; 0 elsewhere."""
+    return torch.where(keep_mask(seed, tuple(value.shape), p), value * keep_scale(p), 0)
+
+
+def _halves(seed: Tensor, counter: Tensor) -> Tensor:
+    """The eight 16-bit halves that a seed (int64 [2]) gives for each counter, as int64 [..., 8]."""
+    words = torch.stack(_words(seed, counter), -1)
+    return torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)
 
 
 def _words(seed: Tensor, counter: Tensor) -> tuple[Tensor, ...]:

@@ -243,6 +243,7 @@ ATTENTION = [
     Case("dropout", _attend(2, 2, 2, 33, 36, dropout_p=0.3), SMALL),
     Case("dropout_apart", {**_attend(2, 2, 2, 33, 36, dropout_p=0.3), "seed": T(
         2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([[3, 7], [4, -9]], device=device)[:, 1])}, SMALL),
+    Case("dropout_by_eight", _attend(2, 2, 1, 33, 40, dropout_p=0.3), SMALL),
     Case("dropout_odd", _attend(1, 4, 2, 33, 37, dropout_p=0.6, causal=True, bias=(1, 4, 1, 37)), SMALL),
     Case("everything", _attend(
         2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),

@@ -166,7 +166,8 @@ def attention(
     any strides ([B, T, H, D] memory seen through `transpose(1, 2)` is served in place). D and Dv may differ.
 
     mask: which keys a query sees. score: how scores are made. sinks [H]: one more logit in the softmax's denominator.
-    dropout_p: probability to drop a probability; seed int64 [2] fixes which (else drawn from the device's generator).
+    dropout_p: probability to drop a probability, rounded to a multiple of 2^-16; seed int64 [2] fixes which (else drawn
+    from the device's generator).
     cu_seqlens_q, cu_seqlens_k int32 [N + 1]: B = 1 and N documents lie one after another on the token axes.
     kv_lengths int32 [B]: how many keys of a cache are valid. page_table int32 [B, pages]: k and v are pages
     [num_pages, G, page_size, D | Dv] of a cache. q_scale, k_scale, v_scale: factors of quantised values, shaped like

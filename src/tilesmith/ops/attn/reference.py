@@ -83,8 +83,9 @@ def attention(
     Softmax
       lse = log(sum over visible j of exp(s) + exp(sinks)), natural logarithm; sinks [H]: one more logit in the
         denominator. p = exp(s - lse).
-      dropout_p: p is zeroed or divided by 1 - dropout_p, by the bits that `tilesmith.ops.philox` draws for `seed`
-        (int64 [2]) at the linear index of [B, H, T, S]; lse knows nothing of it.
+      dropout_p: p is zeroed or divided by 1 - dropout_p, by the 16 bits that `tilesmith.ops.philox` draws for `seed`
+        (int64 [2]) at the linear index of [B, H, T, S], which round dropout_p to a multiple of 2^-16; lse knows nothing
+        of it.
       out = sum of p * v * v_scale.
     A row that sees no key: out 0, lse -inf (or sinks), gradients 0. Keys that no query sees and queries that see no key
     may hold NaN or inf; neither reaches any output. A score of -inf counts as not visible.
@@ -354,7 +355,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 
 def _dropout(seed: Tensor, p: Tensor, dropout_p: float) -> Tensor:
     """The factor of each probability: 0 or 1 / (1 - dropout_p)."""
-    return philox.keep_mask(seed, tuple(p.shape), dropout_p).to(p.dtype) / (1.0 - dropout_p)
+    return philox.drop(torch.ones_like(p), seed, dropout_p)
 
 
 def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

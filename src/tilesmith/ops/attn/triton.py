@@ -15,7 +15,7 @@ from tilesmith.ops.attn import triton_tiles as tiles
 from tilesmith.ops.attn.triton_tiles import (
     LN2,
     attention_scores,
-    keep_tile,
+    kept_probabilities,
     key_walk,
     list_of,
     listed,
@@ -31,7 +31,7 @@ from tilesmith.ops.attn.triton_tiles import (
 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["documents", "drop_below"])
+@triton.jit(do_not_specialize=["documents"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr,
     bias_ptr, mask_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
@@ -41,7 +41,8 @@ def _attention_fwd_kernel(
     inner, outer, window_left, window_right, drop_below, keep_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
+    PADDED: tl.constexpr, SPARSE: tl.constexpr,
     CLEAN: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head. PADDED: keys outside the tile's range may hold NaN. SPARSE: any key may be
@@ -138,7 +139,9 @@ def _attention_fwd_kernel(
             total = total * decay + tl.sum(p, 1)
             acc = acc * decay[:, None]
             if DROPOUT:
-                keep = keep_tile(seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
+                keep = kept_probabilities(
+                    seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, LANES, SHORT
+                )
                 p = tl.where(keep, p, 0.0)
             v = load_tile(
                 v_ptr, v_desc, batch, kv_head, first, v_strides[2], lo, hi,

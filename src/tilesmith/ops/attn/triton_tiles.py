@@ -8,16 +8,18 @@ without mask arithmetic. The gradient by keys walks queries in the same way. Wit
 keys, 0 without) a tile lies in one block of queries, and the walk has only the stretches of the blocks in its list.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilesmith.ops import philox
 from tilesmith.ops.attn.reference import dense
-from tilesmith.ops.dropout import kernel_seed
-from tilesmith.ops.philox_triton import random_bits, random_bits_by_four
+from tilesmith.ops.dropout import dropout_flags, kernel_numbers, kernel_seed
+from tilesmith.ops.dropout_triton import keep_tile
+from tilesmith.ops.philox_triton import load_key
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -319,18 +321,13 @@ def attention_scores(
 
 
 @triton.jit
-def keep_tile(
+def kept_probabilities(
     seed_ptr, head_row, start_m, start_n, tokens, keys, drop_below,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_FOUR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """Which probabilities [BLOCK_M, BLOCK_N] survive dropout. head_row: batch * heads + head."""
-    row = head_row.to(tl.int64) * tokens + (start_m + tl.arange(0, BLOCK_M))
-    if BY_FOUR:  # one Philox call for four neighbours: rows of the index start at multiples of four
-        counter = (row * (keys // 4))[:, None] + (start_n // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
-        bits = random_bits_by_four(seed_ptr, counter)
-    else:
-        bits = random_bits(seed_ptr, (row * keys)[:, None] + (start_n + tl.arange(0, BLOCK_N))[None, :])
-    return bits >= drop_below.to(tl.uint32, bitcast=True)
+    row = head_row.to(tl.int64) * tokens + (start_m + tl.arange(0, BLOCK_M))[:, None]
+    return keep_tile(load_key(seed_ptr), row * keys + start_n, drop_below, BLOCK_N, LANES, SHORT)
 
 
 @triton.jit
@@ -386,7 +383,6 @@ def launch_arguments(
     mask = None if mask is None else mask.view(torch.uint8).expand(whole)
     # where documents have as many keys as queries, only lengths leave tokens in the midst of others that nobody meets
     unequal = packed and (lengths or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr())
-    dropped = philox.threshold(dropout_p)
     has_lists = block_offsets is not None
     return {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": bias, "mask_ptr": mask,
@@ -405,14 +401,22 @@ def launch_arguments(
         "inner": scale / softcap if softcap > 0.0 else 0.0,
         "outer": (softcap if softcap > 0.0 else scale) * (1.0 if q.dtype == torch.float32 else LOG2E.value),
         "window_left": window_left, "window_right": window_right,
-        "drop_below": dropped - 2**32 if dropped >= 2**31 else dropped, "keep_scale": 1.0 / (1.0 - dropout_p),
         "DIM": dim, "DIM_V": v.shape[3], "BLOCK_D": _padded(dim), "BLOCK_DV": _padded(v.shape[3]),
         "LEFT": left, "RIGHT": right, "SOFTCAP": softcap > 0.0, "DROPOUT": dropout_p > 0.0,
-        "BY_FOUR": keys % 4 == 0 and not (has_lists and block_k % 4),
+        **_dropout(dropout_p, batch * heads * tokens, keys, block_k if has_lists else 0),
         "PADDED": packed or lengths or (right and tokens > keys) or (left and keys > tokens),
         "SPARSE": sparse,
         "CLEAN": sparse or has_lists or unequal or (left and keys > tokens and prefix_lengths is not None),
     }  # fmt: skip
+
+
+def _dropout(dropout_p: float, rows: int, keys: int, block_k: int) -> dict:
+    """What `kept_probabilities` is told of `rows` of `keys` probabilities; block_k: of block lists, 0 without."""
+    if dropout_p == 0.0:
+        return {"drop_below": 0, "keep_scale": 1.0, "LANES": 1, "SHORT": True}
+    drop_below, keep_scale = kernel_numbers(dropout_p)
+    step = max(1, math.gcd(keys, block_k))  # tiles start at multiples of it, or of 16
+    return {"drop_below": drop_below, "keep_scale": keep_scale, **dropout_flags(rows * keys // step, step, 2)}
 
 
 def list_arguments(offsets: Tensor | None, indices: Tensor | None, batch: int, heads: int) -> dict:

@@ -18,7 +18,7 @@ from tilesmith.ops.attn.triton_tiles import (
     LOG2E,
     attention_scores,
     find_document,
-    keep_tile,
+    kept_probabilities,
     key_walk,
     list_of,
     list_walk,
@@ -69,7 +69,7 @@ def _attention_stats_kernel(
     tl.store(delta_ptr + place, tl.where(dead, 0.0, delta), mask=rows < tokens)
 
 
-@triton.jit(do_not_specialize=["documents", "drop_below"])
+@triton.jit(do_not_specialize=["documents"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, k_desc, v_desc, row_lse_ptr, delta_ptr, dq_ptr, dbias_ptr,
     bias_ptr, mask_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
@@ -80,7 +80,8 @@ def _attention_dq_kernel(
     inner, outer, scale, window_left, window_right, drop_below, keep_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
+    PADDED: tl.constexpr, SPARSE: tl.constexpr,
     CLEAN: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries of one head, and its rows of dbias [B, H, T, S] (contiguous, zeroed) if asked for."""
@@ -153,7 +154,9 @@ def _attention_dq_kernel(
             )  # fmt: skip
             p = power(score - lse[:, None], EXACT)
             if DROPOUT:
-                keep = keep_tile(seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
+                keep = kept_probabilities(
+                    seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, LANES, SHORT
+                )
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             ds = p * (dp - delta[:, None])
             if masked:
@@ -190,7 +193,7 @@ def _attention_dq_kernel(
     tl.store(dq_ptr, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["documents", "drop_below"])
+@triton.jit(do_not_specialize=["documents"])
 def _attention_dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, q_desc, dout_desc, row_lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     bias_ptr, mask_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
@@ -201,7 +204,8 @@ def _attention_dkv_kernel(
     inner, outer, scale, window_left, window_right, drop_below, keep_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, PADDED: tl.constexpr, SPARSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
+    PADDED: tl.constexpr, SPARSE: tl.constexpr,
     CLEAN: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys of one kv head: a walk over the queries of every head of its group. Tiles of scores
@@ -327,7 +331,9 @@ def _attention_dkv_kernel(
                 dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
                 if DROPOUT:
                     keep = tl.trans(
-                        keep_tile(seed_ptr, head_row, first, start, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
+                        kept_probabilities(
+                            seed_ptr, head_row, first, start, tokens, keys, drop_below, BLOCK_M, BLOCK_N, LANES, SHORT
+                        )
                     )
                     kept = tl.where(keep, p, 0.0)
                     dp = tl.where(keep, dp * keep_scale, 0.0)
@@ -357,7 +363,7 @@ def _attention_dkv_kernel(
     tl.store(dv_ptr, dv.to(dv_ptr.dtype.element_ty), mask=held & (features < DIM_V))
 
 
-@triton.jit(do_not_specialize=["documents", "drop_below"])
+@triton.jit(do_not_specialize=["documents"])
 def _attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, row_lse_ptr, delta_ptr, dbias_ptr,
     bias_ptr, mask_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, prefix_ptr,
@@ -367,7 +373,8 @@ def _attention_dbias_kernel(
     inner, outer, window_left, window_right, drop_below, keep_scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One tile of a broadcast bias's gradient: a walk over everything it was broadcast to, so that the sum has one
     order and needs neither atomics nor memory. ROWS, COLS: the bias has its own value for each query, each key."""
@@ -436,7 +443,9 @@ def _attention_dbias_kernel(
                 visible = visible & (q_document[:, None] == k_document)
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
             if DROPOUT:
-                keep = keep_tile(seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, BY_FOUR)
+                keep = kept_probabilities(
+                    seed_ptr, head_row, start, first, tokens, keys, drop_below, BLOCK_M, BLOCK_N, LANES, SHORT
+                )
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             ds = power(score - lse[:, None], EXACT) * (dp - delta[:, None])
             total += tl.where(visible & (rows < tokens)[:, None], ds, 0.0)

@@ -42,11 +42,12 @@ def _cases(operands: Sequence[str]) -> list[Case]:
 
     found = [
         Case("small", args(6, 33), SMALL),
-        Case("by_four", args(6, 64), SMALL),
+        Case("by_four", args(6, 36), SMALL),
+        Case("by_eight", args(6, 64), SMALL),
         Case("three_dims", args(2, 3, 64), SMALL),
         Case("one_dim", args(41), SMALL),
         Case("one_column", args(7, 1), SMALL),
-        Case("two_columns", args(5, 2), SMALL),
+        Case("two_columns", args(6, 2), SMALL),
         Case("many_rows", args(150, 40), SMALL),
         Case("many_blocks", args(70, 1028), SMALL),
         Case("p_0", args(6, 40, p=0.0), SMALL),

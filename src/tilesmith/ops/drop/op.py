@@ -95,8 +95,10 @@ def bias_dropout(
 ) -> Tensor:
     """dropout(x + bias): an element is zeroed with probability p, else divided by 1 - p.
 
-    x: [..., F], floating. bias: [F] or None. training: False drops nothing. seed: int64 [2] = (seed, offset) fixes what
-    is dropped; None draws one from the default generator of x's device, as `torch.manual_seed` sets it.
+    x: [..., F], floating. bias: [F] or None. p: rounded to a multiple of 2^-16, since 16 random bits decide over an
+    element; what is kept is divided by the exact probability with which it is. training: False drops nothing. seed:
+    int64 [2] = (seed, offset) fixes what is dropped; None draws one from the default generator of x's device, as
+    `torch.manual_seed` sets it.
 
     Returns a contiguous tensor of x's shape and dtype; saves nothing of x's size for the gradient. Raises ValueError or
     TypeError, naming the argument, for p outside [0, 1) and for shapes, dtypes and devices that do not fit. The

@@ -19,11 +19,11 @@ def bias_dropout(x: Tensor, bias: Tensor | None = None, seed: Tensor | None = No
         x: [..., F], floating, any strides.
         bias: [F], floating, or None.
         seed: int64 [2] = (seed, offset); needed where p > 0.
-        p: in [0, 1). With 0 nothing is dropped.
+        p: in [0, 1), rounded to a multiple of 2^-16. With 0 nothing is dropped.
 
-    An element survives where the 32 bits of Philox4x32-10 at its row-major index in x's shape are at least
-    round(p 2^32). Computed in at least float32 and rounded once; only bias and seed are saved. dbias is summed over
-    rows in float32 (float64 for float64), in a fixed order.
+    An element survives where the 16 bits that `tilesmith.ops.philox` draws for its row-major index in x's shape are at
+    least round(p 2^16), and is divided by the exact probability of that. Computed in at least float32 and rounded once;
+    only bias and seed are saved. dbias is summed over rows in float32 (float64 for float64), in a fixed order.
 
     Returns a contiguous tensor of x's shape and dtype. Source: Srivastava et al., "Dropout", JMLR 15 (2014).
     """
@@ -61,11 +61,7 @@ def bias_dropout_residual_vjp(
 def _dropped(x: Tensor, bias: Tensor | None, seed: Tensor | None, p: float) -> Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(acc) if bias is None else x.to(acc) + bias.to(acc)
-    return wide if p == 0.0 else _kept(wide, seed, p)
-
-
-def _kept(wide: Tensor, seed: Tensor, p: float) -> Tensor:
-    return torch.where(philox.keep_mask(seed, tuple(wide.shape), p), wide / (1.0 - p), 0)
+    return wide if p == 0.0 else philox.drop(wide, seed, p)
 
 
 def _dropped_vjp(

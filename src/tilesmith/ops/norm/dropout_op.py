@@ -94,9 +94,10 @@ def dropout_add_norm(
     """(y, s): s = dropout(x, p) + residual and y = norm(s), in one pass.
 
     x: [..., N], floating; residual: x's shape, in x's dtype or fp32. kind: "layer" or "rms" (which takes no bias).
-    eps: None is 1e-5 for "layer", 1e-6 for "rms". seed: int64 [2] = (seed, offset) fixes what is dropped; None draws
-    one from the default generator of x's device, as `torch.manual_seed` sets it. There is no training flag: pass p = 0
-    at inference. With p = 0 it is `add_layer_norm` or `add_rms_norm`, whose backward writes one gradient, not two.
+    p: rounded to a multiple of 2^-16. eps: None is 1e-5 for "layer", 1e-6 for "rms". seed: int64 [2] = (seed, offset)
+    fixes what is dropped; None draws one from the default generator of x's device, as `torch.manual_seed` sets it.
+    There is no training flag: pass p = 0 at inference. With p = 0 it is `add_layer_norm` or `add_rms_norm`, whose
+    backward writes one gradient, not two.
 
     Returns y in x's dtype and s in residual's, both contiguous. Raises ValueError or TypeError, naming the argument,
     for shapes, dtypes, devices and numbers that do not fit. The meaning in full:

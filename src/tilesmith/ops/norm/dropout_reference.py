@@ -22,10 +22,10 @@ def dropout_add_norm(
     """s = dropout(x) + residual and y = norm(s), in one pass: how a residual block with dropout begins or ends.
 
     x: [..., N], floating. residual: x's shape, in x's dtype or fp32. Elements of x are zeroed with probability p, the
-    others divided by 1 - p; the sum is taken in fp32 and rounded once, to residual's dtype; y, in x's dtype, is the
-    norm of the rounded s.
-    seed: int64 [2] = (seed, offset) on x's device; an element is kept iff the 32 bits that `tilesmith.ops.philox`
-    draws for its row-major index are at least round(p · 2³²). It may be None for p = 0.
+    others divided by 1 - p (p rounded to a multiple of 2⁻¹⁶); the sum is taken in fp32 and rounded once, to residual's
+    dtype; y, in x's dtype, is the norm of the rounded s.
+    seed: int64 [2] = (seed, offset) on x's device; an element is kept iff the 16 bits that `tilesmith.ops.philox`
+    draws for its row-major index are at least round(p · 2¹⁶). It may be None for p = 0.
     kind: "layer" is `layer_norm`, "rms" is `rms_norm` with casting="fp32"; a bias goes with "layer" alone.
     weight, bias: [N], floating, or None for 1 and 0.
 
@@ -39,7 +39,7 @@ def dropout_add_norm(
     """
     dropped = x.to(torch.promote_types(residual.dtype, torch.float32))
     if p > 0.0:
-        dropped = _drop(dropped, seed, p)
+        dropped = philox.drop(dropped, seed, p)
     s = (dropped + residual).to(residual.dtype).contiguous()
     if kind == "rms":
         y, rstd = reference._rms(s, x.dtype, weight, eps, 0.0, "fp32")
@@ -74,12 +74,8 @@ def dropout_add_norm_vjp(
         both, dweight, dbias = reference._layer_vjp(dy, ds, s, weight, bias, mean, rstd, inner)
     dx, dresidual = s.new_empty(0), s.new_empty(0)
     if wants_dx:
-        dx = _drop(both, seed, p) if p > 0.0 else both.clone()
+        dx = philox.drop(both, seed, p) if p > 0.0 else both.clone()
         dx = dx.to(s.dtype if dy is None else dy.dtype).contiguous()
     if wants_dresidual:
         dresidual = both.to(s.dtype).contiguous()
     return dx, dresidual, dweight, dbias
-
-
-def _drop(value: Tensor, seed: Tensor, p: float) -> Tensor:
-    return torch.where(philox.keep_mask(seed, tuple(value.shape), p), value / (1.0 - p), 0.0)

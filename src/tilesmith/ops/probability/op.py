@@ -101,9 +101,9 @@ def softmax_dropout(
     """dropout(softmax(scale · x)) over the last dim: an element is 0 with probability p, else divided by 1 - p.
 
     x: [..., N], floating; with `causal` [..., T, S], where row t sees the columns j <= t + S - T and the others get 0.
-    seed: int64 [2] = (seed, offset) fixes what is dropped; None draws one from the default generator of x's device,
-    as `torch.manual_seed` sets it. The same seed drops the same elements on every device and in every kernel. There is
-    no training flag: pass p = 0 at inference.
+    p: rounded to a multiple of 2⁻¹⁶. seed: int64 [2] = (seed, offset) fixes what is dropped; None draws one from the
+    default generator of x's device, as `torch.manual_seed` sets it. The same seed drops the same elements on every
+    device and in every kernel. There is no training flag: pass p = 0 at inference.
 
     Returns a contiguous tensor of x's shape and dtype. The backward keeps x, the seed and two fp32 values a row.
     Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit.

@@ -50,7 +50,7 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
 def softmax_dropout(
     x: Tensor, seed: Tensor | None = None, p: float = 0.0, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As softmax; four elements share a draw. The kernel is built for one p."""
+    """As softmax; up to four elements share a draw. The kernel is built for one p."""
     out = x.new_empty(x.shape)
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     if x.numel() == 0:

@@ -42,9 +42,9 @@ def softmax_dropout(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dropout(softmax(x)): elements are zeroed with probability p, the others divided by 1 - p, then rounded once.
 
-    x, scale, causal: see `softmax`. p: in [0, 1). seed: int64 [2] = (seed, offset) on x's device; an element is kept
-    iff the 32 bits that `tilesmith.ops.philox` draws for its row-major index are at least round(p · 2³²). It may be
-    None for p = 0.
+    x, scale, causal: see `softmax`. p: in [0, 1), rounded to a multiple of 2⁻¹⁶. seed: int64 [2] = (seed, offset) on
+    x's device; an element is kept iff the 16 bits that `tilesmith.ops.philox` draws for its row-major index are at
+    least round(p · 2¹⁶). It may be None for p = 0.
 
     Returns out, contiguous, of x's shape and dtype. Beside x and the seed, the backward keeps two fp32 values a row,
     the maximum of scale · x and the sum of exponentials: it recomputes the probabilities and the mask, so that
@@ -60,7 +60,7 @@ def softmax_dropout(
     total = weights.sum(-1, keepdim=True)
     out = _hidden_zero(weights / total, visible)
     if p > 0.0:
-        out = _drop(out, seed, p)
+        out = philox.drop(out, seed, p)
     return out.to(x.dtype).contiguous(), top.squeeze(-1).contiguous(), total.squeeze(-1).contiguous()
 
 
@@ -73,7 +73,7 @@ def softmax_dropout_vjp(
     y = _hidden_zero(weights / total.unsqueeze(-1), visible)
     dy = _hidden_zero(_wide(dout), visible)
     if p > 0.0:
-        dy = _drop(dy, seed, p)
+        dy = philox.drop(dy, seed, p)
     return _pull(dy, y, scale, visible).to(x.dtype).contiguous()
 
 
@@ -101,10 +101,6 @@ def _visible(x: Tensor, causal: bool) -> Tensor | None:
 
 def _hidden_zero(value: Tensor, visible: Tensor | None) -> Tensor:
     return value if visible is None else torch.where(visible, value, 0.0)
-
-
-def _drop(value: Tensor, seed: Tensor, p: float) -> Tensor:
-    return torch.where(philox.keep_mask(seed, tuple(value.shape), p), value / (1.0 - p), 0.0)
 
 
 def _packed(value: Tensor, x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def _weights(x, top, scale, FUSED: tl.constexpr):
         return tl.exp2((x * scale - top) * LOG2E)
 
 
-@triton.jit(do_not_specialize=["drop_below"])
+@triton.jit
 def _softmax_fwd_kernel(
     x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr,
     rows, cols, x_stride, scale, tokens, inner, drop_below, keep_scale,
@@ -129,7 +129,7 @@ def _softmax_fwd_kernel(
     tl.store(y_ptr + first * cols + (row * cols + col), y, mask=inside)
 
 
-@triton.jit(do_not_specialize=["drop_below"])
+@triton.jit
 def _softmax_fwd_wide_kernel(
     x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr,
     rows, cols, x_stride, scale, tokens, inner, drop_below, keep_scale,
@@ -196,7 +196,7 @@ def _softmax_fwd_wide_kernel(
             tl.store(y_ptr + row * cols + col, y, mask=col < cols if not EVEN else None)
 
 
-@triton.jit(do_not_specialize=["drop_below"])
+@triton.jit
 def _softmax_bwd_kernel(
     dy_ptr, x_ptr, top_ptr, seed_ptr, dx_ptr,
     rows, cols, dy_stride, x_stride, scale, tokens, inner, drop_below, keep_scale,
@@ -238,7 +238,7 @@ def _softmax_bwd_kernel(
     tl.store(dx_ptr + first * cols + (row * cols + col), dx, mask=inside)
 
 
-@triton.jit(do_not_specialize=["drop_below"])
+@triton.jit
 def _softmax_bwd_wide_kernel(
     dy_ptr, x_ptr, top_ptr, seed_ptr, dx_ptr,
     rows, cols, dy_stride, x_stride, scale, tokens, inner, drop_below, keep_scale,
