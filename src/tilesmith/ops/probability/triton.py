@@ -409,9 +409,9 @@ def _drawing_default(dims: Mapping[str, int], arch: Any, tensors: int) -> Softma
     lanes, cols, each = max(arch.warp, 16), dims["cols"], min(8, 16 // dims["bytes"])
     width = next_power_of_2(cols)
     if cols <= 2048 or (cols <= 8192 and 4 * cols > 3 * width):
-        tile, registers = max(width, 512 * tensors), 0
+        tile, registers = max(width, 1024), 0
         if arch.kind == "cuda" and dims["bytes"] == 2:
-            registers = (80 if tile >= 1024 else 0) if tensors == 1 else (96 if tile > width else 0)
+            registers = (64 if tile < 8192 else 0) if tensors == 1 else (96 if tile > width else 0)
         return SoftmaxConfig(tile, 0, max(1, tile // 32 // lanes), 0, registers)
     return SoftmaxConfig(512 * each, 512 * each, 256 // lanes, 0)
 
