@@ -1,6 +1,6 @@
 """dropout_add_norm in Triton: the norm kernels of triton.py, with x dropped out on its way in and dx on its way out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,15 @@ def dropout_add_norm(
     return y, s, rstd.new_empty(0) if mean is None else mean, rstd
 
 
+def _vjp_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> norms.BackwardConfig:
+    """That of add_layer_norm and add_rms_norm but for 4,096 columns, where 16 elements a thread leave more registers:
+    0.96 of the copy rate (H200, bf16, layer norm), 0.92 with 8."""
+    config = norms._backward_default(dims, arch, dims["sums"] == 2, three=True)
+    if not config.block_cols and config.tile == 4096:
+        return config._replace(num_warps=max(1, 256 // max(arch.warp, 16)))
+    return config
+
+
 def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None, kind: str) -> dict[str, int]:
     return {**norms._dims(s, dy, ds, s, weight), "sums": 2 if kind == "layer" else 1}
 
@@ -62,7 +71,7 @@ def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | 
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, bias, seed, mean, rstd, p, kind, output_mask: _vjp_dims(dy, ds, s, weight, kind),
-        default=lambda dims, arch, dtype: norms._backward_default(dims, arch, dims["sums"] == 2, three=True),
+        default=_vjp_default,
         choices=norms.BACKWARD_CHOICES,
     )
 )
