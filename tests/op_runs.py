@@ -13,9 +13,14 @@ NAMES = [n for n in sorted(ops()) if cases(n)]
 DIFFERENTIABLE = [n for n in NAMES if ops()[n].vjp is not None]
 
 
+def runnable(backends):
+    """Those that run on this device, Triton's and portable ones on a CPU through interpreters."""
+    return [b for b in backends if missing(b, DEVICE, pinned=True) is None]
+
+
 def kernels_of(op):
-    """Backends to check here: all that run on this device, Triton's and portable ones on a CPU through interpreters."""
-    return [b for b in op.backends() if missing(b, DEVICE, pinned=True) is None]
+    """Backends of an op to check here."""
+    return runnable(op.backends())
 
 
 def first_case(name):

@@ -16,11 +16,12 @@ from op_runs import (
     cotangents_of,
     first_case,
     kernels_of,
+    runnable,
 )
 from tilesmith.engine import cases, ops, use
 from tilesmith.engine.backends import REFERENCE, interpreting
 from tilesmith.validate import check
-from tilesmith.validate.cases import outputs_and_gradients, pins_of
+from tilesmith.validate.cases import backends_of, outputs_and_gradients, pins_of
 
 
 def _interpreted(backend):
@@ -30,7 +31,7 @@ def _interpreted(backend):
 def _runs(name):
     """(case, dtype, backend) triples of one op."""
     op = ops()[name]
-    for case, backend in itertools.product(cases(name), kernels_of(op)):
+    for case, backend in itertools.product(cases(name), runnable(backends_of(op))):
         wanted = {"interpret"} if _interpreted(backend) else {"test", "gpu"} if ON_GPU else {"test"}
         if not case.tags & wanted:
             continue

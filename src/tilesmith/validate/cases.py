@@ -48,8 +48,13 @@ def run_cases(
 
 def backends_on(op: Op, device: torch.device) -> list[str]:
     """The op's backends that can be asked on `device`, the reference last."""
-    found = [b for b in op.backends() if b != REFERENCE and missing(b, device) is None]
+    found = [b for b in backends_of(op) if b != REFERENCE and missing(b, device) is None]
     return [*found, REFERENCE]
+
+
+def backends_of(op: Op) -> list[str]:
+    """The backends that serve an op, then those that serve its gradient alone."""
+    return list(dict.fromkeys((*op.backends(), *(op.vjp.backends() if op.vjp is not None else ()))))
 
 
 def check(op: Op, backend: str, case: Case, device: torch.device | str, dtype: torch.dtype) -> Result:
@@ -119,7 +124,7 @@ def _judge(
     exact: dict[str, Tensor],
 ) -> Result:
     worst = Budget(0.0, 0.0)
-    errors = {} if backend == REFERENCE else op.kernel(backend).errors
+    errors = op.kernel(backend).errors if backend != REFERENCE and backend in op.backends() else {}
     for key, got in ((key, run) for run in {id(run): run for run in (runs[0], runs[-1])}.values() for key in exact):
         computed = dtype if backend == REFERENCE else None
         budget = compare(got[key], same[key], exact[key], computed, errors.get(key, 0.0))
@@ -140,11 +145,8 @@ def _result(op: Op, backend: str, case: Case, dtype: torch.dtype, budget: Budget
 
 
 def pins_of(op: Op, backend: str) -> dict[str, str]:
-    """What `use` takes to have `backend` serve an op, and its backward where it can."""
-    pins = {op.name: backend}
-    if op.vjp is not None and backend in op.vjp.backends():
-        pins[op.vjp.name] = backend
-    return pins
+    """What `use` takes to have `backend` serve an op and its backward, or the one of them that it can."""
+    return {each.name: backend for each in (op, op.vjp) if each is not None and backend in each.backends()}
 
 
 def outputs_and_gradients(op: Op, args: tuple) -> dict[str, Tensor]:

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tilesmith.engine import Case, cases, ops
-from tilesmith.validate.cases import Result, check_each
+from tilesmith.engine import Case, Op, cases, ops
+from tilesmith.validate.cases import Result, backends_of, check_each
 from tilesmith.validate.drawn import kinds
 
 TOOLS = ("memcheck", "synccheck")
@@ -26,10 +26,14 @@ KERNELS = ("attention", "_tiles_kernel", "_parts_kernel")
 LONGEST = 300  # tokens of drawn cases
 
 
+def _hopper(op: Op) -> list[str]:
+    return [b for b in backends_of(op) if b.startswith("hopper")]
+
+
 def subjects(count: int) -> Iterator[tuple[str, Case, torch.dtype]]:
     """Ops that have a kernel for Hopper, each on its small cases and on `count` drawn ones, in 16 bits."""
     for name, op in sorted(ops().items()):
-        if name.endswith("_vjp") or not any(b.startswith("hopper") for b in op.backends()):
+        if name.endswith("_vjp") or not _hopper(op):
             continue
         every = [case for case in cases(name) if "test" in case.tags]
         for place, (kind, how) in enumerate(kinds(name).items()):
@@ -43,7 +47,7 @@ def check_part(part: int, parts: int, count: int) -> Iterator[Result]:
     for place, (name, case, dtype) in enumerate(subjects(count)):
         if place % parts == part:
             op = ops()[name]
-            yield from check_each(op, [b for b in op.backends() if b.startswith("hopper")], case, "cuda", dtype, runs=1)
+            yield from check_each(op, _hopper(op), case, "cuda", dtype, runs=1)
 
 
 def report(part: int, parts: int, count: int) -> int:
