@@ -77,6 +77,12 @@ def _cases(kind: str) -> list[Case]:
         Case("heads", args(2, 3, 5, 64, init=_heads), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
+        Case("parts", args(3, 33_024), SMALL),
+        Case("parts_many_rows", args(901, 36_864), GPU),
+        Case("parts_no_vectors", args(5, 66_048) | dict.fromkeys(vectors), GPU),
+        Case("parts_p_0", args(5, 66_048, p=0.0), GPU),
+        Case("parts_131072_columns", args(65, 131_072), GPU),
+        Case("parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALVES),
         Case("wide", args(4, 262_144), GPU),
         Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, (torch.bfloat16,)),
     ]

@@ -64,7 +64,7 @@ dropout_add_norm_vjp = Op(
     dropout_reference.dropout_add_norm_vjp,
     fake=_fake_vjp,
     outputs=("dx", "dresidual", "dweight", "dbias"),
-    kernels=TRITON,
+    kernels={**TRITON, "hopper": "tilesmith.ops.norm.dropout_hopper"},
 )
 # No fold: which elements are dropped depends on the place of a row in the whole tensor.
 dropout_add_norm_op = Op(

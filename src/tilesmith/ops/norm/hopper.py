@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.ops.column_sums_triton import add_partials
+from tilesmith.ops.dropout_gluon import kept_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.ops.rows_gluon import (
@@ -178,10 +179,11 @@ def norm_fwd_parts_kernel(
 @gluon.jit
 def _norm_gradients(
     xs, dys, dss, full, empty, found, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, mail_ptr,
-    first, step, mine, part, cols, offset,
+    first, step, mine, part, cols, offset, dropped_ptr, seed_ptr, drop_below, keep_scale,
     PARTS: gl.constexpr, DS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """As `_norm`: dweight and dbias are summed in registers, and a group writes one partial row of each."""
+    """As `_norm`: dweight and dbias are summed in registers, and a group writes one partial row of each. dropped_ptr:
+    a second gradient, that of what was dropped out before the addition: dx where the dropout kept, scaled."""
     SLOTS: gl.constexpr = full.shape[0]
     CENTER: gl.constexpr = mean_ptr is not None
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
@@ -245,6 +247,11 @@ def _norm_gradients(
             if DS:
                 dx += ds
             gl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            if dropped_ptr is not None:
+                if seed_ptr is not None:
+                    keep = kept_part(seed_ptr, row * cols + part * WIDTH, drop_below, WIDTH)
+                    dx = gl.where(keep, dx * keep_scale, keep_scale * 0.0)
+                gl.store(dropped_ptr + row * cols + col, dx.to(dropped_ptr.dtype.element_ty), mask=inside)
     if dweight_ptr is not None:
         gl.store(dweight_ptr + first.to(gl.int64) * cols + col, dweight, mask=inside)
     if dbias_ptr is not None:
@@ -254,7 +261,7 @@ def _norm_gradients(
 @gluon.jit
 def norm_bwd_parts_kernel(
     x_desc, dy_desc, ds_desc, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, mail_ptr,
-    num_rows, cols, num_groups, offset,
+    num_rows, cols, num_groups, offset, dropped_ptr, seed_ptr, drop_below, keep_scale,
     PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     """dx of a program's parts of rows, and sums over them for dweight and dbias, in the order of the rows."""
@@ -272,7 +279,7 @@ def norm_bwd_parts_kernel(
         [
             (_norm_gradients, (xs, dys, dss, full, empty, scratch(2), weight_ptr, mean_ptr, rstd_ptr, dx_ptr,
                                dweight_ptr, dbias_ptr, box_ptr, group, num_groups, mine, part, cols, offset,
-                               PARTS, DS, EVEN, WIDTH, LAG)),
+                               dropped_ptr, seed_ptr, drop_below, keep_scale, PARTS, DS, EVEN, WIDTH, LAG)),
             (feed, (x_desc, dy_desc, ds_desc, xs, dys, dss, full, empty, group, num_groups, mine, part, WIDTH)),
         ],
         [1],
@@ -468,9 +475,11 @@ def _backward(
     offset: float,
     output_mask: Sequence[bool],
     config: PartsConfig | SplitConfig,
+    dropped: Tensor | None = None,
+    dropout: tuple[Tensor | None, int, float] = (None, 0, 1.0),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. With a SplitConfig: of
-    layer norm without ds."""
+    layer norm without ds. dropped: room for the gradient of what `dropout` (seed, drop_below, keep_scale) dropped."""
     order = row_order(x)
     dx = empty_rows(x, order)
     x, dy = rows(x, order), rows(dy, order)
@@ -490,7 +499,7 @@ def _backward(
             norm_bwd_parts_kernel, (groups * parts,),
             parted(x, config.width), parted(dy, config.width), None if ds is None else parted(ds, config.width),
             _packed(weight), mean, row_values(rstd, order), dx, *sums, mailbox(x.device, groups, parts),
-            count, cols, groups, offset, **parts_flags(cols, parts, config),
+            count, cols, groups, offset, dropped, *dropout, **parts_flags(cols, parts, config),
         )  # fmt: skip
     vectors = [None if s is None else v.new_empty(cols) for s, v in zip(sums, (weight, bias))]
     add_partials(tuple(s if s is None or count else s[:0] for s in sums), tuple(vectors))
