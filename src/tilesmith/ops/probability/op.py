@@ -81,7 +81,12 @@ softmax = Op(
 )
 
 # No fold: which elements are dropped depends on the place of a row in the whole tensor.
-softmax_dropout_vjp = Op(reference.softmax_dropout_vjp, fake=_fake_softmax_dropout_vjp, outputs=("dx",), kernels=TRITON)
+softmax_dropout_vjp = Op(
+    reference.softmax_dropout_vjp,
+    fake=_fake_softmax_dropout_vjp,
+    outputs=("dx",),
+    kernels={**TRITON, "hopper": "tilesmith.ops.probability.dropout_hopper"},
+)
 softmax_dropout_op = Op(
     reference.softmax_dropout,
     fake=_fake_softmax_dropout,
