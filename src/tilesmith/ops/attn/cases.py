@@ -282,7 +282,10 @@ ATTENTION = [
         1, 4, 2, 700, 700, 256, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
     Case("d256_tiles", _attend(2, 4, 2, 520, 520, 256, init=_tokens_first, causal=True), GPU, HALF),
     Case("d64_more_queries", _attend(2, 4, 2, 300, 130, 64, causal=True), GPU, HALF),
+    Case("d64_long", _attend(1, 4, 2, 500, 2100, 64), GPU, HALF),
     Case("d64_causal_long", _attend(1, 4, 2, 700, 8300, 64, init=_tokens_first, causal=True, sinks=True), GPU, HALF),
+    Case("d64_packed_long", _attend(
+        1, 4, 2, 900, 8300, 64, causal=True, cu_seqlens_q=(300, 5, 595), cu_seqlens_k=(4000, 300, 4000)), GPU, HALF),
     Case("d128_more_queries", _attend(2, 4, 2, 300, 130, 128, causal=True), GPU, HALF),
     Case("d128_one_query", _attend(2, 8, 2, 1, 700, 128, causal=True), GPU, HALF),
     Case("d128_window_sinks", _attend(1, 8, 2, 900, 900, 128, causal=True, window_left=200, sinks=True), GPU, HALF),

@@ -50,20 +50,21 @@ class HopperConfig(NamedTuple):
 def _dims(*args) -> dict[str, int]:
     q, k, v = args[:3]
     causal, left, right = (args[_PARAMETERS.index(name)] for name in ("causal", "window_left", "window_right"))
-    keys, right = k.shape[2], 0 if causal else right
+    keys, right, packed = k.shape[2], 0 if causal else right, args[_PARAMETERS.index("cu_seqlens_q")] is not None
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": keys, "dim": q.shape[3],
         "value_dim": v.shape[3], "causal": 8 if causal else 1,
-        "seen": min(keys, left + right + 1) if left >= 0 and right >= 0 else keys,
+        "seen": min(keys, left + right + 1) if left >= 0 and right >= 0 else keys, "packed": 8 if packed else 1,
     }  # fmt: skip
 
 
 def _default(dims, arch, dtype) -> HopperConfig:
     # H200, bf16, hidden 2048, TFLOP/s at head dim 64. Causal, 512 / 1k / 4k keys: four consumers 250 / 341 / 455, two
-    # 239 / 326 / 437, three 198 / 271 / 428; 8k / 16k: four 479 / 528, three 502 / 549. Without a mask, 512 / 1k keys:
-    # four 407 / 466, three 360 / 443; 2k / 4k / 16k: four 502 / 520 / 510, three 526 / 552 / 574. Head dim 128, 512
-    # keys, causal: blocks of 64 keys 333, of 128 keys 309. Windows of 256 / 512 / 1024 keys at 32k, µs in blocks of 64
-    # and 128 keys: head dim 64 312 / 468 / 789 and 373 / 488 / 776, 128 210 / 308 / 507 and 255 / 329 / 493.
+    # 239 / 326 / 437; 2k / 4k / 8k: four 422 / 468 / 502, three 408 / 481 / 532; not so in documents and windows, where
+    # three take no turns. Without a mask, 512 / 1k keys: four 407 / 466, three 360 / 443; 2k / 4k / 16k: four 502 /
+    # 520 / 510, three 526 / 552 / 574. Head dim 128, 512 keys, causal: blocks of 64 keys 333, of 128 keys 309. Windows
+    # of 256 / 512 / 1024 keys at 32k, µs in blocks of 64 and 128 keys: head dim 64 312 / 468 / 789 and 373 / 488 / 776,
+    # 128 210 / 308 / 507 and 255 / 329 / 493.
     causal = dims["causal"] > 1
     wide = max(dims["dim"], dims["value_dim"])
     if wide > 128:
@@ -72,7 +73,9 @@ def _default(dims, arch, dtype) -> HopperConfig:
         return HopperConfig(2, 64, 4 if wide > 64 else 6, 2)
     if wide > 64:
         return HopperConfig(2, 64, 4, 2) if causal and dims["keys"] <= 512 and wide == 128 else HopperConfig(2, 128, 2)
-    return HopperConfig(4, 64, 6) if dims["keys"] < (8192 if causal else 2048) else HopperConfig(3, 128, 3)
+    turns = dims["packed"] == 1 and dims["seen"] == dims["keys"]
+    few = 2048 if not causal else 4096 if turns else 8192
+    return HopperConfig(4, 64, 6) if dims["keys"] < few else HopperConfig(3, 128, 3)
 
 
 def _within(config: HopperConfig, block_k: int) -> HopperConfig:

@@ -17,6 +17,7 @@ from tilesmith.ops.gluon_shim import (
     fence,
     gl,
     gluon,
+    meet,
     mma,
     mma_wait,
     tiles_of,
@@ -25,6 +26,7 @@ from tilesmith.ops.gluon_shim import (
 
 LN2 = gl.constexpr(0.6931471805599453)
 NOTHING = gl.constexpr(float("-inf"))
+TURN = gl.constexpr(8)  # the named barrier of the first consumer's turn; the others' follow
 
 
 @aggregate
@@ -34,7 +36,8 @@ class Walk:
     blocks: tiles of queries of a head. rows: batch * heads. section: how many heads are worked on together, so that
     their keys and values stay in L2. left, right: the window. group: heads of q that share one of k and v. PACKED:
     tokens and keys are those of one document at a time. With block lists of LIST_K keys, list_share heads have a list
-    in common, and list_rows is how many tiles the lists of a batch row have, 0 if all have the same.
+    in common, and list_rows is how many tiles the lists of a batch row have, 0 if all have the same. TURNS: consumers
+    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see.
     """
 
     tokens: gl.tensor
@@ -61,6 +64,8 @@ class Walk:
     STAGES: gl.constexpr
     Q_STAGES: gl.constexpr
     LIST_K: gl.constexpr
+    TURNS: gl.constexpr
+    SKIP: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -75,6 +80,9 @@ class Walk:
         self.BM, self.BN, self.D, self.DV = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(D), gl.constexpr(DV)
         self.CONSUMERS, self.STAGES = gl.constexpr(CONSUMERS), gl.constexpr(STAGES)
         self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
+        turns = CONSUMERS == 3 and not (LEFT or PACKED)
+        self.TURNS = gl.constexpr(turns)
+        self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and not turns and BN <= 64 * (CONSUMERS - 1))
 
     @gluon.jit
     def tile(self, number, table):
@@ -378,12 +386,12 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     PHASES: gl.constexpr = 3 if whole.LEFT else 2
-    # blocks that only other consumers' queries see
-    SKIP: gl.constexpr = (whole.LEFT or whole.RIGHT) and whole.LIST_K == 0 and BN <= 64 * (whole.CONSUMERS - 1)
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
     tiles = whole.blocks * whole.rows
+    if whole.TURNS and C == whole.CONSUMERS - 1:
+        meet("arrive", TURN)
     while number < tiles:
         start, head, tokens, keys, q_place, _ = whole.tile(number, table)
         start = whole.placed(start)
@@ -391,7 +399,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         begin, blocks, entry = walk.listed(start, head, q_place, lists)
         start += C * 64
         behind_left = gl.to_tensor(0)
-        if SKIP:
+        if walk.SKIP:
             seen = gl.maximum(walk.end(gl.minimum(start + 63, tokens - 1)) - begin, 1)
             before_right = gl.maximum(blocks - (seen + BN - 1) // BN, 0)
             count = _pass(before_right, count, walk, k_full, k_empty, v_full, v_empty)
@@ -445,12 +453,16 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                     v_phase = (count // walk.STAGES) & 1
                     count += 1
                     s = count % walk.STAGES
+                    if walk.TURNS:
+                        meet("sync", TURN + C)
                     wait(k_full.index(s), (count // walk.STAGES) & 1)
                     qk_made = mma(
                         q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True
                     )
                     wait(v_full.index(behind), v_phase)
                     acc_made = mma(p_half, v.index(behind).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+                    if walk.TURNS:
+                        meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
                     qk = mma_wait(1, deps=[qk_made])
                     arrive(k_empty.index(s))
                     if SOFTCAP:
@@ -484,7 +496,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         gl.store(lse_ptr + row + queries, lse, mask=queries < tokens)
         acc = mma_wait(0, deps=[acc_made])
         arrive(v_empty.index(s))
-        if SKIP and walk.LEFT:
+        if walk.SKIP and walk.LEFT:
             count = _pass(behind_left, count, walk, k_full, k_empty, v_full, v_empty)
         acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
         if not SHARED:
