@@ -1,5 +1,6 @@
 """attention for few tiles of queries on Hopper: the launcher that splits their keys over programs."""
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from tilesmith.ops.attn.decode import combine_splits, splits_of
 from tilesmith.ops.attn.hopper_shared import LOG2E, descriptor, no_lists, reasons_for_all, window_of, wrong_dims
 from tilesmith.ops.attn.hopper_split import attention_shares_kernel
 from tilesmith.ops.gluon_shim import TensorDescriptor
+
+_PAGES = list(inspect.signature(reference.attention).parameters).index("page_table")
 
 
 class SharesConfig(NamedTuple):
@@ -29,7 +32,7 @@ def _dims(*args) -> dict[str, int]:
     q, k, v = args[:3]
     return {
         "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": k.shape[2],
-        "dim": q.shape[3], "value_dim": v.shape[3],
+        "dim": q.shape[3], "value_dim": v.shape[3], "paged": 1 if args[_PAGES] is None else 8,
     }  # fmt: skip
 
 
@@ -37,9 +40,10 @@ def _default(dims, arch, dtype) -> SharesConfig:
     wide = max(64, next_power_of_2(max(dims["dim"], dims["value_dim"])))
     consumers = 1 if dims["rows"] <= 64 else 2
     # H200, 64/8 heads of 128: 16 tokens on 8k keys take 21.0 us in tiles of 64 keys, 26.0 in tiles of 128; 256 tokens
-    # of 8 heads on 128k keys 228 and 203
+    # of 8 heads on 128k keys 228 and 203. 16 tokens on 8k / 128k / 32 x 8k with 3 stages: 20.3 / 135.9 / 255.5, with 4:
+    # 20.7 / 135.2 / 256.7, with 5: 21.1 / 137.3 / 260.4; in pages not measured so
     if wide == 128 and dims["rows"] <= 128:
-        return SharesConfig(consumers, 64, 5)
+        return SharesConfig(consumers, 64, 3 if dims["paged"] == 1 else 5)
     return SharesConfig(consumers, 64 if wide > 128 else 128, {64: 6, 128: 3, 256: 2}[wide])
 
 
