@@ -121,8 +121,9 @@ def reinterpret(tile, dtype, shape, layout, _semantic=None):
 @gluon.jit
 def meet(WHAT: gl.constexpr, number):
     """A named barrier of two consumers (256 threads); Triton itself uses numbers up to 1 + partitions. WHAT: "sync"
-    waits for the other one, "arrive" only tells it."""
-    ASM: gl.constexpr = "bar." + WHAT + " $1, 256; mov.u32 $0, $1;"
+    waits for the other one, "arrive" only tells it. Not `bar.` in PTX, which is for an instruction that all threads of
+    a block execute, whereas each consumer has its own; ptxas makes the same barrier of both, but synccheck objects."""
+    ASM: gl.constexpr = "barrier." + WHAT + " $1, 256; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
 
 
