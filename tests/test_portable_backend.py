@@ -54,6 +54,15 @@ def test_values_and_gradients(name, case, dtype):
     assert not result.message, "a case that is served"
 
 
+def test_attention_of_scores_that_are_no_numbers():
+    q, k, v = torch.randn(3, 1, 1, 6, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    q[0, 0, 2], q[0, 0, 4, 0] = float("nan"), float("inf")
+    wanted = declared()["attention"](q, k, v)
+    with use(attention="portable"):
+        torch.testing.assert_close(declared()["attention"](q, k, v), wanted, equal_nan=True)
+    assert wanted[1][0, 0, 2] == -float("inf") and wanted[1][0, 0, 4] == float("inf")
+
+
 @pytest.fixture
 def on(monkeypatch, missing):
     """on(backend): portable kernels of this test run there."""

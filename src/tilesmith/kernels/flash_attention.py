@@ -96,7 +96,8 @@ def create_flash_attention_kernel(config: FlashAttentionConfig) -> KernelIR:
     With `strided` batches, heads and rows lie as far apart as the further scalars q_batch, q_head, q_row, k_batch, ...,
     v_batch, ..., out_batch, ... say, in vectors of `config.lanes` elements, those of out of `config.out_lanes`.
 
-    A query that sees no key gives 0, and -3e38 in lse. Source: Dao, arXiv:2307.08691.
+    A query that sees no key gives 0, and -3e38 in lse; a key whose score is NaN counts as one that it does not see.
+    Source: Dao, arXiv:2307.08691.
     """
     checks.a(config, FlashAttentionConfig)
     return (attention_scalar if config.matrix == "none" else attention_matrix).create(config)

@@ -116,8 +116,9 @@ def random_bits(element, count, seed):
 
 @inline
 def log_sum(top, total):
-    """The natural logarithm of a row's sum of exponentials, from its maximum and sum to base 2."""
-    return select(total > 0.0, (top + log2(max(total, 1.0e-30))) / LOG2E, LOWEST)
+    """The natural logarithm of a row's sum of exponentials, from its maximum and sum to base 2: LOWEST of no terms, and
+    the maximum where that is infinite and the sum therefore NaN."""
+    return select(total == 0.0, LOWEST, (top + select(total > 0.0, log2(max(total, 1.0e-30)), 0.0)) / LOG2E)
 
 
 @inline

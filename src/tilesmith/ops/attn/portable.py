@@ -135,6 +135,6 @@ def attention(
         tensors[name], steps = portable.flat(x, config.out_lanes if name == "out" else config.lanes)
         scalars |= {f"{name}_{axis}": step for axis, step in zip(("batch", "head", "row"), steps)}
     portable.launch(create_flash_attention_kernel(config), config.grid(tokens, heads, batch), tensors, scalars)
-    if causal and tokens > keys:
-        lse.masked_fill_(lse < -1e38, float("-inf"))  # queries that see no key
+    # queries that see no key, or whose scores are all -inf or NaN; NaN stays, where masked_fill_ would need two kernels
+    torch.nn.functional.threshold_(lse, -1e38, float("-inf"))
     return out, lse
