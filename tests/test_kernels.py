@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from codegen import tools
+from codegen import tools, webgpu_runner
 from kernel_runs import EPS, random, run, within
 from tilesmith.codegen import KernelError, KernelIR, cuda, metal, nvrtc, spirv, wgsl
 from tilesmith.hardware.limits import limits_of
@@ -285,17 +285,23 @@ def accepted(target: str, ir: KernelIR) -> str:
     """What the target's own compiler or validator says against a kernel; empty if nothing."""
     if target == "cuda":
         return ".local memory is used" * (".local" in cuda.ptx(ir, "sm_90"))
-    printed = {"metal": metal, "webgpu": wgsl, "vulkan": spirv}[target].generate(ir)
-    check = {"metal": tools.compile_metal, "webgpu": tools.validate_wgsl, "vulkan": tools.validate_spirv}[target]
+    printed = {"metal": metal, "webgpu": wgsl, "naga": wgsl, "vulkan": spirv}[target].generate(ir)
+    check = {
+        "metal": tools.compile_metal,
+        "webgpu": tools.validate_wgsl,
+        "naga": webgpu_runner.validate,
+        "vulkan": tools.validate_spirv,
+    }[target]
     return check(printed)
 
 
-@pytest.mark.parametrize("target", ["cuda", "metal", "webgpu", "vulkan"])
+@pytest.mark.parametrize("target", ["cuda", "metal", "webgpu", "naga", "vulkan"])
 def test_compilers_accept_every_kernel(target, missing):
     reason = {
         "cuda": without_nvrtc,
         "metal": lambda: None if tools.cpp() else "no C++ compiler",
         "webgpu": lambda: tools.dawn() if isinstance(tools.dawn(), str) else None,
+        "naga": lambda: webgpu_runner.device() if isinstance(webgpu_runner.device(), str) else None,
         "vulkan": lambda: tools.spirv_val() if isinstance(tools.spirv_val(), str) else None,
     }[target]()
     if reason is not None:
@@ -304,6 +310,25 @@ def test_compilers_accept_every_kernel(target, missing):
         assert accepted(target, small(entry, use_half=True)) == ""
     for name in {"cuda": ("ampere", "hopper"), "metal": ("apple",), "vulkan": ("rdna3",)}.get(target, ()):
         assert accepted(target, create_flash_attention_kernel(getattr(TunedConfigs, name))) == ""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_registers_hold_every_kernel(arch, missing):
+    """At a model's sizes, but for four registers around a loop. A norm that keeps too much, as it once did, is the
+    control."""
+    reason = without_nvrtc()
+    if reason is not None:
+        missing(reason)
+
+    def local_bytes(ir: KernelIR) -> int:
+        return tools.local_bytes(nvrtc.compile(cuda.generate(ir), ir.name, arch, binary=True))
+
+    attention = [getattr(TunedConfigs, name) for name in ("ampere", "hopper", "fallback", "cuda", "vulkan", "webgpu")]
+    kernels = [create_flash_attention_kernel(config) for config in attention]
+    kernels += [small(e, hidden_dim=4096, head_dim=128, use_half=True) for n, e in KERNELS.items() if "flash" not in n]
+    assert max(map(local_bytes, kernels)) <= 16
+    config = fused_ops.NormConfig(65_536, x="f16", residual="f16", weight="f16", workgroup_size=1024)
+    assert local_bytes(fused_ops.create_norm_kernel(config)) > 64
 
 
 def without_nvrtc() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,26 @@ def assemble_spirv(listing: str, version: int = 3) -> bytes:
         command = [assembler, "--preserve-numeric-ids", "--target-env", f"spv1.{version}", "-o", file.name, "-"]
         subprocess.run(command, input=listing, text=True, check=True)
         return Path(file.name).read_bytes()
+
+
+def local_bytes(cubin: bytes) -> int:
+    """The most local memory that a thread of a cubin's functions has: spilled registers, arrays that are indexed.
+
+    From the ELF section .nv.info: (format 4, attribute, size) and as many bytes, or a format whose value has two.
+    """
+    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + k * size) for k in range(count)]
+    text, most = sections[names][4], 0
+    for name, _, _, _, place, length in sections:
+        end = place + length
+        while cubin[text + name :].startswith(b".nv.info\0") and place < end:
+            kind, attribute, extent = struct.unpack_from("<BBH", cubin, place)
+            place += 4
+            if kind == 4:
+                if attribute == 0x11:  # frame size, of the symbol before it
+                    most = max(most, struct.unpack_from("<II", cubin, place)[1])
+                place += extent
+    return most
 
 
 @lru_cache(maxsize=1)

@@ -27,6 +27,17 @@ def device():
     return adapter.request_device_sync(required_features=sorted(wanted))
 
 
+def validate(source: str) -> str:
+    """What naga says against WGSL; empty if nothing."""
+    import wgpu
+
+    try:
+        device().create_shader_module(code=source)
+    except wgpu.GPUError as problem:
+        return str(problem)
+    return ""
+
+
 def run(ir: KernelIR, code: str | bytes, grid, tensors: dict[str, np.ndarray], scalars: dict) -> dict[str, np.ndarray]:
     """Copies of `tensors` after the launch."""
     import wgpu
