@@ -71,10 +71,10 @@ def test_flash_attention_of_groups_and_batches():
 
 MATRIX = [
     FlashAttentionConfig(32, 32, 32, True, matrix="cuda", return_lse=True),
-    FlashAttentionConfig(16, 128, 16, True, causal=True, matrix="cuda", return_lse=True),
+    FlashAttentionConfig(16, 128, 16, True, causal=True, matrix="cuda", return_lse=True, ahead=True),
     FlashAttentionConfig(32, 16, 48, True, causal=True, matrix="metal", return_lse=True),
     FlashAttentionConfig(16, 16, 8, True, matrix="metal", return_lse=True),
-    FlashAttentionConfig(32, 16, 32, True, causal=True, matrix="vulkan", return_lse=True),
+    FlashAttentionConfig(32, 128, 32, True, causal=True, matrix="vulkan", return_lse=True, ahead=True),
     FlashAttentionConfig(16, 32, 16, True, matrix="vulkan", return_lse=True),
     FlashAttentionConfig(32, 16, 32, True, causal=True, matrix="vulkan-nv", return_lse=True),
     FlashAttentionConfig(16, 128, 16, True, matrix="vulkan-nv", return_lse=True),

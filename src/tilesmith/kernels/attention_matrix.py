@@ -17,6 +17,7 @@ from tilesmith.codegen import (
     elements,
     exp2,
     f32,
+    f32x4,
     fill,
     fragment,
     gid,
@@ -41,7 +42,7 @@ from tilesmith.codegen import (
     unroll,
 )
 from tilesmith.kernels.functions import LOG2E, log_sum, share
-from tilesmith.kernels.rows import block, head_rows, stored_scalar
+from tilesmith.kernels.rows import across, block, head_rows, stored_scalar
 
 HIDDEN = -1.0e30
 """The score of a key that a query does not see."""
@@ -52,6 +53,7 @@ LARGEST = 3.4e38
 TILES = {"cuda": 16, "vulkan": 16, "vulkan-nv": 16, "metal": 8}
 _WORDS = 8  # halves in a u32x4
 _AT_ONCE = 64  # keys whose scores are in registers together
+_PASSED = 32  # keys whose weights pass through shared memory together
 
 
 def create(config) -> KernelIR:
@@ -127,7 +129,7 @@ def stage(tile, source, base, step, first, rows, count, head_dim, threads):
 def _in_registers(config):
     t = TILES[config.matrix]
     bq, bkv, d, causal = config.block_size_q, config.block_size_kv, config.head_dim, config.causal
-    stored = stored_scalar(config)
+    stored, ahead = stored_scalar(config), config.ahead
     threads, stride, chunks = 32 * (bq // t), d + _WORDS, d // t
     at_once, shares = min(bkv, _AT_ONCE), _shares(bkv, d, threads)
     own = 2 if t == 16 else 1  # rows that a thread holds elements of
@@ -161,13 +163,20 @@ def _in_registers(config):
         last = n_kv
         if causal:
             last = min(n_kv, max(m0 + bq + n_kv, n_q) - n_q)
+        if ahead:
+            fetch(next_keys, k, k0, k_row, 0, bkv, n_kv, d, threads)
+            fetch(next_values, v, v0, v_row, 0, bkv, n_kv, d, threads)
         for start in range(0, last, bkv):
-            fetch(next_keys, k, k0, k_row, start, bkv, n_kv, d, threads)
-            fetch(next_values, v, v0, v_row, start, bkv, n_kv, d, threads)
+            if not ahead:
+                fetch(next_keys, k, k0, k_row, start, bkv, n_kv, d, threads)
+                fetch(next_values, v, v0, v_row, start, bkv, n_kv, d, threads)
             barrier()
             put(keys, next_keys, 0, bkv, d, threads)
             put(values, next_values, 0, bkv, d, threads)
             barrier()
+            if ahead:
+                fetch(next_keys, k, k0, k_row, start + bkv, bkv, n_kv, d, threads)
+                fetch(next_values, v, v0, v_row, start + bkv, bkv, n_kv, d, threads)
             for part in range(0, bkv, at_once):
                 for j in unroll(at_once // t):
                     fill(scores[j], 0.0)
@@ -246,14 +255,13 @@ def _in_registers(config):
 
 @inline
 def across_rows(c, op, area, spread, t, wide):
-    """`reduce_rows(c, c, op)` through shared memory: `area`, rows `wide` apart, and `spread`, one f32 a row."""
-    own = subgroup() * t + lane() // 2  # two threads share a row: even and odd columns
+    """`reduce_rows(c, c, op)` through shared memory: `area` of f32x4, rows `wide` f32 apart, `spread` of one a row."""
+    own = subgroup() * t + lane() // 2  # two threads share a row: even and odd vectors
     store_fragment(c, area, subgroup() * (t * wide), wide)
     subgroup_barrier()
-    x = area[own * wide + lane() % 2]
-    for i in unroll(1, t // 2):
-        other = area[own * wide + lane() % 2 + 2 * i]
-        x = max(x, other) if op == "max" else x + other
+    v, w = (area[own * (wide // 4) + lane() % 2 + i] for i in (0, 2))
+    v = max(v, w) if op == "max" else v + w
+    x = max(max(v[0], v[1]), max(v[2], v[3])) if op == "max" else across(v, 4)
     other = shuffle_xor(x, 1)
     x = max(x, other) if op == "max" else x + other
     if lane() % 2 == 0:
@@ -265,16 +273,17 @@ def across_rows(c, op, area, spread, t, wide):
 def _by_elements(config):
     t, reduces = TILES[config.matrix], config.matrix == "vulkan-nv"
     bq, bkv, d, causal = config.block_size_q, config.block_size_kv, config.head_dim, config.causal
-    stored = stored_scalar(config)
+    stored, ahead = stored_scalar(config), config.ahead
     threads, stride, chunks = 32 * (bq // t), d + _WORDS, d // t
-    at_once, shares = min(bkv, _AT_ONCE if reduces else _AT_ONCE // 2), _shares(bkv, d, threads)
-    wide, packed = t + 4, at_once + _WORDS  # strides of scores and of weights on their way through shared memory
+    at_once, shares = min(bkv, _AT_ONCE), _shares(bkv, d, threads)
+    passing = min(at_once, _PASSED)
+    wide, packed = t + 8, passing + _WORDS  # strides of scores and of weights on their way through shared memory
 
     @inline
     def body(q, k, v, out, lse, n_q, n_kv, heads, kv_heads, scale, q_steps, k_steps, v_steps, out_steps):
         tile, numbers = shared(u32x4, max(bq, 2 * bkv) * stride // _WORDS), shared(f32, t * t)
         if not reduces:
-            area, spread = shared(f32, bq * wide), shared(f32, bq)
+            area, spread = shared(f32x4, bq * wide // 4), shared(f32, bq)
             passed = shared(stored, bq * packed)
         queries = [fragment("a", stored, t) for _ in range(chunks)]
         weights = [fragment("a", stored, t) for _ in range(at_once // t)]
@@ -305,13 +314,20 @@ def _by_elements(config):
         last = n_kv
         if causal:
             last = min(n_kv, max(m0 + bq + n_kv, n_q) - n_q)
+        if ahead:
+            fetch(next_keys, k, k0, k_row, 0, bkv, n_kv, d, threads)
+            fetch(next_values, v, v0, v_row, 0, bkv, n_kv, d, threads)
         for start in range(0, last, bkv):
-            fetch(next_keys, k, k0, k_row, start, bkv, n_kv, d, threads)
-            fetch(next_values, v, v0, v_row, start, bkv, n_kv, d, threads)
+            if not ahead:
+                fetch(next_keys, k, k0, k_row, start, bkv, n_kv, d, threads)
+                fetch(next_values, v, v0, v_row, start, bkv, n_kv, d, threads)
             barrier()
             put(tile, next_keys, 0, bkv, d, threads)
             put(tile, next_values, bkv, bkv, d, threads)
             barrier()
+            if ahead:
+                fetch(next_keys, k, k0, k_row, start + bkv, bkv, n_kv, d, threads)
+                fetch(next_values, v, v0, v_row, start + bkv, bkv, n_kv, d, threads)
             for part in range(0, bkv, at_once):
                 for j in unroll(at_once // t):
                     fill(scores[j], 0.0)
@@ -368,11 +384,14 @@ def _by_elements(config):
                     for j in unroll(at_once // t):
                         convert(weights[j], scores[j])
                 else:
-                    for j in unroll(at_once // t):
-                        store_fragment(scores[j], passed, subgroup() * (t * packed) + j * t, packed)
-                    subgroup_barrier()
-                    for j in unroll(at_once // t):
-                        load_fragment(weights[j], passed, subgroup() * (t * packed) + j * t, packed)
+                    for j in unroll(0, at_once // t, passing // t):
+                        if j > 0:
+                            subgroup_barrier()
+                        for i in unroll(passing // t):
+                            store_fragment(scores[j + i], passed, subgroup() * (t * packed) + i * t, packed)
+                        subgroup_barrier()
+                        for i in unroll(passing // t):
+                            load_fragment(weights[j + i], passed, subgroup() * (t * packed) + i * t, packed)
                 for c in unroll(chunks):
                     for e in unroll(elements(held[c])):
                         held[c][e] = held[c][e] * fade[e]

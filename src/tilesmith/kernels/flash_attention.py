@@ -28,7 +28,8 @@ class FlashAttentionConfig:
     matrix: whose matrix units to use: "cuda", "vulkan", "vulkan-nv" (through Vulkan, where a device has
     VK_NV_cooperative_matrix2), "metal"; or "none", which runs on every backend. With them use_half must be True, and a
     subgroup of 32 owns 16 (Metal: 8) queries. half: which 16 bits, "f16", or "bf16" where the target has it. strided:
-    tensors lie in memory as the launch says.
+    tensors lie in memory as the launch says. ahead: a kernel with matrix units holds the next keys and values in
+    registers while it computes.
     """
 
     block_size_q: int = 32
@@ -40,10 +41,11 @@ class FlashAttentionConfig:
     matrix: str = "none"
     half: str = "f16"
     strided: bool = False
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         checks.positive(self, "block_size_q", "block_size_kv", "head_dim")
-        checks.flags(self, "use_half", "causal", "return_lse", "strided")
+        checks.flags(self, "use_half", "causal", "return_lse", "strided", "ahead")
         checks.half(self)
         checks.one_of(self, "block_size_q", 16, 32, 64, 128, 256)
         checks.one_of(self, "block_size_kv", 16, 32, 64, 128, 256)

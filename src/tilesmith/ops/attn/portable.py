@@ -66,15 +66,22 @@ def _config(
         granted = limits_of("cuda")
         limits = replace(granted, shared_memory=max(granted.shared_memory, arch_of(device).shared_memory))
         units = half and dim % 16 == 0
-        # H200, 16,384 tokens, hidden 2048, 4k keys, TFLOP/s of 128 x 128 and 64 x 64: f16 D 64 full 233, 227, causal
-        # 225, 209; D 128 full 200, 220, causal 186, 196. f32 of 64 x 32 and 64 x 64: D 64 30, 29, D 128 28, 30.
-        blocks = ((128, 128) if units else (64, 32)) if dim <= 64 else (64, 64)
-        config = FlashAttentionConfig(*blocks, dim, half, matrix="cuda" if units else "none")
+        # H200, 16,384 tokens, hidden 2048, 4k keys, TFLOP/s, f16. D 64: 128 x 128 full 246, causal 223, 128 x 64 ahead
+        # 221, 179. D 128: 128 x 64 ahead 251, 224, not ahead 221, 181, 64 x 64 173, 210. D 256: 128 x 64 205, ahead
+        # 183, 64 x 64 152. f32 of 64 x 32 and 64 x 64: D 64 30, 29, D 128 28, 30.
+        if units:
+            blocks = (128, 128) if dim <= 64 else (128, 64)
+        else:
+            blocks = (64, 32) if dim <= 64 else (64, 64)
+        config = FlashAttentionConfig(*blocks, dim, half, matrix="cuda" if units else "none", ahead=64 < dim <= 128)
         if limits.refuses(required_shared_memory(config), (config.threads, 1, 1)):
             config = preset_for(limits, dim, use_half=half, matrix=config.matrix)
     elif backend == "vulkan" and half and dim % 16 == 0 and "fragments" in vulkan.device().features:
         matrix = "vulkan-nv" if "conversions" in vulkan.device().features else "vulkan"
         config = preset_for(vulkan.device().limits, dim, matrix=matrix)
+        # H200, as above, ahead and not: KHR's extension D 64 168 and 141, D 128 163 and 156; NVIDIA's D 64 221 and 217,
+        # causal 197 and 188, D 128 232 and 237
+        config = replace(config, ahead=matrix == "vulkan" or dim <= 64)
     else:
         matrix = None if dtype is torch.float16 else "none"
         limits = limits_of("vulkan" if backend == "interpreter" else backend)
