@@ -29,6 +29,10 @@ _SUBGROUP_OPERATIONS = 1 | 4 | 16  # basic, arithmetic, shuffle
 _CONVERSIONS, _REDUCTIONS = "VK_NV_cooperative_matrix2", 6  # the word of its features; conversions come next
 _MATRIX, _SUBGROUP_SIZE = "VK_KHR_cooperative_matrix", "VK_EXT_subgroup_size_control"
 _FULL_SUBGROUPS = 2  # of a pipeline's shader stage
+# NVIDIA's driver checks each access against its buffer's bounds, unless this says that it need not: a store becomes a
+# branch, behind which it moves the loads of what the next one writes. Softmax of 32,768 columns with eight vectors at
+# once: 168 µs, unchecked 145 (H200). Kernels keep to their buffers, which the interpreter proves.
+_ROBUSTNESS, _UNCHECKED = "VK_EXT_pipeline_robustness", 1
 _ALL = 2**64 - 1
 
 
@@ -77,7 +81,8 @@ class Device:
 
     features: of `f16`, `subgroups`, `fragments`, `conversions`, as in `KernelIR.features`. limits: what a workgroup may
     use. shares: whether the host sees its memory as fast as its own; else tensors are copied through `_stage`. exports:
-    whether CUDA can be shown its memory, on the GPU whose `uuid` it has.
+    whether CUDA can be shown its memory, on the GPU whose `uuid` it has. unchecked: whether the driver leaves out
+    bounds checks.
     """
 
     def __init__(self, vk: ModuleType) -> None:
@@ -117,7 +122,9 @@ class Device:
         conversions = _conversion_features(vk)
         if _CONVERSIONS in names:
             matrix.pNext = vk.ffi.cast("void*", conversions)
-        v12 = vk.VkPhysicalDeviceVulkan12Features(pNext=sizes if sizes_known else sizes.pNext)
+        known = sizes if sizes_known else sizes.pNext
+        robustness = vk.VkPhysicalDevicePipelineRobustnessFeaturesEXT(pNext=known)
+        v12 = vk.VkPhysicalDeviceVulkan12Features(pNext=robustness if _ROBUSTNESS in names else known)
         v11 = vk.VkPhysicalDeviceVulkan11Features(pNext=v12)
         vk.vkGetPhysicalDeviceFeatures2(self.physical, vk.VkPhysicalDeviceFeatures2(pNext=v11))
         size_range = vk.VkPhysicalDeviceSubgroupSizeControlProperties()
@@ -150,6 +157,10 @@ class Device:
                 pNext=chain, subgroupSizeControl=1, computeFullSubgroups=1
             )
             wanted += [_SUBGROUP_SIZE] * (_SUBGROUP_SIZE in names)
+        self.unchecked = bool(robustness.pipelineRobustness)
+        if self.unchecked:
+            chain = vk.VkPhysicalDevicePipelineRobustnessFeaturesEXT(pNext=chain, pipelineRobustness=1)
+            wanted.append(_ROBUSTNESS)
         half, model = int("f16" in self.features), int("fragments" in self.features)
         v12 = vk.VkPhysicalDeviceVulkan12Features(pNext=chain, shaderFloat16=half, vulkanMemoryModel=model)
         v11 = vk.VkPhysicalDeviceVulkan11Features(pNext=v12, storageBuffer16BitAccess=half)
@@ -267,7 +278,8 @@ class Device:
             size = vk.VkPipelineShaderStageRequiredSubgroupSizeCreateInfo(requiredSubgroupSize=subgroup_size)
             flags = _FULL_SUBGROUPS
         stage = vk.VkPipelineShaderStageCreateInfo(pNext=size, flags=flags, stage=32, module=shader, pName=entry)
-        info = vk.VkComputePipelineCreateInfo(stage=stage, layout=layout)
+        checks = vk.VkPipelineRobustnessCreateInfoEXT(storageBuffers=_UNCHECKED) if self.unchecked else None
+        info = vk.VkComputePipelineCreateInfo(pNext=checks, stage=stage, layout=layout)
         handle = vk.vkCreateComputePipelines(self.device, self.cache, 1, [info], None)[0]
         vk.vkDestroyShaderModule(self.device, shader, None)
         self._keep_cache()
