@@ -183,23 +183,23 @@ def collected(wide, lanes):
 def row_sum(x, stage, threads):
     """The sum of `x` over the `threads` (a power of two) that share a row; `stage` holds one f32 a thread.
 
-    In one or two steps, after which every thread adds up the rest by itself: a barrier costs more than that.
+    In few steps, after which every thread adds up the rest by itself: a barrier costs more than that.
     """
     t = tid(0)
-    last: const = _left(threads)
+    left: const = _left(threads)
     own, first = t % threads, t - t % threads
     barrier()
     stage[t] = x
     barrier()
-    if threads > last:
-        if own < last:
+    for k in unroll(1, len(left)):
+        if own < left[k]:
             partial = stage[t]
-            for k in unroll(1, threads // last):
-                partial += stage[t + k * last]
+            for j in unroll(1, left[k - 1] // left[k]):
+                partial += stage[t + j * left[k]]
             stage[t] = partial
         barrier()
     total = stage[first]
-    for k in unroll(1, last):
+    for k in unroll(1, left[-1]):
         total += stage[first + k]
     return total
 
@@ -208,24 +208,28 @@ def row_sum(x, stage, threads):
 def row_highest(x, stage, threads):
     """The maximum of `x` over the threads that share a row; see `row_sum`."""
     t = tid(0)
-    last: const = _left(threads)
+    left: const = _left(threads)
     own, first = t % threads, t - t % threads
     barrier()
     stage[t] = x
     barrier()
-    if threads > last:
-        if own < last:
+    for k in unroll(1, len(left)):
+        if own < left[k]:
             partial = stage[t]
-            for k in unroll(1, threads // last):
-                partial = max(partial, stage[t + k * last])
+            for j in unroll(1, left[k - 1] // left[k]):
+                partial = max(partial, stage[t + j * left[k]])
             stage[t] = partial
         barrier()
     top = stage[first]
-    for k in unroll(1, last):
+    for k in unroll(1, left[-1]):
         top = max(top, stage[first + k])
     return top
 
 
-def _left(threads: int) -> int:
-    """Values of a row that are left for every thread: all, or about as many as one thread brought together."""
-    return threads if threads <= 16 else 1 << threads.bit_length() // 2
+def _left(threads: int) -> tuple[int, ...]:
+    """How many values of a row there are at each step: `threads` to begin with, at last what is left for everyone."""
+    if threads <= 16:
+        return (threads,)
+    if threads <= 256:
+        return (threads, 1 << threads.bit_length() // 2)
+    return (threads, threads // 8, threads // 64)
