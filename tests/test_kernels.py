@@ -66,17 +66,27 @@ WIDE = pytest.mark.parametrize("columns", [4112, 4100, 4097])  # that a workgrou
 @HALF
 @WIDE
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norms_of_rows_that_no_workgroup_keeps(kind, columns, half):
+@pytest.mark.parametrize("added", [False, True])
+def test_norms_of_rows_that_no_workgroup_keeps(added, kind, columns, half):
     name = "f16" if half else "f32"
-    config = fused_ops.NormConfig(columns, kind, name, None, name, workgroup_size=32)
+    config = fused_ops.NormConfig(columns, kind, name, name if added else None, name, workgroup_size=32)
     assert not config.plan.keep
     x, weight = random(3, columns, half=half, seed=1) + 3, random(columns, half=half, seed=2)
+    step = config.plan.vectors
+    given, scalars, out = {"x": x, "weight": weight}, {"rows": 3, "eps": EPS, "x_step": step}, {"y": x.shape}
+    if kind == "rms":
+        scalars["offset"] = 0.0
+    if added:
+        given["residual"] = random(3, columns, half=half, seed=3)
+        scalars["residual_step"], out["sum"] = step, x.shape
     statistics = {n: np.full(3, np.nan, np.float32) for n in (("mean",) if kind == "layer" else ()) + ("rstd",)}
-    scalars = {"rows": 3, "eps": EPS, "x_step": config.plan.vectors} | ({"offset": 0.0} if kind == "rms" else {})
     ir = fused_ops.create_norm_kernel(config)
-    out = run(ir, config.grid(3), {"x": x, "weight": weight} | statistics, {"y": x.shape}, scalars, half)
+    found = run(ir, config.grid(3), given | statistics, out, scalars, half)
+    if added:
+        x = x + given["residual"]
+        assert np.array_equal(found["sum"], x)
     norm = F.rms_norm if kind == "rms" else (lambda x, shape, w, eps: F.layer_norm(x, shape, w, None, eps))
-    within(out["y"], lambda x, w: norm(x, (columns,), w, EPS), x, weight)
+    within(found["y"], lambda x, w: norm(x, (columns,), w, EPS), x, weight)
     wide = torch.from_numpy(x).double()
     power = wide.square().mean(-1) if kind == "rms" else wide.var(-1, correction=0)
     np.testing.assert_allclose(statistics["rstd"], (power + EPS).rsqrt().numpy(), rtol=1e-5)
@@ -325,6 +335,9 @@ def test_registers_hold_every_kernel(arch, missing):
     attention = [getattr(TunedConfigs, name) for name in ("ampere", "hopper", "fallback", "cuda", "vulkan", "webgpu")]
     kernels = [create_flash_attention_kernel(config) for config in attention]
     kernels += [small(e, hidden_dim=4096, head_dim=128, use_half=True) for n, e in KERNELS.items() if "flash" not in n]
+    for columns, threads in ((16_384, 256), (32_768, 512), (65_536, 1024)):
+        config = fused_ops.ResidualLayerNormConfig(columns, use_half=True, workgroup_size=threads)
+        kernels.append(fused_ops.create_residual_layer_norm_kernel(config))
     assert max(map(local_bytes, kernels)) <= 16
     config = fused_ops.NormConfig(65_536, x="f16", residual="f16", weight="f16", workgroup_size=1024)
     assert local_bytes(fused_ops.create_norm_kernel(config)) > 64

@@ -56,7 +56,6 @@ class Page:
 
 
 _MATRIX, _TILES = "attention_matrix", "for start in range(0, last, bkv):"
-_WRITES = "if row < rows and (plan.exact or i < plan.vectors):"
 PAGES = {
     "flash_attention": Page(
         "Flash attention",
@@ -102,7 +101,7 @@ PAGES = {
     "residual_layer_norm": Page(
         "Residual and layer norm",
         "residual_layer_norm",
-        (Part(fused_ops.ResidualLayerNormConfig(4096), "norms", "for k in sweep(plan.count):", at=_WRITES),),
+        (Part(fused_ops.ResidualLayerNormConfig(4096), "norms", "if row < rows:"),),
     ),
     "softmax_dropout": Page(
         "Softmax and dropout",

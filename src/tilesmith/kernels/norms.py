@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from tilesmith.codegen import (
     In,
+    InOut,
     KernelIR,
     Out,
     Scalar,
@@ -50,7 +51,12 @@ class ResidualLayerNormConfig:
     @property
     def plan(self) -> Rows:
         """How the rows are shared out."""
-        return Rows.of(self.hidden_dim, self.workgroup_size, stored_scalar(self))
+        return Rows.of(self.hidden_dim, self.workgroup_size, stored_scalar(self), most=self._kept)
+
+    @property
+    def _kept(self) -> int:
+        # 1,024 threads have 64 registers each, of which rows of 131,072 bytes leave too few for two tensors
+        return 65_536 if self.workgroup_size == 1024 else 131_072
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
@@ -63,7 +69,8 @@ class NormConfig:
 
     kind: "rms" or "layer". x, residual, weight, bias: the type of these tensors' elements, "f32", "f16", or "bf16"
     where the target has it; None where there is no such tensor. casting: for "rms", where "llama" rounds before the
-    weight, "fp32" once at the end. workgroup_size: threads of a workgroup.
+    weight, "fp32" once at the end. workgroup_size: threads of a workgroup. kept: bytes of rows that these hold in
+    registers; of more, rows are read twice.
     """
 
     hidden_dim: int
@@ -74,9 +81,10 @@ class NormConfig:
     bias: str | None = None
     casting: str = "fp32"
     workgroup_size: int = 256
+    kept: int = 131_072
 
     def __post_init__(self) -> None:
-        checks.positive(self, "hidden_dim")
+        checks.positive(self, "hidden_dim", "kept")
         checks.one_of(self, "kind", "rms", "layer")
         checks.one_of(self, "x", *_TYPES)
         for field in ("residual", "weight", "bias"):
@@ -89,7 +97,7 @@ class NormConfig:
     @property
     def plan(self) -> Rows:
         """How the rows are shared out."""
-        return Rows.of(self.hidden_dim, self.workgroup_size, type_named(self.x))
+        return Rows.of(self.hidden_dim, self.workgroup_size, type_named(self.x), most=self.kept)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
@@ -108,7 +116,10 @@ def create_residual_layer_norm_kernel(config: ResidualLayerNormConfig) -> Kernel
     checks.a(config, ResidualLayerNormConfig)
     stored, a_row, pre = config.plan.stored, config.plan.vectors, config.placement == "pre"
     name = stored.dtype
-    norm = _norm(NormConfig(config.hidden_dim, "layer", name, name, name, name, "fp32", config.workgroup_size))
+    norm = _norm(
+        NormConfig(config.hidden_dim, "layer", name, name, name, name, "fp32", config.workgroup_size, config._kept)
+    )
+    written = Out if config.plan.keep else InOut  # rows that are not kept are read again from the sum
 
     def residual_layer_norm(
         x: In[stored],
@@ -116,7 +127,7 @@ def create_residual_layer_norm_kernel(config: ResidualLayerNormConfig) -> Kernel
         weight: In[stored],
         bias: In[stored],
         y: Out[stored],
-        sum: Out[stored] if pre else None,
+        sum: written[stored] if pre else None,
         rows: Scalar[u32],
         eps: Scalar[f32],
     ):
@@ -143,6 +154,7 @@ def create_norm_kernel(config: NormConfig) -> KernelIR:
         for name in (config.x, config.residual, config.weight, config.bias)
     )
     norm = _norm(config)
+    written = Out if config.plan.keep else InOut  # rows that are not kept are read again from the sum
 
     def norm_rows(
         x: In[stored],
@@ -150,7 +162,7 @@ def create_norm_kernel(config: NormConfig) -> KernelIR:
         weight: In[scaled] if scaled else None,
         bias: In[shifted] if shifted else None,
         y: Out[stored],
-        sum: Out[added] if added else None,
+        sum: written[added] if added else None,
         mean: Out[f32] if layer else None,
         rstd: Out[f32],
         rows: Scalar[u32],
@@ -191,12 +203,16 @@ def _norm(config: NormConfig):
             for k in unroll(plan.count):
                 i = t + k * plan.threads
                 if plan.exact or i < plan.vectors:
-                    s = read(x, residual, start, beside, i)
-                    kept[k] = s
-                    if sum is not None and row < rows:
-                        sum[place + i] = s
-                    v = wide(s)
+                    kept[k] = read(x, residual, start, beside, i)
+            for k in unroll(plan.count):
+                if plan.exact or t + k * plan.threads < plan.vectors:
+                    v = wide(kept[k])
                     total += across(v if layer else v * v, lanes)
+            if sum is not None and row < rows:
+                for k in unroll(plan.count):
+                    i = t + k * plan.threads
+                    if plan.exact or i < plan.vectors:
+                        sum[place + i] = kept[k]
             if layer:
                 middle = row_sum(total, stage, plan.threads) / f32(plan.columns)
                 total = 0.0
@@ -213,13 +229,17 @@ def _norm(config: NormConfig):
                 for k in unroll(BATCH):
                     i = t + (first + k) * plan.threads
                     if plan.whole or i < plan.vectors:
-                        s = read(x, residual, start, beside, i)
-                        batch[k] = s
-                        if sum is not None and row < rows:
-                            sum[place + i] = s
-                        v = wide(s)
+                        batch[k] = read(x, residual, start, beside, i)
+                for k in unroll(BATCH):
+                    if plan.whole or t + (first + k) * plan.threads < plan.vectors:
+                        v = wide(batch[k])
                         part += across(v if layer else v * v, lanes)
                         size += f32(lanes)
+                if sum is not None and row < rows:
+                    for k in unroll(BATCH):
+                        i = t + (first + k) * plan.threads
+                        if plan.whole or i < plan.vectors:
+                            sum[place + i] = batch[k]
                 if layer:
                     own, squares = part / max(size, 1.0), 0.0
                     for k in unroll(BATCH):
@@ -243,20 +263,25 @@ def _norm(config: NormConfig):
             rstd[row] = scale
             if layer:
                 mean[row] = middle
-        for k in sweep(plan.count):
-            i = t + again(plan, k) * plan.threads
-            if row < rows and (plan.exact or i < plan.vectors):
-                v = wide(kept[k] if plan.keep else read(x, residual, start, beside, i))
-                n = (v - middle) * scale if layer else v * scale
-                if llama:
-                    n = wide(stored(n))
-                if weight is not None:
-                    w = wide(weight[i])
-                    if offset is not None:
-                        w = w + offset
-                    n = n * (wide(factor(w)) if llama else w)
-                if bias is not None:
-                    n = n + wide(bias[i])
-                y[place + i] = stored(n)
+        if row < rows:  # around all, so that no load stays behind another vector's store
+            for k in sweep(plan.count):
+                i = t + again(plan, k) * plan.threads
+                if plan.exact or i < plan.vectors:
+                    if plan.keep:
+                        s = kept[k]
+                    else:
+                        s = read(x, residual, start, beside, i) if sum is None else sum[place + i]
+                    v = wide(s)
+                    n = (v - middle) * scale if layer else v * scale
+                    if llama:
+                        n = wide(stored(n))
+                    if weight is not None:
+                        w = wide(weight[i])
+                        if offset is not None:
+                            w = w + offset
+                        n = n * (wide(factor(w)) if llama else w)
+                    if bias is not None:
+                        n = n + wide(bias[i])
+                    y[place + i] = stored(n)
 
     return norm
