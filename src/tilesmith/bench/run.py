@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,11 +43,15 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Call:
-    """One provider on one case: how to run it, its own arguments, and those whose gradients the backward computes."""
+    """One provider on one case: how to run it, its own arguments, and those whose gradients the backward computes.
+
+    loss: only the first output has a gradient, the others are for the log.
+    """
 
     forward: Callable[[], Any]
     args: Mapping[str, Any]
     inputs: tuple[Tensor, ...]
+    loss: bool = False
 
     @classmethod
     def of(cls, adapter: Adapter, case: Case, device: torch.device, dtype: torch.dtype) -> Call:
@@ -70,7 +74,7 @@ class Call:
         """A callable that runs forward and backward."""
 
         def step():
-            outputs = differentiable(self.forward())
+            outputs = differentiable(self.forward())[: 1 if self.loss else None]
             return torch.autograd.grad(outputs, self.inputs, list(map(torch.ones_like, outputs)), allow_unused=True)
 
         return step
@@ -144,7 +148,7 @@ def case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: in
     expected = head = None
     for provider, adapter in providers(op.name, only).items():
         try:
-            call = Call.of(adapter, case, device, dtype)
+            call = replace(Call.of(adapter, case, device, dtype), loss=op.name in TOGETHER)
             head = head or {"case": case.name, "dtype": _name(dtype), "shapes": shapes(call.args)}
             out = call.once()
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
