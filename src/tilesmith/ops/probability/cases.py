@@ -133,6 +133,7 @@ def _cases(**options: object) -> list[Case]:
         Case("parts_masked", args(3, 98_304, init=_masked), GPU),
         Case("parts_dead_row", args(3, 40_960, init=_dead, grad=False), GPU),
         Case("parts_negative_scale", args(9, 49_152) | {"scale": -2.5}, GPU),
+        Case("causal_quarters", args(2, 2050, 2050) | {"causal": True}, GPU),
         Case("causal_wide", args(2, 5, 131_072) | {"causal": True}, GPU),
         Case("far", args(2, 4096, init=_far), GPU, BF16),
         Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, BF16),

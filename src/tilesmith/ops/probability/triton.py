@@ -373,16 +373,22 @@ def _default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
     """Rows of up to 8,192 columns are held, 16 elements a thread (32 where one wide tensor is read), unless a quarter
     of the lanes would be idle. Others are swept, in blocks that leave few lanes idle, by programs of 512 threads while
     a few of their rows fit an L1 cache. Rows of 64 KiB and more are swept by programs of 1,024 threads that ask for 32
-    bytes each; of more than 128 KiB by one such program an SM, asking for 64 of two tensors, or the rows in flight
-    would outgrow the caches. Causal rows of more than 2,048 columns are swept, since blocks behind a row's end cost
-    nothing: 490 µs for 636, backward 590 for 648 (H200, bf16, 2 x 16 x 4096 x 4096).
+    bytes each; of more than 128 KiB by programs that ask for 64 (H200, bf16, backward at 65,536 columns 214 µs for 241,
+    at 131,072 263 for 295); of more than 512 KiB by one such program an SM, or the rows in flight would outgrow the
+    caches.
+
+    Causal rows of up to 16,384 columns are swept by the quarter, 32 bytes a thread, since what lies behind a row's end
+    costs nothing then. H200, bf16, 2^29 elements (2^28 of 2,048 columns), as above and so: 317 and 223 µs, 637 and 429,
+    595 and 428, 669 and 434 at 2,048, 4,096, 8,192 and 16,384 columns; backward 319 and 265, 651 and 530, 735 and 550
+    up to 8,192.
 
     tensors: how many are read.
     """
     lanes, cols, each = max(arch.warp, 16), dims["cols"], min(8, 16 // dims["bytes"])
     width, tile = next_power_of_2(cols), 2048
-    if "causal" in dims and 2048 < cols <= 8192:
-        return SoftmaxConfig(256 * each, 256 * each, 128 // lanes, 0)
+    if "causal" in dims and 1024 < cols <= 16_384:
+        block_cols = max(512, width // 4)
+        return SoftmaxConfig(block_cols, block_cols, max(1, block_cols * tensors // (2 * each) // lanes), 0)
     if cols <= 2048 or (cols <= 8192 and 4 * cols > 3 * width):
         while tile > 1024 and dims["rows"] * cols < tile * max(arch.sms, 1):
             tile //= 2
@@ -390,9 +396,8 @@ def _default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
         return SoftmaxConfig(tile, 0, max(1, tile // (32 if tile > 4096 and tensors == 1 else 16) // lanes), 0)
     row = tensors * cols * dims["bytes"]
     if row >= 2**16:
-        wide = row > 2**17
-        block_cols = 1024 * each * (4 if wide else 2) // tensors
-        return SoftmaxConfig(block_cols, block_cols, 1024 // lanes, arch.sms if wide else 0)
+        block_cols = 1024 * each * (4 if row > 2**17 else 2 // tensors)
+        return SoftmaxConfig(block_cols, block_cols, 1024 // lanes, arch.sms if row > 2**19 else 0)
     # 32 bytes a thread of one tensor: at 16,384 columns 0.99 of the copy rate, and 0.90 with 16 (H200, bf16)
     if tensors == 1 and -cols % (1024 * each) * 16 <= cols:
         return SoftmaxConfig(1024 * each, 1024 * each, 512 // lanes, 0)
