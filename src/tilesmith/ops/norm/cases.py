@@ -33,6 +33,12 @@ def _shifted(generator: torch.Generator, shape: Sequence[int], device: torch.dev
     return x
 
 
+def _uneven(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Rows of different means and deviations: what is made of another row's shows in 16 bits, too."""
+    row = torch.arange(shape[0], device=device)[:, None]
+    return torch.randn(*shape, generator=generator, device=device) * (0.5 + row % 7) + (row % 5 - 2)
+
+
 def _zeros(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """Rows of zeros and, where there are several, ones: no deviation at all."""
     return torch.zeros(shape, device=device).index_fill_(0, torch.arange(0, shape[0], 2, device=device), 1.0)
@@ -98,7 +104,8 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("parts", args(3, 33_024), SMALL),
-        Case("parts_many_rows", args(901, 36_864), GPU),
+        Case("parts_many_rows", args(901, 36_864, init=_uneven), GPU),
+        Case("parts_of_1024", args(2001, 5120, init=_uneven), GPU),
         Case("parts_strided", args(40, 36_864, layout="strided"), GPU),
         Case("parts_part", args(37, 65_536, init=_part), GPU),
         Case("parts_shifted", args(1, 65_536, init=_shifted), GPU),

@@ -33,6 +33,12 @@ def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device
     return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)[..., : shape[-1]]
 
 
+def _uneven(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Rows of different means and deviations: what is made of another row's shows in 16 bits, too."""
+    row = torch.arange(shape[0], device=device)[:, None]
+    return torch.randn(*shape, generator=generator, device=device) * (0.5 + row % 7) + (row % 5 - 2)
+
+
 def _steep(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """Scores of many units: one column of a row takes nearly all."""
     return 12 * torch.randn(*shape, generator=generator, device=device)
@@ -125,7 +131,7 @@ def _cases(**options: object) -> list[Case]:
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("wide", args(4, 262_144), GPU),
         Case("parts", args(3, 33_024), TEST),
-        Case("parts_many_rows", args(901, 36_864), GPU),
+        Case("parts_many_rows", args(901, 36_864, init=_uneven), GPU),
         Case("parts_strided", args(40, 36_864, layout="strided"), GPU),
         Case("parts_part", args(37, 65_536, init=_part), GPU),
         Case("parts_steep", args(5, 131_072, init=_steep), GPU),
