@@ -1,41 +1,33 @@
-"""Rows wider than a program, in Gluon: parts of rows flow through shared memory, programs that share a row swap sums.
+"""Rows wider than a program, in Gluon: each is read from memory once, by programs that swap what they find of it.
 
-A group of programs works on the same rows, each on its own columns. A program's parts of rows to come are copied to a
-ring of slots in shared memory by the tensor memory accelerator while it works on earlier ones. It posts what it found
-of its part, and reads what the others posted a few rows later, when it has long arrived: so each row is read from
-memory once, and hardly anyone waits.
+The programs of a cluster work on the same rows, each on its own columns. Parts of rows to come are copied to a ring of
+slots in shared memory by the tensor memory accelerator; the part that is worked on stays in registers. A program sends
+the two numbers that it found of its part to the shared memory of each; until the others' have come, other programs of
+its multiprocessor have work.
 
-The programs of a group wait for each other, so they are a cluster, which the device starts as a whole or not at all; a
-group never waits for another one. A cooperative launch, which promises the same of all groups at once, is up to 0.03 of
-the copy rate faster (it may use every multiprocessor, clusters of 16 only 7/8 of an H200's), but it waits until the
-whole device is free: between collectives of two communicators, each waiting for its other ranks, that may be never.
+The device starts a cluster as a whole or not at all, and a cluster never waits for another one. A program ends when it
+has received all that is sent to it: nobody writes to the memory of one that is gone.
 
 Written for the Gluon of Triton 3.6.
 """
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import cdiv
-from tilesmith.engine.replay import each_time
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.gluon_shim import TensorDescriptor, arrive, expect, fence, fetch, gl, gluon, reinterpret, wait
+from tilesmith.ops.gluon_shim import TensorDescriptor, expect, fetch, gl, gluon, reinterpret
 
-LINE = 256  # columns of a line of a box: the most that the accelerator takes
+LINE = 256  # columns of a line of a box: the most that the accelerator takes, and what a warp reads at once
 MOST_PARTS = 16  # of a row: the programs of the largest cluster
-# Rows whose sums a mailbox holds. A program may be 2 LAG + 1 rows ahead of another's reading, and twice its slots where
-# sums and outputs are made by different warps.
-DEPTH = 16
-MAILS = 2  # numbers that a program posts of a row
-_LINE, _DEPTH, _MAILS = gl.constexpr(LINE), gl.constexpr(DEPTH), gl.constexpr(MAILS)
+NARROWEST = 1024  # columns of a part
+MAILS = 4  # rows of which a program has room for mail; it is at most one row ahead of another
+_LINE, _MAILS, _MOST_PARTS = gl.constexpr(LINE), gl.constexpr(MAILS), gl.constexpr(MOST_PARTS)
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PARTS_LANES = gl.constexpr(32)  # of a warp, which reads what all of them posted
-MAILS_OF_PART = gl.constexpr(DEPTH * MAILS)
-_MOST_MAILS = gl.constexpr(DEPTH * MAILS * MOST_PARTS)
 
 
 @gluon.jit
@@ -47,82 +39,123 @@ def ring(SLOTS: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(desc, slots, slot, barrier, row, part, WIDTH: gl.constexpr):
-    """Start to copy a part of a row into a slot; the barrier must expect its bytes."""
-    fetch(desc, [row, part * (WIDTH // _LINE), 0], barrier, slots.index(slot))
-
-
-@gluon.jit
-def feed(a_desc, b_desc, c_desc, a, b, c, full, empty, first, step, mine, part, WIDTH: gl.constexpr):
-    """Fill the slots of up to three rings with the parts of rows first, first + step, ..., `mine` in all, each slot
-    when its last reader has left. Descriptors may be None. For a partition of one warp."""
-    SLOTS: gl.constexpr = full.shape[0]
+def bring(a_desc, b_desc, c_desc, a, b, c, full, i, first, step, mine, part, WIDTH: gl.constexpr):
+    """Start to copy a part of row first + i · step, if i < mine, to the i-th slot, turn by turn, of up to three rings.
+    Descriptors may be None."""
     BYTES: gl.constexpr = (
         a_desc.block_type.nbytes
         + (0 if b_desc is None else b_desc.block_type.nbytes)
         + (0 if c_desc is None else c_desc.block_type.nbytes)
     )
-    for i in range(mine):
-        slot = i % SLOTS
-        wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
+    if i < mine:
+        slot = i % full.shape[0]
+        at = [first + i * step, part * (WIDTH // _LINE), 0]
         expect(full.index(slot), BYTES)
-        _fetch(a_desc, a, slot, full.index(slot), first + i * step, part, WIDTH)
+        fetch(a_desc, at, full.index(slot), a.index(slot))
         if b_desc is not None:
-            _fetch(b_desc, b, slot, full.index(slot), first + i * step, part, WIDTH)
+            fetch(b_desc, at, full.index(slot), b.index(slot))
         if c_desc is not None:
-            _fetch(c_desc, c, slot, full.index(slot), first + i * step, part, WIDTH)
+            fetch(c_desc, at, full.index(slot), c.index(slot))
 
 
 @gluon.jit
-def flat(slots, slot, WIDTH: gl.constexpr):
-    """A slot as one row."""
-    return reinterpret(slots.index(slot), slots.dtype, [WIDTH], PLAIN)
-
-
-@gluon.jit
-def widened(tile, WIDTH: gl.constexpr):
-    """A row of WIDTH columns in shared memory in fp32, 8 neighbours a thread. Of bf16 a word is read as an integer and
-    taken apart by a shift and a mask: the compiler takes three instructions for its two values."""
+def raw(slots, slot, WIDTH: gl.constexpr):
+    """A slot in registers, 8 neighbours a thread: of 16 bits, two values a word, to be taken apart by `widened`."""
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    if tile.dtype == gl.bfloat16:
-        WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-        words = reinterpret(tile, gl.int32, [WIDTH // 2], PLAIN).load(WORDS)
-        pairs = gl.join((words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True))
-        x = gl.convert_layout(gl.reshape(pairs, [WIDTH]), LANES, assert_trivial=True)
+    if slots.dtype.primitive_bitwidth == 16:
+        words = reinterpret(slots.index(slot), gl.int32, [WIDTH // 2], PLAIN).load(WORDS)
     else:
-        x = tile.load(LANES).to(gl.float32)
-    return x
+        words = reinterpret(slots.index(slot), slots.dtype, [WIDTH], PLAIN).load(LANES)
+    return words
 
 
 @gluon.jit
-def release(empty, slot):
-    """Give a slot that has been read back to `feed`. A warp that has asked shared memory for its values need not have
-    them yet, not even behind a barrier, and the tensor memory accelerator does not queue behind it: without the fence
-    it may overwrite them first."""
-    fence()
-    arrive(empty.index(slot))
+def packed(values, WIDTH: gl.constexpr):
+    """Values of a part, 8 neighbours a thread, as `raw` returns them."""
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    if values.dtype.primitive_bitwidth == 16:
+        bits = values.to(gl.int16, bitcast=True).to(gl.int32)
+        low, high = gl.split(gl.reshape(bits, [WIDTH // 2, 2]))
+        values = gl.convert_layout((low & 65535) | (high << 16), WORDS, assert_trivial=True)
+    return values
 
 
 @gluon.jit
-def scratch(NUMBERS: gl.constexpr):
-    """Shared memory for what each warp found of NUMBERS sums."""
-    return gl.allocate_shared_memory(gl.float32, [NUMBERS, gl.num_warps()], PLAIN)
+def widened(words, dtype: gl.constexpr, WIDTH: gl.constexpr):
+    """What `raw` read, in fp32 [WIDTH]. Words of bf16 are taken apart by a shift and a mask: the compiler takes three
+    instructions for the two values."""
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    if dtype.primitive_bitwidth == 16:
+        if dtype == gl.bfloat16:
+            low = (words << 16).to(gl.float32, bitcast=True)
+            high = (words & -65536).to(gl.float32, bitcast=True)
+        else:
+            low = (words & 65535).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+            high = (words >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+        words = gl.convert_layout(gl.reshape(gl.join(low, high), [WIDTH]), LANES, assert_trivial=True)
+    return words
 
 
 @gluon.jit
-def add_up(x, found, which: gl.constexpr, WIDTH: gl.constexpr):
+def scratch():
+    """Shared memory for what each warp found: a sum, or the like."""
+    return gl.allocate_shared_memory(gl.float32, [gl.num_warps()], PLAIN)
+
+
+@gluon.jit
+def add_up(x, found, WIDTH: gl.constexpr):
     """Store the sum of each warp's values of a part, 8 neighbours a thread, in `found`, for `added_up`. Between the two
     is one barrier, where gl.sum of a part has four."""
     WARPS: gl.constexpr = gl.num_warps()
     by_warp = gl.reshape(x, [WIDTH // (256 * WARPS), WARPS, 256])
-    found.index(which).store(gl.sum(gl.sum(by_warp, 0), 1))
+    found.store(gl.sum(gl.sum(by_warp, 0), 1))
 
 
 @gluon.jit
-def added_up(found, which: gl.constexpr):
+def of_warps(found):
+    """What each warp has stored."""
+    return found.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
+def added_up(found):
     """The sum over the warps."""
-    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.sum(found.index(which).load(WARP), 0)
+    return gl.sum(of_warps(found), 0)
+
+
+@gluon.jit
+def part_numbers():
+    """0 to 31, in the layout of what `received` returns."""
+    return gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
+def open_mail():
+    """The address of a mailbox in this program's shared memory, when all programs of the cluster have an empty one:
+    room for MAILS rows of 2 words from each of MOST_PARTS programs. Gluon has no name for the shared memory of another
+    program, nor for the address of its own: this lies beside what it allocates."""
+    WORDS: gl.constexpr = _MAILS * _MOST_PARTS * 2
+    return gl.inline_asm_elementwise(
+        f"""{{
+        .shared .align 128 .b8 tilesmith_mail[{8 * WORDS}];
+        .reg .b32 lane, at;
+        .reg .b64 nothing;
+        .reg .pred p;
+        mov.u32 $0, tilesmith_mail;
+        mov.u32 lane, %tid.x;
+        mov.u64 nothing, 0;
+        more:
+        mad.lo.u32 at, lane, 8, $0;
+        setp.lt.u32 p, lane, {WORDS};
+        @p st.shared::cta.u64 [at], nothing;
+        add.u32 lane, lane, {32 * gl.num_warps()};
+        @p bra.uni more;
+        barrier.cluster.arrive.release.aligned;
+        barrier.cluster.wait.acquire.aligned;
+        }} // $1""",
+        "=&r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -132,41 +165,48 @@ def _word(value, row):
 
 
 @gluon.jit
-def post(mail_ptr, i, parts, part, WHICH: gl.constexpr, value):
-    """Tell the group what this program found of its i-th row."""
-    at = mail_ptr + ((i % _DEPTH) * _MAILS + WHICH) * parts + part
-    gl.store(at, _word(value, i))
+def send(mail, i, part, a, b, PARTS: gl.constexpr):
+    """Tell all programs of the cluster what this one found of its i-th row: a thread tells one of them."""
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 to;
+        .reg .pred p;
+        mov.u32 $0, %tid.x;
+        setp.lt.u32 p, $0, {PARTS};
+        @p mapa.shared::cluster.u32 to, $1, $0;
+        @p st.relaxed.cluster.shared::cluster.v2.b64 [to], {{$2, $3}};
+        }}""",
+        "=&r,r,l,l", [mail + ((i % _MAILS) * _MOST_PARTS + part) * 16, _word(a, i), _word(b, i)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
-def peek(mail_ptr, i, parts, WHICH: gl.constexpr):
-    """What is in the mailbox for the i-th row: to be asked for early, as it takes a while, and given to `collect`."""
-    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, PARTS_LANES, WARP)
-    at = mail_ptr + ((i % _DEPTH) * _MAILS + WHICH) * parts + lane
-    return gl.load(at, mask=lane < parts, other=0, volatile=True)
-
-
-@gluon.jit
-def collect(words, mail_ptr, i, parts, WHICH: gl.constexpr):
-    """What the programs of the group found of their i-th row: fp32 [PARTS_LANES], 0 beyond `parts`, the same in every
-    warp. words: from `peek`; the mailbox is read again until all have posted."""
-    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    missing = gl.arange(0, PARTS_LANES, WARP) < parts
-    while gl.max((missing & ((words >> 32).to(gl.int32) != i + 1)).to(gl.int32), 0) != 0:
-        words = peek(mail_ptr, i, parts, WHICH)
-    return (words & 0xFFFFFFFF).to(gl.int32).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def leave(mail_ptr, count_ptr, parts):
-    """The last program of a group to end empties its mailbox for the next launch."""
-    gone = gl.atomic_add(count_ptr, 1, sem="acq_rel")
-    if gone == parts - 1:
-        ALL: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        lane = gl.arange(0, _MOST_MAILS, ALL)
-        gl.store(mail_ptr + lane, gl.full([_MOST_MAILS], 0, gl.int64, ALL), mask=lane < parts * MAILS_OF_PART)
-        gl.store(count_ptr, 0)
+def received(mail, i, PARTS: gl.constexpr):
+    """What all programs of the cluster found of their i-th row, when it is there: two fp32 [32], 0 beyond PARTS, the
+    same in every warp."""
+    part = part_numbers()
+    a, b = gl.inline_asm_elementwise(
+        f"""{{
+        .reg .b64 one, other;
+        .reg .b32 its_row, row;
+        .reg .pred p, q;
+        setp.lt.u32 p, $3, {PARTS};
+        mov.b64 one, {{0, $4}};
+        mov.b64 other, one;
+        again:
+        @p ld.relaxed.cluster.shared::cta.v2.b64 {{one, other}}, [$2];
+        mov.b64 {{$0, row}}, one;
+        mov.b64 {{$1, its_row}}, other;
+        setp.ne.u32 q, row, $4;
+        setp.ne.or.u32 q, its_row, $4, q;
+        vote.sync.any.pred q, q, 0xffffffff;
+        @q bra.uni again;
+        }}""",
+        "=&r,=&r,r,r,r", [mail + ((i % _MAILS) * _MOST_PARTS + part) * 16, part, part * 0 + (i + 1)],
+        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+    return a.to(gl.float32, bitcast=True), b.to(gl.float32, bitcast=True)
 
 
 def parted(x: Tensor, width: int) -> TensorDescriptor:
@@ -181,44 +221,21 @@ def parted(x: Tensor, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, [count, cols // LINE, LINE], [stride, LINE, 1], [1, width // LINE, LINE], layout)
 
 
-_boxes: dict[tuple[int, int], Tensor] = {}  # (device, stream) -> zeros
-
-
-def mailbox(device: torch.device, groups: int, parts: int) -> Tensor:
-    """Zeros for a launch whose programs swap sums, set back by it: a mailbox for each group, then its counters."""
-    return each_time(partial(_mailbox, device, groups * (parts * DEPTH * MAILS + 1)))
-
-
-def _mailbox(device: torch.device, words: int) -> Tensor:
-    """Launches on one stream follow each other and share one; one in a CUDA graph, which may run at any time, has its
-    own."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(words, dtype=torch.int64, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    key = index, torch.cuda.current_stream(device).cuda_stream
-    box = _boxes.get(key)
-    if box is None or box.shape[0] < words:
-        box = _boxes[key] = torch.zeros(words, dtype=torch.int64, device=device)
-    return box
-
-
 def no_room(device: torch.device, cols: int) -> list[str]:
     """Why `device` cannot start the programs that rows of `cols` columns may take, one to a multiprocessor, together;
     empty where it can, as where it is not here to be asked."""
-    parts = min(MOST_PARTS, cdiv(cols, 4096))
+    parts = min(MOST_PARTS, cdiv(cols, NARROWEST))
     if device.type != "cuda" or _groups(device, parts, 1):
         return []
     return [f"{parts} programs share a row of {cols} columns, and this device has no room for a cluster of so many"]
 
 
 class PartsConfig(NamedTuple):
-    """width: columns of a part. slots: how many a program has in shared memory. lag: rows between posting sums of a row
-    and reading the others'. per_sm: programs of a multiprocessor. max_registers: of a thread, so that so many fit; 0
-    leaves it to the compiler."""
+    """width: columns of a part. slots: how many a program has in shared memory. per_sm: programs of a multiprocessor.
+    max_registers: of a thread, so that so many fit; 0 leaves it to the compiler."""
 
     width: int
     slots: int
-    lag: int
     num_warps: int
     per_sm: int
     max_registers: int
@@ -255,14 +272,14 @@ def parts_flags(cols: int, parts: int, config: PartsConfig) -> dict[str, Any]:
     """What a kernel is compiled and launched with. The programs of a group, which wait for each other, are a cluster:
     the device starts all of them or none, whatever else runs on it."""
     flags = {"PARTS": parts, "EVEN": cols % config.width == 0, "WIDTH": config.width, "SLOTS": config.slots}
-    flags |= {"LAG": config.lag, "num_warps": config.num_warps, "cluster": parts}
+    flags |= {"num_warps": config.num_warps, "cluster": parts}
     return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags
 
 
-def fitted(dims: Mapping[str, int], arch: Any, config: PartsConfig, per_sm: int) -> PartsConfig:
+def fitted(dims: Mapping[str, int], arch: Any, config: PartsConfig) -> PartsConfig:
     """`config` with as many slots as fit beside each other; one program a multiprocessor where fewer than two would."""
-    slots = (arch.shared_memory // per_sm - 2048) // (config.width * dims["bytes"])
-    if slots < 2 and per_sm > 1:
-        return fitted(dims, arch, config._replace(max_registers=0), 1)
-    slots = max(1, min(6, slots))
-    return config._replace(slots=slots, lag=min(config.lag, slots - 1), per_sm=per_sm)
+    mailbox = 16 * MAILS * MOST_PARTS
+    slots = (arch.shared_memory // config.per_sm - 1024 - mailbox - 512) // (config.width * dims["bytes"])
+    if slots < 2 and config.per_sm > 1:
+        return fitted(dims, arch, config._replace(max_registers=0, per_sm=1))
+    return config._replace(slots=max(1, min(6, slots)))

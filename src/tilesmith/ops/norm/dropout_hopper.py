@@ -12,13 +12,10 @@ from tilesmith.ops.rows_gluon import PartsConfig
 
 
 def _reasons(call: Any) -> list[str]:
-    reasons = norms._common_reasons(call._replace(seed=None), call.s.cols, BACKWARD_ABOVE)
+    reasons = norms._common_reasons(call._replace(seed=None), call.s.cols, norms.BACKWARD_ABOVE[3])
     if call.dy is None or not all(call.output_mask[:2]):
         reasons.append("there is no dy, or dx or dresidual is not wanted; both are always made here, of dy")
     return reasons
-
-
-BACKWARD_ABOVE = 8192  # columns: what one program can hold
 
 
 @register_kernel("dropout_add_norm_vjp", backend="hopper", rank=25, rejects=_reasons)

@@ -1,7 +1,7 @@
-"""Norms of wide rows on Hopper, in Gluon: parts of rows in shared memory, each read from memory once."""
+"""Norms of wide rows on Hopper, in Gluon: parts of rows in registers, each read from memory once."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,32 +9,30 @@ from torch import Tensor
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.ops.column_sums_triton import add_partials
 from tilesmith.ops.dropout_gluon import kept_part
-from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
+from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, reinterpret, wait
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.ops.rows_gluon import (
     LINE,
-    MAILS_OF_PART,
     MOST_PARTS,
-    PARTS_LANES,
+    NARROWEST,
     PLAIN,
     PartsConfig,
     add_up,
     added_up,
-    collect,
-    feed,
+    bring,
     fitted,
-    flat,
-    leave,
-    mailbox,
     no_room,
+    open_mail,
+    packed,
+    part_numbers,
     parted,
     parts_flags,
     parts_grid,
-    peek,
-    post,
-    release,
+    raw,
+    received,
     ring,
     scratch,
+    send,
     widened,
 )
 
@@ -48,386 +46,216 @@ def _round(value, like_ptr):
 
 
 @gluon.jit
-def _vector(ptr, col, inside):
-    return gl.load(ptr + col, mask=inside, other=0.0).to(gl.float32)
+def _vector(ptr, part, cols, WIDTH: gl.constexpr):
+    """A part of weight or bias, 0 beyond the last column, for `_widened_again`: of 16 bits two values a word."""
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    return packed(gl.load(ptr + col, mask=col < cols, other=0.0), WIDTH)
 
 
 @gluon.jit
-def _part(slots, added, slot, s_ptr, WIDTH: gl.constexpr, LANES: gl.constexpr):
-    """A part of x, or of the sum with the residual as it is stored."""
-    x = flat(slots, slot, WIDTH).load(LANES).to(gl.float32)
-    if s_ptr is not None:
-        x = _round(x + flat(added, slot, WIDTH).load(LANES).to(gl.float32), s_ptr)
-    return x
+def _widened_again(vector, ptr, WIDTH: gl.constexpr):
+    """A part that `_vector` read, in fp32. The compiler, which would do it once and hold twice the registers through
+    the loop over rows, does not see that it is the same in each."""
+    DTYPE: gl.constexpr = ptr.dtype.element_ty
+    if DTYPE.primitive_bitwidth == 16:
+        vector = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [vector], dtype=gl.int32, is_pure=False, pack=1)
+    return widened(vector, DTYPE, WIDTH)
 
 
 @gluon.jit
-def _pivot(slots, added, slot, s_ptr, WIDTH: gl.constexpr):
+def _pivot(slots, slot, WIDTH: gl.constexpr):
     """The mean of the first 256 values of a part. Sums of differences from it lose nothing where the mean is far from
     0, nor, being a mean of many, where one value is."""
     WARP: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    x = flat(slots, slot, WIDTH).slice(0, 256).load(WARP).to(gl.float32)
-    if s_ptr is not None:
-        x = _round(x + flat(added, slot, WIDTH).slice(0, 256).load(WARP).to(gl.float32), s_ptr)
-    return gl.sum(x, 0) * (1.0 / 256)
-
-
-@gluon.jit
-def _norm(
-    slots, added, full, empty, found, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, mail_ptr,
-    first, step, mine, part, cols, eps, offset,
-    PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
-    LAG: gl.constexpr,
-):  # fmt: skip
-    """What a program does with the parts that `feed` brings it: posts their statistics, later stores y."""
-    SLOTS: gl.constexpr = full.shape[0]
-    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, WIDTH, LANES)
-    col = part * WIDTH + lane
-    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    widths = gl.minimum(gl.maximum(cols - gl.arange(0, PARTS_LANES, WARP) * WIDTH, 0), WIDTH).to(gl.float32)
-    width = gl.minimum(cols - part * WIDTH, WIDTH).to(gl.float32)
-    each_col = 1.0 / cols
-    weight = 1.0
-    bias = 0.0
-    if weight_ptr is not None:
-        weight = _vector(weight_ptr, col, inside) + offset
-        if LLAMA and weight_ptr.dtype == y_ptr.dtype:
-            weight = _round(weight, weight_ptr)
-    if bias_ptr is not None:
-        bias = _vector(bias_ptr, col, inside)
-    for i in range(mine + LAG):
-        words = peek(mail_ptr, gl.maximum(i - LAG, 0), PARTS, 1)
-        if CENTER:
-            mean_words = peek(mail_ptr, gl.maximum(i - LAG, 0), PARTS, 0)
-        if i < mine:
-            slot = i % SLOTS
-            wait(full.index(slot), (i // SLOTS) & 1)
-            x = _part(slots, added, slot, s_ptr, WIDTH, LANES)
-            if CENTER:
-                pivot = _pivot(slots, added, slot, s_ptr, WIDTH)
-                x -= pivot
-                if not EVEN:
-                    x = gl.where(inside, x, 0.0)
-                add_up(x, found, 0, WIDTH)
-                add_up(x * x, found, 1, WIDTH)
-                total = added_up(found, 0)
-                excess = total * (1.0 / width)
-                post(mail_ptr, i, PARTS, part, 0, pivot + excess)
-                post(mail_ptr, i, PARTS, part, 1, added_up(found, 1) - total * excess)
-            else:
-                add_up(x * x, found, 1, WIDTH)
-                post(mail_ptr, i, PARTS, part, 1, added_up(found, 1))
-        if i >= LAG:
-            j = i - LAG
-            row = (first + j * step).to(gl.int64)
-            spreads = collect(words, mail_ptr, j, PARTS, 1)
-            if CENTER:
-                means = collect(mean_words, mail_ptr, j, PARTS, 0)
-                mean = gl.sum(means * widths, 0) * each_col
-                spreads += widths * (means - mean) * (means - mean)
-            spread = gl.sum(spreads, 0)
-            rstd = gl.rsqrt(gl.maximum(spread * each_col, 0.0) + eps)
-            x = _part(slots, added, j % SLOTS, s_ptr, WIDTH, LANES)
-            release(empty, j % SLOTS)
-            if s_ptr is not None:
-                gl.store(s_ptr + row * cols + col, x.to(s_ptr.dtype.element_ty), mask=inside)
-            if CENTER:
-                x -= mean
-            x *= rstd
-            if LLAMA:
-                x = _round(x, y_ptr)
-            gl.store(y_ptr + row * cols + col, (x * weight + bias).to(y_ptr.dtype.element_ty), mask=inside)
-            if part == 0:
-                gl.store(rstd_ptr + row, rstd)
-                if CENTER:
-                    gl.store(mean_ptr + row, mean)
+    values = reinterpret(slots.index(slot), slots.dtype, [WIDTH], PLAIN).slice(0, 256).load(WARP)
+    return gl.sum(values.to(gl.float32), 0) * (1.0 / 256)
 
 
 @gluon.jit
 def norm_fwd_parts_kernel(
-    x_desc, residual_desc, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, mail_ptr,
+    x_desc, residual_desc, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
     num_rows, cols, num_groups, eps, offset,
     PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
-    SLOTS: gl.constexpr, LAG: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """y (and s) of a program's parts of rows: statistics of a row LAG rows before its y."""
+    """y (and s) of a program's parts of rows, when it knows what the others of its cluster found of theirs."""
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
-    slots = ring(SLOTS, WIDTH, x_desc.dtype)
-    added = slots
-    if residual_desc is not None:
-        added = ring(SLOTS, WIDTH, residual_desc.dtype)
-    full, empty = barriers(SLOTS, 1), barriers(SLOTS, 1)
-    fence()
-    mine = (num_rows - group + num_groups - 1) // num_groups
-    box_ptr = mail_ptr + group * (PARTS * MAILS_OF_PART)
-    gl.warp_specialize(
-        [
-            (_norm, (slots, added, full, empty, scratch(2), weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
-                     box_ptr, group, num_groups, mine, part, cols, eps, offset,
-                     PARTS, CENTER, LLAMA, EVEN, WIDTH, LAG)),
-            (feed, (x_desc, residual_desc, None, slots, added, slots, full, empty, group, num_groups, mine, part,
-                    WIDTH)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
-    leave(box_ptr, mail_ptr + num_groups * (PARTS * MAILS_OF_PART) + group, PARTS)
-
-
-@gluon.jit
-def _norm_gradients(
-    xs, dys, dss, full, empty, found, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, mail_ptr,
-    first, step, mine, part, cols, offset, dropped_ptr, seed_ptr, drop_below, keep_scale,
-    PARTS: gl.constexpr, DS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr,
-):  # fmt: skip
-    """As `_norm`: dweight and dbias are summed in registers, and a group writes one partial row of each. dropped_ptr:
-    a second gradient, that of what was dropped out before the addition: dx where the dropout kept, scaled."""
-    SLOTS: gl.constexpr = full.shape[0]
-    CENTER: gl.constexpr = mean_ptr is not None
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
     inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    each_col = 1.0 / cols
-    weight = 1.0
+    xs = ring(SLOTS, WIDTH, x_desc.dtype)
+    residuals = xs
+    NORMED: gl.constexpr = x_desc.dtype if s_ptr is None else s_ptr.dtype.element_ty
+    if residual_desc is not None:
+        residuals = ring(SLOTS, WIDTH, residual_desc.dtype)
+    full = barriers(SLOTS, 1)
+    found, also_found = scratch(), scratch()
+    fence()
+    mail = open_mail()
+    mine = (num_rows - group + num_groups - 1) // num_groups
+    for i in range(SLOTS):
+        bring(x_desc, residual_desc, None, xs, residuals, xs, full, i, group, num_groups, mine, part, WIDTH)
     if weight_ptr is not None:
-        weight = _vector(weight_ptr, col, inside) + offset
-    dweight = gl.full([WIDTH], 0.0, gl.float32, LANES)
-    dbias = gl.full([WIDTH], 0.0, gl.float32, LANES)
-    mean = 0.0
-    rstd = gl.load(rstd_ptr + first)
-    if CENTER:
-        mean = gl.load(mean_ptr + first)
-    for i in range(mine + LAG):
-        words = peek(mail_ptr, gl.maximum(i - LAG, 0), PARTS, 1)
+        weight = _vector(weight_ptr, part, cols, WIDTH)
+    if bias_ptr is not None:
+        bias = _vector(bias_ptr, part, cols, WIDTH)
+    each_col = 1.0 / cols
+    widths = gl.minimum(gl.maximum(cols - part_numbers() * WIDTH, 0), WIDTH).to(gl.float32)
+    own_width = gl.minimum(cols - part * WIDTH, WIDTH).to(gl.float32)
+    for i in range(mine):
+        slot = i % SLOTS
+        row = (group + i * num_groups).to(gl.int64)
+        wait(full.index(slot), i // SLOTS % 2)
+        x = raw(xs, slot, WIDTH)
+        if s_ptr is not None:
+            value = widened(x, x_desc.dtype, WIDTH)
+            value += widened(raw(residuals, slot, WIDTH), residual_desc.dtype, WIDTH)
+            value = value.to(NORMED)
+            gl.store(s_ptr + row * cols + col, value, mask=inside)
+            x = packed(value, WIDTH)
+        value = widened(x, NORMED, WIDTH)
         if CENTER:
-            total_words = peek(mail_ptr, gl.maximum(i - LAG, 0), PARTS, 0)
-        row = (first + gl.maximum(i - LAG, 0) * step).to(gl.int64)
-        later_rstd = gl.load(rstd_ptr + row)
+            pivot = _pivot(xs, slot, WIDTH)
+            if s_ptr is not None:
+                pivot += _pivot(residuals, slot, WIDTH)
+            value -= pivot
+            if not EVEN:
+                value = gl.where(inside, value, 0.0)
+            add_up(value, found, WIDTH)
+            add_up(value * value, also_found, WIDTH)
+            total = added_up(found)
+            excess = total * (1.0 / own_width)
+            send(mail, i, part, pivot + excess, added_up(also_found) - total * excess, PARTS)
+        else:
+            add_up(value * value, found, WIDTH)
+            squares = added_up(found)
+            send(mail, i, part, squares, squares, PARTS)
+        # all warps have read the slot: their sums are in
+        bring(
+            x_desc, residual_desc, None, xs, residuals, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH
+        )  # fmt: skip
+        means, spreads = received(mail, i, PARTS)
+        value = widened(x, NORMED, WIDTH)
         if CENTER:
-            later_mean = gl.load(mean_ptr + row)
-        if i < mine:
-            slot = i % SLOTS
-            wait(full.index(slot), (i // SLOTS) & 1)
-            xhat = flat(xs, slot, WIDTH).load(LANES).to(gl.float32)
-            dy = flat(dys, slot, WIDTH).load(LANES).to(gl.float32)
+            mean = gl.sum(means * widths, 0) * each_col
+            spreads += widths * (means - mean) * (means - mean)
+            value -= mean
+        rstd = gl.rsqrt(gl.maximum(gl.sum(spreads, 0) * each_col, 0.0) + eps)
+        value *= rstd
+        if LLAMA:
+            value = _round(value, y_ptr)
+        if weight_ptr is not None:
+            factor = _widened_again(weight, weight_ptr, WIDTH)
+            if offset is not None:
+                factor += offset
+            if LLAMA and weight_ptr.dtype == y_ptr.dtype:
+                factor = _round(factor, weight_ptr)
+            value *= factor
+        if bias_ptr is not None:
+            value += _widened_again(bias, bias_ptr, WIDTH)
+        gl.store(y_ptr + row * cols + col, value.to(y_ptr.dtype.element_ty), mask=inside)
+        if part == 0:
+            gl.store(rstd_ptr + row, rstd)
             if CENTER:
-                xhat -= mean
-                if not EVEN:
-                    xhat = gl.where(inside, xhat, 0.0)
-            xhat *= rstd
-            next_row = first + gl.minimum(i + 1, mine - 1) * step
-            rstd = gl.load(rstd_ptr + next_row)
-            if CENTER:
-                mean = gl.load(mean_ptr + next_row)
-            if dweight_ptr is not None:
-                dweight += dy * xhat
-            if dbias_ptr is not None:
-                dbias += dy
-            dy *= weight
-            add_up(dy * xhat, found, 1, WIDTH)
-            if CENTER:
-                add_up(dy, found, 0, WIDTH)
-                post(mail_ptr, i, PARTS, part, 0, added_up(found, 0))
-            post(mail_ptr, i, PARTS, part, 1, added_up(found, 1))
-        if i >= LAG:
-            j = i - LAG
-            slot = j % SLOTS
-            xhat = flat(xs, slot, WIDTH).load(LANES).to(gl.float32)
-            dx = flat(dys, slot, WIDTH).load(LANES).to(gl.float32) * weight
-            if DS:
-                ds = flat(dss, slot, WIDTH).load(LANES).to(gl.float32)
-            release(empty, slot)
-            dot = gl.sum(collect(words, mail_ptr, j, PARTS, 1), 0)
-            if CENTER:
-                xhat -= later_mean
-                dx -= gl.sum(collect(total_words, mail_ptr, j, PARTS, 0), 0) * each_col
-            dx = (dx - xhat * (later_rstd * (dot * each_col))) * later_rstd
-            if DS:
-                dx += ds
-            gl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-            if dropped_ptr is not None:
-                if seed_ptr is not None:
-                    keep = kept_part(seed_ptr, row * cols + part * WIDTH, drop_below, WIDTH)
-                    dx = gl.where(keep, dx * keep_scale, keep_scale * 0.0)
-                gl.store(dropped_ptr + row * cols + col, dx.to(dropped_ptr.dtype.element_ty), mask=inside)
-    if dweight_ptr is not None:
-        gl.store(dweight_ptr + first.to(gl.int64) * cols + col, dweight, mask=inside)
-    if dbias_ptr is not None:
-        gl.store(dbias_ptr + first.to(gl.int64) * cols + col, dbias, mask=inside)
+                gl.store(mean_ptr + row, mean)
 
 
 @gluon.jit
 def norm_bwd_parts_kernel(
-    x_desc, dy_desc, ds_desc, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, mail_ptr,
+    x_desc, dy_desc, ds_desc, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     num_rows, cols, num_groups, offset, dropped_ptr, seed_ptr, drop_below, keep_scale,
-    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr,
+    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """dx of a program's parts of rows, and sums over them for dweight and dbias, in the order of the rows."""
+    """dx of a program's parts of rows, and sums over them for dweight and dbias, in the order of the rows; a group
+    writes one partial row of each. dropped_ptr: a second gradient, that of what was dropped out before the addition: dx
+    where the dropout kept, scaled."""
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    CENTER: gl.constexpr = mean_ptr is not None
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
     xs, dys = ring(SLOTS, WIDTH, x_desc.dtype), ring(SLOTS, WIDTH, dy_desc.dtype)
     dss = xs
+    DS_TYPE: gl.constexpr = x_desc.dtype if ds_desc is None else ds_desc.dtype
     if ds_desc is not None:
-        dss = ring(SLOTS, WIDTH, ds_desc.dtype)
-    full, empty = barriers(SLOTS, 1), barriers(SLOTS, 1)
+        dss = ring(SLOTS, WIDTH, DS_TYPE)
+    full = barriers(SLOTS, 1)
+    found, also_found = scratch(), scratch()
     fence()
+    if PARTS > 1:
+        mail = open_mail()
     mine = (num_rows - group + num_groups - 1) // num_groups
-    box_ptr = mail_ptr + group * (PARTS * MAILS_OF_PART)
-    DS: gl.constexpr = ds_desc is not None
-    gl.warp_specialize(
-        [
-            (_norm_gradients, (xs, dys, dss, full, empty, scratch(2), weight_ptr, mean_ptr, rstd_ptr, dx_ptr,
-                               dweight_ptr, dbias_ptr, box_ptr, group, num_groups, mine, part, cols, offset,
-                               dropped_ptr, seed_ptr, drop_below, keep_scale, PARTS, DS, EVEN, WIDTH, LAG)),
-            (feed, (x_desc, dy_desc, ds_desc, xs, dys, dss, full, empty, group, num_groups, mine, part, WIDTH)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
-    leave(box_ptr, mail_ptr + num_groups * (PARTS * MAILS_OF_PART) + group, PARTS)
-
-
-@gluon.jit
-def _layer_norm_sums(
-    xs, dys, full, found, weight, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, mail_ptr, first, step, mine, part, cols,
-    WEIGHT: gl.constexpr, PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Posts the sums of each part that dx of its row takes; dweight and dbias are summed in registers."""
-    SLOTS: gl.constexpr = full.shape[0]
-    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
-    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
+    for i in range(SLOTS):
+        bring(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i, group, num_groups, mine, part, WIDTH)
+    if weight_ptr is not None:
+        weight = _vector(weight_ptr, part, cols, WIDTH)
+    each_col = 1.0 / cols
     dweight = gl.full([WIDTH], 0.0, gl.float32, LANES)
     dbias = gl.full([WIDTH], 0.0, gl.float32, LANES)
-    rstd = gl.load(rstd_ptr + first)
-    mean = gl.load(mean_ptr + first)
+    mean = 0.0
+    rstd = gl.load(rstd_ptr + group)
+    if CENTER:
+        mean = gl.load(mean_ptr + group)
     for i in range(mine):
         slot = i % SLOTS
-        wait(full.index(slot), (i // SLOTS) & 1)
-        xhat = widened(flat(xs, slot, WIDTH), WIDTH)
-        dy = widened(flat(dys, slot, WIDTH), WIDTH)
-        xhat -= mean
-        if not EVEN:
-            xhat = gl.where(inside, xhat, 0.0)
+        row = (group + i * num_groups).to(gl.int64)
+        wait(full.index(slot), i // SLOTS % 2)
+        x, dy = raw(xs, slot, WIDTH), raw(dys, slot, WIDTH)
+        if ds_desc is not None:
+            ds = raw(dss, slot, WIDTH)
+        xhat, grad = widened(x, x_desc.dtype, WIDTH), widened(dy, dy_desc.dtype, WIDTH)
+        if CENTER:
+            xhat -= mean
+            if not EVEN:
+                xhat = gl.where(inside, xhat, 0.0)
         xhat *= rstd
-        next_row = first + gl.minimum(i + 1, mine - 1) * step
+        own_rstd = rstd
+        next_row = group + gl.minimum(i + 1, mine - 1) * num_groups
         rstd = gl.load(rstd_ptr + next_row)
-        mean = gl.load(mean_ptr + next_row)
+        if CENTER:
+            mean = gl.load(mean_ptr + next_row)
         if dweight_ptr is not None:
-            dweight += dy * xhat
+            dweight += grad * xhat
         if dbias_ptr is not None:
-            dbias += dy
-        if WEIGHT:
-            dy *= widened(weight, WIDTH)
-        add_up(dy * xhat, found, 1, WIDTH)
-        add_up(dy, found, 0, WIDTH)
-        post(mail_ptr, i, PARTS, part, 0, added_up(found, 0))
-        post(mail_ptr, i, PARTS, part, 1, added_up(found, 1))
-    at = first.to(gl.int64) * cols + col
+            dbias += grad
+        if weight_ptr is not None:
+            factor = _widened_again(weight, weight_ptr, WIDTH)
+            if offset is not None:
+                factor += offset
+            grad *= factor
+        add_up(grad * xhat, found, WIDTH)
+        if CENTER:
+            add_up(grad, also_found, WIDTH)
+        if ds_desc is not None:
+            fence()  # no sum waits for ds
+        dot = added_up(found)
+        total = dot
+        if CENTER:
+            total = added_up(also_found)
+        if PARTS > 1:
+            send(mail, i, part, dot, total, PARTS)
+        # all warps have read the slot: their sums are in
+        bring(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
+        if PARTS > 1:
+            dots, totals = received(mail, i, PARTS)
+            dot, total = gl.sum(dots, 0), gl.sum(totals, 0)
+        grad -= xhat * (dot * each_col)
+        if CENTER:
+            grad -= total * each_col
+        grad *= own_rstd
+        if ds_desc is not None:
+            grad += widened(ds, DS_TYPE, WIDTH)
+        gl.store(dx_ptr + row * cols + col, grad.to(dx_ptr.dtype.element_ty), mask=inside)
+        if dropped_ptr is not None:
+            if seed_ptr is not None:
+                keep = kept_part(seed_ptr, row * cols + part * WIDTH, drop_below, WIDTH)
+                grad = gl.where(keep, grad * keep_scale, keep_scale * 0.0)
+            gl.store(dropped_ptr + row * cols + col, grad.to(dropped_ptr.dtype.element_ty), mask=inside)
     if dweight_ptr is not None:
-        gl.store(dweight_ptr + at, dweight, mask=inside)
+        gl.store(dweight_ptr + group.to(gl.int64) * cols + col, dweight, mask=inside)
     if dbias_ptr is not None:
-        gl.store(dbias_ptr + at, dbias, mask=inside)
-
-
-@gluon.jit
-def _layer_norm_gradient(
-    xs, dys, full, empty, weight, mean_ptr, rstd_ptr, dx_ptr, mail_ptr, first, step, mine, part, cols,
-    WEIGHT: gl.constexpr, PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """dx of each part, when all programs of the group have posted their sums of its row; only then has this one's other
-    half read the slot, too."""
-    SLOTS: gl.constexpr = full.shape[0]
-    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
-    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    each_col = 1.0 / cols
-    words = peek(mail_ptr, 0, PARTS, 1)
-    next_rstd = gl.load(rstd_ptr + first)
-    total_words = peek(mail_ptr, 0, PARTS, 0)
-    next_mean = gl.load(mean_ptr + first)
-    for i in range(mine):
-        slot = i % SLOTS
-        row = (first + i * step).to(gl.int64)
-        next_row = first + gl.minimum(i + 1, mine - 1) * step
-        wait(full.index(slot), (i // SLOTS) & 1)
-        rstd = next_rstd
-        slope = gl.sum(collect(words, mail_ptr, i, PARTS, 1), 0) * each_col * rstd
-        words = peek(mail_ptr, i + 1, PARTS, 1)
-        next_rstd = gl.load(rstd_ptr + next_row)
-        xhat = widened(flat(xs, slot, WIDTH), WIDTH)
-        dx = widened(flat(dys, slot, WIDTH), WIDTH)
-        if WEIGHT:
-            dx *= widened(weight, WIDTH)
-        xhat -= next_mean
-        dx -= gl.sum(collect(total_words, mail_ptr, i, PARTS, 0), 0) * each_col
-        total_words = peek(mail_ptr, i + 1, PARTS, 0)
-        next_mean = gl.load(mean_ptr + next_row)
-        release(empty, slot)
-        dx = (dx - xhat * slope) * rstd
-        gl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def layer_norm_bwd_parts_kernel(
-    x_desc, dy_desc, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, mail_ptr,
-    num_rows, cols, num_groups,
-    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """As `norm_bwd_parts_kernel`, but sums are found by some warps, and dx of earlier rows made by as many others: two
-    sums of a row and two over rows take so long that waits for the group and for barriers have to be filled. The
-    weight is in shared memory."""
-    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
-    xs, dys = ring(SLOTS, WIDTH, x_desc.dtype), ring(SLOTS, WIDTH, dy_desc.dtype)
-    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
-    WEIGHT: gl.constexpr = weight_ptr is not None
-    weight = xs  # stands for none
-    if WEIGHT:
-        value = gl.load(weight_ptr + col, mask=col < cols, other=0.0)
-        weight = gl.allocate_shared_memory(value.dtype, [WIDTH], PLAIN, value)
-    full, empty = barriers(SLOTS, 1), barriers(SLOTS, 1)
-    fence()
-    mine = (num_rows - group + num_groups - 1) // num_groups
-    box_ptr = mail_ptr + group * (PARTS * MAILS_OF_PART)
-    gl.warp_specialize(
-        [
-            (_layer_norm_sums, (xs, dys, full, scratch(2), weight, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, box_ptr,
-                                group, num_groups, mine, part, cols, WEIGHT, PARTS, EVEN, WIDTH)),
-            (_layer_norm_gradient, (xs, dys, full, empty, weight, mean_ptr, rstd_ptr, dx_ptr, box_ptr,
-                                    group, num_groups, mine, part, cols, WEIGHT, PARTS, EVEN, WIDTH)),
-            (feed, (x_desc, dy_desc, None, xs, dys, xs, full, empty, group, num_groups, mine, part, WIDTH)),
-        ],
-        [gl.num_warps(), 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
-    leave(box_ptr, mail_ptr + num_groups * (PARTS * MAILS_OF_PART) + group, PARTS)
-
-
-class SplitConfig(NamedTuple):
-    """As PartsConfig, where `num_warps` find sums and as many make dx. registers: of a thread of the latter; those of
-    the former have what is left."""
-
-    width: int
-    slots: int
-    num_warps: int
-    per_sm: int
-    registers: int
-
-
-def _split_flags(cols: int, parts: int, config: SplitConfig) -> dict[str, Any]:
-    threads = 32 * (2 * config.num_warps + 4)  # warps come in fours, so that the one which feeds takes as many
-    return {
-        "PARTS": parts,
-        "EVEN": cols % config.width == 0,
-        "WIDTH": config.width,
-        "SLOTS": config.slots,
-        "REGISTERS": config.registers,
-        "num_warps": config.num_warps,
-        "maxnreg": 65_536 // (threads * config.per_sm) // 8 * 8,
-        "cluster": parts,
-    }
+        gl.store(dbias_ptr + group.to(gl.int64) * cols + col, dbias, mask=inside)
 
 
 def _packed(vector: Tensor | None) -> Tensor | None:
@@ -458,8 +286,8 @@ def _forward(
         launch(
             norm_fwd_parts_kernel, (groups * parts,),
             parted(x, config.width), None if residual is None else parted(residual, config.width),
-            _packed(weight), _packed(bias), y, s, mean, rstd, mailbox(x.device, groups, parts),
-            count, cols, groups, eps, offset, CENTER=center, LLAMA=llama, **parts_flags(cols, parts, config),
+            _packed(weight), _packed(bias), y, s, mean, rstd,
+            count, cols, groups, eps, offset or None, CENTER=center, LLAMA=llama, **parts_flags(cols, parts, config),
         )  # fmt: skip
     return y, s, mean, rstd
 
@@ -474,12 +302,12 @@ def _backward(
     rstd: Tensor,
     offset: float,
     output_mask: Sequence[bool],
-    config: PartsConfig | SplitConfig,
+    config: PartsConfig,
     dropped: Tensor | None = None,
     dropout: tuple[Tensor | None, int, float] = (None, 0, 1.0),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. With a SplitConfig: of
-    layer norm without ds. dropped: room for the gradient of what `dropout` (seed, drop_below, keep_scale) dropped."""
+    """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. dropped: room for the
+    gradient of what `dropout` (seed, drop_below, keep_scale) dropped."""
     order = row_order(x)
     dx = empty_rows(x, order)
     x, dy = rows(x, order), rows(dy, order)
@@ -488,18 +316,12 @@ def _backward(
     count, cols = x.shape
     groups, parts = parts_grid(x, config)
     sums = [torch.empty(groups, cols, dtype=torch.float32, device=x.device) if w else None for w in output_mask[1:]]
-    if count and isinstance(config, SplitConfig):
-        launch(
-            layer_norm_bwd_parts_kernel, (groups * parts,),
-            parted(x, config.width), parted(dy, config.width), _packed(weight), mean, row_values(rstd, order), dx,
-            *sums, mailbox(x.device, groups, parts), count, cols, groups, **_split_flags(cols, parts, config),
-        )  # fmt: skip
-    elif count:
+    if count:
         launch(
             norm_bwd_parts_kernel, (groups * parts,),
             parted(x, config.width), parted(dy, config.width), None if ds is None else parted(ds, config.width),
-            _packed(weight), mean, row_values(rstd, order), dx, *sums, mailbox(x.device, groups, parts),
-            count, cols, groups, offset, dropped, *dropout, **parts_flags(cols, parts, config),
+            _packed(weight), mean, row_values(rstd, order), dx, *sums,
+            count, cols, groups, offset or None, dropped, *dropout, **parts_flags(cols, parts, config),
         )  # fmt: skip
     vectors = [None if s is None else v.new_empty(cols) for s, v in zip(sums, (weight, bias))]
     add_partials(tuple(s if s is None or count else s[:0] for s in sums), tuple(vectors))
@@ -526,9 +348,8 @@ def _reasons(call: Any) -> list[str]:
 
 
 def _vjp_reasons(call: Any) -> list[str]:
-    center = hasattr(call, "mean")
     x = call.s if hasattr(call, "s") else call.x
-    reasons = _common_reasons(call, x.cols, BACKWARD_ABOVE[center])
+    reasons = _common_reasons(call, x.cols, BACKWARD_ABOVE[3 if hasattr(call, "ds") else 2])
     if call.dy is None or not call.output_mask[0]:
         reasons.append("there is no dy, or dx is not wanted; dx is always made here, of dy")
     return reasons
@@ -536,8 +357,8 @@ def _vjp_reasons(call: Any) -> list[str]:
 
 WIDEST = MOST_PARTS * 8192
 FORWARD_ABOVE = 32_768  # columns
-LAYER_NORM_ABOVE = 65_536  # up to there Triton's sweeps of one tensor are as fast
-BACKWARD_ABOVE = {False: 16_384, True: 8192}  # of RMS norm and layer norm: what one program can hold
+LAYER_NORM_ABOVE = 16_384  # up to there Triton's sweeps of one tensor are as fast
+BACKWARD_ABOVE = {2: 4096, 3: 8192}  # by the number of rows' tensors that are read: what one program can hold
 
 
 def _dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
@@ -548,38 +369,28 @@ def _dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> PartsConfig:
-    """H200, bf16, of the copy rate at 65,536 and 131,072 columns: RMS norm 0.87 and 0.86, with a residual 0.90 and
-    0.89; layer norm 0.82 at 131,072, with a residual 0.91 and 0.91 (by 8 warps 0.87 and 0.89). Swept twice by Triton's:
-    0.84 and 0.72, 0.86 and 0.79; 0.71, 0.86 and 0.77."""
-    if dims["bytes"] > 2 and center:
-        return fitted(dims, arch, PartsConfig(8192, 0, 2, 4, 0, 128), 2)
+    """H200, bf16, 2**27 values, of the copy rate at 65,536 and 131,072 columns: RMS norm 0.91 and 0.91, with a residual
+    0.92 and 0.91; layer norm 0.89 and 0.92, with a residual 0.91 and 0.90. Swept twice by Triton's: 0.83 and 0.72, 0.86
+    and 0.80; 0.83 and 0.71, 0.86 and 0.78."""
     if dims["bytes"] > 2:
-        return fitted(dims, arch, PartsConfig(8192, 0, 2, 8, 0, 80), 2)
-    if center:
-        return fitted(dims, arch, PartsConfig(8192, 0, 3, 4, 0, 128), 2)
-    return fitted(dims, arch, PartsConfig(8192, 0, 2, 4, 0, 80), 3)
+        return fitted(dims, arch, PartsConfig(8192, 0, 8, 2, 128))
+    return fitted(dims, arch, PartsConfig(16_384, 0, 16, 1, 128) if center else PartsConfig(16_384, 0, 8, 2, 128))
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """32 columns a thread. H200, bf16, of the copy rate at 32,768, 65,536 and 131,072 columns: RMS norm 0.94, 0.89 and
-    0.87; with Triton's two passes 0.60 each."""
-    if dims["cols"] <= MOST_PARTS * 4096:
-        return fitted(dims, arch, PartsConfig(4096, 0, 2, 4, 0, 128), 2)
-    return fitted(dims, arch, PartsConfig(8192, 0, 2, 8, 0, 0), 1)
+    """16 columns a thread, in parts that leave at most an eighth of the threads idle, if there are such. H200, bf16,
+    2**27 values, of the copy rate at 8,192, 16,384, 32,768, 65,536 and 131,072 columns: RMS norm 0.99, 0.98, 0.98, 0.94
+    and 0.93, layer norm 0.97, 0.95, 0.94, 0.93 and 0.82, at 5,120 0.95. Triton's one pass up to 8,192: 0.95, 0.97 and
+    0.73, its two passes 0.6."""
+    cols = dims["cols"]
+    if cols == 8192 or cols > MOST_PARTS * 4096:
+        return fitted(dims, arch, PartsConfig(8192, 0, 16, 1, 128))
+    widths = [w for w in (4096, 2048, NARROWEST) if cols <= MOST_PARTS * w]
+    width = next((w for w in widths if -cols % w * 8 <= cols), widths[-1])
+    return fitted(dims, arch, PartsConfig(width, 0, width // 512, 8192 // width, 128))
 
 
-def _layer_norm_backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> SplitConfig | PartsConfig:
-    """H200, bf16, of the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 0.87, 0.89, 0.87 and 0.85; where the
-    same warps find sums and dx 0.79, 0.80, 0.80 and 0.78. A slot less costs 0.05. These do in 32 bits, whose values
-    would spill."""
-    if dims["bytes"] > 4:
-        return _backward_default(dims, arch, dtype)
-    config = SplitConfig(8192, 0, 8, 1, 80) if dims["cols"] > 32_768 else SplitConfig(4096, 0, 4, 2, 80)
-    room = arch.shared_memory // config.per_sm - 2048 - config.width * dims["held"]
-    return config._replace(slots=max(1, min(6, room // (config.width * dims["bytes"]))))
-
-
-CHOICES = {"slots": (2, 3, 4, 6), "lag": (1, 2, 3), "num_warps": (4, 8)}
+CHOICES = {"width": (4096, 8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
 
 
 @register_kernel("rms_norm", backend="hopper", rank=25, rejects=_reasons)
@@ -645,12 +456,9 @@ def layer_norm(
 @register_kernel("layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: {
-            **_dims(x, dy, x),
-            "held": 0 if weight is None else weight.element_size(),
-        },
-        default=_layer_norm_backward_default,
-        choices={"slots": (3, 4, 6)},
+        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: _dims(x, dy, x),
+        default=_backward_default,
+        choices=CHOICES,
     )
 )
 def layer_norm_vjp(
@@ -662,7 +470,7 @@ def layer_norm_vjp(
     rstd: Tensor,
     output_mask: Sequence[bool],
     *,
-    config: SplitConfig | PartsConfig,
+    config: PartsConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias of `layer_norm`."""
     return _backward(dy, None, x, weight, bias, mean, rstd, 0.0, output_mask, config)

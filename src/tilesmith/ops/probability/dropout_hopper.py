@@ -12,7 +12,8 @@ from tilesmith.ops.dropout_gluon import kept_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.probability import hopper
 from tilesmith.ops.rows import rows
-from tilesmith.ops.rows_gluon import (
+from tilesmith.ops.rows_gluon import parted, parts_grid, ring
+from tilesmith.ops.rows_posted_gluon import (
     MAILS_OF_PART,
     PartsConfig,
     add_up,
@@ -23,13 +24,10 @@ from tilesmith.ops.rows_gluon import (
     flat,
     leave,
     mailbox,
-    parted,
     parts_flags,
-    parts_grid,
     peek,
     post,
     release,
-    ring,
     scratch,
     widened,
 )
@@ -139,7 +137,7 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsCon
     space=Space(
         dims=lambda dout, x, seed, top, total, p, scale, causal: hopper._dims(x, dout),
         default=_default,
-        choices=hopper.CHOICES,
+        choices={"slots": (2, 3, 4, 6), "lag": (1, 2, 3), "num_warps": (4, 8)},
     )
 )
 def softmax_dropout_vjp(
