@@ -290,6 +290,10 @@ ATTENTION = [
     Case("d128_one_query", _attend(2, 8, 2, 1, 700, 128, causal=True), GPU, HALF),
     Case("d128_window_sinks", _attend(1, 8, 2, 900, 900, 128, causal=True, window_left=200, sinks=True), GPU, HALF),
     Case("d64_window_128", _attend(1, 8, 2, 900, 1100, 64, causal=True, window_left=127, sinks=True), GPU, HALF),
+    Case("d64_narrow", _attend(
+        2, 4, 4, 1500, 1500, 64, init=_tokens_first, causal=True, window_left=127, deterministic=True), GPU, HALF),
+    Case("d64_narrow_softcap", _attend(1, 8, 8, 900, 700, 64, window_left=60, window_right=20, softcap=9.0), GPU, HALF),
+    Case("d128_narrow", _attend(2, 4, 4, 1500, 1400, 128, init=_tokens_first, causal=True, window_left=127), GPU, HALF),
     Case("d96_window_sides", _attend(
         2, 4, 4, 700, 500, 96, 128, init=_tokens_first, window_left=64, window_right=64), GPU, HALF),
     Case("d136_tiles", _attend(1, 4, 2, 300, 500, 136, init=_tokens_first, causal=True), GPU, HALF),

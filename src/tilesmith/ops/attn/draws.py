@@ -25,10 +25,10 @@ class Kind:
     """What cases of a kind have in common.
 
     dims: head dims of q and v. group: heads of q for each of k and v. options: arguments of `attention`; a window of
-    None is drawn, lists are (heads: 1, "kv" or "all", block_q, block_k), planes say which dims are not 1. tokens: how
-    many queries at most. square: as many keys as queries. aligned: multiples of 16. packed, lengths, prefix, documents:
-    whether there are any. shuffled: documents whose tokens lie among those of others. few: at most 8 queries, which
-    kernels for decoding serve, too.
+    None or of (least, most) is drawn, lists are (heads: 1, "kv" or "all", block_q, block_k), planes say which dims are
+    not 1. tokens: how many queries at most. square: as many keys as queries. aligned: multiples of 16. packed, lengths,
+    prefix, documents: whether there are any. shuffled: documents whose tokens lie among those of others. few: at most 8
+    queries, which kernels for decoding serve, too.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -62,7 +62,9 @@ class Kind:
             tokens = chance.randint(1, 8)
         args = dict(self.options)
         for side in ("window_left", "window_right"):
-            if side in args:
+            if isinstance(args.get(side), tuple):
+                args[side] = chance.randint(*args[side])
+            elif side in args:
                 args[side] = 2 * chance.randint(1, max(keys // 2, 1)) + 1
         if self.packed:
             args |= _packed(chance, tokens, keys, self.square, self.lengths)
@@ -145,11 +147,15 @@ def _options(**options: Any) -> dict[str, Any]:
 
 CAUSAL, SINKS = _options(causal=True), _options(sinks=True)
 WINDOW, SIDES = _options(causal=True, window_left=None), _options(window_left=None, window_right=None)
+NARROW = _options(causal=True, window_left=(0, 128))
 
 ATTENTION: dict[str, Kind] = {
     "d64": Kind(BF16, (64, 64)),
     "d64_causal": Kind(FP16, (64, 64), 4, CAUSAL, square=True, aligned=True),
     "d64_sides": Kind(BF16, (64, 64), 2, SIDES),
+    "d64_narrow": Kind(BF16, (64, 64), 1, NARROW | SINKS, square=True),
+    "d64_narrow_group": Kind(BF16, (64, 64), 4, NARROW),
+    "d64_narrow_sides": Kind(FP16, (64, 64), 1, _options(window_left=(0, 64), window_right=(0, 64), softcap=20.0)),
     "d64_packed": Kind(BF16, (64, 64), 2, CAUSAL, 1200, square=True, packed=True),
     "d64_packed_lengths": Kind(FP16, (64, 64), 1, CAUSAL | SINKS, 900, packed=True, lengths=True),
     "d64_lists": Kind(BF16, (64, 64), 2, _options(lists=("all", 128, 128)), 900),
@@ -157,6 +163,7 @@ ATTENTION: dict[str, Kind] = {
     "d96_causal": Kind(BF16, (96, 96), 1, CAUSAL),
     "d128": Kind(FP16, (128, 128), 2, SINKS, aligned=True),
     "d128_causal": Kind(BF16, (128, 128), 4, CAUSAL),
+    "d128_narrow": Kind(BF16, (128, 128), 1, NARROW, 900),
     "d128_window": Kind(BF16, (128, 128), 1, WINDOW | SINKS),
     "d128_softcap": Kind(BF16, (128, 128), 2, WINDOW | _options(softcap=20.0)),
     "d128_packed": Kind(BF16, (128, 128), 2, WINDOW, 1200, packed=True),
