@@ -22,6 +22,7 @@ from tilesmith.ops.attn.hopper_shared import (
     is_narrow,
     list_reasons,
     reasons_for_all,
+    run_of,
     section,
     window_of,
     wrong_dims,
@@ -39,7 +40,8 @@ def rejects(call) -> list[str]:
 
 class HopperConfig(NamedTuple):
     """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
-    q_stages: query tiles in flight. Windows of up to 129 keys ask for nothing of it (`hopper_window`)."""
+    q_stages: query tiles in flight. Windows of up to 129 keys have two consumers and tiles of 64 keys, at least four of
+    them (`hopper_window`)."""
 
     consumers: int
     block_n: int
@@ -156,7 +158,8 @@ def attention(
     wide, value_wide = columns_of(q), columns_of(v)
     narrow = is_narrow(window, packed, max(wide, value_wide))
     if narrow:
-        blocks = cdiv(tokens, 128)
+        run = run_of((1, 2, 4, 8, 16, 32, 64), 1, cdiv(tokens, 128), batch * heads, arch)
+        blocks = cdiv(tokens, 128 * run)
     tiles = blocks * batch * heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
@@ -166,10 +169,10 @@ def attention(
     if narrow:
         launch(
             attention_window_kernel, (programs,),
-            descriptor(q, 64), descriptor(k, 256), descriptor(v, 256), descriptor(out, 64), lse, reference.dense(sinks),
+            *(descriptor(x, 64) for x in (q, k, v, out)), lse, reference.dense(sinks),
             counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
-            section(k, heads, arch, alike), left, right, heads // k.shape[1], *factors,
-            DYNAMIC=dynamic, D=wide, DV=value_wide, STAGES=2 if max(wide, value_wide) <= 64 else 1,
+            section(k, heads, arch, alike), left, right, heads // k.shape[1], run, *factors,
+            DYNAMIC=dynamic, D=wide, DV=value_wide, STAGES=max(config.stages, 4), Q_STAGES=config.q_stages,
             SOFTCAP=softcap > 0.0, num_warps=4,
         )  # fmt: skip
         return out, lse

@@ -1,6 +1,7 @@
 """What the launchers of attention's Hopper kernels share: refusals, descriptors, the order of tiles, counters."""
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -89,9 +90,15 @@ def window_of(tokens: int, keys: int, causal: bool, left: int, right: int) -> tu
 
 
 def is_narrow(window: tuple[int, int, bool, bool], packed: bool, columns: int) -> bool:
-    """Whether a window is so narrow that what a tile meets comes at once (`hopper_window`)."""
+    """Whether a window is so narrow that what a tile meets is there at once (`hopper_window`)."""
     left, right, has_left, has_right = window
     return has_left and has_right and left + right <= 128 and columns <= 128 and not packed
+
+
+def run_of(choices: Sequence[int], more: int, blocks: int, rows: int, arch) -> int:
+    """How many blocks of a head a program does one after another where windows are narrow: with few runs of many blocks
+    little is loaded twice, which costs as much as `more` blocks a run, with many runs none idles at the end."""
+    return min(choices, key=lambda run: cdiv(cdiv(blocks, run) * rows, arch.sms) * (run + more))
 
 
 def columns_of(x: Tensor) -> int:
