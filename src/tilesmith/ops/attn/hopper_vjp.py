@@ -27,15 +27,18 @@ from tilesmith.ops.attn.hopper_shared import (
     columns_of,
     counter,
     descriptor,
+    is_narrow,
     list_reasons,
     reasons_for_all,
     section,
     window_of,
 )
+from tilesmith.ops.attn.hopper_window_vjp import window_gradients
 from tilesmith.ops.attn.lists import transposed
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
 _VJP = list(inspect.signature(reference.attention_vjp).parameters)
+_PACKED = _VJP.index("cu_seqlens_q")
 _PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -60,25 +63,36 @@ def _list_reasons(call) -> list[str]:
 
 class HopperVjpConfig(NamedTuple):
     """stages: tiles of queries in flight. split: consumers tell each other that ds is there before they wait for it.
-    block_q: queries of a block. Above head dim 128 nothing of it is asked for."""
+    block_q: queries of a block. Above head dim 128 nothing of it is asked for; windows of up to 129 keys have blocks of
+    64 queries and no split (`hopper_window_vjp`)."""
 
     stages: int
     split: bool
     block_q: int
 
 
+def _is_narrow(q: Tensor, k: Tensor, window: tuple[int, int, bool, bool], packed: bool) -> bool:
+    """Whether `hopper_window_vjp` serves a call. Grouped heads would need a group's queries at once; above head dim 64
+    it is slower (H200, window of 128 at 32k, head dim 128: 677 us for 582)."""
+    alike = q.shape[1] == k.shape[1] and q.shape[3] <= 64 and k.shape[2] + max(window[1], 0) <= q.shape[2]
+    return alike and is_narrow(window, packed, columns_of(q))
+
+
 def _dims_vjp(*args) -> dict[str, int]:
     q, k, v, causal, left, right, softcap = (
         args[_VJP.index(name)] for name in ("q", "k", "v", "causal", "window_left", "window_right", "softcap")
     )
+    narrow = _is_narrow(q, k, window_of(q.shape[2], k.shape[2], causal, left, right), args[_PACKED] is not None)
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
         "value_dim": v.shape[3], "causal": 8 if causal else 1,
-        "plain": 8 if left < 0 and (causal or right < 0) and softcap == 0.0 else 1,
+        "plain": 8 if left < 0 and (causal or right < 0) and softcap == 0.0 else 1, "narrow": 8 if narrow else 1,
     }  # fmt: skip
 
 
 def _default_vjp(dims, arch, dtype) -> HopperVjpConfig:
+    if dims["narrow"] > 1:
+        return HopperVjpConfig(4, False, 64)
     # blocks of 128 queries (H200, 4k, TFLOP/s: 466 for 416 causal, 541 for 431 full) read 15 % less of shared memory,
     # but with a window or softcap they spill 600 bytes and more
     if dims["dim"] <= 64:
@@ -140,7 +154,7 @@ def attention_vjp(
     config: HopperVjpConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the rows; up to head dim 128 a kernel for dk, dv and what dq is the sum of, and one that puts dq in
-    order; above, one for dk and dv and one for dq."""
+    order; above, one for dk and dv and one for dq; one for all where the window is narrow."""
     batch, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     wants_sinks = output_mask[4] and sinks is not None
@@ -169,7 +183,7 @@ def attention_vjp(
     if k_begin:
         dk[:, :, :k_begin].zero_()
         dv[:, :, :k_begin].zero_()
-    wide = columns_of(q)
+    wide, narrow = columns_of(q), _is_narrow(q, k, window, packed)
     block_m, block_n = config.block_q, 128 if wide <= 128 else 64
     q_blocks, k_blocks = cdiv(tokens - q_begin, block_m), cdiv(keys - k_begin, block_n)
     if packed:
@@ -185,7 +199,7 @@ def attention_vjp(
     parts = turns = token_delta = None
     if wide > 128:
         token_delta = torch.empty_like(lse)
-    else:
+    elif not narrow:
         parts = lse.new_empty(batch * heads * q_blocks * block_m * wide // 256, 256)
         turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device)
     # Of a group's heads, which a tile walks one after another, the first keys' tile is the slowest under a causal mask:
@@ -216,7 +230,9 @@ def attention_vjp(
         out.stride(), dout.stride(), None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks,
         ROWS=block_m, DIM=dim, D=wide, num_warps=4 if wide <= 128 else 8,
     )  # fmt: skip
-    if wide > 128:
+    if narrow:
+        window_gradients(q, k, v, dout, rows, (left, right), q_begin, factors, (dq, dk, dv), config.stages)
+    elif wide > 128:
         launch(
             attention_dkv_wide_kernel, (programs,), *inputs, descriptor(dk, 64, packed), descriptor(dv, 64, packed),
             rows[0], rows[1], *order, *sizes, *factors, STAGES=2, **kinds,
@@ -242,7 +258,7 @@ def attention_vjp(
             section(k, heads, arch, alike=False), left, right, heads // kv_heads, *factors,
             LEFT=has_left, RIGHT=has_right, DYNAMIC=dynamic, D=wide, SOFTCAP=softcap > 0.0, num_warps=4,
         )  # fmt: skip
-    elif output_mask[0]:
+    elif output_mask[0] and not narrow:
         launch(
             attention_dq_kernel, (batch * heads * q_blocks,),
             parts, dq, turns if deterministic and not (packed or has_left) else None, blocks, dq.stride(), heads,
