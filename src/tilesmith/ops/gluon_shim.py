@@ -37,6 +37,7 @@ __all__ = [
     "expect",
     "fence",
     "fetch",
+    "follow",
     "gl",
     "gluon",
     "launch_dependents",
@@ -46,6 +47,7 @@ __all__ = [
     "mma_wait",
     "publish",
     "reinterpret",
+    "seen",
     "tile_in",
     "tiles_of",
     "wait",
@@ -183,3 +185,50 @@ def publish(pointer, number):
         "bar.warp.sync 0xffffffff; fence.proxy.async.global; st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
         "=r,l,r", [pointer.to(gl.int64), gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def seen(pointer, number):
+    """Whether memory holds `number`, and so what was done before it was published (`await_number`)."""
+    found = gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 found;
+        ld.acquire.gpu.global.b32 found, [$1];
+        setp.eq.b32 p, found, $2;
+        vote.sync.any.pred p, p, 0xffffffff;
+        fence.proxy.async;
+        selp.b32 $0, 1, 0, p;
+        }""",
+        "=r,l,r", [pointer.to(gl.int64), gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return found == 1
+
+
+@gluon.jit
+def follow(pointer, number):
+    """Wait until the first to come has published `number`: True; or be the first, where memory held 0 and now holds 1:
+    False."""
+    follows = gl.inline_asm_elementwise(
+        """{
+        .reg .pred p, mine;
+        .reg .b32 found;
+        mov.u32 found, %laneid;
+        setp.eq.b32 p, found, 0;
+        mov.b32 found, 1;
+        @p atom.acquire.gpu.global.cas.b32 found, [$1], 0, 1;
+        setp.eq.b32 mine, found, 0;
+        vote.sync.any.pred mine, mine, 0xffffffff;
+        @mine bra.uni over;
+        again:
+        ld.acquire.gpu.global.b32 found, [$1];
+        setp.ne.b32 p, found, $2;
+        vote.sync.any.pred p, p, 0xffffffff;
+        @p bra.uni again;
+        fence.proxy.async;
+        over:
+        selp.b32 $0, 0, 1, mine;
+        }""",
+        "=r,l,r", [pointer.to(gl.int64), gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return follows == 1

@@ -3,7 +3,7 @@
 A program of the main kernel owns 128 keys at a time and walks the queries that see them, 64 or 128 at a time, of every
 head of its group: a warp loads tiles, two consumers have 64 keys each. Scores are transposed, so that p and ds feed dv
 and dk from registers; ds also goes through shared memory for dq, which the consumers split by columns or queries and
-two more warps add to a workspace by bulk reductions: in any order but for the first tile, which stores, so that dq may
+two more warps add to a workspace by bulk reductions: in any order, the first to come by a plain store, so that dq may
 differ in its last bits from run to run, or ordered, tile after tile of keys. Scores live in units of log 2.
 
 Ordered, the last keys come first and each tile starts where they do, at its diagonal under a causal mask. There a tile
@@ -29,6 +29,7 @@ from tilesmith.ops.gluon_shim import (
     bulk_store,
     bulk_wait,
     fence,
+    follow,
     gl,
     gluon,
     launch_dependents,
@@ -38,6 +39,7 @@ from tilesmith.ops.gluon_shim import (
     mma_wait,
     publish,
     reinterpret,
+    seen,
     tile_in,
     tiles_of,
     wait,
@@ -60,13 +62,13 @@ def _block_rows(blocks_ptr, block, tokens, begin, ROWS: tl.constexpr):
 
 @triton.jit
 def attention_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, token_delta_ptr, dq_ptr, turns_ptr, blocks_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, token_delta_ptr, turns_ptr, blocks_ptr,
     out_strides, dout_strides, dlse_strides, heads, tokens, begin, blocks, ROWS: tl.constexpr, DIM: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
     """For ROWS queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
-    makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for; zeros for who has
-    added to their part of dq and, of packed documents, where not all parts get a tile, for that part."""
+    makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for; zero for who has
+    added to their part of dq."""
     tl.extra.cuda.gdc_launch_dependents()
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
@@ -95,29 +97,29 @@ def attention_rows_kernel(
         tl.store(token_delta_ptr + head_row.to(tl.int64) * tokens + rows, delta, mask=held)
     if turns_ptr is not None:
         tl.store(turns_ptr + tl.program_id(0), 0)
-    if dq_ptr is not None:
-        tl.store(dq_ptr + place * D + tl.arange(0, ROWS * D), tl.zeros([ROWS * D], tl.float32))
 
 
 @triton.jit
 def attention_dq_kernel(
     parts_ptr, dq_ptr, turns_ptr, blocks_ptr, dq_strides, heads, tokens, begin, blocks, scale,
-    ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dq of ROWS queries from what the main kernel added up, which lies in the order of its registers: half of the
     columns (of 64 queries) or of the queries (of 128), group of 8 columns, warp, row of 8, pair of columns, upper or
-    lower 8 rows, column. turns_ptr: who has added to a block's part, if the tile of the first keys is the last one:
-    then the first heads are put in order while the main kernel's last tiles run."""
-    if turns_ptr is None:
-        tl.extra.cuda.gdc_wait()
-    else:
+    lower 8 rows, column. turns_ptr: who has added to a block's part, 0 if nobody has. EARLY: the tile of the first keys
+    is the last one; so the first heads are put in order while the main kernel's last tiles run."""
+    if EARLY:
         if tl.program_id(0) == tl.num_programs(0) - 1:  # what comes behind this kernel comes behind the main one
             tl.extra.cuda.gdc_wait()
         while tl.atomic_add(turns_ptr + tl.program_id(0), 0, sem="acquire") != 1:
             pass
+    else:
+        tl.extra.cuda.gdc_wait()
+    added = tl.load(turns_ptr + tl.program_id(0)) != 0
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
-    x = tl.load(parts_ptr + tl.program_id(0).to(tl.int64) * (ROWS * D) + tl.arange(0, ROWS * D)) * scale
+    parts_ptr += tl.program_id(0).to(tl.int64) * (ROWS * D)
+    x = tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=added, other=0.0) * scale
     x = tl.reshape(x, [2, ROWS * D // 1024, 4, 8, 4, 2, 2])
     if ROWS == 64:
         x = tl.permute(x, (2, 5, 3, 0, 1, 4, 6))
@@ -254,22 +256,15 @@ class KeyWalk:
 
     @gluon.jit
     def ahead(self, start):
-        """The first block of queries that the tile of keys behind (ORDERED) or before this one meets, and their end: 0
-        where there is none."""
-        if self.ORDERED:
-            first, blocks = self.span(start + self.BK)
-            end = gl.where(start + self.BK < self.keys, first + blocks, 0)
-        else:
-            first, blocks = self.span(start - self.BK)
-            begin = self.keys * 0
-            if self.LEFT:
-                begin = gl.maximum(self.keys - self.tokens - self.left, 0)
-            end = gl.where(start > begin, first + blocks, 0)
-        return first, end
+        """The first block of queries that the tile of keys behind this one meets, and their end: 0 if there is none."""
+        first, blocks = self.span(start + self.BK)
+        return first, gl.where(start + self.BK < self.keys, first + blocks, 0)
 
+
+STORED = gl.constexpr(2)  # after 1, which says that somebody will
 
 START, KEYS_AT, KV_HEAD, BLOCKS, EDGE, LIMIT, PLACE, MET, MET_END = (gl.constexpr(i) for i in range(9))
-# with lists, whose tiles wait for no other: a tile's row in their table, and how far that of the group's next head is
+# with lists, which are in no order: a tile's row in their table, and how far that of the group's next head is
 ENTRY, STEP = MET, MET_END
 
 
@@ -308,13 +303,11 @@ def load_pair(k_desc, v_desc, there, k, v, full, empty, turn):
 
 @gluon.jit
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
-         ORDERED: gl.constexpr, ZEROED: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr,
-         BQ: gl.constexpr):  # fmt: skip
+         ORDERED: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
-    first tile stores, or ORDERED what the tile of keys behind this one adds (its first key + 1 stands at turns_ptr).
-    ZEROED, zeros stand there, and nobody waits. A box has a warp of its own: a block's turn, its addition
-    and the word to the next tile take about as long as the products of a block, and nobody waits for them as long as
-    two."""
+    first to come has stored (STORED stands at turns_ptr then), or ORDERED what the tile of keys behind this one adds
+    (its first key + 1 stands there). A box has a warp of its own: a block's turn, its addition and the word to the next
+    tile take about as long as the products of a block, and nobody waits for them as long as two."""
     await_launcher()
     ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
     count = gl.to_tensor(0)
@@ -334,13 +327,17 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
             for i in range(blocks):
                 if (count & 1) == BOX:
                     block = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
-                    if ZEROED:
-                        follows = block >= 0
-                    else:
+                    here = turns_ptr + place + block
+                    if ORDERED:
                         follows = (block >= met) & (block < met_end)
                         if follows:
-                            await_number(turns_ptr + place + block, start + 129 if ORDERED else 1)
+                            await_number(here, start + 129)
+                    else:
+                        follows = seen(here, STORED)
                     wait(dq_full.index(BOX), (count >> 1) & 1)
+                    if not ORDERED:
+                        if not follows:  # asked only now: who is the first must not keep others waiting
+                            follows = follow(here, STORED)
                     for c in gl.static_range(2):
                         parked = reinterpret(parking.index(BOX * 2 + c), gl.float32, [ROWS, 256], dq_desc.layout)
                         there = [(place + block) * (2 * ROWS) + c * ROWS, 0]
@@ -352,11 +349,10 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                     arrive(dq_empty.index(BOX))
                     if ORDERED:
                         bulk_finish()
-                        publish(turns_ptr + place + block, start + 1)
-                    elif not ZEROED:
-                        if not follows:
-                            bulk_finish()
-                            publish(turns_ptr + place + block, 1)
+                        publish(here, start + 1)
+                    elif not follows:
+                        bulk_finish()
+                        publish(here, STORED)
                 count += 1
             place += q_blocks
         turn += 1
@@ -379,7 +375,9 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     while number < tiles:
         start, kv_head, k_place, q_place, place, walk = whole.tile(number, table)
         first, blocks = walk.span(start)
-        met, met_end = walk.ahead(start)
+        met, met_end = first, first
+        if walk.ORDERED:
+            met, met_end = walk.ahead(start)
         head = kv_head * walk.GROUP
         if walk.LIST_Q > 0:
             first, blocks = walk.q_begin, walk.q_begin + 1  # its edge is that of the first query
@@ -641,7 +639,7 @@ def attention_dkv_kernel(
     indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
     list_rows, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    SPLIT: gl.constexpr, ORDERED: gl.constexpr, ZEROED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
+    SPLIT: gl.constexpr, ORDERED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
@@ -649,8 +647,7 @@ def attention_dkv_kernel(
     or None with LIST_Q 0; indices: theirs. inner, outer: q . k to scores, before and behind the softcap's tanh; scale:
     d score / d (q . k) but for tanh. TAIL: the last tile has fewer keys. SPLIT: a consumer tells the other one that its
     half of ds is there, starts dv, and only then waits; else both wait at once. ORDERED: tiles add one after another,
-    from the last keys on, and their blocks of queries come from the first on; else both come the other way round.
-    ZEROED: the parts of dq hold zeros, to which tiles add as they come; as lists do, of which no tile is the first."""
+    from the last keys on, and their blocks of queries come from the first on; else both come the other way round."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     if PACKED:
@@ -688,9 +685,9 @@ def attention_dkv_kernel(
                         LEFT, RIGHT, TAIL, SPLIT, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
                         indices)),
-            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ZEROED, ROWS,
+            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ROWS,
                     LIST_Q, BQ)),
-            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ZEROED, ROWS,
+            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ROWS,
                     LIST_Q, BQ)),
         ],
         [4, 1, 1, 1],

@@ -202,9 +202,6 @@ def attention_vjp(
     elif not narrow:
         parts = lse.new_empty(batch * heads * q_blocks * block_m * wide // 256, 256)
         turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device)
-    # Of a group's heads, which a tile walks one after another, the first keys' tile is the slowest under a causal mask:
-    # when all waited for what it stores, 32/8 heads of 128 x 4k causal took 1,940 us, and 1,513 before (H200).
-    zeroed = has_lists or (has_right and not has_left and heads > kv_heads and not deterministic)
     scale = dim**-0.5 if scale is None else scale
     factors = scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E, scale
     tiles = k_blocks * batch * kv_heads
@@ -226,7 +223,7 @@ def attention_vjp(
     }  # fmt: skip
     launch(
         attention_rows_kernel, (batch * heads * q_blocks,),
-        out, dout, lse, dlse, rows[0], rows[1], token_delta, parts if packed or zeroed else None, turns, blocks,
+        out, dout, lse, dlse, rows[0], rows[1], token_delta, turns, blocks,
         out.stride(), dout.stride(), None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks,
         ROWS=block_m, DIM=dim, D=wide, num_warps=4 if wide <= 128 else 8,
     )  # fmt: skip
@@ -242,7 +239,7 @@ def attention_vjp(
             attention_dkv_kernel, (programs,), *inputs,
             TensorDescriptor(parts, list(parts.shape), [256, 1], [block_m * wide // 512, 256], _PARTS),
             descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *order,
-            lists, indices, *sizes, list_share, list_rows, *factors, ZEROED=zeroed, LIST_Q=block_q if has_lists else 0,
+            lists, indices, *sizes, list_share, list_rows, *factors, LIST_Q=block_q if has_lists else 0,
             SPLIT=config.split, ORDERED=deterministic, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
         )  # fmt: skip
     if output_mask[0] and wide > 128:
@@ -261,8 +258,8 @@ def attention_vjp(
     elif output_mask[0] and not narrow:
         launch(
             attention_dq_kernel, (batch * heads * q_blocks,),
-            parts, dq, turns if deterministic and not (packed or has_left) else None, blocks, dq.stride(), heads,
-            tokens, q_begin, q_blocks, scale, ROWS=block_m, DIM=dim, D=wide, num_warps=4, launch_pdl=True,
+            parts, dq, turns, blocks, dq.stride(), heads, tokens, q_begin, q_blocks, scale, ROWS=block_m, DIM=dim,
+            D=wide, EARLY=deterministic and not (packed or has_left), num_warps=4, launch_pdl=True,
         )  # fmt: skip
     if wants_sinks:
         launch(
