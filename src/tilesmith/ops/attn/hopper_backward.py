@@ -37,6 +37,7 @@ from tilesmith.ops.gluon_shim import (
     meet,
     mma,
     mma_wait,
+    powers,
     publish,
     reinterpret,
     seen,
@@ -68,7 +69,7 @@ def attention_rows_kernel(
 ):  # fmt: skip
     """For ROWS queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
     makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for; zero for who has
-    added to their part of dq."""
+    added to their part of dq. Of 64 queries lse and delta lie as `_row` reads them."""
     tl.extra.cuda.gdc_launch_dependents()
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
@@ -91,6 +92,8 @@ def attention_rows_kernel(
         dlse_ptr += batch * dlse_strides[0] + head * dlse_strides[1]
         delta -= tl.load(dlse_ptr + long_rows * dlse_strides[2], mask=held, other=0.0).to(tl.float32)
     dead = lse == float("-inf")
+    if D <= 128 and ROWS == 64:
+        lane = lane // 16 * 16 + lane // 2 % 4 * 4 + lane // 8 % 2 * 2 + lane % 2
     tl.store(row_lse_ptr + place + lane, tl.where(dead, float("inf"), lse * LOG2E))
     tl.store(delta_ptr + place + lane, tl.where(dead, 0.0, delta))
     if token_delta_ptr is not None:
@@ -453,6 +456,27 @@ def hide(x, edge, window, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: 
 
 
 @gluon.jit
+def _row(numbers, BQ: gl.constexpr):
+    """A number a query, as the scores have their columns. Of 64 queries they lie so that the four lanes read 16 bytes
+    each side by side (`attention_rows_kernel`)."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BQ, 16])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    if BQ == 64:
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+        LANES: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 0, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0]],
+            [[0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+            [[0, 0, 0, 0], [0, 0, 0, 0]], [], [4, 4, 2, 2],
+        )  # fmt: skip
+        x = reinterpret(numbers, gl.float32, [4, 4, 2, 2], PLAIN).load(LANES)
+        x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [64])
+        found = gl.convert_layout(x, COLUMNS)
+    else:
+        found = numbers.load(COLUMNS)
+    return found
+
+
+@gluon.jit
 def _park(C: gl.constexpr, dq, dq_desc, parking, dq_full, dq_empty, job):
     """Leave a block's dq to the warp that adds it, in the order of the registers: a thread stores 16 bytes at once."""
     box = job & 1
@@ -492,8 +516,8 @@ def _write(C: gl.constexpr, ticket, turn, count, dk, dv, dk_desc, dv_desc, parki
 @gluon.jit
 def _block(
     C: gl.constexpr, parts, count, dk, dv, last, edge, window, limit, inner, outer, ds, dq_desc, parking,
-    MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr,
-    BQ: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, BQ: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """What a block of queries adds to dk and dv, and its dq. Key c and query i of it see each other where i + edge -
     window <= c <= i + edge and c < limit; MASKED is False where all do. last: of the tile, whose values and keys are
@@ -522,16 +546,21 @@ def _block(
     s_made = mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait(dout_full.index(s), phase)
     dp_made = mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    row_lse = lse.index(s).load(gl.SliceLayout(0, SCORES))
+    row_lse = _row(lse.index(s), BQ)
     score = mma_wait(1, deps=[s_made])
     if SOFTCAP:
         score = bend(score * inner)
-    p = gl.exp2(score * outer - row_lse[None, :])
+    p = score * outer - row_lse[None, :]
+    p = powers(p) if BQ == 128 else gl.exp2(p)
     if MASKED:
         p = hide(p, edge, window, limit, LEFT, RIGHT, TAIL)
     p_operand = gl.convert_layout(p.to(dtype), P)
-    row_delta = delta.index(s).load(gl.SliceLayout(0, SCORES))
+    # of 128 queries the registers have no room for these numbers before (spills; 4k causal 474 and 506 TFLOP/s)
+    if BQ == 64:
+        row_delta = _row(delta.index(s), BQ)
     dp = mma_wait(0, deps=[dp_made])
+    if BQ == 128:
+        row_delta = _row(delta.index(s), BQ)
     if last:
         arrive(kv_empty.index(1))
     d_score = p * (dp - row_delta[None, :])
@@ -543,23 +572,13 @@ def _block(
     ds_tile.slice(C * 64, 64, dim=0).store(d_score)
     if BQ == 128:
         ds_tile = ds_tile.slice(C * 64, 64, dim=1)
-    if SPLIT:
-        # two numbers a consumer: the leader may be one step ahead
-        fence()
-        meet("arrive", 10 + C * 2 + (count & 1))
-        dv_made = mma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
-        meet("sync", 12 - C * 2 + (count & 1))
-        dq_made = mma(ds_tile.permute((1, 0)), k_cols, zero_dq, use_acc=False, is_async=True)
-        dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
-        dq, dv, p_operand = mma_wait(1, deps=[dq_made, dv_made, p_operand])
-    else:
-        dv_made = mma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
-        fence()
-        meet("sync", 9)
-        dq_made = mma(ds_tile.permute((1, 0)), k_cols, zero_dq, use_acc=False, is_async=True)
-        dv, p_operand = mma_wait(1, deps=[dv_made, p_operand])
-        dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
-        dq = mma_wait(1, deps=[dq_made])
+    dv_made = mma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
+    fence()
+    meet("sync", 9)
+    dq_made = mma(ds_tile.permute((1, 0)), k_cols, zero_dq, use_acc=False, is_async=True)
+    dv, p_operand = mma_wait(1, deps=[dv_made, p_operand])
+    dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
+    dq = mma_wait(1, deps=[dq_made])
     if last:
         arrive(kv_empty.index(0))
     _park(C, dq, dq_desc, parking, dq_full, dq_empty, count)
@@ -571,9 +590,9 @@ def _block(
 @gluon.jit
 def _consume(
     C: gl.constexpr, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr,
-    ORDERED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, BQ: gl.constexpr,
+    D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
+    LIST_Q: gl.constexpr,
 ):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -616,7 +635,7 @@ def _consume(
                     dk, dv = _block(
                         C, parts, count, dk, dv, i + member == blocks + GROUP - 2, edge, window, limit, inner, outer,
                         ds, dq_desc, parking, (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
-                        LEFT, RIGHT, TAIL, SPLIT, BQ, D, STAGES, SOFTCAP,
+                        LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP,
                     )  # fmt: skip
                     count += 1
         if blocks == 0:
@@ -639,15 +658,14 @@ def attention_dkv_kernel(
     indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
     list_rows, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    SPLIT: gl.constexpr, ORDERED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr,
+    ORDERED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
     or None with LIST_Q 0; indices: theirs. inner, outer: q . k to scores, before and behind the softcap's tanh; scale:
-    d score / d (q . k) but for tanh. TAIL: the last tile has fewer keys. SPLIT: a consumer tells the other one that its
-    half of ds is there, starts dv, and only then waits; else both wait at once. ORDERED: tiles add one after another,
-    from the last keys on, and their blocks of queries come from the first on; else both come the other way round."""
+    d score / d (q . k) but for tanh. TAIL: the last tile has fewer keys. ORDERED: tiles add one after another, from the
+    last keys on, and their blocks of queries come from the first on; else both come the other way round."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     if PACKED:
@@ -680,9 +698,9 @@ def attention_dkv_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, SPLIT, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
+                        LEFT, RIGHT, TAIL, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, SPLIT, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
+                        LEFT, RIGHT, TAIL, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
                         indices)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ROWS,

@@ -62,12 +62,10 @@ def _list_reasons(call) -> list[str]:
 
 
 class HopperVjpConfig(NamedTuple):
-    """stages: tiles of queries in flight. split: consumers tell each other that ds is there before they wait for it.
-    block_q: queries of a block. Above head dim 128 nothing of it is asked for; windows of up to 129 keys have blocks of
-    64 queries and no split (`hopper_window_vjp`)."""
+    """stages: tiles of queries in flight. block_q: queries of a block. Above head dim 128 nothing is asked for; windows
+    of up to 129 keys have blocks of 64 queries (`hopper_window_vjp`)."""
 
     stages: int
-    split: bool
     block_q: int
 
 
@@ -85,27 +83,24 @@ def _dims_vjp(*args) -> dict[str, int]:
     narrow = _is_narrow(q, k, window_of(q.shape[2], k.shape[2], causal, left, right), args[_PACKED] is not None)
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
-        "value_dim": v.shape[3], "causal": 8 if causal else 1,
+        "value_dim": v.shape[3],
         "plain": 8 if left < 0 and (causal or right < 0) and softcap == 0.0 else 1, "narrow": 8 if narrow else 1,
     }  # fmt: skip
 
 
 def _default_vjp(dims, arch, dtype) -> HopperVjpConfig:
     if dims["narrow"] > 1:
-        return HopperVjpConfig(4, False, 64)
+        return HopperVjpConfig(4, 64)
     # blocks of 128 queries (H200, 4k, TFLOP/s: 466 for 416 causal, 541 for 431 full) read 15 % less of shared memory,
     # but with a window or softcap they spill 600 bytes and more
-    if dims["dim"] <= 64:
-        plain = dims["plain"] > 1
-        return HopperVjpConfig(2 if plain else 3, False, 128 if plain else 64)
-    # H200, head dim 128, TFLOP/s: 1k causal 392 split, 388 not, 4k full 596 and 611
-    return HopperVjpConfig(2, dims["causal"] > 1, 64)
+    if dims["dim"] <= 64 and dims["plain"] > 1:
+        return HopperVjpConfig(2, 128)
+    return HopperVjpConfig(3 if dims["dim"] <= 64 else 2, 64)
 
 
 SPACE_VJP = Space(
     default=_default_vjp,
     dims=_dims_vjp,
-    choices={"split": (False, True)},
 )
 
 
@@ -240,7 +235,7 @@ def attention_vjp(
             TensorDescriptor(parts, list(parts.shape), [256, 1], [block_m * wide // 512, 256], _PARTS),
             descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *order,
             lists, indices, *sizes, list_share, list_rows, *factors, LIST_Q=block_q if has_lists else 0,
-            SPLIT=config.split, ORDERED=deterministic, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
+            ORDERED=deterministic, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
         )  # fmt: skip
     if output_mask[0] and wide > 128:
         blocks = cdiv(tokens, 128)
