@@ -209,7 +209,7 @@ def attention_vjp(
     order = counter(q.device) if dynamic else None, table
     sizes = (
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads,
-        section_vjp(q, kv_heads, arch), left, right,
+        section_vjp(q, kv_heads, k_blocks, arch, packed, deterministic and wide <= 128), left, right,
     )  # fmt: skip
     kinds = {
         "GROUP": heads // kv_heads, "LEFT": has_left, "RIGHT": has_right,
@@ -274,10 +274,17 @@ def attention_vjp(
     return tuple(found)
 
 
-def section_vjp(q: Tensor, kv_heads: int, arch) -> int:
-    """How many kv heads to work on together, so that their queries, dout and parts of dq fill 2/5 of the L2 cache: with
-    more, dq in order is slower, too (H200, head dim 128, 4k causal, TFLOP/s: 543 with the 6 heads that fit, 515 with
-    12, 462 with 16)."""
+def section_vjp(q: Tensor, kv_heads: int, k_blocks: int, arch, packed: bool, ordered: bool) -> int:
+    """How many kv heads to work on together.
+
+    As many as give each program a tile: so who had a short one, under a causal mask, draws a long one of the next heads
+    (H200, head dim 128, 32/8 heads x 4k causal: 1,222 us in sections of 4, 1,442 one after another); of documents, of
+    which one may have the longest tiles of every head, four times as many. Ordered, the parts of dq must stay in the
+    L2 cache, where queries, dout and parts of dq may fill 2/5 (4k causal, TFLOP/s: 543 with the 6 heads that fit, 515
+    with 12, 462 with 16; 32/8 heads 1,480 us with the one that fits, 1,590 with 4).
+    """
     batch, heads, tokens, dim = q.shape
-    fitting = max(1, 2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads)))
-    return min(fitting, batch * kv_heads)
+    section = (4 if packed and not ordered else 1) * arch.sms // k_blocks
+    if ordered:
+        section = min(section, 2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads)))
+    return min(max(1, section), batch * kv_heads)
