@@ -408,15 +408,15 @@ def _default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
 
 def _drawing_default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
     """As `_default`, where random numbers take the time: programs of few warps, which wait least at their own barriers,
-    and 32 elements a thread, which share what is made of the seed. H200, bf16, of the copy rate, forward: 0.77, 0.86,
-    0.76 and 0.70 at 512, 1,024, 4,096 and 8,192 columns, 0.69 and 0.65 at 16,384 and 32,768; backward: 1.03, 1.03,
-    0.99 and 0.94, then 0.60 and 0.57, where both sweeps draw."""
+    and 32 elements a thread, which share what is made of the seed. H200, bf16, of the copy rate, forward: 0.92, 0.95,
+    0.97, 0.96 and 0.90 at 256, 512, 1,024, 4,096 and 8,192 columns, 0.79, 0.71 and 0.65 at 16,384, 32,768 and 65,536;
+    backward: 1.03 up to 4,096 columns, 1.01 at 8,192, then 0.77 and less, where both sweeps draw."""
     lanes, cols, each = max(arch.warp, 16), dims["cols"], min(8, 16 // dims["bytes"])
     width = next_power_of_2(cols)
     if cols <= 2048 or (cols <= 8192 and 4 * cols > 3 * width):
         tile, registers = max(width, 1024), 0
         if arch.kind == "cuda" and dims["bytes"] == 2:
-            registers = (64 if tile < 8192 else 0) if tensors == 1 else (96 if tile > width else 0)
+            registers = (64 if tile < 8192 else 56) if tensors == 1 else (96 if tile > width else 0)
         return SoftmaxConfig(tile, 0, max(1, tile // 32 // lanes), 0, registers)
     return SoftmaxConfig(512 * each, 512 * each, 256 // lanes, 0)
 
