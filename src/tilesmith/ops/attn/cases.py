@@ -266,6 +266,7 @@ ATTENTION = [
     Case("d64_packed_small", _attend(
         1, 2, 1, 50, 60, 64, causal=True, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
     Case("d64_window_small", _attend(1, 2, 1, 140, 150, 64, causal=True, window_left=30), SMALL),
+    Case("d64_narrow_small", _attend(1, 2, 2, 150, 140, 64, causal=True, window_left=30), SMALL),
     Case("d64_lists_small", _attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
     Case("d128_lists_small", _attend(1, 2, 1, 130, 130, 128, causal=True, lists=(1, 1, 128, 128, 0.9)), SMALL),
     Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
