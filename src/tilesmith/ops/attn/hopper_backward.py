@@ -69,7 +69,7 @@ def attention_rows_kernel(
 ):  # fmt: skip
     """For ROWS queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
     makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for; zero for who has
-    added to their part of dq. Of 64 queries lse and delta lie as `_row` reads them."""
+    added to their part of dq, if anyone adds; then lse and delta of 64 queries lie as `_row` reads them."""
     tl.extra.cuda.gdc_launch_dependents()
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
@@ -92,7 +92,7 @@ def attention_rows_kernel(
         dlse_ptr += batch * dlse_strides[0] + head * dlse_strides[1]
         delta -= tl.load(dlse_ptr + long_rows * dlse_strides[2], mask=held, other=0.0).to(tl.float32)
     dead = lse == float("-inf")
-    if D <= 128 and ROWS == 64:
+    if turns_ptr is not None and ROWS == 64:
         lane = lane // 16 * 16 + lane // 2 % 4 * 4 + lane // 8 % 2 * 2 + lane % 2
     tl.store(row_lse_ptr + place + lane, tl.where(dead, float("inf"), lse * LOG2E))
     tl.store(delta_ptr + place + lane, tl.where(dead, 0.0, delta))
