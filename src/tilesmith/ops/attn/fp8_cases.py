@@ -59,7 +59,7 @@ QUANTIZE: list[Case] = [
     Case("strided", _quantize(2, 2, 2, 20, 30, layout="strided"), SMALL),
     Case("transposed", _quantize(2, 2, 2, 20, 30, layout="transposed"), SMALL),
     Case("zeros", _quantize(1, 2, 1, 20, 30, init=_zeros), SMALL),
-    Case("one_token", _quantize(1, 2, 1, 1, 1), SMALL),
+    Case("one_token", _quantize(3, 8, 4, 1, 1), SMALL),
     Case("no_tokens", _quantize(1, 2, 1, 0, 7), SMALL),
     Case("no_keys", _quantize(1, 2, 1, 7, 0), SMALL),
     Case("no_keys_tensor", _quantize(1, 2, 1, 7, 0, granularity="tensor"), SMALL),
