@@ -213,8 +213,6 @@ def norm_bwd_parts_kernel(
         own_rstd = rstd
         next_row = group + gl.minimum(i + 1, mine - 1) * num_groups
         rstd = gl.load(rstd_ptr + next_row)
-        if CENTER:
-            mean = gl.load(mean_ptr + next_row)
         if dweight_ptr is not None:
             dweight += grad * xhat
         if dbias_ptr is not None:
@@ -237,6 +235,9 @@ def norm_bwd_parts_kernel(
             send(mail, i, part, dot, total, PARTS)
         # all warps have read the slot: their sums are in
         bring(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
+        if CENTER:
+            # no sooner: ptxas moves it to a uniform register where it likes, and waited for it before sums were sent
+            mean = gl.load(mean_ptr + next_row)
         if PARTS > 1:
             dots, totals = received(mail, i, PARTS)
             dot, total = gl.sum(dots, 0), gl.sum(totals, 0)
