@@ -25,9 +25,15 @@ def kinds(op_name: str) -> Mapping[str, Any]:
 def run_drawn(names: Sequence[str] | None, device: torch.device | str, count: int) -> Iterator[Result]:
     """`count` cases of each named op (default: all that cases can be drawn for), as many of one kind as of another."""
     for name in names or [n for n in sorted(ops()) if kinds(n)]:
-        every = list(kinds(name))
-        for place, kind in enumerate(every):
-            yield from check_kind(name, kind, device, range((count + len(every) - 1 - place) // len(every)))
+        for kind, numbers in shared_out(name, count):
+            yield from check_kind(name, kind, device, numbers)
+
+
+def shared_out(op_name: str, count: int) -> Iterator[tuple[str, range]]:
+    """The op's kinds and the numbers of their cases, `count` in all."""
+    every = list(kinds(op_name))
+    for place, kind in enumerate(every):
+        yield kind, range((count + len(every) - 1 - place) // len(every))
 
 
 def check_kind(

@@ -18,7 +18,7 @@ import torch
 
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.validate.cases import Result, backends_of, check_each
-from tilesmith.validate.drawn import kinds
+from tilesmith.validate.drawn import kinds, shared_out
 
 TOOLS = ("memcheck", "synccheck")
 # what the names of kernels to watch contain: torch's own would take minutes
@@ -36,9 +36,8 @@ def subjects(count: int) -> Iterator[tuple[str, Case, torch.dtype]]:
         if name.endswith("_vjp") or not _hopper(op):
             continue
         every = [case for case in cases(name) if "test" in case.tags]
-        for place, (kind, how) in enumerate(kinds(name).items()):
-            numbers = range((count + len(kinds(name)) - 1 - place) // len(kinds(name)))
-            every += [how.draw(kind, number, LONGEST) for number in numbers]
+        for kind, numbers in shared_out(name, count):
+            every += [kinds(name)[kind].draw(kind, number, LONGEST) for number in numbers]
         yield from ((name, case, dtype) for case in every for dtype in case.dtypes if dtype.itemsize == 2)
 
 
