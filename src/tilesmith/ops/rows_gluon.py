@@ -159,7 +159,7 @@ def open_mail():
 
 
 @gluon.jit
-def _word(value, row):
+def word(value, row):
     """fp32 `value` and the number of the row that it is of, in one word that is written at once."""
     return (value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF) | ((row + 1).to(gl.int64) << 32)
 
@@ -176,7 +176,7 @@ def send(mail, i, part, a, b, PARTS: gl.constexpr):
         @p mapa.shared::cluster.u32 to, $1, $0;
         @p st.relaxed.cluster.shared::cluster.v2.b64 [to], {{$2, $3}};
         }}""",
-        "=&r,r,l,l", [mail + ((i % _MAILS) * _MOST_PARTS + part) * 16, _word(a, i), _word(b, i)],
+        "=&r,r,l,l", [mail + ((i % _MAILS) * _MOST_PARTS + part) * 16, word(a, i), word(b, i)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -228,6 +228,19 @@ def no_room(device: torch.device, cols: int) -> list[str]:
     if device.type != "cuda" or _groups(device, parts, 1):
         return []
     return [f"{parts} programs share a row of {cols} columns, and this device has no room for a cluster of so many"]
+
+
+WIDEST = MOST_PARTS * 8192
+
+
+def width_refused(cols: int, more_than: int) -> list[str]:
+    """Why rows of `cols` columns are not for kernels of parts, where Triton's are as fast up to `more_than`."""
+    if more_than < cols <= WIDEST and cols % LINE == 0:
+        return []
+    return [
+        f"rows have {cols} columns; more than {more_than}, where Triton's kernels are slower, up to {WIDEST} "
+        f"and multiples of {LINE} are served"
+    ]
 
 
 class PartsConfig(NamedTuple):

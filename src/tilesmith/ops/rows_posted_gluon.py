@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.replay import each_time
+from tilesmith.ops import rows_gluon
 from tilesmith.ops.gluon_shim import arrive, expect, fence, fetch, gl, gluon, reinterpret, wait
-from tilesmith.ops.rows_gluon import LINE, MOST_PARTS, PLAIN
+from tilesmith.ops.rows_gluon import LINE, MOST_PARTS, PLAIN, word
 
 # Rows whose sums a mailbox holds. A program may be 2 LAG + 1 rows ahead of another's reading.
 DEPTH = 16
@@ -26,30 +27,16 @@ _MOST_MAILS = gl.constexpr(DEPTH * MAILS * MOST_PARTS)
 
 
 @gluon.jit
-def _fetch(desc, slots, slot, barrier, row, part, WIDTH: gl.constexpr):
-    """Start to copy a part of a row into a slot; the barrier must expect its bytes."""
-    fetch(desc, [row, part * (WIDTH // _LINE), 0], barrier, slots.index(slot))
-
-
-@gluon.jit
-def feed(a_desc, b_desc, c_desc, a, b, c, full, empty, first, step, mine, part, WIDTH: gl.constexpr):
-    """Fill the slots of up to three rings with the parts of rows first, first + step, ..., `mine` in all, each slot
-    when its last reader has left. Descriptors may be None. For a partition of one warp."""
+def feed(a_desc, b_desc, a, b, full, empty, first, step, mine, part, WIDTH: gl.constexpr):
+    """Fill the slots of two rings with the parts of rows first, first + step, ..., `mine` in all, each slot when its
+    last reader has left. For a partition of one warp."""
     SLOTS: gl.constexpr = full.shape[0]
-    BYTES: gl.constexpr = (
-        a_desc.block_type.nbytes
-        + (0 if b_desc is None else b_desc.block_type.nbytes)
-        + (0 if c_desc is None else c_desc.block_type.nbytes)
-    )
     for i in range(mine):
         slot = i % SLOTS
         wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
-        expect(full.index(slot), BYTES)
-        _fetch(a_desc, a, slot, full.index(slot), first + i * step, part, WIDTH)
-        if b_desc is not None:
-            _fetch(b_desc, b, slot, full.index(slot), first + i * step, part, WIDTH)
-        if c_desc is not None:
-            _fetch(c_desc, c, slot, full.index(slot), first + i * step, part, WIDTH)
+        expect(full.index(slot), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+        fetch(a_desc, [first + i * step, part * (WIDTH // _LINE), 0], full.index(slot), a.index(slot))
+        fetch(b_desc, [first + i * step, part * (WIDTH // _LINE), 0], full.index(slot), b.index(slot))
 
 
 @gluon.jit
@@ -89,32 +76,10 @@ def scratch(NUMBERS: gl.constexpr):
 
 
 @gluon.jit
-def add_up(x, found, which: gl.constexpr, WIDTH: gl.constexpr):
-    """Store the sum of each warp's values of a part, 8 neighbours a thread, in `found`, for `added_up`. Between the two
-    is one barrier, where gl.sum of a part has four."""
-    WARPS: gl.constexpr = gl.num_warps()
-    by_warp = gl.reshape(x, [WIDTH // (256 * WARPS), WARPS, 256])
-    found.index(which).store(gl.sum(gl.sum(by_warp, 0), 1))
-
-
-@gluon.jit
-def added_up(found, which: gl.constexpr):
-    """The sum over the warps."""
-    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.sum(found.index(which).load(WARP), 0)
-
-
-@gluon.jit
-def _word(value, row):
-    """fp32 `value` and the number of the row that it is of, in one word that is written at once."""
-    return (value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF) | ((row + 1).to(gl.int64) << 32)
-
-
-@gluon.jit
 def post(mail_ptr, i, parts, part, WHICH: gl.constexpr, value):
     """Tell the group what this program found of its i-th row."""
     at = mail_ptr + ((i % _DEPTH) * _MAILS + WHICH) * parts + part
-    gl.store(at, _word(value, i))
+    gl.store(at, word(value, i))
 
 
 @gluon.jit
@@ -183,11 +148,8 @@ class PartsConfig(NamedTuple):
 
 
 def parts_flags(cols: int, parts: int, config: PartsConfig) -> dict[str, Any]:
-    """What a kernel is compiled and launched with. The programs of a group, which wait for each other, are a cluster:
-    the device starts all of them or none, whatever else runs on it."""
-    flags = {"PARTS": parts, "EVEN": cols % config.width == 0, "WIDTH": config.width, "SLOTS": config.slots}
-    flags |= {"LAG": config.lag, "num_warps": config.num_warps, "cluster": parts}
-    return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags
+    """What a kernel is compiled and launched with."""
+    return {**rows_gluon.parts_flags(cols, parts, config), "LAG": config.lag}
 
 
 def fitted(dims: Mapping[str, int], arch: Any, config: PartsConfig, per_sm: int) -> PartsConfig:

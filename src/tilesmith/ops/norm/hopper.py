@@ -12,7 +12,6 @@ from tilesmith.ops.dropout_gluon import kept_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, reinterpret, wait
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.ops.rows_gluon import (
-    LINE,
     MOST_PARTS,
     NARROWEST,
     PLAIN,
@@ -34,6 +33,7 @@ from tilesmith.ops.rows_gluon import (
     scratch,
     send,
     widened,
+    width_refused,
 )
 
 # Pointers that are None stand for tensors that a call does not have. Outputs are packed: the stride of their rows is
@@ -335,11 +335,7 @@ def _common_reasons(call: Any, cols: int, more_than: int) -> list[str]:
         for name, facts in call._asdict().items()
         if getattr(facts, "dtype", None) not in (None, torch.float16, torch.bfloat16, torch.float32)
     ]
-    if not more_than < cols <= WIDEST or cols % LINE:
-        reasons.append(
-            f"rows have {cols} columns; more than {more_than}, where Triton's kernels are slower, up to {WIDEST} "
-            f"and multiples of {LINE} are served"
-        )
+    reasons += width_refused(cols, more_than)
     return reasons or no_room(call.rstd.device if hasattr(call, "rstd") else call.x.device, cols)
 
 
@@ -356,7 +352,6 @@ def _vjp_reasons(call: Any) -> list[str]:
     return reasons
 
 
-WIDEST = MOST_PARTS * 8192
 FORWARD_ABOVE = 32_768  # columns
 LAYER_NORM_ABOVE = 16_384  # up to there Triton's sweeps of one tensor are as fast
 BACKWARD_ABOVE = {2: 4096, 3: 8192}  # by the number of rows' tensors that are read: what one program can hold

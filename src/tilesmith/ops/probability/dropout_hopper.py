@@ -12,12 +12,10 @@ from tilesmith.ops.dropout_gluon import kept_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.probability import hopper
 from tilesmith.ops.rows import rows
-from tilesmith.ops.rows_gluon import parted, parts_grid, ring
+from tilesmith.ops.rows_gluon import add_up, added_up, parted, parts_grid, ring
 from tilesmith.ops.rows_posted_gluon import (
     MAILS_OF_PART,
     PartsConfig,
-    add_up,
-    added_up,
     collect,
     feed,
     fitted,
@@ -77,10 +75,10 @@ def _gradients(
                 keep = kept_part(seed_ptr, new_row * cols + part * WIDTH, drop_below, WIDTH)
                 dy = gl.where(keep, dy, gl.full([WIDTH], 0.0, dy.dtype, LANES))
                 flat(dys, slot, WIDTH).store(dy)
-            add_up(y * dy.to(gl.float32), found, 0, WIDTH)
-            add_up(y, found, 1, WIDTH)
-            post(mail_ptr, i, PARTS, part, 0, added_up(found, 0))
-            post(mail_ptr, i, PARTS, part, 1, added_up(found, 1))
+            add_up(y * dy.to(gl.float32), found.index(0), WIDTH)
+            add_up(y, found.index(1), WIDTH)
+            post(mail_ptr, i, PARTS, part, 0, added_up(found.index(0)))
+            post(mail_ptr, i, PARTS, part, 1, added_up(found.index(1)))
         if i >= LAG:
             j = i - LAG
             y = _weights(widened(flat(xs, j % SLOTS, WIDTH), WIDTH), later_top, scale, FUSED)
@@ -109,7 +107,7 @@ def softmax_dropout_bwd_parts_kernel(
         [
             (_gradients, (xs, dys, full, empty, scratch(2), top_ptr, seed_ptr, dx_ptr, box_ptr, group, num_groups,
                           mine, part, cols, scale, drop_below, keep_scale, PARTS, EVEN, WIDTH, LAG)),
-            (feed, (x_desc, dy_desc, None, xs, dys, xs, full, empty, group, num_groups, mine, part, WIDTH)),
+            (feed, (x_desc, dy_desc, xs, dys, full, empty, group, num_groups, mine, part, WIDTH)),
         ],
         [1],
         [24],

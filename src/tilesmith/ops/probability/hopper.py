@@ -10,8 +10,6 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.rows import empty_rows, row_order, rows
 from tilesmith.ops.rows_gluon import (
-    LINE,
-    MOST_PARTS,
     PartsConfig,
     add_up,
     added_up,
@@ -30,6 +28,7 @@ from tilesmith.ops.rows_gluon import (
     scratch,
     send,
     widened,
+    width_refused,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -182,17 +181,12 @@ def _common_reasons(call: Any, read: Any, more_than: int) -> list[str]:
     reasons = []
     if read.dtype == torch.float64:
         reasons.append("the tensors are float64; these kernels compute in float32")
-    if not more_than < read.cols <= WIDEST or read.cols % LINE:
-        reasons.append(
-            f"rows have {read.cols} columns; more than {more_than}, where Triton's kernels are slower, up to {WIDEST} "
-            f"and multiples of {LINE} are served"
-        )
+    reasons += width_refused(read.cols, more_than)
     if call.causal:
         reasons.append("causal: whole rows are read")
     return reasons or no_room(read.device, read.cols)
 
 
-WIDEST = MOST_PARTS * 8192
 FORWARD_ABOVE, BACKWARD_ABOVE = 32_768, 16_384  # columns; up to there Triton's sweeps are as fast
 
 
