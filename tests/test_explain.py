@@ -5,7 +5,7 @@ import torch
 
 import tilesmith
 from tilesmith import ops
-from tilesmith.engine import Op, register_kernel
+from tilesmith.engine import Op, optimize_kernel, register_kernel
 
 DOORS = {
     "attention": lambda x: ((x, x, x, ops.Mask(causal=True)), {"dropout_p": 0.1}),
@@ -60,3 +60,15 @@ def test_the_error_that_a_kernel_declares_is_told():
     assert told[1] == "  doubled: off by up to 0.02 beyond rounding"
     with tilesmith.use(explain_declared="reference"):
         assert "beyond rounding" not in str(tilesmith.explain(op, torch.ones(3)))
+
+
+def test_a_configuration_above_the_registration_keeps_the_declared_error():
+    op = Op(_double, name="explain_decorated", outputs=("doubled",), fake=torch.empty_like)
+
+    @optimize_kernel(num_warps=4)
+    @register_kernel("explain_decorated", backend="rough", rank=20, errors={"doubled": 0.02})
+    def rough(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    assert op.kernel("rough").errors == {"doubled": 0.02}
+    assert tilesmith.explain(op, torch.ones(3)).kernel.backend == "rough"

@@ -141,7 +141,7 @@ class Op:
     def replace_kernel(self, backend: str, fn: Callable[..., Any]) -> Kernel:
         """Put another function behind a registered kernel (used when a decorator is applied after registration)."""
         old = self._kernels[backend]
-        self._kernels[backend] = Kernel(old.op, old.backend, fn, old.rank, old.rejects)
+        self._kernels[backend] = replace(old, fn=fn)
         self._select.cache_clear()
         self._recent.clear()
         return self._kernels[backend]
