@@ -2,9 +2,12 @@
 
 from tilesmith.engine.case import Case, T, cases
 from tilesmith.engine.choice import Choice, use
-from tilesmith.engine.kernel import Kernel, Space, optimize_kernel, register_kernel
+from tilesmith.engine.explanation import explain
+from tilesmith.engine.kernel import Kernel, Space, optimize_kernel
 from tilesmith.engine.launch import cdiv, launch, next_power_of_2
-from tilesmith.engine.op import Op, explain, ops
+from tilesmith.engine.op import Op
+from tilesmith.engine.register import register_kernel
+from tilesmith.engine.registry import ops
 from tilesmith.engine.table import Table
 
 __all__ = [

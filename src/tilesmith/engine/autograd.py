@@ -12,6 +12,7 @@ from torch import Tensor
 from tilesmith.engine import route
 from tilesmith.engine.choice import parse_pin, pinned
 from tilesmith.engine.kernel import as_written
+from tilesmith.engine.registry import LIBRARY
 
 
 class Gradient:
@@ -167,8 +168,6 @@ class Gradient:
             padded = (*needs, *(False,) * (len(op.parameters) - len(needs)))
             return self.backward(ctx, grads, padded, tuple(range(len(needs))))
 
-        from tilesmith.engine.op import LIBRARY
-
         torch.library.register_autograd(f"tilesmith::{op.name}", backward, setup_context=setup, lib=LIBRARY)
 
 
@@ -273,11 +272,11 @@ def _vmap(op: Any, size: int, in_dims: tuple, args: tuple, pin: str, call: Any) 
     return torch.stack(each), 0
 
 
-def register_loop_vmap(op: Any, qualified: str, library: Any) -> None:
+def register_loop_vmap(op: Any, qualified: str) -> None:
     """vmap of the traced op (and of vjps, which have no autograd.Function): fold or loop."""
 
     def rule(info, in_dims, *args, pin=""):
         in_dims = (*in_dims, *(None,) * (len(op.parameters) - len(args)))
         return _vmap(op, info.batch_size, in_dims, op.complete(args), pin, lambda p, *a: op.handle(*a, pin=p))
 
-    torch.library.register_vmap(qualified, rule, lib=library)
+    torch.library.register_vmap(qualified, rule, lib=LIBRARY)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.engine.registry import ops
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -90,8 +92,6 @@ class Case:
 
 def cases(op_name: str) -> list[Case]:
     """The cases of an op, from the `cases.py` of its family ([] for an op declared elsewhere)."""
-    from tilesmith.engine.op import ops
-
     op = ops().get(op_name)
     if op is None:
         raise ValueError(f"unknown op {op_name!r}; known: {', '.join(sorted(ops()))}")

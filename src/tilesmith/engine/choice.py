@@ -13,6 +13,7 @@ from typing import Any
 from tilesmith.engine.arguments import shown
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.registry import ops
 from tilesmith.settings import settings
 
 log = logging.getLogger("tilesmith")
@@ -104,8 +105,6 @@ def use(**backends: str) -> Iterator[None]:
     fit the device.
     Raises ValueError for an unknown op or backend.
     """
-    from tilesmith.engine.op import ops
-
     for name, backend in backends.items():
         op = ops().get(name)
         if op is None:

@@ -1,4 +1,4 @@
-"""Kernel: one way to do an op. `register_kernel` adds one, `optimize_kernel` gives it a configuration."""
+"""Kernel: one way to do an op. `optimize_kernel` gives it a configuration."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.engine.arguments import shown
 from tilesmith.engine.launch import hooked
+from tilesmith.engine.registry import ops
 from tilesmith.engine.table import Table
 from tilesmith.hardware.detect import arch_of
 from tilesmith.settings import settings
 
 
-def _accept(call: Any) -> Sequence[str]:
+def accept(call: Any) -> Sequence[str]:
+    """No reason against any call."""
     return ()
 
 
@@ -35,7 +36,7 @@ class Kernel:
     backend: str
     fn: Callable[..., Any]
     rank: int
-    rejects: Callable[[Any], Sequence[str]] = _accept
+    rejects: Callable[[Any], Sequence[str]] = accept
     errors: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
@@ -209,53 +210,5 @@ def _checked(fn, run):
 
 
 def _replace(registered: Kernel, run) -> None:
-    from tilesmith.engine.op import ops
-
     op = ops()[registered.op]
     run.tilesmith_kernel = op.replace_kernel(registered.backend, run)
-
-
-def register_kernel(
-    name: str,
-    *,
-    backend: str | None = None,
-    rank: int = 50,
-    rejects: Callable[[Any], Sequence[str]] = _accept,
-    errors: Mapping[str, float] | None = None,
-):
-    """Register the decorated function as a kernel of the op `name`; returns the function unchanged.
-
-    A known name adds a kernel: its parameters and returns must have the types of the op's reference, else TypeError
-    names both. An unknown name declares a new op with the function as its reference (gradients by autograd through
-    it). A function that torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and
-    shown by `explain`, without dispatch.
-
-    backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
-    rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
-    that the method of this kernel may have; tests and `tilesmith verify` allow that much more.
-    """
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"a kernel's name must be an identifier, got {name!r}")
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"register_kernel: backend must be a string or None, got {shown(backend)}")
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"register_kernel: rank must be an int, got {shown(rank)}")
-    if not callable(rejects):
-        raise TypeError(f"register_kernel: rejects must be callable, got {shown(rejects)}")
-    if errors is not None and not isinstance(errors, Mapping):
-        raise TypeError(f"register_kernel: errors must be a mapping or None, got {shown(errors)}")
-
-    def add(fn):
-        from tilesmith.engine.op import Op, declare_plain, ops
-
-        op = ops().get(name)
-        if op is not None:
-            fn.tilesmith_kernel = op.add_kernel(Kernel(name, backend or "custom", fn, rank, rejects, errors or {}))
-        else:
-            try:
-                Op(fn, name=name)
-            except (TypeError, ValueError) as problem:
-                declare_plain(name, fn, str(problem))
-        return fn
-
-    return add

@@ -11,32 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, infer_schema
+from torch.library import infer_schema
 
 from tilesmith.engine import sharding as sharding_rules
-from tilesmith.engine.arguments import binder, checked, shown
+from tilesmith.engine.arguments import binder, checked
 from tilesmith.engine.autograd import Gradient, Way, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
-from tilesmith.engine.choice import ASKED, Asked, Choice, asking, choose, parse_pin, pinned
+from tilesmith.engine.choice import ASKED, Asked, Choice, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel, as_written
 from tilesmith.engine.key import make_key
 from tilesmith.engine.metadata import describer
+from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
-
-LIBRARY = Library("tilesmith", "FRAGMENT")
-_OPS: dict[str, Op] = {}
-_PLAIN: dict[str, tuple[Callable[..., Any], str]] = {}
-
-
-def ops() -> dict[str, Op]:
-    """Every declared op by name, the library's own families included."""
-    importlib.import_module("tilesmith.ops").load()
-    return _OPS
-
-
-def declare_plain(name: str, fn: Callable[..., Any], why: str) -> None:
-    """Keep a function that torch cannot type: found by name, never dispatched."""
-    _PLAIN[name] = (fn, why)
 
 
 class Op:
@@ -81,7 +67,7 @@ class Op:
         sharding: str | Callable[[Op, tuple], Any] | None = None,
     ):
         self.name = name or reference.__name__
-        if self.name in _OPS:
+        if self.name in DECLARED:
             raise ValueError(f"op {self.name!r} is already declared")
         self.reference, self.vjp, self.outputs = reference, vjp, tuple(outputs)
         self.public = len(self.outputs) if public is None else public
@@ -105,12 +91,12 @@ class Op:
         self._modules = dict(kernels or {})
         self._kernels: dict[str, Kernel] = {}
         self._recent: dict[tuple, Ready] = {}
-        self._door: Callable[..., Any] | None = None
+        self.door_function: Callable[..., Any] | None = None
         self._select = lru_cache(maxsize=512)(lambda call, pin, device: choose(self, call, pin, device))
         self._define(fake or reference)
         self.add_kernel(Kernel(self.name, REFERENCE, reference, 0))
         self.gradient = Gradient(self) if not self.mutates else None
-        _OPS[self.name] = self
+        DECLARED[self.name] = self
 
     def _define(self, fake: Callable[..., Any]) -> None:
         head, arrow, returns = self.types.partition(" ->")
@@ -120,7 +106,7 @@ class Op:
         torch.library.register_fake(qualified, lambda *args, pin="": fake(*self.complete(args)), lib=LIBRARY)
         self.handle = getattr(torch.ops.tilesmith, self.name).default
         if not self.mutates:
-            register_loop_vmap(self, qualified, LIBRARY)
+            register_loop_vmap(self, qualified)
 
     # kernels ------------------------------------------------------------------------------------------------------
 
@@ -160,7 +146,7 @@ class Op:
 
     def door(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate the function that users call, where its arguments are not the op's: `explain` takes its own."""
-        self._door = function
+        self.door_function = function
         return function
 
     # calls --------------------------------------------------------------------------------------------------------
@@ -332,35 +318,3 @@ def _without_config(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     shown.__signature__ = signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "config"])
     return shown
-
-
-def _asked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """The arguments with which the op's door would call it."""
-    devices = {a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.device.type != "cpu"}
-    kind = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(devices, device_type=kind), asking(op.name):  # a door may draw a dropout's seed
-        try:
-            op._door(*args, **kwargs)
-        except Asked as asked:
-            return asked.arguments
-    raise RuntimeError(f"{op.name}: this call runs no kernel")
-
-
-def explain(op: str | Op, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice | str:
-    """Why a call is served as it is: `explain("rms_norm", x, weight)`; without arguments, the op's kernels.
-
-    Raises ValueError for an unknown name.
-    """
-    name = op.name if isinstance(op, Op) else op
-    if not isinstance(name, str):
-        raise TypeError(f"explain: op must be an op or its name, got {shown(op)}")
-    found = ops().get(name)
-    if found is None and name in _PLAIN:
-        return f"{name}: a plain callable ({_PLAIN[name][1]}); called as it is, never dispatched"
-    if found is None:
-        raise ValueError(f"unknown op {name!r}; known: {', '.join(sorted([*ops(), *_PLAIN]))}")
-    if args or kwargs:
-        if found._door is not None:
-            args, kwargs = _asked(found, args, kwargs), {}
-        return found.explain(*args, compiled=compiled, **kwargs)
-    return f"{name}{found.signature}: kernels {', '.join(found.backends())}"

@@ -1,0 +1,55 @@
+"""register_kernel: one more way to do a known op, or a new op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tilesmith.engine.arguments import shown
+from tilesmith.engine.kernel import Kernel, accept
+from tilesmith.engine.op import Op
+from tilesmith.engine.registry import PLAIN, ops
+
+
+def register_kernel(
+    name: str,
+    *,
+    backend: str | None = None,
+    rank: int = 50,
+    rejects: Callable[[Any], Sequence[str]] = accept,
+    errors: Mapping[str, float] | None = None,
+):
+    """Register the decorated function as a kernel of the op `name`; returns the function unchanged.
+
+    A known name adds a kernel: its parameters and returns must have the types of the op's reference, else TypeError
+    names both. An unknown name declares a new op with the function as its reference (gradients by autograd through
+    it). A function that torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and
+    shown by `explain`, without dispatch.
+
+    backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
+    rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
+    that the method of this kernel may have; tests and `tilesmith verify` allow that much more.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"a kernel's name must be an identifier, got {name!r}")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"register_kernel: backend must be a string or None, got {shown(backend)}")
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"register_kernel: rank must be an int, got {shown(rank)}")
+    if not callable(rejects):
+        raise TypeError(f"register_kernel: rejects must be callable, got {shown(rejects)}")
+    if errors is not None and not isinstance(errors, Mapping):
+        raise TypeError(f"register_kernel: errors must be a mapping or None, got {shown(errors)}")
+
+    def add(fn):
+        op = ops().get(name)
+        if op is not None:
+            fn.tilesmith_kernel = op.add_kernel(Kernel(name, backend or "custom", fn, rank, rejects, errors or {}))
+        else:
+            try:
+                Op(fn, name=name)
+            except (TypeError, ValueError) as problem:
+                PLAIN[name] = (fn, str(problem))
+        return fn
+
+    return add
