@@ -27,9 +27,14 @@ def _column_sums_kernel(
     partial_ptr, other_partial_ptr, out_ptr, other_out_ptr, partials, num_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    if out_ptr is not None:
+    """Of one tensor, or of two by twice the programs."""
+    if out_ptr is None:
+        sum_block(other_partial_ptr, other_out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
+    elif other_out_ptr is None:
         sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
-    if other_out_ptr is not None:
+    elif tl.program_id(1) == 0:
+        sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
+    else:
         sum_block(other_partial_ptr, other_out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
 
 
@@ -47,8 +52,9 @@ def add_partials(partials: tuple[Tensor | None, Tensor | None], outs: tuple[Tens
     if first is not None and first.shape[1]:
         count, cols = first.shape
         tall = min(64, next_power_of_2(max(count, 1)))
-        flags = {"BLOCK_ROWS": tall, "BLOCK_COLS": 2048 // tall}
-        launch(_column_sums_kernel, (cdiv(cols, 2048 // tall),), *partials, *outs, count, cols, **flags)
+        wide = 2048 // tall
+        grid = cdiv(cols, wide), sum(out is not None for out in outs)
+        launch(_column_sums_kernel, grid, *partials, *outs, count, cols, BLOCK_ROWS=tall, BLOCK_COLS=wide)
 
 
 def partial_rows(tiles: int, col_blocks: int, programs: int, least: int) -> int:
