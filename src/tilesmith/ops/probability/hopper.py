@@ -7,28 +7,27 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
-from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
+from tilesmith.ops.gluon_shim import gl, gluon
 from tilesmith.ops.rows import empty_rows, row_order, rows
-from tilesmith.ops.rows_gluon import (
-    PartsConfig,
-    add_up,
-    added_up,
-    bring,
-    fitted,
-    no_room,
-    of_warps,
-    open_mail,
-    part_numbers,
-    parted,
-    parts_flags,
-    parts_grid,
-    raw,
-    received,
-    ring,
-    scratch,
-    send,
-    widened,
-    width_refused,
+from tilesmith.ops.rows_gluon import no_room, width_refused
+from tilesmith.ops.rows_held_gluon import (
+    HELD_CHOICES,
+    HeldConfig,
+    aligned,
+    columns,
+    flat,
+    held,
+    held_fit,
+    held_flags,
+    held_grid,
+    lines_after,
+    open_room,
+    part_of,
+    row_of,
+    swap,
+    values,
+    values_again,
+    warps_of_row,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -77,96 +76,77 @@ def _between(top, higher, power, FUSED: gl.constexpr):
 
 @gluon.jit
 def softmax_fwd_parts_kernel(
-    x_desc, y_ptr, num_rows, cols, num_groups, scale,
-    PARTS: gl.constexpr, POSITIVE: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
+    x_ptr, y_ptr, cols, x_stride, scale,
+    PARTS: gl.constexpr, POSITIVE: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """y of a program's parts of rows. What a thread has of a row is relative to its own maximum until the row's is
-    known: one power of two for each value."""
-    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
-    FUSED: gl.constexpr = x_desc.dtype.primitive_bitwidth == 16
-    WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
-    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    xs = ring(SLOTS, WIDTH, x_desc.dtype)
-    full = barriers(SLOTS, 1)
-    found, also_found = scratch(), scratch()
-    fence()
-    mail = open_mail()
-    mine = (num_rows - group + num_groups - 1) // num_groups
-    for i in range(SLOTS):
-        bring(x_desc, None, None, xs, xs, xs, full, i, group, num_groups, mine, part, WIDTH)
+    """y of a part of a row. What a thread has is relative to its own maximum until the row's is known: one power of two
+    for each value."""
+    row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    FUSED: gl.constexpr = DTYPE.primitive_bitwidth == 16
+    room = open_room(PARTS)
+    words = part_of(row_of(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
     power = LOG2E
     if POSITIVE:  # the maximum of x is then that of scale · x
         power = scale * LOG2E
-    for i in range(mine):
-        slot = i % SLOTS
-        wait(full.index(slot), i // SLOTS % 2)
-        z = widened(raw(xs, slot, WIDTH), x_desc.dtype, WIDTH)
+    zs = ()
+    for c in gl.static_range(CHUNKS):
+        z = values(words[c], DTYPE)
         if not POSITIVE:
             z *= scale
         if not EVEN:
-            z = gl.where(inside, z, float("-inf"))
-        z = gl.reshape(z, [WIDTH // (256 * WARPS), WARPS, 32, 8])
-        tops = gl.maximum(gl.max(gl.max(z, 3), 0), LOWEST)  # not -inf, from which -inf cannot be subtracted
-        weights = _weight(z, gl.expand_dims(gl.expand_dims(tops, 0), 3), power, FUSED)
-        top = gl.max(tops, 1)
-        factors = _between(tops, gl.expand_dims(top, 1), power, FUSED)
-        found.store(top)
-        also_found.store(gl.sum(gl.sum(gl.sum(weights, 3), 0) * factors, 1))
-        warp_tops = of_warps(found)
-        top = gl.max(warp_tops, 0)
-        send(mail, i, part, top, gl.sum(of_warps(also_found) * _between(warp_tops, top, power, FUSED), 0), PARTS)
-        # all warps have read the slot: their sums are in
-        bring(x_desc, None, None, xs, xs, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
-        every_top, totals = received(mail, i, PARTS)
-        every_top = gl.where(part_numbers() < PARTS, every_top, LOWEST)
-        row_top = gl.max(every_top, 0)
-        over_total = 1.0 / gl.sum(totals * _between(every_top, row_top, power, FUSED), 0)
-        factors = _between(tops, row_top, power, FUSED) * over_total
-        y = weights * gl.expand_dims(gl.expand_dims(factors, 0), 3)
-        y = gl.convert_layout(gl.reshape(y, [WIDTH]), LANES, assert_trivial=True)
-        row = (group + i * num_groups).to(gl.int64)
-        gl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+            z = gl.where(lines_after(part, cols, CHUNKS) > c * gl.num_warps(), z, float("-inf"))
+        zs += (gl.reshape(z, [gl.num_warps(), 32, 8]),)
+    most = zs[0]
+    for c in gl.static_range(1, CHUNKS):
+        most = gl.maximum(most, zs[c])
+    tops = gl.maximum(gl.max(most, 2), LOWEST)  # not -inf, from which -inf cannot be subtracted
+    weights = ()
+    total = gl.zeros_like(most)
+    for c in gl.static_range(CHUNKS):
+        weight = _weight(zs[c], gl.expand_dims(tops, 2), power, FUSED)
+        total += weight
+        weights += (weight,)
+    top = gl.max(tops, 1)
+    found = gl.sum(gl.sum(total, 2) * _between(tops, gl.expand_dims(top, 1), power, FUSED), 1)
+    every_top, totals = swap(room, part, top, found, PARTS)
+    every_top = gl.where(warps_of_row(PARTS) < PARTS * gl.num_warps(), every_top, LOWEST)
+    row_top = gl.max(every_top, 0)
+    over_total = 1.0 / gl.sum(totals * _between(every_top, row_top, power, FUSED), 0)
+    factors = gl.expand_dims(_between(tops, row_top, power, FUSED) * over_total, 2)
+    for c in gl.static_range(CHUNKS):
+        col = columns(part, c, CHUNKS)
+        y = flat(weights[c] * factors).to(y_ptr.dtype.element_ty)
+        gl.store(y_ptr + row.to(gl.int64) * cols + col, y, mask=None if EVEN else col < cols)
 
 
 @gluon.jit
 def softmax_bwd_parts_kernel(
-    y_desc, dy_desc, dx_ptr, num_rows, cols, num_groups, scale,
-    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
+    y_ptr, dy_ptr, dx_ptr, cols, y_stride, dy_stride, scale,
+    PARTS: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """dx of a program's parts of rows, by the sums of y and of y · dy. Beyond the last column both arrive as 0."""
-    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
-    FUSED: gl.constexpr = dy_desc.dtype.primitive_bitwidth == 16
-    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
-    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    ys, dys = ring(SLOTS, WIDTH, y_desc.dtype), ring(SLOTS, WIDTH, dy_desc.dtype)
-    full = barriers(SLOTS, 1)
-    found, also_found = scratch(), scratch()
-    fence()
-    mail = open_mail()
-    mine = (num_rows - group + num_groups - 1) // num_groups
-    for i in range(SLOTS):
-        bring(y_desc, dy_desc, None, ys, dys, ys, full, i, group, num_groups, mine, part, WIDTH)
-    for i in range(mine):
-        slot = i % SLOTS
-        wait(full.index(slot), i // SLOTS % 2)
-        y = widened(raw(ys, slot, WIDTH), y_desc.dtype, WIDTH)
-        dy = widened(raw(dys, slot, WIDTH), dy_desc.dtype, WIDTH)
-        add_up(y * dy, found, WIDTH)
-        add_up(y, also_found, WIDTH)
-        send(mail, i, part, added_up(found), added_up(also_found), PARTS)
-        # all warps have read the slot: their sums are in
-        bring(y_desc, dy_desc, None, ys, dys, ys, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
-        dots, totals = received(mail, i, PARTS)
-        mean = gl.sum(dots, 0) * (1.0 / gl.sum(totals, 0))
-        if FUSED:
-            dx = y * (dy * scale - mean * scale)
-        else:
-            dx = y * (dy - mean) * scale
-        row = (group + i * num_groups).to(gl.int64)
-        gl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    """dx of a part of a row, by the sums of y and of y · dy. Beyond the last column both are 0."""
+    row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    Y: gl.constexpr = y_ptr.dtype.element_ty
+    DY: gl.constexpr = dy_ptr.dtype.element_ty
+    FUSED: gl.constexpr = DY.primitive_bitwidth == 16
+    room = open_room(PARTS)
+    ys = part_of(row_of(y_ptr, row, y_stride), part, cols, CHUNKS, EVEN)
+    dys = part_of(row_of(dy_ptr, row, dy_stride), part, cols, CHUNKS, EVEN)
+    total = values(ys[0], Y)
+    dot = total * values(dys[0], DY)
+    for c in gl.static_range(1, CHUNKS):
+        y = values(ys[c], Y)
+        total += y
+        dot += y * values(dys[c], DY)
+    dots, totals = swap(room, part, gl.sum(dot, 1), gl.sum(total, 1), PARTS)
+    mean = gl.sum(dots, 0) * (1.0 / gl.sum(totals, 0))
+    for c in gl.static_range(CHUNKS):
+        col = columns(part, c, CHUNKS)
+        y, dy = values_again(ys[c], Y), values_again(dys[c], DY)
+        dx = y * (dy * scale - mean * scale) if FUSED else y * (dy - mean) * scale
+        dx = flat(dx).to(dx_ptr.dtype.element_ty)
+        gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx, mask=None if EVEN else col < cols)
 
 
 def _reasons(call: Any) -> list[str]:
@@ -187,7 +167,7 @@ def _common_reasons(call: Any, read: Any, more_than: int) -> list[str]:
     return reasons or no_room(read.device, read.cols)
 
 
-FORWARD_ABOVE, BACKWARD_ABOVE = 32_768, 16_384  # columns; up to there Triton's sweeps are as fast
+FORWARD_ABOVE, BACKWARD_ABOVE = 4096, 4096  # columns; up to there Triton's kernels are as fast
 
 
 def _dims(*read: Tensor) -> dict[str, int]:
@@ -195,52 +175,50 @@ def _dims(*read: Tensor) -> dict[str, int]:
     return {"rows": read[0].numel() // cols, "cols": cols, "bytes": sum(t.element_size() for t in read)}
 
 
-def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """H200, bf16, 2**27 values, of the copy rate at 65,536 and 131,072 columns: 0.89 and 0.89; swept twice by Triton's
-    0.88 and 0.75, at 32,768 0.90 and 0.94."""
-    return fitted(dims, arch, PartsConfig(16_384, 0, 16, 1, 128))
+def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
+    """H200, bf16, 2**27 values, by a script, of the copy rate at 5,120, 8,192, 16,384, 32,768, 65,536 and 131,072
+    columns: 0.99, 0.99, 0.98, 0.98, 0.98 and 0.98; Triton's 0.96, 0.99, 0.99, 0.92, 0.85 and 0.71."""
+    warps, chunks = (4, 8) if dims["cols"] <= 8192 else (16, 4) if dims["cols"] <= 16_384 else (8, 8)
+    return held(dims["cols"], dims["bytes"], chunks, warps, 0)
 
 
-def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """H200, bf16, 2**27 values, of the copy rate at 32,768, 65,536 and 131,072 columns: 0.98, 0.98 and 0.97; Triton's
-    0.95, 0.79 and 0.66."""
-    return fitted(dims, arch, PartsConfig(8192, 0, 8, 2, 128))
-
-
-CHOICES = {"width": (8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
+def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
+    """H200, bf16, 2**27 values, by a script, of the copy rate at 8,192 to 131,072 columns: 1.03 to 1.05, as two of its
+    three tensors are read; Triton's 1.05, 0.98, 0.87, 0.79 and 0.69."""
+    return held(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
 
 
 @register_kernel("softmax", backend="hopper", rank=25, rejects=_reasons)
-@optimize_kernel(space=Space(dims=lambda x, scale, causal: _dims(x), default=_forward_default, choices=CHOICES))
-def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: PartsConfig) -> Tensor:
+@optimize_kernel(
+    space=Space(dims=lambda x, scale, causal: _dims(x), default=_forward_default, choices=HELD_CHOICES, fit=held_fit)
+)
+def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: HeldConfig) -> Tensor:
     """y of `softmax`."""
     order = row_order(x)
     y = empty_rows(x, order)
     x = rows(x, order)
     count, cols = x.shape
     if count:
-        groups, parts = parts_grid(x, config)
-        launch(
-            softmax_fwd_parts_kernel, (groups * parts,),
-            parted(x, config.width), y, count, cols, groups, scale,
-            POSITIVE=scale > 0.0, **parts_flags(cols, parts, config),
-        )  # fmt: skip
+        programs, parts = held_grid(x, config)
+        x, x_stride = aligned(x)
+        flags = held_flags(cols, parts, config)
+        launch(softmax_fwd_parts_kernel, (programs,), x, y, cols, x_stride, scale, POSITIVE=scale > 0.0, **flags)
     return y
 
 
 @register_kernel("softmax_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
-@optimize_kernel(space=Space(dims=lambda dy, y, *_: _dims(y, dy), default=_backward_default, choices=CHOICES))
-def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool, *, config: PartsConfig) -> Tensor:
+@optimize_kernel(
+    space=Space(dims=lambda dy, y, *_: _dims(y, dy), default=_backward_default, choices=HELD_CHOICES, fit=held_fit)
+)
+def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool, *, config: HeldConfig) -> Tensor:
     """dx of `softmax`."""
     order = row_order(y)
     dx = empty_rows(y, order)
     dy, y = rows(dy, order), rows(y, order)
     count, cols = y.shape
     if count:
-        groups, parts = parts_grid(y, config)
-        launch(
-            softmax_bwd_parts_kernel, (groups * parts,),
-            parted(y, config.width), parted(dy, config.width), dx,
-            count, cols, groups, scale, **parts_flags(cols, parts, config),
-        )  # fmt: skip
+        programs, parts = held_grid(y, config)
+        (y, y_stride), (dy, dy_stride) = aligned(y), aligned(dy)
+        flags = held_flags(cols, parts, config)
+        launch(softmax_bwd_parts_kernel, (programs,), y, dy, dx, cols, y_stride, dy_stride, scale, **flags)
     return dx
