@@ -35,9 +35,34 @@ from tilesmith.ops.rows_gluon import (
     widened,
     width_refused,
 )
+from tilesmith.ops.rows_held_gluon import (
+    HELD_CHOICES,
+    LINE,
+    HeldConfig,
+    aligned,
+    aligned_vector,
+    columns,
+    columns_of_warps,
+    flat,
+    further,
+    held,
+    held_fit,
+    held_flags,
+    held_grid,
+    lines_after,
+    open_room,
+    part_of,
+    row_of,
+    swap,
+    values,
+    values_again,
+    words_of,
+)
+
+LINES = gl.constexpr(LINE)
 
 # Pointers that are None stand for tensors that a call does not have. Outputs are packed: the stride of their rows is
-# `cols`. A program has one part of WIDTH columns of every num_groups-th row.
+# `cols`. A program of a kernel with WIDTH has one part of so many columns of every num_groups-th row.
 
 
 @gluon.jit
@@ -64,6 +89,89 @@ def _widened_again(vector, ptr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def norm_fwd_parts_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
+    cols, x_stride, residual_stride, eps, offset,
+    PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
+    AHEAD: gl.constexpr,
+):  # fmt: skip
+    """y (and s) of a part of a row, when its program knows what the others of its cluster found of theirs. CENTER: the
+    sums are of differences from the mean of a warp's first columns; they lose nothing where the mean is far from 0,
+    nor, that being a mean of many, where one value is. AHEAD: chunks of weight and bias that are on their way while one
+    is used."""
+    row, part = (gl.program_id(0) // PARTS).to(gl.int64), gl.program_id(0) % PARTS
+    NORMED: gl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    room = open_room(PARTS)
+    parts = part_of(row_of(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    if s_ptr is not None:
+        residual = part_of(row_of(residual_ptr, row, residual_stride), part, cols, CHUNKS, EVEN)
+        sums = ()
+        for c in gl.static_range(CHUNKS):
+            s = values(parts[c], x_ptr.dtype.element_ty) + values(residual[c], residual_ptr.dtype.element_ty)
+            col = columns(part, c, CHUNKS)
+            gl.store(s_ptr + row * cols + col, flat(s).to(NORMED), mask=None if EVEN else col < cols)
+            sums += (words_of(s, NORMED),)
+        parts = sums
+    after = lines_after(part, cols, CHUNKS)
+    squares = gl.zeros_like(values(parts[0], NORMED))
+    total = squares
+    pivot = gl.expand_dims(gl.sum(values(parts[0], NORMED), 1) * (1.0 / LINES), 1)
+    for c in gl.static_range(CHUNKS):
+        value = values(parts[c], NORMED)
+        if CENTER:
+            value -= pivot
+            if not EVEN:
+                value = gl.where(after > c * WARPS, value, 0.0)
+            total += value
+        squares += value * value
+    weights, biases = (), ()
+    if weight_ptr is not None:
+        weights = further(weights, weight_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+    if bias_ptr is not None:
+        biases = further(biases, bias_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+    found = gl.sum(squares, 1)
+    each_col = 1.0 / cols
+    if CENTER:
+        own_columns = gl.minimum(gl.maximum((after + (WARPS - 1)) // WARPS, 1), CHUNKS) * LINES
+        summed = gl.sum(total, 1)
+        excess = summed / gl.sum(own_columns, 1).to(gl.float32)
+        means, spreads = swap(room, part, gl.sum(pivot, 1) + excess, found - summed * excess, PARTS)
+        widths = columns_of_warps(cols, PARTS, CHUNKS)
+        mean = gl.sum(means * widths, 0) * each_col
+        spreads += widths * (means - mean) * (means - mean)
+    else:
+        spreads, _ = swap(room, part, found, found, PARTS)
+    rstd = gl.rsqrt(gl.maximum(gl.sum(spreads, 0) * each_col, 0.0) + eps)
+    if part == 0:
+        gl.store(rstd_ptr + row, rstd)
+        if CENTER:
+            gl.store(mean_ptr + row, mean)
+    for c in gl.static_range(CHUNKS):
+        if weight_ptr is not None:
+            weights = further(weights, weight_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+        if bias_ptr is not None:
+            biases = further(biases, bias_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+        value = values_again(parts[c], NORMED)
+        if CENTER:
+            value -= mean
+        value *= rstd
+        if LLAMA:
+            value = _round(value, y_ptr)
+        if weight_ptr is not None:
+            factor = values(weights[c], weight_ptr.dtype.element_ty)
+            if offset is not None:
+                factor += offset
+            if LLAMA and weight_ptr.dtype == y_ptr.dtype:
+                factor = _round(factor, weight_ptr)
+            value *= factor
+        if bias_ptr is not None:
+            value += values(biases[c], bias_ptr.dtype.element_ty)
+        col = columns(part, c, CHUNKS)
+        gl.store(y_ptr + row * cols + col, flat(value).to(y_ptr.dtype.element_ty), mask=None if EVEN else col < cols)
+
+
+@gluon.jit
 def _pivot(slots, slot, WIDTH: gl.constexpr):
     """The mean of the first 256 values of a part. Sums of differences from it lose nothing where the mean is far from
     0, nor, being a mean of many, where one value is."""
@@ -73,29 +181,24 @@ def _pivot(slots, slot, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def norm_fwd_parts_kernel(
-    x_desc, residual_desc, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
-    num_rows, cols, num_groups, eps, offset,
-    PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
-    SLOTS: gl.constexpr,
+def layer_norm_fwd_parts_kernel(
+    x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, num_rows, cols, num_groups, eps,
+    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """y (and s) of a program's parts of rows, when it knows what the others of its cluster found of theirs."""
+    """y of a program's parts of rows, when it knows what the others of its cluster found of theirs. It stays, and keeps
+    its part of weight and bias: read anew for each row, the two are as much as x is."""
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
     inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
     xs = ring(SLOTS, WIDTH, x_desc.dtype)
-    residuals = xs
-    NORMED: gl.constexpr = x_desc.dtype if s_ptr is None else s_ptr.dtype.element_ty
-    if residual_desc is not None:
-        residuals = ring(SLOTS, WIDTH, residual_desc.dtype)
     full = barriers(SLOTS, 1)
     found, also_found = scratch(), scratch()
     fence()
     mail = open_mail()
     mine = (num_rows - group + num_groups - 1) // num_groups
     for i in range(SLOTS):
-        bring(x_desc, residual_desc, None, xs, residuals, xs, full, i, group, num_groups, mine, part, WIDTH)
+        bring(x_desc, None, None, xs, xs, xs, full, i, group, num_groups, mine, part, WIDTH)
     if weight_ptr is not None:
         weight = _vector(weight_ptr, part, cols, WIDTH)
     if bias_ptr is not None:
@@ -108,57 +211,32 @@ def norm_fwd_parts_kernel(
         row = (group + i * num_groups).to(gl.int64)
         wait(full.index(slot), i // SLOTS % 2)
         x = raw(xs, slot, WIDTH)
-        if s_ptr is not None:
-            value = widened(x, x_desc.dtype, WIDTH)
-            value += widened(raw(residuals, slot, WIDTH), residual_desc.dtype, WIDTH)
-            value = value.to(NORMED)
-            gl.store(s_ptr + row * cols + col, value, mask=inside)
-            x = packed(value, WIDTH)
-        value = widened(x, NORMED, WIDTH)
-        if CENTER:
-            pivot = _pivot(xs, slot, WIDTH)
-            if s_ptr is not None:
-                pivot += _pivot(residuals, slot, WIDTH)
-            value -= pivot
-            if not EVEN:
-                value = gl.where(inside, value, 0.0)
-            add_up(value, found, WIDTH)
-            add_up(value * value, also_found, WIDTH)
-            total = added_up(found)
-            excess = total * (1.0 / own_width)
-            send(mail, i, part, pivot + excess, added_up(also_found) - total * excess, PARTS)
-        else:
-            add_up(value * value, found, WIDTH)
-            squares = added_up(found)
-            send(mail, i, part, squares, squares, PARTS)
+        pivot = _pivot(xs, slot, WIDTH)
+        value = widened(x, x_desc.dtype, WIDTH) - pivot
+        if not EVEN:
+            value = gl.where(inside, value, 0.0)
+        add_up(value, found, WIDTH)
+        add_up(value * value, also_found, WIDTH)
+        total = added_up(found)
+        excess = total * (1.0 / own_width)
+        send(mail, i, part, pivot + excess, added_up(also_found) - total * excess, PARTS)
         # all warps have read the slot: their sums are in
-        bring(
-            x_desc, residual_desc, None, xs, residuals, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH
-        )  # fmt: skip
+        bring(x_desc, None, None, xs, xs, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
         means, spreads = received(mail, i, PARTS)
-        value = widened(x, NORMED, WIDTH)
-        if CENTER:
-            mean = gl.sum(means * widths, 0) * each_col
-            spreads += widths * (means - mean) * (means - mean)
-            value -= mean
+        value = widened(x, x_desc.dtype, WIDTH)
+        mean = gl.sum(means * widths, 0) * each_col
+        spreads += widths * (means - mean) * (means - mean)
+        value -= mean
         rstd = gl.rsqrt(gl.maximum(gl.sum(spreads, 0) * each_col, 0.0) + eps)
         value *= rstd
-        if LLAMA:
-            value = _round(value, y_ptr)
         if weight_ptr is not None:
-            factor = _widened_again(weight, weight_ptr, WIDTH)
-            if offset is not None:
-                factor += offset
-            if LLAMA and weight_ptr.dtype == y_ptr.dtype:
-                factor = _round(factor, weight_ptr)
-            value *= factor
+            value *= _widened_again(weight, weight_ptr, WIDTH)
         if bias_ptr is not None:
             value += _widened_again(bias, bias_ptr, WIDTH)
         gl.store(y_ptr + row * cols + col, value.to(y_ptr.dtype.element_ty), mask=inside)
         if part == 0:
             gl.store(rstd_ptr + row, rstd)
-            if CENTER:
-                gl.store(mean_ptr + row, mean)
+            gl.store(mean_ptr + row, mean)
 
 
 @gluon.jit
@@ -272,7 +350,7 @@ def _forward(
     offset: float,
     center: bool,
     llama: bool,
-    config: PartsConfig,
+    config: HeldConfig,
 ) -> tuple[Tensor | None, ...]:
     """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`."""
     order = row_order(x)
@@ -282,13 +360,23 @@ def _forward(
     rstd = empty_row_values(x, order, torch.float32)
     x, residual = rows(x, order), None if residual is None else rows(residual, order)
     count, cols = x.shape
-    if count:
-        groups, parts = parts_grid(x, config)
+    if count and center and residual is None and cols > STAYS_ABOVE:
+        stays = PartsConfig(16_384, 12 // x.element_size(), 16, 1, 128)
+        groups, parts = parts_grid(x, stays)
         launch(
-            norm_fwd_parts_kernel, (groups * parts,),
-            parted(x, config.width), None if residual is None else parted(residual, config.width),
-            _packed(weight), _packed(bias), y, s, mean, rstd,
-            count, cols, groups, eps, offset or None, CENTER=center, LLAMA=llama, **parts_flags(cols, parts, config),
+            layer_norm_fwd_parts_kernel, (groups * parts,),
+            parted(x, stays.width), _packed(weight), _packed(bias), y, mean, rstd, count, cols, groups, eps,
+            **parts_flags(cols, parts, stays),
+        )  # fmt: skip
+    elif count:
+        programs, parts = held_grid(x, config)
+        x, x_stride = aligned(x)
+        residual, residual_stride = (None, 0) if residual is None else aligned(residual)
+        weight, bias = aligned_vector(weight), aligned_vector(bias)
+        launch(
+            norm_fwd_parts_kernel, (programs,), x, residual, weight, bias, y, s, mean, rstd,
+            cols, x_stride, residual_stride, eps, offset or None,
+            CENTER=center, LLAMA=llama, AHEAD=1 if config.num_warps >= 16 else 2, **held_flags(cols, parts, config),
         )  # fmt: skip
     return y, s, mean, rstd
 
@@ -340,8 +428,9 @@ def _common_reasons(call: Any, cols: int, more_than: int) -> list[str]:
 
 
 def _reasons(call: Any) -> list[str]:
-    alone = hasattr(call, "bias") and not hasattr(call, "residual")
-    return _common_reasons(call, call.x.cols, LAYER_NORM_ABOVE if alone else FORWARD_ABOVE)
+    cols, added = call.x.cols, hasattr(call, "residual")
+    narrow = hasattr(call, "bias") or (not added and cols < 8192)
+    return _common_reasons(call, cols, 4096 if narrow else 16_384 if added else 32_768)
 
 
 def _vjp_reasons(call: Any) -> list[str]:
@@ -352,25 +441,33 @@ def _vjp_reasons(call: Any) -> list[str]:
     return reasons
 
 
-FORWARD_ABOVE = 32_768  # columns
-LAYER_NORM_ABOVE = 16_384  # up to there Triton's sweeps of one tensor are as fast
+STAYS_ABOVE = 32_768  # columns of layer norm
 BACKWARD_ABOVE = {2: 4096, 3: 8192}  # by the number of rows' tensors that are read: what one program can hold
 
 
 def _dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
     """rows and cols of `like`, and bytes: how many a column of a row takes in shared memory."""
     cols = like.shape[-1]
-    held = sum(t.element_size() for t in read if t is not None)
-    return {"rows": like.numel() // cols, "cols": cols, "bytes": held}
+    taken = sum(t.element_size() for t in read if t is not None)
+    return {"rows": like.numel() // cols, "cols": cols, "bytes": taken, "size": like.element_size()}
 
 
-def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> PartsConfig:
-    """H200, bf16, 2**27 values, of the copy rate at 65,536 and 131,072 columns: RMS norm 0.91 and 0.91, with a residual
-    0.92 and 0.91; layer norm 0.89 and 0.92, with a residual 0.91 and 0.90. Swept twice by Triton's: 0.83 and 0.72, 0.86
-    and 0.80; 0.83 and 0.71, 0.86 and 0.78."""
-    if dims["bytes"] > 2:
-        return fitted(dims, arch, PartsConfig(8192, 0, 8, 2, 128))
-    return fitted(dims, arch, PartsConfig(16_384, 0, 16, 1, 128) if center else PartsConfig(16_384, 0, 8, 2, 128))
+def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldConfig:
+    """H200, bf16, 2**27 values, by a script, of the copy rate (Triton's): RMS norm at 5,120, 65,536 and 131,072 columns
+    0.99 (0.94), 0.97 (0.83) and 0.92 (0.71), between them Triton's is as fast; layer norm at 5,120, 16,384 and 32,768
+    0.99 (0.94), 0.98 (0.93) and 0.91 (0.87). With a residual, at 16,384, 32,768, 65,536 and 131,072: RMS norm 0.98
+    (0.98), 0.99 (0.92), 0.98 (0.86) and 0.96 (0.80), layer norm 0.98 (0.96), 0.98 (0.90), 0.95 (0.84) and 0.91 (0.78),
+    at 8,192 0.99 (0.97). Layer norm that stays (`STAYS_ABOVE`): 0.89 and 0.92 at 65,536 and 131,072; its rows started
+    one by one 0.89 and 0.85."""
+    cols, size = dims["cols"], dims["size"]
+    added = dims["bytes"] > size
+    if cols <= 8192:
+        chunks, warps, registers = (8, 4, 0) if added or cols <= 6144 else (4, 8, 0)
+    elif added or (center and cols <= 16_384):
+        chunks, warps, registers = 4, 16, 64
+    else:
+        chunks, warps, registers = (8, 8, 80) if center or cols > 65_536 else (8, 4, 80)
+    return held(cols, size, chunks, warps, registers)
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
@@ -394,7 +491,8 @@ CHOICES = {"width": (4096, 8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4
     space=Space(
         dims=lambda x, weight, eps, offset, casting: _dims(x, x),
         default=lambda dims, arch, dtype: _forward_default(dims, arch, center=False),
-        choices=CHOICES,
+        choices=HELD_CHOICES,
+        fit=held_fit,
     )
 )
 def rms_norm(
@@ -404,7 +502,7 @@ def rms_norm(
     offset: float = 0.0,
     casting: str = "fp32",
     *,
-    config: PartsConfig,
+    config: HeldConfig,
 ) -> tuple[Tensor, Tensor]:
     """y and rstd of `rms_norm`."""
     y, _, _, rstd = _forward(x, None, weight, None, eps, offset, False, casting == "llama", config)
@@ -438,11 +536,12 @@ def rms_norm_vjp(
     space=Space(
         dims=lambda x, weight, bias, eps: _dims(x, x),
         default=lambda dims, arch, dtype: _forward_default(dims, arch, center=True),
-        choices=CHOICES,
+        choices=HELD_CHOICES,
+        fit=held_fit,
     )
 )
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: PartsConfig
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: HeldConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd of `layer_norm`."""
     y, _, mean, rstd = _forward(x, None, weight, bias, eps, 0.0, True, False, config)
@@ -477,7 +576,8 @@ def layer_norm_vjp(
     space=Space(
         dims=lambda x, residual, weight, eps, offset, casting: _dims(x, x, residual),
         default=lambda dims, arch, dtype: _forward_default(dims, arch, center=False),
-        choices=CHOICES,
+        choices=HELD_CHOICES,
+        fit=held_fit,
     )
 )
 def add_rms_norm(
@@ -488,7 +588,7 @@ def add_rms_norm(
     offset: float = 0.0,
     casting: str = "fp32",
     *,
-    config: PartsConfig,
+    config: HeldConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, s and rstd of `add_rms_norm`."""
     y, s, _, rstd = _forward(x, residual, weight, None, eps, offset, False, casting == "llama", config)
@@ -523,7 +623,8 @@ def add_rms_norm_vjp(
     space=Space(
         dims=lambda x, residual, weight, bias, eps: _dims(x, x, residual),
         default=lambda dims, arch, dtype: _forward_default(dims, arch, center=True),
-        choices=CHOICES,
+        choices=HELD_CHOICES,
+        fit=held_fit,
     )
 )
 def add_layer_norm(
@@ -533,7 +634,7 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    config: PartsConfig,
+    config: HeldConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean and rstd of `add_layer_norm`."""
     return _forward(x, residual, weight, bias, eps, 0.0, True, False, config)
