@@ -52,4 +52,15 @@ def dropout_flags(rows: int, cols: int, element_size: int) -> dict[str, int]:
     lanes = 16 // element_size
     while lanes >= 4 and (cols < lanes or (rows > 1 and cols % lanes)):
         lanes //= 2
-    return {"LANES": lanes if lanes >= 4 else 1, "SHORT": rows * cols <= 2**35}
+    return {"LANES": lanes if lanes >= 4 else 1, "SHORT": _short(rows, cols)}
+
+
+def _short(rows: int, cols: int) -> bool:
+    """Whether all counters of a tensor [rows, cols] fit 32 bits."""
+    return rows * cols <= 2**35
+
+
+def parts_dropout_flags(rows: int, cols: int, p: float) -> dict[str, bool]:
+    """SHORT and RARE of the functions in `dropout_gluon`: whether counters fit 32 bits; whether the threshold, as an
+    fp16, is a number."""
+    return {"SHORT": _short(rows, cols), "RARE": philox.threshold(p) < 0x7C00}

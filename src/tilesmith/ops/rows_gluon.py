@@ -75,10 +75,26 @@ def packed(values, WIDTH: gl.constexpr):
     """Values of a part, 8 neighbours a thread, as `raw` returns them."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     if values.dtype.primitive_bitwidth == 16:
-        bits = values.to(gl.int16, bitcast=True).to(gl.int32)
-        low, high = gl.split(gl.reshape(bits, [WIDTH // 2, 2]))
-        values = gl.convert_layout((low & 65535) | (high << 16), WORDS, assert_trivial=True)
+        low, high = gl.split(gl.reshape(values.to(gl.int16, bitcast=True), [WIDTH // 2, 2]))
+        # by shifts ptxas takes words of rounded values apart and puts them together again
+        words = gl.inline_asm_elementwise(
+            "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+        values = gl.convert_layout(words, WORDS, assert_trivial=True)
     return values
+
+
+@gluon.jit
+def unpacked(words, dtype: gl.constexpr, WIDTH: gl.constexpr):
+    """What `raw` read, in `dtype` [WIDTH]."""
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    if dtype.primitive_bitwidth == 16:
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        values = gl.reshape(gl.join(low, high), [WIDTH]).to(dtype, bitcast=True)
+        words = gl.convert_layout(values, LANES, assert_trivial=True)
+    return words
 
 
 @gluon.jit

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from tilesmith.engine import Space, optimize_kernel, register_kernel
-from tilesmith.ops.dropout import kernel_numbers, kernel_seed
 from tilesmith.ops.norm import hopper as norms
 from tilesmith.ops.rows_gluon import PartsConfig
 
@@ -44,8 +43,7 @@ def dropout_add_norm_vjp(
     """dx, dresidual, dweight and dbias of `dropout_add_norm`."""
     dx = s.new_empty(s.shape, dtype=dy.dtype)
     mean = mean if kind == "layer" else None
-    dropout = kernel_seed(seed, p), *kernel_numbers(p)
     dresidual, dweight, dbias = norms._backward(
-        dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask[1:], config, dropped=dx, dropout=dropout
+        dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask[1:], config, dx, seed, p
     )
     return dx, dresidual, dweight, dbias

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.ops.column_sums_triton import add_partials
-from tilesmith.ops.dropout_gluon import kept_part
+from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
+from tilesmith.ops.dropout_gluon import drawn_part, dropped_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, reinterpret, wait
+from tilesmith.ops.philox_triton import load_key
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.ops.rows_gluon import (
     MOST_PARTS,
@@ -32,6 +34,7 @@ from tilesmith.ops.rows_gluon import (
     ring,
     scratch,
     send,
+    unpacked,
     widened,
     width_refused,
 )
@@ -243,7 +246,8 @@ def layer_norm_fwd_parts_kernel(
 def norm_bwd_parts_kernel(
     x_desc, dy_desc, ds_desc, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     num_rows, cols, num_groups, offset, dropped_ptr, seed_ptr, drop_below, keep_scale,
-    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
+    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, SHORT: gl.constexpr,
+    RARE: gl.constexpr,
 ):  # fmt: skip
     """dx of a program's parts of rows, and sums over them for dweight and dbias, in the order of the rows; a group
     writes one partial row of each. dropped_ptr: a second gradient, that of what was dropped out before the addition: dx
@@ -263,6 +267,7 @@ def norm_bwd_parts_kernel(
     fence()
     if PARTS > 1:
         mail = open_mail()
+    key = load_key(seed_ptr) if seed_ptr is not None else None
     mine = (num_rows - group + num_groups - 1) // num_groups
     for i in range(SLOTS):
         bring(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i, group, num_groups, mine, part, WIDTH)
@@ -327,10 +332,14 @@ def norm_bwd_parts_kernel(
             grad += widened(ds, DS_TYPE, WIDTH)
         gl.store(dx_ptr + row * cols + col, grad.to(dx_ptr.dtype.element_ty), mask=inside)
         if dropped_ptr is not None:
+            DROPPED: gl.constexpr = dropped_ptr.dtype.element_ty
             if seed_ptr is not None:
-                keep = kept_part(seed_ptr, row * cols + part * WIDTH, drop_below, WIDTH)
-                grad = gl.where(keep, grad * keep_scale, keep_scale * 0.0)
-            gl.store(dropped_ptr + row * cols + col, grad.to(dropped_ptr.dtype.element_ty), mask=inside)
+                words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
+                dropped = packed((grad * keep_scale).to(DROPPED), WIDTH)
+                dropped = unpacked(dropped_part(dropped, words, drop_below, DROPPED, WIDTH, RARE), DROPPED, WIDTH)
+            else:
+                dropped = grad.to(DROPPED)
+            gl.store(dropped_ptr + row * cols + col, dropped, mask=inside)
     if dweight_ptr is not None:
         gl.store(dweight_ptr + group.to(gl.int64) * cols + col, dweight, mask=inside)
     if dbias_ptr is not None:
@@ -393,10 +402,11 @@ def _backward(
     output_mask: Sequence[bool],
     config: PartsConfig,
     dropped: Tensor | None = None,
-    dropout: tuple[Tensor | None, int, float] = (None, 0, 1.0),
+    seed: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. dropped: room for the
-    gradient of what `dropout` (seed, drop_below, keep_scale) dropped."""
+    gradient of what was dropped out by `seed` and `p`."""
     order = row_order(x)
     dx = empty_rows(x, order)
     x, dy = rows(x, order), rows(dy, order)
@@ -410,7 +420,8 @@ def _backward(
             norm_bwd_parts_kernel, (groups * parts,),
             parted(x, config.width), parted(dy, config.width), None if ds is None else parted(ds, config.width),
             _packed(weight), mean, row_values(rstd, order), dx, *sums,
-            count, cols, groups, offset or None, dropped, *dropout, **parts_flags(cols, parts, config),
+            count, cols, groups, offset or None, dropped, kernel_seed(seed, p), *kernel_numbers(p),
+            **parts_dropout_flags(count, cols, p), **parts_flags(cols, parts, config),
         )  # fmt: skip
     vectors = [None if s is None else v.new_empty(cols) for s, v in zip(sums, (weight, bias))]
     add_partials(tuple(s if s is None or count else s[:0] for s in sums), tuple(vectors))
