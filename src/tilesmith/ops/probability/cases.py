@@ -161,6 +161,8 @@ CASES: dict[str, list[Case]] = {
         Case("p_0", {"x": T(6, 40)}, SMALL),
         Case("p_0_with_a_seed", {"x": T(6, 40), **DROPPED, "p": 0.0}, SMALL),
         Case("p_0_swept", {"x": T(2, 17_000)}, TEST),
+        Case("p_0_parts", {"x": T(3, 33_024)}, TEST),
+        Case("p_half_parts", {"x": T(3, 33_024), **DROPPED, "p": 0.5}, TEST),
         Case("p_half", {"x": T(6, 44), **DROPPED, "p": 0.5}, SMALL),
         Case("one_short_row", {"x": T(1, 2), **DROPPED}, SMALL),
         Case("p_nearly_1", {"x": T(6, 44), **DROPPED, "p": 0.97}, SMALL),

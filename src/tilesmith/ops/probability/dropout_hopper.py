@@ -1,4 +1,4 @@
-"""The gradient of softmax_dropout for wide rows on Hopper, in Gluon: parts of rows in registers, each read once."""
+"""softmax_dropout of wide rows on Hopper, in Gluon: as hopper.py; the gradient draws again what the forward dropped."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +12,7 @@ from tilesmith.ops.dropout_gluon import drawn_part, dropped_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.philox_triton import load_key
 from tilesmith.ops.probability import hopper
+from tilesmith.ops.probability.hopper import LOG2E, LOWEST, _between, _weight
 from tilesmith.ops.rows import rows
 from tilesmith.ops.rows_gluon import (
     MOST_PARTS,
@@ -20,7 +21,10 @@ from tilesmith.ops.rows_gluon import (
     added_up,
     bring,
     fitted,
+    of_warps,
     open_mail,
+    packed,
+    part_numbers,
     parted,
     parts_flags,
     parts_grid,
@@ -29,10 +33,91 @@ from tilesmith.ops.rows_gluon import (
     ring,
     scratch,
     send,
+    unpacked,
     widened,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
+
+@gluon.jit
+def _higher(x, y):
+    return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def softmax_dropout_fwd_parts_kernel(
+    x_desc, y_ptr, top_ptr, total_ptr, seed_ptr, num_rows, cols, num_groups, scale, drop_below, keep_scale,
+    PARTS: gl.constexpr, POSITIVE: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr, EVEN: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """y of a program's parts of rows. What a thread has of a row is relative to its own maximum until the row's is
+    known: one power of two for each value. The row's maximum and sum are stored, too; with seed_ptr y is dropped
+    out."""
+    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    FUSED: gl.constexpr = x_desc.dtype.primitive_bitwidth == 16
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
+    xs = ring(SLOTS, WIDTH, x_desc.dtype)
+    full = barriers(SLOTS, 1)
+    found, also_found = scratch(), scratch()
+    fence()
+    mail = open_mail()
+    key = load_key(seed_ptr) if seed_ptr is not None else None
+    mine = (num_rows - group + num_groups - 1) // num_groups
+    for i in range(SLOTS):
+        bring(x_desc, None, None, xs, xs, xs, full, i, group, num_groups, mine, part, WIDTH)
+    power = LOG2E
+    if POSITIVE:  # the maximum of x is then that of scale · x
+        power = scale * LOG2E
+    for i in range(mine):
+        slot = i % SLOTS
+        wait(full.index(slot), i // SLOTS % 2)
+        x = raw(xs, slot, WIDTH)
+        z = widened(x, x_desc.dtype, WIDTH)
+        if not POSITIVE:
+            z *= scale
+        if not EVEN:
+            z = gl.where(inside, z, float("-inf"))
+        z = gl.reshape(z, [WIDTH // (256 * WARPS), WARPS, 32, 8])
+        if POSITIVE and EVEN and x_desc.dtype == gl.bfloat16:  # two values at once
+            x = gl.reshape(x, [WIDTH // (256 * WARPS), WARPS, 32, 4])
+            pairs = gl.reduce(gl.reduce(x, 3, _higher), 0, _higher)
+            tops = gl.maximum((pairs << 16).to(gl.float32, bitcast=True), (pairs & -65536).to(gl.float32, bitcast=True))
+            tops = gl.convert_layout(tops, gl.SliceLayout(0, gl.SliceLayout(3, z.type.layout)), assert_trivial=True)
+        else:
+            tops = gl.max(gl.max(z, 3), 0)
+        tops = gl.maximum(tops, LOWEST)  # not -inf, from which -inf cannot be subtracted
+        weights = _weight(z, gl.expand_dims(gl.expand_dims(tops, 0), 3), power, FUSED)
+        top = gl.max(tops, 1)
+        factors = _between(tops, gl.expand_dims(top, 1), power, FUSED)
+        found.store(top)
+        also_found.store(gl.sum(gl.sum(gl.sum(weights, 3), 0) * factors, 1))
+        warp_tops = of_warps(found)
+        top = gl.max(warp_tops, 0)
+        send(mail, i, part, top, gl.sum(of_warps(also_found) * _between(warp_tops, top, power, FUSED), 0), PARTS)
+        # all warps have read the slot: their sums are in
+        bring(x_desc, None, None, xs, xs, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
+        row = (group + i * num_groups).to(gl.int64)
+        if seed_ptr is not None:  # while the others' mail is on its way
+            words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
+        every_top, totals = received(mail, i, PARTS)
+        every_top = gl.where(part_numbers() < PARTS, every_top, LOWEST)
+        row_top = gl.max(every_top, 0)
+        total = gl.sum(totals * _between(every_top, row_top, power, FUSED), 0)
+        if part == 0:
+            gl.store(top_ptr + row, row_top * scale if POSITIVE else row_top)
+            gl.store(total_ptr + row, total)
+        over_total = 1.0 / total
+        if seed_ptr is not None:
+            over_total *= keep_scale
+        factors = _between(tops, row_top, power, FUSED) * over_total
+        y = weights * gl.expand_dims(gl.expand_dims(factors, 0), 3)
+        y = gl.convert_layout(gl.reshape(y, [WIDTH]), LANES, assert_trivial=True).to(y_ptr.dtype.element_ty)
+        if seed_ptr is not None:
+            y = dropped_part(packed(y, WIDTH), words, drop_below, y_ptr.dtype.element_ty, WIDTH, RARE)
+            y = unpacked(y, y_ptr.dtype.element_ty, WIDTH)
+        gl.store(y_ptr + row * cols + col, y, mask=inside)
 
 
 @gluon.jit
@@ -100,20 +185,56 @@ def _reasons(call: Any) -> list[str]:
 
 
 ABOVE = 8192  # columns: what one program can hold
+CHOICES = {"width": (8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
 
 
-def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+    if dims["bytes"] > 2:
+        return fitted(dims, arch, PartsConfig(8192, 0, 8, 2, 128))
+    return fitted(dims, arch, PartsConfig(8192, 0, 4, 4, 128))
+
+
+def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
     if dims["bytes"] > 4 and dims["cols"] <= MOST_PARTS * 4096:
         return fitted(dims, arch, PartsConfig(4096, 0, 8, 3, 80))
     return fitted(dims, arch, PartsConfig(8192, 0, 8, 2, 128))
+
+
+@register_kernel("softmax_dropout", backend="hopper", rank=25, rejects=_reasons)
+@optimize_kernel(
+    space=Space(dims=lambda x, seed, p, scale, causal: hopper._dims(x), default=_forward_default, choices=CHOICES)
+)
+def softmax_dropout(
+    x: Tensor,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    scale: float = 1.0,
+    causal: bool = False,
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, top and total of `softmax_dropout`."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    x = rows(x)
+    count, cols = x.shape
+    if count:
+        groups, parts = parts_grid(x, config)
+        launch(
+            softmax_dropout_fwd_parts_kernel, (groups * parts,),
+            parted(x, config.width), out, top, total, kernel_seed(seed, p), count, cols, groups, scale,
+            *kernel_numbers(p), POSITIVE=scale > 0.0, **parts_dropout_flags(count, cols, p),
+            **parts_flags(cols, parts, config),
+        )  # fmt: skip
+    return out, top, total
 
 
 @register_kernel("softmax_dropout_vjp", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
     space=Space(
         dims=lambda dout, x, seed, top, total, p, scale, causal: hopper._dims(x, dout),
-        default=_default,
-        choices=hopper.CHOICES,
+        default=_backward_default,
+        choices=CHOICES,
     )
 )
 def softmax_dropout_vjp(

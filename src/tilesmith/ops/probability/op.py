@@ -16,7 +16,8 @@ from tilesmith.ops.rows import empty_rows, row_order
 
 TRITON = {"triton": "tilesmith.ops.probability.triton"}
 SOFTMAX = {**TRITON, "hopper": "tilesmith.ops.probability.hopper"}
-EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.probability.portable"}
+DROPOUT = {**TRITON, "hopper": "tilesmith.ops.probability.dropout_hopper"}
+PORTABLE = {portable.NAME: "tilesmith.ops.probability.portable"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -75,7 +76,7 @@ softmax = Op(
     vjp=softmax_vjp,
     outputs=("y",),
     check=_check_softmax,
-    kernels={**EVERYWHERE, **SOFTMAX},
+    kernels={**SOFTMAX, **PORTABLE},
     fold=("x",),
     sharding=_spread,
 )
@@ -85,7 +86,7 @@ softmax_dropout_vjp = Op(
     reference.softmax_dropout_vjp,
     fake=_fake_softmax_dropout_vjp,
     outputs=("dx",),
-    kernels={**TRITON, "hopper": "tilesmith.ops.probability.dropout_hopper"},
+    kernels=DROPOUT,
 )
 softmax_dropout_op = Op(
     reference.softmax_dropout,
@@ -94,7 +95,7 @@ softmax_dropout_op = Op(
     outputs=("out", "top", "total"),
     public=1,
     check=_check_softmax_dropout,
-    kernels=EVERYWHERE,
+    kernels={**DROPOUT, **PORTABLE},
     sharding=_spread,
 )
 
