@@ -81,6 +81,7 @@ def _cases(kind: str) -> list[Case]:
         Case("parts_many_rows", args(901, 36_864), GPU),
         Case("parts_no_vectors", args(5, 66_048) | dict.fromkeys(vectors), GPU),
         Case("parts_p_0", args(5, 66_048, p=0.0), GPU),
+        Case("parts_p_half", args(5, 66_048, p=0.5), GPU),
         Case("parts_131072_columns", args(65, 131_072), GPU),
         Case("parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALVES),
         Case("wide", args(4, 262_144), GPU),

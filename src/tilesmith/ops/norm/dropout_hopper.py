@@ -1,23 +1,63 @@
-"""The gradient of dropout_add_norm for wide rows on Hopper: the kernel of hopper.py, with dx dropped out at its end."""
+"""dropout_add_norm of wide rows on Hopper: hopper.py, with x dropped out on its way in and dx on its way out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, optimize_kernel, register_kernel
 from tilesmith.ops.norm import hopper as norms
-from tilesmith.ops.rows_gluon import PartsConfig
+from tilesmith.ops.rows import row_order
+from tilesmith.ops.rows_gluon import PartsConfig, fitted
 
 
 def _reasons(call: Any) -> list[str]:
+    return norms._common_reasons(call._replace(seed=None), call.x.cols, ABOVE[call.kind])
+
+
+ABOVE = {"layer": 8192, "rms": 16_384}  # columns; up to there Triton's rows in registers are as fast
+
+
+def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+    return fitted(dims, arch, PartsConfig(8192, 0, 8, 2, 128))
+
+
+@register_kernel("dropout_add_norm", backend="hopper", rank=25, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms._dims(x, x, residual),
+        default=_default,
+        choices=norms.CHOICES,
+    )
+)
+def dropout_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    kind: str = "layer",
+    eps: float = 1e-5,
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, s, mean and rstd of `dropout_add_norm`."""
+    if row_order(x) is not None:  # the index that the mask counts by is that of a contiguous tensor
+        x = x.contiguous()
+    y, s, mean, rstd = norms.staying_forward(x, residual, weight, bias, eps, kind == "layer", config, seed, p)
+    return y, s, rstd.new_empty(0) if mean is None else mean, rstd
+
+
+def _vjp_reasons(call: Any) -> list[str]:
     reasons = norms._common_reasons(call._replace(seed=None), call.s.cols, norms.BACKWARD_ABOVE[3])
     if call.dy is None or not all(call.output_mask[:2]):
         reasons.append("there is no dy, or dx or dresidual is not wanted; both are always made here, of dy")
     return reasons
 
 
-@register_kernel("dropout_add_norm_vjp", backend="hopper", rank=25, rejects=_reasons)
+@register_kernel("dropout_add_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, bias, seed, mean, rstd, p, kind, output_mask: norms._dims(s, dy, ds, s),

@@ -8,7 +8,7 @@ from tilesmith.ops.arguments import probability
 from tilesmith.ops.dropout import check_dropout, seed_for
 from tilesmith.ops.norm import dropout_reference, op
 
-TRITON = {"triton": "tilesmith.ops.norm.dropout_triton"}
+KERNELS = {"triton": "tilesmith.ops.norm.dropout_triton", "hopper": "tilesmith.ops.norm.dropout_hopper"}
 KINDS = ("layer", "rms")
 
 
@@ -64,7 +64,7 @@ dropout_add_norm_vjp = Op(
     dropout_reference.dropout_add_norm_vjp,
     fake=_fake_vjp,
     outputs=("dx", "dresidual", "dweight", "dbias"),
-    kernels={**TRITON, "hopper": "tilesmith.ops.norm.dropout_hopper"},
+    kernels=KERNELS,
 )
 # No fold: which elements are dropped depends on the place of a row in the whole tensor.
 dropout_add_norm_op = Op(
@@ -74,7 +74,7 @@ dropout_add_norm_op = Op(
     outputs=("y", "s", "mean", "rstd"),
     public=2,
     check=_check,
-    kernels=TRITON,
+    kernels=KERNELS,
     sharding="*N *N N N @ -> *N *N",
 )
 

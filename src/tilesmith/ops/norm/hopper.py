@@ -184,24 +184,32 @@ def _pivot(slots, slot, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def layer_norm_fwd_parts_kernel(
-    x_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, num_rows, cols, num_groups, eps,
-    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
+def staying_norm_fwd_parts_kernel(
+    x_desc, residual_desc, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
+    num_rows, cols, num_groups, eps, seed_ptr, drop_below, keep_scale,
+    PARTS: gl.constexpr, CENTER: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
+    SHORT: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
-    """y of a program's parts of rows, when it knows what the others of its cluster found of theirs. It stays, and keeps
-    its part of weight and bias: read anew for each row, the two are as much as x is."""
+    """y (and s) of a program's parts of rows, when it knows what the others of its cluster found of theirs. With
+    seed_ptr x is dropped out before the addition. It stays, and keeps its part of weight and bias: read anew for each
+    row, the two are as much as x is."""
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
     inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
     xs = ring(SLOTS, WIDTH, x_desc.dtype)
+    residuals = xs
+    NORMED: gl.constexpr = x_desc.dtype if s_ptr is None else s_ptr.dtype.element_ty
+    if residual_desc is not None:
+        residuals = ring(SLOTS, WIDTH, residual_desc.dtype)
     full = barriers(SLOTS, 1)
     found, also_found = scratch(), scratch()
     fence()
     mail = open_mail()
+    key = load_key(seed_ptr) if seed_ptr is not None else None
     mine = (num_rows - group + num_groups - 1) // num_groups
     for i in range(SLOTS):
-        bring(x_desc, None, None, xs, xs, xs, full, i, group, num_groups, mine, part, WIDTH)
+        bring(x_desc, residual_desc, None, xs, residuals, xs, full, i, group, num_groups, mine, part, WIDTH)
     if weight_ptr is not None:
         weight = _vector(weight_ptr, part, cols, WIDTH)
     if bias_ptr is not None:
@@ -214,22 +222,44 @@ def layer_norm_fwd_parts_kernel(
         row = (group + i * num_groups).to(gl.int64)
         wait(full.index(slot), i // SLOTS % 2)
         x = raw(xs, slot, WIDTH)
-        pivot = _pivot(xs, slot, WIDTH)
-        value = widened(x, x_desc.dtype, WIDTH) - pivot
-        if not EVEN:
-            value = gl.where(inside, value, 0.0)
-        add_up(value, found, WIDTH)
-        add_up(value * value, also_found, WIDTH)
-        total = added_up(found)
-        excess = total * (1.0 / own_width)
-        send(mail, i, part, pivot + excess, added_up(also_found) - total * excess, PARTS)
+        if s_ptr is not None:
+            if seed_ptr is not None:
+                words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
+                x = dropped_part(x, words, drop_below, x_desc.dtype, WIDTH, RARE)
+            value = widened(x, x_desc.dtype, WIDTH)
+            if seed_ptr is not None:
+                value *= keep_scale
+            value += widened(raw(residuals, slot, WIDTH), residual_desc.dtype, WIDTH)
+            value = value.to(NORMED)
+            gl.store(s_ptr + row * cols + col, value, mask=inside)
+            x = packed(value, WIDTH)
+        value = widened(x, NORMED, WIDTH)
+        if CENTER:
+            pivot = _pivot(xs, slot, WIDTH)
+            if s_ptr is not None:
+                pivot += _pivot(residuals, slot, WIDTH)
+            value -= pivot
+            if not EVEN:
+                value = gl.where(inside, value, 0.0)
+            add_up(value, found, WIDTH)
+            add_up(value * value, also_found, WIDTH)
+            total = added_up(found)
+            excess = total * (1.0 / own_width)
+            send(mail, i, part, pivot + excess, added_up(also_found) - total * excess, PARTS)
+        else:
+            add_up(value * value, found, WIDTH)
+            squares = added_up(found)
+            send(mail, i, part, squares, squares, PARTS)
         # all warps have read the slot: their sums are in
-        bring(x_desc, None, None, xs, xs, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
+        bring(
+            x_desc, residual_desc, None, xs, residuals, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH
+        )  # fmt: skip
         means, spreads = received(mail, i, PARTS)
-        value = widened(x, x_desc.dtype, WIDTH)
-        mean = gl.sum(means * widths, 0) * each_col
-        spreads += widths * (means - mean) * (means - mean)
-        value -= mean
+        value = widened(x, NORMED, WIDTH)
+        if CENTER:
+            mean = gl.sum(means * widths, 0) * each_col
+            spreads += widths * (means - mean) * (means - mean)
+            value -= mean
         rstd = gl.rsqrt(gl.maximum(gl.sum(spreads, 0) * each_col, 0.0) + eps)
         value *= rstd
         if weight_ptr is not None:
@@ -239,7 +269,8 @@ def layer_norm_fwd_parts_kernel(
         gl.store(y_ptr + row * cols + col, value.to(y_ptr.dtype.element_ty), mask=inside)
         if part == 0:
             gl.store(rstd_ptr + row, rstd)
-            gl.store(mean_ptr + row, mean)
+            if CENTER:
+                gl.store(mean_ptr + row, mean)
 
 
 @gluon.jit
@@ -362,22 +393,13 @@ def _forward(
     config: HeldConfig,
 ) -> tuple[Tensor | None, ...]:
     """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`."""
-    order = row_order(x)
-    y = empty_rows(x, order)
-    s = None if residual is None else empty_rows(x, order, residual.dtype)
-    mean = empty_row_values(x, order, torch.float32) if center else None
-    rstd = empty_row_values(x, order, torch.float32)
-    x, residual = rows(x, order), None if residual is None else rows(residual, order)
-    count, cols = x.shape
-    if count and center and residual is None and cols > STAYS_ABOVE:
+    if center and residual is None and x.shape[-1] > STAYS_ABOVE:
         stays = PartsConfig(16_384, 12 // x.element_size(), 16, 1, 128)
-        groups, parts = parts_grid(x, stays)
-        launch(
-            layer_norm_fwd_parts_kernel, (groups * parts,),
-            parted(x, stays.width), _packed(weight), _packed(bias), y, mean, rstd, count, cols, groups, eps,
-            **parts_flags(cols, parts, stays),
-        )  # fmt: skip
-    elif count:
+        return staying_forward(x, residual, weight, bias, eps, center, stays)
+    (x, residual), outputs = _rows_and_outputs(x, residual, center)
+    y, s, mean, rstd = outputs
+    count, cols = x.shape
+    if count:
         programs, parts = held_grid(x, config)
         x, x_stride = aligned(x)
         residual, residual_stride = (None, 0) if residual is None else aligned(residual)
@@ -387,7 +409,46 @@ def _forward(
             cols, x_stride, residual_stride, eps, offset or None,
             CENTER=center, LLAMA=llama, AHEAD=1 if config.num_warps >= 16 else 2, **held_flags(cols, parts, config),
         )  # fmt: skip
-    return y, s, mean, rstd
+    return outputs
+
+
+def staying_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    config: PartsConfig,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor | None, ...]:
+    """As `_forward`, by programs that stay. seed, p: of the dropout of x before it is added to the residual."""
+    (x, residual), outputs = _rows_and_outputs(x, residual, center)
+    y, s, mean, rstd = outputs
+    count, cols = x.shape
+    if count:
+        groups, parts = parts_grid(x, config)
+        launch(
+            staying_norm_fwd_parts_kernel, (groups * parts,),
+            parted(x, config.width), None if residual is None else parted(residual, config.width),
+            _packed(weight), _packed(bias), y, s, mean, rstd, count, cols, groups, eps,
+            kernel_seed(seed, p), *kernel_numbers(p), CENTER=center,
+            **parts_dropout_flags(count, cols, p), **parts_flags(cols, parts, config),
+        )  # fmt: skip
+    return outputs
+
+
+def _rows_and_outputs(
+    x: Tensor, residual: Tensor | None, center: bool
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor | None, ...]]:
+    """x and residual as [M, N]; room for y, s, mean and rstd."""
+    order = row_order(x)
+    y = empty_rows(x, order)
+    s = None if residual is None else empty_rows(x, order, residual.dtype)
+    mean = empty_row_values(x, order, torch.float32) if center else None
+    rstd = empty_row_values(x, order, torch.float32)
+    return (rows(x, order), None if residual is None else rows(residual, order)), (y, s, mean, rstd)
 
 
 def _backward(
