@@ -69,6 +69,16 @@ def _load_last(ptr, col, inside):
 
 
 @triton.jit
+def _hide(ptr, lane, cols, end, EVEN: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Store 0 in the blocks of a row of which nothing is seen, and return where the last other one starts."""
+    shown = tl.cdiv(tl.maximum(end, 0), BLOCK_COLS) * BLOCK_COLS
+    for start in tl.range(shown, cols, BLOCK_COLS):
+        col = start + lane
+        tl.store(ptr + col, tl.zeros(lane.shape, ptr.dtype.element_ty), mask=col < cols if not EVEN else None)
+    return shown - BLOCK_COLS
+
+
+@triton.jit
 def _weights(x, top, scale, FUSED: tl.constexpr):
     """exp(scale · x - top). FUSED: by one fused product and sum, off by a factor near 1 that a row shares, so that it
     must be divided by a sum of its like."""
@@ -181,7 +191,9 @@ def _softmax_fwd_wide_kernel(
             tl.store(total_ptr + row, total)
         if seed_ptr is not None:
             factor *= keep_scale
-        for start in tl.range(0, cols, BLOCK_COLS):
+        if CAUSAL:
+            last = _hide(y_ptr + row * cols, lane, cols, end, EVEN, BLOCK_COLS)
+        for start in tl.range(0, last + BLOCK_COLS, BLOCK_COLS):
             col = last - start + lane
             z = _load_last(x_row, col, _loaded(col, cols, end, CAUSAL, EVEN))
             if not POSITIVE:
@@ -286,7 +298,9 @@ def _softmax_bwd_wide_kernel(
             factor *= over_total
         if seed_ptr is not None:
             factor *= keep_scale
-        for start in tl.range(0, cols, BLOCK_COLS):
+        if CAUSAL:
+            last = _hide(dx_ptr + row * cols, lane, cols, end, EVEN, BLOCK_COLS)
+        for start in tl.range(0, last + BLOCK_COLS, BLOCK_COLS):
             col = last - start + lane
             inside = _loaded(col, cols, end, CAUSAL, EVEN)
             y = _load_last(x_row, col, inside)
@@ -413,6 +427,8 @@ def _drawing_default(dims: Mapping[str, int], arch: Any, tensors: int) -> Softma
     backward: 1.03 up to 4,096 columns, 1.01 at 8,192, then 0.77 and less, where both sweeps draw."""
     lanes, cols, each = max(arch.warp, 16), dims["cols"], min(8, 16 // dims["bytes"])
     width = next_power_of_2(cols)
+    if "causal" in dims and 1024 < cols <= 16_384:
+        return _default(dims, arch, tensors)
     if cols <= 2048 or (cols <= 8192 and 4 * cols > 3 * width):
         tile, registers = max(width, 1024), 0
         if arch.kind == "cuda" and dims["bytes"] == 2:
@@ -469,7 +485,7 @@ def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool, *, config: So
 @register_kernel("softmax_dropout", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, seed, p, scale, causal: _dims(x),
+        dims=lambda x, seed, p, scale, causal: _dims(x, causal),
         default=lambda dims, arch, dtype: _drawing_default(dims, arch, 1),
         choices=CHOICES,
     )
@@ -495,7 +511,7 @@ def softmax_dropout(
 @register_kernel("softmax_dropout_vjp", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dout, x, seed, top, total, p, scale, causal: _dims(x),
+        dims=lambda dout, x, seed, top, total, p, scale, causal: _dims(x, causal),
         default=lambda dims, arch, dtype: _drawing_default(dims, arch, 2),
         choices=CHOICES,
     )
