@@ -96,11 +96,16 @@ def _softmax_fwd_kernel(
     x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr,
     rows, cols, x_stride, scale, tokens, inner, drop_below, keep_scale,
     CAUSAL: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr,
-    SHORT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    SHORT: tl.constexpr, NEAR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of whole rows, read once, held in registers. EVEN: cols == BLOCK_COLS. POSITIVE: scale > 0."""
+    """A tile of whole rows, read once, held in registers. EVEN: cols == BLOCK_COLS. POSITIVE: scale > 0. NEAR: the
+    tile's rows lie within 2**31 elements."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+    row = tl.arange(0, BLOCK_ROWS)[:, None]
+    if not NEAR:
+        row = row.to(tl.int64)
+    if EVEN:
+        cols = BLOCK_COLS
     col = tl.arange(0, BLOCK_COLS)[None, :]
     inside = first + row < rows
     if not EVEN:
@@ -212,13 +217,17 @@ def _softmax_fwd_wide_kernel(
 def _softmax_bwd_kernel(
     dy_ptr, x_ptr, top_ptr, seed_ptr, dx_ptr,
     rows, cols, dy_stride, x_stride, scale, tokens, inner, drop_below, keep_scale,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr, NEAR: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """A tile of whole rows: dx from dy and y, which x_ptr holds; with top_ptr it holds x, and y is made of it, but for
     the factor that makes its sum 1."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+    row = tl.arange(0, BLOCK_ROWS)[:, None]
+    if not NEAR:
+        row = row.to(tl.int64)
+    if EVEN:
+        cols = BLOCK_COLS
     col = tl.arange(0, BLOCK_COLS)[None, :]
     row_inside = first + row < rows
     inside = row_inside if EVEN else row_inside & (col < cols)
@@ -353,7 +362,9 @@ def _launch(
         launch(wide, (programs,), *tensors, *numbers, EVEN=cols % width == 0, GROUP=group, **flags)
     else:
         block_rows = max(1, config.tile // width)
-        launch(held, (cdiv(count, block_rows),), *tensors, *numbers, EVEN=width == cols, BLOCK_ROWS=block_rows, **flags)
+        reach = max(t.stride(0) for t in tensors[:2] if t.ndim == 2)
+        flags |= {"EVEN": width == cols, "NEAR": block_rows * reach < 2**31, "BLOCK_ROWS": block_rows}
+        launch(held, (cdiv(count, block_rows),), *tensors, *numbers, **flags)
 
 
 def _steps(x: Tensor, order: tuple[int, ...] | None, causal: bool) -> tuple[int, int]:
