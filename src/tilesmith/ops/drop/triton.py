@@ -53,34 +53,35 @@ def _bias_dropout_kernel(
 
 @triton.jit
 def _bias_dropout_bwd_kernel(
-    dout_ptr, seed_ptr, dx_ptr, partial_ptr, dout_row, num_rows, num_cols, tiles_each, drop_below, keep_scale,
+    dout_ptr, seed_ptr, dx_ptr, partial_ptr, dout_row, num_rows, num_cols, strips, drop_below, keep_scale,
     LANES: tl.constexpr, SHORT: tl.constexpr, WANTS_DX: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns and `tiles_each` tiles of rows a program: dx, and one row of partial sums of dx for dbias.
+    """A block of columns and every strips-th tile of rows a program: dx, and one row of partial sums of dx for dbias.
 
     APART: how many neighbouring rows different threads hold; a thread adds up its own of a tile before they meet the
     sums, which so take few registers.
     """
     col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    strip = (tl.program_id(0) // col_blocks).to(tl.int64)
+    strip = tl.program_id(0) // col_blocks
     start = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_COLS
     col = start + tl.arange(0, BLOCK_COLS)[None, :]
-    row = strip * tiles_each * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+    dout_at, dx_at, index = row * dout_row + col, row * num_cols + col, row * num_cols + start
     total = tl.zeros([APART, BLOCK_COLS], tl.float32)
     key = load_key(seed_ptr) if seed_ptr is not None else None
-    for _ in range(tiles_each):
-        mask = (row < num_rows) & (col < num_cols)
-        dout = tl.load(dout_ptr + (row * dout_row + col), mask=mask, other=0.0).to(tl.float32)
+    for tile in range(strip, tl.cdiv(num_rows, BLOCK_ROWS), strips):
+        first = tl.cast(tile, tl.int64) * BLOCK_ROWS
+        mask = (first + row < num_rows) & (col < num_cols)
+        dout = tl.load(dout_ptr + first * dout_row + dout_at, mask=mask, other=0.0).to(tl.float32)
         dx = dout
         if seed_ptr is not None:
-            keep = keep_tile(key, row * num_cols + start, drop_below, BLOCK_COLS, LANES, SHORT)
+            keep = keep_tile(key, first * num_cols + index, drop_below, BLOCK_COLS, LANES, SHORT)
             dx = keep_or_0(dout * keep_scale, keep, keep_scale)
         total += tl.sum(tl.reshape(dx, (BLOCK_ROWS // APART, APART, BLOCK_COLS)), 0)
         if WANTS_DX:
-            tl.store(dx_ptr + (row * num_cols + col), dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        row += BLOCK_ROWS
-    tl.store(partial_ptr + (strip * num_cols + col), tl.sum(total, 0, keep_dims=True), mask=col < num_cols)
+            tl.store(dx_ptr + first * num_cols + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(partial_ptr + strip.to(tl.int64) * num_cols + col, tl.sum(total, 0, keep_dims=True), mask=col < num_cols)
 
 
 class DropConfig(NamedTuple):
@@ -138,7 +139,7 @@ def _backward(
     if partial.numel():
         launch(
             _bias_dropout_bwd_kernel, (strips * col_blocks,),
-            dout, kernel_seed(seed, p), dx, partial, dout.stride(0), num_rows, num_cols, cdiv(tiles, strips),
+            dout, kernel_seed(seed, p), dx, partial, dout.stride(0), num_rows, num_cols, strips,
             *kernel_numbers(p),
             WANTS_DX=wants_dx, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
             APART=min(block_rows, max(1, 512 // dx.element_size() * config.num_warps // block_cols)),
