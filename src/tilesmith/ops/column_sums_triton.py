@@ -52,6 +52,8 @@ def add_partials(partials: tuple[Tensor | None, Tensor | None], outs: tuple[Tens
     if first is not None and first.shape[1]:
         count, cols = first.shape
         tall = min(64, next_power_of_2(max(count, 1)))
+        while 2 * tall <= min(256, count) and cols * tall <= 64 * 2048:  # few programs wait for each other's loads
+            tall *= 2
         wide = 2048 // tall
         grid = cdiv(cols, wide), sum(out is not None for out in outs)
         launch(_column_sums_kernel, grid, *partials, *outs, count, cols, BLOCK_ROWS=tall, BLOCK_COLS=wide)
