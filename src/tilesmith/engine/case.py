@@ -70,7 +70,8 @@ class Case:
     """Named example inputs of one op.
 
     args: argument name -> T or a plain value. tags: "test" (small), "interpret" (small enough for Triton's
-    interpreter), "gpu" (large, only on an accelerator), "bench", "tune".
+    interpreter), "compile" (compiled offline, as those are, though too slow there), "gpu" (large, only on an
+    accelerator), "bench", "tune".
     """
 
     name: str

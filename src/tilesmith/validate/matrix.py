@@ -44,7 +44,7 @@ def compile_with(site: Path, family: str) -> tuple[list[str], str]:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, "-m", "tilesmith.validate.offline", family, "cuda", "90", "32"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    names = re.findall(r"^compiled (\S+)", done.stdout, re.MULTILINE)
+    names = sorted(set(re.findall(r"^compiled (\S+)", done.stdout, re.MULTILINE)))
     errors = re.findall(r"^\w*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
     if done.returncode < 0:
         errors = [f"ended by signal {-done.returncode}"]

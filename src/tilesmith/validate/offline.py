@@ -16,32 +16,33 @@ from tilesmith.validate.cases import outputs_and_gradients
 _ARCHS = {("cuda", 80): "sm80", ("cuda", 90): "sm90", ("cuda", 100): "sm100"}
 
 
-def compile_family(family: str, target: Any, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, Any]]:
+def compile_family(family: str, target: Any, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, str, Any]]:
     """Every device kernel that the family's Triton launchers launch for its first test cases, compiled for `target`.
 
-    Returns (kernel name, triton's compiled object) pairs; one configuration each, that of the target's architecture.
+    Returns (op, kernel name, triton's compiled object); of each op one configuration, that of the target's
+    architecture.
     """
     arch = arch_named(_ARCHS.get((target.backend, target.arch), str(target.arch)))
-    compiled: list[tuple[str, Any]] = []
+    found: list[tuple[str, str, Any]] = []
     for op in list(ops().values()):
         if not op.reference.__module__.startswith(f"tilesmith.ops.{family}.") or op.name.endswith("_vjp"):
             continue
-        for case in [c for c in cases(op.name) if "interpret" in c.tags and dtype in c.dtypes]:
+        compiled: list[tuple[str, Any]] = []
+        for case in [c for c in cases(op.name) if {"interpret", "compile"} & c.tags and dtype in c.dtypes]:
             _launch_all(op, case, dtype, target, arch, compiled)
-    return compiled
+        found += [(op.name, name, kernel) for name, kernel in compiled]
+    return found
 
 
 def _launch_all(op: Op, case: Any, dtype: torch.dtype, target: Any, arch: Any, compiled: list) -> None:
     """Call the launchers, forward and backward, with CPU tensors while `launch` compiles."""
     args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
     hopper = ("hopper", "hopper_split", "hopper_fp8") if (target.backend, target.arch) == ("cuda", 90) else ()
-    for backend in [b for b in op.backends() if b.startswith("triton") or b in hopper]:
-        kernel = op.kernel(backend)
-        if kernel.rejects(op._describe(*args)._replace(arch=arch)):
+    both = [op] if op.vjp is None else [op, op.vjp]
+    for backend in dict.fromkeys(b for x in both for b in x.backends() if b.startswith("triton") or b in hopper):
+        taps = [_Tap(x, backend, arch) for x in both if backend in x.backends()]
+        if taps[0].op is op and taps[0].refused(args):
             continue
-        taps = [_Tap(op, backend, arch)]
-        if op.vjp is not None and backend in op.vjp.backends():
-            taps.append(_Tap(op.vjp, backend, arch))
         for tap in taps:
             tap.open()
         try:
@@ -53,14 +54,17 @@ def _launch_all(op: Op, case: Any, dtype: torch.dtype, target: Any, arch: Any, c
 
 
 class _Tap:
-    """Makes an op call one kernel whatever the rule says, with the configuration of another architecture."""
+    """Makes an op call one kernel, or its reference where that refuses, with another architecture's configuration."""
 
     def __init__(self, op: Op, backend: str, arch: Any):
-        self.op, self.fn, self.arch = op, op.kernel(backend).fn, arch
+        self.op, self.kernel, self.fn, self.arch = op, op.kernel(backend), op.kernel(backend).fn, arch
+
+    def refused(self, args: tuple) -> bool:
+        return bool(self.kernel.rejects(self.op._describe(*args)._replace(arch=self.arch)))
 
     def open(self) -> None:
         self.op._recent.clear()
-        self.op._ready = lambda args, pin: Ready(self.fn)
+        self.op._ready = lambda args, pin: Ready(self.op.reference if self.refused(args) else self.fn)
         self.configure = getattr(self.fn, "configure", None)
         if self.configure is not None:
             self.configure.forget()
@@ -80,8 +84,11 @@ def main(family: str, backend: str, arch: str, warp: str) -> int:
 
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp))
     found = compile_family(family, target)
-    lines = {f"{name} shared={c.metadata.shared} warps={c.metadata.num_warps}" for name, c in found}
-    sys.stdout.write("".join(f"compiled {line}\n" for line in sorted(lines)))
+    forms: dict[str, list[str]] = {}
+    for op, name, compiled in found:
+        form = f"{name} shared={compiled.metadata.shared} warps={compiled.metadata.num_warps}"
+        forms.setdefault(form, []).append(op)
+    sys.stdout.write("".join(f"compiled {form} for {' '.join(names)}\n" for form, names in sorted(forms.items())))
     return 0 if found else 1
 
 

@@ -130,7 +130,7 @@ def _cases(**options: object) -> list[Case]:
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("wide", args(4, 262_144), GPU),
-        Case("parts", args(3, 33_024), TEST),
+        Case("parts", args(3, 33_024), TEST | {"compile"}),
         Case("parts_many_rows", args(901, 36_864, init=_uneven), GPU),
         Case("parts_strided", args(40, 36_864, layout="strided"), GPU),
         Case("parts_part", args(37, 65_536, init=_part), GPU),
