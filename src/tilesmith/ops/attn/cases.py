@@ -295,6 +295,9 @@ ATTENTION = [
         2, 4, 4, 1500, 1500, 64, init=_tokens_first, causal=True, window_left=127, deterministic=True), GPU, HALF),
     Case("d64_narrow_softcap", _attend(1, 8, 8, 900, 700, 64, window_left=60, window_right=20, softcap=9.0), GPU, HALF),
     Case("d128_narrow", _attend(2, 4, 4, 1500, 1400, 128, init=_tokens_first, causal=True, window_left=127), GPU, HALF),
+    Case("d128_narrow_softcap", _attend(
+        1, 4, 4, 900, 700, 128, window_left=60, window_right=20, softcap=9.0), GPU, HALF),
+    Case("d96_narrow", _attend(1, 4, 4, 700, 700, 96, causal=True, window_left=90, sinks=True), GPU, HALF),
     Case("d96_window_sides", _attend(
         2, 4, 4, 700, 500, 96, 128, init=_tokens_first, window_left=64, window_right=64), GPU, HALF),
     Case("d136_tiles", _attend(1, 4, 2, 300, 500, 136, init=_tokens_first, causal=True), GPU, HALF),

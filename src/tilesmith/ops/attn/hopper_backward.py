@@ -69,7 +69,7 @@ def attention_rows_kernel(
 ):  # fmt: skip
     """For ROWS queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
     makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for; zero for who has
-    added to their part of dq, if anyone adds; then lse and delta of 64 queries lie as `_row` reads them."""
+    added to their part of dq, if anyone adds; then lse and delta of 64 queries lie as `row_of` reads them."""
     tl.extra.cuda.gdc_launch_dependents()
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
@@ -456,7 +456,7 @@ def hide(x, edge, window, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: 
 
 
 @gluon.jit
-def _row(numbers, BQ: gl.constexpr):
+def row_of(numbers, BQ: gl.constexpr):
     """A number a query, as the scores have their columns. Of 64 queries they lie so that the four lanes read 16 bytes
     each side by side (`attention_rows_kernel`)."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BQ, 16])
@@ -546,7 +546,7 @@ def _block(
     s_made = mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait(dout_full.index(s), phase)
     dp_made = mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    row_lse = _row(lse.index(s), BQ)
+    row_lse = row_of(lse.index(s), BQ)
     score = mma_wait(1, deps=[s_made])
     if SOFTCAP:
         score = bend(score * inner)
@@ -557,10 +557,10 @@ def _block(
     p_operand = gl.convert_layout(p.to(dtype), P)
     # of 128 queries the registers have no room for these numbers before (spills; 4k causal 474 and 506 TFLOP/s)
     if BQ == 64:
-        row_delta = _row(delta.index(s), BQ)
+        row_delta = row_of(delta.index(s), BQ)
     dp = mma_wait(0, deps=[dp_made])
     if BQ == 128:
-        row_delta = _row(delta.index(s), BQ)
+        row_delta = row_of(delta.index(s), BQ)
     if last:
         arrive(kv_empty.index(1))
     d_score = p * (dp - row_delta[None, :])

@@ -70,9 +70,9 @@ class HopperVjpConfig(NamedTuple):
 
 
 def _is_narrow(q: Tensor, k: Tensor, window: tuple[int, int, bool, bool], packed: bool) -> bool:
-    """Whether `hopper_window_vjp` serves a call. Grouped heads would need a group's queries at once; above head dim 64
-    it is slower (H200, window of 128 at 32k, head dim 128: 677 us for 582); its first queries must not lie before 0."""
-    alike = q.shape[1] == k.shape[1] and q.shape[3] <= 64 and k.shape[2] + max(window[1], 0) <= q.shape[2]
+    """Whether `hopper_window_vjp` serves a call. Grouped heads would need a group's queries at once; its first queries
+    must not lie before 0."""
+    alike = q.shape[1] == k.shape[1] and k.shape[2] + max(window[1], 0) <= q.shape[2]
     return alike and is_narrow(window, packed, columns_of(q))
 
 
@@ -90,7 +90,7 @@ def _dims_vjp(*args) -> dict[str, int]:
 
 def _default_vjp(dims, arch, dtype) -> HopperVjpConfig:
     if dims["narrow"] > 1:
-        return HopperVjpConfig(4, 64)
+        return HopperVjpConfig(4 if dims["dim"] <= 64 else 2, 64)
     # blocks of 128 queries (H200, 4k, TFLOP/s: 466 for 416 causal, 541 for 431 full) read 15 % less of shared memory,
     # but with a window or softcap they spill 600 bytes and more
     if dims["dim"] <= 64 and dims["plain"] > 1:

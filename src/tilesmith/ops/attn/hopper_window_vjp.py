@@ -4,8 +4,10 @@ A block of 64 keys meets three boxes of 64 queries, and a box of queries three b
 run of a head's keys: consumers take the blocks of keys in turn, each meets its three boxes of queries, one after
 another, and keeps dk and dv in registers; ds goes through shared memory, and when a box of queries has met its three
 blocks, one consumer makes its dq of these. A run begins two blocks of keys before its own, for the dq of its first
-boxes of queries, and ends two boxes of queries behind, for dk and dv of its last keys. Nothing is added up in memory,
-so that every result is the same in every run. Scores live in units of log 2.
+boxes of queries, and ends two boxes of queries behind, for dk and dv of its last keys. Gradients are written from the
+places of what nobody needs any more: dq from its ds, dv from the block's values, dk from the keys of the block before,
+whose last dq has just been made. Nothing is added up in memory, so that every result is the same in every run. Scores
+live in units of log 2.
 """
 
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from tilesmith.engine import launch
 from tilesmith.engine.launch import cdiv
 from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.attn.hopper_backward import row_of
 from tilesmith.ops.attn.hopper_corner import corner
 from tilesmith.ops.attn.hopper_forward import NOTHING, Walk, before, bend, holds, tickets
 from tilesmith.ops.attn.hopper_shared import columns_of, counter, descriptor, run_of, section
@@ -29,6 +32,7 @@ from tilesmith.ops.gluon_shim import (
     load_row,
     mma,
     mma_wait,
+    reinterpret,
     tiles_of,
     wait,
 )
@@ -50,6 +54,8 @@ def _produce(
     tickets, q, dout, numbers, k, v, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _ = parts
     walk, run, size = sizes
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, 128, LANES)
+    place = (lane & 49) + ((lane & 2) << 2) + ((lane & 12) >> 1)  # the query whose number lies there, for `row_of`
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -57,37 +63,49 @@ def _produce(
     while number < tiles:
         start, head, batch, many = _first(walk, number, run, size)
         first = start - (walk.keys - walk.tokens) - walk.right
-        for b in range(many + 2):
-            for block in range(gl.where(b == 0, 0, b + 2), gl.where(b < many, b + 3, 0)):
+        row = (batch * walk.heads + head).to(gl.int64) * row_size
+        for step in range(many + 4):
+            # in the order of need: a box of queries is first met by the block two before the one that it ends with
+            b = step - 2
+            if b >= 0:
+                s = (count + b) % walk.Q_STAGES
+                wait(q_empty.index(s), (((count + b) // walk.Q_STAGES) & 1) ^ 1)
+                there = corner(batch, head, first + b * 64, 0, False)
+                bulk_load(q_desc, there, q_full.index(s), q.index(s))
+                bulk_load(dout_desc, there, q_full.index(s), dout.index(s))
+                query = gl.minimum(first + b * 64 + place, walk.tokens - 1) - q_begin
+                load_row(rows_ptr + row + (query + (lane >> 6) * plane), q_full.index(s), numbers.index(s))
+            if step < many + 2:
                 # before the first key there are none, which the accelerator fills with zeros
-                there = corner(batch, head, start + (block - 2) * 64, 0, False)
-                s = (count + block) % walk.STAGES
-                wait(k_empty.index(s), (((count + block) // walk.STAGES) & 1) ^ 1)
+                there = corner(batch, head, start + b * 64, 0, False)
+                s = (count + step) % walk.STAGES
+                wait(k_empty.index(s), (((count + step) // walk.STAGES) & 1) ^ 1)
                 bulk_load(k_desc, there, k_full.index(s), k.index(s))
-                s = (count + block) % V_STAGES
-                wait(v_empty.index(s), (((count + block) // V_STAGES) & 1) ^ 1)
+                s = (count + step) % V_STAGES
+                wait(v_empty.index(s), (((count + step) // V_STAGES) & 1) ^ 1)
                 bulk_load(v_desc, there, v_full.index(s), v.index(s))
-            s = (count + b) % walk.Q_STAGES
-            wait(q_empty.index(s), (((count + b) // walk.Q_STAGES) & 1) ^ 1)
-            there = corner(batch, head, first + b * 64, 0, False)
-            bulk_load(q_desc, there, q_full.index(s), q.index(s))
-            bulk_load(dout_desc, there, q_full.index(s), dout.index(s))
-            lane = gl.arange(0, 128, LANES)
-            query = gl.minimum(first + b * 64 + (lane & 63), walk.tokens - 1) - q_begin
-            row = (batch * walk.heads + head).to(gl.int64) * row_size
-            load_row(rows_ptr + row + (query + (lane >> 6) * plane), q_full.index(s), numbers.index(s))
         count += many + 2
         number = tickets.draw(turn, counter, tiles, walk.DYNAMIC)
         turn += 1
 
 
 @gluon.jit
-def _leave(x, desc, out, batch, head, start):
-    """Write 64 rows of a gradient."""
-    bulk_wait(0)
-    out.reshape([x.shape[0], x.shape[1]]).store(x.to(out.dtype))
+def _leave(x, desc, tile, batch, head, start):
+    """Write 64 rows of a gradient, from a tile whose own rows nobody needs any more."""
+    tile.reshape([x.shape[0], x.shape[1]]).store(x.to(tile.dtype))
     fence()
-    bulk_store(desc, corner(batch, head, start, 0, False), out)
+    bulk_store(desc, corner(batch, head, start, 0, False), tile)
+
+
+@gluon.jit
+def _give_back(block, many, count, ds_count, ds_empty, k_empty, v_empty, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+               DS_STAGES: gl.constexpr):  # fmt: skip
+    """What a block's gradients were written from, once they are read."""
+    bulk_wait(0)
+    arrive(v_empty.index((count + block) % V_STAGES))
+    if (block > 0) & (block <= many):
+        arrive(ds_empty.index((ds_count + block - 1) % DS_STAGES))
+        arrive(k_empty.index((count + block - 1) % STAGES))
 
 
 @gluon.jit
@@ -106,7 +124,7 @@ def _hide(x, walk, key, first):
 
 @gluon.jit
 def _consume(
-    C: gl.constexpr, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor, out,
+    C: gl.constexpr, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor,
     V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     tickets, q, dout, numbers, k, v, ds, q_full, q_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty = parts
@@ -116,7 +134,13 @@ def _consume(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    # What a block's gradients are written from is given back when it is read; at head dim 64, of which there is more
+    # room, in the next block's first step, where nothing waits for that (window of 128 at 32k, H200: 394 us for 406; at
+    # head dim 128 432 for 387)
+    LATE: gl.constexpr = D == 64
+    numbers = reinterpret(numbers, gl.float32, [2 * walk.Q_STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # dq is written from where its ds was: three of its tiles in two boxes, or six
+    dq_tiles = reinterpret(ds, dtype, [3 * DS_STAGES * 64 // D, 1, 1, 64, D], dq_desc.layout)
     count = gl.to_tensor(0)
     ds_count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -139,13 +163,16 @@ def _consume(
                 zero = gl.zeros([64, 64], gl.float32, SCORES)
                 s_made = mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
                 dp_made = mma(v_tile, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if LATE and (i == 0) & (block > 1):
+                    _give_back(block - 2, many, count, ds_count, ds_empty, k_empty, v_empty, walk.STAGES, V_STAGES,
+                               DS_STAGES)  # fmt: skip
                 score = mma_wait(1, deps=[s_made])
-                row_lse = numbers.index(s).slice(0, 64).load(COLUMNS)
+                row_lse = row_of(numbers.index(2 * s), 64)
                 if SOFTCAP:
                     score = bend(score * inner)
                 p = gl.exp2(_hide(score * outer - row_lse[None, :], walk, key, first + b * 64))
                 dp = mma_wait(0, deps=[dp_made])
-                row_delta = numbers.index(s).slice(64, 64).load(COLUMNS)
+                row_delta = row_of(numbers.index(2 * s + 1), 64)
                 d_score = p * (dp - row_delta[None, :])
                 if SOFTCAP:
                     d_score = d_score * (1.0 - score * score)
@@ -167,29 +194,34 @@ def _consume(
                         arrive(q_empty.index(s))
                     if i > 1:
                         arrive(q_empty.index(s))
-                # dq of the box of queries before this one, of whose three blocks of keys this is the middle one
-                if (i == 2) & (block > 0) & (block <= many):
-                    job = ds_count + block - 1
-                    box = job % DS_STAGES
-                    wait(ds_full.index(box), (job // DS_STAGES) & 1)
-                    dq = gl.zeros([64, D], gl.float32, DKV)
-                    for e in gl.static_range(3):
-                        k_met = box_of(k, k_full, count + block + 1 - e, walk.STAGES, D)
-                        dq = mma(ds.index(box * 3 + e).permute((1, 0)), k_met, dq, use_acc=e > 0, is_async=True)
-                    dq = mma_wait(0, deps=[dq])
-                    arrive(ds_empty.index(box))
-                    arrive(k_empty.index((count + block - 1) % walk.STAGES))
-                    if block == many:
-                        arrive(k_empty.index((count + block) % walk.STAGES))
-                        arrive(k_empty.index((count + block + 1) % walk.STAGES))
-                    _leave(dq * factor, dq_desc, out.index(C), batch, head, first + (block - 1) * 64)
             arrive(k_empty.index((count + block) % walk.STAGES))
-            box = (count + block) % V_STAGES
-            if block > 1:
-                _leave(dv, dv_desc, v.index(box), batch, head, key)
-                _leave(dk * factor, dk_desc, out.index(C), batch, head, key)
+            v_room = v.index((count + block) % V_STAGES)
+            if (block > 0) & (block <= many):
+                # dq of the box of queries before the last one, of whose three blocks of keys this is the middle one
+                job = ds_count + block - 1
+                box = job % DS_STAGES
+                wait(ds_full.index(box), (job // DS_STAGES) & 1)
+                dq = gl.zeros([64, D], gl.float32, DKV)
+                for e in gl.static_range(3):
+                    k_met = box_of(k, k_full, count + block + 1 - e, walk.STAGES, D)
+                    dq = mma(ds.index(box * 3 + e).permute((1, 0)), k_met, dq, use_acc=e > 0, is_async=True)
+                if block > 1:
+                    _leave(dv, dv_desc, v_room, batch, head, key)
+                dq = mma_wait(0, deps=[dq])
+                if block == many:
+                    arrive(k_empty.index((count + block) % walk.STAGES))
+                    arrive(k_empty.index((count + block + 1) % walk.STAGES))
+                _leave(dq * factor, dq_desc, dq_tiles.index((box * 3 * 64 + D - 64) // D), batch, head,
+                       first + (block - 1) * 64)  # fmt: skip
+                if block > 1:
+                    _leave(dk * factor, dk_desc, k.index((count + block - 1) % walk.STAGES), batch, head, key)
+            elif block > 1:
+                _leave(dv, dv_desc, v_room, batch, head, key)
                 bulk_wait(0)
-            arrive(v_empty.index(box))
+                _leave(dk * factor, dk_desc, v_room, batch, head, key)
+            if not LATE or block + walk.CONSUMERS > many + 1:
+                _give_back(block, many, count, ds_count, ds_empty, k_empty, v_empty, walk.STAGES, V_STAGES,
+                           DS_STAGES)  # fmt: skip
         count += many + 2
         ds_count += many
         number = tickets.drawn(turn, tiles, walk.DYNAMIC)
@@ -215,8 +247,9 @@ def attention_window_vjp_kernel(
     the scores' to units of log 2. Q_STAGES: boxes of queries with dout in flight. The rest is as of
     `attention_fwd_kernel`."""
     CONSUMERS: gl.constexpr = 2
-    K_STAGES: gl.constexpr = 6  # a block of keys is held until the last of its three boxes of queries has its dq
-    V_STAGES: gl.constexpr = 5
+    # a block of keys is held until the last of its three boxes of queries has its dq
+    K_STAGES: gl.constexpr = 6 if D == 64 else 4
+    V_STAGES: gl.constexpr = 5 if D == 64 else 3
     DS_STAGES: gl.constexpr = 2
     dtype: gl.constexpr = q_desc.dtype
     one = gl.to_tensor(1)
@@ -229,7 +262,6 @@ def attention_window_vjp_kernel(
     k = tiles_of(K_STAGES, k_desc)
     v = tiles_of(V_STAGES, k_desc)
     ds = gl.allocate_shared_memory(dtype, [3 * DS_STAGES, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
-    out = tiles_of(CONSUMERS, q_desc)
     numbers = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ticket = tickets(CONSUMERS, 1)
     q_full = barriers(Q_STAGES, 130)  # two boxes, and 128 threads for the row of numbers
@@ -247,9 +279,9 @@ def attention_window_vjp_kernel(
         [
             (_produce, (parts, sizes, q_begin, q_desc, dout_desc, k_desc, v_desc, rows_ptr, row_size, plane,
                         counter, V_STAGES)),
-            (_consume, (0, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor, out, V_STAGES, DS_STAGES,
+            (_consume, (0, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor, V_STAGES, DS_STAGES,
                         SOFTCAP)),
-            (_consume, (1, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor, out, V_STAGES, DS_STAGES,
+            (_consume, (1, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor, V_STAGES, DS_STAGES,
                         SOFTCAP)),
         ],
         [4, 4],
