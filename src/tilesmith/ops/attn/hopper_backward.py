@@ -206,12 +206,23 @@ class KeyWalk:
     def tile(self, number, table):
         """First key and kv head of a tile, the places of its keys and of its queries (`corner`), its first block of
         queries, and the same walk over its document. Sections of heads one after another; in each the first keys of
-        all its heads first, which a causal mask shows to the most queries, or ORDERED the last ones."""
-        behind = number // (self.section * self.k_blocks)
-        inside = number - behind * (self.section * self.k_blocks)
-        width = gl.minimum(self.section, self.rows - behind * self.section)
+        all its heads first, which a causal mask shows to the most queries, or ORDERED the last ones. Of documents the
+        half of the tiles that has the least work comes when all heads have had the other half, in sections of half as
+        many heads, and fills the end."""
+        skipped, blocks, section = 0, self.k_blocks, self.section
+        if self.PACKED and not self.ORDERED:
+            half = self.k_blocks // 2
+            late = number >= half * self.rows
+            skipped = gl.where(late, half, 0)
+            number -= skipped * self.rows
+            blocks = gl.where(late, self.k_blocks - half, half)
+            section = gl.where(late, section, (section + 1) // 2)
+        behind = number // (section * blocks)
+        inside = number - behind * (section * blocks)
+        width = gl.minimum(section, self.rows - behind * section)
         block = inside // width
-        row = behind * self.section + inside - block * width
+        row = behind * section + inside - block * width
+        block += skipped
         if self.ORDERED:
             block = self.k_blocks - 1 - block
         batch = row // self.kv_heads

@@ -278,13 +278,15 @@ def section_vjp(q: Tensor, kv_heads: int, k_blocks: int, arch, packed: bool, ord
     """How many kv heads to work on together.
 
     As many as give each program a tile: so who had a short one, under a causal mask, draws a long one of the next heads
-    (H200, head dim 128, 32/8 heads x 4k causal: 1,222 us in sections of 4, 1,442 one after another); of documents, of
-    which one may have the longest tiles of every head, four times as many. Ordered, the parts of dq must stay in the
-    L2 cache, where queries, dout and parts of dq may fill 2/5 (4k causal, TFLOP/s: 543 with the 6 heads that fit, 515
-    with 12, 462 with 16; 32/8 heads 1,480 us with the one that fits, 1,590 with 4).
+    (H200, head dim 128, 32/8 heads x 4k causal: 1,222 us in sections of 4, 1,442 one after another); of documents, as
+    many as give it two of the shorter half of the tiles (`KeyWalk.tile`). Ordered, the parts of dq must stay in the L2
+    cache, where queries, dout and parts of dq may fill 2/5 (4k causal, TFLOP/s: 543 with the 6 heads that fit, 515 with
+    12, 462 with 16; 32/8 heads 1,480 us with the one that fits, 1,590 with 4).
     """
     batch, heads, tokens, dim = q.shape
-    section = (4 if packed and not ordered else 1) * arch.sms // k_blocks
+    section = arch.sms // k_blocks
+    if packed and not ordered:
+        section = (4 * arch.sms + k_blocks // 2) // k_blocks
     if ordered:
         section = min(section, 2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads)))
     return min(max(1, section), batch * kv_heads)
