@@ -167,6 +167,7 @@ ATTENTION: dict[str, Kind] = {
     "d128_window": Kind(BF16, (128, 128), 1, WINDOW | SINKS),
     "d128_softcap": Kind(BF16, (128, 128), 2, WINDOW | _options(softcap=20.0)),
     "d128_packed": Kind(BF16, (128, 128), 2, WINDOW, 1200, packed=True),
+    "d128_packed_group": Kind(BF16, (128, 128), 4, CAUSAL, 1200, packed=True),
     "d128_lists": Kind(BF16, (128, 128), 2, CAUSAL | _options(lists=("kv", 128, 64)), 900, square=True),
     "d192_128": Kind(BF16, (192, 128), 1, CAUSAL),
     "d256_causal": Kind(FP16, (256, 256), 2, CAUSAL, 400),

@@ -104,12 +104,20 @@ class Walk:
         return found
 
     @gluon.jit
-    def placed(self, start):
-        """The first query of a tile. Under a causal mask tiles end where the queries do, to 64, so that the one with
-        fewer is that of the first queries, which see the fewest keys; it makes some of the next one's again."""
+    def placed(self, start, head, tokens):
+        """The first query of a tile, how far its consumers' queries are apart, and their heads. Under a causal mask
+        tiles end where the queries do, to 64, so that the one with fewer is that of the first queries, which see the
+        fewest keys; it makes some of the next one's again. In documents, where the last queries fill half a tile, they
+        are made for two heads of a group, and the second head's tile makes the first queries' again."""
+        apart, other = 64, 0
         if self.RIGHT and not self.LEFT and not self.PACKED and self.LIST_K == 0:
             start = gl.maximum(start - (self.blocks * self.BM - self.tokens) // 64 * 64, 0)
-        return start
+        if self.RIGHT and not self.LEFT and self.PACKED and self.CONSUMERS == 2:
+            half = (self.group % 2 == 0) & (start > 0) & (tokens - start <= 64)
+            start = gl.where(half & (head % 2 == 1), 0, start)
+            other = gl.where(half & (head % 2 == 0), 1, 0)
+            apart = 64 - other * 64
+        return start, apart, other
 
     @gluon.jit
     def within(self, tokens, keys):
@@ -257,7 +265,7 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
     tiles = whole.blocks * whole.rows
     while number < tiles:
         start, head, tokens, keys, q_place, k_place = whole.tile(number, table)
-        start = whole.placed(start)
+        start, apart, other = whole.placed(start, head, tokens)
         walk = whole.within(tokens, keys)
         kv_head = head // walk.group
         begin, blocks, entry = walk.listed(start, head, q_place, lists)
@@ -272,7 +280,7 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
                 for c in gl.static_range(walk.CONSUMERS):
                     box = turn % walk.Q_STAGES * walk.CONSUMERS + c
                     wait(q_empty.index(box), ((turn // walk.Q_STAGES) & 1) ^ 1)
-                    q_corner = corner(q_place, head, start + c * 64, tokens, walk.PACKED)
+                    q_corner = corner(q_place, head + c * other, start + c * apart, tokens, walk.PACKED)
                     bulk_load(q_desc, q_corner, q_full.index(box), q.index(box))
             wait(v_empty.index(s), phase ^ 1)
             bulk_load(v_desc, kv_corner, v_full.index(s), v.index(s))
@@ -394,10 +402,11 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         meet("arrive", TURN)
     while number < tiles:
         start, head, tokens, keys, q_place, _ = whole.tile(number, table)
-        start = whole.placed(start)
+        start, apart, other = whole.placed(start, head, tokens)
         walk = whole.within(tokens, keys)
         begin, blocks, entry = walk.listed(start, head, q_place, lists)
-        start += C * 64
+        start += C * apart
+        head += C * other
         behind_left = gl.to_tensor(0)
         if walk.SKIP:
             seen = gl.maximum(walk.end(gl.minimum(start + 63, tokens - 1)) - begin, 1)
