@@ -11,6 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import launch
+from tilesmith.engine.launch import cdiv
+
+CHUNK = 16  # tiles that a program finds places for at once
+
+
+def _parts(most: int, documents: int) -> int:
+    """Programs a document, where `most` tiles are to be placed: one for each chunk, unless there are many documents."""
+    return max(1, min(cdiv(most, CHUNK), 256 // (documents + 2)))
 
 
 @triton.jit
@@ -53,15 +61,15 @@ def query_tiles_kernel(
     cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, documents, tokens, keys, width,
     RIGHT: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BLOCK queries of one document a program: first query, tokens and keys of the document, and where its
-    tokens and its keys end. width: how many keys a tile sees at most."""
+    """Tiles of BLOCK queries of a document, which its programs share by the CHUNK: first query, tokens and keys of the
+    document, and where its tokens and its keys end. width: how many keys a tile sees at most."""
     STEPS: tl.constexpr = RIGHT and not LEFT
-    mine = tl.program_id(0)
+    mine, part, parts = tl.program_id(0), tl.program_id(1) * CHUNK, tl.num_programs(1) * CHUNK
     q_begin, q_count = _lengths(cu_q_ptr, mine, documents, tokens, 0)
     k_begin, k_count = _keys(cu_k_ptr, lengths_ptr, mine, documents, keys)
     blocks = tl.cdiv(q_count, BLOCK)
     level_of_last = tl.cdiv(tl.minimum(k_count, width), BLOCK)
-    for first in range(0, blocks, CHUNK):
+    for first in range(part, blocks, parts):
         block = first + tl.arange(0, CHUNK)
         level = block * 0 + level_of_last
         if STEPS:
@@ -81,7 +89,7 @@ def query_tiles_kernel(
         tl.store(row + 2, block * 0 + k_count, mask=held)
         tl.store(row + 3, block * 0 + q_begin + q_count, mask=held)
         tl.store(row + 4, block * 0 + k_begin + k_count, mask=held)
-    if mine == 0:
+    if (mine == 0) & (part == 0):
         total = 0
         for other in range(0, documents + 2, SPAN):
             _, others = _lengths(cu_q_ptr, other + tl.arange(0, SPAN), documents, tokens, 0)
@@ -100,9 +108,9 @@ def query_tiles(
     left, right, has_left, has_right = window
     width = keys if not has_left else min(keys, left + block + (right if has_right else keys))
     launch(
-        query_tiles_kernel, (documents + 1,),
+        query_tiles_kernel, (documents + 1, _parts(most, documents)),
         cu_q, cu_k, lengths, table, documents, tokens, keys, width,
-        RIGHT=has_right, LEFT=has_left, BLOCK=block, CHUNK=16, SPAN=256, num_warps=4,
+        RIGHT=has_right, LEFT=has_left, BLOCK=block, CHUNK=CHUNK, SPAN=256, num_warps=4,
     )  # fmt: skip
     return table, most
 
@@ -135,12 +143,12 @@ def key_tiles_kernel(
     RIGHT: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of ROWS queries (first and end) and tiles of BLOCK keys of a document a program. A tile: first key; keys
-    of the document, or where keys that nobody sees end; where they end in the tensor; tokens and their end in the
-    tensor; the first token that sees a key; the block and the number of blocks from there on, 0 for keys that nobody
-    sees."""
+    """Blocks of ROWS queries (first and end) and tiles of BLOCK keys of a document, which its programs share by the
+    CHUNK. A tile: first key; keys of the document, or where keys that nobody sees end; where they end in the tensor;
+    tokens and their end in the tensor; the first token that sees a key; the block and the number of blocks from there
+    on, 0 for keys that nobody sees."""
     STEPS: tl.constexpr = RIGHT and not LEFT
-    mine = tl.program_id(0)
+    mine, part, parts = tl.program_id(0), tl.program_id(1) * CHUNK, tl.num_programs(1) * CHUNK
     q_begin, q_count, k_begin, room, k_count, q_first, k_first = _live(
         cu_q_ptr, cu_k_ptr, lengths_ptr, mine, documents, tokens, keys, left, right, RIGHT, LEFT
     )
@@ -159,13 +167,13 @@ def key_tiles_kernel(
         all_rows += tl.sum(blocks)
         before_dead += tl.sum(tl.where(index < mine, dead, 0))
         rows_before += tl.sum(tl.where(index < mine, blocks, 0))
-    if mine == 0:
+    if (mine == 0) & (part == 0):
         tl.store(table_ptr, all_live + all_dead)
         tl.store(rows_ptr, all_rows)
 
     dead_rows = tl.cdiv(q_first, ROWS)
     all_mine = dead_rows + tl.cdiv(q_count - q_first, ROWS)
-    for first in range(0, all_mine, CHUNK):
+    for first in range(part, all_mine, parts):
         block = first + tl.arange(0, CHUNK)
         row = rows_ptr + (rows_before + block + 1) * 2
         begin = tl.where(block < dead_rows, block * ROWS, q_first + (block - dead_rows) * ROWS)
@@ -174,7 +182,7 @@ def key_tiles_kernel(
         tl.store(row + 1, q_begin + end, mask=block < all_mine)
 
     level_of_first = tl.cdiv(tl.minimum(q_count - q_first, width), BLOCK)
-    for first in range(0, live, CHUNK):
+    for first in range(part, live, parts):
         block = first + tl.arange(0, CHUNK)
         level = level_of_first - block if STEPS else block * 0 + level_of_first
         place = block
@@ -199,7 +207,7 @@ def key_tiles_kernel(
 
     head = tl.cdiv(k_first, BLOCK)
     dead = head + tl.cdiv(room - k_count, BLOCK)
-    for first in range(0, dead, CHUNK):
+    for first in range(part, dead, parts):
         block = first + tl.arange(0, CHUNK)
         held = block < dead
         row = table_ptr + (all_live + before_dead + block + 1) * 8
@@ -228,8 +236,8 @@ def key_tiles(
     table = torch.empty((k_most + 1, 8), dtype=torch.int32, device=cu_q.device)
     width = tokens if not has_left else min(tokens, left + block + (right if has_right else tokens))
     launch(
-        key_tiles_kernel, (documents + 2,),
+        key_tiles_kernel, (documents + 2, _parts(max(q_most, k_most), documents)),
         cu_q, cu_k, lengths, spans, table, documents, tokens, keys, width, left, right,
-        RIGHT=has_right, LEFT=has_left, ROWS=rows, BLOCK=block, CHUNK=16, SPAN=256, num_warps=4,
+        RIGHT=has_right, LEFT=has_left, ROWS=rows, BLOCK=block, CHUNK=CHUNK, SPAN=256, num_warps=4,
     )  # fmt: skip
     return spans, table, q_most, k_most
