@@ -60,16 +60,22 @@ def rejects(call) -> list[str]:
             reasons.append(f"pages have {call.page_size} slots; multiples of 16 are served")
         if call.window_left >= 0:
             reasons.append("page_table with window_left: pages before the window may be gone")
-    # H200, 8 tokens of 32/4 heads on 8 x 8k keys, beside triton_split: head dim 64 27.0 and 28.8 us, 256 71.3 and 75.9;
-    # of 64/8 heads of 128 on 32 x 8k 252 and 243
-    few = 64 if 64 < max(call.q.cols, call.v.cols) <= 128 else 32
-    if call.rows <= few:
-        reasons.append(f"T * H / G is at most {few}: with so few rows this kernel gains nothing")
+    if call.rows <= _few(call):
+        reasons.append(f"T * H / G is at most {_few(call)}: with so few rows this kernel gains nothing")
     if not call.cached and (call.kv_lengths is None or call.filled < 5):
         reasons.append("S is less than 4 T: this kernel is for a cache, or for kv_lengths of many tiles")
     if call.filled >= 8 and call.kv_lengths is None and call.page_table is None:
         reasons.append("tiles of 128 queries fill the device without splits")
     return reasons
+
+
+def _few(call) -> int:
+    """Up to how many rows other kernels are as fast. H200, 8 tokens of 32/4 heads on 8 x 8k keys, beside triton_split:
+    head dim 64 27.0 and 28.8 us, 256 71.3 and 75.9; of 64/8 heads of 128 on 8k 17.6 and 19.2, on 2 x 8k 25.4 and 27.2,
+    on 32 x 8k 252 and 243."""
+    if 64 < max(call.q.cols, call.v.cols) <= 128 and call.pairs > 64:
+        return 64
+    return 32
 
 
 @register_kernel("attention", backend="hopper_split", rank=35, rejects=rejects)
@@ -127,6 +133,7 @@ def attention(
     unit_tokens = 64 // unit_heads
     tiles = cdiv(cdiv(tokens, unit_tokens) * (group // unit_heads), config.consumers)
     left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
+    has_right = has_right and right < tokens - 1  # one token sees the last key
     programs = max(1, arch_of(q.device).sms)
     tile_tokens = unit_tokens * cdiv(config.consumers, group // unit_heads)
     seen = min(keys, left + tile_tokens + (right if has_right else keys)) if has_left else keys

@@ -46,7 +46,7 @@ def _describer(op_name: str, function):
     that tiles of 128 queries of a head keep busy. page_size: 0 without pages. capped: whether there is a softcap.
     cached: whether keys are at least four times the queries, as a cache's are. factors: of how many tokens the factors
     of q, k and v are: 0 none are given, -1 all, 1 or 128. across: whether the keys of a column of v lie side by side.
-    aligned: whether S - T is a multiple of 128.
+    aligned: whether S - T is a multiple of 128. pairs: kv heads of all batch rows, at most 1024.
     Lengths of documents are left out: they differ from step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
@@ -54,7 +54,7 @@ def _describer(op_name: str, function):
     skipped = [parameters.index(name) for name in ("max_seqlen_q", "max_seqlen_k")]
     at_q, at_k, at_pages, at_cap = (parameters.index(name) for name in ("q", "k", "page_table", "softcap"))
     at_v, at_q_scale = parameters.index("v"), parameters.index("q_scale")
-    more = ("arch", "rows", "filled", "page_size", "capped", "cached", "factors", "across", "aligned")
+    more = ("arch", "rows", "filled", "page_size", "capped", "cached", "factors", "across", "aligned", "pairs")
     kind = namedtuple(f"{op_name}_call", [*parameters, *more])
 
     def describe(*args: Any) -> Any:
@@ -75,7 +75,8 @@ def _describer(op_name: str, function):
         filled = 10 * q.shape[2] * min(places, q.shape[0] * q.shape[1] * blocks) // (128 * blocks * places)
         page_size, capped = k.shape[2] if paged else 0, args[at_cap] > 0.0
         aligned = (k.shape[2] - q.shape[2]) % 128 == 0
-        return kind(*found, rows, filled, page_size, capped, cached, factors, v.stride(2) == 1, aligned)
+        pairs = min(1024, q.shape[0] * k.shape[1])
+        return kind(*found, rows, filled, page_size, capped, cached, factors, v.stride(2) == 1, aligned, pairs)
 
     return describe
 
