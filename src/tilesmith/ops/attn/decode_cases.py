@@ -229,6 +229,16 @@ CASES: list[Case] = [
     ),
     Case("decode_8_tokens", _decode(3, 8, 16, 2, 128, 3000, lengths=(3000, 5, 0), sinks=True), GPU, HALF),
     Case("decode_5_tokens_in_pages", _decode(2, 5, 16, 2, 128, 2048, lengths=(2000, 70), page_size=32), GPU, HALF),
+    Case("decode_8_e4m3", _decode(3, 8, 16, 2, 128, 3000, small=E4M3, scales=(3, 2, 1), sinks=True), GPU, HALF),
+    Case(
+        "decode_16_e4m3", _decode(2, 16, 16, 2, 128, 1500, lengths=(1500, 3), small=E4M3, scales=(1, 2, 1)), GPU, HALF
+    ),
+    Case(
+        "decode_11_e5m2",
+        _decode(2, 11, 20, 2, 128, 999, small=E5M2, scales=(1, 1, 1), softcap=9.0, window_left=600),
+        GPU,
+        HALF,
+    ),
     Case("decode_70_tokens_alone", _decode(3, 70, 4, 4, 64, 2000, softcap=20.0), GPU, HALF),
     Case("decode_27_tokens_of_three", _decode(2, 27, 6, 2, 96, 3000, lengths=(2999, 0), dim_v=128), GPU, HALF),
     Case("decode_9_tokens_d256", _decode(2, 9, 16, 2, 256, 3000, sinks=True), GPU, HALF),

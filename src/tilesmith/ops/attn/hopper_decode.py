@@ -18,6 +18,9 @@ from tilesmith.ops.gluon_shim import TensorDescriptor
 _PAGES = list(inspect.signature(reference.attention).parameters).index("page_table")
 
 
+SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 class SharesConfig(NamedTuple):
     """consumers: warpgroups with 64 rows each, pairs of token and head. block_n: keys of a tile. stages: key and value
     tiles in flight. splits: of the keys; 0 for as many as the device wants."""
@@ -33,12 +36,16 @@ def _dims(*args) -> dict[str, int]:
     return {
         "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": k.shape[2],
         "dim": q.shape[3], "value_dim": v.shape[3], "paged": 1 if args[_PAGES] is None else 8,
+        "bytes": k.element_size(),
     }  # fmt: skip
 
 
 def _default(dims, arch, dtype) -> SharesConfig:
     wide = max(64, next_power_of_2(max(dims["dim"], dims["value_dim"])))
     consumers = 1 if dims["rows"] <= 64 else 2
+    # H200, e4m3, 32 x 8k keys of 64/8 heads, 8 tokens: in tiles of 128 keys 198 us, of 64 215
+    if dims["bytes"] == 1:
+        return SharesConfig(consumers, 128, 2) if consumers == 1 else SharesConfig(consumers, 64, 3)
     # H200, 64/8 heads of 128: 16 tokens on 8k keys take 21.0 us in tiles of 64 keys, 26.0 in tiles of 128; 256 tokens
     # of 8 heads on 128k keys 228 and 203. 16 tokens on 8k / 128k / 32 x 8k with 3 stages: 20.3 / 135.9 / 255.5, with 4:
     # 20.7 / 135.2 / 256.7, with 5: 21.1 / 137.3 / 260.4; in pages not measured so
@@ -52,7 +59,9 @@ SPACE = Space(default=_default, dims=_dims, choices={"consumers": (1, 2)})
 
 def rejects(call) -> list[str]:
     """Why the splitting Hopper kernel cannot serve a call of attention."""
-    reasons = reasons_for_all(call._replace(page_table=None)) + no_lists(call) + wrong_dims(call)
+    small = call.k.dtype in SMALL and call.v.dtype == call.k.dtype
+    served = {"page_table": None, **({"k_scale": None, "v_scale": None} if small else {})}
+    reasons = reasons_for_all(call._replace(**served)) + no_lists(call) + wrong_dims(call)
     if call.cu_seqlens_q is not None:
         reasons.append("cu_seqlens_q: tiles of packed documents are not split")
     if call.page_table is not None:
@@ -60,7 +69,9 @@ def rejects(call) -> list[str]:
             reasons.append(f"pages have {call.page_size} slots; multiples of 16 are served")
         if call.window_left >= 0:
             reasons.append("page_table with window_left: pages before the window may be gone")
-    if call.rows <= _few(call):
+    if small:
+        reasons += _small_reasons(call)
+    elif call.rows <= _few(call):
         reasons.append(f"T * H / G is at most {_few(call)}: with so few rows this kernel gains nothing")
     if not call.cached and (call.kv_lengths is None or call.filled < 5):
         reasons.append("S is less than 4 T: this kernel is for a cache, or for kv_lengths of many tiles")
@@ -76,6 +87,21 @@ def _few(call) -> int:
     if 64 < max(call.q.cols, call.v.cols) <= 128 and call.pairs > 64:
         return 64
     return 32
+
+
+def _small_reasons(call) -> list[str]:
+    """Why a cache of 8 bits cannot be served."""
+    reasons = []
+    if call.page_table is not None:
+        reasons.append("page_table: pages of 8-bit keys and values are not read")
+    if (call.q.cols, call.v.cols) != (128, 128):
+        reasons.append(f"the head dims are {call.q.cols} and {call.v.cols}; on a cache of 8 bits 128 is served")
+    if any(n not in (0, -1) for n in call.factors):
+        reasons.append("k_scale, v_scale: of 8-bit keys and values, a factor for each head is read")
+    # H200, e4m3, 64/8 heads: 4 tokens on 8 x 8k keys take 59 us, with triton_split 86; 1 token on 32 x 8k 184 and 156
+    if call.rows <= 16:
+        reasons.append("T * H / G is at most 16: with so few rows this kernel gains nothing on a cache of 8 bits")
+    return reasons
 
 
 @register_kernel("attention", backend="hopper_split", rank=35, rejects=rejects)
@@ -158,7 +184,8 @@ def attention(
         (min(programs, batch * kv_heads * tiles * splits),),
         descriptor(q, unit_tokens, heads=unit_heads), k_desc, v_desc,
         descriptor(part_out.flatten(0, -4), unit_tokens, heads=unit_heads), part_lse, lse.numel(),
-        sinks if splits == 1 else None, kv_lengths, page_table, 0 if page_table is None else page_table.shape[1],
+        sinks if splits == 1 else None, kv_lengths, _factors(k_scale), _factors(v_scale),
+        page_table, 0 if page_table is None else page_table.shape[1],
         tokens, keys, batch * kv_heads, kv_heads, tiles, splits, k_between, v_between, left, right,
         scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
         GROUP=group, HEADS=unit_heads, LEFT=has_left, RIGHT=has_right, BN=config.block_n, PAGE=page, PIECE=piece,
@@ -169,6 +196,13 @@ def attention(
     if splits > 1:
         combine_splits(part_out, part_lse, sinks, out, lse, chained=True)
     return out, lse
+
+
+def _factors(scale: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """Factors of heads and, of batch rows and heads, their strides."""
+    if scale is None:
+        return None, 0, 0
+    return scale, *(0 if n == 1 else stride for n, stride in zip(scale.shape[:2], scale.stride()[:2]))
 
 
 def _unit_heads(group: int, tokens: int) -> int:

@@ -2,7 +2,8 @@
 
 Rows of a tile are pairs of a token and a query head of one kv head, so that 16 tokens of 8 heads that share their keys
 are one tile of 128 rows. Results of the splits are combined by a second kernel (`decode`), or written at once where
-there is one split. Products and softmax are those of `hopper_forward`.
+there is one split. Products and softmax are those of `hopper_forward`. Keys and values of 8 bits are made fp16 by two
+warpgroups of their own, and queries behind a power of two of each row: to bf16 they would take many instructions.
 """
 
 from tilesmith.ops.attn.hopper_corner import corner
@@ -163,6 +164,52 @@ def _produce(shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_p
 
 
 @gluon.jit
+def _widen(shares, small, small_full, small_empty, wide, full, empty, lengths_ptr):
+    """Make 16-bit tiles of the 8-bit ones of keys or values that were loaded."""
+    whole = shares.walk
+    ROWS: gl.constexpr = wide.shape[1]
+    COLUMNS: gl.constexpr = wide.shape[2]
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
+    count = gl.to_tensor(0)
+    number = gl.program_id(0)
+    while number < shares.tiles * shares.splits * whole.rows:
+        found = shares.share(number, lengths_ptr)
+        for j in range(found[6]):
+            s = count % whole.STAGES
+            phase = (count // whole.STAGES) & 1
+            wait(small_full.index(s), phase)
+            x = small.index(s).reshape([ROWS, COLUMNS]).load(LANES)
+            fence()  # as in `rows_posted_gluon.release`
+            arrive(small_empty.index(s))
+            x = x.to(wide.dtype)
+            wait(empty.index(s), phase ^ 1)
+            wide.index(s).store(x)
+            fence()
+            arrive(full.index(s))
+            count += 1
+        number += gl.num_programs(0)
+
+
+@gluon.jit
+def _halve(q_tile, LAYOUT: gl.constexpr):
+    """Queries in fp16, in place, each row behind a power of two of its own, and these."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // q_tile.shape[1], q_tile.shape[1] // 8], [4, 1], [1, 0])
+    x = q_tile.load(LANES).to(gl.float32)
+    size = gl.exp2(gl.floor(gl.log2(gl.maximum(gl.max(gl.abs(x), 1), 1e-30))))
+    half = reinterpret(q_tile, gl.float16, q_tile.shape, q_tile.layout)
+    half.store((x / size[:, None]).to(gl.float16))
+    fence()
+    return half, gl.convert_layout(size, LAYOUT)
+
+
+@gluon.jit
+def _factor(scale, head, batch):
+    """The factor of a head's 8-bit numbers. scale: a pointer and its strides of batch rows and heads."""
+    at, batch_stride, head_stride = scale
+    return gl.load(at + batch * batch_stride + head * head_stride).to(gl.float32)
+
+
+@gluon.jit
 def _hide(qk, walk, limit, queries, first, LOW: gl.constexpr):
     """Scores of a block that some queries do not see whole. LOW: the left edge of the window may be in it, too."""
     cols = gl.arange(0, walk.BN, gl.SliceLayout(0, qk.type.layout))[None, :]
@@ -176,14 +223,16 @@ def _hide(qk, walk, limit, queries, first, LOW: gl.constexpr):
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
-             inner, scale, SOFTCAP: gl.constexpr, SHARED: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+def _consume(
+    C: gl.constexpr, given, SMALL: gl.constexpr, SOFTCAP: gl.constexpr, SHARED: gl.constexpr, CHAINED: gl.constexpr
+):
+    shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr, k_scale, v_scale, inner, scale = given
     whole = shares.walk
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
     D: gl.constexpr = whole.D
     DV: gl.constexpr = whole.DV
-    dtype: gl.constexpr = q.dtype
+    dtype: gl.constexpr = k.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -206,11 +255,16 @@ def _consume(C: gl.constexpr, shares, parts, out_desc, out, lse_ptr, lse_split, 
 
         q_tile = q.index(C).reshape([64, D])
         wait(q_full.index(C), turn & 1)
+        if SMALL:
+            q_tile, size = _halve(q_tile, ROW)
+            size *= _factor(k_scale, kv_head, batch)
         s = count % walk.STAGES
         wait(k_full.index(s), (count // walk.STAGES) & 1)
         qk = mma(q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
         qk = mma_wait(0, deps=[qk])
         arrive(k_empty.index(s))
+        if SMALL:
+            qk = qk * size[:, None]
         if SOFTCAP:
             qk = bend(qk * inner)
         qk = _hide(qk, walk, limit, queries, begin + (blocks - 1) * BN, walk.LEFT)
@@ -250,6 +304,8 @@ def _consume(C: gl.constexpr, shares, parts, out_desc, out, lse_ptr, lse_split, 
                     acc_made = mma(p_half, v.index(behind).reshape([BN, DV]), acc, use_acc=True, is_async=True)
                     qk = mma_wait(1, deps=[qk_made])
                     arrive(k_empty.index(s))
+                    if SMALL:
+                        qk = qk * size[:, None]
                     if SOFTCAP:
                         qk = bend(qk * inner)
                     if phase != 1:
@@ -280,11 +336,13 @@ def _consume(C: gl.constexpr, shares, parts, out_desc, out, lse_ptr, lse_split, 
         gl.store(lse_ptr + split.to(gl.int64) * lse_split + lse_at, lse, mask=real)
         acc = mma_wait(0, deps=[acc_made])
         arrive(v_empty.index(s))
+        if SMALL:
+            factor *= _factor(v_scale, kv_head, batch)
         acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
         if not SHARED:
             bulk_wait(0)
         box = out.index(C)
-        box.reshape([64, DV]).store(acc.to(dtype))
+        box.reshape([64, DV]).store(acc.to(q.dtype))
         fence()
         bulk_store(out_desc, (split * batches + batch, kv_head * shares.GROUP + first_head, start, 0), box)
         if SHARED:
@@ -306,14 +364,15 @@ def _consume(C: gl.constexpr, shares, parts, out_desc, out, lse_ptr, lse_split, 
     ]
 )  # fmt: skip
 def attention_shares_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, lse_split, sinks_ptr, lengths_ptr, pages_ptr, row_pages,
-    tokens, keys, rows, kv_heads, tiles, splits, between_k, between_v, left, right, inner, scale,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, lse_split, sinks_ptr, lengths_ptr, k_scale, v_scale,
+    pages_ptr, row_pages, tokens, keys, rows, kv_heads, tiles, splits, between_k, between_v, left, right, inner, scale,
     GROUP: gl.constexpr, HEADS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BN: gl.constexpr,
     PAGE: gl.constexpr, PIECE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Program (share of keys, tile). rows: batch * kv heads. Writes a normalised result, to [splits * B, H, T, DV], and
-    its lse for each split. CHAINED: the next kernel may start and wait."""
+    """Program (share of keys, tile). rows: batch * kv heads. k_scale, v_scale: of 8-bit keys and values (`_factor`).
+    Writes a normalised result, to [splits * B, H, T, DV], and its lse for each split. CHAINED: the next kernel may
+    start and wait."""
     LENGTHS: gl.constexpr = lengths_ptr is not None
     walk = Walk(
         tokens, keys, kv_heads, tiles, rows, tiles, left, right, tiles, gl.to_tensor(1), gl.to_tensor(0),
@@ -333,6 +392,15 @@ def attention_shares_kernel(
         v = reinterpret(v_pieces, v_desc.dtype, [STAGES, BN, DV], WHOLE)
     q_full = barriers(CONSUMERS, 1)
     q_empty = barriers(CONSUMERS, 1)
+    SMALL: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
+    if SMALL:
+        TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        k = gl.allocate_shared_memory(gl.float16, [STAGES, BN, D], TILE)
+        v = gl.allocate_shared_memory(gl.float16, [STAGES, BN, DV], TILE)
+        k8_full = barriers(STAGES, 1)
+        k8_empty = barriers(STAGES, 1)
+        v8_full = barriers(STAGES, 1)
+        v8_empty = barriers(STAGES, 1)
     k_full = barriers(STAGES, 1)
     k_empty = barriers(STAGES, CONSUMERS)
     v_full = barriers(STAGES, 1)
@@ -344,16 +412,42 @@ def attention_shares_kernel(
         out = tiles_of(CONSUMERS, out_desc)
     parts = (q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     pieces = (k_pieces, v_pieces)
-    if CONSUMERS == 2:
+    if SMALL:
+        loaded = (q, k_pieces, v_pieces, q_full, q_empty, k8_full, k8_empty, v8_full, v8_empty)
+    consumed = (
+        shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr, k_scale, v_scale, inner, scale
+    )  # fmt: skip
+    if SMALL and CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_produce, (shares, loaded, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_consume, (0, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
+                (_consume, (1, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
+                (_widen, (shares, k_pieces, k8_full, k8_empty, k, k_full, k_empty, lengths_ptr)),
+                (_widen, (shares, v_pieces, v8_full, v8_empty, v, v_full, v_empty, lengths_ptr)),
+            ],
+            [4, 4, 4, 4],
+            [168, 168, 56, 56],
+        )  # fmt: skip
+    elif SMALL:
+        gl.warp_specialize(
+            [
+                (_produce, (shares, loaded, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_consume, (0, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
+                (_widen, (shares, k_pieces, k8_full, k8_empty, k, k_full, k_empty, lengths_ptr)),
+                (_widen, (shares, v_pieces, v8_full, v8_empty, v, v_full, v_empty, lengths_ptr)),
+            ],
+            [4, 4, 4],
+            [232, 96, 96],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
         # what consumers leave of 504 registers is the producer's: 24 are enough for whole tiles, not for pieces of them
         OWN: gl.constexpr = 240 if PIECE == BN else 216 if BN == 64 else 208
         gl.warp_specialize(
             [
                 (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
-                (_consume, (0, shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
-                            inner, scale, SOFTCAP, SHARED, CHAINED)),
-                (_consume, (1, shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
-                            inner, scale, SOFTCAP, SHARED, CHAINED)),
+                (_consume, (0, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
+                (_consume, (1, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
             ],
             [4, 4],
             [OWN, OWN],
@@ -362,8 +456,7 @@ def attention_shares_kernel(
         gl.warp_specialize(
             [
                 (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
-                (_consume, (0, shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
-                            inner, scale, SOFTCAP, SHARED, CHAINED)),
+                (_consume, (0, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
             ],
             [4],
             [240],
