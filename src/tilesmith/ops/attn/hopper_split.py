@@ -179,7 +179,7 @@ def _widen(shares, small, small_full, small_empty, wide, full, empty, lengths_pt
             phase = (count // whole.STAGES) & 1
             wait(small_full.index(s), phase)
             x = small.index(s).reshape([ROWS, COLUMNS]).load(LANES)
-            fence()  # as in `rows_posted_gluon.release`
+            fence()  # the next load overwrites it
             arrive(small_empty.index(s))
             x = x.to(wide.dtype)
             wait(empty.index(s), phase ^ 1)
