@@ -228,6 +228,26 @@ def test_eager_pytorch_computes_what_the_reference_does(name):
     assert compared
 
 
+@pytest.mark.parametrize("name", [n for n, found in peers.PEERS.items() if set(found) - {"liger", "quack"}])
+def test_a_peer_of_pytorch_s_own_computes_a_case_or_says_why_not(name):
+    for case in run.cases(name):
+        for by in set(peers.PEERS[name]) - {"liger", "quack"} if "test" in case.tags else ():
+            build = lambda case=case: case.build(CPU, torch.float32, case.generator())  # noqa: E731
+            try:
+                call = peers.PEERS[name][by](build())
+            except Missing:
+                continue
+            if by != "compile":
+                gap = run.difference(call(), peers.ops()[name](**build()))
+                assert gap is None or gap != gap or gap < 1e-4, (case.name, by)
+
+
+def test_compiled_attention_is_not_asked_for_no_keys():
+    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 0, 16)
+    with pytest.raises(Missing, match="divides by the number of keys"):
+        peers.providers("attention")["flex"]({"q": q, "k": k, "v": k})
+
+
 def test_offers_are_checked_in_words():
     only({"a": 1, "b": None}, "peer", a=1, b=2)
     absent({"a": 0.0, "b": None, "c": False}, "peer", "a", "b", "c", "d")

@@ -120,6 +120,8 @@ def _flex(args: Mapping[str, Any]) -> Callable[[], Any]:
     q, k, v = args["q"], args["k"], args["v"]
     if q.device.type == "cpu" and any(t.requires_grad for t in (q, k, v)):
         raise Missing("FlexAttention has no backward on a CPU")
+    if q.device.type == "cpu" and not k.shape[2]:
+        raise Missing("FlexAttention on a CPU divides by the number of keys")
     shift = k.shape[2] - q.shape[2]
     causal, left, right = args.get("causal", False), args.get("window_left", -1), args.get("window_right", -1)
     softcap, alibi = args.get("softcap", 0.0), args.get("alibi")

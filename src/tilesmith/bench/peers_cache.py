@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.bench.missing import absent, only
+from tilesmith.bench.missing import Missing, absent, only
 
 Call = Callable[[], Any]
 
@@ -25,18 +25,26 @@ def _append(
     page_table: Tensor | None = None,
 ) -> Tensor | None:
     """Trusts that every token has a slot in the cache, as our op does not."""
-    position = lengths[:, None].long() + torch.arange(k.shape[2], device=k.device)
-    if page_table is None:
-        page, slot = torch.arange(len(k), device=k.device)[:, None], position
-    else:
-        size = k_cache.shape[2]
-        page, slot = page_table.gather(1, position // size).long(), position % size
+    position = _positions(k, lengths)
+    page, slot = _places(k_cache, position, page_table)
     if cos is not None:
-        angles = [x[position].to(k.dtype)[:, None] for x in (cos, sin)]
+        angles = [(x[position] if x.ndim == 2 else x).to(k.dtype)[:, None] for x in (cos, sin)]
         k, q = (None if x is None else _turn(x, *angles) for x in (k, q))
     k_cache[page, :, slot] = k.transpose(1, 2)
     v_cache[page, :, slot] = v.transpose(1, 2)
     return q
+
+
+def _positions(k: Tensor, lengths: Tensor) -> Tensor:
+    return lengths[:, None].long() + torch.arange(k.shape[2], device=k.device)
+
+
+def _places(k_cache: Tensor, position: Tensor, page_table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The row or page of the cache, and the slot in it, of each token."""
+    if page_table is None:
+        return torch.arange(len(position), device=position.device)[:, None], position
+    size = k_cache.shape[2]
+    return page_table.gather(1, position // size).long(), position % size
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -47,6 +55,14 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _served(args: Mapping[str, Any], peer: str) -> dict[str, Any]:
     absent(args, peer, "k_scale", "v_scale")
     only(args, peer, interleaved=False)
+    k_cache, k, cos, table = args["k_cache"], args["k"], args.get("cos"), args.get("page_table")
+    position, slots = _positions(k, args["lengths"]), k_cache.shape[2] * (1 if table is None else table.shape[1])
+    slots = min(slots, cos.shape[0]) if cos is not None and cos.ndim == 2 else slots
+    if ((position < 0) | (position >= slots)).any():  # on a GPU such an index ends the process
+        raise Missing(f"{peer} has no tokens beyond the cache or the angles")
+    pages = _places(k_cache, position, table)[0]
+    if ((pages < 0) | (pages >= len(k_cache))).any():
+        raise Missing(f"{peer} has no pages that are not there")
     return {name: value for name, value in args.items() if name not in ("k_scale", "v_scale", "interleaved")}
 
 

@@ -74,6 +74,8 @@ def _cublaslt(args):
     activation = args.get("activation", "gelu")
     if activation not in ("relu", "gelu_tanh") or args.get("bias") is None:
         raise Missing(f"PyTorch offers no cuBLASLt epilogue for {activation}, or none without a bias")
+    if args["x"].device.type != "cuda":
+        raise Missing("cuBLASLt is a library of CUDA")
     x = args["x"].flatten(0, -2)
     weight, bias, use_gelu = args["weight"], args["bias"], activation == "gelu_tanh"
     return lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=use_gelu)
@@ -140,7 +142,7 @@ def loss_products(args):
     only(args, "A product alone", scale=1.0)
     if args.get("reduction", "mean") == "none":
         raise Missing("the tokens' gradients are known in the backward only")
-    x, weight = args["x"].flatten(0, -2), args["weight"]
+    x, weight = args["x"].reshape(-1, args["x"].shape[-1]), args["weight"]
     with torch.no_grad():
         logits = torch.mm(x, weight.to(x.dtype).t())
     logits.requires_grad_()
