@@ -275,6 +275,30 @@ def _quack_rms_norm(args):
     return lambda: rmsnorm(_rows(x), args["weight"], eps=eps, weight_offset=offset).view(x.shape)
 
 
+def _quack_layer_norm(args):
+    """Quack's two functions, which take weights of fp32 only, as the pair that a user would make of them."""
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    x, weight, bias, eps = args["x"], args.get("weight"), args.get("bias"), args.get("eps", 1e-5)
+    if weight is None:
+        raise Missing("Quack's layer norm needs a weight")
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias):
+            vectors = [None if v is None else v.float() for v in (weight, bias)]
+            y, rstd, mean = layernorm_fwd(x, *vectors, eps, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, vectors[0], rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            dx, *sums = layernorm_bwd(*ctx.saved_tensors[:2], dy, *ctx.saved_tensors[2:], has_bias=bias is not None)
+            return dx, *(None if v is None else d.to(v.dtype) for d, v in zip(sums, (weight, bias)))
+
+    return lambda: LayerNorm.apply(_rows(x), weight, bias).view(x.shape)
+
+
 def _quack_add_rms_norm(args):
     from quack import rmsnorm
 
@@ -311,7 +335,7 @@ def _quack_rope(args):
 
 PEERS: dict[str, dict[str, Adapter]] = {
     "rms_norm": {"liger": _liger_rms_norm, "quack": _quack_rms_norm},
-    "layer_norm": {"liger": _liger_layer_norm},
+    "layer_norm": {"liger": _liger_layer_norm, "quack": _quack_layer_norm},
     "add_rms_norm": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
     "swiglu": {"liger": _liger_swiglu},
     "geglu": {"liger": _liger_geglu},

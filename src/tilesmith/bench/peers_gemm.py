@@ -1,4 +1,4 @@
-"""Who else computes products and linear layers: PyTorch, cuBLAS with our elementwise ops, cuBLASLt, Quack."""
+"""Who else computes products and linear layers: PyTorch, cuBLAS with our elementwise ops, cuBLASLt, Liger, Quack."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tilesmith import ops
 from tilesmith.bench.missing import Missing, absent, only
@@ -56,18 +57,19 @@ EAGER: dict[str, Callable[..., Any]] = {
 }
 
 
+_OURS: dict[str, Callable] = {
+    "gelu": ops.gelu,
+    "gelu_tanh": lambda z: ops.gelu(z, "tanh"),
+    "silu": ops.silu,
+    "relu_squared": ops.relu_squared,
+}
+
+
 def _cublas_then_ours(args):
-    activation = args.get("activation", "gelu")
-    if activation not in ("gelu", "gelu_tanh", "silu"):
-        raise Missing(f"there is no elementwise op of ours for {activation}")
-
-    def call():
-        z = _linear(args["x"], args["weight"], args.get("bias"))
-        if activation == "silu":
-            return ops.silu(z)
-        return ops.gelu(z, "tanh" if activation == "gelu_tanh" else "none")
-
-    return call
+    activation = _OURS.get(args.get("activation", "gelu"))
+    if activation is None:
+        raise Missing(f"there is no elementwise op of ours for {args['activation']}")
+    return lambda: activation(_linear(args["x"], args["weight"], args.get("bias")))
 
 
 def _cublaslt(args):
@@ -102,6 +104,28 @@ def _quack_linear_act(args):
     wanted = torch.is_grad_enabled() and args["x"].requires_grad
     given = args["x"], args["weight"], _QUACK[activation], args.get("bias"), wanted
     return lambda: linear_act_func(*given)[1]
+
+
+def _liger_norm_linear(args):
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    x, weight, bias, eps = args["x"], args.get("norm_weight"), args.get("norm_bias"), args.get("eps", 1e-6)
+    if args.get("kind", "rms") == "layer":
+        if weight is None or bias is None:
+            raise Missing("Liger's LayerNorm needs a weight and a bias")
+        return lambda: _linear(LigerLayerNormFunction.apply(x, weight, bias, eps), args["weight"], args.get("bias"))
+    absent(args, "Liger's RMSNorm", "norm_bias")
+    rest = (weight, eps, args.get("offset", 0.0), "gemma", False)
+    return lambda: _linear(LigerRMSNormFunction.apply(x, *rest), args["weight"], args.get("bias"))
+
+
+def _checkpointed(args):
+    """The layer run again in the backward: PyTorch's own way to keep no pre-activation."""
+    given = {**args}
+    given.pop("chunk_rows", None)
+    given.setdefault("activation", "none")
+    return lambda: checkpoint(_linear_act, **given, use_reentrant=False)
 
 
 def _quack_norm_linear(args):
@@ -160,5 +184,6 @@ PEERS: dict[str, dict[str, Adapter]] = {
         "cublaslt": _cublaslt,
         "quack": _quack_linear_act,
     },
-    "norm_linear": {"quack": _quack_norm_linear},
+    "memory_efficient_linear": {"checkpoint": _checkpointed},
+    "norm_linear": {"liger": _liger_norm_linear, "quack": _quack_norm_linear},
 }

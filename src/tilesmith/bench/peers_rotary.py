@@ -74,6 +74,28 @@ def _liger_rms_norm_rope(args: Mapping[str, Any]) -> Call:
     return lambda: LigerRopeFunction.apply(norm("q"), norm("k"), cos, sin)
 
 
+def _quack_rms_norm_rope(args: Mapping[str, Any]) -> Call:
+    from quack import rmsnorm
+    from quack.rotary import apply_rotary_emb
+
+    only(args, "Quack", offset=0, norm_dim="head")
+    if any(args.get(name) is not None for name in ("positions", "cu_seqlens")) or args["cos"].ndim != 2:
+        raise Missing("Quack's rotary takes no positions or packed rows, and one table for all rows")
+    eps, weight_offset = args.get("eps", 1e-6), args.get("weight_offset", 0.0)
+    named = {"interleaved": args.get("interleaved", False), "seqlen_offsets": args.get("offsets")}
+
+    def turned(name: str) -> Tensor | None:
+        if args[name] is None:
+            return None
+        x, weight = args[name].transpose(1, 2), args[f"{name}_weight"]
+        y = rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps=eps, weight_offset=weight_offset).view(x.shape)
+        return apply_rotary_emb(y, args["cos"], args["sin"], **named).transpose(1, 2)
+
+    return lambda: (turned("q"), turned("k"))
+
+
 EAGER: dict[str, Callable[..., Any]] = {"rms_norm_rope": _rms_norm_rope}
 
-PEERS: dict[str, dict[str, Callable[[Mapping[str, Any]], Call]]] = {"rms_norm_rope": {"liger": _liger_rms_norm_rope}}
+PEERS: dict[str, dict[str, Callable[[Mapping[str, Any]], Call]]] = {
+    "rms_norm_rope": {"liger": _liger_rms_norm_rope, "quack": _quack_rms_norm_rope}
+}
