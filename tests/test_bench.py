@@ -248,6 +248,23 @@ def test_compiled_attention_is_not_asked_for_no_keys():
         peers.providers("attention")["flex"]({"q": q, "k": k, "v": k})
 
 
+def test_what_a_peer_overwrites_is_said(op, monkeypatch):
+    def in_place(args):
+        return lambda: args["gate"].data.fill_(1.0) * args["up"] * args["gate"]
+
+    monkeypatch.setitem(peers.PEERS, "swiglu", {"in_place": in_place})
+    found = run.run("swiglu", CPU, torch.float32, command="", tag="test", only=("pytorch", "in_place"), rounds=5)
+    assert {r["provider"]: r.get("overwrites") for r in found["rows"] if r["pass"] == "forward"} == {
+        "tilesmith": None,
+        "pytorch": None,
+        "in_place": ["gate"],
+    }
+    text = tables.markdown(found)
+    assert " †" in next(line for line in text.splitlines() if "forward" in line)
+    assert "† overwrites its arguments" in text
+    assert "†" not in tables.markdown(_document())
+
+
 def test_offers_are_checked_in_words():
     only({"a": 1, "b": None}, "peer", a=1, b=2)
     absent({"a": 0.0, "b": None, "c": False}, "peer", "a", "b", "c", "d")

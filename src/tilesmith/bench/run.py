@@ -98,7 +98,8 @@ def run(
     rounds: int = 5,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """The document of one op: for each case with `tag`, pass and provider a row with time, rate, memory or a reason.
+    """The document of one op: for each case with `tag`, pass and provider a row with time, rate, memory or a reason,
+    and with the arguments that a peer overwrites.
 
     only: providers to measure; named: cases to run, whatever their tags; empty means all. A peer that is missing or
     fails is a row with a reason; ours raises. ValueError when no case is left.
@@ -172,7 +173,19 @@ def case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: in
     if ours.inputs and op.vjp is not None:
         found = _backward_rows(op, calls, device, rounds)
         rows += [{**head, "difference": differences[row["provider"]], **row} for row in found]
+    written = {n: overwritten(op, call.args, ours.args) for n, call in calls.items()}
+    rows = [{**row, "overwrites": written[row["provider"]]} if written.get(row["provider"]) else row for row in rows]
     return compared(rows)
+
+
+def overwritten(op: Op, args: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors among `args` that are no longer what they were, bit by bit: what `kept` still holds."""
+    pairs = [(n, x, kept[n]) for n, x in args.items() if isinstance(x, Tensor) and n not in op.mutates]
+    return [name for name, x, y in pairs if not torch.equal(x.detach().view(_bits(x)), y.detach().view(_bits(y)))]
+
+
+def _bits(x: Tensor) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
 
 
 def _backward_rows(op: Op, calls: Mapping[str, Call], device, rounds: int) -> list[dict[str, Any]]:

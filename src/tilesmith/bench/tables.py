@@ -15,6 +15,7 @@ from tilesmith.bench.document import OURS, load
 
 MARKED = re.compile(r"(<!-- bench:(?P<what>[\w./-]+) -->\n)(?P<body>.*?)(<!-- /bench -->)", re.DOTALL)
 EQUAL = 1.02  # times within 2 % count as equal
+OVERWRITES = "†"  # a peer whose inputs are no longer what they were
 REDUCED = frozenset({f"{OURS}:e4m3"})  # computed in fewer bits than the others: never marked as the fastest
 
 
@@ -33,7 +34,8 @@ def fill(text: str, results: Path) -> str:
 def markdown(document: Mapping[str, Any]) -> str:
     """The table of one document, with a line under it that says how it was measured."""
     table = _TABLES.get(document["subject"], _op_table)(document)
-    return f"{table}\n\n{provenance(document)}\n"
+    note = f"<sub>{OVERWRITES} overwrites its arguments</sub>\n\n" if f" {OVERWRITES} |" in table else ""
+    return f"{table}\n\n{note}{provenance(document)}\n"
 
 
 def provenance(document: Mapping[str, Any]) -> str:
@@ -65,7 +67,8 @@ def _op_table(document: Mapping[str, Any]) -> str:
             continue
         best = min(us for n, us in times.items() if n not in REDUCED)
         shown = [
-            _bold(_us(times[n]), n not in REDUCED and times[n] <= best * EQUAL) if n in times else "–" for n in names
+            _bold(_us(times[n]), n not in REDUCED and times[n] <= best * EQUAL) + _mark(group[n]) if n in times else "–"
+            for n in names
         ]
         ours = group.get(OURS, {})
         twin = list(labels.values()).count(labels[case]) > 1 and case.replace("x", "×") != labels[case]
@@ -117,6 +120,10 @@ _TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"model": _model_table,
 
 def _us(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    return f" {OVERWRITES}" if row.get("overwrites") else ""
 
 
 def _bold(text: str, best: bool) -> str:

@@ -197,7 +197,8 @@ def _case(row: dict[str, Any]) -> str:
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
     memory = f"{row['peak_bytes'] / 1e6:,.1f} MB" if row.get("peak_bytes") else ""
     figures = (_time(row["us"]), f"{row['spread']:.0%}", _rate(row), *_ratios(row), memory)
-    return (_case(row), row.get("pass", "step"), row["provider"], *figures)
+    by = f"{row['provider']}, overwrites {', '.join(row['overwrites'])}" if "overwrites" in row else row["provider"]
+    return (_case(row), row.get("pass", "step"), by, *figures)
 
 
 def _time(us: float) -> str:
