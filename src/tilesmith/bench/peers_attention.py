@@ -19,7 +19,7 @@ _FACTORS = ("q_scale", "k_scale", "v_scale")
 
 
 def _sdpa(args: Mapping[str, Any], peer: str, backend: SDPBackend | None) -> Callable[[], Any]:
-    absent(args, peer, *_PACKED, *_FACTORS, "block_offsets", "alibi", "sinks", "softcap", "dropout_p", "deterministic")
+    absent(args, peer, *_PACKED, *_FACTORS, "block_offsets", "alibi", "sinks", "softcap", "deterministic")
     only(args, peer, window_left=-1, window_right=-1)
     q, k, v = args["q"], args["k"], args["v"]
     bias, mask, causal = args.get("bias"), args.get("mask"), args.get("causal", False)
@@ -33,6 +33,7 @@ def _sdpa(args: Mapping[str, Any], peer: str, backend: SDPBackend | None) -> Cal
 
         allowed, causal = causal_lower_right(q.shape[2], k.shape[2]), False
     named = {"attn_mask": allowed, "is_causal": causal, "scale": args.get("scale")}
+    named["dropout_p"] = args.get("dropout_p", 0.0)  # it drops others than ours does
 
     def call():
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **named)
