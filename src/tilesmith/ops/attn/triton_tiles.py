@@ -493,11 +493,12 @@ def section(streamed: Tensor, also_streamed: Tensor, share: int, arch) -> int:
     return max(1, min(fitting, batch * heads)) * share
 
 
-def sizes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, int]:
-    """Sizes on which the best tiles depend. causal is 8 or 1: far apart, since tuning rows are looked up by ratio."""
+def sizes(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float) -> dict[str, int]:
+    """Sizes on which the best tiles depend. causal and drawn are 8 or 1: far apart, since tuning rows are looked up by
+    ratio."""
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
-        "value_dim": v.shape[3], "causal": 8 if causal else 1,
+        "value_dim": v.shape[3], "causal": 8 if causal else 1, "drawn": 8 if dropout_p > 0.0 else 1,
     }  # fmt: skip
 
 
