@@ -22,6 +22,15 @@ def _dropout(seed: Tensor | None, p: float, like: Tensor) -> dict[str, Any]:
     return {"seed_ptr": kernel_seed(seed, p), "drop_below": drop_below, "keep_scale": keep_scale, **flags}
 
 
+def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> norms.ForwardConfig:
+    """That of the norms, but 64 elements a thread at 16,384 columns: layer norm 263 us in place of 296 (H200, bf16,
+    8,192 rows), RMS norm as fast."""
+    config = norms._forward_default(dims, arch, swept_from=norms.MAX_HELD)
+    if config.tile == 16_384 and not config.block_cols and dtype.itemsize == 2:
+        return config._replace(num_warps=max(1, config.tile // 64 // max(arch.warp, 16)))
+    return config
+
+
 def _reasons(call: Any) -> list[str]:
     return norms._reasons(call._replace(seed=None))
 
@@ -30,7 +39,7 @@ def _reasons(call: Any) -> list[str]:
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms._dims(x, x, residual, weight, bias),
-        default=lambda dims, arch, dtype: norms._forward_default(dims, arch, swept_from=norms.MAX_HELD),
+        default=_default,
         choices=norms.FORWARD_CHOICES,
     )
 )
