@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import numbers
 import types
 import typing
+from collections import namedtuple
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -68,6 +70,27 @@ def binder(name: str, signature: inspect.Signature) -> Callable[..., tuple]:
     given = ", ".join(n if p.default is p.empty else f"{n}=defaults[{n!r}]" for n, p in signature.parameters.items())
     defaults = {n: p.default for n, p in signature.parameters.items()}
     return written(f"{name}({given})", [f"return ({names},)"], f"arguments of {name}", {"defaults": defaults})
+
+
+def together(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function of a call of an op with many arguments: it takes one named tuple of them, `call.causal`, and
+    what else it has by keyword. What comes of it takes the arguments one by one, and has the reference's signature."""
+    signature = inspect.signature(reference)
+    kind = namedtuple(f"{reference.__name__}_arguments", signature.parameters)
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(fn)
+        keywords = [p for p in own.parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+        @functools.wraps(fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return fn(kind(*args), **kwargs)
+
+        del run.__wrapped__  # whoever unwraps it would find another signature
+        run.__signature__ = own.replace(parameters=[*signature.parameters.values(), *keywords])
+        return run
+
+    return decorate
 
 
 def _kind(annotation: Any) -> tuple[tuple[type, ...], bool, str]:

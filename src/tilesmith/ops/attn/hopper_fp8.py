@@ -7,6 +7,7 @@ from tilesmith.engine import launch, register_kernel
 from tilesmith.engine.launch import cdiv
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.hopper_fp8_forward import UNITS, attention_fp8_fwd_kernel
 from tilesmith.ops.attn.hopper_shared import LOG2E, UNSERVED, counter, descriptor, no_lists, section
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
@@ -50,42 +51,10 @@ def rejects(call) -> list[str]:
 
 
 @register_kernel("attention", backend="hopper_fp8", rank=27, rejects=rejects, errors=_ERRORS)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    block_offsets: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_offsets_t: Tensor | None = None,
-    block_indices_t: Tensor | None = None,
-    page_table: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    block_q: int = 0,
-    block_k: int = 0,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:
+@attention_arguments
+def attention(call) -> tuple[Tensor, Tensor]:
     """One program a multiprocessor, each with many tiles of queries."""
+    q, k, v = call.q, call.k, call.v
     batch, heads, tokens, dim = q.shape
     keys = k.shape[2]
     out = reference.out_like(q, v.shape[3])
@@ -99,11 +68,11 @@ def attention(
     tiles = blocks * batch * heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
-    scale = dim**-0.5 if scale is None else scale
-    right = causal and tokens > 1
-    q_scale, q_steps, q_blocks = _factors(q_scale, tokens)
-    k_scale, k_steps, k_blocks = _factors(k_scale, keys)
-    v_scale, v_steps, v_blocks = _factors(v_scale, keys)
+    scale = dim**-0.5 if call.scale is None else call.scale
+    right = call.causal and tokens > 1
+    q_scale, q_steps, q_blocks = _factors(call.q_scale, tokens)
+    k_scale, k_steps, k_blocks = _factors(call.k_scale, keys)
+    v_scale, v_steps, v_blocks = _factors(call.v_scale, keys)
     launch(
         attention_fp8_fwd_kernel,
         (programs,),

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tilesmith.engine import cdiv
+
 
 def compressed(dense: Tensor) -> tuple[Tensor, Tensor]:
     """Offsets int32 [B|1, H|G|1, rows + 1] and indices int32 of a bool table [B|1, H|G|1, rows, columns].
@@ -15,6 +17,13 @@ def compressed(dense: Tensor) -> tuple[Tensor, Tensor]:
     starts = torch.arange(dense.shape[0] * dense.shape[1], device=dense.device)[:, None] * dense.shape[2]
     offsets = ends[starts + rows].view(*dense.shape[:2], -1)
     return offsets.int(), dense.nonzero()[:, 3].int()
+
+
+def by_keys(call) -> tuple[Tensor, Tensor]:
+    """The lists of a call by blocks of keys, made where they are not given."""
+    if call.block_offsets_t is not None:
+        return call.block_offsets_t, call.block_indices_t
+    return transposed(call.block_offsets, call.block_indices, cdiv(call.k.shape[2], call.block_k))
 
 
 def transposed(offsets: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from tilesmith.kernels.flash_attention import (
 )
 from tilesmith.ops import portable
 from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.runtime import backend_of, vulkan
 
 _UNSERVED = {
@@ -90,42 +91,10 @@ def _config(
 
 
 @register_kernel("attention", backend="portable", rank=portable.RANK, rejects=_reasons)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    block_offsets: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_offsets_t: Tensor | None = None,
-    block_indices_t: Tensor | None = None,
-    page_table: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    block_q: int = 0,
-    block_k: int = 0,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:
+@attention_arguments
+def attention(call) -> tuple[Tensor, Tensor]:
     """A workgroup for each block of queries of a head."""
+    q, k, v = call.q, call.k, call.v
     batch, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     out = reference.out_like(q, dim)
@@ -134,9 +103,9 @@ def attention(
         return out, lse
     if keys == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    config = _config(dim, q.dtype, q.device, backend_of(q.device), causal)
+    config = _config(dim, q.dtype, q.device, backend_of(q.device), call.causal)
     scalars = {"n_q": tokens, "n_kv": keys, "heads": heads, "kv_heads": kv_heads}
-    scalars["scale"] = dim**-0.5 if scale is None else scale
+    scalars["scale"] = dim**-0.5 if call.scale is None else call.scale
     tensors = {"lse": lse}
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         tensors[name], steps = portable.flat(x, config.out_lanes if name == "out" else config.lanes)

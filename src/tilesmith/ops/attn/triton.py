@@ -1,6 +1,5 @@
 """Triton kernel of attention's forward."""
 
-import inspect
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn import triton_tiles as tiles
+from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.triton_tiles import (
     LN2,
     attention_scores,
@@ -164,10 +164,6 @@ def _attention_fwd_kernel(
     tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=held[:, None] & (cols < DIM_V)[None, :])
 
 
-_PARAMETERS = list(inspect.signature(reference.attention).parameters)
-_CAUSAL, _DROPOUT = _PARAMETERS.index("causal"), _PARAMETERS.index("dropout_p")
-
-
 class AttentionConfig(NamedTuple):
     """Queries and keys of a tile; warps and pipeline stages of a program; whether k and v come by bulk copies."""
 
@@ -176,10 +172,6 @@ class AttentionConfig(NamedTuple):
     num_warps: int
     num_stages: int
     bulk: bool = False
-
-
-def _dims(*args) -> dict[str, int]:
-    return tiles.sizes(*args[:3], args[_CAUSAL], args[_DROPOUT])
 
 
 def _default(dims, arch, dtype) -> AttentionConfig:
@@ -239,7 +231,7 @@ def _fit_tile(config: AttentionConfig, dims, arch, dtype) -> AttentionConfig:
 
 ATTENTION_SPACE = Space(
     default=_default,
-    dims=_dims,
+    dims=attention_arguments(tiles.sizes),
     fit=_fit_tile,
     choices={"block_m": (64, 128, 256), "block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
 )
@@ -247,70 +239,32 @@ ATTENTION_SPACE = Space(
 
 @register_kernel("attention", backend="triton", rank=20, rejects=tiles.rejects)
 @optimize_kernel(space=ATTENTION_SPACE)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    block_offsets: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_offsets_t: Tensor | None = None,
-    block_indices_t: Tensor | None = None,
-    page_table: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    block_q: int = 0,
-    block_k: int = 0,
-    deterministic: bool = False,
-    *,
-    config: AttentionConfig,
-) -> tuple[Tensor, Tensor]:
+@attention_arguments
+def attention(call, *, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """One program for each tile of queries."""
+    q, k, v = call.q, call.k, call.v
     batch, heads, tokens, _ = q.shape
     out = reference.out_like(q, v.shape[3])
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
     arch = arch_of(q.device)
-    block_q, block_k = (block_q, block_k) if block_offsets is not None else (0, 0)
+    block_q, block_k = (call.block_q, call.block_k) if call.block_offsets is not None else (0, 0)
     config = config._replace(
         block_m=tiles.within(config.block_m, block_q),
-        block_n=tiles.summed(tiles.within(config.block_n, block_k), mask, dropout_p),
+        block_n=tiles.summed(tiles.within(config.block_n, block_k), call.mask, call.dropout_p),
     )
     k_desc, v_desc = tiles.descriptors(config.bulk, (k, v), config.block_n)
-    arguments = tiles.launch_arguments(
-        q, k, v, bias, mask, alibi, seed, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths,
-        q_documents, k_documents, block_offsets, block_indices, scale, causal, window_left, window_right, softcap,
-        dropout_p, block_q, block_k,
-    )  # fmt: skip
+    arguments = tiles.launch_arguments(call)
     bounds = None
-    if block_offsets is None:
-        bounds = tiles.document_bounds(q_documents, k_documents, config.block_m, config.block_n)
+    if call.block_offsets is None:
+        bounds = tiles.document_bounds(call.q_documents, call.k_documents, config.block_m, config.block_n)
     launch(
         _attention_fwd_kernel,
         (tiles.tile_count(tokens, config.block_m, block_q) * batch * heads,),
         **arguments,
         k_desc=k_desc, v_desc=v_desc, out_ptr=out, lse_ptr=lse, out_strides=out.stride(),
-        sinks_ptr=reference.dense(sinks), bounds_ptr=bounds,
+        sinks_ptr=reference.dense(call.sinks), bounds_ptr=bounds,
         section=tiles.section(k, v, heads // k.shape[1], arch), BULK=k_desc is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -345,68 +345,44 @@ def schedule(blocks, heads, section, LAST_FIRST: tl.constexpr):
     return block, head
 
 
-def launch_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    alibi: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    kv_lengths: Tensor | None,
-    prefix_lengths: Tensor | None,
-    q_documents: Tensor | None,
-    k_documents: Tensor | None,
-    block_offsets: Tensor | None,
-    block_indices: Tensor | None,
-    scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    block_q: int,
-    block_k: int,
-) -> dict:
-    """The arguments that forward and gradients share, by the kernels' parameter names."""
+def launch_arguments(call) -> dict:
+    """The arguments that forward and gradients of a call share, by the kernels' parameter names."""
+    q, k, v, mask, cu_seqlens_q = call.q, call.k, call.v, call.mask, call.cu_seqlens_q
     batch, heads, tokens, dim = q.shape
     keys = k.shape[2]
-    scale = dim**-0.5 if scale is None else scale
-    if causal:
-        window_right = 0
+    scale = dim**-0.5 if call.scale is None else call.scale
+    window_left, window_right = call.window_left, 0 if call.causal else call.window_right
     left, right = 0 <= window_left < keys - 1, 0 <= window_right < max(tokens - 1, 1)
-    sparse = mask is not None or q_documents is not None
-    packed, lengths = cu_seqlens_q is not None, kv_lengths is not None
+    sparse = mask is not None or call.q_documents is not None
+    packed, lengths = cu_seqlens_q is not None, call.kv_lengths is not None
     whole = (batch, heads, tokens, keys)
     mask = None if mask is None else mask.view(torch.uint8).expand(whole)
     # where documents have as many keys as queries, only lengths leave tokens in the midst of others that nobody meets
-    unequal = packed and (lengths or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr())
-    has_lists = block_offsets is not None
+    unequal = packed and (lengths or cu_seqlens_q.data_ptr() != call.cu_seqlens_k.data_ptr())
+    has_lists = call.block_offsets is not None
     return {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": bias, "mask_ptr": mask,
-        "alibi_ptr": alibi, "seed_ptr": kernel_seed(seed, dropout_p),
-        "cu_q_ptr": dense(cu_seqlens_q), "cu_k_ptr": dense(cu_seqlens_k),
-        "lengths_ptr": dense(kv_lengths), "prefix_ptr": dense(prefix_lengths),
-        "q_documents_ptr": dense(q_documents), "k_documents_ptr": dense(k_documents),
-        **list_arguments(block_offsets, block_indices, batch, heads),
-        "LIST_Q": block_q if has_lists else 0, "LIST_K": block_k if has_lists else 0,
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": call.bias, "mask_ptr": mask,
+        "alibi_ptr": call.alibi, "seed_ptr": kernel_seed(call.seed, call.dropout_p),
+        "cu_q_ptr": dense(cu_seqlens_q), "cu_k_ptr": dense(call.cu_seqlens_k),
+        "lengths_ptr": dense(call.kv_lengths), "prefix_ptr": dense(call.prefix_lengths),
+        "q_documents_ptr": dense(call.q_documents), "k_documents_ptr": dense(call.k_documents),
+        **list_arguments(call.block_offsets, call.block_indices, batch, heads),
+        "LIST_Q": call.block_q if has_lists else 0, "LIST_K": call.block_k if has_lists else 0,
         "q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride(),
-        "bias_strides": None if bias is None else bias.expand(whole).stride(),
+        "bias_strides": None if call.bias is None else call.bias.expand(whole).stride(),
         "mask_strides": None if mask is None else mask.stride(),
-        "alibi_strides": None if alibi is None else alibi.expand(batch, heads).stride(),
+        "alibi_strides": None if call.alibi is None else call.alibi.expand(batch, heads).stride(),
         "batches": batch, "heads": heads, "GROUP": heads // k.shape[1], "tokens": tokens, "keys": keys,
         "documents": cu_seqlens_q.numel() - 1 if packed else 0,
-        "inner": scale / softcap if softcap > 0.0 else 0.0,
-        "outer": (softcap if softcap > 0.0 else scale) * (1.0 if q.dtype == torch.float32 else LOG2E.value),
+        "inner": scale / call.softcap if call.softcap > 0.0 else 0.0,
+        "outer": (call.softcap if call.softcap > 0.0 else scale) * (1.0 if q.dtype == torch.float32 else LOG2E.value),
         "window_left": window_left, "window_right": window_right,
         "DIM": dim, "DIM_V": v.shape[3], "BLOCK_D": _padded(dim), "BLOCK_DV": _padded(v.shape[3]),
-        "LEFT": left, "RIGHT": right, "SOFTCAP": softcap > 0.0, "DROPOUT": dropout_p > 0.0,
-        **_dropout(dropout_p, batch * heads * tokens, keys, block_k if has_lists else 0),
+        "LEFT": left, "RIGHT": right, "SOFTCAP": call.softcap > 0.0, "DROPOUT": call.dropout_p > 0.0,
+        **_dropout(call.dropout_p, batch * heads * tokens, keys, call.block_k if has_lists else 0),
         "PADDED": packed or lengths or (right and tokens > keys) or (left and keys > tokens),
         "SPARSE": sparse,
-        "CLEAN": sparse or has_lists or unequal or (left and keys > tokens and prefix_lengths is not None),
+        "CLEAN": sparse or has_lists or unequal or (left and keys > tokens and call.prefix_lengths is not None),
     }  # fmt: skip
 
 
@@ -493,12 +469,13 @@ def section(streamed: Tensor, also_streamed: Tensor, share: int, arch) -> int:
     return max(1, min(fitting, batch * heads)) * share
 
 
-def sizes(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float) -> dict[str, int]:
+def sizes(call) -> dict[str, int]:
     """Sizes on which the best tiles depend. causal and drawn are 8 or 1: far apart, since tuning rows are looked up by
     ratio."""
+    q, k, v = call.q, call.k, call.v
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
-        "value_dim": v.shape[3], "causal": 8 if causal else 1, "drawn": 8 if dropout_p > 0.0 else 1,
+        "value_dim": v.shape[3], "causal": 8 if call.causal else 1, "drawn": 8 if call.dropout_p > 0.0 else 1,
     }  # fmt: skip
 
 

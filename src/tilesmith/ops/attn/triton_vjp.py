@@ -1,7 +1,5 @@
 """Triton kernels of attention's gradients. None uses atomics, so every result is the same in every run."""
 
-import inspect
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +11,7 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import lists, reference
 from tilesmith.ops.attn import triton_tiles as tiles
+from tilesmith.ops.attn.arguments import attention_vjp_arguments
 from tilesmith.ops.attn.triton_tiles import (
     FAR,
     LOG2E,
@@ -484,10 +483,6 @@ def _attention_dsinks_kernel(
     tl.store(dsinks_ptr + head, tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty))
 
 
-_PARAMETERS = list(inspect.signature(reference.attention_vjp).parameters)
-_Q, _CAUSAL, _DROPOUT = (_PARAMETERS.index(name) for name in ("q", "causal", "dropout_p"))
-
-
 class AttentionVjpConfig(NamedTuple):
     """Tiles of queries (m) and keys (n), warps and pipeline stages: of the kernel for dk and dv, and of that for dq;
     whether what they stream comes by bulk copies."""
@@ -501,10 +496,6 @@ class AttentionVjpConfig(NamedTuple):
     dq_warps: int
     dq_stages: int
     bulk: bool = False
-
-
-def _dims(*args) -> dict[str, int]:
-    return tiles.sizes(*args[_Q : _Q + 3], args[_CAUSAL], args[_DROPOUT])
 
 
 def _default(dims, arch, dtype) -> AttentionVjpConfig:
@@ -565,7 +556,7 @@ def _fit_tile(config: AttentionVjpConfig, dims, arch, dtype) -> AttentionVjpConf
 
 ATTENTION_VJP_SPACE = Space(
     default=_default,
-    dims=_dims,
+    dims=attention_vjp_arguments(tiles.sizes),
     fit=_fit_tile,
     choices={
         "dkv_block_m": (32, 64, 128), "dkv_block_n": (64, 128), "dkv_warps": (4, 8), "dkv_stages": (1, 2, 3),
@@ -576,96 +567,49 @@ ATTENTION_VJP_SPACE = Space(
 
 @register_kernel("attention_vjp", backend="triton", rank=20, rejects=tiles.rejects)
 @optimize_kernel(space=ATTENTION_VJP_SPACE)
-def attention_vjp(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    alibi: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    kv_lengths: Tensor | None,
-    prefix_lengths: Tensor | None,
-    q_documents: Tensor | None,
-    k_documents: Tensor | None,
-    block_offsets: Tensor | None,
-    block_indices: Tensor | None,
-    block_offsets_t: Tensor | None,
-    block_indices_t: Tensor | None,
-    page_table: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    block_q: int,
-    block_k: int,
-    deterministic: bool,
-    output_mask: Sequence[bool],
-    *,
-    config: AttentionVjpConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@attention_vjp_arguments
+def attention_vjp(call, *, config: AttentionVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the rows, then a kernel for dk and dv, one for dq (which writes dbias where the bias was not
     broadcast), one for dbias where it was, one for dsinks."""
-    wants_q, wants_k, wants_v, wants_bias, wants_sinks = output_mask
-    wants_bias, wants_sinks = wants_bias and bias is not None, wants_sinks and sinks is not None
-    dq, dk, dv, dbias, dsinks = (q.new_empty(0) for _ in output_mask)
+    dout, q, k, out, lse = call.dout, call.q, call.k, call.out, call.lse
+    wants_q, wants_k, wants_v, wants_bias, wants_sinks = call.output_mask
+    wants_bias, wants_sinks = wants_bias and call.bias is not None, wants_sinks and call.sinks is not None
+    dq, dk, dv, dbias, dsinks = (q.new_empty(0) for _ in call.output_mask)
     if dout is None:
         dout = torch.zeros_like(out)
     elif dout.stride(3) != 1:
         dout = dout.contiguous()
     arch = arch_of(q.device)
-    row_lse, delta = _statistics(dout, dlse, out, lse)
-    shared = tiles.launch_arguments(
-        q, k, v, bias, mask, alibi, seed, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths,
-        q_documents, k_documents, block_offsets, block_indices, scale, causal, window_left, window_right, softcap,
-        dropout_p, block_q, block_k,
-    )  # fmt: skip
+    row_lse, delta = _statistics(dout, call.dlse, out, lse)
+    shared = tiles.launch_arguments(call)
     shared |= {"dout_ptr": dout, "dout_strides": dout.stride(), "row_lse_ptr": row_lse, "delta_ptr": delta}
-    if block_offsets is not None:
-        config = _within(config, block_q, block_k)
+    if call.block_offsets is not None:
+        config = _within(config, call.block_q, call.block_k)
     config = config._replace(
-        dkv_block_m=tiles.summed(config.dkv_block_m, mask, dropout_p),
-        dq_block_n=tiles.summed(config.dq_block_n, mask, dropout_p),
+        dkv_block_m=tiles.summed(config.dkv_block_m, call.mask, call.dropout_p),
+        dq_block_n=tiles.summed(config.dq_block_n, call.mask, call.dropout_p),
     )
     if wants_k or wants_v:
         by_keys = {}
-        if block_offsets is not None:
-            if block_offsets_t is None:
-                block_offsets_t, block_indices_t = lists.transposed(
-                    block_offsets, block_indices, triton.cdiv(k.shape[2], block_k)
-                )
-            by_keys = tiles.list_arguments(block_offsets_t, block_indices_t, *q.shape[:2])
+        if call.block_offsets is not None:
+            by_keys = tiles.list_arguments(*lists.by_keys(call), *q.shape[:2])
         both = _dkv(shared | by_keys, config, arch)
         dk, dv = both[0] if wants_k else dk, both[1] if wants_v else dv
     # the kernel that writes dq is also the one that writes the gradient of a bias that was not broadcast
     every = (*q.shape[:3], k.shape[2])
-    whole = wants_bias and (bias.shape == every or block_offsets is not None)
+    whole = wants_bias and (call.bias.shape == every or call.block_offsets is not None)
     if wants_bias:
-        dbias = bias.new_zeros(every, dtype=None if bias.shape == every else torch.float32) if whole else None
-        dbias = _broadcast_dbias(shared, bias) if dbias is None else dbias
+        dbias = call.bias.new_zeros(every, dtype=None if call.bias.shape == every else torch.float32) if whole else None
+        dbias = _broadcast_dbias(shared, call.bias) if dbias is None else dbias
     if wants_q or whole:
         every_dq = _dq(shared, config, arch, dbias if whole else None)
         dq = every_dq if wants_q else dq
-    if whole and bias.shape != every:
-        dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
+    if whole and call.bias.shape != every:
+        dbias = dbias.sum_to_size(call.bias.shape).to(call.bias.dtype)
     if wants_sinks:
-        dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format)
+        dsinks = torch.empty_like(call.sinks, memory_format=torch.contiguous_format)
         launch(
-            _attention_dsinks_kernel, (q.shape[1],), row_lse, delta, reference.dense(sinks), dsinks, *q.shape[:3],
+            _attention_dsinks_kernel, (q.shape[1],), row_lse, delta, reference.dense(call.sinks), dsinks, *q.shape[:3],
             BLOCK=1024, EXACT=q.dtype == torch.float32,
         )  # fmt: skip
     return dq, dk, dv, dbias, dsinks
