@@ -1,7 +1,6 @@
 """attention for few query tokens over a long cache: the keys split over programs, their results combined (Triton)."""
 
 import functools
-import inspect
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.engine.launch import cdiv, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.triton_tiles import LN2, LOG2E, tanh
 
 
@@ -383,22 +383,15 @@ def splits_of(tiles: int, blocks: int, programs: int, traffic: float) -> int:
     return min(range(1, max(1, min(128, blocks)) + 1), key=cost)
 
 
-_PARAMETERS = tuple(inspect.signature(reference.attention).parameters)
-
-
-def _slots(k: Tensor, page_table: Tensor | None) -> int:
-    return k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
-
-
-def _dims(*args) -> dict[str, int]:
-    call = dict(zip(_PARAMETERS, args))
-    q, k = call["q"], call["k"]
-    keys = _slots(k, call["page_table"])
-    if call["window_left"] >= 0:
-        keys = min(keys, q.shape[2] + call["window_left"])
+@attention_arguments
+def _dims(call) -> dict[str, int]:
+    q, k = call.q, call.k
+    keys = reference.slots(k, call.page_table)
+    if call.window_left >= 0:
+        keys = min(keys, q.shape[2] + call.window_left)
     return {
         "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": keys,
-        "dim": max(q.shape[3], call["v"].shape[3]), "sparse": 1 if call["mask"] is call["q_documents"] is None else 8,
+        "dim": max(q.shape[3], call.v.shape[3]), "sparse": 1 if call.mask is call.q_documents is None else 8,
         "bytes": k.element_size(),
     }  # fmt: skip
 
@@ -501,44 +494,10 @@ def _reasons(call) -> list[str]:
 
 @register_kernel("attention", backend="triton_split", rank=30, rejects=_reasons)
 @optimize_kernel(space=SPLIT_SPACE)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    block_offsets: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_offsets_t: Tensor | None = None,
-    block_indices_t: Tensor | None = None,
-    page_table: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    block_q: int = 0,
-    block_k: int = 0,
-    deterministic: bool = False,
-    *,
-    config: SplitConfig,
-) -> tuple[Tensor, Tensor]:
+@attention_arguments
+def attention(call, *, config: SplitConfig) -> tuple[Tensor, Tensor]:
     """One pass over the keys in as many splits as fill the device, and a second one that combines them."""
+    q, k, v = call.q, call.k, call.v
     batch, heads, tokens, dim = q.shape
     kv_heads, page_size, dim_v = k.shape[1], k.shape[2], v.shape[3]
     out = reference.out_like(q, dim_v)
@@ -546,11 +505,11 @@ def attention(
     if lse.numel() == 0:
         return out, lse
     sinks, kv_lengths, page_table, q_documents, k_documents = (
-        reference.dense(x) for x in (sinks, kv_lengths, page_table, q_documents, k_documents)
+        reference.dense(x) for x in (call.sinks, call.kv_lengths, call.page_table, call.q_documents, call.k_documents)
     )
-    group, slots, right = heads // kv_heads, _slots(k, page_table), 0 if causal else window_right
+    group, slots, right = heads // kv_heads, reference.slots(k, page_table), 0 if call.causal else call.window_right
     tiles = cdiv(group * tokens, config.block_m)
-    seen = slots if window_left < 0 else min(slots, min(tokens, config.block_m // group + 1) + window_left)
+    seen = slots if call.window_left < 0 else min(slots, min(tokens, config.block_m // group + 1) + call.window_left)
     splits = splits_of(
         batch * kv_heads * tiles, cdiv(seen, config.block_n), max(1, arch_of(q.device).sms) * config.per_sm,
         8 * config.block_m * dim_v / (config.block_n * (dim + dim_v) * k.element_size()),
@@ -565,22 +524,24 @@ def attention(
     small = k.element_size() == 1 or v.element_size() == 1
     unit = next((n for n in ((16, 8) if small else (8,)) if all(stride % n == 0 for stride in strides)), 1)
     strides = tuple(stride // unit for stride in strides)
-    k_scale_strides, k_scales = _scale_strides(k_scale, page_table)
-    v_scale_strides, v_scales = _scale_strides(v_scale, page_table)
+    k_scale_strides, k_scales = _scale_strides(call.k_scale, page_table)
+    v_scale_strides, v_scales = _scale_strides(call.v_scale, page_table)
     chained = {"launch_pdl": True} if config.chained and splits > 1 else {}
     widened = config.widened and v.element_size() == 1 and q.element_size() == 2
     block_dv = next_power_of_2(max(16, dim_v))
     launch(
         _attention_split_kernel, (batch * kv_heads * tiles * splits,),
         q, *strides[:3], k, *strides[3:6], v, *strides[6:], part_out, *part_strides, part_lse, lse.numel(),
-        k_scale, k_scale_strides, v_scale, v_scale_strides, mask, _broadcast_strides(mask), q_documents, k_documents,
-        sinks if splits == 1 else None, kv_lengths, page_table, 0 if page_table is None else page_table.shape[1],
-        dim**-0.5 if scale is None else scale, softcap, slots, tokens, kv_heads, tiles, splits, window_left, right,
+        call.k_scale, k_scale_strides, call.v_scale, v_scale_strides, call.mask, _broadcast_strides(call.mask),
+        q_documents, k_documents, sinks if splits == 1 else None, kv_lengths,
+        page_table, 0 if page_table is None else page_table.shape[1],
+        dim**-0.5 if call.scale is None else call.scale, call.softcap, slots, tokens, kv_heads, tiles, splits,
+        call.window_left, right,
         GROUP=group, DIM=dim, DIM_V=dim_v, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=next_power_of_2(max(16, dim)), BLOCK_DV=block_dv, PAGE_SIZE=page_size,
-        LEFT=0 <= window_left < slots, RIGHT=0 <= right < tokens - 1, SOFTCAP=softcap > 0.0, UNIT=unit,
+        LEFT=0 <= call.window_left < slots, RIGHT=0 <= right < tokens - 1, SOFTCAP=call.softcap > 0.0, UNIT=unit,
         K_SCALES=k_scales, V_SCALES=v_scales, WIDENED=widened,
-        PEEL=config.peel and mask is None and q_documents is None, STAGES=config.num_stages, CHAINED=bool(chained),
+        PEEL=config.peel and call.mask is None and q_documents is None, STAGES=config.num_stages, CHAINED=bool(chained),
         num_warps=config.num_warps,
     )  # fmt: skip
     if splits > 1:

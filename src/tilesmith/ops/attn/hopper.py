@@ -1,6 +1,5 @@
 """Launcher of attention's forward on Hopper, what it refuses, and its configurations."""
 
-import inspect
 from typing import NamedTuple
 
 import torch
@@ -10,11 +9,11 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.engine.launch import cdiv
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.hopper_forward import attention_fwd_kernel
 from tilesmith.ops.attn.hopper_lists import list_tiles
 from tilesmith.ops.attn.hopper_packed import query_tiles
 from tilesmith.ops.attn.hopper_shared import (
-    LOG2E,
     all_keys,
     columns_of,
     counter,
@@ -23,13 +22,12 @@ from tilesmith.ops.attn.hopper_shared import (
     list_reasons,
     reasons_for_all,
     run_of,
+    score_factors,
     section,
     window_of,
     wrong_dims,
 )
 from tilesmith.ops.attn.hopper_window import attention_window_kernel
-
-_PARAMETERS = list(inspect.signature(reference.attention).parameters)
 
 
 def rejects(call) -> list[str]:
@@ -49,14 +47,14 @@ class HopperConfig(NamedTuple):
     q_stages: int = 1
 
 
-def _dims(*args) -> dict[str, int]:
-    q, k, v = args[:3]
-    causal, left, right = (args[_PARAMETERS.index(name)] for name in ("causal", "window_left", "window_right"))
-    keys, right, packed = k.shape[2], 0 if causal else right, args[_PARAMETERS.index("cu_seqlens_q")] is not None
+@attention_arguments
+def _dims(call) -> dict[str, int]:
+    q, keys, left, right = call.q, call.k.shape[2], call.window_left, 0 if call.causal else call.window_right
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": keys, "dim": q.shape[3],
-        "value_dim": v.shape[3], "causal": 8 if causal else 1,
-        "seen": min(keys, left + right + 1) if left >= 0 and right >= 0 else keys, "packed": 8 if packed else 1,
+        "value_dim": call.v.shape[3], "causal": 8 if call.causal else 1,
+        "seen": min(keys, left + right + 1) if left >= 0 and right >= 0 else keys,
+        "packed": 1 if call.cu_seqlens_q is None else 8,
     }  # fmt: skip
 
 
@@ -94,44 +92,10 @@ SPACE = Space(default=_default, dims=_dims, choices={"consumers": (2, 3, 4), "st
 
 @register_kernel("attention", backend="hopper", rank=25, rejects=rejects)
 @optimize_kernel(space=SPACE)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    block_offsets: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_offsets_t: Tensor | None = None,
-    block_indices_t: Tensor | None = None,
-    page_table: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    block_q: int = 0,
-    block_k: int = 0,
-    deterministic: bool = False,
-    *,
-    config: HopperConfig,
-) -> tuple[Tensor, Tensor]:
+@attention_arguments
+def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     """One program a multiprocessor, each with many tiles of queries."""
+    q, k, v = call.q, call.k, call.v
     batch, heads, tokens, dim = q.shape
     keys = k.shape[2]
     out = reference.out_like(q, v.shape[3])
@@ -139,21 +103,22 @@ def attention(
     if lse.numel() == 0:
         return out, lse
     if keys == 0:
-        lse.copy_(lse.new_full((), float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None])
+        lse.copy_(lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.to(lse.dtype)[:, None])
         return out.zero_(), lse
     arch = arch_of(q.device)
-    window = left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
-    if block_offsets is not None:
-        config = _within(config, block_k)
+    window = left, right, has_left, has_right = window_of(call, keys)
+    if call.block_offsets is not None:
+        config = _within(config, call.block_k)
     block_m = 64 * config.consumers
-    blocks, table, packed = cdiv(tokens, block_m), None, cu_seqlens_q is not None
+    blocks, table, packed = cdiv(tokens, block_m), None, call.cu_seqlens_q is not None
     if packed:
-        vectors = (reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths))
+        vectors = (reference.dense(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.kv_lengths))
         table, blocks = query_tiles(*vectors, tokens, keys, window, block_m)
-    has_lists, lists, indices, list_share, list_rows = block_offsets is not None, None, None, 1, 0
+    has_lists, lists, indices, list_share, list_rows = call.block_offsets is not None, None, None, 1, 0
     if has_lists:
-        indices, (batches, many, _) = block_indices.contiguous(), block_offsets.shape
-        lists = list_tiles(block_offsets, indices, tokens, keys, has_right, block_q, block_k, block_m, config.block_n)
+        indices, (batches, many, _) = call.block_indices.contiguous(), call.block_offsets.shape
+        sides = call.block_q, call.block_k, block_m, config.block_n
+        lists = list_tiles(call.block_offsets, indices, tokens, keys, has_right, *sides)
         list_share, list_rows = heads // many, blocks * many if batches > 1 else 0
     wide, value_wide = columns_of(q), columns_of(v)
     narrow = is_narrow(window, packed, max(wide, value_wide))
@@ -164,29 +129,27 @@ def attention(
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
     alike = not (has_left or has_right or packed or has_lists)
-    scale = dim**-0.5 if scale is None else scale
-    factors = scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E
     if narrow:
         launch(
             attention_window_kernel, (programs,),
-            *(descriptor(x, 64) for x in (q, k, v, out)), lse, reference.dense(sinks),
+            *(descriptor(x, 64) for x in (q, k, v, out)), lse, reference.dense(call.sinks),
             counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
-            section(k, heads, arch, alike), left, right, heads // k.shape[1], run, *factors,
+            section(k, heads, arch, alike), left, right, heads // k.shape[1], run, *score_factors(call),
             DYNAMIC=dynamic, D=wide, DV=value_wide, STAGES=max(config.stages, 4), Q_STAGES=config.q_stages,
-            SOFTCAP=softcap > 0.0, num_warps=4,
+            SOFTCAP=call.softcap > 0.0, num_warps=4,
         )  # fmt: skip
         return out, lse
     launch(
         attention_fwd_kernel,
         (programs,),
         descriptor(q, 64, packed), descriptor(k, config.block_n, packed), descriptor(v, config.block_n, packed),
-        descriptor(out, 64, packed), lse, reference.dense(sinks), counter(q.device) if dynamic else None,
+        descriptor(out, 64, packed), lse, reference.dense(call.sinks), counter(q.device) if dynamic else None,
         table, lists, indices,
         tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike), left, right, heads // k.shape[1],
-        list_share, list_rows, *factors,
+        list_share, list_rows, *score_factors(call),
         LEFT=has_left, RIGHT=has_right,
         WHOLE=alike and keys % config.block_n == 0, DYNAMIC=dynamic,
         BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,
-        Q_STAGES=config.q_stages, LIST_K=block_k if has_lists else 0, SOFTCAP=softcap > 0.0, num_warps=4,
+        Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0, SOFTCAP=call.softcap > 0.0, num_warps=4,
     )  # fmt: skip
     return out, lse

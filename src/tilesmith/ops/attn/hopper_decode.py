@@ -1,6 +1,5 @@
 """attention for few tiles of queries on Hopper: the launcher that splits their keys over programs."""
 
-import inspect
 from typing import NamedTuple
 
 import torch
@@ -10,13 +9,11 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.engine.launch import cdiv, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.decode import combine_splits, splits_of
-from tilesmith.ops.attn.hopper_shared import LOG2E, descriptor, no_lists, reasons_for_all, window_of, wrong_dims
+from tilesmith.ops.attn.hopper_shared import descriptor, no_lists, reasons_for_all, score_factors, window_of, wrong_dims
 from tilesmith.ops.attn.hopper_split import attention_shares_kernel
 from tilesmith.ops.gluon_shim import TensorDescriptor
-
-_PAGES = list(inspect.signature(reference.attention).parameters).index("page_table")
-
 
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -31,11 +28,12 @@ class SharesConfig(NamedTuple):
     splits: int = 0
 
 
-def _dims(*args) -> dict[str, int]:
-    q, k, v = args[:3]
+@attention_arguments
+def _dims(call) -> dict[str, int]:
+    q, k = call.q, call.k
     return {
         "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": k.shape[2],
-        "dim": q.shape[3], "value_dim": v.shape[3], "paged": 1 if args[_PAGES] is None else 8,
+        "dim": q.shape[3], "value_dim": call.v.shape[3], "paged": 1 if call.page_table is None else 8,
         "bytes": k.element_size(),
     }  # fmt: skip
 
@@ -106,59 +104,25 @@ def _small_reasons(call) -> list[str]:
 
 @register_kernel("attention", backend="hopper_split", rank=35, rejects=rejects)
 @optimize_kernel(space=SPACE)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    q_documents: Tensor | None = None,
-    k_documents: Tensor | None = None,
-    block_offsets: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_offsets_t: Tensor | None = None,
-    block_indices_t: Tensor | None = None,
-    page_table: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    block_q: int = 0,
-    block_k: int = 0,
-    deterministic: bool = False,
-    *,
-    config: SharesConfig,
-) -> tuple[Tensor, Tensor]:
+@attention_arguments
+def attention(call, *, config: SharesConfig) -> tuple[Tensor, Tensor]:
     """One pass over the keys in as many splits as fill the device, and a second one that combines them."""
+    q, k, v = call.q, call.k, call.v
     batch, heads, tokens, dim = q.shape
-    kv_heads, keys, dim_v = k.shape[1], k.shape[2] * (1 if page_table is None else page_table.shape[1]), v.shape[3]
+    kv_heads, keys, dim_v = k.shape[1], reference.slots(k, call.page_table), v.shape[3]
     out = reference.out_like(q, dim_v)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
     if keys == 0:
-        lse.copy_(lse.new_full((), float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None])
+        lse.copy_(lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.to(lse.dtype)[:, None])
         return out.zero_(), lse
-    sinks, kv_lengths, page_table = (reference.dense(x) for x in (sinks, kv_lengths, page_table))
+    sinks, kv_lengths, page_table = (reference.dense(x) for x in (call.sinks, call.kv_lengths, call.page_table))
     group = heads // kv_heads
     unit_heads = _unit_heads(group, tokens)
     unit_tokens = 64 // unit_heads
     tiles = cdiv(cdiv(tokens, unit_tokens) * (group // unit_heads), config.consumers)
-    left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
+    left, right, has_left, has_right = window_of(call, keys)
     has_right = has_right and right < tokens - 1  # one token sees the last key
     programs = max(1, arch_of(q.device).sms)
     tile_tokens = unit_tokens * cdiv(config.consumers, group // unit_heads)
@@ -178,19 +142,18 @@ def attention(
         piece = min(piece, page & -page)
     k_desc, k_between = _keys_of(k, piece, bounded, piece < config.block_n)
     v_desc, v_between = _keys_of(v, piece, bounded, piece < config.block_n)
-    scale = dim**-0.5 if scale is None else scale
     launch(
         attention_shares_kernel,
         (min(programs, batch * kv_heads * tiles * splits),),
         descriptor(q, unit_tokens, heads=unit_heads), k_desc, v_desc,
         descriptor(part_out.flatten(0, -4), unit_tokens, heads=unit_heads), part_lse, lse.numel(),
-        sinks if splits == 1 else None, kv_lengths, _factors(k_scale), _factors(v_scale),
+        sinks if splits == 1 else None, kv_lengths, _factors(call.k_scale), _factors(call.v_scale),
         page_table, 0 if page_table is None else page_table.shape[1],
         tokens, keys, batch * kv_heads, kv_heads, tiles, splits, k_between, v_between, left, right,
-        scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E,
+        *score_factors(call),
         GROUP=group, HEADS=unit_heads, LEFT=has_left, RIGHT=has_right, BN=config.block_n, PAGE=page, PIECE=piece,
         D=max(64, next_power_of_2(dim)), DV=max(64, next_power_of_2(dim_v)),
-        CONSUMERS=config.consumers, STAGES=config.stages, SOFTCAP=softcap > 0.0, CHAINED=splits > 1,
+        CONSUMERS=config.consumers, STAGES=config.stages, SOFTCAP=call.softcap > 0.0, CHAINED=splits > 1,
         num_warps=4,
     )  # fmt: skip
     if splits > 1:

@@ -9,7 +9,7 @@ from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.hopper_fp8_forward import UNITS, attention_fp8_fwd_kernel
-from tilesmith.ops.attn.hopper_shared import LOG2E, UNSERVED, counter, descriptor, no_lists, section
+from tilesmith.ops.attn.hopper_shared import UNSERVED, counter, descriptor, no_lists, score_factors, section
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
 _BLOCK = 128  # keys of a tile, which share a factor
@@ -68,7 +68,7 @@ def attention(call) -> tuple[Tensor, Tensor]:
     tiles = blocks * batch * heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
-    scale = dim**-0.5 if call.scale is None else call.scale
+    _, factor = score_factors(call)
     right = call.causal and tokens > 1
     q_scale, q_steps, q_blocks = _factors(call.q_scale, tokens)
     k_scale, k_steps, k_blocks = _factors(call.k_scale, keys)
@@ -78,7 +78,7 @@ def attention(call) -> tuple[Tensor, Tensor]:
         (programs,),
         _queries(q), _keys(k), _values(v), descriptor(out, 64), lse, q_scale, k_scale, v_scale, q_steps, k_steps,
         v_steps, counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
-        section(k, heads, arch, not right), 0, heads // k.shape[1], scale * LOG2E / UNITS.value,
+        section(k, heads, arch, not right), 0, heads // k.shape[1], factor / UNITS.value,
         RIGHT=right, WHOLE=not right and keys % _BLOCK == 0, DYNAMIC=dynamic, Q_BLOCKS=q_blocks,
         BLOCKS=k_blocks or v_blocks, BN=_BLOCK, D=_columns(q), DV=_columns(v), STAGES=_STAGES,
         num_warps=4,

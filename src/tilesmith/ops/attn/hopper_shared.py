@@ -87,10 +87,16 @@ UNSERVED = {
 }
 
 
-def window_of(tokens: int, keys: int, causal: bool, left: int, right: int) -> tuple[int, int, bool, bool]:
-    """The window with causal in it, and which of its edges hide anything."""
-    right = 0 if causal else right
-    return left, right, 0 <= left < keys - 1, 0 <= right < max(tokens - 1, 1)
+def window_of(call, keys: int) -> tuple[int, int, bool, bool]:
+    """The window of a call, with causal in it, and which of its edges hide any of so many keys."""
+    left, right = call.window_left, 0 if call.causal else call.window_right
+    return left, right, 0 <= left < keys - 1, 0 <= right < max(call.q.shape[2] - 1, 1)
+
+
+def score_factors(call) -> tuple[float, float]:
+    """By what products of queries and keys are multiplied before the softcap's tanh (0: there is none), and then."""
+    scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
+    return (scale / call.softcap, call.softcap * LOG2E) if call.softcap > 0.0 else (0.0, scale * LOG2E)
 
 
 def is_narrow(window: tuple[int, int, bool, bool], packed: bool, columns: int) -> bool:

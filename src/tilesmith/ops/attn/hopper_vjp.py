@@ -1,7 +1,5 @@
 """Launcher of attention's backward on Hopper, what it refuses, and its configurations."""
 
-import inspect
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +9,7 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.engine.launch import cdiv
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.arguments import attention_vjp_arguments
 from tilesmith.ops.attn.hopper_backward import (
     attention_dkv_kernel,
     attention_dq_kernel,
@@ -22,7 +21,6 @@ from tilesmith.ops.attn.hopper_backward_wide import attention_dkv_wide_kernel
 from tilesmith.ops.attn.hopper_lists import list_key_tiles
 from tilesmith.ops.attn.hopper_packed import key_tiles, query_tiles
 from tilesmith.ops.attn.hopper_shared import (
-    LOG2E,
     all_keys,
     columns_of,
     counter,
@@ -30,15 +28,14 @@ from tilesmith.ops.attn.hopper_shared import (
     is_narrow,
     list_reasons,
     reasons_for_all,
+    score_factors,
     section,
     window_of,
 )
 from tilesmith.ops.attn.hopper_window_vjp import window_gradients
-from tilesmith.ops.attn.lists import transposed
+from tilesmith.ops.attn.lists import by_keys
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
-_VJP = list(inspect.signature(reference.attention_vjp).parameters)
-_PACKED = _VJP.index("cu_seqlens_q")
 _PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -76,15 +73,16 @@ def _is_narrow(q: Tensor, k: Tensor, window: tuple[int, int, bool, bool], packed
     return alike and is_narrow(window, packed, columns_of(q))
 
 
-def _dims_vjp(*args) -> dict[str, int]:
-    q, k, v, causal, left, right, softcap = (
-        args[_VJP.index(name)] for name in ("q", "k", "v", "causal", "window_left", "window_right", "softcap")
-    )
-    narrow = _is_narrow(q, k, window_of(q.shape[2], k.shape[2], causal, left, right), args[_PACKED] is not None)
+@attention_vjp_arguments
+def _dims_vjp(call) -> dict[str, int]:
+    q, k = call.q, call.k
+    window = window_of(call, k.shape[2])
+    narrow = _is_narrow(q, k, window, call.cu_seqlens_q is not None)
+    whole = call.window_left < 0 and (call.causal or call.window_right < 0)
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
-        "value_dim": v.shape[3],
-        "plain": 8 if left < 0 and (causal or right < 0) and softcap == 0.0 else 1, "narrow": 8 if narrow else 1,
+        "value_dim": call.v.shape[3],
+        "plain": 8 if whole and call.softcap == 0.0 else 1, "narrow": 8 if narrow else 1,
     }  # fmt: skip
 
 
@@ -106,71 +104,32 @@ SPACE_VJP = Space(
 
 @register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp)
 @optimize_kernel(space=SPACE_VJP)
-def attention_vjp(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    alibi: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    kv_lengths: Tensor | None,
-    prefix_lengths: Tensor | None,
-    q_documents: Tensor | None,
-    k_documents: Tensor | None,
-    block_offsets: Tensor | None,
-    block_indices: Tensor | None,
-    block_offsets_t: Tensor | None,
-    block_indices_t: Tensor | None,
-    page_table: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    block_q: int,
-    block_k: int,
-    deterministic: bool,
-    output_mask: Sequence[bool],
-    *,
-    config: HopperVjpConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@attention_vjp_arguments
+def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the rows; up to head dim 128 a kernel for dk, dv and what dq is the sum of, and one that puts dq in
     order; above, one for dk and dv and one for dq; one for all where the window is narrow."""
+    dout, q, k, v, out, lse = call.dout, call.q, call.k, call.v, call.out, call.lse
     batch, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
-    wants_sinks = output_mask[4] and sinks is not None
+    wants_sinks = call.output_mask[4] and call.sinks is not None
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format) if wants_sinks else q.new_empty(0)
-    found = [x if wanted else q.new_empty(0) for x, wanted in zip((dq, dk, dv), output_mask)]
+    dsinks = torch.empty_like(call.sinks, memory_format=torch.contiguous_format) if wants_sinks else q.new_empty(0)
+    found = [x if wanted else q.new_empty(0) for x, wanted in zip((dq, dk, dv), call.output_mask)]
     found += [q.new_empty(0), dsinks]
     if q.numel() == 0 or k.numel() == 0:
         found = [x.zero_() for x in found]
-        if wants_sinks and dlse is not None:
-            dsinks += dlse.sum((0, 2))
+        if wants_sinks and call.dlse is not None:
+            dsinks += call.dlse.sum((0, 2))
         return tuple(found)
     if dout is None:
         dout = torch.zeros_like(out)
     elif dout.stride(3) != 1:
         dout = dout.contiguous()
     arch = arch_of(q.device)
-    window = left, right, has_left, has_right = window_of(tokens, keys, causal, window_left, window_right)
-    packed, blocks, table = cu_seqlens_q is not None, None, None
+    window = left, right, has_left, has_right = window_of(call, keys)
+    packed, blocks, table = call.cu_seqlens_q is not None, None, None
     # queries that see nothing and keys that nobody sees may hold NaN: no tile touches them
-    has_lists, lists, indices, list_share, list_rows = block_offsets is not None, None, None, 1, 0
+    has_lists, lists, indices, list_share, list_rows = call.block_offsets is not None, None, None, 1, 0
     q_begin = max(0, tokens - keys - right) if has_right and not packed and not has_lists else 0
     k_begin = max(0, keys - tokens - left) if has_left and not packed else 0
     if q_begin:
@@ -182,13 +141,13 @@ def attention_vjp(
     block_m, block_n = config.block_q, 128 if wide <= 128 else 64
     q_blocks, k_blocks = cdiv(tokens - q_begin, block_m), cdiv(keys - k_begin, block_n)
     if packed:
-        documents = [reference.dense(x) for x in (cu_seqlens_q, cu_seqlens_k, kv_lengths)]
+        documents = [reference.dense(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.kv_lengths)]
         blocks, table, q_blocks, k_blocks = key_tiles(*documents, tokens, keys, window, block_m, block_n)
     if has_lists:
-        if block_offsets_t is None:
-            block_offsets_t, block_indices_t = transposed(block_offsets, block_indices, cdiv(keys, block_k))
-        indices, (batches, many, _) = block_indices_t.contiguous(), block_offsets_t.shape
-        lists = list_key_tiles(block_offsets_t, indices, tokens, keys, has_right, block_q, block_k, block_m, block_n)
+        offsets, indices = by_keys(call)
+        indices, (batches, many, _) = indices.contiguous(), offsets.shape
+        sides = call.block_q, call.block_k
+        lists = list_key_tiles(offsets, indices, tokens, keys, has_right, *sides, block_m, block_n)
         list_share, list_rows = heads // many, k_blocks * many if batches > 1 else 0
     rows = lse.new_empty(2, batch * heads, q_blocks * block_m)
     parts = turns = token_delta = None
@@ -197,8 +156,8 @@ def attention_vjp(
     elif not narrow:
         parts = lse.new_empty(batch * heads * q_blocks * block_m * wide // 256, 256)
         turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device)
-    scale = dim**-0.5 if scale is None else scale
-    factors = scale / softcap if softcap > 0.0 else 0.0, (softcap if softcap > 0.0 else scale) * LOG2E, scale
+    scale = dim**-0.5 if call.scale is None else call.scale
+    factors = *score_factors(call), scale
     tiles = k_blocks * batch * kv_heads
     programs = min(arch.sms, tiles)
     dynamic = programs < tiles
@@ -209,17 +168,18 @@ def attention_vjp(
     order = counter(q.device) if dynamic else None, table
     sizes = (
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads,
-        section_vjp(q, kv_heads, k_blocks, arch, packed, deterministic and wide <= 128), left, right,
+        section_vjp(q, kv_heads, k_blocks, arch, packed, call.deterministic and wide <= 128), left, right,
     )  # fmt: skip
     kinds = {
         "GROUP": heads // kv_heads, "LEFT": has_left, "RIGHT": has_right,
-        "TAIL": packed or (keys - k_begin) % block_n != 0, "DYNAMIC": dynamic, "D": wide, "SOFTCAP": softcap > 0.0,
+        "TAIL": packed or (keys - k_begin) % block_n != 0, "DYNAMIC": dynamic, "D": wide, "SOFTCAP": call.softcap > 0.0,
         "num_warps": 4,
     }  # fmt: skip
     launch(
         attention_rows_kernel, (batch * heads * q_blocks,),
-        out, dout, lse, dlse, rows[0], rows[1], token_delta, turns, blocks,
-        out.stride(), dout.stride(), None if dlse is None else dlse.stride(), heads, tokens, q_begin, q_blocks,
+        out, dout, lse, call.dlse, rows[0], rows[1], token_delta, turns, blocks,
+        out.stride(), dout.stride(), None if call.dlse is None else call.dlse.stride(),
+        heads, tokens, q_begin, q_blocks,
         ROWS=block_m, DIM=dim, D=wide, num_warps=4 if wide <= 128 else 8,
     )  # fmt: skip
     if narrow:
@@ -234,10 +194,10 @@ def attention_vjp(
             attention_dkv_kernel, (programs,), *inputs,
             TensorDescriptor(parts, list(parts.shape), [256, 1], [block_m * wide // 512, 256], _PARTS),
             descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *order,
-            lists, indices, *sizes, list_share, list_rows, *factors, LIST_Q=block_q if has_lists else 0,
-            ORDERED=deterministic, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
+            lists, indices, *sizes, list_share, list_rows, *factors, LIST_Q=call.block_q if has_lists else 0,
+            ORDERED=call.deterministic, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
         )  # fmt: skip
-    if output_mask[0] and wide > 128:
+    if call.output_mask[0] and wide > 128:
         blocks = cdiv(tokens, 128)
         if packed:
             table, blocks = query_tiles(*documents, tokens, keys, window, 128)
@@ -248,13 +208,13 @@ def attention_vjp(
             attention_dq_wide_kernel, (programs,), *inputs, descriptor(dq, 64, packed), lse, token_delta,
             counter(q.device) if dynamic else None, table, tokens, keys, heads, blocks, batch * heads,
             section(k, heads, arch, alike=False), left, right, heads // kv_heads, *factors,
-            LEFT=has_left, RIGHT=has_right, DYNAMIC=dynamic, D=wide, SOFTCAP=softcap > 0.0, num_warps=4,
+            LEFT=has_left, RIGHT=has_right, DYNAMIC=dynamic, D=wide, SOFTCAP=call.softcap > 0.0, num_warps=4,
         )  # fmt: skip
-    elif output_mask[0] and not narrow:
+    elif call.output_mask[0] and not narrow:
         launch(
             attention_dq_kernel, (batch * heads * q_blocks,),
             parts, dq, turns, blocks, dq.stride(), heads, tokens, q_begin, q_blocks, scale, ROWS=block_m, DIM=dim,
-            D=wide, EARLY=deterministic and not (packed or has_left), num_warps=4, launch_pdl=True,
+            D=wide, EARLY=call.deterministic and not (packed or has_left), num_warps=4, launch_pdl=True,
         )  # fmt: skip
     if wants_sinks:
         launch(
@@ -262,15 +222,15 @@ def attention_vjp(
             (heads,),
             rows[0],
             rows[1],
-            reference.dense(sinks),
+            reference.dense(call.sinks),
             dsinks,
             batch,
             heads,
             q_blocks * block_m,
             BLOCK=1024,
         )
-        if q_begin and dlse is not None:  # of queries that see no key, lse is the sink
-            dsinks += dlse[:, :, :q_begin].sum((0, 2))
+        if q_begin and call.dlse is not None:  # of queries that see no key, lse is the sink
+            dsinks += call.dlse[:, :, :q_begin].sum((0, 2))
     return tuple(found)
 
 

@@ -274,6 +274,11 @@ def _shape(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, int, i
     return batch, heads, tokens, key_count(batch, k, page_table)
 
 
+def slots(k: Tensor, page_table: Tensor | None) -> int:
+    """How many keys a batch row of k, or of its pages, has room for."""
+    return k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
+
+
 def key_count(batch: int, k: Tensor, page_table: Tensor | None) -> int:
     """S: the keys of a batch row, or of all packed documents."""
     if page_table is None:
