@@ -1,82 +1,31 @@
 """linear_distillation in plain PyTorch, block by block, on any device."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tilesmith.engine import register_kernel
 from tilesmith.ops.distill import chunks
+from tilesmith.ops.distill.arguments import linear_distillation_arguments, linear_distillation_vjp_arguments
 from tilesmith.ops.distill.chunks import Distance, DistanceSteps
-from tilesmith.ops.distill.reference import gradients_now, logit_grads, token_parts
+from tilesmith.ops.distill.reference import logit_grads, token_parts
 from tilesmith.ops.loss.chunked import ACCELERATOR_BLOCK, CPU_BLOCK, STEPS
 from tilesmith.ops.loss.reduction import check_labels
 
 
 @register_kernel("linear_distillation", backend="chunked", rank=10)
-def linear_distillation(
-    x: Tensor,
-    weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor | None = None,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    divergence: str = "jsd",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    soft_weight: float = 1.0,
-    hard_weight: float = 0.0,
-    ignore_index: int = -100,
-    teacher_probs: bool = False,
-    chunk_tokens: int = 0,
-    accumulate_fp32: bool = False,
-    grad_mask: Sequence[bool] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@linear_distillation_arguments
+def linear_distillation(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chunks of tokens, of which a block at a time is widened."""
-    if target is not None:
-        check_labels(target, weight.shape[0], ignore_index)
-    rest = (temperature, soft_weight, hard_weight, ignore_index, teacher_probs)
-    distance = Distance.of(divergence, beta, *rest)
-    return chunks.linear_distillation(
-        DISTANCE_STEPS, x, weight, teacher, teacher_weight, target, bias, teacher_bias, distance,
-        chunk_tokens, accumulate_fp32, gradients_now(grad_mask),
-    )  # fmt: skip
+    if call.target is not None:
+        check_labels(call.target, call.weight.shape[0], call.ignore_index)
+    return chunks.linear_distillation(DISTANCE_STEPS, call)
 
 
 @register_kernel("linear_distillation_vjp", backend="chunked", rank=10)
-def linear_distillation_vjp(
-    dloss: Tensor | None,
-    dparts: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    target: Tensor | None,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    x_grad: Tensor,
-    weight_grad: Tensor,
-    bias_grad: Tensor,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    soft_weight: float,
-    hard_weight: float,
-    ignore_index: int,
-    teacher_probs: bool,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    output_mask: Sequence[bool],
-    overwrite: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+@linear_distillation_vjp_arguments
+def linear_distillation_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, or the same walk with the logits computed again."""
-    rest = (temperature, soft_weight, hard_weight, ignore_index, teacher_probs)
-    distance = Distance.of(divergence, beta, *rest)
-    return chunks.linear_distillation_vjp(
-        DISTANCE_STEPS, dloss, dparts, x, weight, teacher, teacher_weight, target, bias, teacher_bias,
-        (x_grad, weight_grad, bias_grad), distance, chunk_tokens, accumulate_fp32, output_mask, overwrite,
-    )  # fmt: skip
+    return chunks.linear_distillation_vjp(DISTANCE_STEPS, call)
 
 
 def _step(

@@ -1,13 +1,13 @@
 """linear_distillation by chunks of tokens: products, accumulation, memory. What is done to logits is a backend's."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilesmith.ops.distill.reference import part_grads
-from tilesmith.ops.loss.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, FEWEST_TOKENS, Chunks
+from tilesmith.ops.distill.reference import gradients_now, part_grads
+from tilesmith.ops.loss.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, FEWEST_TOKENS, Chunks, gradient_dtypes, scaled
 from tilesmith.ops.loss.reference import already_computed, saved_dtype
 from tilesmith.ops.rows import row_values
 
@@ -36,11 +36,13 @@ class Distance(NamedTuple):
     probs: bool
 
     @staticmethod
-    def of(divergence: str, beta: float, *rest: float) -> "Distance":
-        """With the ends of "jsd" as the divergences that they are."""
-        if divergence == "jsd" and beta in (0, 1):
-            divergence = "reverse_kl" if beta else "kl"
-        return Distance(divergence, beta, *rest)
+    def of(call) -> "Distance":
+        """That of a call, with the ends of "jsd" as the divergences that they are."""
+        kind = call.divergence
+        if kind == "jsd" and call.beta in (0, 1):
+            kind = "reverse_kl" if call.beta else "kl"
+        weights = call.soft_weight, call.hard_weight
+        return Distance(kind, call.beta, call.temperature, *weights, call.ignore_index, call.teacher_probs)
 
 
 class DistanceSteps(NamedTuple):
@@ -56,94 +58,45 @@ class DistanceSteps(NamedTuple):
     scale: Callable[[Tensor, Tensor, torch.dtype, bool], Tensor]
 
 
-def linear_distillation(
-    steps: DistanceSteps,
-    x: Tensor,
-    weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    target: Tensor | None,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    distance: Distance,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mask: tuple[bool, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_distillation(steps: DistanceSteps, call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The forward op's outputs."""
-    acc = torch.promote_types(x.dtype, torch.float32)
-    chunks = _chunks(x, weight, bias, mask, saved_dtype(weight), acc, chunk_tokens, accumulate_fp32)
-    losses = _walk(steps, chunks, teacher, teacher_weight, teacher_bias, target, distance, None, any(mask))
+    mask, distance = gradients_now(call.grad_mask), Distance.of(call)
+    chunks = _chunks(call, mask, saved_dtype(call.weight))
+    losses = _walk(steps, chunks, call, distance, None, any(mask))
     parts = losses.sum(1)
     return distance.soft * parts[0] + distance.hard * parts[1], parts, *chunks.gradients()
 
 
-def linear_distillation_vjp(
-    steps: DistanceSteps,
-    dloss: Tensor | None,
-    dparts: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    target: Tensor | None,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    saved: Sequence[Tensor],
-    distance: Distance,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    output_mask: Sequence[bool],
-    overwrite: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_distillation_vjp(steps: DistanceSteps, call) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, or new ones from the logits computed again."""
-    dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    if dparts is None and already_computed(x, weight, bias, saved, output_mask):
-        dx, dweight, dbias = (
-            steps.scale(grad, dloss, dtype, overwrite) if wanted else grad.new_empty(0, dtype=dtype)
-            for grad, dtype, wanted in zip(saved, dtypes, output_mask)
-        )
-        return dx, dweight, dbias
-    acc = torch.promote_types(x.dtype, torch.float32)
-    chunks = _chunks(x, weight, bias, tuple(output_mask), weight.dtype, acc, chunk_tokens, accumulate_fp32)
-    upstream = part_grads(dloss, dparts, distance.soft, distance.hard).contiguous()
-    _walk(steps, chunks, teacher, teacher_weight, teacher_bias, target, distance, upstream, True)
+    x, weight, bias, distance = call.x, call.weight, call.bias, Distance.of(call)
+    saved = call.x_grad, call.weight_grad, call.bias_grad
+    if call.dparts is None and already_computed(x, weight, bias, saved, call.output_mask):
+        return scaled(steps.scale, call, saved)
+    chunks = _chunks(call, tuple(call.output_mask), weight.dtype)
+    upstream = part_grads(call.dloss, call.dparts, distance.soft, distance.hard).contiguous()
+    _walk(steps, chunks, call, distance, upstream, True)
     dx, dweight, dbias = chunks.gradients()
-    return dx, dweight, dbias.to(dtypes[2])
+    return dx, dweight, dbias.to(gradient_dtypes(x, weight, bias)[2])
 
 
-def _chunks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mask: tuple[bool, ...],
-    weight_dtype: torch.dtype,
-    acc: torch.dtype,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-) -> Chunks:
-    if not chunk_tokens:
+def _chunks(call, mask: tuple[bool, ...], weight_dtype: torch.dtype) -> Chunks:
+    x, weight, size = call.x, call.weight, call.chunk_tokens
+    if not size:
         tokens, on_cpu = x.numel() // x.shape[-1], x.device.type == "cpu"
-        chunk_tokens = tokens_per_chunk(tokens, weight.shape[0], x.shape[-1], x.element_size(), on_cpu)
-    return Chunks(x, weight, bias, mask, weight_dtype, acc, chunk_tokens, accumulate_fp32)
+        size = tokens_per_chunk(tokens, weight.shape[0], x.shape[-1], x.element_size(), on_cpu)
+    acc = torch.promote_types(x.dtype, torch.float32)
+    return Chunks(x, weight, call.bias, mask, weight_dtype, acc, size, call.accumulate_fp32)
 
 
 def _walk(
-    steps: DistanceSteps,
-    chunks: Chunks,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    teacher_bias: Tensor | None,
-    target: Tensor | None,
-    distance: Distance,
-    upstream: Tensor | None,
-    grad: bool,
+    steps: DistanceSteps, chunks: Chunks, call, distance: Distance, upstream: Tensor | None, grad: bool
 ) -> Tensor:
     """Soft and hard losses [2, M] of all tokens; with `grad` the gradients grow in `chunks`."""
     tokens = chunks.x.shape[0]
     losses = chunks.x.new_empty((2, tokens), dtype=torch.promote_types(chunks.x.dtype, torch.float32))
-    labels = None if target is None else row_values(target)
-    for part, teacher_logits in zip(chunks, _teacher_logits(chunks, teacher, teacher_weight, teacher_bias)):
+    labels = None if call.target is None else row_values(call.target)
+    for part, teacher_logits in zip(chunks, _teacher_logits(chunks, call)):
         logits = chunks.logits(part)
         part_labels = None if labels is None else labels[part]
         steps.step(logits, teacher_logits, part_labels, losses[:, part], distance, upstream, grad)
@@ -152,11 +105,11 @@ def _walk(
     return losses
 
 
-def _teacher_logits(chunks: Chunks, teacher: Tensor, weight: Tensor | None, bias: Tensor | None) -> Iterator[Tensor]:
+def _teacher_logits(chunks: Chunks, call) -> Iterator[Tensor]:
     """The teacher's logits of each chunk: rows of those given, or products in one buffer."""
-    rows = teacher.reshape(-1, teacher.shape[-1])
+    weight, bias, rows = call.teacher_weight, call.teacher_bias, call.teacher.reshape(-1, call.teacher.shape[-1])
     if weight is None:
-        yield from (rows[part] if teacher.stride(-1) == 1 else rows[part].contiguous() for part in chunks)
+        yield from (rows[part] if call.teacher.stride(-1) == 1 else rows[part].contiguous() for part in chunks)
         return
     weight = weight.to(rows.dtype)
     buffer = rows.new_empty(chunks.size, weight.shape[0])

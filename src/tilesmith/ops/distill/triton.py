@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.distill import chunks
+from tilesmith.ops.distill.arguments import linear_distillation_arguments, linear_distillation_vjp_arguments
 from tilesmith.ops.distill.chunks import Distance, DistanceSteps
-from tilesmith.ops.distill.reference import divisor_of, gradients_now
+from tilesmith.ops.distill.reference import divisor_of
 from tilesmith.ops.rows import row_values, rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -658,69 +659,15 @@ def tvd_vjp(
 
 @register_kernel("linear_distillation", backend="triton", rank=20, rejects=_linear_reasons)
 @optimize_kernel(space=LINEAR_SPACE)
-def linear_distillation(
-    x: Tensor,
-    weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor | None = None,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    divergence: str = "jsd",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    soft_weight: float = 1.0,
-    hard_weight: float = 0.0,
-    ignore_index: int = -100,
-    teacher_probs: bool = False,
-    chunk_tokens: int = 0,
-    accumulate_fp32: bool = False,
-    grad_mask: Sequence[bool] | None = None,
-    *,
-    config: DistanceConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@linear_distillation_arguments
+def linear_distillation(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """For each chunk two products, one launch over both logits, and the products of the gradients."""
-    rest = (temperature, soft_weight, hard_weight, ignore_index, teacher_probs)
-    distance = Distance.of(divergence, beta, *rest)
-    return chunks.linear_distillation(
-        _steps(config), x, weight, teacher, teacher_weight, target, bias, teacher_bias, distance,
-        chunk_tokens, accumulate_fp32, gradients_now(grad_mask),
-    )  # fmt: skip
+    return chunks.linear_distillation(_steps(config), call)
 
 
 @register_kernel("linear_distillation_vjp", backend="triton", rank=20, rejects=_linear_reasons)
 @optimize_kernel(space=LINEAR_VJP_SPACE)
-def linear_distillation_vjp(
-    dloss: Tensor | None,
-    dparts: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    target: Tensor | None,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    x_grad: Tensor,
-    weight_grad: Tensor,
-    bias_grad: Tensor,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    soft_weight: float,
-    hard_weight: float,
-    ignore_index: int,
-    teacher_probs: bool,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    output_mask: Sequence[bool],
-    overwrite: bool = False,
-    *,
-    config: DistanceConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@linear_distillation_vjp_arguments
+def linear_distillation_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, or the chunks again."""
-    rest = (temperature, soft_weight, hard_weight, ignore_index, teacher_probs)
-    distance = Distance.of(divergence, beta, *rest)
-    return chunks.linear_distillation_vjp(
-        _steps(config), dloss, dparts, x, weight, teacher, teacher_weight, target, bias, teacher_bias,
-        (x_grad, weight_grad, bias_grad), distance, chunk_tokens, accumulate_fp32, output_mask, overwrite,
-    )  # fmt: skip
+    return chunks.linear_distillation_vjp(_steps(config), call)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilesmith.engine import register_kernel
 from tilesmith.ops.loss import chunks
+from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments, linear_cross_entropy_vjp_arguments
 from tilesmith.ops.loss.reduction import (
     check_labels,
     divisors_of,
@@ -74,64 +75,18 @@ def cross_entropy_vjp(
 
 
 @register_kernel("linear_cross_entropy", backend="chunked", rank=10)
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-    chunk_tokens: int = 0,
-    accumulate_fp32: bool = True,
-    mode: str = "",
-    grad_mask: Sequence[bool] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@linear_cross_entropy_arguments
+def linear_cross_entropy(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chunks of tokens, swept in place by PyTorch's own element-wise ops."""
-    check_labels(target, weight.shape[0], ignore_index)
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    return chunks.linear_cross_entropy(
-        STEPS, x, weight, target, bias, class_weight, terms, reduction, chunk_tokens, accumulate_fp32, mode, grad_mask
-    )
+    check_labels(call.target, call.weight.shape[0], call.ignore_index)
+    return chunks.linear_cross_entropy(STEPS, call)
 
 
 @register_kernel("linear_cross_entropy_vjp", backend="chunked", rank=10)
-def linear_cross_entropy_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    lse: Tensor,
-    divisors: Tensor,
-    x_grad: Tensor,
-    weight_grad: Tensor,
-    bias_grad: Tensor,
-    logit_grad: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
-    output_mask: Sequence[bool],
-    overwrite: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+@linear_cross_entropy_vjp_arguments
+def linear_cross_entropy_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, products of the logits', or a walk with the logits computed again."""
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    return chunks.linear_cross_entropy_vjp(
-        STEPS, dloss, x, weight, target, bias, class_weight, lse, divisors,
-        (x_grad, weight_grad, bias_grad, logit_grad),
-        terms, reduction, chunk_tokens, accumulate_fp32, mode, output_mask, overwrite,
-    )  # fmt: skip
+    return chunks.linear_cross_entropy_vjp(STEPS, call)
 
 
 def _forward(

@@ -1,6 +1,7 @@
 """linear_cross_entropy by chunks: products, accumulation, memory. What is done to logits is a backend's."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -93,25 +94,14 @@ def classes_per_block(tokens: int, classes: int, chunk_tokens: int) -> int:
     return -(-even // unit) * unit
 
 
-def linear_cross_entropy(
-    steps: LogitSteps,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    terms: Terms,
-    reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
-    grad_mask: Sequence[bool] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The forward op's outputs."""
+    x, weight, bias, target, reduction, mode = call.x, call.weight, call.bias, call.target, call.reduction, call.mode
+    class_weight, grad_mask, terms = _dense(call.class_weight), call.grad_mask, _terms(call)
     acc, labels, classes = torch.promote_types(x.dtype, torch.float32), row_values(target), weight.shape[0]
     mask = gradients_now(grad_mask, reduction, mode)
     keeps = keeps_logit_grad(grad_mask, reduction, mode)
-    size = chunk_tokens
+    size = call.chunk_tokens
     if keeps:
         size = labels.numel()
     elif not size and mode == "recompute":
@@ -121,7 +111,8 @@ def linear_cross_entropy(
             summed, other = (x, weight) if x.numel() <= weight.numel() else (weight, x)
             room += summed.numel() * acc.itemsize + other.numel() * other.element_size()
         size = tokens_per_chunk(labels.numel(), classes, x.element_size(), room)
-    chunks = Chunks(x, weight, bias, mask, summed_dtype(weight, accumulate_fp32), acc, size, accumulate_fp32)
+    sums = summed_dtype(weight, call.accumulate_fp32)
+    chunks = Chunks(x, weight, bias, mask, sums, acc, size, call.accumulate_fp32)
     losses = x.new_empty(labels.shape, dtype=acc)
     lse = torch.empty_like(losses)
     divisors = steps.divide(labels, class_weight, terms, classes, acc, reduction)
@@ -139,7 +130,22 @@ def linear_cross_entropy(
     return loss, lse.view(target.shape), divisors, *chunks.gradients(), logit_grad
 
 
-def linear_cross_entropy_vjp(
+def linear_cross_entropy_vjp(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward op's outputs: from the logits' gradient, or the saved gradients times the loss's, or from the logits
+    computed again."""
+    x, weight, bias, wanted = call.x, call.weight, call.bias, call.output_mask
+    if call.logit_grad.shape == (*call.target.shape, weight.shape[0]):
+        return _from_logit_grad(steps, call.dloss, x, weight, call.logit_grad, gradient_dtypes(x, weight, bias), wanted)
+    saved = call.x_grad, call.weight_grad, call.bias_grad
+    if already_computed(x, weight, bias, saved, wanted):
+        return scaled(partial(steps.scale, divisors=call.divisors), call, saved)
+    return recomputed(
+        steps, call.dloss, x, weight, call.target, bias, _dense(call.class_weight), call.lse, call.divisors,
+        _terms(call), call.reduction, call.chunk_tokens, call.accumulate_fp32, call.mode, wanted,
+    )  # fmt: skip
+
+
+def recomputed(
     steps: LogitSteps,
     dloss: Tensor,
     x: Tensor,
@@ -149,27 +155,15 @@ def linear_cross_entropy_vjp(
     class_weight: Tensor | None,
     lse: Tensor,
     divisors: Tensor,
-    saved: Sequence[Tensor],
     terms: Terms,
     reduction: str,
     chunk_tokens: int,
     accumulate_fp32: bool,
     mode: str,
     output_mask: Sequence[bool],
-    overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward op's outputs: from the logits' gradient, or the saved gradients times the loss's, or from the logits
-    computed again. saved: x_grad, weight_grad, bias_grad, logit_grad."""
-    dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    *saved, logit_grad = saved
-    if logit_grad.shape == (*target.shape, weight.shape[0]):
-        return _from_logit_grad(steps, dloss, x, weight, logit_grad, dtypes, output_mask)
-    if already_computed(x, weight, bias, saved, output_mask):
-        dx, dweight, dbias = (
-            steps.scale(grad, dloss, divisors, dtype, overwrite) if wanted else grad.new_empty(0, dtype=dtype)
-            for grad, dtype, wanted in zip(saved, dtypes, output_mask)
-        )
-        return dx, dweight, dbias
+    """The gradients from the logits computed again."""
+    dtypes = gradient_dtypes(x, weight, bias)
     labels, lse = row_values(target), lse.reshape(-1)
     dloss = dloss.reshape(-1) if reduction == "none" else dloss.expand(labels.shape)
     room = budget(x.device, mode == "recompute")
@@ -190,6 +184,28 @@ def linear_cross_entropy_vjp(
         del logits
     dx, dweight, dbias = chunks.gradients()
     return dx, dweight, dbias.to(dtypes[2])
+
+
+def gradient_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, ...]:
+    """Those of dx, dweight and dbias."""
+    return x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+
+
+def scaled(scale: Callable[..., Tensor], call, saved: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients saved along with a loss times the loss's own, of those that a call wants."""
+    dtypes = gradient_dtypes(call.x, call.weight, call.bias)
+    return tuple(
+        scale(grad, call.dloss, dtype=dtype, over=call.overwrite) if wanted else grad.new_empty(0, dtype=dtype)
+        for grad, dtype, wanted in zip(saved, dtypes, call.output_mask)
+    )
+
+
+def _terms(call) -> Terms:
+    return Terms(call.ignore_index, call.label_smoothing, call.z_loss, call.scale, call.softcap)
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _from_logit_grad(

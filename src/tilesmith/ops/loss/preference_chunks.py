@@ -7,12 +7,14 @@ sweep over the logits than cross-entropy's, against 6 · K operations an element
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tilesmith.ops.loss.chunks import Chunks, LogitSteps, linear_cross_entropy_vjp
+from tilesmith.ops.loss.chunks import Chunks, LogitSteps, recomputed, scaled
 from tilesmith.ops.loss.formulas import FORMULAS
+from tilesmith.ops.loss.preference_reference import gradients_now, token_grads
 from tilesmith.ops.loss.reference import Terms, already_computed, saved_dtype
 from tilesmith.ops.rows import row_values
 
@@ -28,25 +30,14 @@ def sequences_per_chunk(units: int, tokens: int, classes: int, hidden: int) -> i
     return max(1, -(-units // max(1, -(-units // most))))
 
 
-def linear_preference(
-    steps: LogitSteps,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    sequences: Tensor,
-    formula: str,
-    options: Sequence[float],
-    bias: Tensor | None,
-    tokens: Tensor | None,
-    terms: Terms,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mask: tuple[bool, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The forward op's outputs; without a gradient in `mask` by the usual chunks of tokens, each read once."""
-    walk = _Walk(steps, x, weight, target, bias, terms)
+def linear_preference(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward op's outputs; where no gradient is wanted by the usual chunks of tokens, each read once."""
+    x, weight, bias, target, formula, options = call.x, call.weight, call.bias, call.target, call.formula, call.options
+    chunk_tokens, accumulate_fp32 = call.chunk_tokens, call.accumulate_fp32
+    mask = gradients_now(call.grad_mask, call.recompute)
+    walk = _Walk(steps, x, weight, target, bias, _terms(call))
     acc = walk.losses.dtype
-    sequences, tokens = sequences.to(acc), None if tokens is None else tokens.to(acc)
+    sequences, tokens = call.sequences.to(acc), None if call.tokens is None else call.tokens.to(acc)
     batch, length = target.shape
     if not any(mask):
         chunks = Chunks(x, weight, bias, mask, saved_dtype(weight), acc, chunk_tokens, accumulate_fp32)
@@ -80,43 +71,20 @@ def linear_preference(
     return loss, *walk.log_probs(), slopes, *chunks.gradients()
 
 
-def linear_preference_vjp(
-    steps: LogitSteps,
-    dloss: Tensor | None,
-    dlog_probs: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    slopes: Tensor,
-    saved: Sequence[Tensor],
-    terms: Terms,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    output_mask: Sequence[bool],
-    overwrite: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_preference_vjp(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's; where they do not serve, those of the tokens' cross-entropies."""
-    none = lse.new_empty(0)
-    if dlog_probs is None and already_computed(x, weight, bias, saved, output_mask):
-        dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        dx, dweight, dbias = (
-            steps.scale(grad, dloss, none, dtype, overwrite) if wanted else grad.new_empty(0, dtype=dtype)
-            for grad, dtype, wanted in zip(saved, dtypes, output_mask)
-        )
-        return dx, dweight, dbias
-    return linear_cross_entropy_vjp(
-        steps, token_grads(dloss, dlog_probs, slopes), x, weight, target, bias, None, lse, none, (none,) * 4,
-        terms, "none", chunk_tokens, accumulate_fp32, "", output_mask, False,
+    x, weight, bias, none = call.x, call.weight, call.bias, call.lse.new_empty(0)
+    saved = call.x_grad, call.weight_grad, call.bias_grad
+    if call.dlog_probs is None and already_computed(x, weight, bias, saved, call.output_mask):
+        return scaled(partial(steps.scale, divisors=none), call, saved)
+    return recomputed(
+        steps, token_grads(call.dloss, call.dlog_probs, call.token_grad), x, weight, call.target, bias, None, call.lse,
+        none, _terms(call), "none", call.chunk_tokens, call.accumulate_fp32, "", call.output_mask,
     )  # fmt: skip
 
 
-def token_grads(dloss: Tensor | None, dlog_probs: Tensor | None, slopes: Tensor) -> Tensor:
-    """The gradient with respect to the tokens' cross-entropies, which are the log-probabilities' negatives."""
-    if dlog_probs is None:
-        return -dloss * slopes
-    return -dlog_probs if dloss is None else -(dloss * slopes + dlog_probs)
+def _terms(call) -> Terms:
+    return Terms(call.ignore_index, 0.0, 0.0, call.scale, call.softcap)
 
 
 class _Walk:

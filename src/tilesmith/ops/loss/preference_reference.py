@@ -6,7 +6,6 @@ from torch import Tensor
 
 from tilesmith.ops.loss import reference
 from tilesmith.ops.loss.formulas import FORMULAS
-from tilesmith.ops.loss.preference_chunks import token_grads
 
 
 def linear_preference(
@@ -117,3 +116,10 @@ def linear_preference_vjp(
 def gradients_now(grad_mask: Sequence[bool] | None, recompute: bool) -> tuple[bool, ...]:
     """Which gradients the forward computes."""
     return (False, False, False) if grad_mask is None or recompute else tuple(grad_mask)
+
+
+def token_grads(dloss: Tensor | None, dlog_probs: Tensor | None, slopes: Tensor) -> Tensor:
+    """The gradient with respect to the tokens' cross-entropies, which are the log-probabilities' negatives."""
+    if dlog_probs is None:
+        return -dloss * slopes
+    return -dlog_probs if dloss is None else -(dloss * slopes + dlog_probs)

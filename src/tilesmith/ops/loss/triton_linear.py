@@ -1,6 +1,5 @@
 """linear_cross_entropy in Triton: the cross-entropy kernels on chunks of logits, and the scaling of gradients."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.loss import chunks
+from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments, linear_cross_entropy_vjp_arguments
 from tilesmith.ops.loss.reduction import reduce_losses
-from tilesmith.ops.loss.reference import Terms
 from tilesmith.ops.loss.triton import (
     SWEEPS,
     LossConfig,
@@ -109,68 +108,15 @@ VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWEEPS)
 
 @register_kernel("linear_cross_entropy", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=SPACE)
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-    chunk_tokens: int = 0,
-    accumulate_fp32: bool = True,
-    mode: str = "",
-    grad_mask: Sequence[bool] | None = None,
-    *,
-    config: LossConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@linear_cross_entropy_arguments
+def linear_cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """For each chunk a product, one launch over its logits, and the products of the gradients."""
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    class_weight = None if class_weight is None else class_weight.contiguous()
-    return chunks.linear_cross_entropy(
-        steps(config), x, weight, target, bias, class_weight,
-        terms, reduction, chunk_tokens, accumulate_fp32, mode, grad_mask,
-    )  # fmt: skip
+    return chunks.linear_cross_entropy(steps(config), call)
 
 
 @register_kernel("linear_cross_entropy_vjp", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=VJP_SPACE)
-def linear_cross_entropy_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    lse: Tensor,
-    divisors: Tensor,
-    x_grad: Tensor,
-    weight_grad: Tensor,
-    bias_grad: Tensor,
-    logit_grad: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
-    output_mask: Sequence[bool],
-    overwrite: bool = False,
-    *,
-    config: LossConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@linear_cross_entropy_vjp_arguments
+def linear_cross_entropy_vjp(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, products of the logits', or the logits again with their lse known."""
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    class_weight = None if class_weight is None else class_weight.contiguous()
-    return chunks.linear_cross_entropy_vjp(
-        steps(config), dloss, x, weight, target, bias, class_weight, lse, divisors,
-        (x_grad, weight_grad, bias_grad, logit_grad),
-        terms, reduction, chunk_tokens, accumulate_fp32, mode, output_mask, overwrite,
-    )  # fmt: skip
+    return chunks.linear_cross_entropy_vjp(steps(config), call)

@@ -1,0 +1,9 @@
+"""All arguments of the losses that work in chunks as one named tuple, for functions that take them all."""
+
+from tilesmith.engine.arguments import together
+from tilesmith.ops.loss import preference_reference, reference
+
+linear_cross_entropy_arguments = together(reference.linear_cross_entropy)
+linear_cross_entropy_vjp_arguments = together(reference.linear_cross_entropy_vjp)
+linear_preference_arguments = together(preference_reference.linear_preference)
+linear_preference_vjp_arguments = together(preference_reference.linear_preference_vjp)
