@@ -334,6 +334,8 @@ def test_refused_declarations():
         build(empty, (2048, 1, 1))
     with pytest.raises(KernelError, match="fragments need subgroups of 32; got 32 and 48 threads"):
         build(only_a_fragment, (48, 1, 1))
+    with pytest.raises(KernelError, match="subgroups of 24; allowed: None, 1, 2, 4, 8, 16, 32, 64, 128 threads"):
+        build(empty, (48, 1, 1), subgroup_size=24)
     with pytest.raises(KernelError, match="allowed are the types of a kernel"):
         In[int]
     with pytest.raises(KernelError, match="means something only inside a kernel"):

@@ -212,15 +212,6 @@ class _Cuda(TextPrinter):
             *((prelude.row_reduce(op), True) for op in reduces),
         ]
 
-    def pointer(self, s: LoadFragment | StoreFragment) -> str:
-        """Where a fragment lies: offsets count its scalars, also in arrays of vectors or words."""
-        memory, fragment = self.ir.memory[s.array], self.ir.fragment_named[s.fragment]
-        base, scalar = self.name(s.array), memory.type.scalar if fragment.role == "c" else fragment.type
-        if memory.type is not scalar:
-            constant = "const " if getattr(memory, "access", "") == "read" else ""
-            base = f"reinterpret_cast<{constant}{self.types[scalar.dtype]}*>({base})"
-        return f"{base} + {self.operand(s.offset)}"
-
     def load_fragment(self, s: LoadFragment) -> None:
         role = self.ir.fragment_named[s.fragment].role
         in_shared = isinstance(self.ir.memory[s.array], Array)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from tilesmith.codegen.ir import KernelIR
+from tilesmith.codegen.ir import Array, Buffer, KernelIR
 from tilesmith.codegen.layout import ELEMENTS, ROW_LANES
 from tilesmith.codegen.nodes import (
     Bitcast,
@@ -102,15 +102,8 @@ class _Metal(TextPrinter):
         filled = self.matrix(s.fragment).replace("simdgroup_matrix", "make_filled_simdgroup_matrix")
         self.put(f"{self.name(s.fragment)} = {filled}({self.e(s.value)});")
 
-    def pointer(self, s: LoadFragment | StoreFragment) -> str:
-        """Where a fragment lies: offsets count its scalars, also in arrays of vectors or words."""
-        memory, fragment = self.ir.memory[s.array], self.ir.fragment_named[s.fragment]
-        base, scalar = self.name(s.array), memory.type.scalar if fragment.role == "c" else fragment.type
-        if memory.type is not scalar:
-            space = "threadgroup" if hasattr(memory, "space") else "device"
-            constant = "const " if getattr(memory, "access", "") == "read" else ""
-            base = f"reinterpret_cast<{space} {constant}{self.types[scalar.dtype]}*>({base})"
-        return f"{base} + {self.operand(s.offset)}"
+    def space(self, memory: Buffer | Array) -> str:
+        return "threadgroup " if isinstance(memory, Array) else "device "
 
     def load_fragment(self, s: LoadFragment) -> None:
         if s.stride == 0:

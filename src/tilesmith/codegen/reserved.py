@@ -3,11 +3,10 @@
 _CPP = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
 concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype default delete do
-double
-dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable namespace new
-noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast requires return short
-signed sizeof static static_assert static_cast struct switch template this thread_local throw true try typedef typeid
-typename union unsigned using virtual void volatile wchar_t while xor xor_eq main std size_t NULL
+double dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable namespace
+new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast requires return
+short signed sizeof static static_assert static_cast struct switch template this thread_local throw true try typedef
+typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq main std size_t NULL
 """
 _CUDA = """
 threadIdx blockIdx blockDim gridDim warpSize f16 bf16 Vec FragmentA FragmentB FragmentC
@@ -15,8 +14,7 @@ threadIdx blockIdx blockDim gridDim warpSize f16 bf16 Vec FragmentA FragmentB Fr
 _METAL = """
 kernel vertex fragment device constant threadgroup thread metal half bfloat uint ushort uchar ulong ptrdiff_t atomic
 sampler texture mem_flags access as_type simdgroup_matrix simd_sum simd_max simd_min simd_shuffle simd_shuffle_xor
-quad
-precise fast
+quad precise fast
 """
 _WGSL = """
 alias const_assert continuing diagnostic discard enable fallthrough fn let loop override var array atomic mat2x2
@@ -37,8 +35,7 @@ read_write
 _FUNCTIONS = """
 abs acos asin atan ceil clamp cos cross distance dot exp exp2 expf fabs floor fma fmaf fmax fmin fract inverseSqrt
 length log log2 logf max min mix modf pack2x16float pow radians round rsqrt sign sin smoothstep sqrt step tan tanh
-transpose
-trunc unpack2x16float mulhi normalize reflect exp2f log2f sqrtf rsqrtf tanhf sinf cosf floorf ceilf fabsf fmaxf fminf
-subgroupAdd subgroupMax subgroupMin subgroupShuffle subgroupShuffleXor saturate any all
+transpose trunc unpack2x16float mulhi normalize reflect exp2f log2f sqrtf rsqrtf tanhf sinf cosf floorf ceilf fabsf
+fmaxf fminf subgroupAdd subgroupMax subgroupMin subgroupShuffle subgroupShuffleXor saturate any all
 """
 RESERVED = frozenset(" ".join((_CPP, _CUDA, _METAL, _WGSL, _FUNCTIONS)).split())

@@ -1,8 +1,9 @@
 """SPIR-V for Vulkan. Bindings of set 0 are as in WGSL: buffers as declared, then the scalars' uniform block.
 
-Modules are SPIR-V 1.3, for Vulkan 1.1. Fragments are cooperative matrices (SPV_KHR_cooperative_matrix under the Vulkan
-memory model); the pipeline must then be created with subgroups of 32, all of them full. Kernels that convert fragments
-or reduce their rows need SPV_NV_cooperative_matrix2, SPIR-V 1.6 and so Vulkan 1.3.
+Modules are SPIR-V 1.3, for Vulkan 1.1. The pipeline of a kernel with a `subgroup_size` must be created with subgroups
+of so many threads, all of them full. Fragments are cooperative matrices (SPV_KHR_cooperative_matrix under the Vulkan
+memory model). Kernels that convert fragments or reduce their rows need SPV_NV_cooperative_matrix2, SPIR-V 1.6 and so
+Vulkan 1.3.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from tilesmith.codegen.ir import Array, KernelIR
+from tilesmith.codegen.ir import Array, Buffer, KernelIR
 from tilesmith.codegen.nodes import (
     Assign,
     Barrier,
@@ -294,6 +294,19 @@ class TextPrinter:
 
     def subgroup(self, e: Subgroup) -> str:
         raise NotImplementedError
+
+    def pointer(self, s: LoadFragment | StoreFragment) -> str:
+        """Where a fragment lies: offsets count its scalars, also in arrays of vectors or words."""
+        memory, fragment = self.ir.memory[s.array], self.ir.fragment_named[s.fragment]
+        base, scalar = self.name(s.array), memory.type.scalar if fragment.role == "c" else fragment.type
+        if memory.type is not scalar:
+            constant = "const " if getattr(memory, "access", "") == "read" else ""
+            base = f"reinterpret_cast<{self.space(memory)}{constant}{self.types[scalar.dtype]}*>({base})"
+        return f"{base} + {self.operand(s.offset)}"
+
+    def space(self, memory: Buffer | Array) -> str:
+        """What a pointer to this memory says of where it is."""
+        return ""
 
     def element(self, e: Element) -> str:
         raise NotImplementedError

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 MAX_THREADS = 1024
+_SUBGROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def verify(ir: KernelIR, limits: Limits | None = None) -> None:
@@ -111,6 +112,8 @@ class _Verifier:
             self.wrong(f"a workgroup is three positive ints, got {ir.workgroup}")
         if ir.threads > MAX_THREADS:
             self.wrong(f"a workgroup of {ir.threads} threads; no device runs more than {MAX_THREADS}")
+        if ir.subgroup_size not in (None, *_SUBGROUPS):
+            self.wrong(f"subgroups of {ir.subgroup_size!r}; allowed: None, {', '.join(map(str, _SUBGROUPS))} threads")
         for s in ir.scalars:
             if s.type not in (f32, u32, i32):
                 self.wrong(f"scalar {s.name} is {s.type}; allowed: f32, u32, i32")

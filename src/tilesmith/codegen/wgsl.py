@@ -65,10 +65,8 @@ class _Wgsl(TextPrinter):
         if "f16" in ir.features:
             head.append("enable f16;")
         if "subgroups" in ir.features and self.enable_subgroups:
-            head.append("enable subgroups;")
-            head.append(
-                "diagnostic(off, subgroup_uniformity);"
-            )  # verify() knows what subgroup() == 0 is, Tint does not
+            # verify() knows that threads share subgroup() == 0, Tint does not
+            head += ["enable subgroups;", "diagnostic(off, subgroup_uniformity);"]
         if ir.scalars:
             members = " ".join(f"{self.name(s.name)}: {self.type(s.type)}," for s in ir.scalars)
             head.append(f"struct Params_ {{ {members} }}")
