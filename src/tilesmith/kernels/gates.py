@@ -6,7 +6,7 @@ from functools import lru_cache
 from tilesmith.codegen import In, KernelIR, Out, Scalar, build, f32, inline, local, tid, u32, unroll, vector
 from tilesmith.kernels import checks
 from tilesmith.kernels.functions import gelu_exact, gelu_tanh, silu
-from tilesmith.kernels.rows import collected, folded, group_index, stored_scalar, vector_lanes
+from tilesmith.kernels.rows import collected, flat_grid, group_index, placed, stored_scalar, vector_lanes
 
 _VECTORS_A_THREAD = 4
 
@@ -34,7 +34,7 @@ class SwiGLUConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
-        return _grid(self, rows)
+        return flat_grid(self, rows, _VECTORS_A_THREAD)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class GeGLUConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
-        return _grid(self, rows)
+        return flat_grid(self, rows, _VECTORS_A_THREAD)
 
 
 @lru_cache(maxsize=64)
@@ -90,11 +90,6 @@ def create_geglu_kernel(config: GeGLUConfig) -> KernelIR:
     return _gated(config, gelu_exact if exact else gelu_tanh, whole=not exact)
 
 
-def _grid(config: SwiGLUConfig | GeGLUConfig, rows: int) -> tuple[int, int, int]:
-    vectors = rows * (config.hidden_dim // vector_lanes(config.hidden_dim))
-    return folded(-(-vectors // (config.workgroup_size * _VECTORS_A_THREAD)))
-
-
 def _gated(config: SwiGLUConfig | GeGLUConfig, activation, whole: bool) -> KernelIR:
     """`activation` takes a vector where `whole`, else one lane."""
     lanes = vector_lanes(config.hidden_dim)
@@ -104,11 +99,6 @@ def _gated(config: SwiGLUConfig | GeGLUConfig, activation, whole: bool) -> Kerne
     @inline
     def activated(x):
         return activation(x) if whole else collected(wide, [activation(x[k]) for k in range(lanes)])
-
-    @inline
-    def place(i, step):
-        """Where vector i of the rows lies."""
-        return i // a_row * step + i % a_row if strided else i
 
     def swiglu(
         gate: In[stored],
@@ -122,13 +112,15 @@ def _gated(config: SwiGLUConfig | GeGLUConfig, activation, whole: bool) -> Kerne
         gates, ups = local(stored, _VECTORS_A_THREAD), local(stored, _VECTORS_A_THREAD)
         if first + threads * _VECTORS_A_THREAD <= rows * a_row:
             for k in unroll(_VECTORS_A_THREAD):  # all loads before the first store, so that all are in flight
-                gates[k] = gate[place(first + tid(0) + k * threads, gate_step)]
-                ups[k] = up[place(first + tid(0) + k * threads, up_step)]
+                gates[k] = gate[placed(first + tid(0) + k * threads, a_row, gate_step)]
+                ups[k] = up[placed(first + tid(0) + k * threads, a_row, up_step)]
             for k in unroll(_VECTORS_A_THREAD):
                 out[first + tid(0) + k * threads] = stored(activated(wide(gates[k])) * wide(ups[k]))
         else:
             for i in range(first + tid(0), rows * a_row, threads):
-                out[i] = stored(activated(wide(gate[place(i, gate_step)])) * wide(up[place(i, up_step)]))
+                out[i] = stored(
+                    activated(wide(gate[placed(i, a_row, gate_step)])) * wide(up[placed(i, a_row, up_step)])
+                )
 
     name = "swiglu" if isinstance(config, SwiGLUConfig) else "geglu"
     return build(swiglu, (threads, 1, 1), name=name)

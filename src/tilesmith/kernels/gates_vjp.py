@@ -6,7 +6,7 @@ from functools import lru_cache
 from tilesmith.codegen import In, KernelIR, Out, Scalar, build, f32, inline, tid, u32, unroll, vector
 from tilesmith.kernels import checks
 from tilesmith.kernels.functions import gelu_exact_and_slope, gelu_tanh_and_slope, silu_and_slope
-from tilesmith.kernels.rows import collected, folded, group_index, stored_scalar, vector_lanes
+from tilesmith.kernels.rows import collected, flat_grid, group_index, placed, stored_scalar, vector_lanes
 
 _VECTORS_A_THREAD = 2
 _ACTIVATIONS = {"silu": silu_and_slope, "gelu_tanh": gelu_tanh_and_slope, "gelu": gelu_exact_and_slope}
@@ -40,8 +40,7 @@ class GatedVjpConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
-        vectors = rows * (self.hidden_dim // vector_lanes(self.hidden_dim))
-        return folded(-(-vectors // (self.workgroup_size * _VECTORS_A_THREAD)))
+        return flat_grid(self, rows, _VECTORS_A_THREAD)
 
 
 @lru_cache(maxsize=64)
@@ -67,11 +66,6 @@ def create_gated_vjp_kernel(config: GatedVjpConfig) -> KernelIR:
             value, slope = collected(wide, [p[0] for p in pairs]), collected(wide, [p[1] for p in pairs])
         return value, slope
 
-    @inline
-    def place(i, step):
-        """Where vector i of the rows lies."""
-        return i // a_row * step + i % a_row if strided else i
-
     def gated_vjp(
         dout: In[stored],
         gate: In[stored],
@@ -87,10 +81,10 @@ def create_gated_vjp_kernel(config: GatedVjpConfig) -> KernelIR:
         for k in unroll(_VECTORS_A_THREAD):
             i = first + k * threads
             if i < rows * a_row:
-                value, slope = activated(wide(gate[place(i, gate_step)]))
-                d = wide(dout[place(i, dout_step)])
+                value, slope = activated(wide(gate[placed(i, a_row, gate_step)]))
+                d = wide(dout[placed(i, a_row, dout_step)])
                 if dgate is not None:
-                    dgate[i] = stored(d * wide(up[place(i, up_step)]) * slope)
+                    dgate[i] = stored(d * wide(up[placed(i, a_row, up_step)]) * slope)
                 if dup is not None:
                     dup[i] = stored(d * value)
 

@@ -122,10 +122,22 @@ def folded(count: int) -> tuple[int, int, int]:
     return (-(-count // along_y), along_y, 1)
 
 
+def flat_grid(config: object, rows: int, each: int) -> tuple[int, int, int]:
+    """The workgroups for rows of a configuration as one long row, of which a thread has `each` vectors."""
+    vectors = rows * (config.hidden_dim // vector_lanes(config.hidden_dim))
+    return folded(-(-vectors // (config.workgroup_size * each)))
+
+
 @inline
 def group_index():
     """This workgroup's number in a grid made by `folded`, which may be past the last."""
     return gid(1) * groups(0) + gid(0)
+
+
+@inline
+def placed(i, a_row, step):
+    """Where vector i of rows of `a_row` vectors lies: `step` apart, or, where that is None, contiguous."""
+    return i if step is None else i // a_row * step + i % a_row
 
 
 @inline
