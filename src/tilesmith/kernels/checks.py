@@ -31,6 +31,13 @@ def workgroup(config: object) -> None:
     one_of(config, "workgroup_size", 32, 64, 128, 256, 512, 1024)
 
 
+def subgroup(config: object) -> None:
+    """Raise ValueError for a `subgroup` that is no size of subgroups, or more than the workgroup."""
+    one_of(config, "subgroup", None, 4, 8, 16, 32, 64)
+    if config.subgroup is not None and config.subgroup > config.workgroup_size:
+        fail(config, f"subgroups of {config.subgroup} in a workgroup of {config.workgroup_size}")
+
+
 def half(config: object) -> None:
     """Raise ValueError for a `half` that is not the name of a 16-bit type."""
     one_of(config, "half", "f16", "bf16")

@@ -70,7 +70,8 @@ class NormConfig:
     kind: "rms" or "layer". x, residual, weight, bias: the type of these tensors' elements, "f32", "f16", or "bf16"
     where the target has it; None where there is no such tensor. casting: for "rms", where "llama" rounds before the
     weight, "fp32" once at the end. workgroup_size: threads of a workgroup. kept: bytes of rows that these hold in
-    registers; of more, rows are read twice.
+    registers; of more, rows are read twice. subgroup: threads of the device's subgroups, which then add up their own
+    numbers; None: any number.
     """
 
     hidden_dim: int
@@ -82,6 +83,7 @@ class NormConfig:
     casting: str = "fp32"
     workgroup_size: int = 256
     kept: int = 131_072
+    subgroup: int | None = None
 
     def __post_init__(self) -> None:
         checks.positive(self, "hidden_dim", "kept")
@@ -93,11 +95,13 @@ class NormConfig:
         if self.kind == "rms" and self.bias is not None:
             checks.fail(self, "an RMS norm has no bias")
         checks.workgroup(self)
+        checks.subgroup(self)
 
     @property
     def plan(self) -> Rows:
         """How the rows are shared out."""
-        return Rows.of(self.hidden_dim, self.workgroup_size, type_named(self.x), most=self.kept)
+        scalar = type_named(self.x)
+        return Rows.of(self.hidden_dim, self.workgroup_size, scalar, most=self.kept, subgroup=self.subgroup)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
@@ -173,7 +177,7 @@ def create_norm_kernel(config: NormConfig) -> KernelIR:
     ):
         norm(x, residual, weight, bias, y, sum, mean, rstd, rows, eps, offset, x_step, residual_step)
 
-    return build(norm_rows, (config.plan.workgroup, 1, 1), name=f"{config.kind}_norm")
+    return build(norm_rows, (config.plan.workgroup, 1, 1), subgroup_size=config.subgroup, name=f"{config.kind}_norm")
 
 
 def _norm(config: NormConfig):
@@ -194,7 +198,7 @@ def _norm(config: NormConfig):
 
     @inline
     def norm(x, residual, weight, bias, y, sum, mean, rstd, rows, eps, offset, x_step, residual_step):
-        stage = shared(f32, plan.workgroup)
+        stage = shared(f32, plan.workgroup) if plan.stages else None
         kept = local(added, plan.count) if plan.keep else None
         row, at, t = row_of_thread(plan, rows)
         start, beside, place = at * x_step, at * residual_step if residual is not None else None, at * plan.vectors
@@ -214,7 +218,7 @@ def _norm(config: NormConfig):
                     if plan.exact or i < plan.vectors:
                         sum[place + i] = kept[k]
             if layer:
-                middle = row_sum(total, stage, plan.threads) / f32(plan.columns)
+                middle = row_sum(total, stage, plan.threads, plan.subgroup) / f32(plan.columns)
                 total = 0.0
                 for k in unroll(plan.count):
                     i = t + k * plan.threads
@@ -254,10 +258,10 @@ def _norm(config: NormConfig):
                 else:
                     total += part
             if layer:
-                middle = row_sum(mean_of_mine * many, stage, plan.threads) / f32(plan.columns)
+                middle = row_sum(mean_of_mine * many, stage, plan.threads, plan.subgroup) / f32(plan.columns)
                 gap = mean_of_mine - middle
                 total += gap * gap * many
-        total = row_sum(total, stage, plan.threads) / f32(plan.columns)
+        total = row_sum(total, stage, plan.threads, plan.subgroup) / f32(plan.columns)
         scale = rsqrt(total + eps)
         if rstd is not None and t == 0 and row < rows:
             rstd[row] = scale

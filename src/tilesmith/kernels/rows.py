@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilesmith.codegen import Type, barrier, const, f32, gid, groups, inline, tid, type_named, u32, unroll, vector
+from tilesmith.codegen import (
+    Type,
+    barrier,
+    const,
+    f32,
+    gid,
+    groups,
+    inline,
+    shuffle_xor,
+    tid,
+    type_named,
+    u32,
+    unroll,
+    vector,
+)
 
 MAX_GROUPS = 65_535
 """Workgroups along an axis that every backend allows."""
@@ -22,7 +36,7 @@ class Rows:
 
     threads: threads a row. rows: rows a workgroup. count: vectors a thread, the last of which may lie past the row
     unless `exact`. keep: whether a thread keeps its vectors in registers between passes over the row, in `kept` bytes
-    an element, `most` bytes of a workgroup's.
+    an element, `most` bytes of a workgroup's. subgroup: threads of a subgroup, where the kernel is built for so many.
     """
 
     columns: int
@@ -32,6 +46,7 @@ class Rows:
     scalar: Type
     kept: int
     most: int
+    subgroup: int | None
 
     @classmethod
     def of(
@@ -43,6 +58,7 @@ class Rows:
         beside: int = 1,
         kept: Type | None = None,
         most: int = 131_072,
+        subgroup: int | None = None,
     ) -> Rows:
         """Vectors of four (two, one) where they divide `columns`, and about four of them a thread.
 
@@ -53,7 +69,7 @@ class Rows:
         threads = 1
         while threads < workgroup and threads * lanes * (_VECTORS_A_THREAD if threads >= beside else 1) < columns:
             threads *= 2
-        return cls(columns, lanes, threads, workgroup // threads, scalar, (kept or scalar).bytes, most)
+        return cls(columns, lanes, threads, workgroup // threads, scalar, (kept or scalar).bytes, most, subgroup)
 
     @property
     def vectors(self) -> int:
@@ -85,6 +101,12 @@ class Rows:
     def sweep(self) -> type[range] | object:
         """The loop over a thread's vectors: written out where they are kept."""
         return unroll if self.keep else range
+
+    @property
+    def stages(self) -> bool:
+        """Whether `row_sum` needs shared memory: a row's threads are of several subgroups, or of nobody knows how
+        many."""
+        return self.subgroup is None or self.threads > self.subgroup
 
     @property
     def workgroup(self) -> int:
@@ -192,33 +214,60 @@ def collected(wide, lanes):
 
 
 @inline
-def row_sum(x, stage, threads):
-    """The sum of `x` over the `threads` (a power of two) that share a row; `stage` holds one f32 a thread.
+def row_sum(x, stage, threads, subgroup=None):
+    """The sum of `x` over the `threads` (a power of two) that share a row.
 
-    In few steps, after which every thread adds up the rest by itself: a barrier costs more than that.
+    stage: one f32 a thread, shared. subgroup: threads of a subgroup, where the kernel is built for so many; if they
+    hold a row, nothing is staged. Else in few steps, after which every thread adds up the rest by itself: a barrier
+    costs more than that.
     """
-    t = tid(0)
-    left: const = _left(threads)
-    own, first = t % threads, t - t % threads
-    barrier()
-    stage[t] = x
-    barrier()
-    for k in unroll(1, len(left)):
-        if own < left[k]:
-            partial = stage[t]
-            for j in unroll(1, left[k - 1] // left[k]):
-                partial += stage[t + j * left[k]]
-            stage[t] = partial
-        barrier()
-    total = stage[first]
-    for k in unroll(1, left[-1]):
-        total += stage[first + k]
-    return total
+    return _joined(x, stage, threads, subgroup, False)
 
 
 @inline
-def row_highest(x, stage, threads):
+def row_highest(x, stage, threads, subgroup=None):
     """The maximum of `x` over the threads that share a row; see `row_sum`."""
+    return _joined(x, stage, threads, subgroup, True)
+
+
+@inline
+def _joined(x, stage, threads, subgroup, highest):
+    return _staged(x, stage, threads, highest) if subgroup is None else _shuffled(x, stage, threads, subgroup, highest)
+
+
+@inline
+def _shuffled(x, stage, threads, subgroup, highest):
+    """Within subgroups first; then their values, of which stage holds one each, if a row has several."""
+    t = tid(0)
+    one = _across_lanes(x, min(threads, subgroup), highest)
+    if threads > subgroup:
+        many: const = threads // subgroup
+        barrier()
+        if t % subgroup == 0:
+            stage[t // subgroup] = one
+        barrier()
+        first = t // threads * many
+        if many <= subgroup:
+            one = _across_lanes(stage[first + t % many], many, highest)
+        else:
+            one = stage[first]
+            for k in range(1, many):
+                one = max(one, stage[first + k]) if highest else one + stage[first + k]
+    return one
+
+
+@inline
+def _across_lanes(x, lanes, highest):
+    """Of `lanes` neighbours, a power of two."""
+    one = x
+    for k in unroll(lanes.bit_length() - 1):
+        other = shuffle_xor(one, 1 << k)
+        one = max(one, other) if highest else one + other
+    return one
+
+
+@inline
+def _staged(x, stage, threads, highest):
     t = tid(0)
     left: const = _left(threads)
     own, first = t % threads, t - t % threads
@@ -229,13 +278,14 @@ def row_highest(x, stage, threads):
         if own < left[k]:
             partial = stage[t]
             for j in unroll(1, left[k - 1] // left[k]):
-                partial = max(partial, stage[t + j * left[k]])
+                away: const = j * left[k]
+                partial = max(partial, stage[t + away]) if highest else partial + stage[t + away]
             stage[t] = partial
         barrier()
-    top = stage[first]
+    one = stage[first]
     for k in unroll(1, left[-1]):
-        top = max(top, stage[first + k])
-    return top
+        one = max(one, stage[first + k]) if highest else one + stage[first + k]
+    return one
 
 
 def _left(threads: int) -> tuple[int, ...]:

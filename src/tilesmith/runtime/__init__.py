@@ -29,7 +29,7 @@ BACKENDS = ("interpreter", "cuda", "vulkan", "webgpu", "metal")
 _through: ContextVar[str | None] = ContextVar("through", default=None)
 _OF_DEVICE = {"cuda": "cuda", "mps": "metal"}
 
-__all__ = ["BACKENDS", "backend_of", "launch", "missing", "through"]
+__all__ = ["BACKENDS", "backend_of", "launch", "missing", "subgroup_of", "through"]
 
 
 def missing(backend: str) -> str | None:
@@ -57,6 +57,12 @@ def backend_of(device: torch.device) -> str | None:
     if named is not None and device.type in _module(named).DEVICES:
         return named
     return settings().portable if device.type == "cpu" else _OF_DEVICE.get(device.type)
+
+
+def subgroup_of(device: torch.device) -> int | None:
+    """Threads of the subgroups that kernels on tensors of `device` may be built for; None: for any number alone."""
+    backend = backend_of(device)
+    return None if backend is None else _module(backend).subgroup()
 
 
 def launch(

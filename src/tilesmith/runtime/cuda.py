@@ -36,6 +36,11 @@ def missing() -> str | None:
     return None
 
 
+def subgroup() -> int:
+    """Threads of a warp."""
+    return 32
+
+
 def device_uuid() -> bytes | None:
     """What identifies torch's current CUDA device to every driver of the machine; None where torch has no such device.
 

@@ -19,6 +19,11 @@ def missing() -> str | None:
     return None if find_spec("numpy") else "NumPy is not installed: pip install numpy"
 
 
+def subgroup() -> int:
+    """Threads that act together, as many as most GPUs have."""
+    return 32
+
+
 def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
     """Interpret `ir` on the tensors' own memory."""
     from tilesmith.codegen import interpret

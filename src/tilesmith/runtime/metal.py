@@ -23,6 +23,11 @@ def missing() -> str | None:
     return None
 
 
+def subgroup() -> int:
+    """Threads of a simdgroup."""
+    return 32
+
+
 def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
     """Queue `ir` on the MPS stream. macOS itself keeps compiled pipelines on disk."""
     library = _compiled.get(ir, "mps", lambda: torch.mps.compile_shader(metal.generate(ir)))

@@ -58,6 +58,13 @@ def _device() -> Device:
     return Device(vulkan)
 
 
+def subgroup() -> int | None:
+    """32 threads, or the number next to it that the device has and kernels can be built for."""
+    low, high = device().subgroup_sizes
+    size = max(low, min(high, 32))
+    return size if "subgroups" in device().features and 4 <= size <= 64 else None
+
+
 @contextlib.contextmanager
 def timed(rounds: int) -> Iterator[list[list[float]]]:
     """For each launch inside, the µs that the device took, `rounds` times with caches cold, after the launch itself.

@@ -63,6 +63,11 @@ def device():
     return adapter.request_device_sync(required_features=features, required_limits=limits)
 
 
+def subgroup() -> int | None:
+    """WebGPU fixes no number, and not every device has operations of subgroups."""
+    return None
+
+
 def launch(ir: KernelIR, grid, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]) -> None:
     """Copy the tensors, run `ir`, copy back what it wrote, and wait."""
     import wgpu
