@@ -7,6 +7,7 @@ from tilesmith.engine import register_kernel
 from tilesmith.kernels.fused_ops import HeadsNormRoPEConfig, create_heads_norm_rope_kernel
 from tilesmith.ops import portable
 from tilesmith.ops.rotary import reference
+from tilesmith.runtime import subgroup_of
 
 
 def _norm_rope(
@@ -28,7 +29,7 @@ def _norm_rope(
         return y, rstd
     types = [portable.TYPES[x.dtype], None if weight is None else portable.TYPES[weight.dtype]]
     width = portable.threads(heads * dim if norm_dim == "row" else dim)
-    config = HeadsNormRoPEConfig(heads, dim, *types, norm_dim, interleaved, casting, width)
+    config = HeadsNormRoPEConfig(heads, dim, *types, norm_dim, interleaved, casting, width, subgroup_of(x.device))
     out = y if y.stride(3) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
     given, x_steps = portable.flat(x if x.stride(3) == 1 else x.contiguous(), config.lanes)
     taken, y_steps = portable.flat(out, config.lanes)
