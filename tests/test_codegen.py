@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from clock import cheapest, cpu_seconds
+from codegen.sample import without
 from codegen.samples import SAMPLES, create_matmul, matmul_sample
 from tilesmith.codegen import (
     In,
@@ -51,7 +52,7 @@ from tilesmith.codegen import (
     wgsl,
 )
 from tilesmith.codegen.interpreter import DivergentFlow, Fault, OutOfBounds, Race, Undefined
-from tilesmith.codegen.nodes import Assign, Barrier, Binary, Const, If, Load, SubgroupBarrier, Var, blocks, walk
+from tilesmith.codegen.nodes import Assign, Barrier, Binary, Const, If, Load, SubgroupBarrier, Var, walk
 from tilesmith.kernels import KERNELS
 from tilesmith.kernels.flash_attention import TunedConfigs, create_flash_attention_kernel
 
@@ -93,22 +94,6 @@ def test_json_is_verified():
         from_json(json.dumps(document | {"buffers": {"tuple": document["buffers"]["tuple"][1:]}}))
     with pytest.raises(KernelError, match="'f33' is no type"):
         from_json(to_json(SAMPLES["rms_norm"]().ir).replace('"f32"', '"f33"'))
-
-
-def without(ir: KernelIR, kind: type, number: int) -> KernelIR:
-    """`ir` without its `number`-th statement of a kind."""
-    seen = iter(range(10**6))
-
-    def keep(body):
-        out = []
-        for s in body:
-            if isinstance(s, kind) and next(seen) == number:
-                continue
-            named = {n: keep(v) for n, v in vars(s).items() if isinstance(v, tuple) and v in blocks(s)}
-            out.append(type(s)(**{**vars(s), **named}))
-        return tuple(out)
-
-    return KernelIR(**{name: getattr(ir, name) for name in KernelIR._names} | {"body": keep(ir.body)})
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "vectors", "halves", "matmul", "matmul_8", "softmax", "reserved_names"])

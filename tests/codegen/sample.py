@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tilesmith.codegen import KernelIR
+from tilesmith.codegen.nodes import blocks
 
 
 @dataclass
@@ -34,3 +35,19 @@ def sample(make: Callable[[], Sample]) -> Callable[[], Sample]:
 
 def random(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).standard_normal(shape, dtype=np.float32)
+
+
+def without(ir: KernelIR, kind: type, number: int) -> KernelIR:
+    """`ir` without its `number`-th statement of a kind."""
+    seen = iter(range(10**6))
+
+    def keep(body):
+        out = []
+        for s in body:
+            if isinstance(s, kind) and next(seen) == number:
+                continue
+            named = {n: keep(v) for n, v in vars(s).items() if isinstance(v, tuple) and v in blocks(s)}
+            out.append(type(s)(**{**vars(s), **named}))
+        return tuple(out)
+
+    return KernelIR(**{name: getattr(ir, name) for name in KernelIR._names} | {"body": keep(ir.body)})

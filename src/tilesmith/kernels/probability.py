@@ -3,7 +3,22 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tilesmith.codegen import In, KernelIR, Out, Scalar, build, exp2, f32, inline, local, select, shared, u32, unroll
+from tilesmith.codegen import (
+    In,
+    KernelIR,
+    Out,
+    Scalar,
+    build,
+    const,
+    exp2,
+    f32,
+    inline,
+    local,
+    select,
+    shared,
+    u32,
+    unroll,
+)
 from tilesmith.kernels import checks
 from tilesmith.kernels.functions import LOG2E, random_bits
 from tilesmith.kernels.rows import Rows, collected, row_highest, row_of_thread, row_sum, stored_scalar
@@ -13,7 +28,8 @@ LOWEST = -3.4028234663852886e38
 
 _BATCH = 8
 """Vectors that a thread reads at once of a row that is not kept. With 4, f16 rows of 32,768, 65,536 and 131,072 columns
-took 119, 108 and 107 % of the time on CUDA, 119, 106 and 105 through Vulkan (H200)."""
+took 119, 108 and 107 % of the time on CUDA, 119, 106 and 105 through Vulkan (H200). Half as many of a causal row, which
+ends anywhere: with 8, rows of 8,192 and 16,384 columns took 105 and 104 %."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +40,7 @@ class SoftmaxDropoutConfig:
     j <= t + hidden_dim - T. use_half: x and y have 16 bits an element, else f32; the arithmetic is f32. half: which 16
     bits, "f16", or "bf16" where the target has it. strided: rows of x lie at a distance that the launch names.
     statistics: also return each row's maximum and sum, for a backward. positive: the scale of every launch is above 0
-    and at most 1e30, which spares a product an element in rows that no workgroup keeps.
+    and at most 1e30, which spares a product an element in rows that no workgroup keeps. subgroup: see `NormConfig`.
     """
 
     hidden_dim: int
@@ -36,11 +52,13 @@ class SoftmaxDropoutConfig:
     strided: bool = False
     statistics: bool = False
     positive: bool = False
+    subgroup: int | None = None
 
     def __post_init__(self) -> None:
         checks.positive(self, "hidden_dim")
         checks.flags(self, "use_half", "causal", "strided", "statistics", "positive")
         checks.workgroup(self)
+        checks.subgroup(self)
         checks.half(self)
         if not isinstance(self.dropout, (int, float)) or not 0.0 <= self.dropout < 1.0:
             checks.fail(self, f"dropout must be a probability in [0, 1), got {self.dropout!r}")
@@ -51,7 +69,10 @@ class SoftmaxDropoutConfig:
         # f16 rows of 32,768 columns kept by 512 threads, one workgroup an SM, took 115 % of the time of reading them
         # twice, f32 rows 83 % (H200)
         most = 65_536 if self.use_half else 131_072
-        return Rows.of(self.hidden_dim, self.workgroup_size, stored_scalar(self), kept=f32, most=most)
+        if self.causal and self.hidden_dim > 8192:  # at 16,384 columns 77 % of the time of keeping them
+            most = 0
+        scalar = stored_scalar(self)
+        return Rows.of(self.hidden_dim, self.workgroup_size, scalar, kept=f32, most=most, subgroup=self.subgroup)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
@@ -78,7 +99,7 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     plan, causal = config.plan, config.causal
     stored, wide, lanes, sweep = plan.stored, plan.wide, plan.lanes, plan.sweep
     dropout = config.dropout > 0.0
-    some = plan.count if plan.keep else _BATCH
+    some = plan.count if plan.keep else _BATCH // 2 if causal else _BATCH
     exact = plan.exact and plan.count % some == 0
     whole = exact and not causal
     last = -(-plan.count // some) * some - 1
@@ -115,22 +136,35 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
         return exp2(old - top) if fused else exp2((old - top) * step)
 
     @inline
+    def vector_of(k, first, t):
+        """The vector to write as the k-th after `first`; of rows that are not kept backwards, since caches have their
+        end."""
+        return t + (k if plan.keep else last - first - k) * plan.threads
+
+    @inline
     def body(x, seed, y, tops, totals, rows, queries, scale, x_step):
-        stage = shared(f32, plan.workgroup)
+        stage = shared(f32, plan.workgroup) if plan.stages else None
         kept = local(wide, plan.count) if plan.keep else None
         row, at, t = row_of_thread(plan, rows)
         start, place = at * x_step, at * plan.vectors
         seen = max(at % queries + (1 + plan.columns), queries) - queries if causal else u32(plan.columns)
         step = scale * LOG2E if raw else f32(LOG2E)
         own, total = LOWEST, 0.0  # of this thread's elements, so that it waits for no other before it is done with them
-        for first in sweep(0, plan.count, some):
-            batch = kept if plan.keep else local(wide, some)
+        a_step: const = plan.threads * lanes  # columns that a row's threads read at once
+        reach = (seen + (a_step - 1)) // a_step if causal and not plan.keep else None
+        for first in sweep(0, plan.count if reach is None else reach, some):
+            given = local(stored, some)
             high = LOWEST if fused else own
+            for k in unroll(some):  # all loads are in flight before the first is used, behind its own condition
+                i = t + (first + k) * plan.threads
+                if whole or begins(i, seen):
+                    given[k] = x[start + i]
             for k in unroll(some):
                 i = t + (first + k) * plan.threads
                 if whole or begins(i, seen):
-                    v = scaled(x[start + i], scale)
-                    batch[k] = v
+                    v = scaled(given[k], scale)
+                    if plan.keep:
+                        kept[k] = v
                     for j in unroll(lanes):
                         high = max(high, select(sees(i, j, seen), v[j], LOWEST))
             if fused:
@@ -140,13 +174,14 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
             for k in unroll(some):
                 i = t + (first + k) * plan.threads
                 if whole or begins(i, seen):
-                    v = weight(batch[k], high, step)
-                    batch[k] = v
+                    v = weight(kept[k] if plan.keep else scaled(given[k], scale), high, step)
+                    if plan.keep:
+                        kept[k] = v
                     for j in unroll(lanes):
                         total += select(sees(i, j, seen), v[j], 0.0)
-        top = row_highest(own, stage, plan.threads)
+        top = row_highest(own, stage, plan.threads, plan.subgroup)
         mine = faded(own, top, step)
-        total = row_sum(total * mine, stage, plan.threads)
+        total = row_sum(total * mine, stage, plan.threads, plan.subgroup)
         if tops is not None and t == 0 and row < rows:
             tops[row] = select(seen > 0, top / LOG2E if fused else top * scale, LOWEST) if raw else top
             totals[row] = total
@@ -154,14 +189,14 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
         if plan.keep:
             factor = factor * mine
         for first in sweep(0, plan.count, some):
-            if not plan.keep:  # backwards, since caches have its end; all loads before the first store are in flight
+            if not plan.keep:  # all loads before the first store are in flight
                 batch = local(stored, some)
                 for k in unroll(some):
-                    i = t + (last - first - k) * plan.threads
+                    i = vector_of(k, first, t)
                     if whole or begins(i, seen):
                         batch[k] = x[start + i]
             for k in unroll(some):
-                i = t + (k if plan.keep else last - first - k) * plan.threads
+                i = vector_of(k, first, t)
                 if row < rows and (exact or i < plan.vectors):
                     if not causal or begins(i, seen):
                         v = kept[k] if plan.keep else weight(scaled(batch[k], scale), top, step)
@@ -188,4 +223,5 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     ):
         body(x, seed, y, top, total, rows, queries, scale, x_step if config.strided else plan.vectors)
 
-    return build(softmax, (plan.workgroup, 1, 1), name="softmax_dropout" if dropout else "softmax")
+    name = "softmax_dropout" if dropout else "softmax"
+    return build(softmax, (plan.workgroup, 1, 1), subgroup_size=config.subgroup, name=name)

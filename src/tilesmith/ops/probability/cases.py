@@ -118,6 +118,7 @@ def _cases(**options: object) -> list[Case]:
         Case("causal_more_keys", args(2, 7, 20) | {"causal": True, "scale": 0.5}, SMALL),
         Case("causal_more_rows", args(2, 9, 4) | {"causal": True}, SMALL),
         Case("causal_masked", args(2, 5, 8, init=_masked) | {"causal": True}, SMALL),
+        Case("causal_1100_columns", args(2, 3, 1100) | {"causal": True}, SMALL),
         Case("causal_swept", args(3, 17_000) | {"causal": True}, SMALL),
         Case("causal_swept_hidden", args(6, 1, 16_500) | {"causal": True}, TEST),
         Case("causal_heads", args(2, 3, 5, 16, init=_heads) | {"causal": True}, SMALL),

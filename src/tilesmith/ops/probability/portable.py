@@ -9,6 +9,7 @@ from tilesmith.engine import register_kernel
 from tilesmith.kernels.fused_ops import SoftmaxDropoutConfig, create_softmax_dropout_kernel
 from tilesmith.ops import portable
 from tilesmith.ops.rows import empty_rows, row_order, rows
+from tilesmith.runtime import subgroup_of
 
 
 def _softmax(x: Tensor, y: Tensor, scale: float, causal: bool, extra: dict[str, Tensor], **fields: Any) -> None:
@@ -16,7 +17,7 @@ def _softmax(x: Tensor, y: Tensor, scale: float, causal: bool, extra: dict[str, 
     count, columns = x.shape
     queries = fields.pop("queries")
     fields |= {"causal": causal, "strided": True, "workgroup_size": portable.threads(columns)}
-    fields["positive"] = 0.0 < scale <= 1e30
+    fields |= {"positive": 0.0 < scale <= 1e30, "subgroup": subgroup_of(x.device)}
     config = SoftmaxDropoutConfig(columns, **portable.storage(x), **fields)
     flat, [step] = portable.flat(x, config.plan.lanes)
     scalars = {"rows": count, "queries": queries, "scale": scale, "x_step": step}
