@@ -24,7 +24,7 @@ from tilesmith.kernels import checks
 from tilesmith.kernels.rows import Rows, across, group_index, row_sum
 
 _TYPES = ("f32", "f16", "bf16")
-_KEPT = 16
+_KEPT = 16  # elements a thread keeps of a row of f32; twice as many of 16 bits
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class NormVjpConfig:
     """The gradient of a norm over rows of `hidden_dim` elements.
 
     kind: "rms" or "layer". x, dy, ds, weight: the type of these tensors' elements, as in `NormConfig`; ds, a gradient
-    of x that is added, and weight may be None. dx, dweight, dbias: whether that gradient is wanted.
+    of x that is added, and weight may be None. dx, dweight, dbias: whether that gradient is wanted. subgroup: see
+    `NormConfig`.
     """
 
     hidden_dim: int
@@ -45,6 +46,7 @@ class NormVjpConfig:
     dweight: bool = True
     dbias: bool = False
     workgroup_size: int = 256
+    subgroup: int | None = None
 
     def __post_init__(self) -> None:
         checks.positive(self, "hidden_dim")
@@ -55,16 +57,18 @@ class NormVjpConfig:
             checks.one_of(self, field, None, *_TYPES)
         checks.flags(self, "dx", "dweight", "dbias")
         checks.workgroup(self)
+        checks.subgroup(self)
 
     @property
     def plan(self) -> Rows:
         """How the rows are shared out."""
-        return Rows.of(self.hidden_dim, self.workgroup_size, type_named(self.x))
+        return Rows.of(self.hidden_dim, self.workgroup_size, type_named(self.x), subgroup=self.subgroup)
 
     @property
     def keep(self) -> bool:
         """Whether a thread's part of a row, of its gradient and of both sums fit registers."""
-        return self.plan.count * self.plan.lanes <= _KEPT
+        most = _KEPT if "f32" in (self.x, self.dy) else 2 * _KEPT
+        return self.plan.count * self.plan.lanes <= most
 
 
 @lru_cache(maxsize=64)
@@ -117,13 +121,12 @@ def create_norm_vjp_kernel(config: NormVjpConfig) -> KernelIR:
         dy_step: Scalar[u32],
         ds_step: Scalar[u32] if added and wants_dx else None,
     ):
-        stage = shared(f32, plan.workgroup)
+        stage = shared(f32, plan.workgroup) if plan.stages else None
         t, slot = tid(0) % plan.threads, (group_index() * plan.rows + tid(0) // plan.threads) * plan.vectors
-        kept, given, weights, biases = [local(wide, plan.count) if keep else None for _ in range(4)]
+        kept, given = (local(stored, plan.count), local(incoming, plan.count)) if keep else (None, None)
+        weights, biases = (local(wide, plan.count), local(wide, plan.count)) if keep else (None, None)
         if keep:
             for k in unroll(plan.count):
-                kept[k] = wide(0)
-                given[k] = wide(0)
                 weights[k] = wide(0)
                 biases[k] = wide(0)
         for base in range(group_index() * plan.rows, rows, parts):
@@ -133,10 +136,17 @@ def create_norm_vjp_kernel(config: NormVjpConfig) -> KernelIR:
             if mean is not None:
                 middle = mean[at]
             alone, together = 0.0, 0.0
+            if keep:  # all loads before the first use, which is behind a condition
+                for k in unroll(plan.count):
+                    i = t + k * plan.threads
+                    if inside(i):
+                        kept[k] = x[at * x_step + i]
+                        given[k] = dy[at * dy_step + i]
             for k in sweep(plan.count):
                 i = t + k * plan.threads
                 if inside(i) and row < rows:
-                    n, d = (wide(x[at * x_step + i]) - middle) * scale, wide(dy[at * dy_step + i])
+                    n = (wide(kept[k] if keep else x[at * x_step + i]) - middle) * scale
+                    d = wide(given[k] if keep else dy[at * dy_step + i])
                     if wants_weight and keep:
                         weights[k] += d * n
                     if wants_weight and not keep:
@@ -149,21 +159,15 @@ def create_norm_vjp_kernel(config: NormVjpConfig) -> KernelIR:
                         d = scaled_by(d, weight, offset, i)
                         alone += across(d, lanes)
                         together += across(d * n, lanes)
-                        if keep:
-                            kept[k] = n
-                            given[k] = d
             if wants_dx:
-                together = row_sum(together, stage, plan.threads) / f32(plan.columns)
+                together = row_sum(together, stage, plan.threads, plan.subgroup) / f32(plan.columns)
                 if layer:
-                    alone = row_sum(alone, stage, plan.threads) / f32(plan.columns)
+                    alone = row_sum(alone, stage, plan.threads, plan.subgroup) / f32(plan.columns)
                 for k in sweep(plan.count):
                     i = t + k * plan.threads
                     if inside(i) and row < rows:
-                        if keep:
-                            n, d = kept[k], given[k]
-                        else:
-                            n, d = (wide(x[at * x_step + i]) - middle) * scale, wide(dy[at * dy_step + i])
-                            d = scaled_by(d, weight, offset, i)
+                        n = (wide(kept[k] if keep else x[at * x_step + i]) - middle) * scale
+                        d = scaled_by(wide(given[k] if keep else dy[at * dy_step + i]), weight, offset, i)
                         d = d - n * together
                         if layer:
                             d = d - alone
@@ -180,4 +184,4 @@ def create_norm_vjp_kernel(config: NormVjpConfig) -> KernelIR:
                     if dbiases is not None:
                         dbiases[slot + i] = biases[k]
 
-    return build(norm_vjp, (plan.workgroup, 1, 1))
+    return build(norm_vjp, (plan.workgroup, 1, 1), subgroup_size=config.subgroup)

@@ -129,7 +129,9 @@ def add_layer_norm(
     return _norm("layer", x, residual, weight, bias, eps)
 
 
-_GROUPS = 256  # workgroups that each sum over their share of the rows
+_GROUPS = {"rms": 512, "layer": 384}
+"""Workgroups that each sum over their share of the rows. H200, f16, 1,024 columns, share of Triton's speed with 256,
+384 and 512: layer norm 82, 96 and 79 %; RMS norm with 256 and 512: 82 and 101 %."""
 
 
 def _norm_vjp(
@@ -161,12 +163,13 @@ def _norm_vjp(
     count, columns = given["x"].shape
     types = {"weight": None} | {name: portable.TYPES[t.dtype] for name, t in given.items()}
     wanted = {"dx": wants_dx, "dweight": wants_weight, "dbias": wants_bias}
-    config = NormVjpConfig(columns, kind, **types, **wanted, workgroup_size=256 if columns <= 4096 else 512)
+    threads = 256 if columns <= 4096 else 512
+    config = NormVjpConfig(columns, kind, **types, **wanted, workgroup_size=threads, subgroup=subgroup_of(x.device))
     tensors, steps = {"rstd": row_values(rstd, order)}, {}
     for name, tensor in given.items():
         tensors[name], step = portable.flat(tensor, config.plan.lanes)
         steps |= {f"{name}_step": n for n in step}
-    groups = min(-(-count // config.plan.rows), _GROUPS)
+    groups = min(-(-count // config.plan.rows), _GROUPS[kind])
     parts = groups * config.plan.rows
     if kind == "layer":
         tensors["mean"] = row_values(mean, order)
@@ -204,7 +207,8 @@ def _add_layer_vjp_reasons(call) -> list[str]:
 def rms_norm_vjp(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """One pass over x and dy (two beyond 8192 columns), then a sum over the workgroups' parts of dweight."""
+    """One pass over x and dy (two beyond 8,192 columns of f32, 16,384 of 16 bits), then a sum over the workgroups'
+    parts of dweight."""
     return _norm_vjp("rms", dy, None, x, weight, None, rstd, offset, output_mask)[:2]
 
 
