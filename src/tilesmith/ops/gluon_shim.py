@@ -121,12 +121,18 @@ def reinterpret(tile, dtype, shape, layout, _semantic=None):
     return see_as(dtype, shape, layout, _semantic=_semantic)
 
 
+@gluon.constexpr_function
+def _barrier(what, threads):
+    return f"barrier.{what} $1, {threads}; mov.u32 $0, $1;"
+
+
 @gluon.jit
-def meet(WHAT: gl.constexpr, number):
-    """A named barrier of two consumers (256 threads); Triton itself uses numbers up to 1 + partitions. WHAT: "sync"
-    waits for the other one, "arrive" only tells it. Not `bar.` in PTX, which is for an instruction that all threads of
-    a block execute, whereas each consumer has its own; ptxas makes the same barrier of both, but synccheck objects."""
-    ASM: gl.constexpr = "barrier." + WHAT + " $1, 256; mov.u32 $0, $1;"
+def meet(WHAT: gl.constexpr, number, THREADS: gl.constexpr = 256):
+    """A named barrier of two consumers, or of so many threads; Triton itself uses numbers up to 1 + partitions. WHAT:
+    "sync" waits for the others, "arrive" only tells them. Unlike `arrive`, which Triton puts between two barriers of
+    its partition, it keeps nobody waiting. Not `bar.` in PTX, which is for an instruction that all threads of a block
+    execute, whereas each consumer has its own; ptxas makes the same barrier of both, but synccheck objects."""
+    ASM: gl.constexpr = _barrier(WHAT, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -48,6 +48,10 @@ from tilesmith.ops.gluon_shim import (
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# named barriers: a tile's keys and its values are read; both halves of ds are there; a tile of queries is read, by its
+# place; dq is parked, by its box
+KEYS_READ, VALUES_READ, HALVES, READ, PARKED = (gl.constexpr(i) for i in (7, 8, 9, 10, 14))
+
 
 @triton.jit
 def _block_rows(blocks_ptr, block, tokens, begin, ROWS: tl.constexpr):
@@ -69,7 +73,7 @@ def attention_rows_kernel(
 ):  # fmt: skip
     """For ROWS queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
     makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for; zero for who has
-    added to their part of dq, if anyone adds; then lse and delta of 64 queries lie as `row_of` reads them."""
+    added to their part of dq, if anyone adds; then lse and delta lie as `row_of` reads them."""
     tl.extra.cuda.gdc_launch_dependents()
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
@@ -92,7 +96,7 @@ def attention_rows_kernel(
         dlse_ptr += batch * dlse_strides[0] + head * dlse_strides[1]
         delta -= tl.load(dlse_ptr + long_rows * dlse_strides[2], mask=held, other=0.0).to(tl.float32)
     dead = lse == float("-inf")
-    if turns_ptr is not None and ROWS == 64:
+    if turns_ptr is not None:
         lane = lane // 16 * 16 + lane // 2 % 4 * 4 + lane // 8 % 2 * 2 + lane % 2
     tl.store(row_lse_ptr + place + lane, tl.where(dead, float("inf"), lse * LOG2E))
     tl.store(delta_ptr + place + lane, tl.where(dead, 0.0, delta))
@@ -307,11 +311,13 @@ def announce(ticket, turn, walk, start, k_place, kv_head, first, blocks):
 
 
 @gluon.jit
-def load_pair(k_desc, v_desc, there, k, v, full, empty, turn):
+def load_pair(k_desc, v_desc, there, k, v, full, turn):
     """A tile's keys and values."""
-    wait(empty.index(0), (turn & 1) ^ 1)
+    if turn > 0:
+        meet("sync", KEYS_READ, 288)
     bulk_load(k_desc, there, full.index(0), k)
-    wait(empty.index(1), (turn & 1) ^ 1)
+    if turn > 0:
+        meet("sync", VALUES_READ, 288)
     bulk_load(v_desc, there, full.index(1), v)
 
 
@@ -323,7 +329,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
     (its first key + 1 stands there). A box has a warp of its own: a block's turn, its addition and the word to the next
     tile take about as long as the products of a block, and nobody waits for them as long as two."""
     await_launcher()
-    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
+    ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     ticket.take(turn)
@@ -348,7 +354,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                             await_number(here, start + 129)
                     else:
                         follows = seen(here, STORED)
-                    wait(dq_full.index(BOX), (count >> 1) & 1)
+                    meet("sync", PARKED + BOX, 288)
                     if not ORDERED:
                         if not follows:  # asked only now: who is the first must not keep others waiting
                             follows = follow(here, STORED)
@@ -376,7 +382,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
 @gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
              indices):  # fmt: skip
-    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
+    ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, BQ, LANES)
@@ -405,11 +411,11 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
         next_number = tiles
         if walk.PACKED and blocks == 0:
-            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, kv_empty, turn)
+            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
             if walk.DYNAMIC:
                 next_number = draw(counter, tiles)
         if walk.LIST_Q > 0:  # any list may be empty
-            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, kv_empty, turn)
+            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
             if walk.DYNAMIC:
                 next_number = gl.to_tensor(-1)
         for member in range(walk.GROUP):
@@ -420,13 +426,14 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 block = listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
                 there = corner(q_place, head + member, walk.q_begin + (first + block) * BQ, walk.tokens, walk.PACKED)
                 s = count % walk.STAGES
-                wait(q_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
+                if count >= walk.STAGES:
+                    meet("sync", READ + s, 288)
                 bulk_load(q_desc, there, q_full.index(s), q.index(s))
                 load_row(lse_ptr + (place + block) * BQ + lane, q_full.index(s), lse.index(s))
                 bulk_load(dout_desc, there, dout_full.index(s), dout.index(s))
                 load_row(delta_ptr + (place + block) * BQ + lane, dout_full.index(s), delta.index(s))
                 if walk.LIST_Q == 0 and member + i == 0:
-                    load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, kv_empty, turn)
+                    load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
                 if walk.DYNAMIC:
                     # neither so late that it is waited for, nor so early that another program would be free before
                     if (member == walk.GROUP - 1) & (i == gl.maximum(blocks - 2, 0)):
@@ -468,38 +475,33 @@ def hide(x, edge, window, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: 
 
 @gluon.jit
 def row_of(numbers, BQ: gl.constexpr):
-    """A number a query, as the scores have their columns. Of 64 queries they lie so that the four lanes read 16 bytes
-    each side by side (`attention_rows_kernel`)."""
+    """A number a query, as the scores have their columns. They lie so that the four lanes read 16 bytes each side by
+    side (`attention_rows_kernel`)."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BQ, 16])
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    if BQ == 64:
-        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-        LANES: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 0, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0]],
-            [[0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
-            [[0, 0, 0, 0], [0, 0, 0, 0]], [], [4, 4, 2, 2],
-        )  # fmt: skip
-        x = reinterpret(numbers, gl.float32, [4, 4, 2, 2], PLAIN).load(LANES)
-        x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [64])
-        found = gl.convert_layout(x, COLUMNS)
-    else:
-        found = numbers.load(COLUMNS)
-    return found
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    SIXTEENS: gl.constexpr = [[1, 0, 0, 0], [2, 0, 0, 0]] if BQ == 64 else [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    LANES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 1, 0]] + SIXTEENS,
+        [[0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+        [[0, 0, 0, 0], [0, 0, 0, 0]], [], [BQ // 16, 4, 2, 2],
+    )  # fmt: skip
+    x = reinterpret(numbers, gl.float32, [BQ // 16, 4, 2, 2], PLAIN).load(LANES)
+    x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [BQ])
+    return gl.convert_layout(x, gl.SliceLayout(0, SCORES))
 
 
 @gluon.jit
-def _park(C: gl.constexpr, dq, dq_desc, parking, dq_full, dq_empty, job):
+def _park(C: gl.constexpr, dq, dq_desc, parking, dq_empty, job):
     """Leave a block's dq to the warp that adds it, in the order of the registers: a thread stores 16 bytes at once."""
     box = job & 1
     wait(dq_empty.index(box), ((job >> 1) & 1) ^ 1)
-    bulk_wait(0)  # of dk and dv of the tile before
     ROWS: gl.constexpr = dq.shape[1] // 4
     x = gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2])
     x = gl.permute(x, (3, 0, 2, 4, 1, 5))
     parked = reinterpret(parking.index(box * 2 + C), gl.float32, [ROWS, 256], dq_desc.layout)
     parked.store(gl.reshape(x, [ROWS, 256]))
     fence()
-    arrive(dq_full.index(box))
+    meet("arrive", PARKED + box, 288)
 
 
 @gluon.jit
@@ -526,14 +528,14 @@ def _write(C: gl.constexpr, ticket, turn, count, dk, dv, dk_desc, dv_desc, parki
 
 @gluon.jit
 def _block(
-    C: gl.constexpr, parts, count, dk, dv, last, edge, window, limit, inner, outer, ds, dq_desc, parking,
+    C: gl.constexpr, parts, count, dk, dv, first, last, edge, window, limit, inner, outer, ds, dq_desc, parking,
     MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, BQ: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """What a block of queries adds to dk and dv, and its dq. Key c and query i of it see each other where i + edge -
-    window <= c <= i + edge and c < limit; MASKED is False where all do. last: of the tile, whose values and keys are
-    given back as soon as they are read."""
-    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
+    window <= c <= i + edge and c < limit; MASKED is False where all do. first, last: of the tile, whose values and keys
+    are given back as soon as they are read."""
+    ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     COLS: gl.constexpr = D // 2 if BQ == 64 else D
     dtype: gl.constexpr = q.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BQ, 16])
@@ -573,28 +575,31 @@ def _block(
     if BQ == 128:
         row_delta = row_of(delta.index(s), BQ)
     if last:
-        arrive(kv_empty.index(1))
+        meet("arrive", VALUES_READ, 288)
     d_score = p * (dp - row_delta[None, :])
     if SOFTCAP:
         d_score = d_score * (1.0 - score * score)
     d_score = d_score.to(dtype)
     ds_tile = ds.index(count & 1)
     ds_operand = gl.convert_layout(d_score, P)
-    ds_tile.slice(C * 64, 64, dim=0).store(d_score)
+    # keys side by side: stored the other way round, it spills 60 bytes at head dim 64
+    ds_tile.slice(C * 64, 64, dim=1).permute((1, 0)).store(d_score)
     if BQ == 128:
-        ds_tile = ds_tile.slice(C * 64, 64, dim=1)
+        ds_tile = ds_tile.slice(C * 64, 64, dim=0)
     dv_made = mma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
     fence()
-    meet("sync", 9)
-    dq_made = mma(ds_tile.permute((1, 0)), k_cols, zero_dq, use_acc=False, is_async=True)
+    if first:  # dk and dv of the tile before, which are written from where dq will be left
+        bulk_wait(0)
+    meet("sync", HALVES)
+    dq_made = mma(ds_tile, k_cols, zero_dq, use_acc=False, is_async=True)
     dv, p_operand = mma_wait(1, deps=[dv_made, p_operand])
     dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
     dq = mma_wait(1, deps=[dq_made])
     if last:
-        arrive(kv_empty.index(0))
-    _park(C, dq, dq_desc, parking, dq_full, dq_empty, count)
+        meet("arrive", KEYS_READ, 288)
+    _park(C, dq, dq_desc, parking, dq_empty, count)
     dk, ds_operand = mma_wait(0, deps=[dk_made, ds_operand])
-    arrive(q_empty.index(s))
+    meet("arrive", READ + s, 288)
     return dk, dv
 
 
@@ -605,7 +610,7 @@ def _consume(
     D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
     LIST_Q: gl.constexpr,
 ):  # fmt: skip
-    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty = parts
+    ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     # blocks of 128 queries fill the registers: a loop of its own keeps the mask out of where nothing is hidden
@@ -619,7 +624,7 @@ def _consume(
         limit = ticket.read(turn, LIMIT) - C * 64
         dk = gl.zeros([64, D], gl.float32, DKV)
         dv = gl.zeros([64, D], gl.float32, DKV)
-        border = blocks
+        border, begin = blocks, count
         if PEEL and LIST_Q == 0:
             # of the blocks that see all keys, and of those before them
             border = gl.maximum(62 - first_edge + BQ if ORDERED else first_edge - 63 + BQ, 0) // BQ
@@ -644,14 +649,14 @@ def _consume(
                         if (i < crossed) if ORDERED else (i >= blocks - crossed):
                             edge = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ) * BQ + first_edge
                     dk, dv = _block(
-                        C, parts, count, dk, dv, i + member == blocks + GROUP - 2, edge, window, limit, inner, outer,
-                        ds, dq_desc, parking, (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
+                        C, parts, count, dk, dv, count == begin, i + member == blocks + GROUP - 2, edge, window, limit,
+                        inner, outer, ds, dq_desc, parking, (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
                         LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP,
                     )  # fmt: skip
                     count += 1
         if blocks == 0:
-            arrive(kv_empty.index(0))
-            arrive(kv_empty.index(1))
+            meet("arrive", KEYS_READ, 288)
+            meet("arrive", VALUES_READ, 288)
         _write(C, ticket, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED)
         turn += 1
         ticket.take(turn)
@@ -690,20 +695,17 @@ def attention_dkv_kernel(
     dout = tiles_of(STAGES, q_desc)
     k = tiles_of(1, k_desc)
     v = tiles_of(1, k_desc)
-    ds = gl.allocate_shared_memory(dtype, [2, 128, BQ], gl.NVMMASharedLayout(128, 16, 2))
+    ds = gl.allocate_shared_memory(dtype, [2, BQ, 128], gl.NVMMASharedLayout(128, 16, 2))
     parking = tiles_of(4, dk_desc, BQ // 64)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     ticket = tickets(4, 9)
     kv_full = barriers(2, 1)
-    kv_empty = barriers(2, 2)
     q_full = barriers(STAGES, 33)  # the tile, and 32 threads for the row of numbers
-    q_empty = barriers(STAGES, 2)
     dout_full = barriers(STAGES, 33)
-    dq_full = barriers(2, 2)
     dq_empty = barriers(2, 1)
     fence()
-    parts = (ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full, dq_full, dq_empty)
+    parts = (ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty)
     window = left + right if RIGHT else left
     ROWS: gl.constexpr = BQ * D // 512
     gl.warp_specialize(

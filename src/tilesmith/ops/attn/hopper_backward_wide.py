@@ -15,7 +15,6 @@ from tilesmith.ops.attn.hopper_backward import (
     KeyWalk,
     announce,
     hide,
-    load_pair,
 )
 from tilesmith.ops.attn.hopper_corner import at, corner
 from tilesmith.ops.attn.hopper_forward import bend, draw, tickets
@@ -37,6 +36,15 @@ from tilesmith.ops.gluon_shim import (
 
 
 @gluon.jit
+def _load_pair(k_desc, v_desc, there, k, v, full, empty, turn):
+    """A tile's keys and values."""
+    wait(empty.index(0), (turn & 1) ^ 1)
+    bulk_load(k_desc, there, full.index(0), k)
+    wait(empty.index(1), (turn & 1) ^ 1)
+    bulk_load(v_desc, there, full.index(1), v)
+
+
+@gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table):
     ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -54,7 +62,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         ticket.close(turn)
         k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
         if walk.PACKED and blocks == 0:
-            load_pair(k_desc, v_desc, k_corner, k, v, kv_full, kv_empty, turn)
+            _load_pair(k_desc, v_desc, k_corner, k, v, kv_full, kv_empty, turn)
         for member in range(walk.GROUP):
             for i in range(blocks):
                 block = blocks - 1 - i
@@ -64,7 +72,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 bulk_load(q_desc, there, q_full.index(s), q.index(s))
                 load_row(lse_ptr + (place + block) * 64 + lane, q_full.index(s), lse.index(s))
                 if member + i == 0:
-                    load_pair(k_desc, v_desc, k_corner, k, v, kv_full, kv_empty, turn)
+                    _load_pair(k_desc, v_desc, k_corner, k, v, kv_full, kv_empty, turn)
                 bulk_load(dout_desc, there, dout_full.index(s), dout.index(s))
                 load_row(delta_ptr + (place + block) * 64 + lane, dout_full.index(s), delta.index(s))
                 count += 1
