@@ -91,7 +91,7 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("only_vectors_train", fixed, SMALL),
         Case("fp32_vectors", fp32_vectors(6, 40), SMALL, HALVES),
         Case("swept_fp32_vectors", fp32_vectors(2, 17_000), TEST, HALVES),
-        Case("shifted", args(4, 1001, init=_shifted), SMALL),
+        Case("shifted", args(24, 1001, init=_shifted), SMALL),
         # one row: between outliers of several, dweight cancels, and its error is not that of its size
         Case("shifted_swept", args(1, 17_000, init=_shifted), SMALL),
         Case("no_deviation", args(4, 64, init=_zeros), SMALL),
