@@ -57,7 +57,8 @@ class _Tap:
     """Makes an op call one kernel, or its reference where that refuses, with another architecture's configuration."""
 
     def __init__(self, op: Op, backend: str, arch: Any):
-        self.op, self.kernel, self.fn, self.arch = op, op.kernel(backend), op.kernel(backend).fn, arch
+        self.op, self.kernel, self.arch = op, op.kernel(backend), arch
+        self.fn = self.kernel.fn
 
     def refused(self, args: tuple) -> bool:
         return bool(self.kernel.rejects(self.op._describe(*args)._replace(arch=self.arch)))

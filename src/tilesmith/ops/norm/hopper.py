@@ -513,7 +513,7 @@ def _vjp_reasons(call: Any) -> list[str]:
     return reasons
 
 
-STAYS_ABOVE = 32_768  # columns of layer norm
+STAYS_ABOVE = 32_768  # columns of layer norm, whatever the configuration says
 BACKWARD_ABOVE = {2: 4096, 3: 8192}  # by the number of rows' tensors that are read: what one program can hold
 
 
