@@ -27,18 +27,18 @@ def activated_product(
 ) -> Tensor | None:
     """activation(x · weightᵀ + bias) in one cuBLASLt call, or None where it has no such epilogue.
 
-    There is one for relu, and one for gelu_tanh (PyTorch's on a CPU computes the other gelu), which is exact to about
-    11 bits, so it serves the 16-bit dtypes only.
+    There is one for relu, which relu_squared squares in place, and one for gelu_tanh (PyTorch's on a CPU computes the
+    other gelu), which is exact to about 11 bits, so it serves the 16-bit dtypes only.
     """
-    served = activation == "relu" or (activation == "gelu_tanh" and _takes_gelu(x))
+    served = activation in ("relu", "relu_squared") or (activation == "gelu_tanh" and _takes_gelu(x))
     if not served or x.device.type != "cuda" or x.numel() == 0:  # without features cuBLASLt is not asked
         return None
     x = near(x)
     start = x.new_zeros(weight.shape[0]) if bias is None else bias.to(x.dtype)
     use_gelu = activation == "gelu_tanh"
-    if out is None:
-        return torch._addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu)
-    return torch._addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu, out=out)
+    where = {} if out is None else {"out": out}
+    y = torch._addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu, **where)
+    return y.square_() if activation == "relu_squared" else y
 
 
 def gradients(
