@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def dense(x: Tensor | None) -> Tensor | None:
+    """x, or a copy of it without gaps: a vector may be a column of something larger. None of None."""
+    return None if x is None else x.contiguous()
+
+
 def row_order(x: Tensor) -> tuple[int, ...] | None:
     """The dims of `x`, outermost in memory first and the last dim last; None where that is their logical order.
 

@@ -14,6 +14,7 @@ from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.triton_tiles import LN2, LOG2E, add_product, tanh
+from tilesmith.ops.rows import dense
 
 
 @triton.jit
@@ -505,7 +506,7 @@ def attention(call, *, config: SplitConfig) -> tuple[Tensor, Tensor]:
     if lse.numel() == 0:
         return out, lse
     sinks, kv_lengths, page_table, q_documents, k_documents = (
-        reference.dense(x) for x in (call.sinks, call.kv_lengths, call.page_table, call.q_documents, call.k_documents)
+        dense(x) for x in (call.sinks, call.kv_lengths, call.page_table, call.q_documents, call.k_documents)
     )
     group, slots, right = heads // kv_heads, reference.slots(k, page_table), 0 if call.causal else call.window_right
     tiles = cdiv(group * tokens, config.block_m)

@@ -28,6 +28,7 @@ from tilesmith.ops.attn.hopper_shared import (
     wrong_dims,
 )
 from tilesmith.ops.attn.hopper_window import attention_window_kernel
+from tilesmith.ops.rows import dense
 
 
 def rejects(call) -> list[str]:
@@ -112,7 +113,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     block_m = 64 * config.consumers
     blocks, table, packed = cdiv(tokens, block_m), None, call.cu_seqlens_q is not None
     if packed:
-        vectors = (reference.dense(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.kv_lengths))
+        vectors = (dense(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.kv_lengths))
         table, blocks = query_tiles(*vectors, tokens, keys, window, block_m)
     has_lists, lists, indices, list_share, list_rows = call.block_offsets is not None, None, None, 1, 0
     if has_lists:
@@ -132,7 +133,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     if narrow:
         launch(
             attention_window_kernel, (programs,),
-            *(descriptor(x, 64) for x in (q, k, v, out)), lse, reference.dense(call.sinks),
+            *(descriptor(x, 64) for x in (q, k, v, out)), lse, dense(call.sinks),
             counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
             section(k, heads, arch, alike), left, right, heads // k.shape[1], run, *score_factors(call),
             DYNAMIC=dynamic, D=wide, DV=value_wide, STAGES=max(config.stages, 4), Q_STAGES=config.q_stages,
@@ -143,7 +144,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         attention_fwd_kernel,
         (programs,),
         descriptor(q, 64, packed), descriptor(k, config.block_n, packed), descriptor(v, config.block_n, packed),
-        descriptor(out, 64, packed), lse, reference.dense(call.sinks), counter(q.device) if dynamic else None,
+        descriptor(out, 64, packed), lse, dense(call.sinks), counter(q.device) if dynamic else None,
         table, lists, indices,
         tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike), left, right, heads // k.shape[1],
         list_share, list_rows, *score_factors(call),

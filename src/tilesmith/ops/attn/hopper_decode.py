@@ -14,6 +14,7 @@ from tilesmith.ops.attn.decode import combine_splits, splits_of
 from tilesmith.ops.attn.hopper_shared import descriptor, no_lists, reasons_for_all, score_factors, window_of, wrong_dims
 from tilesmith.ops.attn.hopper_split import attention_shares_kernel
 from tilesmith.ops.gluon_shim import TensorDescriptor
+from tilesmith.ops.rows import dense
 
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -117,7 +118,7 @@ def attention(call, *, config: SharesConfig) -> tuple[Tensor, Tensor]:
     if keys == 0:
         lse.copy_(lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.to(lse.dtype)[:, None])
         return out.zero_(), lse
-    sinks, kv_lengths, page_table = (reference.dense(x) for x in (call.sinks, call.kv_lengths, call.page_table))
+    sinks, kv_lengths, page_table = (dense(x) for x in (call.sinks, call.kv_lengths, call.page_table))
     group = heads // kv_heads
     unit_heads = _unit_heads(group, tokens)
     unit_tokens = 64 // unit_heads

@@ -8,7 +8,6 @@ from torch import Tensor
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.engine.launch import cdiv
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_vjp_arguments
 from tilesmith.ops.attn.hopper_backward import (
     attention_dkv_kernel,
@@ -35,6 +34,7 @@ from tilesmith.ops.attn.hopper_shared import (
 from tilesmith.ops.attn.hopper_window_vjp import window_gradients
 from tilesmith.ops.attn.lists import by_keys
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
+from tilesmith.ops.rows import dense
 
 _PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -141,7 +141,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     block_m, block_n = config.block_q, 128 if wide <= 128 else 64
     q_blocks, k_blocks = cdiv(tokens - q_begin, block_m), cdiv(keys - k_begin, block_n)
     if packed:
-        documents = [reference.dense(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.kv_lengths)]
+        documents = [dense(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.kv_lengths)]
         blocks, table, q_blocks, k_blocks = key_tiles(*documents, tokens, keys, window, block_m, block_n)
     if has_lists:
         offsets, indices = by_keys(call)
@@ -222,7 +222,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
             (heads,),
             rows[0],
             rows[1],
-            reference.dense(call.sinks),
+            dense(call.sinks),
             dsinks,
             batch,
             heads,

@@ -254,11 +254,6 @@ def out_like(like: Tensor, head_dim: int) -> Tensor:
     return like.new_empty(*like.shape[:-1], head_dim, dtype=dtype)
 
 
-def dense(x: Tensor | None) -> Tensor | None:
-    """x, or a copy of it without gaps: lengths and sinks may be columns of something larger."""
-    return None if x is None else x.contiguous()
-
-
 def _in_order(x: Tensor, like: Tensor) -> Tensor:
     """x in the memory order and with the dtype of `out_like`."""
     x = x.to(torch.bfloat16 if like.dtype.itemsize == 1 else like.dtype)

@@ -30,6 +30,7 @@ from tilesmith.ops.attn.triton_tiles import (
     tiles_in,
     unit,
 )  # fmt: skip
+from tilesmith.ops.rows import dense
 
 
 @triton.jit(do_not_specialize=["documents"])
@@ -265,7 +266,7 @@ def attention(call, *, config: AttentionConfig) -> tuple[Tensor, Tensor]:
         (tiles.tile_count(tokens, config.block_m, block_q) * batch * heads,),
         **arguments,
         k_desc=k_desc, v_desc=v_desc, out_ptr=out, lse_ptr=lse, out_strides=out.stride(),
-        sinks_ptr=reference.dense(call.sinks), bounds_ptr=bounds,
+        sinks_ptr=dense(call.sinks), bounds_ptr=bounds,
         section=tiles.section(k, v, heads // k.shape[1], arch), BULK=k_desc is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

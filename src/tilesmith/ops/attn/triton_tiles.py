@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilesmith.ops.attn.reference import dense
 from tilesmith.ops.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.ops.dropout_triton import keep_tile
 from tilesmith.ops.philox_triton import load_key
+from tilesmith.ops.rows import dense
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

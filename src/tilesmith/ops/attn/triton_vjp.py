@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import lists, reference
+from tilesmith.ops.attn import lists
 from tilesmith.ops.attn import triton_tiles as tiles
 from tilesmith.ops.attn.arguments import attention_vjp_arguments
 from tilesmith.ops.attn.triton_tiles import (
@@ -36,6 +36,7 @@ from tilesmith.ops.attn.triton_tiles import (
     tiles_in,
     unit,
 )  # fmt: skip
+from tilesmith.ops.rows import dense
 
 
 @triton.jit
@@ -610,7 +611,7 @@ def attention_vjp(call, *, config: AttentionVjpConfig) -> tuple[Tensor, Tensor, 
     if wants_sinks:
         dsinks = torch.empty_like(call.sinks, memory_format=torch.contiguous_format)
         launch(
-            _attention_dsinks_kernel, (q.shape[1],), row_lse, delta, reference.dense(call.sinks), dsinks, *q.shape[:3],
+            _attention_dsinks_kernel, (q.shape[1],), row_lse, delta, dense(call.sinks), dsinks, *q.shape[:3],
             BLOCK=1024, EXACT=q.dtype == torch.float32,
         )  # fmt: skip
     return dq, dk, dv, dbias, dsinks

@@ -13,7 +13,7 @@ from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
 from tilesmith.ops.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.ops.dropout_triton import keep_or_0, keep_tile
 from tilesmith.ops.philox_triton import load_key
-from tilesmith.ops.rows import rows
+from tilesmith.ops.rows import dense, rows
 
 # Pointers that are None stand for tensors that a call does not have; Triton compiles a variant without them.
 
@@ -121,7 +121,7 @@ def _forward(
     block_rows, block_cols = _blocks(num_rows, num_cols, config)
     launch(
         _bias_dropout_kernel, (cdiv(num_rows, block_rows) * cdiv(num_cols, block_cols),),
-        x, None if bias is None else bias.contiguous(), None if residual is None else read,
+        x, dense(bias), None if residual is None else read,
         kernel_seed(seed, p), out, x.stride(0), read.stride(0), num_rows, num_cols, *kernel_numbers(p),
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=config.num_warps,
         **dropout_flags(num_rows, num_cols, out.element_size()),

@@ -17,7 +17,7 @@ from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
 from tilesmith.ops.gemm import chunks
 from tilesmith.ops.gemm.products import column_sums, gradients, product
 from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat, keeps_pre
-from tilesmith.ops.rows import rows
+from tilesmith.ops.rows import dense, rows
 
 
 @triton.jit
@@ -500,7 +500,7 @@ def norm_linear(
     (m, k), n = packed.shape, weight.shape[0]
     if m == 0:
         return y, mean, rstd
-    bias, norm_weight, norm_bias = (None if v is None else v.contiguous() for v in (bias, norm_weight, norm_bias))
+    bias, norm_weight, norm_bias = map(dense, (bias, norm_weight, norm_bias))
     bias = None if bias is None else bias.to(x.dtype)
     launch(
         # without outputs one column of tiles still writes the statistics

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, keeps_logit_grad, summed_dtype
-from tilesmith.ops.rows import row_values
+from tilesmith.ops.rows import dense, row_values
 
 ACCELERATOR_BUDGET = 512 * 2**20
 CPU_BUDGET = 16 * 2**20  # the logits of a chunk are swept several times, so they should stay in the cache
@@ -97,7 +97,7 @@ def classes_per_block(tokens: int, classes: int, chunk_tokens: int) -> int:
 def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The forward op's outputs."""
     x, weight, bias, target, reduction, mode = call.x, call.weight, call.bias, call.target, call.reduction, call.mode
-    class_weight, grad_mask, terms = _dense(call.class_weight), call.grad_mask, _terms(call)
+    class_weight, grad_mask, terms = dense(call.class_weight), call.grad_mask, _terms(call)
     acc, labels, classes = torch.promote_types(x.dtype, torch.float32), row_values(target), weight.shape[0]
     mask = gradients_now(grad_mask, reduction, mode)
     keeps = keeps_logit_grad(grad_mask, reduction, mode)
@@ -140,7 +140,7 @@ def linear_cross_entropy_vjp(steps: LogitSteps, call) -> tuple[Tensor, Tensor, T
     if already_computed(x, weight, bias, saved, wanted):
         return scaled(partial(steps.scale, divisors=call.divisors), call, saved)
     return recomputed(
-        steps, call.dloss, x, weight, call.target, bias, _dense(call.class_weight), call.lse, call.divisors,
+        steps, call.dloss, x, weight, call.target, bias, dense(call.class_weight), call.lse, call.divisors,
         _terms(call), call.reduction, call.chunk_tokens, call.accumulate_fp32, call.mode, wanted,
     )  # fmt: skip
 
@@ -202,10 +202,6 @@ def scaled(scale: Callable[..., Tensor], call, saved: Sequence[Tensor]) -> tuple
 
 def _terms(call) -> Terms:
     return Terms(call.ignore_index, call.label_smoothing, call.z_loss, call.scale, call.softcap)
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _from_logit_grad(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.loss.reference import Terms
-from tilesmith.ops.rows import row_values
+from tilesmith.ops.rows import dense, row_values
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -741,7 +741,7 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One program a row or a tile of rows, then one launch for the sums."""
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    weight, labels = None if weight is None else weight.contiguous(), row_values(target)
+    weight, labels = dense(weight), row_values(target)
     losses = logits.new_empty(target.shape, dtype=torch.float32)
     lse = torch.empty_like(losses)
     whole = reduction != "none"
@@ -777,7 +777,7 @@ def cross_entropy_vjp(
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     dlogits = logits.new_empty(logits.shape)
     backward(
-        config, rows_of(logits), dlogits, row_values(target), None if weight is None else weight.contiguous(),
+        config, rows_of(logits), dlogits, row_values(target), dense(weight),
         lse.reshape(-1), dloss.reshape(-1) if dloss.ndim else dloss, divisors if reduction == "mean" else None, terms,
     )  # fmt: skip
     return dlogits

@@ -12,7 +12,7 @@ from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_fla
 from tilesmith.ops.dropout_gluon import drawn_part, dropped_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, reinterpret, wait
 from tilesmith.ops.philox_triton import load_key
-from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
+from tilesmith.ops.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.ops.rows_gluon import (
     MOST_PARTS,
     NARROWEST,
@@ -377,10 +377,6 @@ def norm_bwd_parts_kernel(
         gl.store(dbias_ptr + group.to(gl.int64) * cols + col, dbias, mask=inside)
 
 
-def _packed(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()
-
-
 def _forward(
     x: Tensor,
     residual: Tensor | None,
@@ -432,7 +428,7 @@ def staying_forward(
         launch(
             staying_norm_fwd_parts_kernel, (groups * parts,),
             parted(x, config.width), None if residual is None else parted(residual, config.width),
-            _packed(weight), _packed(bias), y, s, mean, rstd, count, cols, groups, eps,
+            dense(weight), dense(bias), y, s, mean, rstd, count, cols, groups, eps,
             kernel_seed(seed, p), *kernel_numbers(p), CENTER=center,
             **parts_dropout_flags(count, cols, p), **parts_flags(cols, parts, config),
         )  # fmt: skip
@@ -480,7 +476,7 @@ def _backward(
         launch(
             norm_bwd_parts_kernel, (groups * parts,),
             parted(x, config.width), parted(dy, config.width), None if ds is None else parted(ds, config.width),
-            _packed(weight), mean, row_values(rstd, order), dx, *sums,
+            dense(weight), mean, row_values(rstd, order), dx, *sums,
             count, cols, groups, offset or None, dropped, kernel_seed(seed, p), *kernel_numbers(p),
             **parts_dropout_flags(count, cols, p), **parts_flags(cols, parts, config),
         )  # fmt: skip

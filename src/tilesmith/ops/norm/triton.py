@@ -12,7 +12,7 @@ from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kern
 from tilesmith.ops.column_sums_triton import add_partials, partial_rows
 from tilesmith.ops.dropout_triton import keep_block, keep_or_0, keep_tile
 from tilesmith.ops.philox_triton import load_key
-from tilesmith.ops.rows import empty_row_values, empty_rows, row_order, row_values, rows
+from tilesmith.ops.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
 
 # Pointers that are None stand for tensors that a call does not have; Triton compiles a variant without them.
 # Outputs are packed: the stride of their rows is `cols`. With seed_ptr x is dropped out before the residual is added.
@@ -380,7 +380,7 @@ def _forward(
     count, cols = x2.shape
     block_rows, block_cols = _blocks(cols, config)
     if count:
-        tensors = (x2, residual2, _packed(weight), _packed(bias), y, s, mean, rstd)
+        tensors = (x2, residual2, dense(weight), dense(bias), y, s, mean, rstd)
         numbers = (count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset)
         flags = {"CENTER": center, "LLAMA": llama, "EVEN": cols % block_cols == 0, "BLOCK_COLS": block_cols}
         flags |= {"num_warps": config.num_warps, **dropout}
@@ -436,7 +436,7 @@ def _launch_backward(
 ) -> None:
     x, dy = rows(x, order), rows(dy, order)
     ds = None if ds is None or dx is None else rows(ds, order)
-    weight, rstd = _packed(weight), row_values(rstd, order)
+    weight, rstd = dense(weight), row_values(rstd, order)
     mean = None if mean is None else row_values(mean, order)
     count, cols = x.shape
     block_rows, block_cols = _blocks(cols, config)
@@ -463,10 +463,6 @@ def _launch_backward(
             enable_fp_fusion=mean is None or cols >= 64, **dropout,
         )  # fmt: skip
     add_partials(tuple(sums), (dweight, dbias))
-
-
-def _packed(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()
 
 
 def _reasons(call: Any) -> list[str]:

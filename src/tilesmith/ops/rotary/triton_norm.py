@@ -12,6 +12,7 @@ from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kern
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
 from tilesmith.ops.rotary.triton import _double_reasons, _positions, _row_stride
+from tilesmith.ops.rows import dense
 
 # A tile is [tokens, heads, features], its features in two parts that rotate against each other (and a third that does
 # not). `ROW`: all heads of a token are normalised together, so a tile has all of them.
@@ -545,7 +546,7 @@ def rms_norm_rope(
     row, numbers = norm_dim == "row", (eps, weight_offset)
     outs = torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
     rstds = _empty_rstd(q, row), q.new_empty(0, dtype=torch.float32) if k is None else _empty_rstd(k, row)
-    weights = tuple(None if w is None else w.contiguous() for w in (q_weight, k_weight))
+    weights = dense(q_weight), dense(k_weight)
     where = _Where(cos, sin, positions, offsets, cu_seqlens, offset, interleaved)
     rest = where, row, numbers, casting == "llama", config
     if _together(q_weight, k, k_weight, row):
@@ -598,7 +599,7 @@ def rms_norm_rope_vjp(
             sides.append(None)
         else:
             dx = torch.empty_like(x) if wants_x else None
-            sides.append(_Side(dout, x, None if weight is None else weight.contiguous(), rstd, dx, wants_weight))
+            sides.append(_Side(dout, x, dense(weight), rstd, dx, wants_weight))
     partials: list[Tensor | None] = [None, None]
     first, second = sides
     alike = first and second and (first.dx is None, first.sums) == (second.dx is None, second.sums)
