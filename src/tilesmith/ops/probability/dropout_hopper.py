@@ -11,8 +11,7 @@ from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_fla
 from tilesmith.ops.dropout_gluon import drawn_part, dropped_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.philox_triton import load_key
-from tilesmith.ops.probability import hopper
-from tilesmith.ops.probability.hopper import LOG2E, LOWEST, _between, _weight
+from tilesmith.ops.probability.hopper import LOG2E, LOWEST, between_tops, relative_weight, row_dims, rows_refused
 from tilesmith.ops.rows import rows
 from tilesmith.ops.rows_gluon import (
     MOST_PARTS,
@@ -88,14 +87,14 @@ def softmax_dropout_fwd_parts_kernel(
         else:
             tops = gl.max(gl.max(z, 3), 0)
         tops = gl.maximum(tops, LOWEST)  # not -inf, from which -inf cannot be subtracted
-        weights = _weight(z, gl.expand_dims(gl.expand_dims(tops, 0), 3), power, FUSED)
+        weights = relative_weight(z, gl.expand_dims(gl.expand_dims(tops, 0), 3), power, FUSED)
         top = gl.max(tops, 1)
-        factors = _between(tops, gl.expand_dims(top, 1), power, FUSED)
+        factors = between_tops(tops, gl.expand_dims(top, 1), power, FUSED)
         found.store(top)
         also_found.store(gl.sum(gl.sum(gl.sum(weights, 3), 0) * factors, 1))
         warp_tops = of_warps(found)
         top = gl.max(warp_tops, 0)
-        send(mail, i, part, top, gl.sum(of_warps(also_found) * _between(warp_tops, top, power, FUSED), 0), PARTS)
+        send(mail, i, part, top, gl.sum(of_warps(also_found) * between_tops(warp_tops, top, power, FUSED), 0), PARTS)
         # all warps have read the slot: their sums are in
         bring(x_desc, None, None, xs, xs, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
         row = (group + i * num_groups).to(gl.int64)
@@ -104,14 +103,14 @@ def softmax_dropout_fwd_parts_kernel(
         every_top, totals = received(mail, i, PARTS)
         every_top = gl.where(part_numbers() < PARTS, every_top, LOWEST)
         row_top = gl.max(every_top, 0)
-        total = gl.sum(totals * _between(every_top, row_top, power, FUSED), 0)
+        total = gl.sum(totals * between_tops(every_top, row_top, power, FUSED), 0)
         if part == 0:
             gl.store(top_ptr + row, row_top * scale if POSITIVE else row_top)
             gl.store(total_ptr + row, total)
         over_total = 1.0 / total
         if seed_ptr is not None:
             over_total *= keep_scale
-        factors = _between(tops, row_top, power, FUSED) * over_total
+        factors = between_tops(tops, row_top, power, FUSED) * over_total
         y = weights * gl.expand_dims(gl.expand_dims(factors, 0), 3)
         y = gl.convert_layout(gl.reshape(y, [WIDTH]), LANES, assert_trivial=True).to(y_ptr.dtype.element_ty)
         if seed_ptr is not None:
@@ -181,7 +180,7 @@ def softmax_dropout_bwd_parts_kernel(
 
 
 def _reasons(call: Any) -> list[str]:
-    return hopper._common_reasons(call, call.x, ABOVE)
+    return rows_refused(call, call.x, ABOVE)
 
 
 ABOVE = 8192  # columns: what one program can hold
@@ -216,7 +215,7 @@ def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) ->
 
 @register_kernel("softmax_dropout", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
-    space=Space(dims=lambda x, seed, p, scale, causal: hopper._dims(x), default=_forward_default, choices=CHOICES)
+    space=Space(dims=lambda x, seed, p, scale, causal: row_dims(x), default=_forward_default, choices=CHOICES)
 )
 def softmax_dropout(
     x: Tensor,
@@ -246,7 +245,7 @@ def softmax_dropout(
 @register_kernel("softmax_dropout_vjp", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dout, x, seed, top, total, p, scale, causal: hopper._dims(x, dout),
+        dims=lambda dout, x, seed, top, total, p, scale, causal: row_dims(x, dout),
         default=_backward_default,
         choices=CHOICES,
     )

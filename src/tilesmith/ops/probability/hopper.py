@@ -54,9 +54,9 @@ def _base(top, power):
 
 
 @gluon.jit
-def _weight(z, top, power, FUSED: gl.constexpr):
-    """2 ** (power · z), relative to a top. FUSED: by one product and sum, off by a factor near 1 that `_between` has,
-    too, so that all of a row share it."""
+def relative_weight(z, top, power, FUSED: gl.constexpr):
+    """2 ** (power · z), relative to a top. FUSED: by one product and sum, off by a factor near 1 that `between_tops`
+    has, too, so that all of a row share it."""
     if FUSED:
         power = _power(top, power)
         return gl.exp2(z * power - _base(top, power))
@@ -65,7 +65,7 @@ def _weight(z, top, power, FUSED: gl.constexpr):
 
 
 @gluon.jit
-def _between(top, higher, power, FUSED: gl.constexpr):
+def between_tops(top, higher, power, FUSED: gl.constexpr):
     """The factor that brings what is relative to one top to a higher one."""
     if FUSED:
         power = _power(higher, power)
@@ -104,16 +104,16 @@ def softmax_fwd_parts_kernel(
     weights = ()
     total = gl.zeros_like(most)
     for c in gl.static_range(CHUNKS):
-        weight = _weight(zs[c], gl.expand_dims(tops, 2), power, FUSED)
+        weight = relative_weight(zs[c], gl.expand_dims(tops, 2), power, FUSED)
         total += weight
         weights += (weight,)
     top = gl.max(tops, 1)
-    found = gl.sum(gl.sum(total, 2) * _between(tops, gl.expand_dims(top, 1), power, FUSED), 1)
+    found = gl.sum(gl.sum(total, 2) * between_tops(tops, gl.expand_dims(top, 1), power, FUSED), 1)
     every_top, totals = swap(room, part, top, found, PARTS)
     every_top = gl.where(warps_of_row(PARTS) < PARTS * gl.num_warps(), every_top, LOWEST)
     row_top = gl.max(every_top, 0)
-    over_total = 1.0 / gl.sum(totals * _between(every_top, row_top, power, FUSED), 0)
-    factors = gl.expand_dims(_between(tops, row_top, power, FUSED) * over_total, 2)
+    over_total = 1.0 / gl.sum(totals * between_tops(every_top, row_top, power, FUSED), 0)
+    factors = gl.expand_dims(between_tops(tops, row_top, power, FUSED) * over_total, 2)
     for c in gl.static_range(CHUNKS):
         col = columns(part, c, CHUNKS)
         y = flat(weights[c] * factors).to(y_ptr.dtype.element_ty)
@@ -150,14 +150,14 @@ def softmax_bwd_parts_kernel(
 
 
 def _reasons(call: Any) -> list[str]:
-    return _common_reasons(call, call.x, FORWARD_ABOVE)
+    return rows_refused(call, call.x, FORWARD_ABOVE)
 
 
 def _vjp_reasons(call: Any) -> list[str]:
-    return _common_reasons(call, call.y, BACKWARD_ABOVE)
+    return rows_refused(call, call.y, BACKWARD_ABOVE)
 
 
-def _common_reasons(call: Any, read: Any, more_than: int) -> list[str]:
+def rows_refused(call: Any, read: Any, more_than: int) -> list[str]:
     reasons = []
     if read.dtype == torch.float64:
         reasons.append("the tensors are float64; these kernels compute in float32")
@@ -170,7 +170,7 @@ def _common_reasons(call: Any, read: Any, more_than: int) -> list[str]:
 FORWARD_ABOVE, BACKWARD_ABOVE = 4096, 4096  # columns; up to there Triton's kernels are as fast
 
 
-def _dims(*read: Tensor) -> dict[str, int]:
+def row_dims(*read: Tensor) -> dict[str, int]:
     cols = read[0].shape[-1]
     return {"rows": read[0].numel() // cols, "cols": cols, "bytes": sum(t.element_size() for t in read)}
 
@@ -190,7 +190,7 @@ def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) ->
 
 @register_kernel("softmax", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
-    space=Space(dims=lambda x, scale, causal: _dims(x), default=_forward_default, choices=HELD_CHOICES, fit=held_fit)
+    space=Space(dims=lambda x, scale, causal: row_dims(x), default=_forward_default, choices=HELD_CHOICES, fit=held_fit)
 )
 def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: HeldConfig) -> Tensor:
     """y of `softmax`."""
@@ -208,7 +208,7 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: Held
 
 @register_kernel("softmax_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
 @optimize_kernel(
-    space=Space(dims=lambda dy, y, *_: _dims(y, dy), default=_backward_default, choices=HELD_CHOICES, fit=held_fit)
+    space=Space(dims=lambda dy, y, *_: row_dims(y, dy), default=_backward_default, choices=HELD_CHOICES, fit=held_fit)
 )
 def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool, *, config: HeldConfig) -> Tensor:
     """dx of `softmax`."""
