@@ -294,6 +294,15 @@ def test_a_backend_without_a_backward_kernel_has_no_time_for_it():
     assert ours["backward"]["error"] == "softmax_vjp has no portable kernel"
 
 
+def test_the_forward_alone():
+    found = run.run(
+        "silu", CPU, torch.float32, command="x", only=("pytorch",), named=("small",), rounds=1, forward=True
+    )
+    assert {r["pass"] for r in found["rows"]} == {"forward"}
+    with pytest.raises(ValueError, match="cross_entropy is measured forward and backward together"):
+        run.run("cross_entropy", CPU, torch.float32, command="x", tag="test", forward=True)
+
+
 def test_host_time_of_ours_and_pytorch():
     found = host.run(CPU, torch.float32, command="x", only=("pytorch",), named=("rms_norm", "attention"), rounds=2)
     assert {(r["case"], r["pass"], r["provider"]) for r in found["rows"] if "us" in r} == {

@@ -96,13 +96,15 @@ def run(
     only: Sequence[str] = (),
     named: Sequence[str] = (),
     rounds: int = 5,
+    forward: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """The document of one op: for each case with `tag`, pass and provider a row with time, rate, memory or a reason,
     and with the arguments that a peer overwrites.
 
-    only: providers to measure; named: cases to run, whatever their tags; empty means all. A peer that is missing or
-    fails is a row with a reason; ours raises. ValueError when no case is left.
+    only: providers to measure; named: cases to run, whatever their tags; empty means all. forward: no backward. A peer
+    that is missing or fails is a row with a reason; ours raises. ValueError when no case is left, and for the forward
+    alone of a loss.
     """
     wanted = [c for c in cases(name) if (c.name in named if named else tag in c.tags) and dtype in c.dtypes]
     if not wanted:
@@ -113,7 +115,7 @@ def run(
     rows = []
     for case in wanted:
         progress(case.name)
-        rows += case_rows(ops()[name], case, device, dtype, only, rounds)
+        rows += case_rows(ops()[name], case, device, dtype, only, rounds, forward)
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
     limits = ceilings(device)
@@ -143,7 +145,11 @@ def ceilings(device: torch.device) -> Ceilings:
     )
 
 
-def case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+def case_rows(
+    op: Op, case: Case, device, dtype, only: Sequence[str], rounds: int, forward: bool = False
+) -> list[dict[str, Any]]:
+    if forward and op.name in TOGETHER:
+        raise ValueError(f"{op.name} is measured forward and backward together: its gradient may come from either")
     torch._dynamo.reset()  # each case is compiled anew: dynamo gives up on a function after a few recompilations
     calls, rows, differences = {}, [], {}
     expected = head = None
@@ -170,7 +176,7 @@ def case_rows(op: Op, case: Case, device, dtype, only: Sequence[str], rounds: in
         for provider, timing in timings.items():
             row = {**head, "pass": "forward", "provider": provider, "difference": differences[provider]}
             rows.append({**row, **figures(timing, work(op, ours, backward=False), device)})
-    if ours.inputs and op.vjp is not None:
+    if ours.inputs and op.vjp is not None and not forward:
         found = _backward_rows(op, calls, device, rounds)
         rows += [{**head, "difference": differences[row["provider"]], **row} for row in found]
     written = {n: overwritten(op, call.args, ours.args) for n, call in calls.items()}

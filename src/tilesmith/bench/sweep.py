@@ -63,13 +63,14 @@ def run(
     only: Sequence[str] = (),
     named: Sequence[str] = (),
     rounds: int = 5,
+    forward: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """The document of one sweep: rows as `bench.run.run` makes them, each with its value `at` and its `panel`.
 
     at: values of the axis, those of `values` by default. only: providers to measure besides ours, named: panels whose
-    names contain one of these; all by default. Raises ValueError for an axis or a panel that the op has not, and for
-    values below 1.
+    names contain one of these; all by default. forward: no backward. Raises ValueError for an axis or a panel that the
+    op has not, for values below 1, and for the forward alone of a loss.
     """
     if axis not in axes(op):
         known = ", ".join(axes(op)) or "none"
@@ -86,7 +87,7 @@ def run(
             raise ValueError(f"no panel of {op} is {' or '.join(named)}; {said}")
         for panel, case in wanted:
             progress(case.name)
-            found = case_rows(ops()[op], case, device, dtype, only, rounds)
+            found = case_rows(ops()[op], case, device, dtype, only, rounds, forward)
             rows += [{**row, "at": value, "panel": panel} for row in found]
             if device.type != "cpu":
                 torch.get_device_module(device).empty_cache()

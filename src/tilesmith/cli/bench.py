@@ -39,6 +39,7 @@ def command(
     plot: Annotated[Path | None, typer.Option(help="Folder for plots of a sweep, SVG and PNG.")] = None,
     shape: Annotated[str, typer.Option(help="Which model: 1.5b, 1.5b-long or tiny.")] = "1.5b",
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median is reported.")] = 5,
+    forward: Annotated[bool, typer.Option("--forward", help="Of ops only the forward.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write results as JSON.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
     readme: Annotated[Path | None, typer.Option(help="Only fill the tables of this file from the results.")] = None,
@@ -74,7 +75,8 @@ def command(
             elif subject == "host":
                 found = _host({**measure, "progress": told, "named": case or ()})
             else:
-                found = _op(subject, sweep, {**measure, "progress": told, "named": case or ()}, tag or _tag(where))
+                asked = {**measure, "progress": told, "named": case or (), "forward": forward}
+                found = _op(subject, sweep, asked, tag or _tag(where))
         _show(found)
         if save:
             from tilesmith.bench.document import save as write
