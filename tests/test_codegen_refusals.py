@@ -15,6 +15,7 @@ from tilesmith.codegen import (
     Scalar,
     barrier,
     bf16,
+    bitcast,
     build,
     const,
     cuda,
@@ -192,6 +193,10 @@ def lanes_apart(x: In[f32x4], y: Out[f32]):
     y[tid(0)] = f32(x[tid(0)])  # here
 
 
+def half_of_a_word(x: In[f16], y: Out[u32]):
+    y[tid(0)] = bitcast(u32, x[tid(0)])  # here
+
+
 n = 5  # what after_its_loop must not find
 
 
@@ -303,6 +308,7 @@ REFUSED = {
     rows_multiplied: r"op 'mul'; allowed: 'add', 'max'",
     operand_element: r"a is an operand; only accumulators have elements",
     lanes_apart: r"f32x4 to f32: the lanes differ",
+    half_of_a_word: r"bitcast of f16 to u32; allowed: .*f16x2, bf16x2 and u32",
 }
 
 

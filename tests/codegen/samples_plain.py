@@ -25,6 +25,7 @@ from tilesmith.codegen import (
     exp,
     exp2,
     f16,
+    f16x2,
     f16x4,
     f32,
     f32x2,
@@ -227,19 +228,39 @@ def packed_halves() -> Sample:
 
 
 @sample
+def halves_in_words() -> Sample:
+    count = 32
+
+    def halves_in_words(x: In[u32x2], y: Out[u32], z: Out[f16x2]):
+        words = x[tid(0)]
+        a, b = bitcast(f16x2, words.x), bitcast(f16x2, words.y)
+        y[tid(0)] = bitcast(u32, f16x2(b.y, a.x))
+        z[tid(0)] = bitcast(f16x2, words.x ^ 0x8000)
+
+    x = random(count, 4).astype(np.float16)
+    z = x[:, :2] * np.array([-1, 1], np.float16)
+    tensors = {"x": x.view(np.uint32), "y": np.zeros(count, np.uint32), "z": np.zeros_like(z)}
+    wanted = {"y": np.ascontiguousarray(x[:, [3, 0]]).view(np.uint32).reshape(-1), "z": z}
+    return Sample(build(halves_in_words, (count, 1, 1)), (1, 1, 1), tensors, {}, wanted)
+
+
+@sample
 def brain_floats() -> Sample:
     count = 16
 
-    def brain_floats(x: In[bf16x2], y: Out[bf16]):
+    def brain_floats(x: In[bf16x2], y: Out[bf16], z: Out[u32]):
         pair = f32x2(x[tid(0)])
         y[tid(0)] = bf16(pair.x + pair.y)
+        z[tid(0)] = bitcast(u32, bf16x2(f32x2(bitcast(bf16x2, bitcast(u32, x[tid(0)]) ^ 0x8000)) * 0.5))
 
     x = (random(count, 2).view(np.uint32) >> 16).astype(np.uint16)
     total = (x.astype(np.uint32) << 16).view(np.float32).sum(1)
     bits = total.view(np.uint32).astype(np.uint64)
     wanted = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    tensors = {"x": x, "y": np.zeros(count, np.uint16)}
-    return Sample(build(brain_floats, (count, 1, 1)), (1, 1, 1), tensors, {}, {"y": wanted})
+    halved = (x.astype(np.uint32) << 16).view(np.float32) * np.array([-0.5, 0.5], np.float32)
+    words = (halved.view(np.uint32) >> 16).astype(np.uint16).view(np.uint32).reshape(-1)
+    tensors = {"x": x, "y": np.zeros(count, np.uint16), "z": np.zeros(count, np.uint32)}
+    return Sample(build(brain_floats, (count, 1, 1)), (1, 1, 1), tensors, {}, {"y": wanted, "z": words})
 
 
 @inline

@@ -85,7 +85,7 @@ class Cast(Expr):
 
 
 class Bitcast(Expr):
-    """The bits of a 32-bit value, read as another 32-bit type."""
+    """The bits of a 32-bit value, read as another 32-bit type; of two halves the first is the lower."""
 
     x: Expr
 

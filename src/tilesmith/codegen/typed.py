@@ -261,14 +261,23 @@ def cast(type_: Type, x: object) -> Expr:
 
 
 def bitcast(type_: Type, x: object) -> Expr:
-    """The bits of a 32-bit number as another one."""
+    """The bits of a 32-bit number as another one, or two halves of them as a u32 and the other way."""
     e = lift(x)
+    if halves_beside_word(type_, e.type):
+        return Bitcast(type_, e)
     for t in (type_, e.type):
         if t.dtype not in ("f32", "u32", "i32"):
-            raise Misuse(f"bitcast of {t}; allowed: f32, u32, i32 and their vectors")
+            raise Misuse(
+                f"bitcast of {e.type} to {type_}; allowed: f32, u32, i32 and their vectors; f16x2, bf16x2 and u32"
+            )
     if e.type.lanes != type_.lanes:
         raise Misuse(f"bitcast of {e.type} to {type_}: the lanes differ")
     return e if e.type is type_ else Bitcast(type_, e)
+
+
+def halves_beside_word(a: Type, b: Type) -> bool:
+    """Whether one is u32, and the other two floats of 16 bits."""
+    return u32 in (a, b) and any(t.lanes == 2 and t.dtype in ("f16", "bf16") for t in (a, b))
 
 
 def collect(type_: Type, parts: list) -> Expr:

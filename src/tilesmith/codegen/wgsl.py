@@ -127,6 +127,11 @@ class _Wgsl(TextPrinter):
         return self.e(e) if isinstance(e, Select) else super().operand(e)
 
     def bitcast(self, e: Bitcast) -> str:
+        # naga takes no bitcast to another number of lanes; what these make of two halves and f32 is exact
+        if e.type.dtype == "f16":
+            return f"{self.type(e.type)}(unpack2x16float({self.argument(e.x)}))"
+        if e.x.type.dtype == "f16":
+            return f"pack2x16float(vec2<f32>({self.argument(e.x)}))"
         return f"bitcast<{self.type(e.type)}>({self.argument(e.x)})"
 
     def subgroup(self, e: Subgroup) -> str:

@@ -82,7 +82,7 @@ def _unroll(front: Evaluator, start: Any, stop: Any, step: Any) -> range:
 
 def _bitcast(front: Evaluator, type_: Any, x: Any) -> Expr:
     if not isinstance(type_, Type):
-        raise Misuse(f"{type_!r} is no type; allowed: f32, u32, i32 and their vectors")
+        raise Misuse(f"{type_!r} is no type; allowed: f32, u32, i32 and their vectors; f16x2, bf16x2 and u32")
     return typed.bitcast(type_, x)
 
 

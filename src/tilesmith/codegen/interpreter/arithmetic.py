@@ -59,6 +59,12 @@ def cast(source: Type, target: Type, x: np.ndarray, active: Callable[[np.ndarray
     return x.astype(VALUES[target.dtype])
 
 
+def bitcast(source: Type, target: Type, x: np.ndarray) -> np.ndarray:
+    """The bits of `x` as `target`, which has as many."""
+    bits = np.ascontiguousarray(to_memory(source, x).reshape(len(x), source.lanes)).view(MEMORY[target.dtype])
+    return from_memory(target, bits if target.lanes > 1 else bits[:, 0])
+
+
 def _i32(exact: np.ndarray, active: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     wrapped = exact.astype(np.int32)
     if active(wrapped != exact).any():

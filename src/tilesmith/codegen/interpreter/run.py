@@ -346,7 +346,7 @@ _EXPRESSIONS: dict[type, Callable] = {
     Call: _Batch.call,
     Select: _Batch.select,
     Cast: lambda self, e, mask: arithmetic.cast(e.x.type, e.type, self.value(e.x, mask), mask.active),
-    Bitcast: lambda self, e, mask: np.ascontiguousarray(self.value(e.x, mask)).view(VALUES[e.type.dtype]),
+    Bitcast: lambda self, e, mask: arithmetic.bitcast(e.x.type, e.type, self.value(e.x, mask)),
     Vector: _Batch.vector,
     Component: lambda self, e, mask: self.value(e.x, mask)[:, e.index],
     Element: lambda self, e, mask: self.fragments[e.fragment][self.element_places(e.fragment, e.index)],
