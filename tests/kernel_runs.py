@@ -19,7 +19,13 @@ def run(ir: KernelIR, grid, tensors: dict[str, np.ndarray], out: dict[str, tuple
     """The outputs, whose memory starts as NaN. The interpreter reports races and accesses out of bounds."""
     empty = {name: np.full(shape, np.nan, np.float16 if half else np.float32) for name, shape in out.items()}
     given = tensors | empty
-    interpret(ir, grid, {b.name: given[b.name] for b in ir.buffers}, scalars)
+    words = {b.name for b in ir.buffers if b.type.dtype == "u32"}
+    interpret(
+        ir,
+        grid,
+        {b.name: given[b.name].view(np.uint32) if b.name in words else given[b.name] for b in ir.buffers},
+        scalars,
+    )
     return empty
 
 

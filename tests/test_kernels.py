@@ -132,16 +132,18 @@ def test_subgroups_of_a_row_wait_for_one_another(subgroup):
 @WIDE
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("positive", [True, False])
-def test_softmax_of_rows_that_no_workgroup_keeps(positive, causal, columns, half):
-    config = fused_ops.SoftmaxDropoutConfig(columns, half, 0.0, causal, 64, positive=positive)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_softmax_of_rows_that_no_workgroup_keeps(p, positive, causal, columns, half):
+    config = fused_ops.SoftmaxDropoutConfig(columns, half, p, causal, 32, positive=positive)
     assert not config.plan.keep
-    x = 3 * random(4, columns, half=half)
+    x, seed = 3 * random(4, columns, half=half), torch.tensor([2**40 + 7, -5])
     x[2] = np.finfo(x.dtype).min  # as masks write it
-    scalars = {"rows": 4, "queries": 4, "scale": 0.7}
+    scalars, tensors = {"rows": 4, "queries": 4, "scale": 0.7}, {"x": x, "seed": seed.numpy().view(np.uint32)}
     ir = fused_ops.create_softmax_dropout_kernel(config)
-    y = run(ir, config.grid(4), {"x": x}, {"y": x.shape}, scalars, half)["y"]
+    y = run(ir, config.grid(4), tensors, {"y": x.shape}, scalars, half)["y"]
     sees = torch.ones(4, columns, dtype=torch.bool).tril(columns - 4 if causal else columns)
-    within(y, lambda x: torch.softmax((x * 0.7).masked_fill(~sees, float("-inf")), -1), x)
+    kept = philox.keep_mask(seed, x.shape, p) * philox.keep_scale(p)
+    within(y, lambda x: kept * torch.softmax((x * 0.7).masked_fill(~sees, float("-inf")), -1), x)
 
 
 @HALF
@@ -331,7 +333,7 @@ def test_every_kernel_of_the_catalogue_prints_everywhere(entry):
 def by_subgroups(columns: int, threads: int, heads: int) -> list[KernelIR]:
     """What ops launch on a device with subgroups of 32."""
     how = {"workgroup_size": threads, "subgroup": 32}
-    softmax = fused_ops.SoftmaxDropoutConfig(columns, True, causal=True, positive=True, **how)
+    softmax = fused_ops.SoftmaxDropoutConfig(columns, True, dropout=0.1, causal=True, positive=True, **how)
     return [
         fused_ops.create_norm_kernel(fused_ops.NormConfig(columns, "layer", "f16", None, "f16", "f16", **how)),
         fused_ops.create_softmax_dropout_kernel(softmax),

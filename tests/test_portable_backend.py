@@ -30,7 +30,7 @@ SERVED = {
     "rms_norm": ("three_dims", "transposed", "llama", "llama_fp32_weight"),
     "rms_norm_rope": ("plain", "row_interleaved", "packed", "llama_row"),
     "softmax": ("small", "masked", "causal_more_keys", "heads"),
-    "softmax_dropout": ("small", "causal", "p_half", "causal_more_rows"),
+    "softmax_dropout": ("small", "causal_heads", "swept", "causal", "p_half", "causal_more_rows"),
     "swiglu": ("small", "halves", "strided_three_dims", "scalar"),
 }
 

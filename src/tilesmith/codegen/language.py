@@ -128,7 +128,7 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
 
 @_word
 def bitcast(type: Type, x: Any) -> Any:
-    """The bits of a 32-bit number as another: `bitcast(f32, bits << 16)`. So are two halves, f16x2 or bf16x2, one u32."""
+    """The bits of a 32-bit number as another: `bitcast(f32, bits << 16)`. f16x2 or bf16x2 as u32, or it as these."""
 
 
 @_word

@@ -100,18 +100,20 @@ def philox(counter, seed):
 
 @inline
 def random_bits(element, count, seed):
-    """The 16 bits of each of `count` elements from `element` on, a multiple of `count`, which is 1, 2 or 4.
+    """The 16 bits of each of `count` elements from `element` on, a multiple of `count`, which is 1, 2, 4 or 8: in the
+    upper halves of u32, whose lower halves are anything.
 
     The words of counter element // 8 are eight halves, the lower one of each first; element % 8 picks.
     """
-    drawn = philox(element // 8, seed)
-    words = [select(element % 8 < 4, drawn[k], drawn[2 + k]) for k in range(2)]
+    words = philox(element // 8, seed)
+    if count < 8:
+        words = [select(element % 8 < 4, words[k], words[2 + k]) for k in range(2)]
     if count < 4:
         words = [select(element % 4 < 2, words[0], words[1])]
-    halves = [words[j // 2] >> 16 if j % 2 else words[j // 2] & 0xFFFF for j in range(max(count, 2))]
+    bits = [words[j // 2] if j % 2 else words[j // 2] << 16 for j in range(max(count, 2))]
     if count == 1:
-        halves = [select(element % 2 == 0, halves[0], halves[1])]
-    return halves
+        bits = [select(element % 2 == 0, bits[0], bits[1])]
+    return bits
 
 
 @inline

@@ -21,15 +21,17 @@ from tilesmith.codegen import (
 )
 from tilesmith.kernels import checks
 from tilesmith.kernels.functions import LOG2E, random_bits
-from tilesmith.kernels.rows import Rows, collected, row_highest, row_of_thread, row_sum, stored_scalar
+from tilesmith.kernels.rows import Rows, closed, opened, row_highest, row_of_thread, row_sum, stored_scalar
 
 LOWEST = -3.4028234663852886e38
 """Of all f32, so that a row that masks have filled with it is a row of equals. No infinity: see `functions.LOWEST`."""
 
 _BATCH = 8
 """Vectors that a thread reads at once of a row that is not kept. With 4, f16 rows of 32,768, 65,536 and 131,072 columns
-took 119, 108 and 107 % of the time on CUDA, 119, 106 and 105 through Vulkan (H200). Half as many of a causal row of up
-to 16,384, which ends anywhere: with 8, rows of 8,192 and 16,384 took 105 and 104 %."""
+took 119, 108 and 107 % of the time on CUDA, 119, 106 and 105 through Vulkan (H200). Half as many of eight lanes. Half
+as many of a causal row of up to 16,384, which ends anywhere: with 8, rows of 8,192 and 16,384 took 105 and 104 %. Half
+as many of eight lanes, too, where a workgroup has 1,024 threads: at 32 registers an SM holds two, of which one draws
+while the other reads. Else 65,536 and 131,072 columns took 106 and 104 %, 106 and 108 through Vulkan."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class SoftmaxDropoutConfig:
         if self.causal and self.hidden_dim > 8192:  # at 16,384 columns 77 % of the time of keeping them
             most = 0
         scalar = stored_scalar(self)
-        return Rows.of(self.hidden_dim, self.workgroup_size, scalar, kept=f32, most=most, subgroup=self.subgroup)
+        lanes = 8 if self.dropout > 0.0 and self.use_half and self.hidden_dim % 8 == 0 else None
+        return Rows.of(self.hidden_dim, self.workgroup_size, scalar, lanes, kept=f32, most=most, subgroup=self.subgroup)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
@@ -91,30 +94,41 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     index % 8; the same elements as on every other backend. So p is rounded to a multiple of 2⁻¹⁶. A row that sees no
     column is 0; one that holds NaN or +inf, or -inf alone, is NaN.
 
-    With `strided` also the scalar x_step, from one row of x to the next in vectors of the widest of 4, 2 and 1 elements
-    that divides hidden_dim. With `statistics` also top and total: f32 [rows], the maximum of scale · x over what a row
-    sees (-3.4e38 where that is nothing) and the sum of exp(scale · x - top).
+    With dropout of 16 bits an element, and 8 dividing hidden_dim, the buffers x and y are of u32x4, eight elements that
+    share a draw. With `strided` also the scalar x_step, from one row of x to the next in such vectors, else in those of
+    the widest of 4, 2 and 1 elements that divides hidden_dim. With `statistics` also top and total: f32 [rows], the
+    maximum of scale · x over what a row sees (-3.4e38 where that is nothing) and the sum of exp(scale · x - top).
     """
     checks.a(config, SoftmaxDropoutConfig)
     plan, causal = config.plan, config.causal
-    stored, wide, lanes, sweep = plan.stored, plan.wide, plan.lanes, plan.sweep
+    stored, wide, sweep = plan.stored, plan.wide, plan.sweep
+    lanes, pieces, each = plan.lanes, plan.pieces, plan.each
     dropout = config.dropout > 0.0
-    some = plan.count if plan.keep else _BATCH // 2 if causal and plan.columns <= 16_384 else _BATCH
+    batch = _BATCH // pieces
+    if (causal and plan.columns <= 16_384) or (pieces > 1 and plan.threads == 1024):
+        batch //= 2
+    some = plan.count if plan.keep else batch
     exact = plan.exact and plan.count % some == 0
     whole = exact and not causal
     last = -(-plan.count // some) * some - 1
-    # Maxima are those of x, not of scale · x. Rows that are kept wait for memory: there it saves nothing.
-    raw = config.positive and not plan.keep
+    # Maxima are those of x, not of scale · x. Rows that are kept wait for memory: there it saves nothing. With dropout
+    # rows of 8,192 and 16,384 took 102 and 104 % of the time without it, 112 and 106 % through Vulkan (H200, f16).
+    raw = config.positive and (dropout or not plan.keep)
     # Maxima are rounded products with `step`, so that a weight is one fused product and sum. f16 alone, for which it
     # overflows never; between maxima that all are rounded nothing is lost.
-    fused = raw and stored.dtype == "f16"
+    fused = raw and plan.scalar.dtype == "f16"
     least = min(round(config.dropout * 2**16), 2**16 - 1)
     kept_scale = 2**16 / (2**16 - least)
 
     @inline
     def sees(i, j, seen):
-        """Whether lane j of vector i is a column below `seen`."""
-        return not causal or i * lanes + j < seen
+        """Whether lane j of vector i is a column that the row sees."""
+        return i * lanes + j < seen
+
+    @inline
+    def ends(i, seen):
+        """Whether the row sees only the begin of vector i: one of a row. The others do not ask for each lane."""
+        return causal and (i + 1) * lanes > seen
 
     @inline
     def begins(i, seen):
@@ -123,7 +137,13 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
 
     @inline
     def scaled(v, scale):
-        return wide(v) if raw else wide(v) * scale
+        """A vector in memory, as a list of those in registers."""
+        return [part if raw else part * scale for part in opened(plan, v)]
+
+    @inline
+    def own_parts(kept, k):
+        """The k-th vector that the thread keeps, as such a list."""
+        return [kept[k * pieces + h] for h in range(pieces)]
 
     @inline
     def weight(x, top, step):
@@ -144,7 +164,7 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     @inline
     def body(x, seed, y, tops, totals, rows, queries, scale, x_step):
         stage = shared(f32, plan.workgroup) if plan.stages else None
-        kept = local(wide, plan.count) if plan.keep else None
+        kept = local(wide, plan.count * pieces) if plan.keep else None
         row, at, t = row_of_thread(plan, rows)
         start, place = at * x_step, at * plan.vectors
         seen = max(at % queries + (1 + plan.columns), queries) - queries if causal else u32(plan.columns)
@@ -162,11 +182,16 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
             for k in unroll(some):
                 i = t + (first + k) * plan.threads
                 if whole or begins(i, seen):
-                    v = scaled(given[k], scale)
+                    parts = scaled(given[k], scale)
                     if plan.keep:
-                        kept[k] = v
-                    for j in unroll(lanes):
-                        high = max(high, select(sees(i, j, seen), v[j], LOWEST))
+                        for h in unroll(pieces):
+                            kept[k * pieces + h] = parts[h]
+                    if ends(i, seen):
+                        for j in unroll(lanes):
+                            high = max(high, select(sees(i, j, seen), parts[j // each][j % each], LOWEST))
+                    else:
+                        for j in unroll(lanes):
+                            high = max(high, parts[j // each][j % each])
             if fused:
                 high = max(own, high * step)
             total = total * faded(own, high, step)
@@ -174,11 +199,17 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
             for k in unroll(some):
                 i = t + (first + k) * plan.threads
                 if whole or begins(i, seen):
-                    v = weight(kept[k] if plan.keep else scaled(given[k], scale), high, step)
+                    scores = own_parts(kept, k) if plan.keep else scaled(given[k], scale)
+                    weights = [weight(part, high, step) for part in scores]
                     if plan.keep:
-                        kept[k] = v
-                    for j in unroll(lanes):
-                        total += select(sees(i, j, seen), v[j], 0.0)
+                        for h in unroll(pieces):
+                            kept[k * pieces + h] = weights[h]
+                    if ends(i, seen):
+                        for j in unroll(lanes):
+                            total += select(sees(i, j, seen), weights[j // each][j % each], 0.0)
+                    else:
+                        for j in unroll(lanes):
+                            total += weights[j // each][j % each]
         top = row_highest(own, stage, plan.threads, plan.subgroup)
         mine = faded(own, top, step)
         total = row_sum(total * mine, stage, plan.threads, plan.subgroup)
@@ -190,25 +221,29 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
             factor = factor * mine
         for first in sweep(0, plan.count, some):
             if not plan.keep:  # all loads before the first store are in flight
-                batch = local(stored, some)
+                again = local(stored, some)
                 for k in unroll(some):
                     i = vector_of(k, first, t)
                     if whole or begins(i, seen):
-                        batch[k] = x[start + i]
+                        again[k] = x[start + i]
             for k in unroll(some):
                 i = vector_of(k, first, t)
                 if row < rows and (exact or i < plan.vectors):
                     if not causal or begins(i, seen):
-                        v = kept[k] if plan.keep else weight(scaled(batch[k], scale), top, step)
-                        shown = [sees(i, j, seen) for j in range(lanes)]
+                        if plan.keep:
+                            shares = [part * factor for part in own_parts(kept, k)]
+                        else:
+                            shares = [weight(part, top, step) * factor for part in scaled(again[k], scale)]
+                        out = [shares[j // each][j % each] for j in range(lanes)]
                         if dropout:
                             bits = random_bits((place + i) * lanes, lanes, seed)
-                            shown = [shown[j] and bits[j] >= least for j in range(lanes)]
-                        y[place + i] = stored(
-                            collected(wide, [select(shown[j], v[j] * factor, 0.0) for j in range(lanes)])
-                        )
+                            out = [select(bits[j] >= least << 16, out[j], 0.0) for j in range(lanes)]
+                        if ends(i, seen):
+                            y[place + i] = closed(plan, [select(sees(i, j, seen), out[j], 0.0) for j in range(lanes)])
+                        else:
+                            y[place + i] = closed(plan, out)
                     else:
-                        y[place + i] = stored(wide(0.0))
+                        y[place + i] = stored(0)
 
     def softmax(
         x: In[stored],

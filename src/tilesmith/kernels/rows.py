@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from tilesmith.codegen import (
     Type,
     barrier,
+    bitcast,
     const,
     f32,
+    f32x2,
+    f32x4,
     gid,
     groups,
     inline,
@@ -16,6 +19,7 @@ from tilesmith.codegen import (
     tid,
     type_named,
     u32,
+    u32x4,
     unroll,
     vector,
 )
@@ -34,9 +38,10 @@ _KEPT = 64  # elements that a thread keeps in registers
 class Rows:
     """The plan for rows of `columns` elements; lengths below count vectors of `lanes` elements.
 
-    threads: threads a row. rows: rows a workgroup. count: vectors a thread, the last of which may lie past the row
-    unless `exact`. keep: whether a thread keeps its vectors in registers between passes over the row, in `kept` bytes
-    an element, `most` bytes of a workgroup's. subgroup: threads of a subgroup, where the kernel is built for so many.
+    lanes: 1, 2, 4, or 8 of 16 bits. threads: threads a row. rows: rows a workgroup. count: vectors a thread, the
+    last of which may lie past the row unless `exact`. keep: whether a thread keeps its vectors in registers between
+    passes over the row, in `kept` bytes an element, `most` bytes of a workgroup's. subgroup: threads of a subgroup,
+    where the kernel is built for so many.
     """
 
     columns: int
@@ -115,13 +120,23 @@ class Rows:
 
     @property
     def stored(self) -> Type:
-        """A vector in memory."""
-        return vector(self.scalar, self.lanes)
+        """A vector in memory; words where it has eight lanes, which no type has."""
+        return u32x4 if self.lanes == 8 else vector(self.scalar, self.lanes)
+
+    @property
+    def pieces(self) -> int:
+        """Vectors in registers that a vector in memory is."""
+        return 2 if self.lanes == 8 else 1
+
+    @property
+    def each(self) -> int:
+        """Lanes of a vector in registers."""
+        return self.lanes // self.pieces
 
     @property
     def wide(self) -> Type:
         """A vector in registers."""
-        return vector(f32, self.lanes)
+        return vector(f32, self.each)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
@@ -210,6 +225,30 @@ def collected(wide, lanes):
         v = wide(lanes[0], lanes[1])
     else:
         v = wide(lanes[0])
+    return v
+
+
+@inline
+def opened(plan, v):
+    """What a vector in memory holds, in registers: a list of `plan.pieces` vectors."""
+    if plan.pieces == 1:
+        held = [plan.wide(v)]
+    else:
+        two: const = vector(plan.scalar, 2)
+        pairs = [f32x2(bitcast(two, v[k])) for k in range(4)]
+        held = [f32x4(pairs[h][0], pairs[h][1], pairs[h + 1][0], pairs[h + 1][1]) for h in (0, 2)]
+    return held
+
+
+@inline
+def closed(plan, lanes):
+    """The vector in memory of these f32."""
+    if plan.pieces == 1:
+        v = plan.stored(collected(plan.wide, lanes))
+    else:
+        two: const = vector(plan.scalar, 2)
+        words = [bitcast(u32, two(f32x2(lanes[2 * k], lanes[2 * k + 1]))) for k in range(4)]
+        v = u32x4(words[0], words[1], words[2], words[3])
     return v
 
 

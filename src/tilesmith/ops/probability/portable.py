@@ -16,13 +16,25 @@ def _softmax(x: Tensor, y: Tensor, scale: float, causal: bool, extra: dict[str, 
     """Fill y, contiguous [M, N], from the rows x [M, N] of matrices [T, N]; T is a field of its own, `queries`."""
     count, columns = x.shape
     queries = fields.pop("queries")
-    fields |= {"causal": causal, "strided": True, "workgroup_size": portable.threads(columns)}
+    eight = fields.get("dropout", 0.0) > 0.0 and x.element_size() == 2 and columns % 8 == 0
+    threads = _threads(columns, causal) if eight else portable.threads(columns)
+    fields |= {"causal": causal, "strided": True, "workgroup_size": threads}
     fields |= {"positive": 0.0 < scale <= 1e30, "subgroup": subgroup_of(x.device)}
     config = SoftmaxDropoutConfig(columns, **portable.storage(x), **fields)
     flat, [step] = portable.flat(x, config.plan.lanes)
     scalars = {"rows": count, "queries": queries, "scale": scale, "x_step": step}
     ir = create_softmax_dropout_kernel(config)
     portable.launch(ir, config.grid(count), {"x": flat, "y": y, **extra}, scalars)
+
+
+def _threads(columns: int, causal: bool) -> int:
+    """Threads of a workgroup where eight elements share a draw: of one row, with 32 elements each while they are kept.
+
+    H200, f16: 256 instead of 128 took 104 % of the time at 4,096 columns, causal 111 %; instead of 512 at 16,384 105 %.
+    """
+    if columns > (8192 if causal else 16_384):
+        return portable.threads(columns)
+    return 128 if columns <= 4096 else 256 if columns <= 8192 else 512
 
 
 def _reasons(call) -> list[str]:
@@ -47,7 +59,7 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
 def softmax_dropout(
     x: Tensor, seed: Tensor | None = None, p: float = 0.0, scale: float = 1.0, causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As softmax; up to four elements share a draw. The kernel is built for one p."""
+    """As softmax; up to four elements of 32 bits share a draw, up to eight of 16. The kernel is built for one p."""
     out = x.new_empty(x.shape)
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     if x.numel() == 0:
