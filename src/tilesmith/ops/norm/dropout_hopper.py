@@ -13,7 +13,7 @@ from tilesmith.ops.rows_gluon import MOST_PARTS, PartsConfig, fitted
 
 
 def _reasons(call: Any) -> list[str]:
-    return norms._common_reasons(call._replace(seed=None), call.x.cols, ABOVE[call.kind])
+    return norms.rows_refused(call._replace(seed=None), call.x.cols, ABOVE[call.kind])
 
 
 ABOVE = {"layer": 16_384, "rms": 32_768}  # columns; up to there Triton's kernels are as fast
@@ -30,7 +30,7 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsCon
 @register_kernel("dropout_add_norm", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms._dims(x, x, residual),
+        dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms.row_dims(x, x, residual),
         default=_default,
         choices=norms.CHOICES,
     )
@@ -55,7 +55,7 @@ def dropout_add_norm(
 
 
 def _vjp_reasons(call: Any) -> list[str]:
-    reasons = norms._common_reasons(call._replace(seed=None), call.s.cols, norms.BACKWARD_ABOVE[3])
+    reasons = norms.rows_refused(call._replace(seed=None), call.s.cols, norms.BACKWARD_ABOVE[3])
     if call.dy is None or not all(call.output_mask[:2]):
         reasons.append("there is no dy, or dx or dresidual is not wanted; both are always made here, of dy")
     return reasons
@@ -64,8 +64,8 @@ def _vjp_reasons(call: Any) -> list[str]:
 @register_kernel("dropout_add_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, ds, s, weight, bias, seed, mean, rstd, p, kind, output_mask: norms._dims(s, dy, ds, s),
-        default=norms._backward_default,
+        dims=lambda dy, ds, s, weight, bias, seed, mean, rstd, p, kind, output_mask: norms.row_dims(s, dy, ds, s),
+        default=norms.backward_default,
         choices=norms.CHOICES,
     )
 )
@@ -87,7 +87,7 @@ def dropout_add_norm_vjp(
     """dx, dresidual, dweight and dbias of `dropout_add_norm`."""
     dx = s.new_empty(s.shape, dtype=dy.dtype)
     mean = mean if kind == "layer" else None
-    dresidual, dweight, dbias = norms._backward(
+    dresidual, dweight, dbias = norms.backward(
         dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask[1:], config, dx, seed, p
     )
     return dx, dresidual, dweight, dbias

@@ -377,7 +377,7 @@ def norm_bwd_parts_kernel(
         gl.store(dbias_ptr + group.to(gl.int64) * cols + col, dbias, mask=inside)
 
 
-def _forward(
+def forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -419,7 +419,7 @@ def staying_forward(
     seed: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor | None, ...]:
-    """As `_forward`, by programs that stay. seed, p: of the dropout of x before it is added to the residual."""
+    """As `forward`, by programs that stay. seed, p: of the dropout of x before it is added to the residual."""
     (x, residual), outputs = _rows_and_outputs(x, residual, center)
     y, s, mean, rstd = outputs
     count, cols = x.shape
@@ -447,7 +447,7 @@ def _rows_and_outputs(
     return (rows(x, order), None if residual is None else rows(residual, order)), (y, s, mean, rstd)
 
 
-def _backward(
+def backward(
     dy: Tensor,
     ds: Tensor | None,
     x: Tensor,
@@ -485,7 +485,7 @@ def _backward(
     return dx, *(x.new_empty(0) if v is None else v for v in vectors)
 
 
-def _common_reasons(call: Any, cols: int, more_than: int) -> list[str]:
+def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
     reasons = [
         f"{name} has dtype {facts.dtype}; these kernels serve float16, bfloat16 and float32"
         for name, facts in call._asdict().items()
@@ -498,12 +498,12 @@ def _common_reasons(call: Any, cols: int, more_than: int) -> list[str]:
 def _reasons(call: Any) -> list[str]:
     cols, added = call.x.cols, hasattr(call, "residual")
     narrow = hasattr(call, "bias") or (not added and cols < 8192)
-    return _common_reasons(call, cols, 4096 if narrow else 16_384 if added else 32_768)
+    return rows_refused(call, cols, 4096 if narrow else 16_384 if added else 32_768)
 
 
 def _vjp_reasons(call: Any) -> list[str]:
     x = call.s if hasattr(call, "s") else call.x
-    reasons = _common_reasons(call, x.cols, BACKWARD_ABOVE[3 if hasattr(call, "ds") else 2])
+    reasons = rows_refused(call, x.cols, BACKWARD_ABOVE[3 if hasattr(call, "ds") else 2])
     if call.dy is None or not call.output_mask[0]:
         reasons.append("there is no dy, or dx is not wanted; dx is always made here, of dy")
     return reasons
@@ -513,7 +513,7 @@ STAYS_ABOVE = 32_768  # columns of layer norm, whatever the configuration says
 BACKWARD_ABOVE = {2: 4096, 3: 8192}  # by the number of rows' tensors that are read: what one program can hold
 
 
-def _dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
+def row_dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
     """rows and cols of `like`, and bytes: how many a column of a row takes in shared memory."""
     cols = like.shape[-1]
     taken = sum(t.element_size() for t in read if t is not None)
@@ -538,7 +538,7 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
     return held(cols, size, chunks, warps, registers)
 
 
-def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+def backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
     """16 columns a thread, in parts that leave at most an eighth of the threads idle, if there are such. H200, bf16,
     2**27 values, of the copy rate at 8,192, 16,384, 32,768, 65,536 and 131,072 columns: RMS norm 0.99, 0.98, 0.98, 0.94
     and 0.93, layer norm 0.97, 0.95, 0.94, 0.93 and 0.82, at 5,120 0.95. Triton's one pass up to 8,192: 0.95, 0.97 and
@@ -557,7 +557,7 @@ CHOICES = {"width": (4096, 8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4
 @register_kernel("rms_norm", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, weight, eps, offset, casting: _dims(x, x),
+        dims=lambda x, weight, eps, offset, casting: row_dims(x, x),
         default=lambda dims, arch, dtype: _forward_default(dims, arch, center=False),
         choices=HELD_CHOICES,
         fit=held_fit,
@@ -573,15 +573,15 @@ def rms_norm(
     config: HeldConfig,
 ) -> tuple[Tensor, Tensor]:
     """y and rstd of `rms_norm`."""
-    y, _, _, rstd = _forward(x, None, weight, None, eps, offset, False, casting == "llama", config)
+    y, _, _, rstd = forward(x, None, weight, None, eps, offset, False, casting == "llama", config)
     return y, rstd
 
 
 @register_kernel("rms_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, x, weight, rstd, offset, output_mask: _dims(x, dy, x),
-        default=_backward_default,
+        dims=lambda dy, x, weight, rstd, offset, output_mask: row_dims(x, dy, x),
+        default=backward_default,
         choices=CHOICES,
     )
 )
@@ -596,13 +596,13 @@ def rms_norm_vjp(
     config: PartsConfig,
 ) -> tuple[Tensor, Tensor]:
     """dx and dweight of `rms_norm`."""
-    return _backward(dy, None, x, weight, None, None, rstd, offset, (*output_mask, False), config)[:2]
+    return backward(dy, None, x, weight, None, None, rstd, offset, (*output_mask, False), config)[:2]
 
 
 @register_kernel("layer_norm", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, weight, bias, eps: _dims(x, x),
+        dims=lambda x, weight, bias, eps: row_dims(x, x),
         default=lambda dims, arch, dtype: _forward_default(dims, arch, center=True),
         choices=HELD_CHOICES,
         fit=held_fit,
@@ -612,15 +612,15 @@ def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: HeldConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd of `layer_norm`."""
-    y, _, mean, rstd = _forward(x, None, weight, bias, eps, 0.0, True, False, config)
+    y, _, mean, rstd = forward(x, None, weight, bias, eps, 0.0, True, False, config)
     return y, mean, rstd
 
 
 @register_kernel("layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: _dims(x, dy, x),
-        default=_backward_default,
+        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: row_dims(x, dy, x),
+        default=backward_default,
         choices=CHOICES,
     )
 )
@@ -636,13 +636,13 @@ def layer_norm_vjp(
     config: PartsConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias of `layer_norm`."""
-    return _backward(dy, None, x, weight, bias, mean, rstd, 0.0, output_mask, config)
+    return backward(dy, None, x, weight, bias, mean, rstd, 0.0, output_mask, config)
 
 
 @register_kernel("add_rms_norm", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, residual, weight, eps, offset, casting: _dims(x, x, residual),
+        dims=lambda x, residual, weight, eps, offset, casting: row_dims(x, x, residual),
         default=lambda dims, arch, dtype: _forward_default(dims, arch, center=False),
         choices=HELD_CHOICES,
         fit=held_fit,
@@ -659,15 +659,15 @@ def add_rms_norm(
     config: HeldConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, s and rstd of `add_rms_norm`."""
-    y, s, _, rstd = _forward(x, residual, weight, None, eps, offset, False, casting == "llama", config)
+    y, s, _, rstd = forward(x, residual, weight, None, eps, offset, False, casting == "llama", config)
     return y, s, rstd
 
 
 @register_kernel("add_rms_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, ds, s, weight, rstd, offset, output_mask: _dims(s, dy, ds, s),
-        default=_backward_default,
+        dims=lambda dy, ds, s, weight, rstd, offset, output_mask: row_dims(s, dy, ds, s),
+        default=backward_default,
         choices=CHOICES,
     )
 )
@@ -683,13 +683,13 @@ def add_rms_norm_vjp(
     config: PartsConfig,
 ) -> tuple[Tensor, Tensor]:
     """dresidual and dweight of `add_rms_norm`."""
-    return _backward(dy, ds, s, weight, None, None, rstd, offset, (*output_mask, False), config)[:2]
+    return backward(dy, ds, s, weight, None, None, rstd, offset, (*output_mask, False), config)[:2]
 
 
 @register_kernel("add_layer_norm", backend="hopper", rank=25, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, residual, weight, bias, eps: _dims(x, x, residual),
+        dims=lambda x, residual, weight, bias, eps: row_dims(x, x, residual),
         default=lambda dims, arch, dtype: _forward_default(dims, arch, center=True),
         choices=HELD_CHOICES,
         fit=held_fit,
@@ -705,14 +705,14 @@ def add_layer_norm(
     config: HeldConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean and rstd of `add_layer_norm`."""
-    return _forward(x, residual, weight, bias, eps, 0.0, True, False, config)
+    return forward(x, residual, weight, bias, eps, 0.0, True, False, config)
 
 
 @register_kernel("add_layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, ds, s, weight, bias, mean, rstd, output_mask: _dims(s, dy, ds, s),
-        default=_backward_default,
+        dims=lambda dy, ds, s, weight, bias, mean, rstd, output_mask: row_dims(s, dy, ds, s),
+        default=backward_default,
         choices=CHOICES,
     )
 )
@@ -729,4 +729,4 @@ def add_layer_norm_vjp(
     config: PartsConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dresidual, dweight and dbias of `add_layer_norm`."""
-    return _backward(dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask, config)
+    return backward(dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask, config)
