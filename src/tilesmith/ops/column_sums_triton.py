@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import cdiv, launch, next_power_of_2
+from tilesmith.hardware.detect import arch_of
 
 
 @triton.jit
@@ -25,9 +26,12 @@ def sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS: tl.constexpr
 @triton.jit
 def _column_sums_kernel(
     partial_ptr, other_partial_ptr, out_ptr, other_out_ptr, partials, num_cols,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Of one tensor, or of two by twice the programs."""
+    """Of one tensor, or of two by twice the programs. CHAINED: it may have started before the kernel that writes the
+    partial rows is over."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     if out_ptr is None:
         sum_block(other_partial_ptr, other_out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
     elif other_out_ptr is None:
@@ -56,7 +60,18 @@ def add_partials(partials: tuple[Tensor | None, Tensor | None], outs: tuple[Tens
             tall *= 2
         wide = 2048 // tall
         grid = cdiv(cols, wide), sum(out is not None for out in outs)
-        launch(_column_sums_kernel, grid, *partials, *outs, count, cols, BLOCK_ROWS=tall, BLOCK_COLS=wide)
+        # H200: 1 to 2 us sooner than a kernel that starts when the one before it has ended. Where that one said at its
+        # start that this may start, programs of this waited beside it: up to 5 % more in all.
+        chained = {"CHAINED": True, "launch_pdl": True} if _starts_early(first.device) else {"CHAINED": False}
+        launch(
+            _column_sums_kernel, grid, *partials, *outs, count, cols, BLOCK_ROWS=tall, BLOCK_COLS=wide, **chained
+        )  # fmt: skip
+
+
+def _starts_early(device: torch.device) -> bool:
+    """Whether a kernel can wait on `device` for the one before it in the stream (programmatic dependent launch)."""
+    arch = arch_of(device)
+    return device.type == "cuda" and arch.kind == "cuda" and arch.capability >= (9, 0)
 
 
 def partial_rows(tiles: int, col_blocks: int, programs: int, least: int) -> int:
