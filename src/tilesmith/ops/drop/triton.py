@@ -114,7 +114,9 @@ def _forward(
         return out
     read = x if residual is None else residual
     if bias is None and x.is_contiguous() and read.is_contiguous():
-        x, read = x.view(1, -1), read.view(1, -1)
+        # as rows of a block's width, where they fill such: H200, bf16, of the copy rate 0.99, as a single row 0.95
+        width = config.block_cols if x.numel() % config.block_cols == 0 else x.numel()
+        x, read = x.view(-1, width), read.view(-1, width)
     else:
         x, read = rows(x), rows(read)
     num_rows, num_cols = x.shape
@@ -196,10 +198,12 @@ def _residual_default(dims, arch, dtype) -> DropConfig:
 
 
 def _backward_default(dims, arch, dtype) -> DropConfig:
-    # H200, bf16, of the copy rate at 1,024, 4,096, 8,192 and 65,536 columns: 0.91, 0.87, 0.92 and 0.92. By a script,
-    # without the sum of the partial rows: at 4,096 and 65,536 columns 0.95 and 0.94; 0.94 and 0.92 without tiles ahead;
-    # 0.91 where programs walk neighbouring tiles. Narrow rows in narrow blocks, which leave fewer partial rows: at
-    # 1,024 columns 0.93, and 0.88 in wide ones.
+    # H200, bf16, of the copy rate at 1,024, 4,096, 8,192 and 65,536 columns: 0.91, 0.88, 0.92 and 0.92. By a script,
+    # without the sum of the partial rows: 0.93, 0.91, 0.93 and 0.93; 0.91 where programs walk neighbouring tiles.
+    # Narrow rows in narrow blocks, which leave fewer partial rows: at 1,024 columns 0.93, and 0.88 in wide ones. Not
+    # faster: tiles of 2,048 and 4,096 columns (0.89 to 0.93); two to eight times the programs, so that the device hands
+    # them out (0.72 to 0.91); on Hopper tiles brought by the tensor memory accelerator, of 64 to 16,384 columns, one to
+    # five on their way (0.65 to 0.91), of 64 to 256 columns summed by clusters of 8 programs (0.65 to 0.89).
     each, per_sm = 16 // dtype.itemsize, 4
     registers = arch.registers // (per_sm * 128) // 8 * 8 if arch.kind == "cuda" else 0
     rows = 4 if dims["cols"] * dtype.itemsize > 4096 else 16
