@@ -18,6 +18,14 @@ def drawn_part(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
 
 
 @gluon.jit
+def drawn_here(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
+    """`drawn_part`, drawn at this place of the program: what draws has no effect that the compiler sees, and it would
+    gather the draws of all parts where the last one is needed, or the first, as suits the addresses."""
+    words = drawn_part(key, first, WIDTH, SHORT)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def dropped_part(values, words, drop_below, dtype: gl.constexpr, WIDTH: gl.constexpr, RARE: gl.constexpr):
     """A part of `dtype` as `rows_gluon.raw` returns it, with 0 where `words` drop. drop_below: from
     `dropout.kernel_numbers`. RARE: from `dropout.parts_dropout_flags`.

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.ops.column_sums_triton import add_partials
 from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
-from tilesmith.ops.dropout_gluon import drawn_part, dropped_part
+from tilesmith.ops.dropout_gluon import drawn_here, drawn_part, dropped_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, reinterpret, wait
 from tilesmith.ops.philox_triton import load_key
 from tilesmith.ops.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
@@ -96,22 +96,35 @@ def norm_fwd_parts_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
     cols, x_stride, residual_stride, eps, offset,
     PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
-    AHEAD: gl.constexpr,
+    AHEAD: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
+    RARE: gl.constexpr = True,
 ):  # fmt: skip
-    """y (and s) of a part of a row, when its program knows what the others of its cluster found of theirs. CENTER: the
-    sums are of differences from the mean of a warp's first columns; they lose nothing where the mean is far from 0,
-    nor, that being a mean of many, where one value is. AHEAD: chunks of weight and bias that are on their way while one
-    is used."""
+    """y (and s) of a part of a row, when its program knows what the others of its cluster found of theirs. With
+    seed_ptr x is dropped out before the residual is added: what is drawn does not depend on the row, which is on its
+    way meanwhile. CENTER: the sums are of differences from the mean of a warp's first columns; they lose nothing where
+    the mean is far from 0, nor, that being a mean of many, where one value is. AHEAD: chunks of weight and bias that
+    are on their way while one is used."""
     row, part = (gl.program_id(0) // PARTS).to(gl.int64), gl.program_id(0) % PARTS
     NORMED: gl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     room = open_room(PARTS)
+    key = load_key(seed_ptr) if seed_ptr is not None else None
     parts = part_of(row_of(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
     if s_ptr is not None:
         residual = part_of(row_of(residual_ptr, row, residual_stride), part, cols, CHUNKS, EVEN)
-        sums = ()
+        sums, drawn = (), ()
+        if seed_ptr is not None:
+            for c in gl.static_range(CHUNKS):
+                first = row * cols + (part * CHUNKS + c) * (WARPS * LINES)
+                drawn += (drawn_here(key, first, WARPS * LINES, SHORT),)
         for c in gl.static_range(CHUNKS):
-            s = values(parts[c], x_ptr.dtype.element_ty) + values(residual[c], residual_ptr.dtype.element_ty)
+            x = parts[c]
+            if seed_ptr is not None:
+                x = dropped_part(x, drawn[c], drop_below, x_ptr.dtype.element_ty, WARPS * LINES, RARE)
+            s = values(x, x_ptr.dtype.element_ty)
+            if seed_ptr is not None:
+                s *= keep_scale
+            s += values(residual[c], residual_ptr.dtype.element_ty)
             col = columns(part, c, CHUNKS)
             gl.store(s_ptr + row * cols + col, flat(s).to(NORMED), mask=None if EVEN else col < cols)
             sums += (words_of(s, NORMED),)
@@ -387,8 +400,11 @@ def forward(
     center: bool,
     llama: bool,
     config: HeldConfig,
+    seed: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor | None, ...]:
-    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`."""
+    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. seed, p: of the dropout of x
+    before it is added to the residual."""
     if center and residual is None and x.shape[-1] > STAYS_ABOVE:
         stays = PartsConfig(16_384, 12 // x.element_size(), 16, 1, 128)
         return staying_forward(x, residual, weight, bias, eps, center, stays)
@@ -400,10 +416,16 @@ def forward(
         x, x_stride = aligned(x)
         residual, residual_stride = (None, 0) if residual is None else aligned(residual)
         weight, bias = aligned_vector(weight), aligned_vector(bias)
+        dropout, seed = {}, kernel_seed(seed, p)
+        if seed is not None:
+            drop_below, keep_scale = kernel_numbers(p)
+            dropout = {"seed_ptr": seed, "drop_below": drop_below, "keep_scale": keep_scale}
+            dropout |= parts_dropout_flags(count, cols, p)
         launch(
             norm_fwd_parts_kernel, (programs,), x, residual, weight, bias, y, s, mean, rstd,
             cols, x_stride, residual_stride, eps, offset or None,
             CENTER=center, LLAMA=llama, AHEAD=1 if config.num_warps >= 16 else 2, **held_flags(cols, parts, config),
+            **dropout,
         )  # fmt: skip
     return outputs
 
