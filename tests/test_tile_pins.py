@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilesmith import ops, use
+from tilesmith.engine import ops as ops_by_name
 from tilesmith.engine.backends import interpreting
 from tilesmith.hardware.detect import arch_named
 from tilesmith.ops.attn.op import attention_op, attention_vjp
@@ -75,3 +76,34 @@ def test_a_tile_too_large_for_an_arch_is_refused_with_the_numbers(op):
     finally:
         configure.arch = None
         configure.forget()
+
+
+@pytest.mark.parametrize(
+    ("backend", "refused", "served"),
+    [
+        ("hopper", {"chunks": 1, "num_warps": 4}, {"chunks": 16, "num_warps": 8}),
+        ("hopper", {"width": 8192}, {"chunks": 8, "num_warps": 8}),
+        ("hopper_staying", {"width": 2048}, {"width": 8192, "num_warps": 8}),
+        ("hopper_staying", {"width": 16_384, "slots": 16}, {"width": 16_384, "slots": 2}),
+        ("hopper_staying", {"chunks": 8}, {"num_warps": 8}),
+    ],
+)
+def test_what_is_pinned_for_wide_rows_is_launched_or_refused(backend, refused, served, monkeypatch):
+    from tilesmith.ops.norm import hopper
+
+    kernel = ops_by_name()["layer_norm"].kernel(backend)
+    configure, launched = kernel.fn.configure, []
+    monkeypatch.setattr(hopper, "launch", lambda *args, **named: launched.append(named))
+    x, vector = torch.zeros(2, 131_072, dtype=torch.bfloat16), torch.ones(131_072, dtype=torch.bfloat16)
+    args = (x, vector, vector, 1e-5)
+    configure.forget()
+    configure.arch = arch_named("sm90")
+    try:
+        with pytest.raises(ValueError, match="does not fit|no configuration field"):
+            configure.with_fields(args, refused)
+        configure.bind(args, served)(*args)
+    finally:
+        configure.arch = None
+        configure.forget()
+    (named,) = launched
+    assert served.items() <= {k.lower(): v for k, v in named.items()}.items()

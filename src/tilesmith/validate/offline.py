@@ -37,9 +37,9 @@ def compile_family(family: str, target: Any, dtype: torch.dtype = torch.bfloat16
 def _launch_all(op: Op, case: Any, dtype: torch.dtype, target: Any, arch: Any, compiled: list) -> None:
     """Call the launchers, forward and backward, with CPU tensors while `launch` compiles."""
     args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
-    hopper = ("hopper", "hopper_split", "hopper_fp8") if (target.backend, target.arch) == ("cuda", 90) else ()
+    served = ("triton", "hopper") if (target.backend, target.arch) == ("cuda", 90) else "triton"
     both = [op] if op.vjp is None else [op, op.vjp]
-    for backend in dict.fromkeys(b for x in both for b in x.backends() if b.startswith("triton") or b in hopper):
+    for backend in dict.fromkeys(b for x in both for b in x.backends() if b.startswith(served)):
         taps = [_Tap(x, backend, arch) for x in both if backend in x.backends()]
         if taps[0].op is op and taps[0].refused(args):
             continue

@@ -405,9 +405,6 @@ def forward(
 ) -> tuple[Tensor | None, ...]:
     """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. seed, p: of the dropout of x
     before it is added to the residual."""
-    if center and residual is None and x.shape[-1] > STAYS_ABOVE:
-        stays = PartsConfig(16_384, 12 // x.element_size(), 16, 1, 128)
-        return staying_forward(x, residual, weight, bias, eps, center, stays)
     (x, residual), outputs = _rows_and_outputs(x, residual, center)
     y, s, mean, rstd = outputs
     count, cols = x.shape
@@ -531,7 +528,6 @@ def _vjp_reasons(call: Any) -> list[str]:
     return reasons
 
 
-STAYS_ABOVE = 32_768  # columns of layer norm, whatever the configuration says
 BACKWARD_ABOVE = {2: 4096, 3: 8192}  # by the number of rows' tensors that are read: what one program can hold
 
 
@@ -547,8 +543,7 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
     0.99 (0.94), 0.97 (0.83) and 0.92 (0.71), between them Triton's is as fast; layer norm at 5,120, 16,384 and 32,768
     0.99 (0.94), 0.98 (0.93) and 0.91 (0.87). With a residual, at 16,384, 32,768, 65,536 and 131,072: RMS norm 0.98
     (0.98), 0.99 (0.92), 0.98 (0.86) and 0.96 (0.80), layer norm 0.98 (0.96), 0.98 (0.90), 0.95 (0.84) and 0.91 (0.78),
-    at 8,192 0.99 (0.97). Layer norm that stays (`STAYS_ABOVE`): 0.89 and 0.92 at 65,536 and 131,072; its rows started
-    one by one 0.89 and 0.85."""
+    at 8,192 0.99 (0.97)."""
     cols, size = dims["cols"], dims["size"]
     added = dims["bytes"] > size
     if cols <= 8192:

@@ -188,7 +188,7 @@ layer_norm = Op(
     outputs=("y", "mean", "rstd"),
     public=1,
     check=_check_layer_norm,
-    kernels=EVERYWHERE,
+    kernels={**EVERYWHERE, "hopper_staying": "tilesmith.ops.norm.hopper_staying"},
     fold=("x",),
     sharding="*N N N -> *N",
 )
