@@ -501,7 +501,7 @@ def _narrowed(tile: int, dims: Mapping[str, int], programs: int) -> int:
 def _forward_default(
     dims: Mapping[str, int], arch: Any, swept_from: int, most_idle: float = 1.0, each: int = 16
 ) -> ForwardConfig:
-    """16 elements a thread (`each` up to 2,048 columns), 32 of wide rows, whole rows in registers: 0.96 to 0.99 of the
+    """16 elements a thread (`each` up to 1,024 columns), 32 of wide rows, whole rows in registers: 0.96 to 0.99 of the
     copy rate (H200, bf16, 256 MB). Rows of `swept_from` columns, and those that leave more than `most_idle` of the
     lanes idle, are swept twice, 8 elements a thread, in blocks that leave few lanes idle: rms norm then reaches 0.98 to
     1.00 up to 32,768 columns."""
@@ -509,7 +509,7 @@ def _forward_default(
     width = next_power_of_2(cols)
     if cols <= 2048 or (cols < swept_from and cols >= (1 - most_idle) * width):
         tile = max(width, _narrowed(2048, dims, max(arch.sms, 1)))
-        each = each if cols <= 2048 else 16 if tile <= 4096 else 32
+        each = each if cols <= 1024 else 16 if tile <= 4096 else 32
         return ForwardConfig(tile, 0, max(1, tile // each // lanes), 1)
     widest = min(8192 if cols > 16_384 else 4096, cols // 2)
     fits = [b for b in (8192, 4096, 2048) if b <= widest and -cols % b * 16 <= cols]
@@ -524,17 +524,23 @@ def _backward_default(dims: Mapping[str, int], arch: Any, center: bool, three: b
     three: tensors are read, of which tiles of 8 elements a thread keep more on their way. H200, bf16, of the copy rate
     at 1,024, 2,048 and 4,096 columns, before: with a residual layer norm 0.98 (0.96), 0.99 (0.98), 1.00 (0.97), after
     dropout 0.92 (0.76), 0.94 (0.80), 0.90 (0.90). RMS norm gains from it to 1,024 columns, 0.99 (0.96) there, layer
-    norm loses.
+    norm loses: alone it takes tiles of half the size by half as many warps, at 512, 1,024 and 2,048 columns 0.90
+    (0.87), 0.94 (0.90) and 0.93 (0.93).
     """
     lanes, sms, small = max(arch.warp, 16), max(arch.sms, 1), False
+    halved = False
     if dims["cols"] > (8192 if center else 16_384):
         tile, block_cols = 4096, 1024
     else:
         width, block_cols = next_power_of_2(dims["cols"]), 0
         small = three or (not center and width <= 1024)
+        halved = center and not three and width <= 2048 and dims["cols"] % 16 == 0
         # columns that no vector load divides need more registers for addresses
-        tile = max(width, 1024 if small else _narrowed(2048 if dims["cols"] % 16 else 4096, dims, 2 * sms))
+        most = 2048 if halved or dims["cols"] % 16 else 4096
+        tile = max(width, 1024 if small else _narrowed(most, dims, 2 * sms))
     threads = max(min(512 if three and not block_cols else 256, tile // 8), tile // 16)
+    if halved and tile == 2048:
+        threads = 128
     per_sm = max(1, 512 // threads)
     return BackwardConfig(
         tile=tile,
@@ -611,7 +617,8 @@ def rms_norm_vjp(
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, bias, eps: _dims(x, x, weight, bias),
-        # fewer warps, which wait for each other twice: 128 columns 131 us (16 elements a thread: 136), 512 67 (70)
+        # fewer warps, which wait for each other twice: 128 columns 131 us (16 elements a thread: 136), 512 67 (70); not
+        # at 2,048, 67.5 (65.9)
         default=lambda dims, arch, dtype: _forward_default(dims, arch, swept_from=16_384, most_idle=0.25, each=32),
         choices=FORWARD_CHOICES,
     )
