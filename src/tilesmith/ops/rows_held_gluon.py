@@ -119,8 +119,10 @@ def lines_after(part, cols, CHUNKS: gl.constexpr):
 def open_room(PARTS: gl.constexpr):
     """The address of shared memory for two numbers of each warp of a row, behind a barrier that completes when they are
     there. The cluster hears that this program has begun: only then may others write to it. Gluon has no name for the
-    shared memory of another program, nor for the address of its own: this lies beside what it allocates."""
+    shared memory of another program, nor for the address of its own: this lies before what it allocates, and fills
+    lines of 128 bytes, where the tensor memory accelerator wants that to begin."""
     BYTES: gl.constexpr = 8 * PARTS * gl.num_warps()
+    ROOM: gl.constexpr = (16 + BYTES + 127) // 128 * 128
     BEGIN: gl.constexpr = (
         f"""{{
         .reg .pred p;
@@ -136,7 +138,7 @@ def open_room(PARTS: gl.constexpr):
         else ""
     )
     return gl.inline_asm_elementwise(
-        f".shared .align 16 .b8 tilesmith_room[{16 + BYTES}]; mov.u32 $0, tilesmith_room; {BEGIN} // $1",
+        f".shared .align 128 .b8 tilesmith_room[{ROOM}]; mov.u32 $0, tilesmith_room; {BEGIN} // $1",
         "=&r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

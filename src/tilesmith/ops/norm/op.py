@@ -15,6 +15,7 @@ from tilesmith.ops.rows import empty_row_values, empty_rows, row_order
 
 TRITON = {"triton": "tilesmith.ops.norm.triton", "hopper": "tilesmith.ops.norm.hopper"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable"}
+SHARED = {**EVERYWHERE, "hopper_shared": "tilesmith.ops.norm.hopper_shared"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CASTINGS = ("fp32", "llama")
 
@@ -169,7 +170,7 @@ rms_norm = Op(
     outputs=("y", "rstd"),
     public=1,
     check=_check_rms_norm,
-    kernels=EVERYWHERE,
+    kernels=SHARED,
     fold=("x",),
     sharding="*N N -> *N",
 )
@@ -188,7 +189,7 @@ layer_norm = Op(
     outputs=("y", "mean", "rstd"),
     public=1,
     check=_check_layer_norm,
-    kernels={**EVERYWHERE, "hopper_staying": "tilesmith.ops.norm.hopper_staying"},
+    kernels={**SHARED, "hopper_staying": "tilesmith.ops.norm.hopper_staying"},
     fold=("x",),
     sharding="*N N N -> *N",
 )
