@@ -366,6 +366,7 @@ LOSSES = [
     ("kl reduction", lambda: ops.kl_div(X, X, "average"), ValueError, "kl_div: reduction is 'average'"),
     ("jsd beta", lambda: ops.jsd(X, X, beta=2.0), ValueError, "jsd: beta is 2.0"),
     ("tvd labels", lambda: ops.tvd(X, X, ids(5)), ValueError, "tvd: labels has shape"),
+    ("tvd grad_mask", lambda: ops.tvd(X, X, grad_mask=(True,)), ValueError, "tvd: grad_mask is"),
     (
         "teacher",
         lambda: ops.linear_distillation(X, W, r(2, 4, 8), W),

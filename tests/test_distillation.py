@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from tilesmith import nn, ops, use
 from tilesmith.engine.backends import missing
+from tilesmith.ops.distill import reference
 
 M, K, V = 9, 12, 37
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,6 +101,22 @@ def test_tvd(reduction, scale):
     want = (p - q).abs().sum() / 2 * scale
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got, p), torch.autograd.grad(want, p))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("cols", [V, 40])
+def test_tvd_has_the_same_gradients_with_its_signs_as_without(backend, cols):
+    p, q = (log_probs(seed, M, cols, dtype=torch.float32).exp().to(DEVICE) for seed in (0, 1))
+    q[:, ::3] = p[:, ::3]
+    labels = (torch.arange(M) % 4 - 1).to(DEVICE)
+    signs = reference.packed_signs(p, q, labels != -1)
+    one, count = torch.ones((), device=DEVICE), (labels != -1).sum().float()
+    with use(tvd_vjp=backend):
+        found = [
+            ops.tvd_vjp(one, p, q, labels, count, saved, "batchmean", -1, [True, True])
+            for saved in (signs, signs.new_empty(0))
+        ]
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 def test_jsd_of_near_equal_distributions_does_not_cancel():

@@ -229,6 +229,12 @@ def _bytes_vjp(x: Tensor, target: Tensor, output_mask: Sequence[bool], **_: obje
     return sum(t.numel() * t.element_size() * (2 if wanted else 1) for t, wanted in zip((x, target), output_mask))
 
 
+def _bytes_tvd_vjp(x: Tensor, target: Tensor, output_mask: Sequence[bool], **_: object) -> int:
+    """Two bits an element read, the gradients written."""
+    written = sum(t.numel() * t.element_size() for t, wanted in zip((x, target), output_mask) if wanted)
+    return x.numel() // 4 + written
+
+
 def _bytes_kl_vjp(x: Tensor, target: Tensor, output_mask: Sequence[bool], **_: object) -> int:
     """As the others, but x is read only for the target's gradient."""
     return _bytes_vjp(x, target, output_mask) - (0 if output_mask[1] else x.numel() * x.element_size())
@@ -257,7 +263,7 @@ bytes_moved = {
     "jsd": _bytes,
     "jsd_vjp": _bytes_vjp,
     "tvd": _bytes,
-    "tvd_vjp": _bytes_vjp,
+    "tvd_vjp": _bytes_tvd_vjp,
     "linear_distillation": _bytes_linear,
     "linear_distillation_vjp": _bytes_linear_vjp,
 }

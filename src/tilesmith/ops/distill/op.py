@@ -71,9 +71,15 @@ def _fake_jsd_vjp(
 
 
 def _fake_tvd(
-    x: Tensor, target: Tensor, labels: Tensor | None, reduction: str, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    return _fake_jsd(x, target, labels, 0.5, ignore_index, reduction)
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    grad_mask: Sequence[bool] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    signs = (*x.shape[:-1], -(-x.shape[-1] // reference.SIGNS)) if any(grad_mask or ()) else 0
+    return *_fake_jsd(x, target, labels, 0.5, ignore_index, reduction), x.new_empty(signs, dtype=torch.int16)
 
 
 def _fake_tvd_vjp(
@@ -82,6 +88,7 @@ def _fake_tvd_vjp(
     target: Tensor,
     labels: Tensor | None,
     count: Tensor,
+    signs: Tensor,
     reduction: str,
     ignore_index: int,
     output_mask: Sequence[bool],
@@ -163,9 +170,18 @@ def _check_jsd(
         raise ValueError(f"jsd: beta is {beta}; it must be between 0 and 1")
 
 
-def _check_tvd(x: Tensor, target: Tensor, labels: Tensor | None, reduction: str, ignore_index: int) -> None:
+def _check_tvd(
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    grad_mask: Sequence[bool] | None,
+) -> None:
     _check_distributions("tvd", x, target, reduction)
     _check_labels("tvd", "labels", labels, x)
+    if grad_mask is not None and len(grad_mask) != 2:
+        raise ValueError(f"tvd: grad_mask is {list(grad_mask)}; it must have 2 entries: x, target")
 
 
 def _check_distributions(op: str, x: Tensor, target: Tensor, reduction: str) -> None:
@@ -293,15 +309,16 @@ jsd = Op(
 )
 
 tvd_vjp = Op(reference.tvd_vjp, fake=_fake_tvd_vjp, outputs=_GRADIENTS, kernels=_TRITON)
-tvd = Op(
+tvd = LossWithGradients(
     reference.tvd,
     fake=_fake_tvd,
     vjp=tvd_vjp,
-    outputs=("loss", "count"),
+    outputs=("loss", "count", "signs"),
     public=1,
     check=_check_tvd,
     kernels=_TRITON,
     sharding=sharding.divergence,
+    differentiable=("x", "target"),
 )
 
 linear_distillation_vjp = Op(

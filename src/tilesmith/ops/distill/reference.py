@@ -110,14 +110,35 @@ def tvd(
     labels: Tensor | None = None,
     reduction: str = "batchmean",
     ignore_index: int = -100,
-) -> tuple[Tensor, Tensor]:
+    grad_mask: Sequence[bool] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Total variation distance of probabilities: ½ · Σ |x − target|.
 
-    x, target: [..., V], probabilities (not logarithms). The rest, and what is saved: see `jsd`. Where both are equal
-    the gradient is 0.
+    x, target: [..., V], probabilities (not logarithms). Where both are equal the gradient is 0. The rest, and the count
+    that is saved: see `jsd`.
+
+    grad_mask: which gradients, of x and target, autograd will ask for; None: none, unless it is filled in by a call
+    with autograd on. If any, the signs of x − target are saved for the backward, which then reads neither.
     """
     a, b = _wide(x, target)
-    return _reduced(0.5 * (a - b).abs(), labels, ignore_index, reduction)
+    signs = torch.empty(0, dtype=torch.int16, device=x.device)
+    if any(grad_mask or ()):
+        signs = packed_signs(a, b, None if labels is None else labels != ignore_index)
+    return *_reduced(0.5 * (a - b).abs(), labels, ignore_index, reduction), signs
+
+
+SIGNS = 8  # in a word
+
+
+def packed_signs(a: Tensor, b: Tensor, counted: Tensor | None) -> Tensor:
+    """int16 [..., V / 8 rounded up]: of 8 neighbours 2 bits each, the first the lowest; 1 where a > b, 2 where a < b,
+    0 elsewhere, and in rows that are not counted."""
+    codes = (a > b).int() + 2 * (a < b).int()
+    if counted is not None:
+        codes = codes * counted[..., None]
+    codes = F.pad(codes, (0, -codes.shape[-1] % SIGNS)).unflatten(-1, (-1, SIGNS))
+    words = (codes << (2 * torch.arange(SIGNS, dtype=torch.int32, device=a.device))).sum(-1, dtype=torch.int32)
+    return words.to(torch.int16)
 
 
 def tvd_vjp(
@@ -126,11 +147,12 @@ def tvd_vjp(
     target: Tensor,
     labels: Tensor | None,
     count: Tensor,
+    signs: Tensor,
     reduction: str,
     ignore_index: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dtarget) of `tvd`."""
+    """Gradients (dx, dtarget) of `tvd`; signs: those that it saved, or empty."""
     a, b = _wide(x, target)
     sign = 0.5 * torch.sign(a - b)
     factor = _factor(dloss, x, labels, count, ignore_index, reduction)
@@ -348,7 +370,7 @@ def logit_grads(
     a, b = (z / temperature).log_softmax(-1), y.log() if teacher_probs else (y / temperature).log_softmax(-1)
     q, one = a.exp(), a.new_ones(())
     if divergence == "tvd":
-        slope = tvd_vjp(one, q, b.exp(), None, one, "sum", -100, (True, False))[0] * q
+        slope = tvd_vjp(one, q, b.exp(), None, one, one, "sum", -100, (True, False))[0] * q
     else:
         slope = jsd_vjp(one, a, b, None, one, ends(divergence, beta), -100, "sum", (True, False))[0]
     grad = coefficients[0] / temperature * (slope - q * slope.sum(-1, keepdim=True))

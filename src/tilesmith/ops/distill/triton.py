@@ -13,12 +13,13 @@ from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kern
 from tilesmith.ops.distill import chunks
 from tilesmith.ops.distill.arguments import linear_distillation_arguments, linear_distillation_vjp_arguments
 from tilesmith.ops.distill.chunks import Distance, DistanceSteps
-from tilesmith.ops.distill.reference import divisor_of
+from tilesmith.ops.distill.reference import SIGNS, divisor_of
 from tilesmith.ops.rows import row_values, rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.925962989e-08)  # what fp32 leaves of it
 LN2 = tl.constexpr(0.6931471805599453)
+_SIGNS = tl.constexpr(SIGNS)
 SPAN = 8  # blocks of a row that one program of an elementwise forward sums
 
 
@@ -188,11 +189,13 @@ def _rows_of(labels_ptr, row, num_rows, ignore_index):
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, target_ptr, labels_ptr, out_ptr, x_row, target_row, num_rows, num_cols, spans, ignore_index, beta, eps,
+    x_ptr, target_ptr, labels_ptr, out_ptr, signs_ptr, x_row, target_row, num_rows, num_cols, spans, ignore_index,
+    beta, eps,
     KIND: tl.constexpr, NONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SPAN blocks of a few rows a program: their sum, or with NONE the elements."""
+    """SPAN blocks of a few rows a program: their sum, or with NONE the elements; and where signs_ptr is given, of each
+    row the words of `reference.packed_signs`."""
     program = tl.program_id(0)
     row = (program // spans).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     exists, counted = _rows_of(labels_ptr, row, num_rows, ignore_index)
@@ -208,6 +211,13 @@ def _forward_kernel(
             tl.store(out_ptr + row * num_cols + col, element, mask=exists & (col < num_cols))
         else:
             total += element
+        if signs_ptr is not None:
+            codes = tl.where(a > b, 1, tl.where(a < b, 2, 0))  # 0 where nothing was read
+            lane = tl.arange(0, _SIGNS)[None, None, :]
+            words = tl.sum(tl.reshape(codes, [ROWS, BLOCK // _SIGNS, _SIGNS]) << (2 * lane), 2)
+            word = first // _SIGNS + tl.arange(0, BLOCK // _SIGNS)[None, :]
+            num_words = tl.cdiv(num_cols, _SIGNS)
+            tl.store(signs_ptr + row * num_words + word, words.to(tl.int16), mask=exists & (word < num_words))
     if not NONE:
         tl.store(out_ptr + program, tl.sum(tl.sum(total, 1), 0))
 
@@ -244,6 +254,37 @@ def _backward_kernel(
     if WANTS_DTARGET:
         dtarget = tl.where(read, factor * by_target, 0.0)
         tl.store(dtarget_ptr + at, dtarget.to(dtarget_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _signed_kernel(
+    dloss_ptr, count_ptr, signs_ptr, labels_ptr, dx_ptr, dtarget_ptr,
+    dloss_row, dloss_col, num_rows, num_cols, blocks, ignore_index, scale,
+    WANTS_DX: tl.constexpr, WANTS_DTARGET: tl.constexpr, SCALAR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_backward_kernel` for "total", from the signs alone, 8 of a word to a thread."""
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    word = (program % blocks) * (BLOCK // _SIGNS) + tl.arange(0, BLOCK // _SIGNS)[None, :, None]
+    lane = tl.arange(0, _SIGNS)[None, None, :]
+    col, num_words = word * _SIGNS + lane, tl.cdiv(num_cols, _SIGNS)
+    exists, counted = _rows_of(labels_ptr, row, num_rows, ignore_index)
+    exists, read = exists & (col < num_cols), counted & (col < num_cols)
+    words = tl.load(signs_ptr + row * num_words + word, mask=counted & (word < num_words), other=0).to(tl.int32)
+    codes = (words >> (2 * lane)) & 3
+    if SCALAR:
+        factor = tl.load(dloss_ptr).to(tl.float32) * scale
+    else:
+        factor = tl.load(dloss_ptr + row * dloss_row + col * dloss_col, mask=read, other=0.0).to(tl.float32) * scale
+    if count_ptr is not None:
+        factor = factor / tl.load(count_ptr)
+    factor *= 0.5
+    by_x = tl.where(codes == 0, 0.0, tl.where(codes == 1, factor, -factor))
+    at = row * num_cols + col
+    if WANTS_DX:
+        tl.store(dx_ptr + at, by_x.to(dx_ptr.dtype.element_ty), mask=exists)
+    if WANTS_DTARGET:
+        tl.store(dtarget_ptr + at, (0.0 - by_x).to(dtarget_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -380,20 +421,21 @@ def _tile(num_rows: int, num_cols: int, config: DistanceConfig) -> tuple[int, in
 
 def _forward(
     x: Tensor, target: Tensor, labels: Tensor | None, reduction: str, kind: str, beta: float, eps: float,
-    ignore_index: int, config: DistanceConfig,
+    ignore_index: int, config: DistanceConfig, signs: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The elements' sum, or for "none" the elements."""
+    """The elements' sum, or for "none" the elements; signs: where those of the differences go."""
     none, shape = reduction == "none", x.shape
     if x.numel() == 0:
         return x.new_zeros(shape if none else (), dtype=torch.float32)
     x, target = rows(x), rows(target)
     tile_rows, block = _tile(*x.shape, config)
+    block = block if signs is None else max(block, SIGNS)
     spans = cdiv(x.shape[1], SPAN * block)
     programs = cdiv(x.shape[0], tile_rows) * spans
     out = x.new_empty(shape if none else programs, dtype=torch.float32)
     launch(
         _forward_kernel, (programs,),
-        x, target, labels, out, x.stride(0), target.stride(0), *x.shape, spans, ignore_index, beta, eps,
+        x, target, labels, out, signs, x.stride(0), target.stride(0), *x.shape, spans, ignore_index, beta, eps,
         KIND=kind, NONE=none, ROWS=tile_rows, BLOCK=block, SPAN=SPAN, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -421,6 +463,30 @@ def _backward(
         *x.shape, blocks, ignore_index, beta, eps, 1 / divisor,
         KIND=kind, WANTS_DX=output_mask[0], WANTS_DTARGET=output_mask[1], READS_X=not only_p, READS_TARGET=not only_q,
         SCALAR=dloss.ndim == 0, ROWS=tile_rows, BLOCK=block, num_warps=config.num_warps,
+    )  # fmt: skip
+    return dx, dtarget
+
+
+def _signed(
+    dloss: Tensor, x: Tensor, target: Tensor, labels: Tensor | None, count: Tensor | None, signs: Tensor,
+    ignore_index: int, divisor: float, output_mask: Sequence[bool], config: DistanceConfig,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `_backward`, of the total variation distance from its signs."""
+    dx, dtarget = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip((x, target), output_mask))
+    if x.numel() == 0 or not any(output_mask):
+        return dx, dtarget
+    if dloss.ndim:
+        dloss = rows(dloss)
+    num_rows, num_cols = x.numel() // x.shape[-1], x.shape[-1]
+    tile_rows, block = _tile(num_rows, num_cols, config)
+    block = max(block, SIGNS)
+    blocks = cdiv(num_cols, block)
+    launch(
+        _signed_kernel, (cdiv(num_rows, tile_rows) * blocks,),
+        dloss, count, signs, labels, dx, dtarget, *(dloss.stride() or (0, 0)), num_rows, num_cols, blocks,
+        ignore_index, 1 / divisor,
+        WANTS_DX=output_mask[0], WANTS_DTARGET=output_mask[1], SCALAR=dloss.ndim == 0, ROWS=tile_rows, BLOCK=block,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return dx, dtarget
 
@@ -628,13 +694,15 @@ def tvd(
     labels: Tensor | None = None,
     reduction: str = "batchmean",
     ignore_index: int = -100,
+    grad_mask: Sequence[bool] | None = None,
     *,
     config: DistanceConfig,
-) -> tuple[Tensor, Tensor]:
-    """As `jsd`."""
-    flat = None if labels is None else row_values(labels)
-    out = _forward(x, target, flat, reduction, "total", 0.0, 0.0, ignore_index, config)
-    return _mean(out, x, labels, reduction, ignore_index)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `jsd`; where a gradient will be asked for, with the signs of the differences."""
+    flat, wanted = None if labels is None else row_values(labels), any(grad_mask or ())
+    signs = x.new_empty((*x.shape[:-1], cdiv(x.shape[-1], SIGNS)) if wanted else 0, dtype=torch.int16)
+    out = _forward(x, target, flat, reduction, "total", 0.0, 0.0, ignore_index, config, signs if wanted else None)
+    return *_mean(out, x, labels, reduction, ignore_index), signs
 
 
 @register_kernel("tvd_vjp", backend="triton", rank=20, rejects=_reasons)
@@ -645,15 +713,18 @@ def tvd_vjp(
     target: Tensor,
     labels: Tensor | None,
     count: Tensor,
+    signs: Tensor,
     reduction: str,
     ignore_index: int,
     output_mask: Sequence[bool],
     *,
     config: DistanceConfig,
 ) -> tuple[Tensor, Tensor]:
-    """As `jsd_vjp`."""
+    """One launch, from the signs where they were saved, else from the inputs."""
     flat, divisor = None if labels is None else row_values(labels), _divisor(x, labels, reduction)
     counted = _counted(count, labels, reduction)
+    if signs.numel():
+        return _signed(dloss, x, target, flat, counted, signs, ignore_index, divisor, output_mask, config)
     return _backward(dloss, x, target, flat, counted, "total", 0.0, 0.0, ignore_index, divisor, output_mask, config)
 
 

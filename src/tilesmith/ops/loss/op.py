@@ -117,13 +117,20 @@ def _fake_linear_vjp(
 
 
 class LossWithGradients(ChunkedOp):
-    """An op that computes gradients along with the loss, so that its call must say which ones autograd will ask for."""
+    """An op that computes gradients along with the loss, so that its call must say which ones autograd will ask for.
+
+    differentiable: the inputs that its last argument, the mask, is of.
+    """
+
+    def __init__(self, *args: Any, differentiable: tuple[str, ...] = ("x", "weight", "bias"), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._differentiable = differentiable
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         full = super().bind(args, kwargs)
         if full[-1] is not None or not torch.is_grad_enabled():
             return full
-        inputs = (full[self.parameters.index(name)] for name in ("x", "weight", "bias"))
+        inputs = (full[self.parameters.index(name)] for name in self._differentiable)
         wanted = [isinstance(t, Tensor) and t.requires_grad for t in inputs]
         return (*full[:-1], wanted) if any(wanted) else full
 
