@@ -36,9 +36,12 @@ def part_of(row_ptr, part, cols, CHUNKS: gl.constexpr, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def further(chunks, row_ptr, part, cols, NUMBER: gl.constexpr, CHUNKS: gl.constexpr, EVEN: gl.constexpr):
-    """The first chunks of a part of a row and the next ones, until they are NUMBER, or all: 0 beyond the last column,
-    for `values`, of 16 bits two values a word. They are on their way from here, in this order."""
+def further(
+    chunks, row_ptr, part, cols, NUMBER: gl.constexpr, CHUNKS: gl.constexpr, EVEN: gl.constexpr,
+    BEYOND: gl.constexpr = 0,
+):  # fmt: skip
+    """The first chunks of a part of a row and the next ones, until they are NUMBER, or all, for `values`; of 16 bits
+    two values a word, and the word BEYOND the last column. They are on their way from here, in this order."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
     PER_WORD: gl.constexpr = 32 // row_ptr.dtype.element_ty.primitive_bitwidth
     WORDS: gl.constexpr = gl.BlockedLayout([8 // PER_WORD], [32], [gl.num_warps()], [0])
@@ -49,7 +52,7 @@ def further(chunks, row_ptr, part, cols, NUMBER: gl.constexpr, CHUNKS: gl.conste
         if EVEN:
             chunks += (gl.load(row_ptr + word),)
         else:
-            chunks += (gl.load(row_ptr + word, mask=word < cols // PER_WORD, other=0),)
+            chunks += (gl.load(row_ptr + word, mask=word < cols // PER_WORD, other=BEYOND),)
     return chunks
 
 

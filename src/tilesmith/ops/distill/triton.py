@@ -584,6 +584,11 @@ def _default_vjp(dims, arch, dtype) -> DistanceConfig:
     return DistanceConfig(2048, 4)
 
 
+def _default_signed(dims, arch, dtype) -> DistanceConfig:
+    # H200, bf16, 4096 x 128256: 323 µs for the gradient; 344 with half the block, 492 for a copy of x.
+    return DistanceConfig(4096, 4)
+
+
 def _default_linear(dims, arch, dtype) -> DistanceConfig:
     # 8 elements a thread: with 16, "jsd" spills on sm90.
     return DistanceConfig(2048, min(8, 1024 // max(32, arch.warp)))
@@ -608,6 +613,7 @@ def _dims_linear_vjp(dloss, dparts, x, weight, *_) -> dict[str, int]:
 CHOICES = {"block": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16)}
 SPACE = Space(dims=_dims, default=_default, choices=CHOICES)
 VJP_SPACE = Space(dims=_dims_vjp, default=_default_vjp, choices=CHOICES)
+SIGNED_SPACE = Space(dims=_dims_vjp, default=_default_signed, choices=CHOICES)
 LINEAR_SPACE = Space(dims=_dims_linear, default=_default_linear, choices=CHOICES)
 LINEAR_VJP_SPACE = Space(dims=_dims_linear_vjp, default=_default_linear, choices=CHOICES)
 
@@ -706,7 +712,7 @@ def tvd(
 
 
 @register_kernel("tvd_vjp", backend="triton", rank=20, rejects=_reasons)
-@optimize_kernel(space=VJP_SPACE)
+@optimize_kernel(space=SIGNED_SPACE)
 def tvd_vjp(
     dloss: Tensor,
     x: Tensor,

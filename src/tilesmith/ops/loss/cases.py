@@ -9,6 +9,7 @@ from tilesmith.engine import Case, T
 from tilesmith.ops.loss import preference_cases
 
 SMALL = frozenset({"test", "interpret"})
+PARTS = frozenset({"test", "compile"})
 BIG = frozenset({"gpu"})
 BENCH = frozenset({"gpu", "bench", "tune"})
 AGAIN = BENCH - {"tune"}
@@ -191,11 +192,17 @@ CASES: dict[str, list[Case]] = {
         Case("recompute_tall", _linear(60, 8, 7, mode="recompute", chunk_tokens=9), SMALL),
         Case("recompute_frozen", _linear(7, 16, 40, mode="recompute", chunk_tokens=3, frozen=True), SMALL),
         Case("recompute_weight_only", _linear(7, 16, 40, mode="recompute", chunk_tokens=3, x_grad=False), SMALL),
+        Case("parts", _linear(7, 16, 8448, chunk_tokens=4, z_loss=1e-2), PARTS, HALF),
+        Case("parts_sum", _linear(7, 16, 8448, chunk_tokens=4, weighted=True, scale=1.5, reduction="sum"), PARTS, HALF),
+        Case("parts_keep", _linear(7, 16, 16_384, mode="keep", bias=True, z_loss=1e-2), PARTS, WIDE),
+        Case("parts_odd", _linear(5, 16, 8208, mode="keep"), PARTS, WIDE),
+        Case("parts_all_ignored", _linear(5, 16, 8448, mode="keep", every=1), PARTS, WIDE),
         Case("many_labels", _linear(600, 24, 9000, chunk_tokens=256)),
         Case("many_labels_again", _linear(600, 24, 9000, mode="recompute", chunk_tokens=64)),
         Case("llama2", _linear(700, 512, 32_000, chunk_tokens=300, bias=True), BIG),
         Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **EVERYTHING), BIG),
         Case("gpt2", _linear(700, 768, 50_257, chunk_tokens=300), BIG),
+        Case("llama3_parts", _linear(700, 512, 128_256, chunk_tokens=300, bias=True, z_loss=1e-4), BIG, HALF),
         Case("llama3_again", _linear(700, 512, 128_256, mode="recompute", chunk_tokens=50, **EVERYTHING), BIG),
         Case("llama3_kept", _linear(700, 512, 128_256, mode="keep", bias=True, **EVERYTHING), BIG, WIDE),
         *(

@@ -3,7 +3,9 @@
 Legend: V classes (the vocabulary), K features of a token, C tokens of a chunk; [...] the shape of the tokens.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections import namedtuple
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Choice, Op
+from tilesmith.engine.metadata import describer
 from tilesmith.engine.sharding import distributed
 from tilesmith.ops.loss import checks, reference, sharded
 from tilesmith.ops.loss.memory import chosen_mode, described_mode, linear_cross_entropy_need
@@ -116,6 +119,22 @@ def _fake_linear_vjp(
     return dx, dweight, dbias
 
 
+def _describer(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Metadata of a call: a field per parameter, how many classes there are, whether scores are smoothed, turned (by a
+    scale that is not above 0) or capped."""
+    parameters = tuple(inspect.signature(function).parameters)
+    plain = describer(name, parameters)
+    at_weight = parameters.index("weight")
+    at_smoothing, at_scale, at_cap = (parameters.index(n) for n in ("label_smoothing", "scale", "softcap"))
+    kind = namedtuple(f"{name}_call", [*parameters, "arch", "classes", "smoothed", "turned", "capped"])
+
+    def describe(*args: Any) -> Any:
+        smoothed, turned, capped = args[at_smoothing] != 0, not args[at_scale] > 0, args[at_cap] != 0
+        return kind(*plain(*args), args[at_weight].shape[0], smoothed, turned, capped)
+
+    return describe
+
+
 class LossWithGradients(ChunkedOp):
     """An op that computes gradients along with the loss, so that its call must say which ones autograd will ask for.
 
@@ -160,6 +179,7 @@ class LinearCrossEntropy(LossWithGradients):
 
 _KERNELS = {"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"}
 _LINEAR_KERNELS = {**_KERNELS, "triton": "tilesmith.ops.loss.triton_linear"}
+_FORWARD_KERNELS = {**_LINEAR_KERNELS, "hopper": "tilesmith.ops.loss.hopper_linear"}
 
 cross_entropy_vjp = Op(
     reference.cross_entropy_vjp,
@@ -193,9 +213,10 @@ linear_cross_entropy = LinearCrossEntropy(
     outputs=("loss", "lse", "divisors", "x_grad", "weight_grad", "bias_grad", "logit_grad"),
     public=1,
     check=checks.check_linear_cross_entropy,
+    describe=_describer("linear_cross_entropy", reference.linear_cross_entropy),
     sharding=sharded.linear_cross_entropy,
     autocast=("x",),
     chunk="chunk_tokens",
     need=linear_cross_entropy_need,
-    kernels=_LINEAR_KERNELS,
+    kernels=_FORWARD_KERNELS,
 )
