@@ -151,6 +151,8 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         LEFT=has_left, RIGHT=has_right,
         WHOLE=alike and keys % config.block_n == 0, DYNAMIC=dynamic,
         BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,
-        Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0, SOFTCAP=call.softcap > 0.0, num_warps=4,
+        Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0, SOFTCAP=call.softcap > 0.0,
+        HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
+        and config.consumers == 2 and config.block_n == 128, num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -37,7 +37,8 @@ class Walk:
     their keys and values stay in L2. left, right: the window. group: heads of q that share one of k and v. PACKED:
     tokens and keys are those of one document at a time. With block lists of LIST_K keys, list_share heads have a list
     in common, and list_rows is how many tiles the lists of a batch row have, 0 if all have the same. TURNS: consumers
-    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see.
+    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of a
+    tile's last block the first one's queries see but the first half, and all of every other block.
     """
 
     tokens: gl.tensor
@@ -66,11 +67,12 @@ class Walk:
     LIST_K: gl.constexpr
     TURNS: gl.constexpr
     SKIP: gl.constexpr
+    HALF: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -80,9 +82,8 @@ class Walk:
         self.BM, self.BN, self.D, self.DV = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(D), gl.constexpr(DV)
         self.CONSUMERS, self.STAGES = gl.constexpr(CONSUMERS), gl.constexpr(STAGES)
         self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
-        turns = CONSUMERS == 3 and not (LEFT or PACKED)
-        self.TURNS = gl.constexpr(turns)
-        self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and not turns and BN <= 64 * (CONSUMERS - 1))
+        self.TURNS, self.HALF = gl.constexpr(CONSUMERS == 3 and not (LEFT or PACKED)), gl.constexpr(HALF)
+        self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN <= 64 * (CONSUMERS - 1))
 
     @gluon.jit
     def tile(self, number, table):
@@ -125,7 +126,7 @@ class Walk:
         return Walk(
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
-            self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K,
+            self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
         )  # fmt: skip
 
     @gluon.jit
@@ -339,8 +340,9 @@ def holds(word, cols):
 
 @gluon.jit
 def hide(qk, walk, queries, first, LOW: gl.constexpr):
-    """Scores of a block that some queries do not see whole. LOW: the left edge of the window may be in it, too."""
-    cols = gl.arange(0, walk.BN, gl.SliceLayout(0, qk.type.layout))[None, :]
+    """Scores of a block, or of its first keys, that some queries do not see whole. LOW: the left edge of the window may
+    be in it, too."""
+    cols = gl.arange(0, qk.shape[1], gl.SliceLayout(0, qk.type.layout))[None, :]
     if walk.RIGHT:
         word = before((walk.end(queries) - first)[:, None], cols)
     else:
@@ -367,9 +369,13 @@ def finish(top, total, head, sinks_ptr):
 
 
 @gluon.jit
-def _pass(blocks, count, walk, k_full, k_empty, v_full, v_empty):
-    """Give back the next blocks unread."""
-    for _ in range(blocks):
+def _pass(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty, TURNS: gl.constexpr = False):
+    """Give back the next blocks unread. TURNS: they are a tile's first, of which all but the first have a turn."""
+    for i in range(blocks):
+        if TURNS:
+            if i > 0:
+                meet("sync", TURN + C)
+                meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
         s = count % walk.STAGES
         phase = (count // walk.STAGES) & 1
         wait(k_full.index(s), phase)
@@ -378,6 +384,72 @@ def _pass(blocks, count, walk, k_full, k_empty, v_full, v_empty):
         arrive(v_empty.index(s))
         count += 1
     return count
+
+
+@gluon.jit
+def _first(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, first, inner, scale,
+           SOFTCAP: gl.constexpr):  # fmt: skip
+    """The first block of keys that a consumer meets, or its first half: each row's greatest score, the sum of its
+    powers, and these. taken: others have met a block before, so that the product has a turn."""
+    KEYS: gl.constexpr = k_tile.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    zero = gl.zeros([64, KEYS], gl.float32, SCORES)
+    if walk.TURNS and walk.SKIP:
+        if taken:
+            meet("sync", TURN + C)
+    qk = mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if walk.TURNS and walk.SKIP:
+        if taken:
+            meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
+    qk = mma_wait(0, deps=[qk])
+    arrive(k_empty)
+    if SOFTCAP:
+        qk = bend(qk * inner)
+    if not walk.WHOLE:
+        qk = hide(qk, walk, queries, first, walk.LEFT)
+    top = gl.max(qk, 1) * scale
+    base = top
+    if not walk.WHOLE:
+        base = gl.where(top == NOTHING, 0.0, top)
+    p = gl.exp2(qk * scale - base[:, None])
+    return top, gl.sum(p, 1), p
+
+
+@gluon.jit
+def _round(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, acc, total, top, queries, first, inner,
+           scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
+    """A block of keys, whose scores are made while the powers p of the block before, or of its first keys, meet their
+    values. full, empty: the barriers of these keys and of those values, full with their phases. EDGE: some queries do
+    not see all of the keys. Returns acc, total and top with the block in them, and its powers."""
+    k_full, k_phase, v_full, v_phase = full
+    k_empty, v_empty = empty
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, walk.BN, 16])
+    zero = gl.zeros([64, walk.BN], gl.float32, SCORES)
+    if walk.TURNS:
+        meet("sync", TURN + C)
+    wait(k_full, k_phase)
+    qk_made = mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    wait(v_full, v_phase)
+    acc_made = mma(p, v_tile, acc, use_acc=True, is_async=True)
+    if walk.TURNS:
+        meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
+    qk = mma_wait(1, deps=[qk_made])
+    arrive(k_empty)
+    if SOFTCAP:
+        qk = bend(qk * inner)
+    if EDGE:
+        qk = hide(qk, walk, queries, first, walk.LEFT)
+    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
+    base = new_top
+    if EDGE:
+        base = gl.where(new_top == NOTHING, 0.0, new_top)
+    new = gl.exp2(qk * scale - base[:, None])
+    decay = gl.exp2(top - base)
+    total = total * decay + gl.sum(new, 1)
+    acc = mma_wait(0, deps=[acc_made])
+    arrive(v_empty)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, total, new_top, new
 
 
 @gluon.jit
@@ -407,37 +479,57 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         begin, blocks, entry = walk.listed(start, head, q_place, lists)
         start += C * apart
         head += C * other
+        before_right = gl.to_tensor(0)
         behind_left = gl.to_tensor(0)
         if walk.SKIP:
             seen = gl.maximum(walk.end(gl.minimum(start + 63, tokens - 1)) - begin, 1)
             before_right = gl.maximum(blocks - (seen + BN - 1) // BN, 0)
-            count = _pass(before_right, count, walk, k_full, k_empty, v_full, v_empty)
+            count = _pass(C, before_right, count, walk, k_full, k_empty, v_full, v_empty, walk.TURNS)
             behind_left = gl.minimum((walk.begin(start) - begin) // BN, blocks - before_right - 1)
             begin += behind_left * BN
             blocks -= before_right + behind_left
         queries = start + gl.arange(0, 64, ROW)
         acc = gl.zeros([64, DV], gl.float32, OUT)
-        zero = gl.zeros([64, BN], gl.float32, SCORES)
 
         box = turn % walk.Q_STAGES * walk.CONSUMERS + C
         q_tile = q.index(box).reshape([64, D])
         wait(q_full.index(box), (turn // walk.Q_STAGES) & 1)
         s = count % walk.STAGES
         wait(k_full.index(s), (count // walk.STAGES) & 1)
-        qk = mma(q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-        qk = mma_wait(0, deps=[qk])
-        arrive(k_empty.index(s))
-        if SOFTCAP:
-            qk = bend(qk * inner)
-        if not walk.WHOLE:
-            qk = hide(qk, walk, queries, walk.key(begin, blocks, 0, entry, lists, indices), walk.LEFT)
-        top = gl.max(qk, 1) * scale
-        base = top
-        if not walk.WHOLE:
-            base = gl.where(top == NOTHING, 0.0, top)
-        p = gl.exp2(qk * scale - base[:, None])
-        total = gl.sum(p, 1)
-        p = pack(p, dtype)
+        k_tile = k.index(s).reshape([BN, D])
+        first = walk.key(begin, blocks, 0, entry, lists, indices)
+        met = 1
+        if walk.HALF and C == 0:
+            PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
+            top, total, few = _first(
+                C, walk, q_tile, k_tile.slice(0, BN // 2), k_empty.index(s), False,
+                gl.convert_layout(queries, gl.SliceLayout(1, PART)), first, inner, scale, SOFTCAP,
+            )  # fmt: skip
+            top, total = gl.convert_layout(top, ROW), gl.convert_layout(total, ROW)
+            few = unpack(pack(few, dtype), dtype, P)
+            behind, v_phase = s, (count // walk.STAGES) & 1
+            v_tile = v.index(behind).reshape([BN, DV]).slice(0, BN // 2)
+            p = pack(gl.zeros([64, BN], gl.float32, SCORES), dtype)
+            if blocks > 1:
+                count += 1
+                s = count % walk.STAGES
+                acc, total, top, rest = _round(
+                    C, walk, q_tile, k.index(s).reshape([BN, D]), v_tile,
+                    (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
+                    (k_empty.index(s), v_empty.index(behind)), few, acc, total, top, queries, first, inner, scale,
+                    False, SOFTCAP,
+                )  # fmt: skip
+                p = pack(rest, dtype)
+            else:  # what is left to do below meets zeros
+                wait(v_full.index(behind), v_phase)
+                acc_made = mma(few, v_tile, acc, use_acc=True, is_async=True)
+                acc = mma_wait(0, deps=[acc_made])
+            met = 2
+        else:
+            top, total, p = _first(
+                C, walk, q_tile, k_tile, k_empty.index(s), before_right > 0, queries, first, inner, scale, SOFTCAP
+            )
+            p = pack(p, dtype)
 
         # blocks from the end: those that the right edge crosses, whole ones, those that the left edge crosses
         left = blocks
@@ -453,42 +545,25 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                 lower, upper = 1, right
             elif phase == 1:
                 lower, upper = right, left
+                if walk.HALF:
+                    lower = gl.minimum(met, blocks)
             else:
                 lower, upper = left, blocks
-            if phase != 0 or walk.RIGHT:
+            if phase != 0 or (walk.RIGHT and not walk.HALF):
                 for j in range(lower, upper):
                     p_half = unpack(p, dtype, P)
                     behind = count % walk.STAGES
                     v_phase = (count // walk.STAGES) & 1
                     count += 1
                     s = count % walk.STAGES
-                    if walk.TURNS:
-                        meet("sync", TURN + C)
-                    wait(k_full.index(s), (count // walk.STAGES) & 1)
-                    qk_made = mma(
-                        q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True
-                    )
-                    wait(v_full.index(behind), v_phase)
-                    acc_made = mma(p_half, v.index(behind).reshape([BN, DV]), acc, use_acc=True, is_async=True)
-                    if walk.TURNS:
-                        meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
-                    qk = mma_wait(1, deps=[qk_made])
-                    arrive(k_empty.index(s))
-                    if SOFTCAP:
-                        qk = bend(qk * inner)
                     if phase != 1:
-                        qk = hide(qk, walk, queries, walk.key(begin, blocks, j, entry, lists, indices), walk.LEFT)
-                    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
-                    base = new_top
-                    if phase != 1:
-                        base = gl.where(new_top == NOTHING, 0.0, new_top)
-                    new = gl.exp2(qk * scale - base[:, None])
-                    decay = gl.exp2(top - base)
-                    total = total * decay + gl.sum(new, 1)
-                    top = new_top
-                    acc = mma_wait(0, deps=[acc_made])
-                    arrive(v_empty.index(behind))
-                    acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
+                        first = walk.key(begin, blocks, j, entry, lists, indices)
+                    acc, total, top, new = _round(
+                        C, walk, q_tile, k.index(s).reshape([BN, D]), v.index(behind).reshape([BN, DV]),
+                        (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
+                        (k_empty.index(s), v_empty.index(behind)), p_half, acc, total, top, queries, first, inner,
+                        scale, phase != 1, SOFTCAP,
+                    )  # fmt: skip
                     p = pack(new, dtype)
 
         if not SHARED:
@@ -506,7 +581,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         acc = mma_wait(0, deps=[acc_made])
         arrive(v_empty.index(s))
         if walk.SKIP and walk.LEFT:
-            count = _pass(behind_left, count, walk, k_full, k_empty, v_full, v_empty)
+            count = _pass(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
         acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
         if not SHARED:
             bulk_wait(0)
@@ -532,7 +607,7 @@ def attention_fwd_kernel(
     tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows, inner, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr,
+    Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), or None. lists:
     tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0; indices: theirs. scale: of
@@ -544,7 +619,7 @@ def attention_fwd_kernel(
         blocks = gl.load(table)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF,
     )  # fmt: skip
     q = tiles_of(Q_STAGES * CONSUMERS, q_desc)
     k = tiles_of(STAGES, k_desc)
