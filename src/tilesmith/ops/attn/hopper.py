@@ -39,13 +39,14 @@ def rejects(call) -> list[str]:
 
 class HopperConfig(NamedTuple):
     """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
-    q_stages: query tiles in flight. Windows of up to 129 keys have two consumers and tiles of 64 keys, at least four of
-    them (`hopper_window`)."""
+    q_stages: query tiles in flight. per_sm: programs of a multiprocessor, two of two consumers each at most. Windows of
+    up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper_window`)."""
 
     consumers: int
     block_n: int
     stages: int
     q_stages: int = 1
+    per_sm: int = 1
 
 
 @attention_arguments
@@ -75,13 +76,18 @@ def _default(dims, arch, dtype) -> HopperConfig:
     if wide > 64:
         return HopperConfig(2, 64, 4, 2) if causal and dims["keys"] <= 512 and wide == 128 else HopperConfig(2, 128, 2)
     turns = dims["packed"] == 1 and dims["seen"] == dims["keys"]
+    if turns and causal and dims["keys"] <= 512:
+        # Two programs that know nothing of each other fill each other's gaps, though their consumers have so few
+        # registers that ptxas lets each product wait for the one before and spills 32 bytes. 256 / 512 keys: 178 / 262,
+        # of four consumers 163 / 249; blocks of 32 keys, which spill nothing, 173 / 244; at 1k keys 331 and 349.
+        return HopperConfig(2, 64, 4, 2, per_sm=2)
     few = 2048 if not causal else 4096 if turns else 8192
     return HopperConfig(4, 64, 6) if dims["keys"] < few else HopperConfig(3, 128, 3)
 
 
 def _within(config: HopperConfig, block_k: int) -> HopperConfig:
     """Tiles that block lists are made of: two consumers, blocks that divide theirs."""
-    if config.consumers > 2:
+    if config.consumers > 2 or config.per_sm > 1:
         config = HopperConfig(2, 128, 4)
     if config.block_n > 64 and block_k % 128:
         config = config._replace(block_n=64, stages=2 * config.stages)
@@ -127,7 +133,9 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         run = run_of((1, 2, 4, 8, 16, 32, 64), 1, cdiv(tokens, 128), batch * heads, arch)
         blocks = cdiv(tokens, 128 * run)
     tiles = blocks * batch * heads
-    programs = min(arch.sms, tiles)
+    # more consumers or wider rows would wait for registers for ever
+    per_sm = config.per_sm if config.consumers == 2 and max(wide, value_wide) == 64 and not narrow else 1
+    programs = min(arch.sms * per_sm, tiles)
     dynamic = programs < tiles
     alike = not (has_left or has_right or packed or has_lists)
     if narrow:
@@ -153,6 +161,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,
         Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0, SOFTCAP=call.softcap > 0.0,
         HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
-        and config.consumers == 2 and config.block_n == 128, num_warps=4,
+        and config.consumers == 2 and config.block_n == 128, PER_SM=per_sm, num_warps=4,
+        **({"maxnreg": 80} if per_sm > 1 else {}),
     )  # fmt: skip
     return out, lse

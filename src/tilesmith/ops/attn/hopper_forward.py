@@ -607,7 +607,7 @@ def attention_fwd_kernel(
     tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows, inner, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
+    Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr, PER_SM: gl.constexpr,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), or None. lists:
     tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0; indices: theirs. scale: of
@@ -637,6 +637,7 @@ def attention_fwd_kernel(
     fence()
     parts = (walk, ticket, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
+        OWN: gl.constexpr = 240 if PER_SM == 1 else 104
         gl.warp_specialize(
             [
                 (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
@@ -646,7 +647,7 @@ def attention_fwd_kernel(
                             SOFTCAP, SHARED)),
             ],
             [4, 4],
-            [240, 240],
+            [OWN, OWN],
         )  # fmt: skip
     elif CONSUMERS == 3:
         gl.warp_specialize(
