@@ -14,7 +14,7 @@ ABOVE = 32_768  # columns; up to there programs that read weight and bias for ea
 
 
 def _reasons(call: Any) -> list[str]:
-    return norms._common_reasons(call, call.x.cols, ABOVE)
+    return norms.rows_refused(call, call.x.cols, ABOVE)
 
 
 def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
