@@ -11,6 +11,7 @@ from tilesmith.ops.rotary.norm_cases import normed
 
 SMALL = frozenset({"test", "interpret"})
 BENCH = frozenset({"gpu", "bench", "tune"})
+GPU = frozenset({"gpu"})
 
 
 def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -136,7 +137,7 @@ CASES: dict[str, list[Case]] = {
         Case("no_tokens", _rope(2, 2, 1, 0, 16), SMALL),
         Case("no_rows", _rope(0, 2, 1, 4, 16), SMALL),
         Case("no_key_heads", _rope(1, 2, 0, 4, 16), SMALL),
-        Case("far", _rope(1, 2, None, 64, 128, init=_far), frozenset({"gpu"}), (torch.bfloat16,)),
+        Case("far", _rope(1, 2, None, 64, 128, init=_far), GPU, (torch.bfloat16,)),
         Case("llama_4x4096", _rope(4, 32, 8, 4096, 128), BENCH),
         Case("llama_1x16384", _rope(1, 32, 8, 16384, 128), BENCH),
         Case("dim64_8x2048", _rope(8, 64, 8, 2048, 64), BENCH),
@@ -182,9 +183,14 @@ CASES: dict[str, list[Case]] = {
         normed("no_tokens", _rope(2, 2, 1, 0, 16), SMALL),
         normed("no_rows", _rope(0, 2, 1, 4, 16), SMALL),
         normed("no_key_heads", _rope(1, 2, 0, 4, 16), SMALL),
-        normed("row_5120", _rope(1, 40, 8, 9, 128), frozenset({"gpu"}), norm_dim="row"),
-        normed("row_16384", _rope(1, 128, 8, 9, 128), frozenset({"gpu"}), norm_dim="row"),
-        normed("far", _rope(1, 2, None, 64, 128, init=_far), frozenset({"gpu"})),
+        normed("row_5120", _rope(1, 40, 8, 9, 128), GPU, norm_dim="row"),
+        normed("row_16384", _rope(1, 128, 8, 9, 128), GPU, norm_dim="row"),
+        normed("far", _rope(1, 2, None, 64, 128, init=_far), GPU),
+        normed("many_tokens", _rope(2, 6, 2, 1030, 64), GPU),
+        normed(
+            "many_packed", _rope(1, 4, 1, 2049, 32, cu_seqlens=_ints(4, values=(0, 3, 1500, 2049))), GPU, weights=""
+        ),
+        normed("many_inside_projection", _rope(2, 3, 3, 1025, 128, init=_packed), GPU, casting="llama"),
         normed("qwen3_4x4096", _rope(4, 32, 8, 4096, 128), BENCH),
         normed("qwen3_1x16384", _rope(1, 32, 8, 16384, 128), BENCH),
         normed("dim64_8x2048", _rope(8, 64, 8, 2048, 64), BENCH),

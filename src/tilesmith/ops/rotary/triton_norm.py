@@ -10,46 +10,20 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
-from tilesmith.ops.rotary.triton import _double_reasons, _positions, _row_stride
+from tilesmith.ops.column_sums_triton import add_partials, partial_rows, starts_early
+from tilesmith.ops.rotary.triton import (
+    VARYING,
+    _double_reasons,
+    _join_line,
+    _positions,
+    _row_stride,
+    _rows_grid,
+    _split_line,
+)
 from tilesmith.ops.rows import dense
 
 # A tile is [tokens, heads, features], its features in two parts that rotate against each other (and a third that does
 # not). `ROW`: all heads of a token are normalised together, so a tile has all of them.
-
-
-@triton.jit
-def _split_line(x_ptr, x_dim, inside, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two features of each pair, fp32; x_ptr: [tokens, heads, 1] pointers to the lines."""
-    if INTERLEAVED:
-        # Whole lines are loaded and split in registers: accesses with a stride of two elements would not coalesce.
-        both = tl.arange(0, 2 * BLOCK_PAIRS)[None, None, :]
-        x = tl.load(x_ptr + both * x_dim, mask=inside & (both < 2 * PAIRS), other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_PAIRS, 2)))
-    else:
-        cols = tl.arange(0, BLOCK_PAIRS)[None, None, :]
-        mask = inside & (cols < PAIRS)
-        first = tl.load(x_ptr + cols * x_dim, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(x_ptr + (PAIRS + cols) * x_dim, mask=mask, other=0.0).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def _join_line(
-    y_ptr, y_dim, first, second, inside,
-    PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Store what `_split_line` loads."""
-    first, second = first.to(y_ptr.dtype.element_ty), second.to(y_ptr.dtype.element_ty)
-    if INTERLEAVED:
-        both = tl.arange(0, 2 * BLOCK_PAIRS)[None, None, :]
-        y = tl.reshape(tl.join(first, second), (first.shape[0], first.shape[1], 2 * BLOCK_PAIRS))
-        tl.store(y_ptr + both * y_dim, y, mask=inside & (both < 2 * PAIRS))
-    else:
-        cols = tl.arange(0, BLOCK_PAIRS)[None, None, :]
-        mask = inside & (cols < PAIRS)
-        tl.store(y_ptr + cols * y_dim, first, mask=mask)
-        tl.store(y_ptr + (PAIRS + cols) * y_dim, second, mask=mask)
 
 
 @triton.jit
@@ -58,47 +32,38 @@ def _load_angles(
     COS_POSITION: tl.constexpr, COS_PAIR: tl.constexpr, SIN_POSITION: tl.constexpr, SIN_PAIR: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin, NaN at positions that the table does not hold, 0 beyond the last token.
+    """cos and sin, NaN at positions that the table does not hold, 0 beyond the last token and the last pair.
 
     As [tokens, heads, pairs], so that each thread loads those of its own elements (L1 serves the repeats): with one
     head for all, they would change threads through shared memory.
     """
     cols = tl.arange(0, BLOCK_PAIRS)[None, None, :]
     at = tl.broadcast_to(position[:, None, None], (tokens.shape[0], BLOCK_HEADS, 1))
-    exists = tokens[:, None, None] < num_tokens
-    held = exists & (at >= 0) & (at < num_positions)
-    mask = held & (cols < PAIRS)
-    cos = tl.load(cos_ptr + row * cos_row + at * COS_POSITION + cols * COS_PAIR, mask=mask, other=0.0)
-    sin = tl.load(sin_ptr + row * sin_row + at * SIN_POSITION + cols * SIN_PAIR, mask=mask, other=0.0)
-    missing = exists & (held == 0)
-    cos = tl.where(missing, float("nan"), cos.to(tl.float32))
-    sin = tl.where(missing, float("nan"), sin.to(tl.float32))
-    return cos, sin
+    exists = (tokens[:, None, None] < num_tokens) & (cols < PAIRS)
+    mask = exists & (at >= 0) & (at < num_positions)
+    missing = tl.broadcast_to(tl.where(exists, float("nan"), 0.0), mask.shape).to(cos_ptr.dtype.element_ty)
+    cos = tl.load(cos_ptr + row * cos_row + at * COS_POSITION + cols * COS_PAIR, mask=mask, other=missing)
+    sin = tl.load(sin_ptr + row * sin_row + at * SIN_POSITION + cols * SIN_PAIR, mask=mask, other=missing)
+    return cos.to(tl.float32), sin.to(tl.float32)
 
 
 @triton.jit
 def _load_factor(
-    ptr,
-    col,
-    col_inside,
-    heads,
-    num_heads,
-    weight_offset,
-    y_ptr,
-    DIM: tl.constexpr,
-    ROW: tl.constexpr,
-    LLAMA: tl.constexpr,
-):
-    """weight + weight_offset of the features `col`, as [1, 1, cols], or [1, heads, cols] where ROW; LLAMA rounds it."""
+    ptr, col, col_inside, heads, num_heads, weight_offset, y_ptr,
+    DIM: tl.constexpr, ROW: tl.constexpr, LLAMA: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """weight + weight_offset of the features `col`, of `heads` where ROW; LLAMA rounds it. As [tokens, heads, cols],
+    for the reason that angles are."""
+    shape: tl.constexpr = (BLOCK_TOKENS, heads.shape[0], col.shape[0])
+    at, mask = col[None, None, :], col_inside[None, None, :]
     if ROW:
-        at = heads[:, None] * DIM + col[None, :]
-        weight = tl.load(ptr + at, mask=(heads < num_heads)[:, None] & col_inside[None, :], other=0.0)
-    else:
-        weight = tl.load(ptr + col, mask=col_inside, other=0.0)
+        at += heads[None, :, None] * DIM
+        mask = mask & (heads < num_heads)[None, :, None]
+    weight = tl.load(ptr + tl.broadcast_to(at, shape), mask=tl.broadcast_to(mask, shape), other=0.0)
     weight = weight.to(tl.float32) + weight_offset
     if LLAMA and ptr.dtype == y_ptr.dtype:
         weight = weight.to(ptr.dtype.element_ty).to(tl.float32)
-    return weight[None, :, :] if ROW else weight[None, None, :]
+    return weight
 
 
 @triton.jit
@@ -119,40 +84,53 @@ def _sum_group(squares, ROW: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=("offset", "num_positions", "documents", "search_steps"))
+@triton.jit(do_not_specialize=VARYING)
 def _rms_norm_rope_fwd_kernel(
     q_ptr, q_row, q_head, q_token, q_dim, q_out_ptr, q_out_row, q_out_head, q_out_token, q_out_dim,
     k_ptr, k_row, k_head, k_token, k_dim, k_out_ptr, k_out_row, k_out_head, k_out_token, k_out_dim,
     q_weight_ptr, k_weight_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, cos_row, sin_row,
     positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, cu_seqlens_ptr, cu_seqlens_step,
-    offset, num_positions, num_tokens, token_blocks, q_heads, k_heads, head_blocks, documents, search_steps,
+    offset, num_positions, num_rows, num_tokens, q_heads, k_heads, documents, search_steps,
     eps, weight_offset,
     COS_POSITION: tl.constexpr, COS_PAIR: tl.constexpr, SIN_POSITION: tl.constexpr, SIN_PAIR: tl.constexpr,
     PER_TOKEN: tl.constexpr, POSITIONS: tl.constexpr, OFFSETS: tl.constexpr, PACKED: tl.constexpr,
     ROW: tl.constexpr, LLAMA: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Program: a block of tokens of one row, a block of heads of q or, after those, of k. Neighbours share tokens."""
-    program = tl.program_id(0)
-    head_block = program % head_blocks
-    token_block = (program // head_blocks) % token_blocks
-    row = (program // head_blocks // token_blocks).to(tl.int64)
-    q_blocks = tl.cdiv(q_heads, BLOCK_HEADS)
+    """Program: a block of tokens of one row, and STEPS blocks of heads of q or, after those, of k, turned by the same
+    angles. Neighbours share tokens."""
+    head_block = tl.program_id(0) % HEAD_BLOCKS
+    token_block = tl.program_id(0) // HEAD_BLOCKS
+    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    if row >= num_rows:
+        return
+    q_blocks = tl.cdiv(q_heads, BLOCK_HEADS * STEPS)
     is_q = head_block < q_blocks
     num_heads = tl.where(is_q, q_heads, k_heads)
     x_dim = tl.where(is_q, q_dim, k_dim).to(tl.int64)
     y_dim = tl.where(is_q, q_out_dim, k_out_dim).to(tl.int64)
+    x_head = tl.where(is_q, q_head, k_head).to(tl.int64)
+    y_head = tl.where(is_q, q_out_head, k_out_head).to(tl.int64)
     tokens = token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    heads = tl.where(is_q, head_block, head_block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    inside = (tokens[:, None, None] < num_tokens) & (heads[None, :, None] < num_heads)
+    heads = tl.where(is_q, head_block, head_block - q_blocks) * (BLOCK_HEADS * STEPS) + tl.arange(0, BLOCK_HEADS)
     line = tokens.to(tl.int64)[:, None, None]
     head = heads.to(tl.int64)[None, :, None]
     x_ptr = tl.where(is_q, q_ptr, k_ptr) + row * tl.where(is_q, q_row, k_row)
-    x_ptr += head * tl.where(is_q, q_head, k_head) + line * tl.where(is_q, q_token, k_token)
+    x_ptr += head * x_head + line * tl.where(is_q, q_token, k_token)
     y_ptr = tl.where(is_q, q_out_ptr, k_out_ptr) + row * tl.where(is_q, q_out_row, k_out_row)
-    y_ptr += head * tl.where(is_q, q_out_head, k_out_head) + line * tl.where(is_q, q_out_token, k_out_token)
+    y_ptr += head * y_head + line * tl.where(is_q, q_out_token, k_out_token)
 
-    first, second = _split_line(x_ptr, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+    # All of the heads are asked for before the first is worked on.
+    x, unturned = (), ()
+    rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)
+    for step in tl.static_range(STEPS):
+        inside = (tokens[:, None, None] < num_tokens) & (heads[None, :, None] + step * BLOCK_HEADS < num_heads)
+        x_line = x_ptr + step * BLOCK_HEADS * x_head
+        x += (_split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED),)
+        if DIM > 2 * PAIRS:
+            mask = inside & (rest < DIM)[None, None, :]
+            unturned += (tl.load(x_line + rest[None, None, :] * x_dim, mask=mask, other=0.0).to(tl.float32),)
     if PER_TOKEN:
         position = tokens.to(tl.int64)
     else:
@@ -164,48 +142,87 @@ def _rms_norm_rope_fwd_kernel(
         cos_ptr, sin_ptr, cos_row, sin_row, row, tokens, position, num_positions, num_tokens,
         COS_POSITION, COS_PAIR, SIN_POSITION, SIN_PAIR, PAIRS, BLOCK_PAIRS, BLOCK_HEADS,
     )  # fmt: skip
-    squares = _sum_group(first * first + second * second, ROW)
-    if DIM > 2 * PAIRS:
-        rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)
-        rest_mask = inside & (rest < DIM)[None, None, :]
-        unturned = tl.load(x_ptr + rest[None, None, :] * x_dim, mask=rest_mask, other=0.0).to(tl.float32)
-        squares += _sum_group(unturned * unturned, ROW)
-    rstd = tl.rsqrt(squares * (1.0 / (DIM * num_heads) if ROW else 1.0 / DIM) + eps)
-    first *= rstd
-    second *= rstd
+
     pair = tl.arange(0, BLOCK_PAIRS)
+    at = 2 * pair if INTERLEAVED else pair
+    other: tl.constexpr = 1 if INTERLEAVED else PAIRS
+    # Angles times weights save two products a pair of every head that both are the same for.
+    SCALED: tl.constexpr = not (ROW or LLAMA)
+    cos_first, cos_second, sin_first, sin_second = cos, cos, sin, sin
+    factor_first, factor_second, factor_rest = 1.0, 1.0, 1.0
+    weight_ptr = q_weight_ptr
     if q_weight_ptr is not None:
         weight_ptr = tl.where(is_q, q_weight_ptr, k_weight_ptr)
-        at = 2 * pair if INTERLEAVED else pair
-        step: tl.constexpr = 1 if INTERLEAVED else PAIRS
-        exists = pair < PAIRS
-        factor = _load_factor(weight_ptr, at, exists, heads, num_heads, weight_offset, q_out_ptr, DIM, ROW, LLAMA)
-        first = _scale(first, factor, q_out_ptr, LLAMA)
-        factor = _load_factor(
-            weight_ptr, at + step, exists, heads, num_heads, weight_offset, q_out_ptr, DIM, ROW, LLAMA
+    if q_weight_ptr is not None and not ROW:
+        factor_first = _load_factor(
+            weight_ptr, at, pair < PAIRS, heads, num_heads, weight_offset, q_out_ptr, DIM, ROW, LLAMA, BLOCK_TOKENS
         )
-        second = _scale(second, factor, q_out_ptr, LLAMA)
-    elif LLAMA:
-        first, second = _scale(first, 1.0, q_out_ptr, LLAMA), _scale(second, 1.0, q_out_ptr, LLAMA)
-    y_first, y_second = first * cos - second * sin, second * cos + first * sin
-    _join_line(y_ptr, y_dim, y_first, y_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
-    if DIM > 2 * PAIRS:
-        unturned *= rstd
-        if q_weight_ptr is not None:
-            factor = _load_factor(
-                weight_ptr, rest, rest < DIM, heads, num_heads, weight_offset, q_out_ptr, DIM, ROW, LLAMA
+        factor_second = _load_factor(
+            weight_ptr, at + other, pair < PAIRS, heads, num_heads, weight_offset, q_out_ptr, DIM, ROW, LLAMA,
+            BLOCK_TOKENS,
+        )  # fmt: skip
+        if DIM > 2 * PAIRS:
+            factor_rest = _load_factor(
+                weight_ptr, rest, rest < DIM, heads, num_heads, weight_offset, q_out_ptr, DIM, ROW, LLAMA, BLOCK_TOKENS
             )
-            unturned = _scale(unturned, factor, q_out_ptr, LLAMA)
-        tl.store(y_ptr + rest[None, None, :] * y_dim, unturned.to(q_out_ptr.dtype.element_ty), mask=rest_mask)
-    # last: rstd changes threads on its way, which the rest need not wait for
+        if SCALED:
+            cos_first, sin_first = cos * factor_first, sin * factor_first
+            cos_second, sin_second = cos * factor_second, sin * factor_second
+    if ROW:
+        squares = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS], tl.float32)
+        for step in tl.static_range(STEPS):
+            squares += x[step][0] * x[step][0] + x[step][1] * x[step][1]
+        total = _sum_group(squares, ROW)
+        if DIM > 2 * PAIRS:
+            squares = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, BLOCK_REST], tl.float32)
+            for step in tl.static_range(STEPS):
+                squares += unturned[step] * unturned[step]
+            total += _sum_group(squares, ROW)
+        rstd = tl.rsqrt(total * (1.0 / (DIM * num_heads)) + eps)
     rstd_ptr = tl.where(is_q, q_rstd_ptr, k_rstd_ptr)
+    for step in tl.static_range(STEPS):
+        here = heads + step * BLOCK_HEADS
+        inside = (tokens[:, None, None] < num_tokens) & (here[None, :, None] < num_heads)
+        y_line = y_ptr + step * BLOCK_HEADS * y_head
+        first, second = x[step]
+        if not ROW:
+            total = _sum_group(first * first + second * second, ROW)
+            if DIM > 2 * PAIRS:
+                total += _sum_group(unturned[step] * unturned[step], ROW)
+            rstd = tl.rsqrt(total * (1.0 / DIM) + eps)
+        if SCALED:
+            y_first = (first * cos_first - second * sin_second) * rstd
+            y_second = (second * cos_second + first * sin_first) * rstd
+        else:
+            if ROW and q_weight_ptr is not None:
+                factor_first = _load_factor(
+                    weight_ptr, at, pair < PAIRS, here, num_heads, weight_offset, q_out_ptr, DIM, ROW, LLAMA,
+                    BLOCK_TOKENS,
+                )  # fmt: skip
+                factor_second = _load_factor(
+                    weight_ptr, at + other, pair < PAIRS, here, num_heads, weight_offset, q_out_ptr, DIM, ROW, LLAMA,
+                    BLOCK_TOKENS,
+                )  # fmt: skip
+            first = _scale(first * rstd, factor_first, q_out_ptr, LLAMA)
+            second = _scale(second * rstd, factor_second, q_out_ptr, LLAMA)
+            y_first, y_second = first * cos - second * sin, second * cos + first * sin
+        _join_line(y_line, y_dim, y_first, y_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+        if DIM > 2 * PAIRS:
+            if ROW and q_weight_ptr is not None:
+                factor_rest = _load_factor(
+                    weight_ptr, rest, rest < DIM, here, num_heads, weight_offset, q_out_ptr, DIM, ROW, LLAMA,
+                    BLOCK_TOKENS,
+                )  # fmt: skip
+            y_rest = _scale(unturned[step] * rstd, factor_rest, q_out_ptr, LLAMA).to(q_out_ptr.dtype.element_ty)
+            tl.store(y_line + rest[None, None, :] * y_dim, y_rest, mask=inside & (rest < DIM)[None, None, :])
+        # last: rstd changes threads on its way, which the rest need not wait for
+        if not ROW:
+            tl.store(rstd_ptr + (row * num_tokens + line) * num_heads + here[None, :, None], rstd, mask=inside)
     if ROW:
         tl.store(rstd_ptr + row * num_tokens + line, rstd, mask=line < num_tokens)
-    else:
-        tl.store(rstd_ptr + (row * num_tokens + line) * num_heads + head, rstd, mask=inside)
 
 
-@triton.jit(do_not_specialize=("offset", "num_positions", "documents", "search_steps"))
+@triton.jit(do_not_specialize=VARYING)
 def _rms_norm_rope_bwd_kernel(
     dq_out_ptr, dq_out_row, dq_out_head, dq_out_token, dq_out_dim,
     q_ptr, q_row, q_head, q_token, q_dim, dq_ptr, dq_row, dq_head, dq_token, dq_dim,
@@ -213,49 +230,55 @@ def _rms_norm_rope_bwd_kernel(
     k_ptr, k_row, k_head, k_token, k_dim, dk_ptr, dk_row, dk_head, dk_token, dk_dim,
     q_weight_ptr, k_weight_ptr, q_rstd_ptr, k_rstd_ptr, partial_ptr, cos_ptr, sin_ptr, cos_row, sin_row,
     positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, cu_seqlens_ptr, cu_seqlens_step,
-    offset, num_positions, num_tokens, token_blocks, tiles, strips, q_heads, k_heads, head_blocks,
+    offset, num_positions, num_tokens, token_blocks, tiles, strips, q_heads, k_heads,
     documents, search_steps, weight_offset,
     COS_POSITION: tl.constexpr, COS_PAIR: tl.constexpr, SIN_POSITION: tl.constexpr, SIN_PAIR: tl.constexpr,
     PER_TOKEN: tl.constexpr, POSITIONS: tl.constexpr, OFFSETS: tl.constexpr, PACKED: tl.constexpr,
     ROW: tl.constexpr, INTERLEAVED: tl.constexpr, WANTS_DX: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
-    STAGES: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program: a block of heads of q or of k, and every strips-th block of tokens. It sums dweight in registers and
-    writes it as one row of partial sums; the loop is pipelined, so that tiles to come are copied meanwhile."""
-    head_block = tl.program_id(0) % head_blocks
-    strip = tl.program_id(0) // head_blocks
-    q_blocks = tl.cdiv(q_heads, BLOCK_HEADS)
+    """Program: STEPS blocks of heads of q or of k, and every strips-th block of tokens, whose angles they share. It
+    sums dweight in registers and writes it as one row of partial sums; the loop is pipelined, so that tiles to come are
+    copied meanwhile."""
+    head_block = tl.program_id(0) % HEAD_BLOCKS
+    strip = tl.program_id(0) // HEAD_BLOCKS
+    q_blocks = tl.cdiv(q_heads, BLOCK_HEADS * STEPS)
     is_q = head_block < q_blocks
     num_heads = tl.where(is_q, q_heads, k_heads)
-    heads = tl.where(is_q, head_block, head_block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    heads = tl.where(is_q, head_block, head_block - q_blocks) * (BLOCK_HEADS * STEPS) + tl.arange(0, BLOCK_HEADS)
     head = heads.to(tl.int64)[None, :, None]
     x_base, x_row = tl.where(is_q, q_ptr, k_ptr), tl.where(is_q, q_row, k_row)
-    x_head, x_token = tl.where(is_q, q_head, k_head), tl.where(is_q, q_token, k_token)
+    x_head, x_token = tl.where(is_q, q_head, k_head).to(tl.int64), tl.where(is_q, q_token, k_token)
     x_dim = tl.where(is_q, q_dim, k_dim).to(tl.int64)
     dy_base, dy_row = tl.where(is_q, dq_out_ptr, dk_out_ptr), tl.where(is_q, dq_out_row, dk_out_row)
-    dy_head, dy_token = tl.where(is_q, dq_out_head, dk_out_head), tl.where(is_q, dq_out_token, dk_out_token)
+    dy_head, dy_token = (
+        tl.where(is_q, dq_out_head, dk_out_head).to(tl.int64),
+        tl.where(is_q, dq_out_token, dk_out_token),
+    )
     dy_dim = tl.where(is_q, dq_out_dim, dk_out_dim).to(tl.int64)
     dx_base, dx_row = tl.where(is_q, dq_ptr, dk_ptr), tl.where(is_q, dq_row, dk_row)
-    dx_head, dx_token = tl.where(is_q, dq_head, dk_head), tl.where(is_q, dq_token, dk_token)
+    dx_head, dx_token = tl.where(is_q, dq_head, dk_head).to(tl.int64), tl.where(is_q, dq_token, dk_token)
     dx_dim = tl.where(is_q, dq_dim, dk_dim).to(tl.int64)
     rstd_ptr = tl.where(is_q, q_rstd_ptr, k_rstd_ptr)
 
     pair = tl.arange(0, BLOCK_PAIRS)
     exists = pair < PAIRS
     at = 2 * pair if INTERLEAVED else pair
-    step: tl.constexpr = 1 if INTERLEAVED else PAIRS
+    other: tl.constexpr = 1 if INTERLEAVED else PAIRS
     rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)
     factor_first, factor_second, factor_rest = 1.0, 1.0, 1.0
     if q_weight_ptr is not None and WANTS_DX:
         weight_ptr = tl.where(is_q, q_weight_ptr, k_weight_ptr)
-        factor_first = _load_factor(weight_ptr, at, exists, heads, num_heads, weight_offset, q_ptr, DIM, ROW, False)
+        factor_first = _load_factor(
+            weight_ptr, at, exists, heads, num_heads, weight_offset, q_ptr, DIM, ROW, False, BLOCK_TOKENS
+        )
         factor_second = _load_factor(
-            weight_ptr, at + step, exists, heads, num_heads, weight_offset, q_ptr, DIM, ROW, False
+            weight_ptr, at + other, exists, heads, num_heads, weight_offset, q_ptr, DIM, ROW, False, BLOCK_TOKENS
         )
         if DIM > 2 * PAIRS:
             factor_rest = _load_factor(
-                weight_ptr, rest, rest < DIM, heads, num_heads, weight_offset, q_ptr, DIM, ROW, False
+                weight_ptr, rest, rest < DIM, heads, num_heads, weight_offset, q_ptr, DIM, ROW, False, BLOCK_TOKENS
             )
     count = 1.0 / (DIM * num_heads) if ROW else 1.0 / DIM
     sum_first = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS], tl.float32)
@@ -266,15 +289,21 @@ def _rms_norm_rope_bwd_kernel(
         row = (tile // token_blocks).to(tl.int64)
         tokens = (tile % token_blocks) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         line = tokens.to(tl.int64)[:, None, None]
-        inside = (line < num_tokens) & (head < num_heads)
         x_ptr = x_base + row * x_row + (head * x_head + line * x_token)
         dy_ptr = dy_base + row * dy_row + (head * dy_head + line * dy_token)
-        first, second = _split_line(x_ptr, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
-        dy_first, dy_second = _split_line(dy_ptr, dy_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
-        if ROW:
-            rstd = tl.load(rstd_ptr + row * num_tokens + line, mask=line < num_tokens, other=0.0)
-        else:
-            rstd = tl.load(rstd_ptr + (row * num_tokens + line) * num_heads + head, mask=inside, other=0.0)
+        dx_ptr = dx_base + row * dx_row + (head * dx_head + line * dx_token)
+        loaded = ()
+        for step in tl.static_range(STEPS):
+            inside = (line < num_tokens) & (head + step * BLOCK_HEADS < num_heads)
+            x_line, dy_line = x_ptr + step * BLOCK_HEADS * x_head, dy_ptr + step * BLOCK_HEADS * dy_head
+            first, second = _split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+            dy_first, dy_second = _split_line(dy_line, dy_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+            if ROW:
+                rstd = tl.load(rstd_ptr + row * num_tokens + line, mask=line < num_tokens, other=0.0)
+            else:
+                rstd_at = rstd_ptr + (row * num_tokens + line) * num_heads + head + step * BLOCK_HEADS
+                rstd = tl.load(rstd_at, mask=inside, other=0.0)
+            loaded += ((first, second, dy_first, dy_second, rstd),)
         if PER_TOKEN:
             position = tokens.to(tl.int64)
         else:
@@ -282,56 +311,71 @@ def _rms_norm_rope_bwd_kernel(
                 row, tokens, positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, cu_seqlens_ptr,
                 cu_seqlens_step, offset, num_tokens, documents, search_steps, POSITIONS, OFFSETS, PACKED,
             )  # fmt: skip
-        cos, sin = _load_angles(
-            cos_ptr, sin_ptr, cos_row, sin_row, row, tokens, position, num_positions, num_tokens,
-            COS_POSITION, COS_PAIR, SIN_POSITION, SIN_PAIR, PAIRS, BLOCK_PAIRS, BLOCK_HEADS,
-        )  # fmt: skip
-        first *= rstd
-        second *= rstd
-        dn_first, dn_second = dy_first * cos + dy_second * sin, dy_second * cos - dy_first * sin
-        sum_first += dn_first * first
-        sum_second += dn_second * second
-        if DIM > 2 * PAIRS:
-            rest_mask = inside & (rest < DIM)[None, None, :]
-            unturned = tl.load(x_ptr + rest[None, None, :] * x_dim, mask=rest_mask, other=0.0).to(tl.float32) * rstd
-            dn_rest = tl.load(dy_ptr + rest[None, None, :] * dy_dim, mask=rest_mask, other=0.0).to(tl.float32)
-            sum_rest += dn_rest * unturned
-        if WANTS_DX:
-            dn_first *= factor_first
-            dn_second *= factor_second
-            dot = _sum_group(dn_first * first + dn_second * second, ROW)
+        # Always so. What is loaded under a condition is not pipelined: angles copied to shared memory ahead of their
+        # use would come from L2 for each head, as many bytes as x and dy, since such copies pass L1 by.
+        if num_tokens > 0:
+            cos, sin = _load_angles(
+                cos_ptr, sin_ptr, cos_row, sin_row, row, tokens, position, num_positions, num_tokens,
+                COS_POSITION, COS_PAIR, SIN_POSITION, SIN_PAIR, PAIRS, BLOCK_PAIRS, BLOCK_HEADS,
+            )  # fmt: skip
+        else:
+            cos = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS], tl.float32)
+            sin = cos
+        for step in tl.static_range(STEPS):
+            inside = (line < num_tokens) & (head + step * BLOCK_HEADS < num_heads)
+            first, second, dy_first, dy_second, rstd = loaded[step]
+            first *= rstd
+            second *= rstd
+            dn_first, dn_second = dy_first * cos + dy_second * sin, dy_second * cos - dy_first * sin
+            if partial_ptr is not None:
+                sum_first += dn_first * first
+                sum_second += dn_second * second
             if DIM > 2 * PAIRS:
-                dn_rest *= factor_rest
-                dot += _sum_group(dn_rest * unturned, ROW)
-            dot *= count
-            dx_ptr = dx_base + row * dx_row + (head * dx_head + line * dx_token)
-            dx_first, dx_second = (dn_first - first * dot) * rstd, (dn_second - second * dot) * rstd
-            _join_line(dx_ptr, dx_dim, dx_first, dx_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
-            if DIM > 2 * PAIRS:
-                dx_rest = ((dn_rest - unturned * dot) * rstd).to(dq_ptr.dtype.element_ty)
-                tl.store(dx_ptr + rest[None, None, :] * dx_dim, dx_rest, mask=rest_mask)
+                rest_mask = inside & (rest < DIM)[None, None, :]
+                x_rest = x_ptr + step * BLOCK_HEADS * x_head + rest[None, None, :] * x_dim
+                dy_rest = dy_ptr + step * BLOCK_HEADS * dy_head + rest[None, None, :] * dy_dim
+                unturned = tl.load(x_rest, mask=rest_mask, other=0.0).to(tl.float32) * rstd
+                dn_rest = tl.load(dy_rest, mask=rest_mask, other=0.0).to(tl.float32)
+                sum_rest += dn_rest * unturned
+            if WANTS_DX:
+                dn_first *= factor_first
+                dn_second *= factor_second
+                dot = _sum_group(dn_first * first + dn_second * second, ROW)
+                if DIM > 2 * PAIRS:
+                    dn_rest *= factor_rest
+                    dot += _sum_group(dn_rest * unturned, ROW)
+                dot *= count
+                dx_line = dx_ptr + step * BLOCK_HEADS * dx_head
+                dx_first, dx_second = (dn_first - first * dot) * rstd, (dn_second - second * dot) * rstd
+                _join_line(dx_line, dx_dim, dx_first, dx_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+                if DIM > 2 * PAIRS:
+                    dx_rest = ((dn_rest - unturned * dot) * rstd).to(dq_ptr.dtype.element_ty)
+                    tl.store(dx_line + rest[None, None, :] * dx_dim, dx_rest, mask=rest_mask)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()  # the sums of partial sums
     if partial_ptr is not None:
         if ROW:  # one row of partial sums a strip: a block has all heads
             to = partial_ptr + strip.to(tl.int64) * num_heads * DIM + (heads * DIM)[:, None]
             known = (heads < num_heads)[:, None]
             tl.store(to + at[None, :], tl.sum(sum_first, 0), mask=known & exists[None, :])
-            tl.store(to + (at + step)[None, :], tl.sum(sum_second, 0), mask=known & exists[None, :])
+            tl.store(to + (at + other)[None, :], tl.sum(sum_second, 0), mask=known & exists[None, :])
             if DIM > 2 * PAIRS:
                 tl.store(to + rest[None, :], tl.sum(sum_rest, 0), mask=known & (rest < DIM)[None, :])
         else:
             to = partial_ptr + (head_block * strips + strip).to(tl.int64) * DIM
             tl.store(to + at, tl.sum(tl.sum(sum_first, 0), 0), mask=exists)
-            tl.store(to + at + step, tl.sum(tl.sum(sum_second, 0), 0), mask=exists)
+            tl.store(to + at + other, tl.sum(tl.sum(sum_second, 0), 0), mask=exists)
             if DIM > 2 * PAIRS:
                 tl.store(to + rest, tl.sum(tl.sum(sum_rest, 0), 0), mask=rest < DIM)
 
 
 class NormRopeConfig(NamedTuple):
-    """block_tokens, block_heads: the tile of one program, where a head is normalised; where a row is, a tile has all
-    heads and as many tokens as make up the same size. num_stages, programs: of the backward's loop."""
+    """block_tokens, block_heads: a tile, where a head is normalised; where a row is, as many heads as make up one with
+    its warps. steps: tiles of heads that share angles. num_stages, programs: of the backward's loop."""
 
     block_tokens: int
     block_heads: int
+    steps: int
     num_warps: int
     num_stages: int
     programs: int
@@ -340,6 +384,7 @@ class NormRopeConfig(NamedTuple):
 class _Tile(NamedTuple):
     tokens: int
     heads: int
+    steps: int
     num_warps: int
 
 
@@ -382,15 +427,13 @@ class _Where(NamedTuple):
 
 
 def _tile(x: Tensor, row: bool, config: NormRopeConfig) -> _Tile:
-    _, heads, tokens, dim = x.shape
     if not row:
-        return _Tile(config.block_tokens, config.block_heads, config.num_warps)
-    block = next_power_of_2(heads)
-    size = config.block_tokens * config.block_heads
-    elements = block * next_power_of_2(dim)
-    # a row that is wider than a tile gets threads of its own, or its elements would not fit the registers
-    warps = max(config.num_warps, min(16, config.num_warps * block // size))
-    return _Tile(max(1, min(size // block, next_power_of_2(max(1, tokens)))), block, warps if elements > 2048 else 4)
+        return _Tile(config.block_tokens, config.block_heads, config.steps, config.num_warps)
+    # A row has as many warps as it takes, each with at most two steps; of narrow rows a warp has several.
+    heads, each = next_power_of_2(x.shape[1]), max(1, config.block_tokens * config.block_heads // config.num_warps)
+    steps = min(config.steps, 2, max(1, heads // each))
+    tokens = min(max(1, each // heads), next_power_of_2(max(1, x.shape[2])))
+    return _Tile(tokens, heads // steps, steps, max(1, min(16, heads // (steps * each))))
 
 
 def _together(q_weight: Tensor | None, k: Tensor | None, k_weight: Tensor | None, row: bool) -> bool:
@@ -413,8 +456,9 @@ def _norm_rotate(
 ) -> None:
     batch, q_heads, num_tokens, dim = q.shape
     k_heads = 0 if k is None else k.shape[1]
-    tile = _tile(q, row, config)
-    head_blocks = cdiv(q_heads, tile.heads) + cdiv(k_heads, tile.heads)
+    # Pairs of neighbours take twice the registers while they are put together.
+    tile = _tile(q, row, config._replace(steps=min(2, config.steps)) if where.interleaved else config)
+    head_blocks = cdiv(q_heads, tile.heads * tile.steps) + cdiv(k_heads, tile.heads * tile.steps)
     token_blocks = cdiv(num_tokens, tile.tokens)
     if batch * token_blocks * head_blocks == 0:
         return
@@ -422,12 +466,12 @@ def _norm_rotate(
     # Absent tensors are stood in for by one that is never read through them.
     k, k_out, k_weight, k_rstd = (q, q_out, q_weight, q_rstd) if k is None else (k, outs[1], weights[1], rstds[1])
     launch(
-        _rms_norm_rope_fwd_kernel, (batch * token_blocks * head_blocks,),
+        _rms_norm_rope_fwd_kernel, (head_blocks * token_blocks, *_rows_grid(batch)),
         q, *q.stride(), q_out, *q_out.stride(), k, *k.stride(), k_out, *k_out.stride(),
         q_weight, k_weight, q_rstd, k_rstd, *where.pointers(),
-        num_tokens, token_blocks, q_heads, k_heads, head_blocks, *where.documents(), *numbers,
+        batch, num_tokens, q_heads, k_heads, *where.documents(), *numbers,
         ROW=row, LLAMA=llama, BLOCK_TOKENS=tile.tokens, BLOCK_HEADS=tile.heads, num_warps=tile.num_warps,
-        **where.flags(dim),
+        HEAD_BLOCKS=head_blocks, STEPS=tile.steps, **where.flags(dim),
     )  # fmt: skip
 
 
@@ -442,10 +486,9 @@ class _Side(NamedTuple):
     sums: bool
 
 
-def _stages(x: Tensor, tile: _Tile, cos: Tensor, config: NormRopeConfig) -> int:
-    """Stages whose tiles of x, dy, cos and sin fit into shared memory, which those of whole rows fill."""
-    elements = tile.tokens * tile.heads * next_power_of_2(x.shape[3])
-    stage = elements * (2 * x.element_size() + cos.element_size())
+def _stages(x: Tensor, tile: _Tile, config: NormRopeConfig) -> int:
+    """Stages whose tiles of x and dy fit into shared memory, which those of whole rows fill."""
+    stage = 2 * tile.tokens * tile.heads * tile.steps * next_power_of_2(x.shape[3]) * x.element_size()
     room = arch_of(x.device).shared_memory - 1024
     return max(1, min(config.num_stages, room // stage + 1)) if room > 0 else config.num_stages
 
@@ -456,12 +499,16 @@ def _differentiate(
     """Fill dx of q, and of k in the same launch; the partial sums [partials, D or H D] of each one's dweight."""
     batch, q_heads, num_tokens, dim = q.x.shape
     k_heads = 0 if k is None else k.x.shape[1]
-    tile = _tile(q.x, row, config)
-    q_blocks, k_blocks = cdiv(q_heads, tile.heads), cdiv(k_heads, tile.heads)
+    tile = _tile(q.x, row, config._replace(steps=1) if row else config)
+    heads = tile.heads * tile.steps
+    q_blocks, k_blocks = cdiv(q_heads, heads), cdiv(k_heads, heads)
     token_blocks = cdiv(num_tokens, tile.tokens)
     tiles, head_blocks = batch * token_blocks, q_blocks + k_blocks
     programs = max(1, config.programs * config.num_warps // tile.num_warps)
-    strips = partial_rows(tiles, head_blocks, programs, cdiv(16, tile.tokens)) if tiles and head_blocks else 0
+    if row:  # as many for each multiprocessor
+        sms = max(1, arch_of(q.x.device).sms)
+        programs = cdiv(programs, sms) * sms
+    strips = partial_rows(tiles, head_blocks, programs, cdiv(8, tile.tokens)) if tiles and head_blocks else 0
     width = q_heads * dim if row else dim
     partial = q.x.new_empty((1 if row else head_blocks) * strips, width, dtype=torch.float32)
     if strips:
@@ -473,9 +520,10 @@ def _differentiate(
         launch(
             _rms_norm_rope_bwd_kernel, (strips * head_blocks,),
             *sides, q.weight, other.weight, q.rstd, other.rstd, partial if q.sums else None, *where.pointers(),
-            num_tokens, token_blocks, tiles, strips, q_heads, k_heads, head_blocks, *where.documents(), weight_offset,
+            num_tokens, token_blocks, tiles, strips, q_heads, k_heads, *where.documents(), weight_offset,
             ROW=row, WANTS_DX=q.dx is not None, BLOCK_TOKENS=tile.tokens, BLOCK_HEADS=tile.heads,
-            STAGES=_stages(q.x, tile, where.cos, config), num_warps=tile.num_warps, **where.flags(dim),
+            HEAD_BLOCKS=head_blocks, STEPS=tile.steps, STAGES=_stages(q.x, tile, config),
+            CHAINED=q.sums and starts_early(q.x.device), num_warps=tile.num_warps, **where.flags(dim),
         )  # fmt: skip
     return [partial] if row or k is None else [partial[: q_blocks * strips], partial[q_blocks * strips :]]
 
@@ -499,26 +547,40 @@ def _size(q: Tensor, k: Tensor | None) -> dict[str, int]:
 
 
 def _forward_default(dims, arch, dtype) -> NormRopeConfig:
-    # A warp a program, 32 elements a thread: nobody waits at a barrier. H200, bf16, of the copy rate at head dims of
-    # 128 / 64: 0.94 / 0.94; two warps 0.83 / 0.85, four warps 0.83 / 0.84.
-    lines = max(1, 1024 // next_power_of_2(dims["dim"]))
-    heads = min(8, lines, next_power_of_2(max(1, dims["heads"])))
-    if dims["tokens"] * dims["heads"] <= 4 * heads * arch.sms:  # few tokens: spread them over the device
-        return NormRopeConfig(1, heads, num_warps=1, num_stages=1, programs=0)
-    return NormRopeConfig(lines // heads, heads, num_warps=1, num_stages=1, programs=0)
+    # H200, bf16, of the copy rate at head dims of 128 / 64: four steps 0.91 / 0.93, two or eight at 128 0.91 or 0.92;
+    # one step of twice the heads, whose threads load angles for each, 0.88 / 0.89. Programs that stay, tiles to come
+    # copied meanwhile, 0.88 / 0.86, and 0.91 at 128 by the tensor memory accelerator: they have more to execute.
+    heads, lines, warps = _lines(dims)
+    if dims["tokens"] * dims["heads"] <= 4 * 8 * arch.sms:  # few tokens: spread them over the device
+        return NormRopeConfig(1, min(8, heads), 1, warps, num_stages=1, programs=0)
+    each = min(8, heads, lines)
+    return NormRopeConfig(lines // each, each, min(4, max(1, heads // each)), warps, num_stages=1, programs=0)
 
 
 def _backward_default(dims, arch, dtype) -> NormRopeConfig:
-    # 16 elements a thread of x, of dy and of the sums; two warps, since all of a program's wait for each other at each
-    # tile. H200, bf16, of the copy rate at head dims of 128 / 64: 0.91 / 0.84; with four warps 0.88 / 0.79.
-    lines = max(1, 1024 // next_power_of_2(dims["dim"]))
-    heads = min(4, lines, next_power_of_2(max(1, dims["heads"])))
+    # Two steps of 512 elements, 8 heads of any size: no tile of few heads of k is half empty. H200, bf16, of the copy
+    # rate at head dims of 128 / 64: 0.93 / 0.90, without dweight 0.96 at 128; 16 programs 0.91 / 0.87, a stage more
+    # 0.91 / 0.89; two warps and one step 0.79 / 0.77.
+    heads, lines, warps = _lines(dims)
+    each = min(lines, max(1, min(8, heads) // 2))
     stages = 2 if arch.kind == "hip" else 3
-    return NormRopeConfig(lines // heads, heads, num_warps=2, num_stages=stages, programs=6 * max(1, arch.sms))
+    return NormRopeConfig(lines // each, each, 2, warps, stages, programs=12 * max(1, arch.sms))
 
 
-CHOICES = {"block_tokens": (1, 2, 4, 8), "block_heads": (2, 4, 8, 16), "num_warps": (1, 2, 4, 8)}
-LOOP_CHOICES = {**CHOICES, "num_stages": (1, 2, 3, 4), "programs": (396, 528, 792, 1056)}
+def _lines(dims: dict[str, int]) -> tuple[int, int, int]:
+    """A power of two that is not less than the heads; how many of them a step of 512 elements has, so that a thread has
+    one 16-byte access of each half of a bfloat16 head; its warps: one, whose threads wait at no barrier."""
+    dim = next_power_of_2(dims["dim"])
+    return next_power_of_2(max(1, dims["heads"])), max(1, 512 // dim), max(1, dim // 1024)
+
+
+CHOICES = {
+    "block_tokens": (1, 2, 4, 8),
+    "block_heads": (1, 2, 4, 8, 16),
+    "steps": (1, 2, 4, 8),
+    "num_warps": (1, 2, 4, 8),
+}
+LOOP_CHOICES = {**CHOICES, "steps": (1, 2, 4), "num_stages": (1, 2, 3, 4), "programs": (1056, 1584, 1848, 2112)}
 
 
 @register_kernel("rms_norm_rope", backend="triton", rank=20, rejects=_reasons)
@@ -611,7 +673,18 @@ def rms_norm_rope_vjp(
                 partials[i] = _differentiate(side, None, where, row, weight_offset, config)[0]
     dx = [q.new_empty(0) if side is None or side.dx is None else side.dx for side in sides]
     dweight = [
-        q.new_empty(0) if side is None or not side.sums else sum_partials(partial, side.weight.dtype)
+        q.new_empty(0) if side is None or not side.sums else side.weight.new_empty(partial.shape[1])
         for side, partial in zip(sides, partials)
     ]
+    _sum_up(partials, dweight)
     return *dx, *dweight
+
+
+def _sum_up(partials: list[Tensor | None], dweight: list[Tensor]) -> None:
+    """Each weight's gradient from its partial sums: of q and k by one launch where they are of one width."""
+    wanted = [(p, d) for p, d in zip(partials, dweight) if p is not None and d.numel()]
+    if len(wanted) == 2 and dweight[0].shape == dweight[1].shape:
+        add_partials(tuple(partials), tuple(dweight))
+    else:
+        for partial, out in wanted:
+            add_partials((partial, None), (out, None))
