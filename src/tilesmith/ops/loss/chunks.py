@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, keeps_logit_grad, summed_dtype
 from tilesmith.ops.rows import dense, row_values
 
@@ -69,11 +70,17 @@ def tokens_per_chunk(tokens: int, classes: int, itemsize: int, room: int, least:
 
 def tokens_per_step(tokens: int, classes: int, hidden: int, itemsize: int, device: torch.device, summed: bool) -> int:
     """`tokens_per_chunk` within the budget; where weight's gradient is `summed` over chunks beside its result, at least
-    4096 tokens more than `hidden`: the result, which is not there yet, takes as much as `hidden` tokens' logits."""
+    4096 tokens more than `hidden`: the result, which is not there yet, takes as much as `hidden` tokens' logits. On an
+    accelerator chunks grow, as far as they may, until the tiles of x's gradient, the fewest of the three products,
+    leave no multiprocessor out: the last chunk is then the smaller one."""
     least = FEWEST_TOKENS
     if summed:
         least = hidden if device.type == "cpu" else hidden + SPEEDY_TOKENS
-    return tokens_per_chunk(tokens, classes, itemsize, budget(device), least)
+    size = tokens_per_chunk(tokens, classes, itemsize, budget(device), least)
+    places = 0 if device.type == "cpu" else arch_of(device).sms
+    wave = TILE * max(1, places // -(-hidden // (2 * TILE)))  # tiles of 128 x 256, about one a multiprocessor
+    rounded = -(-size // wave) * wave
+    return rounded if rounded < tokens and rounded <= max(budget(device) // (classes * itemsize), least) else size
 
 
 def recomputed_tokens(x: Tensor, classes: int, mode: str, wants_dx: bool) -> int:
