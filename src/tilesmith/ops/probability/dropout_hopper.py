@@ -18,8 +18,6 @@ from tilesmith.ops.rows_gluon import (
     MOST_PARTS,
     PLAIN,
     PartsConfig,
-    add_up,
-    added_up,
     bring,
     fitted,
     of_warps,
@@ -37,7 +35,26 @@ from tilesmith.ops.rows_gluon import (
     unpacked,
     widened,
 )
-from tilesmith.ops.rows_held_gluon import columns, open_room, swap, values, warps_of_row, words_of
+from tilesmith.ops.rows_held_gluon import (
+    HELD_CHOICES,
+    HeldConfig,
+    aligned,
+    columns,
+    flat,
+    held,
+    held_fit,
+    held_flags,
+    held_grid,
+    lines_after,
+    open_room,
+    part_of,
+    row_of,
+    swap,
+    values,
+    values_again,
+    warps_of_row,
+    words_of,
+)
 
 _LINE = gl.constexpr(LINE)
 
@@ -205,51 +222,50 @@ def _weights(x, top, scale, FUSED: gl.constexpr):
 
 @gluon.jit
 def softmax_dropout_bwd_parts_kernel(
-    x_desc, dy_desc, top_ptr, seed_ptr, dx_ptr, num_rows, cols, num_groups, scale, drop_below, keep_scale,
-    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, SHORT: gl.constexpr,
-    RARE: gl.constexpr,
+    x_ptr, dy_ptr, top_ptr, seed_ptr, dx_ptr, cols, x_stride, dy_stride, scale, drop_below, keep_scale,
+    PARTS: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
-    """dx of a program's parts of rows, by the sums of y and of y · dy; y is made of x but for the factor that makes its
-    sum 1."""
-    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
-    FUSED: gl.constexpr = x_desc.dtype.primitive_bitwidth == 16
-    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
-    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    xs, dys = ring(SLOTS, WIDTH, x_desc.dtype), ring(SLOTS, WIDTH, dy_desc.dtype)
-    full = barriers(SLOTS, 1)
-    found, also_found = scratch(), scratch()
-    fence()
-    mail = open_mail()
+    """dx of a part of a row, by the sums of y and of y · dy; y is made of x but for the factor that makes its sum
+    1. Bits are drawn while x and dy are on their way."""
+    row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    X: gl.constexpr = x_ptr.dtype.element_ty
+    DY: gl.constexpr = dy_ptr.dtype.element_ty
+    FUSED: gl.constexpr = X.primitive_bitwidth == 16
+    WIDTH: gl.constexpr = gl.num_warps() * _LINE
+    xs = part_of(row_of(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    dys = part_of(row_of(dy_ptr, row, dy_stride), part, cols, CHUNKS, EVEN)
+    room = open_room(PARTS)
     key = load_key(seed_ptr) if seed_ptr is not None else None
-    mine = (num_rows - group + num_groups - 1) // num_groups
-    for i in range(SLOTS):
-        bring(x_desc, dy_desc, None, xs, dys, xs, full, i, group, num_groups, mine, part, WIDTH)
-    top = gl.load(top_ptr + group)
-    for i in range(mine):
-        slot = i % SLOTS
-        row = (group + i * num_groups).to(gl.int64)
-        wait(full.index(slot), i // SLOTS % 2)
-        y = _weights(widened(raw(xs, slot, WIDTH), x_desc.dtype, WIDTH), top, scale, FUSED)
+    top = gl.load(top_ptr + row)
+    first = row.to(gl.int64) * cols + part * (CHUNKS * WIDTH)
+    draws = ()
+    if seed_ptr is not None:
+        for c in gl.static_range(CHUNKS):
+            draws += (drawn_here(key, first + c * WIDTH, WIDTH, SHORT),)
+    ys, kept = (), ()
+    total = gl.zeros_like(values(xs[0], X))
+    dot = gl.zeros_like(total)
+    for c in gl.static_range(CHUNKS):
+        y = _weights(values(xs[c], X), top, scale, FUSED)
         if not EVEN:
-            y = gl.where(inside, y, 0.0)
-        dy = raw(dys, slot, WIDTH)
+            y = gl.where(lines_after(part, cols, CHUNKS) > c * gl.num_warps(), y, 0.0)
+        dy = dys[c]
         if seed_ptr is not None:
-            words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
-            dy = dropped_part(dy, words, drop_below, dy_desc.dtype, WIDTH, RARE)
-        dy = widened(dy, dy_desc.dtype, WIDTH)
-        add_up(y * dy, found, WIDTH)
-        add_up(y, also_found, WIDTH)
-        fence()  # no sum waits for what was dropped
-        send(mail, i, part, added_up(found), added_up(also_found), PARTS)
-        bring(x_desc, dy_desc, None, xs, dys, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
-        top = gl.load(top_ptr + group + gl.minimum(i + 1, mine - 1) * num_groups)
-        dots, totals = received(mail, i, PARTS)
-        over_total = 1.0 / gl.sum(totals, 0)
-        mean = gl.sum(dots, 0) * over_total
-        factor = over_total * scale * keep_scale
-        dx = y * (dy * factor - mean * factor) if FUSED else y * (dy - mean) * factor
-        gl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            dy = dropped_part(dy, draws[c], drop_below, DY, WIDTH, RARE)
+        total += y
+        dot += y * values(dy, DY)
+        ys += (y,)
+        kept += (dy,)
+    dots, totals = swap(room, part, gl.sum(dot, 1), gl.sum(total, 1), PARTS)
+    over_total = 1.0 / gl.sum(totals, 0)
+    mean = gl.sum(dots, 0) * over_total
+    factor = over_total * scale * keep_scale
+    for c in gl.static_range(CHUNKS):
+        dy = values_again(kept[c], DY)
+        dx = ys[c] * (dy * factor - mean * factor) if FUSED else ys[c] * (dy - mean) * factor
+        dx = flat(dx).to(dx_ptr.dtype.element_ty)
+        col = columns(part, c, CHUNKS)
+        gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx, mask=None if EVEN else col < cols)
 
 
 def _reasons(call: Any) -> list[str]:
@@ -302,15 +318,11 @@ def _forward_fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype:
     return config
 
 
-def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """H200, bf16, 2**27 values, of the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 0.95, 0.94, 0.93 and
-    0.98; at 131,072 in parts of 8,192 columns, whose clusters of 16 programs leave multiprocessors alone, 0.92; swept
-    twice by Triton's 0.79, 0.66, 0.62 and 0.50 (both by a script)."""
-    if dims["cols"] > MOST_PARTS * 4096:
-        return fitted(dims, arch, PartsConfig(16_384, 0, 8, 1, 255))
-    if dims["bytes"] > 4:
-        return fitted(dims, arch, PartsConfig(4096, 0, 8, 3, 80))
-    return fitted(dims, arch, PartsConfig(8192, 0, 8, 2, 128))
+def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
+    """H200, bf16, 2**27 values, by a script, of the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 1.02,
+    1.00, 0.97 and 0.98; by programs that stay (rows_gluon) 0.94, 0.93, 0.94 and 0.96; swept twice by Triton's 0.79,
+    0.66, 0.62 and 0.50. At 65,536 with 64 registers and y made twice 0.98, which spills."""
+    return held(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
 
 
 @register_kernel("softmax_dropout", backend="hopper", rank=25, rejects=_reasons)
@@ -360,7 +372,8 @@ def softmax_dropout(
     space=Space(
         dims=lambda dout, x, seed, top, total, p, scale, causal: row_dims(x, dout),
         default=_backward_default,
-        choices=CHOICES,
+        choices=HELD_CHOICES,
+        fit=held_fit,
     )
 )
 def softmax_dropout_vjp(
@@ -373,18 +386,18 @@ def softmax_dropout_vjp(
     scale: float,
     causal: bool,
     *,
-    config: PartsConfig,
+    config: HeldConfig,
 ) -> Tensor:
     """dx of `softmax_dropout`."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dout, x = rows(dout), rows(x)
     count, cols = x.shape
     if count:
-        groups, parts = parts_grid(x, config)
+        programs, parts = held_grid(x, config)
+        (x, x_stride), (dout, dout_stride) = aligned(x), aligned(dout)
         launch(
-            softmax_dropout_bwd_parts_kernel, (groups * parts,),
-            parted(x, config.width), parted(dout, config.width), top.contiguous(), kernel_seed(seed, p), dx,
-            count, cols, groups, scale, *kernel_numbers(p),
-            **parts_dropout_flags(count, cols, p), **parts_flags(cols, parts, config),
+            softmax_dropout_bwd_parts_kernel, (programs,),
+            x, dout, top.contiguous(), kernel_seed(seed, p), dx, cols, x_stride, dout_stride, scale, *kernel_numbers(p),
+            **parts_dropout_flags(count, cols, p), **held_flags(cols, parts, config),
         )  # fmt: skip
     return dx
