@@ -140,7 +140,6 @@ def open_room(PARTS: gl.constexpr):
         if PARTS > 1
         else ""
     )
-    ROOM: gl.constexpr = (16 + BYTES + 127) // 128 * 128
     return gl.inline_asm_elementwise(
         f".shared .align 128 .b8 tilesmith_room[{ROOM}]; mov.u32 $0, tilesmith_room; {BEGIN} // $1",
         "=&r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,

@@ -156,7 +156,7 @@ def _forward(
 
 
 def _reasons(call: Any) -> list[str]:
-    return norms._common_reasons(call, call.x.cols, 16_384 if hasattr(call, "bias") else 65_536)
+    return norms.rows_refused(call, call.x.cols, 16_384 if hasattr(call, "bias") else 65_536)
 
 
 def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> SharedConfig:
@@ -182,7 +182,7 @@ CHOICES = {"chunks": (2, 4, 8, 16), "num_warps": (4, 8, 16), "max_registers": (0
 @register_kernel("rms_norm", backend="hopper_shared", rank=26, rejects=_reasons)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, weight, eps, offset, casting: norms._dims(x, x), default=_default, choices=CHOICES, fit=_fit
+        dims=lambda x, weight, eps, offset, casting: norms.row_dims(x, x), default=_default, choices=CHOICES, fit=_fit
     )
 )
 def rms_norm(
@@ -201,7 +201,7 @@ def rms_norm(
 
 @register_kernel("layer_norm", backend="hopper_shared", rank=26, rejects=_reasons)
 @optimize_kernel(
-    space=Space(dims=lambda x, weight, bias, eps: norms._dims(x, x), default=_default, choices=CHOICES, fit=_fit)
+    space=Space(dims=lambda x, weight, bias, eps: norms.row_dims(x, x), default=_default, choices=CHOICES, fit=_fit)
 )
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: SharedConfig

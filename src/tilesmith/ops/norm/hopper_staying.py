@@ -32,7 +32,9 @@ def _fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.d
 
 @register_kernel("layer_norm", backend="hopper_staying", rank=27, rejects=_reasons)
 @optimize_kernel(
-    space=Space(dims=lambda x, weight, bias, eps: norms._dims(x, x), default=_default, choices=norms.CHOICES, fit=_fit)
+    space=Space(
+        dims=lambda x, weight, bias, eps: norms.row_dims(x, x), default=_default, choices=norms.CHOICES, fit=_fit
+    )
 )
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: PartsConfig
