@@ -18,8 +18,8 @@ from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kern
 from tilesmith.ops.gluon_shim import gl, gluon
 from tilesmith.ops.loss import chunks
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
+from tilesmith.ops.loss.logit_steps_triton import steps
 from tilesmith.ops.loss.reference import Terms, gradients_now, keeps_logit_grad
-from tilesmith.ops.loss.triton_linear import steps
 from tilesmith.ops.rows_gluon import LINE, MOST_PARTS, no_room
 from tilesmith.ops.rows_held_gluon import (
     HELD_CHOICES,

@@ -6,8 +6,8 @@ from torch import Tensor
 from tilesmith.engine import Space, optimize_kernel, register_kernel
 from tilesmith.ops.loss import preference_chunks
 from tilesmith.ops.loss.arguments import linear_preference_arguments, linear_preference_vjp_arguments
+from tilesmith.ops.loss.logit_steps_triton import steps
 from tilesmith.ops.loss.triton import CROSS_ENTROPY_SPACE, LossConfig
-from tilesmith.ops.loss.triton_linear import steps
 
 
 def _reasons(call) -> list[str]:
