@@ -49,6 +49,7 @@ __all__ = [
     "publish",
     "reinterpret",
     "seen",
+    "thread_barrier",
     "tile_in",
     "tiles_of",
     "wait",
@@ -64,6 +65,7 @@ fetch = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 _row_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 bulk_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 bulk_wait = tma.store_wait
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of all threads of a program
 
 
 @builtin

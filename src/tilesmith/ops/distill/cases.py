@@ -202,7 +202,7 @@ CASES: dict[str, list[Case]] = {
         Case("chunks_fp32", _linear(11, 16, 40, chunk_tokens=4, accumulate_fp32=True), SMALL),
         Case("odd", _linear(7, 13, 257, bias=True, **MIXED), SMALL),
         Case("swept", _linear(3, 8, 4101, chunk_tokens=2, **MIXED), SMALL),
-        Case("one_token", _linear((), 16, 40, every=0), SMALL),
+        Case("one_token", _linear((), 96, 40, every=0), SMALL),
         Case("no_tokens", _linear(0, 16, 40, bias=True), SMALL),
         Case("all_ignored", _linear(6, 16, 40, every=1, chunk_tokens=4), SMALL),
         Case("frozen", _linear(7, 16, 40, frozen=True), SMALL),

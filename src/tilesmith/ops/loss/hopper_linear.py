@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
-from tilesmith.ops.gluon_shim import gl, gluon
+from tilesmith.ops.gluon_shim import gl, gluon, thread_barrier
 from tilesmith.ops.loss import chunks
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 from tilesmith.ops.loss.logit_steps_triton import steps
@@ -87,7 +87,7 @@ def loss_grad_parts_kernel(
     chosen = 0.0
     if owns:
         chosen = gl.load(row_ptr + label).to(gl.float32)
-        gl.thread_barrier()  # before another thread writes there
+        thread_barrier()  # before another thread writes there
     label_weight = 1.0
     if weight_ptr is not None:
         label_weight = gl.load(weight_ptr + label).to(gl.float32)
