@@ -91,11 +91,11 @@ def test_a_tile_too_large_for_an_arch_is_refused_with_the_numbers(op):
     ],
 )
 def test_what_is_pinned_for_wide_rows_is_launched_or_refused(backend, refused, served, monkeypatch):
-    from tilesmith.ops.norm import hopper, hopper_shared
+    from tilesmith.ops.norm import hopper, hopper_shared, hopper_staying
 
     kernel = ops_by_name()["layer_norm"].kernel(backend)
     configure, launched = kernel.fn.configure, []
-    for module in (hopper, hopper_shared):
+    for module in (hopper, hopper_shared, hopper_staying):
         monkeypatch.setattr(module, "launch", lambda *args, **named: launched.append(named))
     x, vector = torch.zeros(2, 131_072, dtype=torch.bfloat16), torch.ones(131_072, dtype=torch.bfloat16)
     args = (x, vector, vector, 1e-5)

@@ -10,13 +10,12 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.ops.column_sums_triton import add_partials
 from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
 from tilesmith.ops.dropout_gluon import drawn_here, drawn_part, dropped_part
-from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, reinterpret, wait
+from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, wait
 from tilesmith.ops.philox_triton import load_key
 from tilesmith.ops.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.ops.rows_gluon import (
     MOST_PARTS,
     NARROWEST,
-    PLAIN,
     PartsConfig,
     add_up,
     added_up,
@@ -25,7 +24,6 @@ from tilesmith.ops.rows_gluon import (
     no_room,
     open_mail,
     packed,
-    part_numbers,
     parted,
     parts_flags,
     parts_grid,
@@ -69,21 +67,21 @@ LINES = gl.constexpr(LINE)
 
 
 @gluon.jit
-def _round(value, like_ptr):
+def rounded(value, like_ptr):
     return value.to(like_ptr.dtype.element_ty).to(gl.float32)
 
 
 @gluon.jit
-def _vector(ptr, part, cols, WIDTH: gl.constexpr):
-    """A part of weight or bias, 0 beyond the last column, for `_widened_again`: of 16 bits two values a word."""
+def vector_of(ptr, part, cols, WIDTH: gl.constexpr):
+    """A part of weight or bias, 0 beyond the last column, for `vector_again`: of 16 bits two values a word."""
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
     return packed(gl.load(ptr + col, mask=col < cols, other=0.0), WIDTH)
 
 
 @gluon.jit
-def _widened_again(vector, ptr, WIDTH: gl.constexpr):
-    """A part that `_vector` read, in fp32. The compiler, which would do it once and hold twice the registers through
+def vector_again(vector, ptr, WIDTH: gl.constexpr):
+    """A part that `vector_of` read, in fp32. The compiler, which would do it once and hold twice the registers through
     the loop over rows, does not see that it is the same in each."""
     DTYPE: gl.constexpr = ptr.dtype.element_ty
     if DTYPE.primitive_bitwidth == 16:
@@ -173,117 +171,18 @@ def norm_fwd_parts_kernel(
             value -= mean
         value *= rstd
         if LLAMA:
-            value = _round(value, y_ptr)
+            value = rounded(value, y_ptr)
         if weight_ptr is not None:
             factor = values(weights[c], weight_ptr.dtype.element_ty)
             if offset is not None:
                 factor += offset
             if LLAMA and weight_ptr.dtype == y_ptr.dtype:
-                factor = _round(factor, weight_ptr)
+                factor = rounded(factor, weight_ptr)
             value *= factor
         if bias_ptr is not None:
             value += values(biases[c], bias_ptr.dtype.element_ty)
         col = columns(part, c, CHUNKS)
         gl.store(y_ptr + row * cols + col, flat(value).to(y_ptr.dtype.element_ty), mask=None if EVEN else col < cols)
-
-
-@gluon.jit
-def _pivot(slots, slot, WIDTH: gl.constexpr):
-    """The mean of the first 256 values of a part. Sums of differences from it lose nothing where the mean is far from
-    0, nor, being a mean of many, where one value is."""
-    WARP: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    values = reinterpret(slots.index(slot), slots.dtype, [WIDTH], PLAIN).slice(0, 256).load(WARP)
-    return gl.sum(values.to(gl.float32), 0) * (1.0 / 256)
-
-
-@gluon.jit
-def staying_norm_fwd_parts_kernel(
-    x_desc, residual_desc, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
-    num_rows, cols, num_groups, eps, seed_ptr, drop_below, keep_scale,
-    PARTS: gl.constexpr, CENTER: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
-    SHORT: gl.constexpr, RARE: gl.constexpr,
-):  # fmt: skip
-    """y (and s) of a program's parts of rows, when it knows what the others of its cluster found of theirs. With
-    seed_ptr x is dropped out before the addition. It stays, and keeps its part of weight and bias: read anew for each
-    row, the two are as much as x is."""
-    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
-    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
-    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    xs = ring(SLOTS, WIDTH, x_desc.dtype)
-    residuals = xs
-    NORMED: gl.constexpr = x_desc.dtype if s_ptr is None else s_ptr.dtype.element_ty
-    if residual_desc is not None:
-        residuals = ring(SLOTS, WIDTH, residual_desc.dtype)
-    full = barriers(SLOTS, 1)
-    found, also_found = scratch(), scratch()
-    fence()
-    mail = open_mail()
-    key = load_key(seed_ptr) if seed_ptr is not None else None
-    mine = (num_rows - group + num_groups - 1) // num_groups
-    for i in range(SLOTS):
-        bring(x_desc, residual_desc, None, xs, residuals, xs, full, i, group, num_groups, mine, part, WIDTH)
-    if weight_ptr is not None:
-        weight = _vector(weight_ptr, part, cols, WIDTH)
-    if bias_ptr is not None:
-        bias = _vector(bias_ptr, part, cols, WIDTH)
-    each_col = 1.0 / cols
-    widths = gl.minimum(gl.maximum(cols - part_numbers() * WIDTH, 0), WIDTH).to(gl.float32)
-    own_width = gl.minimum(cols - part * WIDTH, WIDTH).to(gl.float32)
-    for i in range(mine):
-        slot = i % SLOTS
-        row = (group + i * num_groups).to(gl.int64)
-        wait(full.index(slot), i // SLOTS % 2)
-        x = raw(xs, slot, WIDTH)
-        if s_ptr is not None:
-            if seed_ptr is not None:
-                words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
-                x = dropped_part(x, words, drop_below, x_desc.dtype, WIDTH, RARE)
-            value = widened(x, x_desc.dtype, WIDTH)
-            if seed_ptr is not None:
-                value *= keep_scale
-            value += widened(raw(residuals, slot, WIDTH), residual_desc.dtype, WIDTH)
-            value = value.to(NORMED)
-            gl.store(s_ptr + row * cols + col, value, mask=inside)
-            x = packed(value, WIDTH)
-        value = widened(x, NORMED, WIDTH)
-        if CENTER:
-            pivot = _pivot(xs, slot, WIDTH)
-            if s_ptr is not None:
-                pivot += _pivot(residuals, slot, WIDTH)
-            value -= pivot
-            if not EVEN:
-                value = gl.where(inside, value, 0.0)
-            add_up(value, found, WIDTH)
-            add_up(value * value, also_found, WIDTH)
-            total = added_up(found)
-            excess = total * (1.0 / own_width)
-            send(mail, i, part, pivot + excess, added_up(also_found) - total * excess, PARTS)
-        else:
-            add_up(value * value, found, WIDTH)
-            squares = added_up(found)
-            send(mail, i, part, squares, squares, PARTS)
-        # all warps have read the slot: their sums are in
-        bring(
-            x_desc, residual_desc, None, xs, residuals, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH
-        )  # fmt: skip
-        means, spreads = received(mail, i, PARTS)
-        value = widened(x, NORMED, WIDTH)
-        if CENTER:
-            mean = gl.sum(means * widths, 0) * each_col
-            spreads += widths * (means - mean) * (means - mean)
-            value -= mean
-        rstd = gl.rsqrt(gl.maximum(gl.sum(spreads, 0) * each_col, 0.0) + eps)
-        value *= rstd
-        if weight_ptr is not None:
-            value *= _widened_again(weight, weight_ptr, WIDTH)
-        if bias_ptr is not None:
-            value += _widened_again(bias, bias_ptr, WIDTH)
-        gl.store(y_ptr + row * cols + col, value.to(y_ptr.dtype.element_ty), mask=inside)
-        if part == 0:
-            gl.store(rstd_ptr + row, rstd)
-            if CENTER:
-                gl.store(mean_ptr + row, mean)
 
 
 @gluon.jit
@@ -316,7 +215,7 @@ def norm_bwd_parts_kernel(
     for i in range(SLOTS):
         bring(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i, group, num_groups, mine, part, WIDTH)
     if weight_ptr is not None:
-        weight = _vector(weight_ptr, part, cols, WIDTH)
+        weight = vector_of(weight_ptr, part, cols, WIDTH)
     each_col = 1.0 / cols
     dweight = gl.full([WIDTH], 0.0, gl.float32, LANES)
     dbias = gl.full([WIDTH], 0.0, gl.float32, LANES)
@@ -345,7 +244,7 @@ def norm_bwd_parts_kernel(
         if dbias_ptr is not None:
             dbias += grad
         if weight_ptr is not None:
-            factor = _widened_again(weight, weight_ptr, WIDTH)
+            factor = vector_again(weight, weight_ptr, WIDTH)
             if offset is not None:
                 factor += offset
             grad *= factor
@@ -405,7 +304,7 @@ def forward(
 ) -> tuple[Tensor | None, ...]:
     """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. seed, p: of the dropout of x
     before it is added to the residual."""
-    (x, residual), outputs = _rows_and_outputs(x, residual, center)
+    (x, residual), outputs = rows_and_outputs(x, residual, center)
     y, s, mean, rstd = outputs
     count, cols = x.shape
     if count:
@@ -427,34 +326,7 @@ def forward(
     return outputs
 
 
-def staying_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    center: bool,
-    config: PartsConfig,
-    seed: Tensor | None = None,
-    p: float = 0.0,
-) -> tuple[Tensor | None, ...]:
-    """As `forward`, by programs that stay. seed, p: of the dropout of x before it is added to the residual."""
-    (x, residual), outputs = _rows_and_outputs(x, residual, center)
-    y, s, mean, rstd = outputs
-    count, cols = x.shape
-    if count:
-        groups, parts = parts_grid(x, config)
-        launch(
-            staying_norm_fwd_parts_kernel, (groups * parts,),
-            parted(x, config.width), None if residual is None else parted(residual, config.width),
-            dense(weight), dense(bias), y, s, mean, rstd, count, cols, groups, eps,
-            kernel_seed(seed, p), *kernel_numbers(p), CENTER=center,
-            **parts_dropout_flags(count, cols, p), **parts_flags(cols, parts, config),
-        )  # fmt: skip
-    return outputs
-
-
-def _rows_and_outputs(
+def rows_and_outputs(
     x: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor | None, ...]]:
     """x and residual as [M, N]; room for y, s, mean and rstd."""

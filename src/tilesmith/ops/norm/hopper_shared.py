@@ -9,7 +9,7 @@ from torch import Tensor
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.gluon_shim import barriers, bulk_load, fence, gl, gluon, reinterpret, tiles_of, wait
 from tilesmith.ops.norm import hopper as norms
-from tilesmith.ops.norm.hopper import LINES, _round, _rows_and_outputs
+from tilesmith.ops.norm.hopper import LINES, rounded, rows_and_outputs
 from tilesmith.ops.rows_gluon import LINE, MOST_PARTS, PLAIN, parted
 from tilesmith.ops.rows_held_gluon import (
     aligned_vector,
@@ -109,13 +109,13 @@ def norm_fwd_shared_parts_kernel(
             value -= mean
         value *= rstd
         if LLAMA:
-            value = _round(value, y_ptr)
+            value = rounded(value, y_ptr)
         if weight_ptr is not None:
             factor = values(weights[c], weight_ptr.dtype.element_ty)
             if offset is not None:
                 factor += offset
             if LLAMA and weight_ptr.dtype == y_ptr.dtype:
-                factor = _round(factor, weight_ptr)
+                factor = rounded(factor, weight_ptr)
             value *= factor
         if bias_ptr is not None:
             value += values(biases[c], bias_ptr.dtype.element_ty)
@@ -143,7 +143,7 @@ def _forward(
     config: SharedConfig,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, mean, rstd); mean is None unless `center`."""
-    (x, _), (y, _, mean, rstd) = _rows_and_outputs(x, None, center)
+    (x, _), (y, _, mean, rstd) = rows_and_outputs(x, None, center)
     count, cols = x.shape
     if count:
         width = config.chunks * config.num_warps * LINE
