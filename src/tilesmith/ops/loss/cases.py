@@ -41,6 +41,14 @@ def _small(generator: torch.Generator, shape: Sequence[int], device: torch.devic
     return torch.randn(tuple(shape), generator=generator, device=device) / shape[-1] ** 0.5
 
 
+def _steep(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Rows of unit size, but every third has one large feature: logits that are far apart, and exact in any dtype."""
+    rows = torch.randn(tuple(shape), generator=generator, device=device)
+    rows[::3] = 0
+    rows[::3, shape[-1] // 2] = 1024
+    return rows
+
+
 def _far_apart(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """bfloat16 rows more than 2³¹ elements apart (on a CPU, where that is not tried, side by side)."""
     rows = torch.randn(tuple(shape), generator=generator, device=device).bfloat16()
@@ -197,6 +205,18 @@ CASES: dict[str, list[Case]] = {
         Case("parts_keep", _linear(7, 16, 16_384, mode="keep", bias=True, z_loss=1e-2), PARTS, WIDE),
         Case("parts_odd", _linear(5, 16, 8208, mode="keep"), PARTS, WIDE),
         Case("parts_all_ignored", _linear(5, 16, 8448, mode="keep", every=1), PARTS, WIDE),
+        Case("powers", _linear(300, 136, 8464, chunk_tokens=130), PARTS, BF16),
+        Case("powers_sum", _linear((4, 40), 64, 8448, reduction="sum", weighted=True, scale=0.7), PARTS, BF16),
+        Case("powers_rounded", _linear(150, 72, 8208, chunk_tokens=64, accumulate_fp32=False), PARTS, BF16),
+        Case("powers_wide_sum", _linear(150, 72, 8208, target=torch.int32, weight=torch.float32), PARTS, BF16),
+        Case("powers_frozen", _linear(70, 64, 8192, chunk_tokens=64, frozen=True), PARTS, BF16),
+        Case("powers_all_ignored", _linear(150, 64, 8192, every=1, chunk_tokens=64), PARTS, BF16),
+        Case(
+            "powers_again",
+            {**_linear(300, 136, 8464, chunk_tokens=200), "x": T(300, 136, grad=True, init=_steep)},
+            PARTS,
+            BF16,
+        ),
         Case("many_labels", _linear(600, 24, 9000, chunk_tokens=256)),
         Case("many_labels_again", _linear(600, 24, 9000, mode="recompute", chunk_tokens=64)),
         Case("llama2", _linear(700, 512, 32_000, chunk_tokens=300, bias=True), BIG),

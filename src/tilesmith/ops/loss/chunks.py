@@ -1,5 +1,7 @@
 """linear_cross_entropy by chunks: products, accumulation, memory. What is done to logits is a backend's."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +34,8 @@ class LogitSteps(NamedTuple):
     reduce(losses, lse, target, class_weight, classes, divisors, terms, reduction): the loss.
     scale(grad, dloss, divisors, dtype, over): grad · `loss_factor`, as a tensor of `dtype`: a new one, or, where `over`
         allows it and grad has that dtype, grad itself.
+    gradients(chunks, tokens, target, class_weight, losses, lse, terms): what `forward` does for undivided gradients,
+        with the products before and after it, where suit(chunks, terms).
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, str], None]
@@ -39,6 +43,8 @@ class LogitSteps(NamedTuple):
     divide: Callable[[Tensor, Tensor | None, Terms, int, torch.dtype, str], Tensor]
     reduce: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor, Terms, str], Tensor]
     scale: Callable[[Tensor, Tensor, Tensor, torch.dtype, bool], Tensor]
+    suit: Callable[[Chunks, Terms], bool] | None = None
+    gradients: Callable[..., None] | None = None
 
 
 def budget(device: torch.device, recompute: bool = False) -> int:
@@ -124,9 +130,14 @@ def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tenso
     lse = torch.empty_like(losses)
     divisors = steps.divide(labels, class_weight, terms, classes, acc, reduction)
     grad = "mean" if keeps and reduction == "mean" else "sum" if keeps or any(mask) else ""
+    at_once = any(mask) and steps.suit is not None and steps.suit(chunks, terms)
     for tokens in chunks:
+        given = labels[tokens], class_weight, losses[tokens], lse[tokens]
+        if at_once:
+            steps.gradients(chunks, tokens, *given, terms)
+            continue
         logits = chunks.logits(tokens)
-        steps.forward(logits, labels[tokens], class_weight, losses[tokens], lse[tokens], divisors, terms, grad)
+        steps.forward(logits, *given, divisors, terms, grad)
         chunks.add_gradients(tokens, logits)
         del logits
     logit_grad = x.new_empty(0)
@@ -229,7 +240,7 @@ def _from_logit_grad(
         scaled = steps.scale(x.reshape(-1, x.shape[-1]).contiguous(), dloss, none, x.dtype, False)
         dweight = weight.new_empty(weight.shape)
         if scaled.shape[0]:
-            _add_product(dweight, rows.t(), scaled, first=True)
+            add_product(dweight, rows.t(), scaled, first=True)
         else:
             dweight.zero_()
         del scaled
@@ -265,8 +276,8 @@ def _by_classes(
         _product(rows, cast[block], None if bias is None else bias[block], logits)
         steps.backward(logits, labels, class_weight, lse, dloss, divisors, terms, first, classes)
         if mask[0]:
-            _add_product(total, logits, cast[block], first=first == 0)
-        _add_product(dweight[block], logits.t(), rows, first=True)
+            add_product(total, logits, cast[block], first=first == 0)
+        add_product(dweight[block], logits.t(), rows, first=True)
         if mask[2]:
             dbias[block] = logits.sum(0, dtype=lse.dtype)
     del buffer, logits
@@ -322,7 +333,7 @@ class Chunks:
             for part, rows in zip(parts, dlogits.split([t.stop - t.start for t in parts])):
                 torch.mm(rows, self.weight, out=self.dx.view_as(self.x)[part])
         if self.mask[1]:
-            _add_product(self.sum, dlogits.t(), self._features(tokens), first=first.start == 0)
+            add_product(self.sum, dlogits.t(), self._features(tokens), first=first.start == 0)
         if self.mask[2]:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
@@ -342,7 +353,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """out = a @ b, or out += a @ b, rounded once to out's dtype where the device's library can."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=0 if first else 1, out=out)

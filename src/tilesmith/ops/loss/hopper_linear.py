@@ -1,10 +1,10 @@
 """linear_cross_entropy on Hopper, in Gluon: rows of logits become gradients in registers, read from memory once.
 
+Where tokens have few features their products leave powers in place of logits (`hopper_powers`).
+
 Tried on an H200 in bf16, without gain: this pass beside the next chunk's product, on another stream (8192 x 4096 x
 128256 in quarters: 13.4 ms for 13.1); a persistent product in Gluon for the library's (equal bits, 0.98 to 1.03 of its
-time in all three layouts). A product that takes the powers itself, relative to the label's logit, leaves no pass at
-all, but scales x and its gradient by the rows' sums, with a rounding more, and needs a second way for rows whose powers
-overflow: 37.4 ms for 38.6 at 16384 x 2048 x 128256, 17.4 for 17.5 at 16384 x 4096 x 32000.
+time in all three layouts).
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.gluon_shim import gl, gluon, thread_barrier
-from tilesmith.ops.loss import chunks
+from tilesmith.ops.loss import chunks, hopper_powers
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 from tilesmith.ops.loss.logit_steps_triton import steps
 from tilesmith.ops.loss.reference import Terms, gradients_now, keeps_logit_grad
@@ -194,6 +194,8 @@ SPACE = Space(dims=_dims, default=_default, choices=HELD_CHOICES, fit=held_fit)
 @optimize_kernel(space=SPACE)
 @linear_cross_entropy_arguments
 def linear_cross_entropy(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For each chunk a product, one launch over its logits, and the products of the gradients."""
-    own = steps(None)._replace(forward=partial(loss_grad, config))  # the rest of Triton's has no configuration here
+    """For each chunk a product, one launch over its logits, and the products of the gradients; or `hopper_powers`."""
+    own = steps(None)._replace(  # the rest of Triton's has no configuration here
+        forward=partial(loss_grad, config), suit=hopper_powers.suit, gradients=hopper_powers.gradients
+    )
     return chunks.linear_cross_entropy(own, call)

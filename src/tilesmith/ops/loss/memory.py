@@ -43,7 +43,7 @@ def linear_cross_entropy_need(
         take the place of what was kept.
     mode "recompute": C·V·e; in the backward also V·K·w and, for dx, 4·N·K in blocks of classes, whose logits are gone
         before dx, N·K·e, is there. In chunks of tokens N·K·e, 4·V·K in place of 4·N·K, and V·K·w in place of N·K·e.
-    Without gradients C·V·e.
+    Without gradients C·V·e. Hopper's kernel may sum powers of bf16 logits over tiles: C·V/64 more, counted on any GPU.
 
     A weight of another dtype than x, or an x that is not contiguous, costs a copy. On a CPU each chunk is swept in
     fp32, in blocks that are not counted.
@@ -55,6 +55,8 @@ def linear_cross_entropy_need(
     copies += 0 if weight.dtype == dtype else weight.numel() * dtype.itemsize
     fixed = workspaces(x.device) + copies + 6 * acc.itemsize * tokens + 3 * acc.itemsize * classes
     row = classes * dtype.itemsize
+    if dtype == torch.bfloat16 and x.device.type == "cuda":
+        row += -(-classes // 256) * acc.itemsize
     wanted = _wanted(grad_mask, x, weight, bias)
     if not any(wanted):
         return Need(tokens, fixed + tokens * row, fixed, row)
