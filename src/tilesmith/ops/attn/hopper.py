@@ -39,14 +39,16 @@ def rejects(call) -> list[str]:
 
 class HopperConfig(NamedTuple):
     """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
-    q_stages: query tiles in flight. per_sm: programs of a multiprocessor, two of two consumers each at most. Windows of
-    up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper_window`)."""
+    q_stages: query tiles in flight. per_sm: programs of a multiprocessor, two of two consumers each at most. v_stages:
+    value tiles in flight where they are not as many as key tiles. Windows of up to 129 keys have two consumers and
+    tiles of 64 keys, at least four of them (`hopper_window`)."""
 
     consumers: int
     block_n: int
     stages: int
     q_stages: int = 1
     per_sm: int = 1
+    v_stages: int = 0
 
 
 @attention_arguments
@@ -74,7 +76,11 @@ def _default(dims, arch, dtype) -> HopperConfig:
     if dims["seen"] <= 512 < dims["keys"]:
         return HopperConfig(2, 64, 4 if wide > 64 else 6, 2)
     if wide > 64:
-        return HopperConfig(2, 64, 4, 2) if causal and dims["keys"] <= 512 and wide == 128 else HopperConfig(2, 128, 2)
+        if causal and dims["keys"] <= 512 and wide == 128:
+            return HopperConfig(2, 64, 4, 2)
+        # Values are given back a round later than keys. A third tile of them, 512 / 1k / 4k keys: 532 / 635 / 718, with
+        # two 511 / 615 / 711; causal, 1k / 4k / 16k: 475 / 675 / 732, with two 468 / 668 / 730.
+        return HopperConfig(2, 128, 2, v_stages=3)
     turns = dims["packed"] == 1 and dims["seen"] == dims["keys"]
     if turns and causal and dims["keys"] <= 512:
         # Two programs that know nothing of each other fill each other's gaps, though their consumers have so few
@@ -90,7 +96,7 @@ def _within(config: HopperConfig, block_k: int) -> HopperConfig:
     if config.consumers > 2 or config.per_sm > 1:
         config = HopperConfig(2, 128, 4)
     if config.block_n > 64 and block_k % 128:
-        config = config._replace(block_n=64, stages=2 * config.stages)
+        config = config._replace(block_n=64, stages=2 * config.stages, v_stages=2 * config.v_stages)
     return config
 
 
@@ -159,7 +165,8 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         LEFT=has_left, RIGHT=has_right,
         WHOLE=alike and keys % config.block_n == 0, DYNAMIC=dynamic,
         BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,
-        Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0, SOFTCAP=call.softcap > 0.0,
+        V_STAGES=config.v_stages or config.stages, Q_STAGES=config.q_stages,
+        LIST_K=call.block_k if has_lists else 0, SOFTCAP=call.softcap > 0.0,
         HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
         and config.consumers == 2 and config.block_n == 128, PER_SM=per_sm, num_warps=4,
         **({"maxnreg": 80} if per_sm > 1 else {}),

@@ -63,6 +63,7 @@ class Walk:
     DV: gl.constexpr
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr
+    V_STAGES: gl.constexpr
     Q_STAGES: gl.constexpr
     LIST_K: gl.constexpr
     TURNS: gl.constexpr
@@ -72,7 +73,7 @@ class Walk:
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False, V_STAGES=0,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -81,6 +82,7 @@ class Walk:
         self.WHOLE, self.DYNAMIC, self.PACKED = gl.constexpr(WHOLE), gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
         self.BM, self.BN, self.D, self.DV = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(D), gl.constexpr(DV)
         self.CONSUMERS, self.STAGES = gl.constexpr(CONSUMERS), gl.constexpr(STAGES)
+        self.V_STAGES = gl.constexpr(V_STAGES or STAGES)
         self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
         self.TURNS, self.HALF = gl.constexpr(CONSUMERS == 3 and not (LEFT or PACKED)), gl.constexpr(HALF)
         self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN <= 64 * (CONSUMERS - 1))
@@ -127,6 +129,7 @@ class Walk:
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
             self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
+            self.V_STAGES,
         )  # fmt: skip
 
     @gluon.jit
@@ -283,8 +286,9 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
                     wait(q_empty.index(box), ((turn // walk.Q_STAGES) & 1) ^ 1)
                     q_corner = corner(q_place, head + c * other, start + c * apart, tokens, walk.PACKED)
                     bulk_load(q_desc, q_corner, q_full.index(box), q.index(box))
-            wait(v_empty.index(s), phase ^ 1)
-            bulk_load(v_desc, kv_corner, v_full.index(s), v.index(s))
+            t = count % walk.V_STAGES
+            wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
+            bulk_load(v_desc, kv_corner, v_full.index(t), v.index(t))
             count += 1
         number = tickets.draw(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
@@ -380,8 +384,9 @@ def _pass(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty
         phase = (count // walk.STAGES) & 1
         wait(k_full.index(s), phase)
         arrive(k_empty.index(s))
-        wait(v_full.index(s), phase)
-        arrive(v_empty.index(s))
+        t = count % walk.V_STAGES
+        wait(v_full.index(t), (count // walk.V_STAGES) & 1)
+        arrive(v_empty.index(t))
         count += 1
     return count
 
@@ -507,7 +512,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
             )  # fmt: skip
             top, total = gl.convert_layout(top, ROW), gl.convert_layout(total, ROW)
             few = unpack(pack(few, dtype), dtype, P)
-            behind, v_phase = s, (count // walk.STAGES) & 1
+            behind, v_phase = count % walk.V_STAGES, (count // walk.V_STAGES) & 1
             v_tile = v.index(behind).reshape([BN, DV]).slice(0, BN // 2)
             p = pack(gl.zeros([64, BN], gl.float32, SCORES), dtype)
             if blocks > 1:
@@ -552,8 +557,8 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
             if phase != 0 or (walk.RIGHT and not walk.HALF):
                 for j in range(lower, upper):
                     p_half = unpack(p, dtype, P)
-                    behind = count % walk.STAGES
-                    v_phase = (count // walk.STAGES) & 1
+                    behind = count % walk.V_STAGES
+                    v_phase = (count // walk.V_STAGES) & 1
                     count += 1
                     s = count % walk.STAGES
                     if phase != 1:
@@ -568,9 +573,9 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
 
         if not SHARED:
             arrive(q_empty.index(box))
-        s = count % walk.STAGES
-        wait(v_full.index(s), (count // walk.STAGES) & 1)
-        acc_made = mma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+        t = count % walk.V_STAGES
+        wait(v_full.index(t), (count // walk.V_STAGES) & 1)
+        acc_made = mma(unpack(p, dtype, P), v.index(t).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
         factor, lse = finish(top, total, head, sinks_ptr)
         if walk.PACKED:
@@ -579,7 +584,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
             row = (q_place * walk.heads + head).to(gl.int64) * tokens
         gl.store(lse_ptr + row + queries, lse, mask=queries < tokens)
         acc = mma_wait(0, deps=[acc_made])
-        arrive(v_empty.index(s))
+        arrive(v_empty.index(t))
         if walk.SKIP and walk.LEFT:
             count = _pass(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
         acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
@@ -607,7 +612,8 @@ def attention_fwd_kernel(
     tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows, inner, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr, PER_SM: gl.constexpr,
+    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
+    PER_SM: gl.constexpr,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), or None. lists:
     tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0; indices: theirs. scale: of
@@ -620,10 +626,11 @@ def attention_fwd_kernel(
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF,
+        V_STAGES,
     )  # fmt: skip
     q = tiles_of(Q_STAGES * CONSUMERS, q_desc)
     k = tiles_of(STAGES, k_desc)
-    v = tiles_of(STAGES, v_desc)
+    v = tiles_of(V_STAGES, v_desc)
     out = q
     if not SHARED:
         out = tiles_of(CONSUMERS, out_desc)
@@ -632,8 +639,8 @@ def attention_fwd_kernel(
     q_empty = barriers(Q_STAGES * CONSUMERS, 1)
     k_full = barriers(STAGES, 1)
     k_empty = barriers(STAGES, CONSUMERS)
-    v_full = barriers(STAGES, 1)
-    v_empty = barriers(STAGES, CONSUMERS)
+    v_full = barriers(V_STAGES, 1)
+    v_empty = barriers(V_STAGES, CONSUMERS)
     fence()
     parts = (walk, ticket, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
