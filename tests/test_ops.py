@@ -412,3 +412,19 @@ def test_runs_on_the_device_of_its_tensors(name):
     with torch.cuda.device(0):
         for n, t in outputs_and_gradients(op, args).items():
             assert t.device.index == 1, n
+
+
+@pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if len(ops()[n].outputs) > ops()[n].public])
+def test_outputs_are_the_same_where_no_gradient_is_asked_for(name):
+    op, args = arguments_of(name)
+    for backend in kernels_of(op):
+        with use(**pins_of(op, backend)):
+            try:
+                wanted = op(*args)
+            except NotImplementedError:
+                continue
+            with torch.no_grad():
+                found = [op(*args) for _ in range(3)]  # the second call is recorded and the third replays it
+        for each in found:
+            for x, y in zip(*(outs if isinstance(outs, tuple) else (outs,) for outs in (each, wanted)), strict=True):
+                torch.testing.assert_close(x, y, rtol=0.0, atol=0.0, equal_nan=True)

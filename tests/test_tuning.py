@@ -44,6 +44,30 @@ def doubled():
     return op
 
 
+def test_a_kernel_hears_where_only_public_outputs_are_seen():
+    def doubled_and_kept(x: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x, x.clone()
+
+    op = Op(doubled_and_kept, name="tuning_hidden", outputs=("y", "kept"), public=1)
+    heard = []
+
+    @register_kernel("tuning_hidden", backend="listening", rank=60)
+    @optimize_kernel(space=Space(dims=lambda x: {}, default=lambda dims, arch, dtype: Config(0, 0)))
+    def listening(x: Tensor, *, config: Config, hidden: bool = True) -> tuple[Tensor, Tensor]:
+        heard.append(hidden)
+        return 2 * x, x.clone() if hidden else None
+
+    x, leaf = torch.ones(3), torch.ones(3, requires_grad=True)
+    for call in (lambda: op(x), lambda: op(leaf), lambda: op.handle(x)[0], lambda: op(x)):
+        assert torch.equal(call(), 2 * x)
+    with torch.no_grad():
+        assert torch.equal(op(leaf), 2 * x)
+    assert heard == [False, True, True, False, False]
+    assert torch.equal(torch.func.vmap(op)(x), 2 * x)  # row by row
+    assert torch.equal(torch.func.grad(lambda x: op(x).sum())(x), 2 * x)
+    assert heard[5:] == [True] * 4
+
+
 def test_the_fastest_configuration_is_found(doubled, monkeypatch):
     monkeypatch.setattr(timing, "time", CLOCK)
     x = torch.ones(3)

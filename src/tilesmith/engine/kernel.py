@@ -75,9 +75,10 @@ def optimize_kernel(
     """Give a kernel its configuration: pinned (`num_warps`, `num_stages`) or looked up in a `space`.
 
     The decorated function receives it as the keyword `config` if its signature has one: a mapping of the pinned values,
-    or the configuration type of the space. With `debug=True` (or TILESMITH_DEBUG=1) the device is synchronised after
-    each launch and a FloatingPointError names the output that holds a NaN no input holds. Works above or below
-    `register_kernel`.
+    or the configuration type of the space. One with a space may have a keyword `hidden`, too: it is False where nobody
+    will see the outputs that exist for a gradient, which may be None then. With `debug=True` (or TILESMITH_DEBUG=1) the
+    device is synchronised after each launch and a FloatingPointError names the output that holds a NaN no input holds.
+    Works above or below `register_kernel`.
 
     Raises TypeError when a space is given together with pinned values, ValueError for values below 1.
     """
@@ -121,6 +122,7 @@ class _Configure:
 
     def __init__(self, fn, space: Space):
         self.fn, self.space, self.forced, self.arch = fn, space, None, None
+        self.hides = "hidden" in inspect.signature(fn).parameters
         self.name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"  # one family has kernels of several backends
         self._found: dict[Any, Any] = {}
 
@@ -175,15 +177,16 @@ class _Configure:
             )
         return fitted
 
-    def bind(self, args: tuple, fields: Mapping[str, int] | None = None) -> Any:
-        """The kernel with the configuration for these arguments; while one is forced, asked anew at each call."""
+    def bind(self, args: tuple, fields: Mapping[str, int] | None = None, **said: bool) -> Any:
+        """The kernel with the configuration for these arguments; while one is forced, asked anew at each call. said:
+        what else it is told."""
         if fields:
             pinned = self.with_fields(args, fields)
-            return lambda *args: self.fn(*args, config=pinned)
+            return lambda *args: self.fn(*args, config=pinned, **said)
         if self.forced is not None:
-            return lambda *args: self.fn(*args, config=self(args))
+            return lambda *args: self.fn(*args, config=self(args), **said)
         config = self(args)
-        return lambda *args: self.fn(*args, config=self.forced or config)
+        return lambda *args: self.fn(*args, config=self.forced or config, **said)
 
     def free(self) -> bool:
         """Whether a recorded launch may be repeated: no configuration is forced, no profiler listens to launches."""

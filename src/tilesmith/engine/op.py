@@ -172,7 +172,7 @@ class Op:
             ready = self._passed_on(args, pin) if key is None else self._remember(key, args, pin)
         if ready.way is not None:
             return self._public(self.gradient.apply(ready, args))
-        outs = ready.run(*args)
+        outs = (ready.alone or ready).run(*args)
         for i in self.written:  # so that autograd notices if a backward needs what was there
             torch.autograd.graph.increment_version(args[i])
         return self._public(outs)
@@ -256,7 +256,14 @@ class Op:
         fn = kernel.fn if configure is None else configure.bind(args, fields)
         if kernel.backend == REFERENCE:
             fn = as_written(fn, device.type)
-        return Replay(fn, configure and configure.free, device.index) if device.type == "cuda" else Ready(fn)
+
+        def ready(fn: Callable[..., Any]) -> Ready:
+            return Replay(fn, configure and configure.free, device.index) if device.type == "cuda" else Ready(fn)
+
+        found = ready(fn)
+        if configure is not None and configure.hides:
+            found.alone = ready(configure.bind(args, fields, hidden=False))
+        return found
 
     def _public(self, outs: Any) -> Any:
         if not isinstance(outs, tuple | list):
@@ -312,9 +319,10 @@ def _without_config(fn: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(inner)
     if "config" not in signature.parameters:
         return inner
+    of_op = [p for n, p in signature.parameters.items() if n not in ("config", "hidden")]
 
     def shown():
         raise NotImplementedError
 
-    shown.__signature__ = signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "config"])
+    shown.__signature__ = signature.replace(parameters=of_op)
     return shown

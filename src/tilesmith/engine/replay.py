@@ -124,6 +124,9 @@ class Recorder(TorchDispatchMode):
         outs = out if isinstance(out, tuple | list) else (out,)
         results = []
         for o in outs:
+            if o is None:
+                results.append("None")
+                continue
             name = self.sources.get(id(o)) if isinstance(o, Tensor) else None
             if name is None or name in self.parameters or name in results or not _same_memory(o, self.memory[name]):
                 self.refusal = "an output is not a tensor that the launcher allocated"
@@ -282,10 +285,10 @@ def _recording(args: tuple) -> Iterator[Recorder]:
 
 class Ready:
     """A kernel for one key of repeat calls. run: what runs it; way: connects its calls to autograd, None where no
-    argument asks for a gradient."""
+    argument asks for a gradient; alone: the same kernel told to make public outputs alone, None where it cannot."""
 
     def __init__(self, run: Callable[..., Any]):
-        self.run, self.way = run, None
+        self.run, self.way, self.alone = run, None, None
 
 
 class Replay(Ready):

@@ -192,13 +192,13 @@ def _statistics(x: Tensor, count: int) -> int:
 
 
 bytes_moved = {
-    "rms_norm": lambda x: 2 * _bytes(x) + _statistics(x, 1),
+    "rms_norm": lambda x: 2 * _bytes(x),
     "rms_norm_vjp": lambda x: 3 * _bytes(x) + _statistics(x, 1),
-    "layer_norm": lambda x: 2 * _bytes(x) + _statistics(x, 2),
+    "layer_norm": lambda x: 2 * _bytes(x),
     "layer_norm_vjp": lambda x: 3 * _bytes(x) + _statistics(x, 2),
-    "add_rms_norm": lambda x, residual: 2 * _bytes(x, residual) + _statistics(x, 1),
+    "add_rms_norm": lambda x, residual: 2 * _bytes(x, residual),
     "add_rms_norm_vjp": lambda x, residual: _bytes(x) + 3 * _bytes(residual) + _statistics(x, 1),
-    "add_layer_norm": lambda x, residual: 2 * _bytes(x, residual) + _statistics(x, 2),
+    "add_layer_norm": lambda x, residual: 2 * _bytes(x, residual),
     "add_layer_norm_vjp": lambda x, residual: _bytes(x) + 3 * _bytes(residual) + _statistics(x, 2),
     **dropout_cases.bytes_moved,
 }
