@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tilesmith import ops, use
 from tilesmith.engine.launch import _Encoded
 from tilesmith.engine.replay import _descriptor, _encodings
 
@@ -78,3 +79,32 @@ print("torch._dynamo" in sys.modules)
 def test_recording_imports_no_compiler():
     done = subprocess.run([sys.executable, "-c", RECORDING], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+def test_every_launch_has_a_counter_of_its_own():
+    x = torch.randn(400, 36_864, device="cuda") * torch.arange(1, 401, device="cuda")[:, None]
+    wanted = torch.nn.functional.rms_norm(x, x.shape[1:], eps=1e-6)
+
+    def norm():
+        with use(rms_norm="hopper_staying"):
+            return ops.rms_norm(x)
+
+    for _ in range(4):  # the third call is a replay
+        torch.testing.assert_close(norm(), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [norm(), norm()]
+    for _ in range(3):
+        found[0].zero_(), found[1].zero_()
+        graph.replay()
+        torch.testing.assert_close(found, [wanted, wanted])
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found += [norm() for _ in range(5)]
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, [wanted] * 17)

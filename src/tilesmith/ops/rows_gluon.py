@@ -42,20 +42,25 @@ def ring(SLOTS: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr):
 def bring(a_desc, b_desc, c_desc, a, b, c, full, i, first, step, mine, part, WIDTH: gl.constexpr):
     """Start to copy a part of row first + i · step, if i < mine, to the i-th slot, turn by turn, of up to three rings.
     Descriptors may be None."""
+    if i < mine:
+        bring_row(a_desc, b_desc, c_desc, a, b, c, full, i % full.shape[0], first + i * step, part, WIDTH)
+
+
+@gluon.jit
+def bring_row(a_desc, b_desc, c_desc, a, b, c, full, slot, row, part, WIDTH: gl.constexpr):
+    """Start to copy a part of a row to a slot of up to three rings."""
     BYTES: gl.constexpr = (
         a_desc.block_type.nbytes
         + (0 if b_desc is None else b_desc.block_type.nbytes)
         + (0 if c_desc is None else c_desc.block_type.nbytes)
     )
-    if i < mine:
-        slot = i % full.shape[0]
-        at = [first + i * step, part * (WIDTH // _LINE), 0]
-        expect(full.index(slot), BYTES)
-        fetch(a_desc, at, full.index(slot), a.index(slot))
-        if b_desc is not None:
-            fetch(b_desc, at, full.index(slot), b.index(slot))
-        if c_desc is not None:
-            fetch(c_desc, at, full.index(slot), c.index(slot))
+    at = [row, part * (WIDTH // _LINE), 0]
+    expect(full.index(slot), BYTES)
+    fetch(a_desc, at, full.index(slot), a.index(slot))
+    if b_desc is not None:
+        fetch(b_desc, at, full.index(slot), b.index(slot))
+    if c_desc is not None:
+        fetch(c_desc, at, full.index(slot), c.index(slot))
 
 
 @gluon.jit

@@ -16,7 +16,6 @@ from tilesmith.ops.attn.hopper_packed import query_tiles
 from tilesmith.ops.attn.hopper_shared import (
     all_keys,
     columns_of,
-    counter,
     descriptor,
     is_narrow,
     list_reasons,
@@ -28,6 +27,7 @@ from tilesmith.ops.attn.hopper_shared import (
     wrong_dims,
 )
 from tilesmith.ops.attn.hopper_window import attention_window_kernel
+from tilesmith.ops.counters import counter
 from tilesmith.ops.rows import dense
 
 

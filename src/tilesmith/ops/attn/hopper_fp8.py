@@ -9,7 +9,8 @@ from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.hopper_fp8_forward import UNITS, attention_fp8_fwd_kernel
-from tilesmith.ops.attn.hopper_shared import UNSERVED, counter, descriptor, no_lists, score_factors, section
+from tilesmith.ops.attn.hopper_shared import UNSERVED, descriptor, no_lists, score_factors, section
+from tilesmith.ops.counters import counter
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
 _BLOCK = 128  # keys of a tile, which share a factor

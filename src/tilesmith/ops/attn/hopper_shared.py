@@ -1,14 +1,11 @@
-"""What the launchers of attention's Hopper kernels share: refusals, descriptors, the order of tiles, counters."""
+"""What the launchers of attention's Hopper kernels share: refusals, descriptors, the order of tiles."""
 
-import itertools
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine.launch import cdiv, next_power_of_2
-from tilesmith.engine.replay import each_time
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
 LOG2E = 1.4426950408889634
@@ -146,25 +143,3 @@ def section(k: Tensor, heads: int, arch, alike: bool) -> int:
         return group
     fitting = max(1, arch.l2 // 2 // (keys * dim * 2 * k.element_size()))
     return cdiv(rows, max(1, rows // fitting)) * group
-
-
-_COUNTERS = 1024  # launches of one device that may be in flight at once
-_rings: dict[int, tuple[Tensor, ...]] = {}
-_turn = itertools.count()
-
-
-def counter(device: torch.device) -> Tensor:
-    """A zero that a launch counts up and sets back, another at each launch."""
-    return each_time(partial(_counter, device))
-
-
-def _counter(device: torch.device) -> Tensor:
-    """Launches on several streams have each their own; so has one in a CUDA graph, which may run at any time."""
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # on a CPU kernels are only compiled
-        return torch.zeros(4, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    ring = _rings.get(index)
-    if ring is None:
-        ring = _rings[index] = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device=device).unbind()
-        torch.cuda.synchronize(device)  # once in a process: other streams may be the first to use their zeros
-    return ring[next(_turn) % _COUNTERS]

@@ -22,7 +22,6 @@ from tilesmith.ops.attn.hopper_packed import key_tiles, query_tiles
 from tilesmith.ops.attn.hopper_shared import (
     all_keys,
     columns_of,
-    counter,
     descriptor,
     is_narrow,
     list_reasons,
@@ -33,6 +32,7 @@ from tilesmith.ops.attn.hopper_shared import (
 )
 from tilesmith.ops.attn.hopper_window_vjp import window_gradients
 from tilesmith.ops.attn.lists import by_keys
+from tilesmith.ops.counters import counter
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 from tilesmith.ops.rows import dense
 

@@ -18,8 +18,9 @@ from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn.hopper_backward import row_of
 from tilesmith.ops.attn.hopper_corner import corner
 from tilesmith.ops.attn.hopper_forward import NOTHING, Walk, before, bend, holds, tickets
-from tilesmith.ops.attn.hopper_shared import columns_of, counter, descriptor, run_of, section
+from tilesmith.ops.attn.hopper_shared import columns_of, descriptor, run_of, section
 from tilesmith.ops.attn.hopper_window import box_of
+from tilesmith.ops.counters import counter
 from tilesmith.ops.gluon_shim import (
     arrive,
     barriers,

@@ -15,7 +15,7 @@ from tilesmith.ops.rows import empty_row_values, empty_rows, row_order
 
 TRITON = {"triton": "tilesmith.ops.norm.triton", "hopper": "tilesmith.ops.norm.hopper"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable"}
-SHARED = {**EVERYWHERE, "hopper_shared": "tilesmith.ops.norm.hopper_shared"}
+FORWARD = {**EVERYWHERE, "hopper_staying": "tilesmith.ops.norm.hopper_staying"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CASTINGS = ("fp32", "llama")
 
@@ -170,7 +170,7 @@ rms_norm = Op(
     outputs=("y", "rstd"),
     public=1,
     check=_check_rms_norm,
-    kernels=SHARED,
+    kernels=FORWARD,
     fold=("x",),
     sharding="*N N -> *N",
 )
@@ -189,7 +189,7 @@ layer_norm = Op(
     outputs=("y", "mean", "rstd"),
     public=1,
     check=_check_layer_norm,
-    kernels={**SHARED, "hopper_staying": "tilesmith.ops.norm.hopper_staying"},
+    kernels=FORWARD,
     fold=("x",),
     sharding="*N N N -> *N",
 )
@@ -210,7 +210,7 @@ add_rms_norm = Op(
     outputs=("y", "s", "rstd"),
     public=2,
     check=_check_add_rms_norm,
-    kernels=EVERYWHERE,
+    kernels=FORWARD,
     alias={"x": "residual"},
     fold=("x", "residual"),
     sharding="*N *N N -> *N *N",
@@ -230,7 +230,7 @@ add_layer_norm = Op(
     outputs=("y", "s", "mean", "rstd"),
     public=2,
     check=_check_add_layer_norm,
-    kernels=EVERYWHERE,
+    kernels=FORWARD,
     alias={"x": "residual"},
     fold=("x", "residual"),
     sharding="*N *N N N -> *N *N",
