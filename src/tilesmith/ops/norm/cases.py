@@ -105,6 +105,8 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("parts", args(3, 33_024), SMALL),
         Case("parts_many_rows", args(901, 36_864, init=_uneven), GPU),
+        Case("two_warps", args(333, 2304, init=_uneven), GPU),
+        Case("four_warps", args(333, 3840, init=_uneven), GPU),
         Case("parts_of_1024", args(2001, 4608, init=_uneven), GPU),
         Case("parts_of_2048", args(2001, 5120, init=_uneven), GPU),
         Case("parts_strided", args(40, 36_864, layout="strided"), GPU),

@@ -388,8 +388,9 @@ def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
 
 def _reasons(call: Any) -> list[str]:
     cols, added = call.x.cols, hasattr(call, "residual")
-    narrow = hasattr(call, "bias") or (not added and cols < 8192)
-    return rows_refused(call, cols, 4096 if narrow else 16_384 if added else 32_768)
+    # Triton's tiles are a power of two wide: other rows leave lanes idle
+    narrow = hasattr(call, "bias") or (not added and cols < 8192 and cols != 4096)
+    return rows_refused(call, cols, 2048 if narrow else 16_384 if added else 32_768)
 
 
 def _vjp_reasons(call: Any) -> list[str]:
@@ -415,14 +416,17 @@ def row_dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldConfig:
-    """H200, bf16, 2**27 values, by a script, of the copy rate (Triton's): RMS norm at 5,120, 65,536 and 131,072 columns
-    0.99 (0.94), 0.97 (0.83) and 0.92 (0.71), between them Triton's is as fast; layer norm at 5,120, 16,384 and 32,768
-    0.99 (0.94), 0.98 (0.93) and 0.91 (0.87). With a residual, at 16,384, 32,768, 65,536 and 131,072: RMS norm 0.98
-    (0.98), 0.99 (0.92), 0.98 (0.86) and 0.96 (0.80), layer norm 0.98 (0.96), 0.98 (0.90), 0.95 (0.84) and 0.91 (0.78),
-    at 8,192 0.99 (0.97)."""
+    """H200, bf16, 2**27 values, by a script, of the copy rate (Triton's): layer norm at 2,560, 3,072 and 4,096 columns,
+    of half as many values, 0.95 (0.67), 0.95 (0.79) and 0.93 (0.92), at 5,120 and 16,384 0.99 (0.94) and 0.98 (0.93);
+    RMS norm at 2,560, 3,072 and 5,120 0.96 (0.84), 0.96 (0.90) and 0.99 (0.94), at 4,096 0.96 (0.97); from 8,192 to
+    32,768 Triton's is as fast. With a residual, at 16,384 and 32,768: RMS norm 0.98 (0.98) and 0.99 (0.92), layer norm
+    0.98 (0.96) and 0.98 (0.90), at 8,192 0.99 (0.97); RMS norm at 65,536 0.98 (0.86). Wider rows are for
+    hopper_staying."""
     cols, size = dims["cols"], dims["size"]
     added = dims["bytes"] > size
-    if cols <= 8192:
+    if cols <= 4096:
+        chunks, warps, registers = (4, 4, 0) if added else (4, 4, 64) if cols > 3072 else (6, 2, 80)
+    elif cols <= 8192:
         chunks, warps, registers = (8, 4, 0) if added or cols <= 6144 else (4, 8, 0)
     elif added or (center and cols <= 16_384):
         chunks, warps, registers = 4, 16, 64
