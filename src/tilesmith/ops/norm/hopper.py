@@ -435,18 +435,24 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
     return held(cols, size, chunks, warps, registers)
 
 
-def backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype, most_idle: int = 8) -> PartsConfig:
-    """16 columns a thread, in the widest parts whose last one lacks few columns: of 4,096 at most an eighth of a row's,
-    of 2,048 one in `most_idle`. H200, bf16, 2**27 values, of the copy rate at 8,192, 16,384, 32,768, 65,536 and 131,072
-    columns: RMS norm 0.99, 0.98, 0.98, 0.94 and 0.93, layer norm 0.97, 0.95, 0.94, 0.93 and 0.82. At 5,120, in three
-    parts of 2,048 and five of 1,024: RMS norm 0.94 and 0.90, with a residual layer norm 0.95 and 0.91, without one 0.87
-    and 0.93. Triton's one pass up to 8,192: 0.95, 0.97 and 0.73, its two passes 0.6."""
+def backward_default(
+    dims: Mapping[str, int], arch: Any, dtype: torch.dtype, most_idle: int = 8, each: int = 16
+) -> PartsConfig:
+    """16 columns a thread, `each` in parts of 4,096 or more, in the widest parts whose last one lacks few columns: of
+    4,096 at most an eighth of a row's, of 2,048 one in `most_idle`. H200, bf16, 2**27 values, of the copy rate at
+    8,192, 16,384, 32,768, 65,536 and 131,072 columns: RMS norm 0.99, 0.98, 0.98, 0.94 and 0.93, layer norm, of 2**28
+    values from 32,768 on, by 32 columns a thread 0.96, 0.94, 0.97, 0.96 and 0.96, by 16 0.93, 0.93, 0.96, 0.95 and
+    0.92; RMS norm at 16,384 gains 0.01 from 32. At 5,120, in three parts of 2,048 and five of 1,024: RMS norm 0.94 and
+    0.90, with a residual layer norm 0.95 and 0.91, without one 0.87 and 0.93. Triton's one pass up to 8,192: 0.95, 0.97
+    and 0.73, its two passes 0.6."""
     cols = dims["cols"]
-    if cols == 8192 or cols > MOST_PARTS * 4096:
-        return fitted(dims, arch, PartsConfig(8192, 0, 16, 1, 128))
-    shares = {4096: 8, 2048: most_idle, NARROWEST: 1}
-    width = next(w for w, share in shares.items() if cols <= MOST_PARTS * w and -cols % w * share <= cols)
-    return fitted(dims, arch, PartsConfig(width, 0, width // 512, 8192 // width, 128))
+    if cols > MOST_PARTS * 4096 or (cols == 8192 and each == 16):
+        width = 8192
+    else:
+        shares = {4096: 8, 2048: most_idle, NARROWEST: 1}
+        width = next(w for w, share in shares.items() if cols <= MOST_PARTS * w and -cols % w * share <= cols)
+    each, registers = (each, 255) if each > 16 and width >= 4096 else (16, 128)
+    return fitted(dims, arch, PartsConfig(width, 0, width // (32 * each), 8192 // width, registers))
 
 
 CHOICES = {"width": (4096, 8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
@@ -518,7 +524,7 @@ def layer_norm(
 @optimize_kernel(
     space=Space(
         dims=lambda dy, x, weight, bias, mean, rstd, output_mask: row_dims(x, dy, x),
-        default=backward_default,
+        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, each=32),
         choices=CHOICES,
     )
 )
