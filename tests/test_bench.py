@@ -372,6 +372,44 @@ def test_documents_survive_a_round_trip(tmp_path):
     assert len(path.read_text().splitlines()) < 40
 
 
+def test_cases_that_a_run_leaves_out_stay_with_the_run_that_made_them(tmp_path):
+    """Of a case that is measured again no row of before stays: providers are compared within one process."""
+    row = _document()["rows"][0]
+    everything = [{**row, "case": case, "pass": name, "us": 1.0} for case in "abc" for name in ("forward", "backward")]
+    everything.append({**row, "case": "b", "provider": "liger", "us": 2.0})
+    document.save(_document(rows=everything, date="2026-01-01"), tmp_path)
+    for date, case in (("2026-01-02", "b"), ("2026-01-03", "d"), ("2026-01-04", "d")):
+        again = [{**row, "case": case, "us": float(date[-1])}]
+        path = document.save(_document(rows=again, date=date, command=f"bench {case}"), tmp_path, keep=True)
+    found = document.load(path)
+    assert [(r["case"], r["pass"], r["us"]) for r in found["rows"]] == [
+        *(("a", name, 1.0) for name in ("forward", "backward")),
+        *(("b", "backward", 1.0), ("b", "forward", 2.0)),
+        *(("c", name, 1.0) for name in ("forward", "backward")),
+        ("d", "forward", 4.0),
+    ]
+    made = [found["earlier"][r["earlier"]]["date"] if "earlier" in r else found["date"] for r in found["rows"]]
+    assert made == ["2026-01-01"] * 3 + ["2026-01-02"] + ["2026-01-01"] * 2 + ["2026-01-04"]
+    assert "2026-01-01 to 2026-01-04; `bench d ; tilesmith bench an_op ; bench b`" in tables.provenance(found)
+    assert document.load(document.save(_document(), tmp_path)) == _document()
+
+
+def test_rows_of_another_dtype_or_device_do_not_stay(tmp_path):
+    document.save(_document(), tmp_path)
+    other = _document(dtype="float16", rows=[{**_document()["rows"][0], "case": "b"}])
+    assert document.load(document.save(other, tmp_path, keep=True)) == other
+    faster = {**other, "hardware": {**other["hardware"], "name": "another card"}}
+    assert document.load(document.save(faster, tmp_path, keep=True)) == faster
+
+
+def test_a_table_names_each_version_that_its_runs_had(tmp_path):
+    first, second = (_document(versions={"torch": version, "triton": "3.6.0"}) for version in ("2.10", "2.11"))
+    second["rows"] = [{**second["rows"][0], "case": "b"}]
+    document.save(first, tmp_path)
+    path = document.save(second, tmp_path, keep=True)
+    assert "torch 2.11 / 2.10, triton 3.6.0;" in tables.provenance(document.load(path))
+
+
 def test_a_readme_is_filled_from_results(tmp_path):
     document.save(_document(), tmp_path)
     text = "before\n<!-- bench:cpu/an_op -->\nold\n<!-- /bench -->\nafter\n"

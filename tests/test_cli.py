@@ -157,13 +157,15 @@ def test_verify_draws_cases_of_random_sizes():
 
 def test_bench_prints_and_saves(tmp_path, monkeypatch):
     monkeypatch.setattr("tilesmith.bench.run.ceilings", lambda device: Ceilings(1e9, 1e10))
-    first = next(c.name for c in cases(OP) if "test" in c.tags)
-    options = ("--against", "pytorch", "--device", "cpu", "--case", first, "--save", "--out", tmp_path)
-    code, output = run("bench", OP, *options)
+    first, second = [c.name for c in cases(OP) if "test" in c.tags][:2]
+    options = ("--against", "pytorch", "--device", "cpu", "--save", "--out", tmp_path, "--case")
+    code, output = run("bench", OP, *options, first)
     assert code == 0
     assert "backward" in output
     (path,) = tmp_path.rglob("*.json")
     assert {row["case"] for row in json.loads(path.read_text())["rows"]} == {first}
+    assert run("bench", OP, *options, second)[0] == 0
+    assert {row["case"] for row in json.loads(path.read_text())["rows"]} == {first, second}
     readme = tmp_path / "README.md"
     readme.write_text(f"<!-- bench:cpu/{OP} -->\n<!-- /bench -->\n")
     assert run("bench", "--readme", readme, "--out", tmp_path)[0] == 0

@@ -1,10 +1,15 @@
-"""The JSON document of one benchmark: rows with what they were measured on, by which command, and when."""
+"""The JSON document of one benchmark: rows with what they were measured on, by which command, and when.
+
+A file can hold rows of several runs on one device: the head is that of the last, `earlier` lists those of the others,
+and a row that is not of the last says which of these it is of, by its own `earlier`.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ from tilesmith.hardware import arch_of
 from tilesmith.hardware.detect import driver
 
 OURS = "tilesmith"  # among the providers of a row
+RUN = ("command", "date", "versions", "ceilings")  # in the head, what runs of one file may differ in
 PACKAGES = ("tilesmith", "triton", "transformers", "liger-kernel", "quack-kernels", "flash-attn-4", "torchao")
 
 
@@ -50,14 +56,60 @@ def versions() -> dict[str, str]:
     return found
 
 
-def save(document: dict[str, Any], folder: Path) -> Path:
-    """Write a document to `folder`/<arch>/<subject>.json, one row a line, and return that path."""
+def save(document: dict[str, Any], folder: Path, *, keep: bool = False) -> Path:
+    """Write a document to `folder`/<arch>/<subject>.json, one row a line, and return that path.
+
+    keep: rows that the file has of other cases stay in it, as `merged` says; else the file is this document alone.
+    """
     path = folder / document["hardware"]["arch"] / f"{document['subject']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = json.dumps({**document, "rows": []}, indent=1, ensure_ascii=False).removesuffix("[]\n}")
+    if keep and path.is_file():
+        document = merged(load(path), document)
+    facts = {name: value for name, value in document.items() if name != "rows"}
+    head = json.dumps({**facts, "rows": []}, indent=1, ensure_ascii=False).removesuffix("[]\n}")
     rows = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in document["rows"])
     path.write_text(f"{head}[\n{rows}\n ]\n}}\n", encoding="utf-8")
     return path
+
+
+def merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """`new` and those rows of `old` whose case and pass `new` has not, cases in the order of `old`.
+
+    Providers of a case are compared within one process, so all of its rows are replaced together. `new` alone where
+    the device, the dtype or the number of rounds is another: the rows of one file are to be compared.
+    """
+    alike = [(d["hardware"]["name"], d.get("dtype"), d.get("rounds")) for d in (old, new)]
+    if alike[0] != alike[1]:
+        return new
+    measured = {_what(row) for row in new["rows"]}
+    runs, kept = [_run(old), *old.get("earlier", ())], []
+    earlier: list[dict[str, Any]] = []
+    for row in (row for row in old["rows"] if _what(row) not in measured):
+        run = runs[row["earlier"] + 1 if "earlier" in row else 0]
+        if run not in earlier:
+            earlier.append(run)
+        kept.append({**row, "earlier": earlier.index(run)})
+    if not kept:
+        return new
+    rows = {_what(row)[0]: [] for row in (*old["rows"], *new["rows"])}
+    for row in (*kept, *new["rows"]):
+        rows[_what(row)[0]].append(row)
+    return {**new, "earlier": earlier, "rows": [row for found in rows.values() for row in found]}
+
+
+def runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What was run for the rows of a document, the last first."""
+    return [_run(document), *document.get("earlier", ())]
+
+
+def _run(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: document[name] for name in RUN if name in document}
+
+
+def _what(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The case, or the model and its batch, and the pass of a row."""
+    case = row["case"] if "case" in row else (row["model"], row["batch"], row["tokens"])
+    return case, row.get("pass")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -152,16 +152,17 @@ def case_rows(
         raise ValueError(f"{op.name} is measured forward and backward together: its gradient may come from either")
     torch._dynamo.reset()  # each case is compiled anew: dynamo gives up on a function after a few recompilations
     calls, rows, differences = {}, [], {}
+    together = "forward+backward" if op.name in TOGETHER else ""
     expected = head = None
     for provider, adapter in providers(op.name, only).items():
         try:
-            call = replace(Call.of(adapter, case, device, dtype), loss=op.name in TOGETHER)
+            call = replace(Call.of(adapter, case, device, dtype), loss=bool(together))
             head = head or {"case": case.name, "dtype": _name(dtype), "shapes": shapes(call.args)}
             out = call.once()
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
             if provider == OURS:
                 raise
-            rows.append({**head, "pass": "forward", "provider": provider, "error": reason(problem)})
+            rows.append({**head, "pass": together or "forward", "provider": provider, "error": reason(problem)})
             continue
         expected = out if expected is None else expected
         differences[provider] = difference(out, expected)
@@ -170,7 +171,7 @@ def case_rows(
     del expected
     ours = calls[OURS]
     apart = {n: calls.pop(n).forward for n in list(calls) if isinstance(calls[n].forward, ThroughVulkan)}
-    if op.name not in TOGETHER:
+    if not together:
         timings = measure({n: c.once for n, c in calls.items()}, device, rounds=rounds)
         timings |= {n: through.timing(rounds) for n, through in apart.items()}
         for provider, timing in timings.items():

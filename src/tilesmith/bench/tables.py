@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilesmith.bench.document import OURS, load
+from tilesmith.bench.document import OURS, load, runs
 
 MARKED = re.compile(r"(<!-- bench:(?P<what>[\w./-]+) -->\n)(?P<body>.*?)(<!-- /bench -->)", re.DOTALL)
 EQUAL = 1.02  # times within 2 % count as equal
@@ -39,13 +39,22 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def provenance(document: Mapping[str, Any]) -> str:
-    """Hardware, versions, date and command, in one line; a command of many cases is whole in the document only."""
-    hardware, versions = document["hardware"], document["versions"]
-    listed = ", ".join(f"{name} {versions[name]}" for name in versions if name not in ("python", "tilesmith"))
+    """Hardware, versions, dates and commands, in one line; a long command is whole in the document only."""
+    made = runs(document)
+    listed = ", ".join(f"{name} {versions}" for name, versions in _versions(made).items())
     dtype = f"{document['dtype']}, " if "dtype" in document else ""
     rounds = f"median of {document['rounds']} interleaved rounds, " if "rounds" in document else ""
-    command = textwrap.shorten(document["command"], 200, placeholder=" …")
-    return f"<sub>{hardware['name']}, {dtype}{rounds}{listed}; {document['date']}; `{command}`</sub>"
+    dates = sorted({run["date"] for run in made})
+    dated = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    command = textwrap.shorten(" ; ".join(dict.fromkeys(run["command"] for run in made)), 200, placeholder=" …")
+    return f"<sub>{document['hardware']['name']}, {dtype}{rounds}{listed}; {dated}; `{command}`</sub>"
+
+
+def _versions(made: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Of each package the version, or those that the runs had."""
+    names = dict.fromkeys(name for run in made for name in run["versions"] if name not in ("python", "tilesmith"))
+    each = {name: dict.fromkeys(run["versions"].get(name, "none") for run in made) for name in names}
+    return {name: " / ".join(versions) for name, versions in each.items()}
 
 
 def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

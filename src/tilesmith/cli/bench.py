@@ -40,7 +40,7 @@ def command(
     shape: Annotated[str, typer.Option(help="Which model: 1.5b, 1.5b-long or tiny.")] = "1.5b",
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median is reported.")] = 5,
     forward: Annotated[bool, typer.Option("--forward", help="Of ops only the forward.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Write results as JSON.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Write results as JSON; rows of other cases stay.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
     readme: Annotated[Path | None, typer.Option(help="Only fill the tables of this file from the results.")] = None,
 ) -> None:
@@ -81,7 +81,8 @@ def command(
         if save:
             from tilesmith.bench.document import save as write
 
-            console.print(f"wrote {write(found, out)}", highlight=False)
+            some = subject == "model" or bool(case) or forward or "=" in (sweep or "")
+            console.print(f"wrote {write(found, out, keep=some)}", highlight=False)
         if plot is not None:
             _plot(found, plot)
 
