@@ -174,5 +174,10 @@ def _flops(x: Tensor, weight: Tensor, recompute: bool = False, **_: object) -> i
     return 2 * x.numel() * weight.shape[0] * (1 + (0 if recompute else x.requires_grad + weight.requires_grad))
 
 
+def _flops_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], recompute: bool = False, **_: object) -> int:
+    """The logits once more and the gradients, or nothing but a scaling of those that are saved."""
+    return 2 * x.numel() * weight.shape[0] * (1 + sum(output_mask[:2])) if recompute else 0
+
+
 bytes_moved = {"linear_preference": _bytes, "linear_preference_vjp": _bytes_vjp}
-flops = {"linear_preference": _flops}
+flops = {"linear_preference": _flops, "linear_preference_vjp": _flops_vjp}
