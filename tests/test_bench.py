@@ -417,22 +417,42 @@ def test_a_readme_is_filled_from_results(tmp_path):
     assert filled.splitlines()[2:5] == [
         "| case | pass | tilesmith, µs | liger, µs | rate | of ceiling | × best peer |",
         "| :-- | :-- | --: | --: | --: | --: | --: |",
-        "| 16×32 causal | forward | **10** | 15 | 4 TB/s | 95% | 1.50 |",
+        "| 16×32 causal, a | forward | **10** | 15 | 4 TB/s | 95% | 1.50 |",
     ]
     assert "`tilesmith bench an_op`" in filled
     assert "old" not in filled
     assert tables.fill(filled, tmp_path) == filled
 
 
-def test_cases_of_one_size_are_told_apart_and_those_without_a_time_left_out():
+def test_a_case_is_named_unless_its_name_only_repeats_its_sizes_and_those_without_a_time_are_left_out():
     ours, liger, failed = _document()["rows"]
-    twins = [{**row, "case": name} for name in ("pages", "plain") for row in (ours, liger)]
-    text = tables.markdown(_document(rows=[*twins, {**failed, "case": "alone", "shapes": {"x": [7]}}]))
-    assert [line.split(" |")[0] for line in text.splitlines()[2:4]] == [
+    names = ("pages", "16x32", "causal_16x32", "layer_16x32")
+    rows = [{**row, "case": name} for name in names for row in (ours, liger)]
+    text = tables.markdown(_document(rows=[*rows, {**failed, "case": "alone", "shapes": {"x": [7]}}]))
+    assert [line.split(" |")[0] for line in text.splitlines()[2:6]] == [
         "| 16×32 causal, pages",
-        "| 16×32 causal, plain",
+        "| 16×32 causal",
+        "| 16×32 causal",
+        "| 16×32 causal, layer_16x32",
     ]
-    assert "| 7 |" not in text
+    assert "| 7" not in text
+
+
+def test_a_marker_can_ask_for_some_cases(tmp_path):
+    row = _document()["rows"][0]
+    document.save(_document(rows=[{**row, "case": name} for name in ("a", "b-1", "c.d")]), tmp_path)
+    shown = tables.fill("<!-- bench:cpu/an_op c.d b-1 -->\n<!-- /bench -->", tmp_path)
+    assert [line.split(" |")[0] for line in shown.splitlines()[3:5]] == ["| 16×32 causal, c.d", "| 16×32 causal, b-1"]
+    assert "causal, a" not in shown
+    assert tables.fill(shown, tmp_path) == shown
+    with pytest.raises(ValueError, match="an_op has no rows of e, f"):
+        tables.fill("<!-- bench:cpu/an_op a f e -->\n<!-- /bench -->", tmp_path)
+
+
+def test_a_version_is_told_where_its_package_has_a_figure():
+    versions = dict.fromkeys(("python", "torch", "transformers", "liger-kernel", "quack-kernels"), "1")
+    told = tables.provenance(_document(versions=versions))
+    assert "torch 1, liger-kernel 1;" in told  # quack has no figure
 
 
 def test_a_table_without_a_result_is_an_error(tmp_path):
@@ -473,6 +493,9 @@ def test_every_op_says_what_work_it_needs(name):
     args = case.build(CPU, torch.float32, case.generator())
     inputs = tuple(v for v in args.values() if isinstance(v, torch.Tensor) and v.requires_grad)
     call = run.Call(lambda: op(**args), args, inputs)
-    assert max(run.work(op, call, backward=False).values()) > 0
+    forward = run.work(op, call, backward=False)
+    assert max(forward.values()) > 0
     if inputs and op.vjp is not None:
-        assert max(run.work(op, call, backward=True).values()) > 0
+        backward = run.work(op, call, backward=True)
+        assert max(backward.values()) > 0
+        assert backward.keys() == forward.keys()

@@ -99,7 +99,8 @@ def merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What was run for the rows of a document, the last first."""
-    return [_run(document), *document.get("earlier", ())]
+    made = {-1: _run(document), **dict(enumerate(document.get("earlier", ())))}
+    return [made[which] for which in sorted({row.get("earlier", -1) for row in document["rows"]})]
 
 
 def _run(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Markdown tables out of result files, written between markers of a README.
 
 A marker names a result file under the results folder: `<!-- bench:sm90/rms_norm -->`, closed by `<!-- /bench -->`.
+Names of cases behind it, `<!-- bench:sm90/rms_norm 16384x4096 512x4096 -->`, ask for these alone, in their order.
 """
 
 from __future__ import annotations
@@ -13,22 +14,45 @@ from typing import Any
 
 from tilesmith.bench.document import OURS, load, runs
 
-MARKED = re.compile(r"(<!-- bench:(?P<what>[\w./-]+) -->\n)(?P<body>.*?)(<!-- /bench -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(?P<head><!-- bench:(?P<what>[\w./-]+)(?P<cases>(?: [\w.-]+)*) -->\n).*?(?P<end><!-- /bench -->)", re.DOTALL
+)
 EQUAL = 1.02  # times within 2 % count as equal
 OVERWRITES = "†"  # a peer whose inputs are no longer what they were
+# packages of which the version is told only where such a provider, or such a subject, has a figure
+WHOSE = {
+    "liger-kernel": {"liger", "liger+compile"},
+    "quack-kernels": {"quack"},
+    "flash-attn-4": {"flash4"},
+    "cudnn": {"cudnn", "cudnn_e4m3"},
+    "transformers": {"model"},
+    "python": {"host"},
+    "tilesmith": set(),
+}
 REDUCED = frozenset({f"{OURS}:e4m3"})  # computed in fewer bits than the others: never marked as the fastest
 
 
 def fill(text: str, results: Path) -> str:
-    """`text` with a fresh table between each pair of markers. Raises FileNotFoundError naming a missing result."""
+    """`text` with a fresh table between each pair of markers.
+
+    Raises FileNotFoundError naming a missing result, and ValueError naming a case that a result has not.
+    """
 
     def table(match: re.Match[str]) -> str:
         path = results / f"{match['what']}.json"
         if not path.is_file():
             raise FileNotFoundError(f"marker bench:{match['what']} needs {path}, which does not exist")
-        return f"{match[1]}{markdown(load(path))}{match[4]}"
+        return f"{match['head']}{markdown(_only(load(path), match['cases'].split()))}{match['end']}"
 
     return MARKED.sub(table, text)
+
+
+def _only(document: dict[str, Any], cases: Sequence[str]) -> dict[str, Any]:
+    """The document with the rows of these cases; of all if none is named."""
+    rows = document["rows"]
+    if missing := set(cases) - {row.get("case") for row in rows}:
+        raise ValueError(f"{document['subject']} has no rows of {', '.join(sorted(missing))}")
+    return {**document, "rows": [row for case in cases for row in rows if row["case"] == case] or rows}
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -41,7 +65,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 def provenance(document: Mapping[str, Any]) -> str:
     """Hardware, versions, dates and commands, in one line; a long command is whole in the document only."""
     made = runs(document)
-    listed = ", ".join(f"{name} {versions}" for name, versions in _versions(made).items())
+    listed = ", ".join(f"{name} {versions}" for name, versions in _versions(document).items())
     dtype = f"{document['dtype']}, " if "dtype" in document else ""
     rounds = f"median of {document['rounds']} interleaved rounds, " if "rounds" in document else ""
     dates = sorted({run["date"] for run in made})
@@ -50,10 +74,12 @@ def provenance(document: Mapping[str, Any]) -> str:
     return f"<sub>{document['hardware']['name']}, {dtype}{rounds}{listed}; {dated}; `{command}`</sub>"
 
 
-def _versions(made: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Of each package the version, or those that the runs had."""
-    names = dict.fromkeys(name for run in made for name in run["versions"] if name not in ("python", "tilesmith"))
-    each = {name: dict.fromkeys(run["versions"].get(name, "none") for run in made) for name in names}
+def _versions(document: Mapping[str, Any]) -> dict[str, str]:
+    """Of each package that took part the version, or those that the runs had."""
+    figures = {document["subject"], *(row["provider"] for row in document["rows"] if "us" in row)}
+    made = [run["versions"] for run in runs(document)]
+    names = dict.fromkeys(name for versions in made for name in versions if WHOSE.get(name, figures) & figures)
+    each = {name: dict.fromkeys(versions.get(name, "none") for versions in made) for name in names}
     return {name: " / ".join(versions) for name, versions in each.items()}
 
 
@@ -80,19 +106,19 @@ def _op_table(document: Mapping[str, Any]) -> str:
             for n in names
         ]
         ours = group.get(OURS, {})
-        twin = list(labels.values()).count(labels[case]) > 1 and case.replace("x", "×") != labels[case]
-        named = f"{labels[case]}, {case}" if twin else labels[case]
-        lines.append((named, what, *shown, rate(ours), _share(ours), _times(ours)))
+        lines.append((labels[case], what, *shown, rate(ours), _share(ours), _times(ours)))
     return grid(
         ("case", "pass", *(f"{name}, µs" for name in names), "rate", "of ceiling", "× best peer"), lines, left=2
     )
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """A case in short: the size of its first tensor, and its options. Siblings that share one get their names too."""
+    """A case in short: the size of its first tensor, its options, and its name, unless that only repeats them."""
     sizes = next((v for v in row["shapes"].values() if isinstance(v, list)), [])
     options = (n if v is True else f"{n} {v}" for n, v in row["shapes"].items() if _is_option(n, v))
-    return " ".join(("×".join(map(str, sizes)) or row["case"], *options))
+    said = " ".join(filter(None, ("×".join(map(str, sizes)), *options)))
+    repeated = {word.replace("x", "×") for word in row["case"].split("_")} <= set(said.split())
+    return said if repeated else ", ".join(filter(None, (said, row["case"])))
 
 
 def _is_option(name: str, value: Any) -> bool:

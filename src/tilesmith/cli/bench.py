@@ -173,7 +173,7 @@ def _fill(readme: Path, results: Path) -> None:
     try:
         text = readme.read_text(encoding="utf-8")
         filled = fill(text, results)
-    except FileNotFoundError as problem:
+    except (FileNotFoundError, ValueError) as problem:
         refuse(str(problem))
     readme.write_text(filled, encoding="utf-8")
     console.print(f"{readme}: {'tables filled' if filled != text else 'already up to date'}", highlight=False)
