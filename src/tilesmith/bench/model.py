@@ -6,7 +6,9 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -54,11 +56,13 @@ def run(
     command: str,
     only: tuple[str, ...] = PROVIDERS,
     rounds: int = 5,
+    limit: float = 600.0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """The document: for each provider time, tokens/s, peak memory (weights included) and kernels of one step.
 
-    optimize: makes ours out of the plain model, in place.
+    optimize: makes ours out of the plain model, in place. limit: seconds that a provider may take to be built and for
+    its first step, which compiles; a peer that takes longer is a row that says so.
     """
     head = {"model": shape.name, "batch": shape.batch, "tokens": shape.tokens, "sizes": asdict(shape)}
     ids = torch.randint(shape.vocab, (shape.batch, shape.tokens), device=device)
@@ -68,10 +72,11 @@ def run(
     for provider in only:
         progress(f"building {provider}")
         try:
-            model = _build(provider, shape, device, dtype, optimize)
+            with _within(limit):
+                model = _build(provider, shape, device, dtype, optimize)
+                step = _step(model, ids)
+                step()
             weights[provider] = sum(p.nbytes for p in model.parameters())
-            step = _step(model, ids)
-            step()
             steps[provider] = step
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
             if provider == "tilesmith":
@@ -90,6 +95,31 @@ def run(
             row["times_pytorch"] = round(timings["pytorch"].median_us / timing.median_us, 3)
         rows.append(row)
     return document("model", device, command, rows, dtype=str(dtype).removeprefix("torch."), rounds=rounds)
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError when the block has run for `seconds`, and again each second until it ends, since a compiler
+    may catch it. Without interval timers, or outside of the main thread, the block takes as long as it takes."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    late = TimeoutError(f"not built and run once within {seconds:g} s")
+
+    def stop(*_):
+        raise late
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    except Exception as problem:
+        if late.__traceback__ is not None and problem is not late:  # it was caught, and something else came of it
+            raise late from problem
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _build(provider: str, shape: Shape, device: torch.device, dtype: torch.dtype, optimize) -> torch.nn.Module:

@@ -39,6 +39,9 @@ def command(
     plot: Annotated[Path | None, typer.Option(help="Folder for plots of a sweep, SVG and PNG.")] = None,
     shape: Annotated[str, typer.Option(help="Which model: 1.5b, 1.5b-long or tiny.")] = "1.5b",
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median is reported.")] = 5,
+    limit: Annotated[
+        float, typer.Option(min=1, help="Of model: seconds until a provider that has not run once is given up.")
+    ] = 600,
     forward: Annotated[bool, typer.Option("--forward", help="Of ops only the forward.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write results as JSON; rows of other cases stay.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
@@ -71,7 +74,7 @@ def command(
         with console.status(f"measuring {subject}") as status:
             told = lambda step, subject=subject: status.update(f"measuring {subject}: {step}")  # noqa: E731
             if subject == "model":
-                found = _model(shape, {**measure, "progress": told})
+                found = _model(shape, {**measure, "progress": told, "limit": limit})
             elif subject == "host":
                 found = _host({**measure, "progress": told, "named": case or ()})
             else:
