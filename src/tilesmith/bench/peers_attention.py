@@ -74,7 +74,7 @@ def _flash_attention_4(args: Mapping[str, Any]) -> Callable[[], Any]:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     peer = "FlashAttention 4"
-    absent(args, peer, "kv_lengths", "prefix_lengths", "q_documents", "page_table", *_FACTORS)
+    absent(args, peer, "prefix_lengths", "q_documents", *_FACTORS)
     absent(args, peer, "alibi", "bias", "mask", "dropout_p")
     q, k, v = (args[name].transpose(1, 2) for name in ("q", "k", "v"))
     window = tuple(None if args.get(side, -1) < 0 else args[side] for side in ("window_left", "window_right"))
@@ -97,6 +97,10 @@ def _flash_attention_4(args: Mapping[str, Any]) -> Callable[[], Any]:
         for side in ("q", "k"):
             starts = args[f"cu_seqlens_{side}"]
             named |= {f"cu_seqlens_{side}": starts, f"max_seqlen_{side}": int(starts.diff().max())}
+
+    if args.get("kv_lengths") is not None:
+        attend = flash_attn_varlen_func
+        named |= {"seqused_k": args["kv_lengths"], "page_table": args.get("page_table")}
 
     def call():
         out = attend(q, k, v, **named)
