@@ -172,6 +172,26 @@ def test_bench_prints_and_saves(tmp_path, monkeypatch):
     assert "| forward |" in readme.read_text()
 
 
+def test_a_run_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
+    from tilesmith.bench import run as bench
+
+    monkeypatch.setattr(bench, "ceilings", lambda device: Ceilings(1e9, 1e10))
+    measured = bench.case_rows
+
+    def stopped_at_the_third(*args):
+        names.append(args[1].name)
+        if len(names) == 3:
+            raise KeyboardInterrupt
+        return measured(*args)
+
+    names: list[str] = []
+    monkeypatch.setattr(bench, "case_rows", stopped_at_the_third)
+    options = ("--against", "pytorch", "--device", "cpu", "--save", "--out", tmp_path)
+    assert run("bench", OP, *options)[0] != 0
+    (path,) = tmp_path.rglob("*.json")
+    assert {row["case"] for row in json.loads(path.read_text())["rows"]} == set(names[:2])
+
+
 @pytest.fixture
 def config(tmp_path, missing):
     """A folder with the config.json of a tiny Llama."""

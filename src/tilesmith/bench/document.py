@@ -68,8 +68,9 @@ def save(document: dict[str, Any], folder: Path, *, keep: bool = False) -> Path:
     facts = {name: value for name, value in document.items() if name != "rows"}
     head = json.dumps({**facts, "rows": []}, indent=1, ensure_ascii=False).removesuffix("[]\n}")
     rows = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in document["rows"])
-    path.write_text(f"{head}[\n{rows}\n ]\n}}\n", encoding="utf-8")
-    return path
+    whole = path.with_suffix(".json.new")
+    whole.write_text(f"{head}[\n{rows}\n ]\n}}\n", encoding="utf-8")
+    return whole.replace(path)  # at once: a run that is stopped here leaves the file as it was
 
 
 def merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -37,19 +37,22 @@ def run(
     named: Sequence[str] = (),
     rounds: int = 9,
     progress: Callable[[str], None] = lambda what: None,
+    so_far: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
     """The document: µs of host time and kernels of a forward, and of a forward and backward, for every provider.
 
-    only: providers to measure beside ours; named: ops; all by default. Raises ValueError for an op that is not here.
+    only: providers to measure beside ours; named: ops; all by default. so_far: is given the document after each op.
+    Raises ValueError for an op that is not here.
     """
     unknown = [name for name in named if name not in OPS]
     if unknown:
         raise ValueError(f"host time is measured of {', '.join(OPS)}; got {', '.join(unknown)}")
-    rows = []
+    found = document("host", device, command, [], dtype=str(dtype).removeprefix("torch."), rounds=rounds)
     for op in named or OPS:
         progress(op)
-        rows += _op_rows(op, device, dtype, only, rounds)
-    return document("host", device, command, rows, dtype=str(dtype).removeprefix("torch."), rounds=rounds)
+        found["rows"] += _op_rows(op, device, dtype, only, rounds)
+        so_far(found)
+    return found
 
 
 def _op_rows(op: str, device: torch.device, dtype: torch.dtype, only: Sequence[str], rounds: int) -> list[dict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -98,13 +98,14 @@ def run(
     rounds: int = 5,
     forward: bool = False,
     progress: Callable[[str], None] = lambda what: None,
+    so_far: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
     """The document of one op: for each case with `tag`, pass and provider a row with time, rate, memory or a reason,
     and with the arguments that a peer overwrites.
 
     only: providers to measure; named: cases to run, whatever their tags; empty means all. forward: no backward. A peer
-    that is missing or fails is a row with a reason; ours raises. ValueError when no case is left, and for the forward
-    alone of a loss.
+    that is missing or fails is a row with a reason; ours raises. so_far: is given the document after each case, for a
+    run that may not reach its end. ValueError when no case is left, and for the forward alone of a loss.
     """
     wanted = [c for c in cases(name) if (c.name in named if named else tag in c.tags) and dtype in c.dtypes]
     if not wanted:
@@ -112,22 +113,14 @@ def run(
         raise ValueError(
             f"no {_name(dtype)} case of {name} is {' or '.join(named) or 'tagged ' + tag}; there are: {known}"
         )
-    rows = []
+    found = document(name, device, command, [], dtype=_name(dtype), rounds=rounds, ceilings=asdict(ceilings(device)))
     for case in wanted:
         progress(case.name)
-        rows += case_rows(ops()[name], case, device, dtype, only, rounds, forward)
+        found["rows"] += case_rows(ops()[name], case, device, dtype, only, rounds, forward)
+        so_far(found)
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
-    limits = ceilings(device)
-    return document(
-        name,
-        device,
-        command,
-        rows,
-        dtype=_name(dtype),
-        rounds=rounds,
-        ceilings={"copy": limits.copy, "matmul": limits.matmul},
-    )
+    return found
 
 
 @lru_cache(maxsize=8)

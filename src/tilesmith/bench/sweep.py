@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -65,44 +65,45 @@ def run(
     rounds: int = 5,
     forward: bool = False,
     progress: Callable[[str], None] = lambda what: None,
+    so_far: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
     """The document of one sweep: rows as `bench.run.run` makes them, each with its value `at` and its `panel`.
 
     at: values of the axis, those of `values` by default. only: providers to measure besides ours, named: panels whose
-    names contain one of these; all by default. forward: no backward. Raises ValueError for an axis or a panel that the
-    op has not, for values below 1, and for the forward alone of a loss.
+    names contain one of these; all by default. forward: no backward. so_far: is given the document after each case, for
+    a run that may not reach its end. Raises ValueError for an axis or a panel that the op has not, for values below 1,
+    and for the forward alone of a loss.
     """
     if axis not in axes(op):
         known = ", ".join(axes(op)) or "none"
         raise ValueError(f"{op} cannot be swept along {axis}; it has: {known}")
     if any(value < 1 for value in at):
         raise ValueError(f"values of {axis} must be at least 1, got {', '.join(map(str, at))}")
-    rows, held = [], LARGE if device.type != "cpu" else SMALL
-    for value in at or values(op, axis, device):
-        made = cases(op, axis, value, held)
-        wanted = [(panel, case) for panel, case in made if not named or any(n in panel for n in named)]
-        if not wanted:
-            known = ", ".join(panel for panel, _ in made if panel)
-            said = f"there are: {known}" if known else "its one panel has no name"
-            raise ValueError(f"no panel of {op} is {' or '.join(named)}; {said}")
-        for panel, case in wanted:
-            progress(case.name)
-            found = case_rows(ops()[op], case, device, dtype, only, rounds, forward)
-            rows += [{**row, "at": value, "panel": panel} for row in found]
-            if device.type != "cpu":
-                torch.get_device_module(device).empty_cache()
-    limits = ceilings(device)
-    label = INPUTS[op][axis].label or AXES[axis].label
-    return document(
+    held = LARGE if device.type != "cpu" else SMALL
+    planned = [(value, *made) for value in at or values(op, axis, device) for made in cases(op, axis, value, held)]
+    wanted = [made for made in planned if not named or any(n in made[1] for n in named)]
+    if not wanted:
+        known = ", ".join(dict.fromkeys(panel for _, panel, _ in planned if panel))
+        said = f"there are: {known}" if known else "its one panel has no name"
+        raise ValueError(f"no panel of {op} is {' or '.join(named)}; {said}")
+    found = document(
         f"{op}-{axis}",
         device,
         command,
-        rows,
+        [],
         dtype=str(dtype).removeprefix("torch."),
         rounds=rounds,
-        ceilings={"copy": limits.copy, "matmul": limits.matmul},
-        sweep={"op": op, "axis": axis, "label": label},
+        ceilings=asdict(ceilings(device)),
+        sweep={"op": op, "axis": axis, "label": INPUTS[op][axis].label or AXES[axis].label},
     )
+    for value, panel, case in wanted:
+        progress(case.name)
+        rows = case_rows(ops()[op], case, device, dtype, only, rounds, forward)
+        found["rows"] += [{**row, "at": value, "panel": panel} for row in rows]
+        so_far(found)
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
+    return found
 
 
 def cases(op: str, axis: str, value: int, held: Held) -> list[tuple[str, Case]]:

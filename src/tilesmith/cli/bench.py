@@ -66,24 +66,29 @@ def command(
         return
     if plot is not None and sweep is None:
         refuse("--plot draws a sweep; say along what: --sweep columns, tokens or vocabulary")
+    from tilesmith.bench.document import save as write
+
     where = device_named(device)
     line = "tilesmith " + shlex.join(sys.argv[1:])
     measure = {"device": where, "dtype": dtype_named(dtype, where), "command": line, "rounds": rounds}
     measure["only"] = tuple(filter(None, against.split(",")))
+
+    def so_far(found: dict[str, Any]) -> None:
+        if save:
+            write(found, out, keep=True)
+
     for subject in _subjects(what, tag or _tag(where), sweep):
         with console.status(f"measuring {subject}") as status:
             told = lambda step, subject=subject: status.update(f"measuring {subject}: {step}")  # noqa: E731
             if subject == "model":
                 found = _model(shape, {**measure, "progress": told, "limit": limit})
             elif subject == "host":
-                found = _host({**measure, "progress": told, "named": case or ()})
+                found = _host({**measure, "progress": told, "so_far": so_far, "named": case or ()})
             else:
-                asked = {**measure, "progress": told, "named": case or (), "forward": forward}
+                asked = {**measure, "progress": told, "so_far": so_far, "named": case or (), "forward": forward}
                 found = _op(subject, sweep, asked, tag or _tag(where))
         _show(found)
         if save:
-            from tilesmith.bench.document import save as write
-
             some = subject == "model" or bool(case) or forward or "=" in (sweep or "")
             console.print(f"wrote {write(found, out, keep=some)}", highlight=False)
         if plot is not None:
