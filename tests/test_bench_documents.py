@@ -68,7 +68,7 @@ def test_a_readme_is_filled_from_results(tmp_path):
     text = "before\n<!-- bench:cpu/an_op -->\nold\n<!-- /bench -->\nafter\n"
     filled = tables.fill(text, tmp_path)
     assert filled.splitlines()[2:5] == [
-        "| case | pass | tilesmith, µs | liger, µs | rate | of ceiling | × best peer |",
+        "| `an_op` | pass | tilesmith, µs | liger, µs | rate | of ceiling | × best peer |",
         "| :-- | :-- | --: | --: | --: | --: | --: |",
         "| 16×32 causal, a | forward | **10** | 15 | 4 TB/s | 95% | 1.50 |",
     ]

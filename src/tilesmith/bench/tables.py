@@ -107,9 +107,8 @@ def _op_table(document: Mapping[str, Any]) -> str:
         ]
         ours = group.get(OURS, {})
         lines.append((labels[case], what, *shown, rate(ours), _share(ours), _times(ours)))
-    return grid(
-        ("case", "pass", *(f"{name}, µs" for name in names), "rate", "of ceiling", "× best peer"), lines, left=2
-    )
+    head = (f"`{document['subject']}`", "pass", *(f"{name}, µs" for name in names))
+    return grid((*head, "rate", "of ceiling", "× best peer"), lines, left=2)
 
 
 def label(row: Mapping[str, Any]) -> str:
