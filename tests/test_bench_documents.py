@@ -117,4 +117,5 @@ def test_rates_use_the_unit_that_shows_them():
     assert tables.rate({"TB/s": 4.256, "bound": "copy"}) == "4.26 TB/s"
     assert tables.rate({"TB/s": 0.0042, "bound": "copy"}) == "4.2 GB/s"
     assert tables.rate({"TFLOP/s": 612.3, "TB/s": 1.0, "bound": "matmul"}) == "612 TFLOP/s"
+    assert tables.rate({"TFLOP/s": 1143.6, "bound": "matmul"}) == "1,144 TFLOP/s"
     assert tables.rate({}) == "–"

@@ -170,6 +170,8 @@ def rate(row: Mapping[str, Any]) -> str:
     if unit not in row:
         return "–"
     value = row[unit]
+    if value >= 1000:
+        return f"{value:,.0f} {unit}"
     return f"{value:.3g} {unit}" if value >= 0.1 else f"{value * 1e3:.3g} {unit.replace('T', 'G', 1)}"
 
 
