@@ -321,3 +321,16 @@ def test_an_activated_product_keeps_one_tensor_of_its_size(activation, kept):
     assert sum(t.shape == y.shape for t in y.grad_fn.saved_tensors if t is not None) == kept
     y.backward(torch.randn_like(y))
     assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("norm_dim", ["head", "row"])
+def test_normed_and_turned_states_keep_nothing_but_what_came_in(norm_dim):
+    q, k = (torch.randn(2, heads, 5, 16, device=DEVICE, requires_grad=True) for heads in (4, 2))
+    weights = [torch.ones(16 * (heads if norm_dim == "row" else 1), device=DEVICE) for heads in (4, 2)]
+    angle = torch.randn(5, 8, device=DEVICE)
+    given = q, k, *weights, angle.cos(), angle.sin()
+    q_out, k_out = ops.rms_norm_rope(*given, norm_dim=norm_dim)
+    kept = {t.data_ptr() for t in q_out.grad_fn.saved_tensors if t is not None}
+    assert kept <= {t.data_ptr() for t in given}
+    (q_out.sum() + k_out.sum()).backward()
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape

@@ -172,7 +172,7 @@ def create_rms_norm_rope_kernel(config: RMSNormRoPEConfig) -> KernelIR:
         start = at * (config.normed // config.head_dim * head)
         angles = min(positions[at // parts], config.max_seq_len - 1) * half
         live = part < rows * parts
-        body(x, weight, cos, sin, y, None, part, t, live, start, start, head, head, angles, eps, None)
+        body(x, weight, cos, sin, y, t, live, start, start, head, head, angles, eps, None)
 
     return build(rms_norm_rope, (plan.workgroup, 1, 1))
 
@@ -183,7 +183,7 @@ def create_heads_norm_rope_kernel(config: HeadsNormRoPEConfig) -> KernelIR:
 
     Tensors x, y: heads at batch · x_batch + token · x_token + head · x_head, likewise y, counted in vectors of
     `config.lanes` elements; weight: [normed]; cos, sin: f32 [angles, head_dim / 2], the row of a token being its number
-    modulo `angles`; rstd: f32 [rows · parts]. Scalars: rows (batch · tokens), tokens, angles, the six steps, eps, and
+    modulo `angles`. Scalars: rows (batch · tokens), tokens, angles, the six steps, eps, and
     with a weight offset. Grid: `config.grid(rows)`.
     """
     checks.a(config, HeadsNormRoPEConfig)
@@ -200,7 +200,6 @@ def create_heads_norm_rope_kernel(config: HeadsNormRoPEConfig) -> KernelIR:
         cos: In[plan.wide],
         sin: In[plan.wide],
         y: Out[stored],
-        rstd: Out[f32],
         rows: Scalar[u32],
         tokens: Scalar[u32],
         angles: Scalar[u32],
@@ -219,8 +218,7 @@ def create_heads_norm_rope_kernel(config: HeadsNormRoPEConfig) -> KernelIR:
         start = batch * x_batch + token * x_token + head * x_head
         place = batch * y_batch + token * y_token + head * y_head
         live, angle = part < rows * parts, row % angles * half
-        first = part * together
-        body(x, weight, cos, sin, y, rstd, first, t, live, start, place, x_head, y_head, angle, eps, offset)
+        body(x, weight, cos, sin, y, t, live, start, place, x_head, y_head, angle, eps, offset)
 
     return build(heads_norm_rope, (plan.workgroup, 1, 1), subgroup_size=config.subgroup)
 
@@ -236,7 +234,7 @@ def _body(
     together: int = 1,
 ):
     """The body of both kernels. half: pairs a head, in vectors. together: heads that a thread has vectors of, whose
-    loads are all in flight at once. `rstd`, `weight` and `offset` may be None."""
+    loads are all in flight at once. `weight` and `offset` may be None."""
     wide, two, sweep, llama = plan.wide, vector(f32, 2), plan.sweep, casting == "llama"
     rounded = vector(plan.scalar, plan.lanes)
     factor = rounded if scaled is stored else wide  # what weight + offset is rounded to, for "llama"
@@ -266,7 +264,7 @@ def _body(
         return n
 
     @inline
-    def body(x, weight, cos, sin, y, rstd, part, t, live, start, place, x_head, y_head, angles, eps, offset):
+    def body(x, weight, cos, sin, y, t, live, start, place, x_head, y_head, angles, eps, offset):
         stage = shared(f32, plan.workgroup) if plan.stages else None
         firsts = local(wide, plan.count * together) if plan.keep else None
         seconds = local(wide, plan.count * together) if plan.keep else None
@@ -293,8 +291,6 @@ def _body(
                     scales[h] += across(a * a + b * b, plan.lanes)
         for h in unroll(together):
             scales[h] = rsqrt(row_sum(scales[h], stage, plan.threads, plan.subgroup) / f32(normed) + eps)
-            if rstd is not None and t == 0 and live:
-                rstd[part + h] = scales[h]
         for k in sweep(plan.count):
             p = t + k * plan.threads
             if live and (plan.exact or p < plan.vectors):

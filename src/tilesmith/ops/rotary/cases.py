@@ -167,6 +167,8 @@ CASES: dict[str, list[Case]] = {
         normed("frozen_weights", _rope(2, 2, 1, 5, 16), SMALL, frozen=True),
         normed("fp32_weights", _rope(2, 2, 1, 5, 16), SMALL, weight_dtype=torch.float32),
         normed("offset_weights", _rope(2, 2, 1, 5, 16), SMALL, weight_offset=1.0, eps=1e-3),
+        normed("no_eps", _rope(2, 9, 3, 37, 16), SMALL, eps=0.0),
+        normed("row_no_eps", _rope(2, 9, 3, 37, 16), SMALL, norm_dim="row", eps=0.0),
         normed("llama", _rope(2, 2, 1, 5, 16), SMALL, casting="llama"),
         normed("llama_no_weights", _rope(2, 2, 1, 5, 16), SMALL, weights="", casting="llama"),
         normed("llama_fp32_weights", _rope(2, 2, 1, 5, 16), SMALL, weight_dtype=torch.float32, casting="llama"),

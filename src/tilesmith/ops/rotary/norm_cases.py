@@ -35,16 +35,7 @@ def _angles(cos: Tensor, tokens: int) -> int:
     return 2 * cos.shape[-1] * cos.element_size() * min(tokens, cos.shape[-2]) * (cos.shape[0] if cos.ndim == 3 else 1)
 
 
-def _rstds(q: Tensor, k: Tensor | None, norm_dim: str) -> int:
-    lines = [x.numel() // x.shape[-1] // (x.shape[1] if norm_dim == "row" else 1) for x in (q, k) if x is not None]
-    return 4 * sum(lines)
-
-
 bytes_moved = {
-    "rms_norm_rope": lambda q, k, cos, norm_dim: (
-        2 * (_states(q) + _states(k)) + _angles(cos, q.shape[2]) + _rstds(q, k, norm_dim)
-    ),
-    "rms_norm_rope_vjp": lambda q, k, cos, norm_dim: (
-        3 * (_states(q) + _states(k)) + _angles(cos, q.shape[2]) + _rstds(q, k, norm_dim)
-    ),
+    "rms_norm_rope": lambda q, k, cos: 2 * (_states(q) + _states(k)) + _angles(cos, q.shape[2]),
+    "rms_norm_rope_vjp": lambda q, k, cos: 3 * (_states(q) + _states(k)) + _angles(cos, q.shape[2]),
 }

@@ -15,18 +15,8 @@ NORM_DIMS = ("head", "row")
 CASTINGS = ("fp32", "llama")
 
 
-def _fake(q: Tensor, k: Tensor | None, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    norm_dim = rest[9]
-    q_rstd = _fake_rstd(q, norm_dim)
-    if k is None:
-        return torch.empty_like(q), q.new_empty(0), q_rstd, q_rstd.new_empty(0)
-    return torch.empty_like(q), torch.empty_like(k), q_rstd, _fake_rstd(k, norm_dim)
-
-
-def _fake_rstd(x: Tensor, norm_dim: str) -> Tensor:
-    batch, heads, tokens, _ = x.shape
-    per_token = heads if norm_dim == "head" else 1
-    return x.new_empty(batch, tokens, per_token, dtype=torch.promote_types(x.dtype, torch.float32))
+def _fake(q: Tensor, k: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
 
 
 def _fake_vjp(
@@ -114,8 +104,7 @@ rms_norm_rope = Op(
     norm_reference.rms_norm_rope,
     fake=_fake,
     vjp=rms_norm_rope_vjp,
-    outputs=("q_out", "k_out", "q_rstd", "k_rstd"),
-    public=2,
+    outputs=("q_out", "k_out"),
     check=_check,
     kernels=EVERYWHERE,
     sharding=_spread,

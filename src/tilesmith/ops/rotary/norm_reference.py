@@ -25,7 +25,7 @@ def rms_norm_rope(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     casting: str = "fp32",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """rope(rms_norm(q)), rope(rms_norm(k)) in one pass: QK-norm as Qwen 3, Gemma 3 and Olmo 2 have it.
 
     Args:
@@ -42,17 +42,14 @@ def rms_norm_rope(
 
     Returns:
         (q_out, k_out), each with the shape, dtype and memory order of its input (dense, as ``torch.empty_like`` lays it
-        out); k_out is an empty tensor if ``k`` is None. dq and dk are laid out alike. Saved beyond the inputs is one
-        fp32 number for each head, or for each token.
+        out); k_out is an empty tensor if ``k`` is None. dq and dk are laid out alike. Nothing is saved beyond the
+        inputs: the gradient reads the states anyway, and takes their norms again.
 
     Raises ValueError or TypeError for what does not fit. Sources: arXiv:1910.07467, arXiv:2104.09864, arXiv:2302.05442.
     """
     cos, sin = rotary._angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
-    q_out, q_rstd = _norm_rope(q, q_weight, cos, sin, interleaved, norm_dim, eps, weight_offset, casting)
-    if k is None:
-        return q_out, q.new_empty(0), q_rstd, q_rstd.new_empty(0)
-    k_out, k_rstd = _norm_rope(k, k_weight, cos, sin, interleaved, norm_dim, eps, weight_offset, casting)
-    return q_out, k_out, q_rstd, k_rstd
+    rest = cos, sin, interleaved, norm_dim, eps, weight_offset, casting
+    return _norm_rope(q, q_weight, *rest), q.new_empty(0) if k is None else _norm_rope(k, k_weight, *rest)
 
 
 def rms_norm_rope_vjp(
@@ -67,11 +64,10 @@ def rms_norm_rope_vjp(
     positions: Tensor | None,
     offsets: Tensor | None,
     cu_seqlens: Tensor | None,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
     offset: int,
     interleaved: bool,
     norm_dim: str,
+    eps: float,
     weight_offset: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,9 +78,9 @@ def rms_norm_rope_vjp(
     """
     wants_q, wants_k, wants_q_weight, wants_k_weight = output_mask
     cos, sin = rotary._angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
-    angles = cos, sin, interleaved, norm_dim
-    dq, dq_weight = _norm_rope_vjp(dq_out, q, q_weight, q_rstd, *angles, weight_offset, (wants_q, wants_q_weight))
-    dk, dk_weight = _norm_rope_vjp(dk_out, k, k_weight, k_rstd, *angles, weight_offset, (wants_k, wants_k_weight))
+    rest = cos, sin, interleaved, norm_dim, eps, weight_offset
+    dq, dq_weight = _norm_rope_vjp(dq_out, q, q_weight, *rest, (wants_q, wants_q_weight))
+    dk, dk_weight = _norm_rope_vjp(dk_out, k, k_weight, *rest, (wants_k, wants_k_weight))
     return tuple(q.new_empty(0) if d is None else d for d in (dq, dk, dq_weight, dk_weight))
 
 
@@ -98,23 +94,21 @@ def _norm_rope(
     eps: float,
     weight_offset: float,
     casting: str,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32)) if casting == "fp32" else x
-    n, rstd = norms.rms_norm(_rows(wide, norm_dim), weight, eps, weight_offset, casting)
-    out = rotary._rotate(_heads(n, x), cos, sin, interleaved)
-    rstd = rstd if norm_dim == "head" else rstd.unsqueeze(-1)
-    return torch.empty_like(x).copy_(out), rstd.contiguous()
+    n, _ = norms.rms_norm(_rows(wide, norm_dim), weight, eps, weight_offset, casting)
+    return torch.empty_like(x).copy_(rotary._rotate(_heads(n, x), cos, sin, interleaved))
 
 
 def _norm_rope_vjp(
     dout: Tensor | None,
     x: Tensor | None,
     weight: Tensor | None,
-    rstd: Tensor,
     cos: Tensor,
     sin: Tensor,
     interleaved: bool,
     norm_dim: str,
+    eps: float,
     weight_offset: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -122,8 +116,8 @@ def _norm_rope_vjp(
         return None, None
     acc = torch.promote_types(x.dtype, torch.float32)
     dn = rotary._rotate(dout.to(acc), cos, -sin, interleaved)
-    rstd = rstd if norm_dim == "head" else rstd.squeeze(-1)
     rows = _rows(x.to(acc), norm_dim)
+    rstd = torch.rsqrt(rows.square().mean(-1) + eps)
     dx, dweight = norms.rms_norm_vjp(_rows(dn, norm_dim), rows, weight, rstd, weight_offset, output_mask)
     return (
         torch.empty_like(x).copy_(_heads(dx, x)) if output_mask[0] else None,

@@ -20,20 +20,19 @@ def _norm_rope(
     eps: float,
     weight_offset: float,
     casting: str,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """cos, sin: fp32 [angles, D/2], one row for each token of a row of the batch or of the batch."""
     batch, heads, tokens, dim = x.shape
     y = torch.empty_like(x)
-    rstd = x.new_empty(batch, tokens, heads if norm_dim == "head" else 1, dtype=torch.float32)
     if x.numel() == 0:
-        return y, rstd
+        return y
     types = [portable.TYPES[x.dtype], None if weight is None else portable.TYPES[weight.dtype]]
     width = portable.threads(heads * dim if norm_dim == "row" else dim)
     config = HeadsNormRoPEConfig(heads, dim, *types, norm_dim, interleaved, casting, width, subgroup_of(x.device))
     out = y if y.stride(3) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
     given, x_steps = portable.flat(x if x.stride(3) == 1 else x.contiguous(), config.lanes)
     taken, y_steps = portable.flat(out, config.lanes)
-    tensors = {"x": given, "cos": cos, "sin": sin, "y": taken, "rstd": rstd}
+    tensors = {"x": given, "cos": cos, "sin": sin, "y": taken}
     scalars = {"rows": batch * tokens, "tokens": tokens, "angles": cos.shape[0], "eps": eps}
     for name, (of_batch, of_head, of_token) in (("x", x_steps), ("y", y_steps)):
         scalars |= {f"{name}_batch": of_batch, f"{name}_token": of_token, f"{name}_head": of_head}
@@ -41,7 +40,7 @@ def _norm_rope(
         tensors["weight"] = portable.flat(weight.contiguous(), config.lanes)[0]
         scalars["offset"] = weight_offset
     portable.launch(create_heads_norm_rope_kernel(config), config.grid(batch * tokens), tensors, scalars)
-    return y if out is y else y.copy_(out), rstd
+    return y if out is y else y.copy_(out)
 
 
 def _reasons(call) -> list[str]:
@@ -70,7 +69,7 @@ def rms_norm_rope(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     casting: str = "fp32",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """A launch for q and one for k; the angles of tokens that are not simply counted are gathered beforehand."""
     tokens = q.shape[2]
     if cos.ndim == 2 and positions is None and offsets is None and cu_seqlens is None:
@@ -79,8 +78,4 @@ def rms_norm_rope(
         cos, sin = reference._angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
     angles = [portable.aligned(x.float().reshape(-1, x.shape[-1])) for x in (cos, sin)]
     rest = (*angles, interleaved, norm_dim, eps, weight_offset, casting)
-    q_out, q_rstd = _norm_rope(q, q_weight, *rest)
-    if k is None:
-        return q_out, q.new_empty(0), q_rstd, q_rstd.new_empty(0)
-    k_out, k_rstd = _norm_rope(k, k_weight, *rest)
-    return q_out, k_out, q_rstd, k_rstd
+    return _norm_rope(q, q_weight, *rest), q.new_empty(0) if k is None else _norm_rope(k, k_weight, *rest)

@@ -88,7 +88,7 @@ def _sum_group(squares, ROW: tl.constexpr):
 def _rms_norm_rope_fwd_kernel(
     q_ptr, q_row, q_head, q_token, q_dim, q_out_ptr, q_out_row, q_out_head, q_out_token, q_out_dim,
     k_ptr, k_row, k_head, k_token, k_dim, k_out_ptr, k_out_row, k_out_head, k_out_token, k_out_dim,
-    q_weight_ptr, k_weight_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, cos_row, sin_row,
+    q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, cos_row, sin_row,
     positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, cu_seqlens_ptr, cu_seqlens_step,
     offset, num_positions, num_rows, num_tokens, q_heads, k_heads, documents, search_steps,
     eps, weight_offset,
@@ -179,7 +179,6 @@ def _rms_norm_rope_fwd_kernel(
                 squares += unturned[step] * unturned[step]
             total += _sum_group(squares, ROW)
         rstd = tl.rsqrt(total * (1.0 / (DIM * num_heads)) + eps)
-    rstd_ptr = tl.where(is_q, q_rstd_ptr, k_rstd_ptr)
     for step in tl.static_range(STEPS):
         here = heads + step * BLOCK_HEADS
         inside = (tokens[:, None, None] < num_tokens) & (here[None, :, None] < num_heads)
@@ -215,11 +214,6 @@ def _rms_norm_rope_fwd_kernel(
                 )  # fmt: skip
             y_rest = _scale(unturned[step] * rstd, factor_rest, q_out_ptr, LLAMA).to(q_out_ptr.dtype.element_ty)
             tl.store(y_line + rest[None, None, :] * y_dim, y_rest, mask=inside & (rest < DIM)[None, None, :])
-        # last: rstd changes threads on its way, which the rest need not wait for
-        if not ROW:
-            tl.store(rstd_ptr + (row * num_tokens + line) * num_heads + here[None, :, None], rstd, mask=inside)
-    if ROW:
-        tl.store(rstd_ptr + row * num_tokens + line, rstd, mask=line < num_tokens)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -228,10 +222,10 @@ def _rms_norm_rope_bwd_kernel(
     q_ptr, q_row, q_head, q_token, q_dim, dq_ptr, dq_row, dq_head, dq_token, dq_dim,
     dk_out_ptr, dk_out_row, dk_out_head, dk_out_token, dk_out_dim,
     k_ptr, k_row, k_head, k_token, k_dim, dk_ptr, dk_row, dk_head, dk_token, dk_dim,
-    q_weight_ptr, k_weight_ptr, q_rstd_ptr, k_rstd_ptr, partial_ptr, cos_ptr, sin_ptr, cos_row, sin_row,
+    q_weight_ptr, k_weight_ptr, partial_ptr, cos_ptr, sin_ptr, cos_row, sin_row,
     positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, cu_seqlens_ptr, cu_seqlens_step,
     offset, num_positions, num_tokens, token_blocks, tiles, strips, q_heads, k_heads,
-    documents, search_steps, weight_offset,
+    documents, search_steps, eps, weight_offset,
     COS_POSITION: tl.constexpr, COS_PAIR: tl.constexpr, SIN_POSITION: tl.constexpr, SIN_PAIR: tl.constexpr,
     PER_TOKEN: tl.constexpr, POSITIONS: tl.constexpr, OFFSETS: tl.constexpr, PACKED: tl.constexpr,
     ROW: tl.constexpr, INTERLEAVED: tl.constexpr, WANTS_DX: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr,
@@ -260,7 +254,6 @@ def _rms_norm_rope_bwd_kernel(
     dx_base, dx_row = tl.where(is_q, dq_ptr, dk_ptr), tl.where(is_q, dq_row, dk_row)
     dx_head, dx_token = tl.where(is_q, dq_head, dk_head).to(tl.int64), tl.where(is_q, dq_token, dk_token)
     dx_dim = tl.where(is_q, dq_dim, dk_dim).to(tl.int64)
-    rstd_ptr = tl.where(is_q, q_rstd_ptr, k_rstd_ptr)
 
     pair = tl.arange(0, BLOCK_PAIRS)
     exists = pair < PAIRS
@@ -298,12 +291,7 @@ def _rms_norm_rope_bwd_kernel(
             x_line, dy_line = x_ptr + step * BLOCK_HEADS * x_head, dy_ptr + step * BLOCK_HEADS * dy_head
             first, second = _split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
             dy_first, dy_second = _split_line(dy_line, dy_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
-            if ROW:
-                rstd = tl.load(rstd_ptr + row * num_tokens + line, mask=line < num_tokens, other=0.0)
-            else:
-                rstd_at = rstd_ptr + (row * num_tokens + line) * num_heads + head + step * BLOCK_HEADS
-                rstd = tl.load(rstd_at, mask=inside, other=0.0)
-            loaded += ((first, second, dy_first, dy_second, rstd),)
+            loaded += ((first, second, dy_first, dy_second),)
         if PER_TOKEN:
             position = tokens.to(tl.int64)
         else:
@@ -323,7 +311,17 @@ def _rms_norm_rope_bwd_kernel(
             sin = cos
         for step in tl.static_range(STEPS):
             inside = (line < num_tokens) & (head + step * BLOCK_HEADS < num_heads)
-            first, second, dy_first, dy_second, rstd = loaded[step]
+            first, second, dy_first, dy_second = loaded[step]
+            squares = _sum_group(first * first + second * second, ROW)
+            if DIM > 2 * PAIRS:
+                rest_mask = inside & (rest < DIM)[None, None, :]
+                x_rest = x_ptr + step * BLOCK_HEADS * x_head + rest[None, None, :] * x_dim
+                dy_rest = dy_ptr + step * BLOCK_HEADS * dy_head + rest[None, None, :] * dy_dim
+                unturned = tl.load(x_rest, mask=rest_mask, other=0.0).to(tl.float32)
+                dn_rest = tl.load(dy_rest, mask=rest_mask, other=0.0).to(tl.float32)
+                squares += _sum_group(unturned * unturned, ROW)
+            # 0 for lines that do not exist, whose x of 0 would add NaN to dweight where eps is 0
+            rstd = tl.where(line < num_tokens if ROW else inside, tl.rsqrt(squares * count + eps), 0.0)
             first *= rstd
             second *= rstd
             dn_first, dn_second = dy_first * cos + dy_second * sin, dy_second * cos - dy_first * sin
@@ -331,11 +329,7 @@ def _rms_norm_rope_bwd_kernel(
                 sum_first += dn_first * first
                 sum_second += dn_second * second
             if DIM > 2 * PAIRS:
-                rest_mask = inside & (rest < DIM)[None, None, :]
-                x_rest = x_ptr + step * BLOCK_HEADS * x_head + rest[None, None, :] * x_dim
-                dy_rest = dy_ptr + step * BLOCK_HEADS * dy_head + rest[None, None, :] * dy_dim
-                unturned = tl.load(x_rest, mask=rest_mask, other=0.0).to(tl.float32) * rstd
-                dn_rest = tl.load(dy_rest, mask=rest_mask, other=0.0).to(tl.float32)
+                unturned *= rstd
                 sum_rest += dn_rest * unturned
             if WANTS_DX:
                 dn_first *= factor_first
@@ -447,7 +441,6 @@ def _norm_rotate(
     k: Tensor | None,
     weights: tuple[Tensor | None, Tensor | None],
     outs: tuple[Tensor, Tensor | None],
-    rstds: tuple[Tensor, Tensor | None],
     where: _Where,
     row: bool,
     numbers: tuple[float, float],
@@ -462,13 +455,13 @@ def _norm_rotate(
     token_blocks = cdiv(num_tokens, tile.tokens)
     if batch * token_blocks * head_blocks == 0:
         return
-    q_out, q_weight, q_rstd = outs[0], weights[0], rstds[0]
+    q_out, q_weight = outs[0], weights[0]
     # Absent tensors are stood in for by one that is never read through them.
-    k, k_out, k_weight, k_rstd = (q, q_out, q_weight, q_rstd) if k is None else (k, outs[1], weights[1], rstds[1])
+    k, k_out, k_weight = (q, q_out, q_weight) if k is None else (k, outs[1], weights[1])
     launch(
         _rms_norm_rope_fwd_kernel, (head_blocks * token_blocks, *_rows_grid(batch)),
         q, *q.stride(), q_out, *q_out.stride(), k, *k.stride(), k_out, *k_out.stride(),
-        q_weight, k_weight, q_rstd, k_rstd, *where.pointers(),
+        q_weight, k_weight, *where.pointers(),
         batch, num_tokens, q_heads, k_heads, *where.documents(), *numbers,
         ROW=row, LLAMA=llama, BLOCK_TOKENS=tile.tokens, BLOCK_HEADS=tile.heads, num_warps=tile.num_warps,
         HEAD_BLOCKS=head_blocks, STEPS=tile.steps, **where.flags(dim),
@@ -481,7 +474,6 @@ class _Side(NamedTuple):
     dout: Tensor
     x: Tensor
     weight: Tensor | None
-    rstd: Tensor
     dx: Tensor | None
     sums: bool
 
@@ -494,7 +486,7 @@ def _stages(x: Tensor, tile: _Tile, config: NormRopeConfig) -> int:
 
 
 def _differentiate(
-    q: _Side, k: _Side | None, where: _Where, row: bool, weight_offset: float, config: NormRopeConfig
+    q: _Side, k: _Side | None, where: _Where, row: bool, numbers: tuple[float, float], config: NormRopeConfig
 ) -> list[Tensor]:
     """Fill dx of q, and of k in the same launch; the partial sums [partials, D or H D] of each one's dweight."""
     batch, q_heads, num_tokens, dim = q.x.shape
@@ -519,8 +511,8 @@ def _differentiate(
             sides += [side.dout, *side.dout.stride(), side.x, *side.x.stride(), dx, *dx.stride()]
         launch(
             _rms_norm_rope_bwd_kernel, (strips * head_blocks,),
-            *sides, q.weight, other.weight, q.rstd, other.rstd, partial if q.sums else None, *where.pointers(),
-            num_tokens, token_blocks, tiles, strips, q_heads, k_heads, *where.documents(), weight_offset,
+            *sides, q.weight, other.weight, partial if q.sums else None, *where.pointers(),
+            num_tokens, token_blocks, tiles, strips, q_heads, k_heads, *where.documents(), *numbers,
             ROW=row, WANTS_DX=q.dx is not None, BLOCK_TOKENS=tile.tokens, BLOCK_HEADS=tile.heads,
             HEAD_BLOCKS=head_blocks, STEPS=tile.steps, STAGES=_stages(q.x, tile, config),
             CHAINED=q.sums and starts_early(q.x.device), num_warps=tile.num_warps, **where.flags(dim),
@@ -603,26 +595,20 @@ def rms_norm_rope(
     casting: str = "fp32",
     *,
     config: NormRopeConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Launch over (row, block of tokens, block of heads of q and k); apart where q and k are not of one kind."""
     row, numbers = norm_dim == "row", (eps, weight_offset)
     outs = torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
-    rstds = _empty_rstd(q, row), q.new_empty(0, dtype=torch.float32) if k is None else _empty_rstd(k, row)
     weights = dense(q_weight), dense(k_weight)
     where = _Where(cos, sin, positions, offsets, cu_seqlens, offset, interleaved)
     rest = where, row, numbers, casting == "llama", config
     if _together(q_weight, k, k_weight, row):
-        _norm_rotate(q, k, weights, outs, rstds, *rest)
+        _norm_rotate(q, k, weights, outs, *rest)
     else:
-        for x, weight, out, rstd in zip((q, k), weights, outs, rstds):
+        for x, weight, out in zip((q, k), weights, outs):
             if x is not None:
-                _norm_rotate(x, None, (weight, None), (out, None), (rstd, None), *rest)
-    return *outs, *rstds
-
-
-def _empty_rstd(x: Tensor, row: bool) -> Tensor:
-    batch, heads, tokens, _ = x.shape
-    return x.new_empty(batch, tokens, 1 if row else heads, dtype=torch.float32)
+                _norm_rotate(x, None, (weight, None), (out, None), *rest)
+    return outs
 
 
 @register_kernel("rms_norm_rope_vjp", backend="triton", rank=20, rejects=_reasons)
@@ -641,36 +627,35 @@ def rms_norm_rope_vjp(
     positions: Tensor | None,
     offsets: Tensor | None,
     cu_seqlens: Tensor | None,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
     offset: int,
     interleaved: bool,
     norm_dim: str,
+    eps: float,
     weight_offset: float,
     output_mask: Sequence[bool],
     *,
     config: NormRopeConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch for q and k where they are of one kind and want the same, then one sum for each weight."""
-    row = norm_dim == "row"
+    row, numbers = norm_dim == "row", (eps, weight_offset)
     where = _Where(cos, sin, positions, offsets, cu_seqlens, offset, interleaved)
     sides: list[_Side | None] = []
-    given = zip((dq_out, dk_out), (q, k), (q_weight, k_weight), (q_rstd, k_rstd), output_mask[:2], output_mask[2:])
-    for dout, x, weight, rstd, wants_x, wants_weight in given:
+    given = zip((dq_out, dk_out), (q, k), (q_weight, k_weight), output_mask[:2], output_mask[2:])
+    for dout, x, weight, wants_x, wants_weight in given:
         if dout is None or x is None or not (wants_x or wants_weight):
             sides.append(None)
         else:
             dx = torch.empty_like(x) if wants_x else None
-            sides.append(_Side(dout, x, dense(weight), rstd, dx, wants_weight))
+            sides.append(_Side(dout, x, dense(weight), dx, wants_weight))
     partials: list[Tensor | None] = [None, None]
     first, second = sides
     alike = first and second and (first.dx is None, first.sums) == (second.dx is None, second.sums)
     if alike and _together(q_weight, k, k_weight, row):
-        partials = _differentiate(first, second, where, row, weight_offset, config)
+        partials = _differentiate(first, second, where, row, numbers, config)
     else:
         for i, side in enumerate(sides):
             if side is not None:
-                partials[i] = _differentiate(side, None, where, row, weight_offset, config)[0]
+                partials[i] = _differentiate(side, None, where, row, numbers, config)[0]
     dx = [q.new_empty(0) if side is None or side.dx is None else side.dx for side in sides]
     dweight = [
         q.new_empty(0) if side is None or not side.sums else side.weight.new_empty(partial.shape[1])
