@@ -19,7 +19,7 @@ VARYING = (
 @triton.jit
 def _positions(
     row, tokens, positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step,
-    cu_seqlens_ptr, cu_seqlens_step, offset, num_tokens, documents, search_steps,
+    cu_seqlens_ptr, cu_seqlens_step, offset, documents, search_steps, num_tokens,
     POSITIONS: tl.constexpr, OFFSETS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """int64 positions of a block of tokens."""
@@ -43,6 +43,13 @@ def _positions(
     elif OFFSETS:
         position += tl.load(offsets_ptr + row * offsets_step).to(tl.int64)
     return position
+
+
+@triton.jit
+def _line_pointers(ptr, row_step, head_step, token_step, row, heads, tokens):
+    """Pointers [tokens, heads, 1] to the lines of a row of the batch."""
+    line = heads.to(tl.int64)[None, :, None] * head_step + tokens.to(tl.int64)[:, None, None] * token_step
+    return ptr + row * row_step + line
 
 
 @triton.jit
@@ -99,23 +106,23 @@ def _rope_kernel(
     row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     if row >= num_rows:
         return
-
     q_blocks = tl.cdiv(q_heads, BLOCK_HEADS * STEPS)
     is_q = head_block < q_blocks
     num_heads = tl.where(is_q, q_heads, k_heads)
-    x_ptr = tl.where(is_q, q_ptr, k_ptr) + row * tl.where(is_q, q_row, k_row)
-    y_ptr = tl.where(is_q, q_out_ptr, k_out_ptr) + row * tl.where(is_q, q_out_row, k_out_row)
+    x_head = tl.where(is_q, q_head, k_head).to(tl.int64)
     x_dim = tl.where(is_q, q_dim, k_dim).to(tl.int64)
+    y_head = tl.where(is_q, q_out_head, k_out_head).to(tl.int64)
     y_dim = tl.where(is_q, q_out_dim, k_out_dim).to(tl.int64)
-
     tokens = token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     heads = tl.where(is_q, head_block, head_block - q_blocks) * (BLOCK_HEADS * STEPS) + tl.arange(0, BLOCK_HEADS)
-    lines = tokens.to(tl.int64)[:, None, None]
-    head = heads.to(tl.int64)[None, :, None]
-    x_head = tl.where(is_q, q_head, k_head).to(tl.int64)
-    y_head = tl.where(is_q, q_out_head, k_out_head).to(tl.int64)
-    x_ptr += head * x_head + lines * tl.where(is_q, q_token, k_token)
-    y_ptr += head * y_head + lines * tl.where(is_q, q_out_token, k_out_token)
+    x_ptr = _line_pointers(
+        tl.where(is_q, q_ptr, k_ptr), tl.where(is_q, q_row, k_row), x_head, tl.where(is_q, q_token, k_token),
+        row, heads, tokens,
+    )  # fmt: skip
+    y_ptr = _line_pointers(
+        tl.where(is_q, q_out_ptr, k_out_ptr), tl.where(is_q, q_out_row, k_out_row), y_head,
+        tl.where(is_q, q_out_token, k_out_token), row, heads, tokens,
+    )  # fmt: skip
 
     # The tiles are asked for before the angles, so that their longer way from DRAM overlaps with theirs.
     x, unturned = (), ()
@@ -132,7 +139,7 @@ def _rope_kernel(
     else:
         position = _positions(
             row, tokens, positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step,
-            cu_seqlens_ptr, cu_seqlens_step, offset, num_tokens, documents, search_steps, POSITIONS, OFFSETS, PACKED,
+            cu_seqlens_ptr, cu_seqlens_step, offset, documents, search_steps, num_tokens, POSITIONS, OFFSETS, PACKED,
         )  # fmt: skip
     # Every head of the tile asks for its angles again: loads of one shape share one layout, and L1 serves the repeats.
     # With [tokens, 1, pairs] angles the whole tile changes threads through shared memory, there and back.
@@ -255,7 +262,8 @@ def _vjp_dims(dq_out, dk_out, *rest) -> dict[str, int]:
 def _default(dims, arch, dtype) -> RopeConfig:
     # A warp a program, of which each thread has one 16-byte access for each half of a bfloat16 head, twice. H200, of
     # the copy rate: heads of 128 0.94, of 64 0.95, interleaved 0.94, half of a head 0.94; four warps, one step of twice
-    # the heads 0.93, 0.95, 0.86, 0.91. Programs that stay, tiles to come copied meanwhile, 0.91 at most.
+    # the heads 0.93, 0.95, 0.86, 0.91. At 128 and 64, four steps 0.94 and 0.94, q's heads all before k's 0.90 and 0.91.
+    # Programs that stay, tiles to come copied meanwhile, 0.91 at most.
     lines = max(1, 512 // next_power_of_2(max(1, dims["dim"])))
     heads = min(8, next_power_of_2(max(1, dims["heads"])))
     if dims["tokens"] * dims["heads"] <= 4 * heads * arch.sms:  # few tokens: spread them over the device
