@@ -26,6 +26,41 @@ def drawn_here(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
 
 
 @gluon.jit
+def _multiply(a, b: gl.constexpr):
+    """High and low word of the product of a 32-bit word and a number."""
+    return gl.inline_asm_elementwise(
+        f"{{ .reg .b64 both; mul.wide.u32 both, $2, {b}; mov.b64 {{$1, $0}}, both; }}", "=r,=r,r", [a],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def drawn_in_turn(key, first, turn, WIDTH: gl.constexpr, SHORT: gl.constexpr):
+    """`drawn_here` of the turn-th WIDTH neighbours from `first` on, in a loop: there the compiler keeps the factors of
+    64-bit products in registers, and adds to each product that of their upper halves, which is 0 (of 118 instructions
+    for 8 elements 21)."""
+    GROUPS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    k0, k1 = key[0].to(gl.int32), (key[0] >> 32).to(gl.int32)
+    c2, c3 = key[1].to(gl.int32), (key[1] >> 32).to(gl.int32)
+    group = gl.arange(0, WIDTH // 8, GROUPS)
+    if SHORT:
+        c0, c1 = (first >> 3).to(gl.int32) + turn * (WIDTH // 8) + group, 0
+    else:
+        counter = (first >> 3) + turn * (WIDTH // 8) + group
+        c0, c1 = counter.to(gl.int32), (counter >> 32).to(gl.int32)
+    for _ in gl.static_range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += -0x61C88647  # 0x9E3779B9
+        k1 += -0x4498517B  # 0xBB67AE85
+    words = gl.reshape(gl.join(gl.join(c0, c2), gl.join(c1, c3)), [WIDTH // 2])
+    words = gl.convert_layout(words, WORDS, assert_trivial=True)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def dropped_part(values, words, drop_below, dtype: gl.constexpr, WIDTH: gl.constexpr, RARE: gl.constexpr):
     """A part of `dtype` as `rows_gluon.raw` returns it, with 0 where `words` drop. drop_below: from
     `dropout.kernel_numbers`. RARE: from `dropout.parts_dropout_flags`.

@@ -6,12 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
-from tilesmith.ops.dropout_gluon import drawn_here, drawn_part, dropped_part
+from tilesmith.ops.dropout_gluon import drawn_here, drawn_in_turn, drawn_part, dropped_part
 from tilesmith.ops.gluon_shim import barriers, bulk_load, fence, gl, gluon, reinterpret, wait
 from tilesmith.ops.philox_triton import load_key
-from tilesmith.ops.probability.hopper import LOG2E, LOWEST, between_tops, relative_weight, row_dims, rows_refused
+from tilesmith.ops.probability.hopper import (
+    LOG2E,
+    LOWEST,
+    between_tops,
+    relative_weight,
+    row_dims,
+    rows_refused,
+    slope_and_base,
+)
 from tilesmith.ops.rows import rows
 from tilesmith.ops.rows_gluon import (
     LINE,
@@ -57,10 +65,11 @@ from tilesmith.ops.rows_held_gluon import (
 )
 
 _LINE = gl.constexpr(LINE)
+_HIDDEN = gl.constexpr(-0x7F0080)  # two values of bf16: -inf
 
 
 @gluon.jit
-def _higher(x, y):
+def higher(x, y):
     return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -103,7 +112,7 @@ def softmax_dropout_fwd_parts_kernel(
         z = gl.reshape(z, [WIDTH // (256 * WARPS), WARPS, 32, 8])
         if POSITIVE and EVEN and x_desc.dtype == gl.bfloat16:  # two values at once
             x = gl.reshape(x, [WIDTH // (256 * WARPS), WARPS, 32, 4])
-            pairs = gl.reduce(gl.reduce(x, 3, _higher), 0, _higher)
+            pairs = gl.reduce(gl.reduce(x, 3, higher), 0, higher)
             tops = gl.maximum((pairs << 16).to(gl.float32, bitcast=True), (pairs & -65536).to(gl.float32, bitcast=True))
             tops = gl.convert_layout(tops, gl.SliceLayout(0, gl.SliceLayout(3, z.type.layout)), assert_trivial=True)
         else:
@@ -142,39 +151,67 @@ def softmax_dropout_fwd_parts_kernel(
 
 
 @gluon.jit
-def _chunk(slots, c: gl.constexpr, CHUNKS: gl.constexpr):
+def _tile(slots, c, CHUNKS: gl.constexpr):
     """A chunk of a part in shared memory, two bf16 a word: a line of LINE neighbours a warp."""
-    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    return reinterpret(slots.index(0), gl.int32, [CHUNKS, gl.num_warps() * (_LINE // 2)], PLAIN).index(c).load(WORDS)
+    return reinterpret(slots.index(0), gl.int32, [CHUNKS, gl.num_warps() * (_LINE // 2)], PLAIN).index(c)
 
 
 @gluon.jit
-def _top_of_pairs(slots, CHUNKS: gl.constexpr):
-    """The maximum of what each thread has, fp32 [warps, 32]."""
-    most = _chunk(slots, 0, CHUNKS)
-    for c in gl.static_range(1, CHUNKS):
-        most = _higher(most, _chunk(slots, c, CHUNKS))
-    most = gl.reduce(gl.reshape(most, [gl.num_warps(), 32, 4]), 2, _higher)
+def _scores(slots, c, CHUNKS: gl.constexpr):
+    """A chunk in fp32 [warps, 32, 8]."""
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    return gl.reshape(values(_tile(slots, c, CHUNKS).load(WORDS), gl.bfloat16), [gl.num_warps(), 32, 8])
+
+
+@gluon.jit
+def top_of_pairs(most):
+    """The maximum of what each thread has, fp32 [warps, 32], of two bf16 a word."""
+    most = gl.reduce(gl.reshape(most, [gl.num_warps(), 32, 4]), 2, higher)
     return gl.maximum((most << 16).to(gl.float32, bitcast=True), (most & -65536).to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def _store_chunks(
+    slots, y_ptr, key, first, shown, left, slope, base, factor, drop_below,
+    CHUNKS: gl.constexpr, GRAIN: gl.constexpr, FOLDED: gl.constexpr, DROPS: gl.constexpr, SHORT: gl.constexpr,
+    RARE: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """y of the first chunks of a part. FOLDED: `base` has the factor in it."""
+    Y: gl.constexpr = y_ptr.dtype.element_ty
+    WIDTH: gl.constexpr = gl.num_warps() * _LINE
+    col = columns(0, 0, 1)
+    for start in range(0, shown, GRAIN):
+        for grain in gl.static_range(GRAIN):
+            c = start + grain
+            weights = gl.exp2(_scores(slots, c, CHUNKS) * slope - base)
+            if not FOLDED:
+                weights *= factor
+            y = words_of(weights, Y)
+            if DROPS:
+                y = dropped_part(y, drawn_in_turn(key, first, c, WIDTH, SHORT), drop_below, Y, WIDTH, RARE)
+            mask = None if EVEN else c * WIDTH + col < left
+            gl.store(y_ptr + first + c * WIDTH + col, unpacked(y, Y, WIDTH), mask=mask)
 
 
 @gluon.jit
 def softmax_dropout_fwd_whole_parts_kernel(
     x_desc, y_ptr, top_ptr, total_ptr, seed_ptr, cols, scale, drop_below, keep_scale,
-    PARTS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr, CHUNKS: gl.constexpr,
+    PARTS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
+    GRAIN: gl.constexpr,
 ):  # fmt: skip
     """y of a part of a row of bf16, with a positive scale; a program ends with its row, as those of rows_held_gluon.
 
     What a row needs is that others of its multiprocessor are on their way while it draws. So it lies in shared memory,
-    read three times, and y's exponentials are made twice: registers hold a chunk, and 40 warps fit where 16 do that
-    hold their weights and bits. (H200, 65,536 columns, of the copy rate: 0.94; with weights in registers and bits drawn
-    chunk by chunk 0.85, with all bits drawn while the row is on its way 0.74; by `softmax_dropout_fwd_parts_kernel`
-    0.85, drawing before or behind its mail alike. Without a draw weights in registers give 0.96.)
+    read three times, and y's exponentials are made twice, GRAIN chunks at once. (H200, 65,536 columns, of the copy
+    rate: 0.95; with weights in registers and bits drawn chunk by chunk 0.85, with all bits drawn while the row is on
+    its way 0.74; by `softmax_dropout_fwd_parts_kernel` 0.85, drawing before or behind its mail alike. Without a draw
+    weights in registers give 0.97. Programs that stay, the next row on its way while they draw, have 0.84 at 4,096 and
+    0.85 at 8,192 columns, where these have 0.96.)
     """
     row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = WARPS * _LINE
-    Y: gl.constexpr = y_ptr.dtype.element_ty
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     slots = ring(1, CHUNKS * WIDTH, x_desc.dtype)
     full = barriers(1, 1)
     fence()
@@ -182,13 +219,26 @@ def softmax_dropout_fwd_whole_parts_kernel(
     room = open_room(PARTS)
     key = load_key(seed_ptr) if seed_ptr is not None else None
     power = scale * LOG2E
+    left = cols - part * (CHUNKS * WIDTH)
+    shown = CHUNKS
+    if not EVEN:
+        shown = gl.minimum((left + (GRAIN * WIDTH - 1)) // (GRAIN * WIDTH) * GRAIN, CHUNKS)
     wait(full.index(0), 0)
-    total = gl.reshape(values(_chunk(slots, 0, CHUNKS) & 0, x_desc.dtype), [WARPS, 32, 8])
-    tops = gl.convert_layout(_top_of_pairs(slots, CHUNKS), gl.SliceLayout(2, total.type.layout), assert_trivial=True)
+    if not EVEN:  # -inf beyond the last column
+        word = 2 * gl.arange(0, WIDTH // 2, WORDS)
+        for c in range(shown - GRAIN, shown):
+            tile = _tile(slots, c, CHUNKS)
+            tile.store(gl.where(c * WIDTH + word < left, tile.load(WORDS), _HIDDEN))
+    most = gl.full([WIDTH // 2], _HIDDEN, gl.int32, WORDS)
+    for start in range(0, shown, GRAIN):
+        for grain in gl.static_range(GRAIN):
+            most = higher(most, _tile(slots, start + grain, CHUNKS).load(WORDS))
+    total = gl.reshape(values(gl.full([WIDTH // 2], 0, gl.int32, WORDS), gl.bfloat16), [WARPS, 32, 8])
+    tops = gl.convert_layout(top_of_pairs(most), gl.SliceLayout(2, total.type.layout), assert_trivial=True)
     tops = gl.maximum(tops, LOWEST)  # not -inf, from which -inf cannot be subtracted
-    for c in gl.static_range(CHUNKS):
-        z = gl.reshape(values(_chunk(slots, c, CHUNKS), x_desc.dtype), [WARPS, 32, 8])
-        total += relative_weight(z, gl.expand_dims(tops, 2), power, True)
+    for start in range(0, shown, GRAIN):
+        for grain in gl.static_range(GRAIN):
+            total += relative_weight(_scores(slots, start + grain, CHUNKS), gl.expand_dims(tops, 2), power, True)
     top = gl.max(tops, 1)
     found = gl.sum(gl.sum(total, 2) * between_tops(tops, gl.expand_dims(top, 1), power, True), 1)
     every_top, totals = swap(room, part, top, found, PARTS)
@@ -200,17 +250,22 @@ def softmax_dropout_fwd_whole_parts_kernel(
         gl.store(total_ptr + row, row_total)
     factor = keep_scale * (1.0 / row_total)
     first = row.to(gl.int64) * cols + part * (CHUNKS * WIDTH)
-    outputs = y_ptr + first + columns(0, 0, CHUNKS)
-    for c in gl.static_range(CHUNKS):
-        z = gl.reshape(values(_chunk(slots, c, CHUNKS), x_desc.dtype), [WARPS, 32, 8])
-        y = words_of(relative_weight(z, row_top, power, True) * factor, Y)
-        if seed_ptr is not None:
-            y = dropped_part(y, drawn_here(key, first + c * WIDTH, WIDTH, SHORT), drop_below, Y, WIDTH, RARE)
-        gl.store(outputs + c * WIDTH, unpacked(y, Y, WIDTH))
+    slope, base = slope_and_base(row_top, power)
+    DROPS: gl.constexpr = seed_ptr is not None
+    if gl.abs(base) < 256.0:  # a product less: the factor joins a number whose rounding is nothing in 16 bits
+        _store_chunks(
+            slots, y_ptr, key, first, shown, left, slope, base - gl.log2(factor), factor, drop_below,
+            CHUNKS, GRAIN, True, DROPS, SHORT, RARE, EVEN,
+        )  # fmt: skip
+    else:
+        _store_chunks(
+            slots, y_ptr, key, first, shown, left, slope, base, factor, drop_below,
+            CHUNKS, GRAIN, False, DROPS, SHORT, RARE, EVEN,
+        )  # fmt: skip
 
 
 @gluon.jit
-def _weights(x, top, scale, FUSED: gl.constexpr):
+def exponentials(x, top, scale, FUSED: gl.constexpr):
     """exp(scale · x - top). FUSED: by one product and sum, as `_weights` of triton.py, which says why it may be."""
     if FUSED:
         base = gl.where(gl.abs(top) > 2e38, 1e-30, LOG2E)
@@ -246,7 +301,7 @@ def softmax_dropout_bwd_parts_kernel(
     total = gl.zeros_like(values(xs[0], X))
     dot = gl.zeros_like(total)
     for c in gl.static_range(CHUNKS):
-        y = _weights(values(xs[c], X), top, scale, FUSED)
+        y = exponentials(values(xs[c], X), top, scale, FUSED)
         if not EVEN:
             y = gl.where(lines_after(part, cols, CHUNKS) > c * gl.num_warps(), y, 0.0)
         dy = dys[c]
@@ -269,31 +324,35 @@ def softmax_dropout_bwd_parts_kernel(
 
 
 def _reasons(call: Any) -> list[str]:
-    return rows_refused(call, call.x, ABOVE - 1 if _held(call.x.dtype, call.x.cols) else ABOVE)
+    return rows_refused(call, call.x, LEAST_HELD - 1 if call.x.dtype == torch.bfloat16 else ABOVE)
 
 
 def _vjp_reasons(call: Any) -> list[str]:
     return rows_refused(call, call.x, ABOVE)
 
 
-def _held(dtype: torch.dtype, cols: int, scale: float = 1.0) -> bool:
+def _held(dtype: torch.dtype, scale: float) -> bool:
     """Whether `softmax_dropout_fwd_whole_parts_kernel` serves such rows."""
-    return dtype == torch.bfloat16 and cols % LEAST_HELD == 0 and scale > 0.0
+    return dtype == torch.bfloat16 and scale > 0.0
 
 
 def _forward_dims(x: Tensor, scale: float) -> dict[str, int]:
-    return row_dims(x) | ({"held": 1} if _held(x.dtype, x.shape[-1], scale) else {})
+    return row_dims(x) | ({"held": 1} if _held(x.dtype, scale) else {})
 
 
 ABOVE = 8192  # columns: what one program of Triton's can hold
-LEAST_HELD = 8192  # columns of a part
+LEAST_HELD = 4096
 CHOICES = {"width": (8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """Held: 64 columns a thread. H200, bf16, 2**27 values, by a script, of the copy rate at 16,384 and 65,536 columns:
-    0.94 and 0.94; in parts of half the columns 0.94 and 0.89, with 128 columns a thread 0.94 and 0.94, or 0.87 in parts
-    of 32,768. Softmax without a dropout: 0.98 and 0.97.
+    """Held: 64 columns a thread, unrolled, and registers for as many programs as shared memory has room for. H200,
+    bf16, 2**27 values, by a script, of the copy rate at 4,096 to 131,072 columns: 0.96 (Triton's 0.95), 0.96, 0.95,
+    0.96, 0.95 and, with 128 columns a thread in a loop, 0.94 (unrolled, 64: 0.92); in loops up to 65,536 0.95, in parts
+    of 8,192 columns 0.86 there. Softmax without a dropout: 0.97 to 0.98.
+
+    Loops serve rows that do not fill their parts, too, and leave out chunks beyond the last column: at 5,120, 12,288,
+    20,480 and 36,864 columns 0.94, 0.95, 0.80 and 0.81 (Triton's 0.46 at 5,120; then, as below, 0.87, 0.80, 0.76).
 
     Others: few warps, which wait little for each other, with 64 or 128 columns a thread. H200, bf16, 2**27 values, of
     the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 0.90, 0.85, 0.85 and 0.86; swept twice by Triton's
@@ -301,7 +360,12 @@ def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> 
     0.76 at 65,536 and 0.72 at 131,072."""
     cols = dims["cols"]
     if "held" in dims:
-        return PartsConfig(16_384, 1, 8, 5, 0) if cols % 16_384 == 0 else PartsConfig(8192, 1, 4, 10, 0)
+        width = next_power_of_2(cols) if cols < 16_384 else 16_384 if -cols % 16_384 * 8 <= cols else 8192
+        if cols % width == 0 and cols <= 65_536:
+            config = PartsConfig(width, 1, width // 2048, 5, 48 if width > 8192 else 0)
+        else:
+            config = PartsConfig(width, 1, 2 if cols < 8192 else 4, 6, 0)
+        return _forward_fit(config, dims, arch, dtype)
     if dims["bytes"] > 2:
         return fitted(dims, arch, PartsConfig(8192, 0, 8, 2, 128))
     if cols <= MOST_PARTS * 2048:
@@ -312,10 +376,21 @@ def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> 
 
 
 def _forward_fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """`config` with parts that fill rows which are held."""
-    if "held" in dims and dims["cols"] % config.width:
-        config = config._replace(width=LEAST_HELD)
+    """`config`, of rows that are held with parts of an even number of chunks, of which a cluster can hold a row."""
+    if "held" in dims:
+        least = max(2 * config.num_warps * LINE, cdiv(dims["cols"], MOST_PARTS))
+        config = config._replace(width=next_power_of_2(max(config.width, least)))
     return config
+
+
+def _held_flags(cols: int, parts: int, chunks: int, config: PartsConfig) -> dict[str, Any]:
+    """Chunks that are worked on at once: all, or so many that few lie beyond the last column."""
+    even = cols == parts * config.width
+    grain = 4 if parts <= 2 and cols % (4 * config.num_warps * LINE) == 0 else 2
+    grain = chunks if even and chunks <= 8 else min(chunks, grain)
+    flags = {"PARTS": parts, "EVEN": even, "CHUNKS": chunks, "GRAIN": grain}
+    flags |= {"num_warps": config.num_warps, "cluster": parts}
+    return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
@@ -348,13 +423,12 @@ def softmax_dropout(
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     x = rows(x)
     count, cols = x.shape
-    if count and _held(x.dtype, cols, scale):
-        parts = cols // config.width
+    if count and _held(x.dtype, scale):
+        parts, chunks = cdiv(cols, config.width), config.width // (config.num_warps * LINE)
         launch(
             softmax_dropout_fwd_whole_parts_kernel, (count * parts,),
             parted(x, config.width), out, top, total, kernel_seed(seed, p), cols, scale, *kernel_numbers(p),
-            PARTS=parts, CHUNKS=config.width // (config.num_warps * LINE), num_warps=config.num_warps, cluster=parts,
-            **parts_dropout_flags(count, cols, p),
+            **parts_dropout_flags(count, cols, p), **_held_flags(cols, parts, chunks, config),
         )  # fmt: skip
     elif count:
         groups, parts = parts_grid(x, config)

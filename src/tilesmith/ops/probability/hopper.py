@@ -54,6 +54,13 @@ def _base(top, power):
 
 
 @gluon.jit
+def slope_and_base(top, power):
+    """(slope, base), of which slope · z - base is the exponent of `relative_weight`."""
+    power = _power(top, power)
+    return power, _base(top, power)
+
+
+@gluon.jit
 def relative_weight(z, top, power, FUSED: gl.constexpr):
     """2 ** (power · z), relative to a top. FUSED: by one product and sum, off by a factor near 1 that `between_tops`
     has, too, so that all of a row share it."""
