@@ -16,7 +16,11 @@ from tilesmith.ops.rows import empty_rows, row_order
 
 TRITON = {"triton": "tilesmith.ops.probability.triton"}
 SOFTMAX = {**TRITON, "hopper": "tilesmith.ops.probability.hopper"}
-DROPOUT = {**TRITON, "hopper": "tilesmith.ops.probability.dropout_hopper"}
+DROPOUT = {
+    **TRITON,
+    "hopper": "tilesmith.ops.probability.dropout_hopper",
+    "hopper_causal": "tilesmith.ops.probability.causal_hopper",
+}
 PORTABLE = {portable.NAME: "tilesmith.ops.probability.portable"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
