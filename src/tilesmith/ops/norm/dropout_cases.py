@@ -78,6 +78,7 @@ def _cases(kind: str) -> list[Case]:
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("parts", args(3, 33_024), SMALL),
+        Case("parts_shared", args(2, 66_304), TEST | {"compile"}),
         Case("parts_many_rows", args(901, 36_864), GPU),
         Case("parts_no_vectors", args(5, 66_048) | dict.fromkeys(vectors), GPU),
         Case("parts_p_0", args(5, 66_048, p=0.0), GPU),

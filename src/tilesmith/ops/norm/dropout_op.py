@@ -9,6 +9,7 @@ from tilesmith.ops.dropout import check_dropout, seed_for
 from tilesmith.ops.norm import dropout_reference, op
 
 KERNELS = {"triton": "tilesmith.ops.norm.dropout_triton", "hopper": "tilesmith.ops.norm.dropout_hopper"}
+FORWARD = {**KERNELS, "hopper_shared": "tilesmith.ops.norm.dropout_hopper_shared"}
 KINDS = ("layer", "rms")
 
 
@@ -74,7 +75,7 @@ dropout_add_norm_op = Op(
     outputs=("y", "s", "mean", "rstd"),
     public=2,
     check=_check,
-    kernels=KERNELS,
+    kernels=FORWARD,
     sharding="*N *N N N @ -> *N *N",
 )
 
