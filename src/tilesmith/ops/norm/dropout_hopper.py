@@ -78,7 +78,8 @@ def _vjp_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> Part
     (0.91), 0.97 (0.95) and 0.94 (0.92), RMS norm at 1,024, 4,096, 5,120, 8,192, 16,384, 32,768 and 65,536 columns 0.96
     (0.93), 0.95 (0.93), 0.93 (0.86), 0.94 (0.91), 0.95 (0.90), 0.93 (0.91) and 0.95 (0.91). Layer norm at 1,024 and
     4,096 columns 0.93 and 0.93, as Triton's. With what is dropped drawn before the row is there, at 16,384 and 65,536
-    columns: layer norm 0.90, RMS norm 0.90 to 0.96."""
+    columns: layer norm 0.90, RMS norm 0.90 to 0.96. The last 4 to 15 % of the rows by further programs of 2 to 8 rows
+    each, which begin where one ends: up to 0.16 less, nowhere more than 0.006 gained."""
     cols, center = dims["cols"], dims["sums"] == 2
     if cols > MOST_PARTS * 4096 or (cols > 32_768 and not center):
         width, slots = 8192, 4
