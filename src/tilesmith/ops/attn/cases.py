@@ -279,6 +279,7 @@ ATTENTION = [
     Case("d128_whole_more_queries", _attend(2, 4, 2, 640, 256, 128, causal=True), GPU, HALF),
     Case("d64_two_programs", _attend(4, 20, 4, 500, 500, 64, init=_tokens_first, causal=True), GPU, HALF),
     Case("d64_causal_turns", _attend(1, 4, 2, 4200, 4200, 64, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d128_causal_sections", _attend(2, 32, 16, 600, 760, 128, init=_tokens_first, causal=True), GPU, HALF),
     Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
     Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
     Case("d192_tiles", _attend(1, 4, 4, 300, 700, 192, causal=True, window_left=200), GPU, HALF),

@@ -163,9 +163,10 @@ class KeyWalk:
     q_begin, k_begin: the first query and key of the first tiles; those before see nothing, or nobody sees them, and
     they may hold NaN. q_blocks, k_blocks: tiles of a head. rows: batch * kv heads. section: how many kv heads are
     worked on together, so that what they stream stays in L2. left, right: the window. PACKED: sizes and beginnings are
-    those of one document at a time. ORDERED: tiles come from the last keys on. BQ, BK: queries of a block, keys of a
-    tile. With block lists of LIST_Q queries, list_share heads have a list in common, and list_rows is how many tiles of
-    keys the lists of a batch row have, 0 if all have the same.
+    those of one document at a time. ORDERED: tiles come from the last keys on. WOVEN: a tile meets a block of queries
+    of all heads of its group before the next block (`rises`). BQ, BK: queries of a block, keys of a tile. With block
+    lists of LIST_Q queries, list_share heads have a list in common, and list_rows is how many tiles of keys the lists
+    of a batch row have, 0 if all have the same.
     """
 
     tokens: gl.tensor
@@ -187,6 +188,7 @@ class KeyWalk:
     DYNAMIC: gl.constexpr
     PACKED: gl.constexpr
     ORDERED: gl.constexpr
+    WOVEN: gl.constexpr
     BQ: gl.constexpr
     BK: gl.constexpr
     D: gl.constexpr
@@ -196,14 +198,15 @@ class KeyWalk:
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
-        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, BQ, BK, D, STAGES, LIST_Q,
+        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, BK, D, STAGES, LIST_Q,
     ):  # fmt: skip
         self.tokens, self.keys, self.kv_heads, self.q_begin, self.k_begin = tokens, keys, kv_heads, q_begin, k_begin
         self.q_blocks, self.k_blocks, self.rows, self.section = q_blocks, k_blocks, rows, section
         self.left, self.right, self.list_share, self.list_rows = left, right, list_share, list_rows
         self.GROUP, self.LEFT, self.RIGHT = gl.constexpr(GROUP), gl.constexpr(LEFT), gl.constexpr(RIGHT)
         self.DYNAMIC, self.PACKED = gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
-        self.ORDERED, self.BQ, self.BK = gl.constexpr(ORDERED), gl.constexpr(BQ), gl.constexpr(BK)
+        self.ORDERED, self.WOVEN = gl.constexpr(ORDERED), gl.constexpr(WOVEN)
+        self.BQ, self.BK = gl.constexpr(BQ), gl.constexpr(BK)
         self.D, self.STAGES, self.LIST_Q = gl.constexpr(D), gl.constexpr(STAGES), gl.constexpr(LIST_Q)
 
     @gluon.jit
@@ -240,12 +243,25 @@ class KeyWalk:
         return found
 
     @gluon.jit
+    def rises(self, number):
+        """Whether a tile meets its first queries first. WOVEN: in every other section, so that all tiles that run meet
+        the same queries at about the same time. Those of the first section start together, at the last queries, and end
+        one after another, the last keys first; so those of the second start one after another, the first keys first,
+        each when those before it have come to its own first queries, and end together."""
+        rises = number < 0
+        if self.ORDERED:
+            rises = number >= 0
+        elif self.WOVEN:
+            rises = number // (self.section * self.k_blocks) % 2 == 1
+        return rises
+
+    @gluon.jit
     def within(self, tokens, keys, q_begin, q_blocks):
         """The same for a document of so many tokens and keys, and with so many blocks of queries from q_begin on."""
         return KeyWalk(
             tokens, keys, self.kv_heads, q_begin, self.k_begin, q_blocks, self.k_blocks, self.rows, self.section,
             self.left, self.right, self.list_share, self.list_rows, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC,
-            self.PACKED, self.ORDERED, self.BQ, self.BK, self.D, self.STAGES, self.LIST_Q,
+            self.PACKED, self.ORDERED, self.WOVEN, self.BQ, self.BK, self.D, self.STAGES, self.LIST_Q,
         )  # fmt: skip
 
     @gluon.jit
@@ -284,6 +300,7 @@ STORED = gl.constexpr(2)  # after 1, which says that somebody will
 START, KEYS_AT, KV_HEAD, BLOCKS, EDGE, LIMIT, PLACE, MET, MET_END = (gl.constexpr(i) for i in range(9))
 # with lists, which are in no order: a tile's row in their table, and how far that of the group's next head is
 ENTRY, STEP = MET, MET_END
+RISES = MET  # WOVEN: 1 where a tile meets its first queries first, else 0
 
 
 @gluon.jit
@@ -298,14 +315,21 @@ def listed(i, blocks, entry, lists, indices, ORDERED: gl.constexpr, LIST_Q: gl.c
 
 
 @gluon.jit
-def announce(ticket, turn, walk, start, k_place, kv_head, first, blocks):
+def woven(i, blocks, rises, GROUP: gl.constexpr):
+    """Step i of a WOVEN walk: the block of queries, counted from the first one that the tile meets, and which of the
+    group's heads."""
+    return gl.where(rises, i // GROUP, blocks - 1 - i // GROUP), i % GROUP
+
+
+@gluon.jit
+def announce(ticket, turn, walk, start, k_place, kv_head, first, blocks, rises):
     """Tell the consumers of a tile. The ticket is left open."""
     ticket.open(turn)
     ticket.write(turn, START, inside(start, walk.keys, walk.PACKED))
     ticket.write(turn, KEYS_AT, k_place)
     ticket.write(turn, KV_HEAD, kv_head)
     ticket.write(turn, BLOCKS, blocks)
-    edge = walk.q_begin + (first if walk.ORDERED else first + blocks - 1) * walk.BQ + (walk.keys - walk.tokens) - start
+    edge = walk.q_begin + gl.where(rises, first, first + blocks - 1) * walk.BQ + (walk.keys - walk.tokens) - start
     ticket.write(turn, EDGE, edge + walk.right if walk.RIGHT else edge)
     ticket.write(turn, LIMIT, walk.keys - start)
 
@@ -323,7 +347,8 @@ def load_pair(k_desc, v_desc, there, k, v, full, turn):
 
 @gluon.jit
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
-         ORDERED: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr):  # fmt: skip
+         ORDERED: gl.constexpr, WOVEN: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr,
+         BQ: gl.constexpr):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
     first to come has stored (STORED stands at turns_ptr then), or ORDERED what the tile of keys behind this one adds
     (its first key + 1 stands there). A box has a warp of its own: a block's turn, its addition and the word to the next
@@ -340,13 +365,17 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
         met = ticket.read(turn, MET)
         met_end = ticket.read(turn, MET_END)
         ticket.give_back(turn)
-        for member in range(GROUP):
+        for member in range(1 if WOVEN else GROUP):
             entry = met + member * met_end
             if LIST_Q > 0:
                 blocks = gl.load(lists + entry + 2)
-            for i in range(blocks):
+            for i in range(blocks * GROUP if WOVEN else blocks):
                 if (count & 1) == BOX:
-                    block = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
+                    if WOVEN:
+                        block, head = woven(i, blocks, met > 0, GROUP)
+                        block += head * q_blocks
+                    else:
+                        block = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
                     here = turns_ptr + place + block
                     if ORDERED:
                         follows = (block >= met) & (block < met_end)
@@ -403,13 +432,15 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
             first, blocks = walk.q_begin, walk.q_begin + 1  # its edge is that of the first query
             met, met_end = walk.entry(q_place, head, start)
         place += first
-        announce(ticket, turn, walk, start, k_place, kv_head, first, blocks)
+        rises = walk.rises(number)
+        announce(ticket, turn, walk, start, k_place, kv_head, first, blocks, rises)
         ticket.write(turn, PLACE, place)
-        ticket.write(turn, MET, met - first)
+        ticket.write(turn, MET, gl.where(rises, 1, 0) if walk.WOVEN else met - first)
         ticket.write(turn, MET_END, met_end - first)
         ticket.close(turn)
         k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
         next_number = tiles
+        before_tile = count
         if walk.PACKED and blocks == 0:
             load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
             if walk.DYNAMIC:
@@ -418,28 +449,32 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
             load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
             if walk.DYNAMIC:
                 next_number = gl.to_tensor(-1)
-        for member in range(walk.GROUP):
+        for member in range(1 if walk.WOVEN else walk.GROUP):
             entry = met + member * met_end
             if walk.LIST_Q > 0:
                 blocks = gl.load(lists + entry + 2)
-            for i in range(blocks):
-                block = listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
+            all_blocks = blocks * walk.GROUP if walk.WOVEN else blocks
+            for i in range(all_blocks):
+                if walk.WOVEN:
+                    block, member = woven(i, blocks, rises, walk.GROUP)
+                else:
+                    block = listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
                 there = corner(q_place, head + member, walk.q_begin + (first + block) * BQ, walk.tokens, walk.PACKED)
                 s = count % walk.STAGES
+                row = place + block + member * whole.q_blocks
                 if count >= walk.STAGES:
                     meet("sync", READ + s, 288)
                 bulk_load(q_desc, there, q_full.index(s), q.index(s))
-                load_row(lse_ptr + (place + block) * BQ + lane, q_full.index(s), lse.index(s))
+                load_row(lse_ptr + row * BQ + lane, q_full.index(s), lse.index(s))
                 bulk_load(dout_desc, there, dout_full.index(s), dout.index(s))
-                load_row(delta_ptr + (place + block) * BQ + lane, dout_full.index(s), delta.index(s))
-                if walk.LIST_Q == 0 and member + i == 0:
+                load_row(delta_ptr + row * BQ + lane, dout_full.index(s), delta.index(s))
+                if walk.LIST_Q == 0 and count == before_tile:
                     load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
                 if walk.DYNAMIC:
                     # neither so late that it is waited for, nor so early that another program would be free before
-                    if (member == walk.GROUP - 1) & (i == gl.maximum(blocks - 2, 0)):
+                    if (walk.WOVEN or member == walk.GROUP - 1) & (i == gl.maximum(all_blocks - 2, 0)):
                         next_number = draw(counter, tiles)
                 count += 1
-            place += whole.q_blocks
         if walk.LIST_Q > 0 and walk.DYNAMIC:
             if next_number < 0:
                 next_number = draw(counter, tiles)
@@ -606,9 +641,9 @@ def _block(
 @gluon.jit
 def _consume(
     C: gl.constexpr, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, BQ: gl.constexpr,
-    D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
-    LIST_Q: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, WOVEN: gl.constexpr,
+    BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    PACKED: gl.constexpr, LIST_Q: gl.constexpr,
 ):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -633,7 +668,11 @@ def _consume(
             border = gl.minimum(border, blocks)
         wait(kv_full.index(0), turn & 1)
         wait(kv_full.index(1), turn & 1)
-        for member in range(GROUP):
+        step = BQ if ORDERED else -BQ
+        if WOVEN:
+            step = gl.where(ticket.read(turn, RISES) > 0, BQ, -BQ)
+            blocks *= GROUP
+        for member in range(1 if WOVEN else GROUP):
             if LIST_Q > 0:
                 entry = ticket.read(turn, ENTRY) + member * ticket.read(turn, STEP)
                 blocks = gl.load(lists + entry + 2)
@@ -643,14 +682,15 @@ def _consume(
                     border = gl.where(limit < 64, blocks if ORDERED else 0, border)
             for part in gl.static_range(2 if PEEL else 1):
                 for i in range(border if part == 1 else 0, border if PEEL and part == 0 else blocks):
-                    edge = first_edge + i * BQ if ORDERED else first_edge - i * BQ
+                    edge = first_edge + (i // GROUP if WOVEN else i) * step
                     if LIST_Q > 0 and RIGHT and (not PEEL or (part == 0) == ORDERED):
                         edge = gl.to_tensor(1 << 20)
                         if (i < crossed) if ORDERED else (i >= blocks - crossed):
                             edge = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ) * BQ + first_edge
+                    last = (WOVEN or member == GROUP - 1) & (i == blocks - 1)
                     dk, dv = _block(
-                        C, parts, count, dk, dv, count == begin, i + member == blocks + GROUP - 2, edge, window, limit,
-                        inner, outer, ds, dq_desc, parking, (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
+                        C, parts, count, dk, dv, count == begin, last, edge, window, limit, inner, outer, ds, dq_desc,
+                        parking, (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
                         LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP,
                     )  # fmt: skip
                     count += 1
@@ -674,21 +714,23 @@ def attention_dkv_kernel(
     indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
     list_rows, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    ORDERED: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    ORDERED: gl.constexpr, WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
     or None with LIST_Q 0; indices: theirs. inner, outer: q . k to scores, before and behind the softcap's tanh; scale:
     d score / d (q . k) but for tanh. TAIL: the last tile has fewer keys. ORDERED: tiles add one after another, from the
-    last keys on, and their blocks of queries come from the first on; else both come the other way round."""
+    last keys on, and their blocks of queries come from the first on; else both come the other way round. WOVEN: a block
+    of queries of all heads of a group before the next block (blocks of 64 queries and a causal mask, neither ORDERED
+    nor documents or lists)."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     if PACKED:
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share, list_rows,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, BQ, 128, D, STAGES, LIST_Q,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, 128, D, STAGES, LIST_Q,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = tiles_of(STAGES, q_desc)
@@ -711,15 +753,15 @@ def attention_dkv_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
+                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
+                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
                         indices)),
-            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ROWS,
-                    LIST_Q, BQ)),
-            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ROWS,
-                    LIST_Q, BQ)),
+            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, WOVEN,
+                    ROWS, LIST_Q, BQ)),
+            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, WOVEN,
+                    ROWS, LIST_Q, BQ)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -58,7 +58,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         first, blocks = walk.span(start)
         head = kv_head * walk.GROUP
         place += first
-        announce(ticket, turn, walk, start, k_place, kv_head, first, blocks)
+        announce(ticket, turn, walk, start, k_place, kv_head, first, blocks, walk.rises(number))
         ticket.close(turn)
         k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
         if walk.PACKED and blocks == 0:
@@ -223,7 +223,7 @@ def attention_dkv_wide_kernel(
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, gl.to_tensor(1),
-        gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, 64, 64, D, STAGES, 0,
+        gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, False, 64, 64, D, STAGES, 0,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = tiles_of(STAGES, q_desc)

@@ -156,6 +156,8 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     elif not narrow:
         parts = lse.new_empty(batch * heads * q_blocks * block_m * wide // 256, 256)
         turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device)
+    woven = heads > kv_heads and has_right and block_m == 64
+    woven = woven and not (has_left or packed or has_lists or call.deterministic)
     scale = dim**-0.5 if call.scale is None else call.scale
     factors = *score_factors(call), scale
     tiles = k_blocks * batch * kv_heads
@@ -195,7 +197,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
             TensorDescriptor(parts, list(parts.shape), [256, 1], [block_m * wide // 512, 256], _PARTS),
             descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *order,
             lists, indices, *sizes, list_share, list_rows, *factors, LIST_Q=call.block_q if has_lists else 0,
-            ORDERED=call.deterministic, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
+            ORDERED=call.deterministic, WOVEN=woven, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
         )  # fmt: skip
     if call.output_mask[0] and wide > 128:
         blocks = cdiv(tokens, 128)
