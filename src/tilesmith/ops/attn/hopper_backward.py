@@ -156,6 +156,33 @@ def attention_dsinks_kernel(row_lse_ptr, delta_ptr, sinks_ptr, dsinks_ptr, batch
     tl.store(dsinks_ptr + head, tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty))
 
 
+@gluon.jit
+def numbered(number, blocks, section, rows):
+    """Tile and kv head that a number stands for, where each head has so many tiles and sections so many heads."""
+    behind = number // (section * blocks)
+    inside = number - behind * (section * blocks)
+    width = gl.minimum(section, rows - behind * section)
+    block = inside // width
+    return block, behind * section + inside - block * width
+
+
+@gluon.jit
+def share_of(share, second, whole, shares, tiles, steps):
+    """A share's part of the tiles from number `whole` on, whose steps, each tile's behind those of the one before, are
+    dealt out in equal runs: a tile, the first step, how many, and whether the share has some of the next tile, too,
+    which `second` = 1 asks for."""
+    total = (tiles - whole) * steps
+    begin = share * total // shares
+    end = (share + 1) * total // shares
+    tile = begin // steps
+    cut = gl.minimum((tile + 1) * steps, end)
+    more = (cut < end) & (second == 0)
+    tile += second
+    end = gl.where(second == 0, cut, end)
+    begin = gl.where(second == 0, begin, cut)
+    return whole + tile, begin - tile * steps, end - begin, more
+
+
 @aggregate
 class KeyWalk:
     """What every part of a program knows: the sizes of the call, who sees which keys, and the order of the tiles.
@@ -224,11 +251,7 @@ class KeyWalk:
             number -= skipped * self.rows
             blocks = gl.where(late, self.k_blocks - half, half)
             section = gl.where(late, section, (section + 1) // 2)
-        behind = number // (section * blocks)
-        inside = number - behind * (section * blocks)
-        width = gl.minimum(section, self.rows - behind * section)
-        block = inside // width
-        row = behind * section + inside - block * width
+        block, row = numbered(number, blocks, section, self.rows)
         block += skipped
         if self.ORDERED:
             block = self.k_blocks - 1 - block
@@ -297,7 +320,7 @@ class KeyWalk:
 
 STORED = gl.constexpr(2)  # after 1, which says that somebody will
 
-START, KEYS_AT, KV_HEAD, BLOCKS, EDGE, LIMIT, PLACE, MET, MET_END = (gl.constexpr(i) for i in range(9))
+START, KEYS_AT, KV_HEAD, BLOCKS, EDGE, LIMIT, PLACE, MET, MET_END, SLOT = (gl.constexpr(i) for i in range(10))
 # with lists, which are in no order: a tile's row in their table, and how far that of the group's next head is
 ENTRY, STEP = MET, MET_END
 RISES = MET  # WOVEN: 1 where a tile meets its first queries first, else 0
@@ -347,7 +370,7 @@ def load_pair(k_desc, v_desc, there, k, v, full, turn):
 
 @gluon.jit
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
-         ORDERED: gl.constexpr, WOVEN: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr,
+         ORDERED: gl.constexpr, SHARED: gl.constexpr, WOVEN: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr,
          BQ: gl.constexpr):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
     first to come has stored (STORED stands at turns_ptr then), or ORDERED what the tile of keys behind this one adds
@@ -365,7 +388,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
         met = ticket.read(turn, MET)
         met_end = ticket.read(turn, MET_END)
         ticket.give_back(turn)
-        for member in range(1 if WOVEN else GROUP):
+        for member in range(1 if SHARED or WOVEN else GROUP):
             entry = met + member * met_end
             if LIST_Q > 0:
                 blocks = gl.load(lists + entry + 2)
@@ -375,7 +398,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                         block, head = woven(i, blocks, met > 0, GROUP)
                         block += head * q_blocks
                     else:
-                        block = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
+                        block = i if SHARED else listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
                     here = turns_ptr + place + block
                     if ORDERED:
                         follows = (block >= met) & (block < met_end)
@@ -409,8 +432,8 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
 
 
 @gluon.jit
-def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-             indices):  # fmt: skip
+def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists, indices,
+             undivided, shares, SHARED: gl.constexpr):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -419,14 +442,28 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
     tiles = whole.k_blocks * whole.rows
+    numbers = tiles
+    second = gl.to_tensor(0)
+    if SHARED:
+        numbers = undivided + shares
     await_launcher()
     launch_dependents()  # not before: the kernel behind reads what the one before has set to 0
-    while number < tiles:
-        start, kv_head, k_place, q_place, place, walk = whole.tile(number, table)
+    while number < numbers:
+        tile = number
+        if SHARED:
+            first_step, steps = number * 0, whole.q_blocks * whole.GROUP
+            slot, more = number * 0 - 1, number < 0
+            if number >= undivided:
+                share = number - undivided
+                tile, first_step, steps, more = share_of(share, second, undivided, shares, tiles, steps)
+                slot = 2 * share + second
+        start, kv_head, k_place, q_place, place, walk = whole.tile(tile, table)
         first, blocks = walk.span(start)
         met, met_end = first, first
         if walk.ORDERED:
             met, met_end = walk.ahead(start)
+        if SHARED:
+            first, blocks = first_step, steps
         head = kv_head * walk.GROUP
         if walk.LIST_Q > 0:
             first, blocks = walk.q_begin, walk.q_begin + 1  # its edge is that of the first query
@@ -437,19 +474,21 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         ticket.write(turn, PLACE, place)
         ticket.write(turn, MET, gl.where(rises, 1, 0) if walk.WOVEN else met - first)
         ticket.write(turn, MET_END, met_end - first)
+        if SHARED:
+            ticket.write(turn, SLOT, slot)
         ticket.close(turn)
         k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
-        next_number = tiles
+        next_number = numbers
         before_tile = count
         if walk.PACKED and blocks == 0:
             load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
             if walk.DYNAMIC:
-                next_number = draw(counter, tiles)
+                next_number = draw(counter, numbers)
         if walk.LIST_Q > 0:  # any list may be empty
             load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
             if walk.DYNAMIC:
                 next_number = gl.to_tensor(-1)
-        for member in range(1 if walk.WOVEN else walk.GROUP):
+        for member in range(1 if SHARED or walk.WOVEN else walk.GROUP):
             entry = met + member * met_end
             if walk.LIST_Q > 0:
                 blocks = gl.load(lists + entry + 2)
@@ -458,8 +497,11 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 if walk.WOVEN:
                     block, member = woven(i, blocks, rises, walk.GROUP)
                 else:
-                    block = listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
-                there = corner(q_place, head + member, walk.q_begin + (first + block) * BQ, walk.tokens, walk.PACKED)
+                    block = i if SHARED else listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
+                here = head + member, first + block
+                if SHARED:
+                    here = head + (first + i) // walk.q_blocks, (first + i) % walk.q_blocks
+                there = corner(q_place, here[0], walk.q_begin + here[1] * BQ, walk.tokens, walk.PACKED)
                 s = count % walk.STAGES
                 row = place + block + member * whole.q_blocks
                 if count >= walk.STAGES:
@@ -472,12 +514,19 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                     load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
                 if walk.DYNAMIC:
                     # neither so late that it is waited for, nor so early that another program would be free before
-                    if (walk.WOVEN or member == walk.GROUP - 1) & (i == gl.maximum(all_blocks - 2, 0)):
-                        next_number = draw(counter, tiles)
+                    if (SHARED or walk.WOVEN or member == walk.GROUP - 1) & (i == gl.maximum(all_blocks - 2, 0)):
+                        if SHARED:
+                            if more == 0:
+                                next_number = draw(counter, numbers)
+                        else:
+                            next_number = draw(counter, numbers)
                 count += 1
         if walk.LIST_Q > 0 and walk.DYNAMIC:
             if next_number < 0:
-                next_number = draw(counter, tiles)
+                next_number = draw(counter, numbers)
+        if SHARED:
+            next_number = gl.where(more, number, next_number)
+            second = gl.where(more, 1, 0)
         number = next_number
         turn += 1
     ticket.open(turn)
@@ -562,6 +611,17 @@ def _write(C: gl.constexpr, ticket, turn, count, dk, dv, dk_desc, dv_desc, parki
 
 
 @gluon.jit
+def _leave(C: gl.constexpr, ticket, turn, slot, dk, dv, parts_ptr, D: gl.constexpr):
+    """Leave what a share adds to a tile's dk and dv to `attention_dkv_shares_kernel`."""
+    ticket.give_back(turn)
+    key = gl.arange(0, 64, gl.SliceLayout(1, dk.type.layout))[:, None] + C * 64
+    col = gl.arange(0, D, gl.SliceLayout(0, dk.type.layout))[None, :]
+    parts_ptr += slot.to(gl.int64) * (256 * D) + key * D + col
+    gl.store(parts_ptr, dk)
+    gl.store(parts_ptr + 128 * D, dv)
+
+
+@gluon.jit
 def _block(
     C: gl.constexpr, parts, count, dk, dv, first, last, edge, window, limit, inner, outer, ds, dq_desc, parking,
     MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, BQ: gl.constexpr,
@@ -643,7 +703,7 @@ def _consume(
     C: gl.constexpr, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, WOVEN: gl.constexpr,
     BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-    PACKED: gl.constexpr, LIST_Q: gl.constexpr,
+    PACKED: gl.constexpr, LIST_Q: gl.constexpr, SHARED: gl.constexpr, shares_ptr,
 ):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -672,7 +732,8 @@ def _consume(
         if WOVEN:
             step = gl.where(ticket.read(turn, RISES) > 0, BQ, -BQ)
             blocks *= GROUP
-        for member in range(1 if WOVEN else GROUP):
+        HEADS: gl.constexpr = 1 if SHARED or WOVEN else GROUP
+        for member in range(HEADS):
             if LIST_Q > 0:
                 entry = ticket.read(turn, ENTRY) + member * ticket.read(turn, STEP)
                 blocks = gl.load(lists + entry + 2)
@@ -687,17 +748,22 @@ def _consume(
                         edge = gl.to_tensor(1 << 20)
                         if (i < crossed) if ORDERED else (i >= blocks - crossed):
                             edge = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ) * BQ + first_edge
-                    last = (WOVEN or member == GROUP - 1) & (i == blocks - 1)
                     dk, dv = _block(
-                        C, parts, count, dk, dv, count == begin, last, edge, window, limit, inner, outer, ds, dq_desc,
-                        parking, (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
+                        C, parts, count, dk, dv, count == begin, i + member == blocks + HEADS - 2, edge, window, limit,
+                        inner, outer, ds, dq_desc, parking, (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
                         LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP,
                     )  # fmt: skip
                     count += 1
         if blocks == 0:
             meet("arrive", KEYS_READ, 288)
             meet("arrive", VALUES_READ, 288)
-        _write(C, ticket, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED)
+        slot = gl.to_tensor(-1)
+        if SHARED:
+            slot = ticket.read(turn, SLOT)
+            if slot >= 0:
+                _leave(C, ticket, turn, slot, dk * scale, dv, shares_ptr, D)
+        if slot < 0:
+            _write(C, ticket, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED)
         turn += 1
         ticket.take(turn)
     bulk_wait(0)
@@ -706,13 +772,13 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "tokens", "keys", "kv_heads", "q_begin", "k_begin", "q_blocks", "k_blocks", "rows", "section", "left", "right",
-        "list_share", "list_rows",
+        "list_share", "list_rows", "undivided", "shares",
     ]
 )  # fmt: skip
 def attention_dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, turns_ptr, counter, table, lists,
     indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
-    list_rows, inner, outer, scale,
+    list_rows, undivided, shares, shares_ptr, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
     ORDERED: gl.constexpr, WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -720,12 +786,14 @@ def attention_dkv_kernel(
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
     or None with LIST_Q 0; indices: theirs. inner, outer: q . k to scores, before and behind the softcap's tanh; scale:
-    d score / d (q . k) but for tanh. TAIL: the last tile has fewer keys. ORDERED: tiles add one after another, from the
-    last keys on, and their blocks of queries come from the first on; else both come the other way round. WOVEN: a block
-    of queries of all heads of a group before the next block (blocks of 64 queries and a causal mask, neither ORDERED
-    nor documents or lists)."""
+    d score / d (q . k) but for tanh. shares_ptr: dk and dv of each share's parts of tiles from number `undivided` on
+    (`share_of`), or None where no tile is divided, as where anything is masked or ORDERED. TAIL: the last tile has
+    fewer keys. ORDERED: tiles add one after another, from the last keys on, and their blocks of queries come from the
+    first on; else both come the other way round. WOVEN: a block of queries of all heads of a group before the next
+    block (blocks of 64 queries and a causal mask, neither ORDERED nor documents or lists)."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
+    SHARED: gl.constexpr = shares_ptr is not None
     if PACKED:
         k_blocks = gl.load(table)
     walk = KeyWalk(
@@ -741,7 +809,7 @@ def attention_dkv_kernel(
     parking = tiles_of(4, dk_desc, BQ // 64)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
-    ticket = tickets(4, 9)
+    ticket = tickets(4, 10)
     kv_full = barriers(2, 1)
     q_full = barriers(STAGES, 33)  # the tile, and 32 threads for the row of numbers
     dout_full = barriers(STAGES, 33)
@@ -753,16 +821,49 @@ def attention_dkv_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
+                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q, SHARED,
+                        shares_ptr)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q)),
+                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q, SHARED,
+                        shares_ptr)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-                        indices)),
-            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, WOVEN,
+                        indices, undivided, shares, SHARED)),
+            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, SHARED, WOVEN,
                     ROWS, LIST_Q, BQ)),
-            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, WOVEN,
+            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, SHARED, WOVEN,
                     ROWS, LIST_Q, BQ)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
     )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["keys", "kv_heads", "k_blocks", "rows", "section", "undivided", "shares", "steps"])
+def attention_dkv_shares_kernel(
+    shares_ptr, dk_ptr, dv_ptr, dk_strides, dv_strides, keys, kv_heads, k_blocks, rows, section, undivided, shares,
+    steps, DIM: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """dk (program ids 1: 0) and dv (1) of ROWS keys (2) of a tile whose steps are dealt out in shares."""
+    tiles = k_blocks * rows
+    total = (tiles - undivided) * steps
+    begin = gl.program_id(0) * steps
+    block, row = numbered(undivided + gl.program_id(0), k_blocks, section, rows)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 * 4 // D, D // 4], [4, 1], [1, 0])
+    key = gl.program_id(2) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    col = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    shares_ptr += gl.program_id(1) * (128 * D) + (key * D)[:, None] + col[None, :]
+    x = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+    for share in range(((begin + 1) * shares - 1) // total, ((begin + steps) * shares - 1) // total + 1):
+        second = gl.where(share * total // shares < begin, 1, 0)
+        x += gl.load(shares_ptr + (2 * share + second).to(gl.int64) * (256 * D))
+    key += block * 128
+    batch = (row // kv_heads).to(gl.int64)
+    head = (row % kv_heads).to(gl.int64)
+    there = (key < keys)[:, None] & (col < DIM)[None, :]
+    key = key.to(gl.int64)
+    if gl.program_id(1) == 0:
+        rows_ptr = dk_ptr + batch * dk_strides[0] + head * dk_strides[1] + (key * dk_strides[2])[:, None]
+        gl.store(rows_ptr + col[None, :], x.to(dk_ptr.dtype.element_ty), mask=there)
+    else:
+        rows_ptr = dv_ptr + batch * dv_strides[0] + head * dv_strides[1] + (key * dv_strides[2])[:, None]
+        gl.store(rows_ptr + col[None, :], x.to(dv_ptr.dtype.element_ty), mask=there)

@@ -11,6 +11,7 @@ from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn.arguments import attention_vjp_arguments
 from tilesmith.ops.attn.hopper_backward import (
     attention_dkv_kernel,
+    attention_dkv_shares_kernel,
     attention_dq_kernel,
     attention_dsinks_kernel,
     attention_rows_kernel,
@@ -161,16 +162,20 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     scale = dim**-0.5 if call.scale is None else call.scale
     factors = *score_factors(call), scale
     tiles = k_blocks * batch * kv_heads
-    programs = min(arch.sms, tiles)
-    dynamic = programs < tiles
+    undivided, shares, left_over = tiles, 0, None
+    if wide <= 128 and not (has_left or has_right or packed or has_lists or call.deterministic):
+        undivided, shares = divided(tiles, q_blocks * (heads // kv_heads), arch)
+        left_over = lse.new_empty(2 * shares, 2, block_n, wide) if shares else None
+    programs = min(arch.sms, undivided + shares)
+    dynamic = programs < undivided + shares
     inputs = (
         descriptor(q, block_m, packed), descriptor(k, block_n, packed), descriptor(v, block_n, packed),
         descriptor(dout, block_m, packed),
     )  # fmt: skip
     order = counter(q.device) if dynamic else None, table
+    heads_at_once = section_vjp(q, kv_heads, k_blocks, arch, packed, call.deterministic and wide <= 128)
     sizes = (
-        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads,
-        section_vjp(q, kv_heads, k_blocks, arch, packed, call.deterministic and wide <= 128), left, right,
+        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads, heads_at_once, left, right,
     )  # fmt: skip
     kinds = {
         "GROUP": heads // kv_heads, "LEFT": has_left, "RIGHT": has_right,
@@ -196,8 +201,9 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
             attention_dkv_kernel, (programs,), *inputs,
             TensorDescriptor(parts, list(parts.shape), [256, 1], [block_m * wide // 512, 256], _PARTS),
             descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *order,
-            lists, indices, *sizes, list_share, list_rows, *factors, LIST_Q=call.block_q if has_lists else 0,
-            ORDERED=call.deterministic, WOVEN=woven, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds,
+            lists, indices, *sizes, list_share, list_rows, undivided, shares, left_over, *factors,
+            LIST_Q=call.block_q if has_lists else 0, ORDERED=call.deterministic, WOVEN=woven, BQ=block_m,
+            STAGES=config.stages, launch_pdl=True, **kinds,
         )  # fmt: skip
     if call.output_mask[0] and wide > 128:
         blocks = cdiv(tokens, 128)
@@ -218,6 +224,12 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
             parts, dq, turns, blocks, dq.stride(), heads, tokens, q_begin, q_blocks, scale, ROWS=block_m, DIM=dim,
             D=wide, EARLY=call.deterministic and not (packed or has_left), num_warps=4, launch_pdl=True,
         )  # fmt: skip
+    if shares:
+        launch(
+            attention_dkv_shares_kernel, (tiles - undivided, 2, 8), left_over, dk, dv, dk.stride(), dv.stride(), keys,
+            kv_heads, k_blocks, batch * kv_heads, heads_at_once, undivided, shares, q_blocks * (heads // kv_heads),
+            DIM=dim, D=wide, ROWS=block_n // 8, num_warps=4,
+        )  # fmt: skip
     if wants_sinks:
         launch(
             attention_dsinks_kernel,
@@ -234,6 +246,19 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
         if q_begin and call.dlse is not None:  # of queries that see no key, lse is the sink
             dsinks += call.dlse[:, :, :q_begin].sum((0, 2))
     return tuple(found)
+
+
+def divided(tiles: int, steps: int, arch) -> tuple[int, int]:
+    """How many of so many tiles, of so many blocks of queries each, are made by one program each, and into how many
+    equal shares the others are divided, which are fewer than there are multiprocessors: as many as these, but no more
+    than four a tile, and none where that does not spare the last programs 16 blocks, as what shares leave is written
+    and read once more.
+    """
+    rest = tiles % arch.sms
+    shares = min(arch.sms, 4 * rest)
+    if (shares - rest) * steps < 16 * shares or rest * steps * (shares + 1) >= 2**31:
+        return tiles, 0
+    return tiles - rest, shares
 
 
 def section_vjp(q: Tensor, kv_heads: int, k_blocks: int, arch, packed: bool, ordered: bool) -> int:
