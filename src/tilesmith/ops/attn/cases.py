@@ -284,6 +284,7 @@ ATTENTION = [
     Case("d128_shares_behind", _attend(2, 32, 16, 900, 640, 128, init=_tokens_first), GPU, HALF),
     Case("d64_shares", _attend(1, 12, 2, 700, 520, 64), GPU, HALF),
     Case("d128_causal_sections", _attend(2, 32, 16, 600, 760, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d64_turns", _attend(2, 12, 12, 600, 900, 64, deterministic=True), GPU, HALF),
     Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
     Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
     Case("d192_tiles", _attend(1, 4, 4, 300, 700, 192, causal=True, window_left=200), GPU, HALF),

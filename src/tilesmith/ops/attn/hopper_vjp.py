@@ -173,7 +173,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
         descriptor(dout, block_m, packed),
     )  # fmt: skip
     order = counter(q.device) if dynamic else None, table
-    heads_at_once = section_vjp(q, kv_heads, k_blocks, arch, packed, call.deterministic and wide <= 128)
+    heads_at_once = section_vjp(q, kv_heads, k_blocks, arch, packed, call.deterministic and wide <= 128, has_right)
     sizes = (
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads, heads_at_once, left, right,
     )  # fmt: skip
@@ -261,19 +261,22 @@ def divided(tiles: int, steps: int, arch) -> tuple[int, int]:
     return tiles - rest, shares
 
 
-def section_vjp(q: Tensor, kv_heads: int, k_blocks: int, arch, packed: bool, ordered: bool) -> int:
+def section_vjp(q: Tensor, kv_heads: int, k_blocks: int, arch, packed: bool, ordered: bool, diagonal: bool) -> int:
     """How many kv heads to work on together.
 
     As many as give each program a tile: so who had a short one, under a causal mask, draws a long one of the next heads
     (H200, head dim 128, 32/8 heads x 4k causal: 1,222 us in sections of 4, 1,442 one after another); of documents, as
     many as give it two of the shorter half of the tiles (`KeyWalk.tile`). Ordered, the parts of dq must stay in the L2
     cache, where queries, dout and parts of dq may fill 2/5 (4k causal, TFLOP/s: 543 with the 6 heads that fit, 515 with
-    12, 462 with 16; 32/8 heads 1,480 us with the one that fits, 1,590 with 4).
+    12, 462 with 16; 32/8 heads 1,480 us with the one that fits, 1,590 with 4). Without a diagonal, where all tiles of a
+    head would start with the same block of queries, they are as many as that: fewer tiles of a head wait for each other
+    (4k, head dim 64: 574 with 8, 506 with the 4 that give each program a tile).
     """
     batch, heads, tokens, dim = q.shape
     section = arch.sms // k_blocks
     if packed and not ordered:
         section = (4 * arch.sms + k_blocks // 2) // k_blocks
     if ordered:
-        section = min(section, 2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads)))
+        kept = 2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads))
+        section = min(section, kept) if diagonal else kept
     return min(max(1, section), batch * kv_heads)
