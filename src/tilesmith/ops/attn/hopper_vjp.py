@@ -162,9 +162,11 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     scale = dim**-0.5 if call.scale is None else call.scale
     factors = *score_factors(call), scale
     tiles = k_blocks * batch * kv_heads
+    ordered = call.deterministic and wide <= 128
+    heads_at_once = section_vjp(q, kv_heads, k_blocks, arch, packed, ordered, has_right)
     undivided, shares, left_over = tiles, 0, None
     if wide <= 128 and not (has_left or has_right or packed or has_lists or call.deterministic):
-        undivided, shares = divided(tiles, q_blocks * (heads // kv_heads), arch)
+        undivided, shares = divided(q, kv_heads, tiles, q_blocks * (heads // kv_heads), heads_at_once, arch)
         left_over = lse.new_empty(2 * shares, 2, block_n, wide) if shares else None
     programs = min(arch.sms, undivided + shares)
     dynamic = programs < undivided + shares
@@ -173,7 +175,6 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
         descriptor(dout, block_m, packed),
     )  # fmt: skip
     order = counter(q.device) if dynamic else None, table
-    heads_at_once = section_vjp(q, kv_heads, k_blocks, arch, packed, call.deterministic and wide <= 128, has_right)
     sizes = (
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads, heads_at_once, left, right,
     )  # fmt: skip
@@ -248,17 +249,27 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     return tuple(found)
 
 
-def divided(tiles: int, steps: int, arch) -> tuple[int, int]:
+def divided(q: Tensor, kv_heads: int, tiles: int, steps: int, section: int, arch) -> tuple[int, int]:
     """How many of so many tiles, of so many blocks of queries each, are made by one program each, and into how many
-    equal shares the others are divided, which are fewer than there are multiprocessors: as many as these, but no more
-    than four a tile, and none where that does not spare the last programs 16 blocks, as what shares leave is written
-    and read once more.
+    equal shares the others are divided, which are fewer than there are multiprocessors.
+
+    As many as these, but no more than four a tile, and none where that does not spare the last programs 16 blocks: what
+    shares leave is written and read once more (H200, head dim 128, 1k: 511 TFLOP/s with the 8 that it spares, 523). As
+    programs are at different queries then, those of a section's heads must stay in the L2 cache (64/8 heads x 4k, 134
+    MB: 560 for 607).
     """
+    _, heads, tokens, dim = q.shape
     rest = tiles % arch.sms
     shares = min(arch.sms, 4 * rest)
-    if (shares - rest) * steps < 16 * shares or rest * steps * (shares + 1) >= 2**31:
+    spares = (shares - rest) * steps >= 16 * shares and rest * steps * (shares + 1) < 2**31
+    if not spares or 0 < arch.l2 < section * _streamed(tokens, dim, heads // kv_heads):
         return tiles, 0
     return tiles - rest, shares
+
+
+def _streamed(tokens: int, dim: int, group: int) -> int:
+    """Bytes of the queries, dout and parts of dq of a kv head."""
+    return tokens * dim * 8 * group
 
 
 def section_vjp(q: Tensor, kv_heads: int, k_blocks: int, arch, packed: bool, ordered: bool, diagonal: bool) -> int:
@@ -268,15 +279,15 @@ def section_vjp(q: Tensor, kv_heads: int, k_blocks: int, arch, packed: bool, ord
     (H200, head dim 128, 32/8 heads x 4k causal: 1,222 us in sections of 4, 1,442 one after another); of documents, as
     many as give it two of the shorter half of the tiles (`KeyWalk.tile`). Ordered, the parts of dq must stay in the L2
     cache, where queries, dout and parts of dq may fill 2/5 (4k causal, TFLOP/s: 543 with the 6 heads that fit, 515 with
-    12, 462 with 16; 32/8 heads 1,480 us with the one that fits, 1,590 with 4). Without a diagonal, where all tiles of a
-    head would start with the same block of queries, they are as many as that: fewer tiles of a head wait for each other
-    (4k, head dim 64: 574 with 8, 506 with the 4 that give each program a tile).
+    12, 462 with 16; 32/8 heads 1,480 us with the one that fits, 1,590 with 4). Where tiles start with the first queries
+    and not at a diagonal, as many as that, so that fewer tiles of a head wait for each other (4k, head dim 64: 574 with
+    8, 506 with the 4 that give each program a tile).
     """
     batch, heads, tokens, dim = q.shape
     section = arch.sms // k_blocks
     if packed and not ordered:
         section = (4 * arch.sms + k_blocks // 2) // k_blocks
     if ordered:
-        kept = 2 * arch.l2 // 5 // (tokens * dim * 8 * (heads // kv_heads))
+        kept = 2 * arch.l2 // 5 // _streamed(tokens, dim, heads // kv_heads)
         section = min(section, kept) if diagonal else kept
     return min(max(1, section), batch * kv_heads)
