@@ -576,7 +576,8 @@ def row_of(numbers, BQ: gl.constexpr):
 
 @gluon.jit
 def _park(C: gl.constexpr, dq, dq_desc, parking, dq_empty, job):
-    """Leave a block's dq to the warp that adds it, in the order of the registers: a thread stores 16 bytes at once."""
+    """Leave a block's dq to the warp that adds it, in the order of the registers: a thread stores 16 bytes at once. It
+    is told behind the fence of the next block's ds, or the tile's last one."""
     box = job & 1
     wait(dq_empty.index(box), ((job >> 1) & 1) ^ 1)
     ROWS: gl.constexpr = dq.shape[1] // 4
@@ -584,8 +585,6 @@ def _park(C: gl.constexpr, dq, dq_desc, parking, dq_empty, job):
     x = gl.permute(x, (3, 0, 2, 4, 1, 5))
     parked = reinterpret(parking.index(box * 2 + C), gl.float32, [ROWS, 256], dq_desc.layout)
     parked.store(gl.reshape(x, [ROWS, 256]))
-    fence()
-    meet("arrive", PARKED + box, 288)
 
 
 @gluon.jit
@@ -685,6 +684,8 @@ def _block(
     fence()
     if first:  # dk and dv of the tile before, which are written from where dq will be left
         bulk_wait(0)
+    else:
+        meet("arrive", PARKED + (1 - (count & 1)), 288)
     meet("sync", HALVES)
     dq_made = mma(ds_tile, k_cols, zero_dq, use_acc=False, is_async=True)
     dv, p_operand = mma_wait(1, deps=[dv_made, p_operand])
@@ -757,6 +758,9 @@ def _consume(
         if blocks == 0:
             meet("arrive", KEYS_READ, 288)
             meet("arrive", VALUES_READ, 288)
+        if count != begin:
+            fence()
+            meet("arrive", PARKED + (1 - (count & 1)), 288)
         slot = gl.to_tensor(-1)
         if SHARED:
             slot = ticket.read(turn, SLOT)
