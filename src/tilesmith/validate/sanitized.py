@@ -22,7 +22,7 @@ from tilesmith.validate.drawn import kinds, shared_out
 
 TOOLS = ("memcheck", "synccheck")
 # what the names of kernels to watch contain: torch's own would take minutes
-KERNELS = ("attention", "_tiles_kernel", "_parts_kernel")
+KERNELS = ("attention", "_tiles_kernel", "_parts_kernel", "_rows_kernel", "label_scores_kernel")
 LONGEST = 300  # tokens of drawn cases
 
 
