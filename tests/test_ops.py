@@ -1,6 +1,7 @@
 """The one harness: every op, every kernel, every case. An op is tested by having cases, not by having a test file."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from op_runs import (
 )
 from tilesmith.engine import cases, ops, use
 from tilesmith.engine.backends import REFERENCE, interpreting
+from tilesmith.engine.choice import pinned
 from tilesmith.validate import check
 from tilesmith.validate.cases import backends_of, outputs_and_gradients, pins_of
 
@@ -334,6 +336,33 @@ def test_a_pin_of_the_vjp_goes_before_that_of_the_forward():
         finally:
             op.vjp.replace_kernel(REFERENCE, op.vjp.reference)
         assert ran.pop() == REFERENCE and not ran
+
+
+class _Deep(torch.autograd.Function):
+    """Backwards inside one another; beyond some 60 torch runs them in threads of its own, as those of a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, depth, found):
+        ctx.depth, ctx.found = depth, found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth:
+            with torch.enable_grad():
+                _Deep.apply(torch.zeros(1, requires_grad=True), ctx.depth - 1, ctx.found).sum().backward()
+        else:
+            ctx.found.append((threading.current_thread(), pinned("rms_norm")))
+        return grad, None, None
+
+
+def test_pins_reach_the_threads_that_run_a_backward():
+    found = []
+    with use(rms_norm=REFERENCE):
+        _Deep.apply(torch.zeros(1, requires_grad=True), 70, found).sum().backward()
+    _Deep.apply(torch.zeros(1, requires_grad=True), 70, found).sum().backward()
+    threads, backends = zip(*found)
+    assert threading.current_thread() not in threads and backends == (REFERENCE, "")
 
 
 DETERMINISTIC = [

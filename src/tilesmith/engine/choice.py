@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tilesmith.engine.arguments import shown
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.kernel import Kernel
@@ -19,6 +21,8 @@ from tilesmith.settings import settings
 log = logging.getLogger("tilesmith")
 
 _PINS: ContextVar[dict[str, str] | None] = ContextVar("tilesmith_pins", default=None)
+_CARRIED = "tilesmith_pins"  # what torch carries to its threads that run backwards, which a ContextVar does not reach
+_carries = False  # whether this process has ever pinned anything by `use`
 _environment = dict(settings().pins)
 _warned: set[str] = set()
 
@@ -43,15 +47,24 @@ class Choice:
 
 
 def pins() -> dict[str, str]:
-    """Op name -> backend pinned in this context (by `use`, else by the environment)."""
+    """Op name -> backend pinned in this context (by `use`, else by the environment), or where the backward that runs in
+    this thread was called."""
     here = _PINS.get()
+    if here is None:
+        return _carried() if _carries else _environment
+    return here
+
+
+def _carried() -> dict[str, str]:
+    if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_CARRIED):
+        return _environment
+    here = torch._C._get_obj_in_tls(_CARRIED)
     return _environment if here is None else here
 
 
 def pinned(name: str) -> str:
     """The backend pinned for the op `name` in this context, or "". torch.compile keeps the pin of its trace."""
-    here = _PINS.get()
-    return (_environment if here is None else here).get(name, "")
+    return pins().get(name, "")
 
 
 def parse_pin(pin: str) -> tuple[str, dict[str, int]]:
@@ -113,11 +126,16 @@ def use(**backends: str) -> Iterator[None]:
             raise TypeError(f"use(): {name} must be the name of a backend, got {shown(backend)}")
         if parse_pin(backend)[0] not in op.backends():
             raise ValueError(f"use(): {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
-    token = _PINS.set({**pins(), **backends})
+    global _carries
+    _carries, outer = True, _PINS.get()
+    here = {**pins(), **backends}
+    token = _PINS.set(here)
+    torch._C._stash_obj_in_tls(_CARRIED, here)
     try:
         yield
     finally:
         _PINS.reset(token)
+        torch._C._stash_obj_in_tls(_CARRIED, outer)
 
 
 def choose(op: Any, call: Any, pin: str, device: Any) -> Choice:
