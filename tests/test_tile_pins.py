@@ -124,3 +124,21 @@ def test_a_part_has_no_more_chunks_than_bits_that_note_what_is_kept(refused):
     finally:
         configure.arch = None
         configure.forget()
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "keys", "wanted"),
+    [
+        (4, 16, 4096, 4096, (1980, 132)),  # 15 rounds, and 68 tiles
+        (1, 1, 20, 4096, (0, 4)),
+        (1, 132, 256, 4096, (264, 0)),  # come out even
+        (8, 16, 2048, 2048, (2048, 0)),  # spares less than it costs
+        (1, 2, 131_072, 131_072, (2048, 0)),  # keys do not stay in the L2 cache
+    ],
+)
+def test_tiles_of_the_last_round_are_divided_where_that_spares_more_than_it_costs(batch, heads, tokens, keys, wanted):
+    from tilesmith.ops.attn.hopper_shares import divided
+
+    q = torch.empty(batch, heads, tokens, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, heads, keys, 128, dtype=torch.bfloat16, device="meta")
+    assert divided(q, k, k, -(-tokens // 128) * batch * heads, 128, 128, arch_named("sm90")) == wanted

@@ -11,22 +11,23 @@ from torch import Tensor
 from tilesmith.engine.replay import each_time
 
 _COUNTERS = 1024  # launches of one device that may be in flight at once
-_rings: dict[int, tuple[Tensor, ...]] = {}
+_rings: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 _turn = itertools.count()
 
 
-def counter(device: torch.device) -> Tensor:
-    """A zero that a launch counts up and sets back, another at each launch."""
-    return each_time(partial(_counter, device))
+def counter(device: torch.device, numbers: int = 4) -> Tensor:
+    """Zeros (so many, int32) that a launch counts up and sets back, others at each launch."""
+    return each_time(partial(_counter, device, numbers))
 
 
-def _counter(device: torch.device) -> Tensor:
+def _counter(device: torch.device, numbers: int) -> Tensor:
     """Launches on several streams have each their own; so has one in a CUDA graph, which may run at any time."""
     if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # on a CPU kernels are only compiled
-        return torch.zeros(4, dtype=torch.int32, device=device)
+        return torch.zeros(numbers, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    ring = _rings.get(index)
+    ring = _rings.get((index, numbers))
     if ring is None:
-        ring = _rings[index] = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device=device).unbind()
+        zeros = torch.zeros(_COUNTERS, numbers, dtype=torch.int32, device=device)
+        ring = _rings[index, numbers] = zeros.unbind()
         torch.cuda.synchronize(device)  # once in a process: other streams may be the first to use their zeros
     return ring[next(_turn) % _COUNTERS]

@@ -26,6 +26,7 @@ from tilesmith.ops.attn.hopper_shared import (
     window_of,
     wrong_dims,
 )
+from tilesmith.ops.attn.hopper_shares import divided, launch_shares
 from tilesmith.ops.attn.hopper_window import attention_window_kernel
 from tilesmith.ops.counters import counter
 from tilesmith.ops.rows import dense
@@ -141,9 +142,12 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     tiles = blocks * batch * heads
     # more consumers or wider rows would wait for registers for ever
     per_sm = config.per_sm if config.consumers == 2 and max(wide, value_wide) == 64 and not narrow else 1
-    programs = min(arch.sms * per_sm, tiles)
-    dynamic = programs < tiles
     alike = not (has_left or has_right or packed or has_lists)
+    undivided, shares = tiles, 0
+    if alike and max(wide, value_wide) == 128 and config.consumers == 2 and config.q_stages == 1:
+        undivided, shares = divided(q, k, v, tiles, block_m, config.block_n, arch)
+    programs = min(arch.sms * per_sm, undivided)
+    dynamic = programs < undivided
     if narrow:
         launch(
             attention_window_kernel, (programs,),
@@ -154,21 +158,26 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
             SOFTCAP=call.softcap > 0.0, num_warps=4,
         )  # fmt: skip
         return out, lse
-    launch(
-        attention_fwd_kernel,
-        (programs,),
+    descriptors = (
         descriptor(q, 64, packed), descriptor(k, config.block_n, packed), descriptor(v, config.block_n, packed),
-        descriptor(out, 64, packed), lse, dense(call.sinks), counter(q.device) if dynamic else None,
-        table, lists, indices,
-        tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike), left, right, heads // k.shape[1],
-        list_share, list_rows, *score_factors(call),
-        LEFT=has_left, RIGHT=has_right,
-        WHOLE=alike and keys % config.block_n == 0, DYNAMIC=dynamic,
-        BN=config.block_n, D=wide, DV=value_wide, CONSUMERS=config.consumers, STAGES=config.stages,
-        V_STAGES=config.v_stages or config.stages, Q_STAGES=config.q_stages,
-        LIST_K=call.block_k if has_lists else 0, SOFTCAP=call.softcap > 0.0,
-        HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
-        and config.consumers == 2 and config.block_n == 128, PER_SM=per_sm, num_warps=4,
-        **({"maxnreg": 80} if per_sm > 1 else {}),
+        descriptor(out, 64, packed),
     )  # fmt: skip
+    sinks, factors = dense(call.sinks), score_factors(call)
+    sizes = tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike)
+    kinds = {
+        "WHOLE": alike and keys % config.block_n == 0, "BN": config.block_n, "D": wide, "DV": value_wide,
+        "STAGES": config.stages, "V_STAGES": config.v_stages or config.stages, "SOFTCAP": call.softcap > 0.0,
+    }  # fmt: skip
+    if undivided:
+        launch(
+            attention_fwd_kernel, (programs,), *descriptors, lse, sinks, counter(q.device) if dynamic else None,
+            table, lists, indices, *sizes, left, right, heads // k.shape[1], list_share, list_rows, *factors,
+            LEFT=has_left, RIGHT=has_right, DYNAMIC=dynamic, CONSUMERS=config.consumers, Q_STAGES=config.q_stages,
+            LIST_K=call.block_k if has_lists else 0,
+            HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
+            and config.consumers == 2 and config.block_n == 128, PER_SM=per_sm, DIVIDED=shares > 0, num_warps=4,
+            **({"maxnreg": 80} if per_sm > 1 else {}), **kinds,
+        )  # fmt: skip
+    if shares:
+        launch_shares(shares, undivided, descriptors, lse, sinks, (*sizes, heads // k.shape[1]), factors, arch, **kinds)
     return out, lse

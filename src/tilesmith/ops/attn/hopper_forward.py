@@ -17,6 +17,7 @@ from tilesmith.ops.gluon_shim import (
     fence,
     gl,
     gluon,
+    launch_dependents,
     meet,
     mma,
     mma_wait,
@@ -38,7 +39,8 @@ class Walk:
     tokens and keys are those of one document at a time. With block lists of LIST_K keys, list_share heads have a list
     in common, and list_rows is how many tiles the lists of a batch row have, 0 if all have the same. TURNS: consumers
     ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of a
-    tile's last block the first one's queries see but the first half, and all of every other block.
+    tile's last block the first one's queries see but the first half, and all of every other block. DIVIDED: programs
+    make whole rounds of tiles; those left over are made in shares (`hopper_shares`).
     """
 
     tokens: gl.tensor
@@ -69,11 +71,13 @@ class Walk:
     TURNS: gl.constexpr
     SKIP: gl.constexpr
     HALF: gl.constexpr
+    DIVIDED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False, V_STAGES=0,
+        DIVIDED=False,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -86,6 +90,15 @@ class Walk:
         self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
         self.TURNS, self.HALF = gl.constexpr(CONSUMERS == 3 and not (LEFT or PACKED)), gl.constexpr(HALF)
         self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN <= 64 * (CONSUMERS - 1))
+        self.DIVIDED = gl.constexpr(DIVIDED)
+
+    @gluon.jit
+    def tiles(self):
+        """How many tiles the programs make."""
+        tiles = self.blocks * self.rows
+        if self.DIVIDED:
+            tiles -= tiles % gl.num_programs(0)
+        return tiles
 
     @gluon.jit
     def tile(self, number, table):
@@ -129,7 +142,7 @@ class Walk:
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
             self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
-            self.V_STAGES,
+            self.V_STAGES, self.DIVIDED,
         )  # fmt: skip
 
     @gluon.jit
@@ -266,7 +279,7 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
-    tiles = whole.blocks * whole.rows
+    tiles = whole.tiles()
     while number < tiles:
         start, head, tokens, keys, q_place, k_place = whole.tile(number, table)
         start, apart, other = whole.placed(start, head, tokens)
@@ -392,8 +405,8 @@ def _pass(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty
 
 
 @gluon.jit
-def _first(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, first, inner, scale,
-           SOFTCAP: gl.constexpr):  # fmt: skip
+def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, first, inner, scale,
+                SOFTCAP: gl.constexpr):  # fmt: skip
     """The first block of keys that a consumer meets, or its first half: each row's greatest score, the sum of its
     powers, and these. taken: others have met a block before, so that the product has a turn."""
     KEYS: gl.constexpr = k_tile.shape[0]
@@ -421,8 +434,8 @@ def _first(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, first
 
 
 @gluon.jit
-def _round(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, acc, total, top, queries, first, inner,
-           scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
+def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, acc, total, top, queries, first, inner,
+               scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
     """A block of keys, whose scores are made while the powers p of the block before, or of its first keys, meet their
     values. full, empty: the barriers of these keys and of those values, full with their phases. EDGE: some queries do
     not see all of the keys. Returns acc, total and top with the block in them, and its powers."""
@@ -474,7 +487,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
-    tiles = whole.blocks * whole.rows
+    tiles = whole.tiles()
     if whole.TURNS and C == whole.CONSUMERS - 1:
         meet("arrive", TURN)
     while number < tiles:
@@ -506,7 +519,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         met = 1
         if walk.HALF and C == 0:
             PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
-            top, total, few = _first(
+            top, total, few = first_block(
                 C, walk, q_tile, k_tile.slice(0, BN // 2), k_empty.index(s), False,
                 gl.convert_layout(queries, gl.SliceLayout(1, PART)), first, inner, scale, SOFTCAP,
             )  # fmt: skip
@@ -518,7 +531,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
             if blocks > 1:
                 count += 1
                 s = count % walk.STAGES
-                acc, total, top, rest = _round(
+                acc, total, top, rest = next_block(
                     C, walk, q_tile, k.index(s).reshape([BN, D]), v_tile,
                     (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                     (k_empty.index(s), v_empty.index(behind)), few, acc, total, top, queries, first, inner, scale,
@@ -531,7 +544,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                 acc = mma_wait(0, deps=[acc_made])
             met = 2
         else:
-            top, total, p = _first(
+            top, total, p = first_block(
                 C, walk, q_tile, k_tile, k_empty.index(s), before_right > 0, queries, first, inner, scale, SOFTCAP
             )
             p = pack(p, dtype)
@@ -563,7 +576,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                     s = count % walk.STAGES
                     if phase != 1:
                         first = walk.key(begin, blocks, j, entry, lists, indices)
-                    acc, total, top, new = _round(
+                    acc, total, top, new = next_block(
                         C, walk, q_tile, k.index(s).reshape([BN, D]), v.index(behind).reshape([BN, DV]),
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                         (k_empty.index(s), v_empty.index(behind)), p_half, acc, total, top, queries, first, inner,
@@ -613,12 +626,15 @@ def attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
-    PER_SM: gl.constexpr,
+    PER_SM: gl.constexpr, DIVIDED: gl.constexpr,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), or None. lists:
     tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0; indices: theirs. scale: of
     q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind it. WHOLE: every query sees
-    every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a tensor's own are zeros."""
+    every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a tensor's own are zeros.
+    DIVIDED: tiles behind the last whole round are left to `attention_fwd_shares_kernel`."""
+    if DIVIDED:
+        launch_dependents()
     PACKED: gl.constexpr = table is not None
     SHARED: gl.constexpr = D == 256 and DV == 256  # out takes the place of q
     if PACKED:
@@ -626,7 +642,7 @@ def attention_fwd_kernel(
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF,
-        V_STAGES,
+        V_STAGES, DIVIDED,
     )  # fmt: skip
     q = tiles_of(Q_STAGES * CONSUMERS, q_desc)
     k = tiles_of(STAGES, k_desc)
