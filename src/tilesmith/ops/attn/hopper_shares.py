@@ -35,17 +35,15 @@ def divided(q: Tensor, k: Tensor, v: Tensor, tiles: int, block_m: int, block_n: 
     """How many of so many tiles are made by one program each, and into how many equal shares the others are divided,
     which are fewer than there are multiprocessors.
 
-    As many shares as these, but no more than four a tile, and none where that does not spare the last programs as many
-    blocks of keys as it costs: what shares leave is written and read once more, 6, and behind whole rounds programs
-    start anew, 14 (H200, head dim 128, TFLOP/s at 2k / 4k / 8k / 16k keys, of which shares spare 8 / 16 / 31 / 62
-    blocks: 678 / 718 / 735 / 743, undivided 688 / 714 / 722 / 726). As programs meet different keys then, those of the
-    tiles' heads must stay in the L2 cache.
+    As many shares as these, but no more than four a tile, and none where that does not spare the last programs 14
+    blocks of keys: they start anew behind the whole rounds, and write and read what shares leave (H200, head dim 128,
+    TFLOP/s at 2k / 4k / 8k / 16k keys, of which shares spare 8 / 16 / 31 / 62 blocks: 678 / 718 / 736 / 743, undivided
+    686 / 714 / 725 / 726). As programs meet different keys then, those of the tiles' heads must stay in the L2 cache.
     """
     heads, tokens, keys = q.shape[1], q.shape[2], k.shape[2]
     steps, rest = cdiv(keys, block_n), tiles % arch.sms
     shares = min(arch.sms, 4 * rest)
-    cost = 14 if tiles > rest else 6
-    spares = (shares - rest) * steps >= cost * shares > 0 and rest * steps * (shares + 1) < 2**31
+    spares = (shares - rest) * steps >= 14 * shares > 0 and rest * steps * (shares + 1) < 2**31
     met = cdiv(rest, cdiv(tokens, block_m) * (heads // k.shape[1]))  # kv heads
     if not spares or 0 < arch.l2 < met * keys * (q.shape[3] + v.shape[3]) * k.element_size():
         return tiles, 0
