@@ -127,8 +127,8 @@ def use(**backends: str) -> Iterator[None]:
         if parse_pin(backend)[0] not in op.backends():
             raise ValueError(f"use(): {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
     global _carries
-    _carries, outer = True, _PINS.get()
-    here = {**pins(), **backends}
+    outer = torch._C._get_obj_in_tls(_CARRIED) if torch._C._is_key_in_tls(_CARRIED) else None
+    _carries, here = True, {**pins(), **backends}
     token = _PINS.set(here)
     torch._C._stash_obj_in_tls(_CARRIED, here)
     try:
