@@ -143,3 +143,14 @@ def section(k: Tensor, heads: int, arch, alike: bool) -> int:
         return group
     fitting = max(1, arch.l2 // 2 // (keys * dim * 2 * k.element_size()))
     return cdiv(rows, max(1, rows // fitting)) * group
+
+
+def shares_of(tiles: int, steps: int, least: int, arch) -> int:
+    """Into how many equal shares the tiles are divided, of so many steps each, that whole rounds of one tile a
+    multiprocessor leave over: as many as there are multiprocessors, but no more than four a tile, and 0 where that
+    spares the last programs fewer than `least` steps.
+    """
+    rest = tiles % arch.sms
+    shares = min(arch.sms, 4 * rest)
+    spares = (shares - rest) * steps >= least * shares and rest * steps * (shares + 1) < 2**31
+    return shares if spares else 0

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilesmith.engine import launch
 from tilesmith.engine.launch import cdiv
 from tilesmith.ops.attn.hopper_forward import NOTHING, Walk, finish, first_block, next_block, pack, unpack
+from tilesmith.ops.attn.hopper_shared import shares_of
 from tilesmith.ops.counters import counter
 from tilesmith.ops.gluon_shim import (
     arrive,
@@ -32,20 +33,17 @@ _JOIN = gl.constexpr(12)  # the named barrier of the first consumer's threads; t
 
 
 def divided(q: Tensor, k: Tensor, v: Tensor, tiles: int, block_m: int, block_n: int, arch) -> tuple[int, int]:
-    """How many of so many tiles are made by one program each, and into how many equal shares the others are divided,
-    which are fewer than there are multiprocessors.
+    """How many of so many tiles are made by one program each, and into how many shares the others are divided.
 
-    As many shares as these, but no more than four a tile, and none where that does not spare the last programs 14
-    blocks of keys: they start anew behind the whole rounds, and write and read what shares leave (H200, head dim 128,
-    TFLOP/s at 2k / 4k / 8k / 16k keys, of which shares spare 8 / 16 / 31 / 62 blocks: 678 / 718 / 736 / 743, undivided
-    686 / 714 / 725 / 726). As programs meet different keys then, those of the tiles' heads must stay in the L2 cache.
+    None where that does not spare the last programs 14 blocks of keys (`shares_of`): they start anew behind the whole
+    rounds, and write and read what shares leave (H200, head dim 128, TFLOP/s at 2k / 4k / 8k / 16k keys, of which
+    shares spare 8 / 16 / 31 / 62 blocks: 678 / 718 / 736 / 743, undivided 686 / 714 / 725 / 726). As programs meet
+    different keys then, those of the tiles' heads must stay in the L2 cache.
     """
     heads, tokens, keys = q.shape[1], q.shape[2], k.shape[2]
-    steps, rest = cdiv(keys, block_n), tiles % arch.sms
-    shares = min(arch.sms, 4 * rest)
-    spares = (shares - rest) * steps >= 14 * shares > 0 and rest * steps * (shares + 1) < 2**31
+    rest, shares = tiles % arch.sms, shares_of(tiles, cdiv(keys, block_n), 14, arch)
     met = cdiv(rest, cdiv(tokens, block_m) * (heads // k.shape[1]))  # kv heads
-    if not spares or 0 < arch.l2 < met * keys * (q.shape[3] + v.shape[3]) * k.element_size():
+    if not shares or 0 < arch.l2 < met * keys * (q.shape[3] + v.shape[3]) * k.element_size():
         return tiles, 0
     return tiles - rest, shares
 

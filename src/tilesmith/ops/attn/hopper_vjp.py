@@ -29,6 +29,7 @@ from tilesmith.ops.attn.hopper_shared import (
     reasons_for_all,
     score_factors,
     section,
+    shares_of,
     window_of,
 )
 from tilesmith.ops.attn.hopper_window_vjp import window_gradients
@@ -251,20 +252,17 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
 
 def divided(q: Tensor, kv_heads: int, tiles: int, steps: int, section: int, arch) -> tuple[int, int]:
     """How many of so many tiles, of so many blocks of queries each, are made by one program each, and into how many
-    equal shares the others are divided, which are fewer than there are multiprocessors.
+    shares the others are divided.
 
-    As many as these, but no more than four a tile, and none where that does not spare the last programs 16 blocks: what
-    shares leave is written and read once more (H200, head dim 128, 1k: 511 TFLOP/s with the 8 that it spares, 523). As
-    programs are at different queries then, those of a section's heads must stay in the L2 cache (64/8 heads x 4k, 134
-    MB: 560 for 607).
+    None where that does not spare the last programs 16 blocks (`shares_of`): what shares leave is written and read once
+    more (H200, head dim 128, 1k: 511 TFLOP/s with the 8 that it spares, 523). As programs are at different queries
+    then, those of a section's heads must stay in the L2 cache (64/8 heads x 4k, 134 MB: 560 for 607).
     """
     _, heads, tokens, dim = q.shape
-    rest = tiles % arch.sms
-    shares = min(arch.sms, 4 * rest)
-    spares = (shares - rest) * steps >= 16 * shares and rest * steps * (shares + 1) < 2**31
-    if not spares or 0 < arch.l2 < section * _streamed(tokens, dim, heads // kv_heads):
+    shares = shares_of(tiles, steps, 16, arch)
+    if not shares or 0 < arch.l2 < section * _streamed(tokens, dim, heads // kv_heads):
         return tiles, 0
-    return tiles - rest, shares
+    return tiles - tiles % arch.sms, shares
 
 
 def _streamed(tokens: int, dim: int, group: int) -> int:
