@@ -1,7 +1,9 @@
 """The one harness: every op, every kernel, every case. An op is tested by having cases, not by having a test file."""
 
 import itertools
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from op_runs import (
 )
 from tilesmith.engine import cases, ops, use
 from tilesmith.engine.backends import REFERENCE, interpreting
-from tilesmith.engine.choice import pinned
+from tilesmith.engine.choice import pinned, pins
 from tilesmith.validate import check
 from tilesmith.validate.cases import backends_of, outputs_and_gradients, pins_of
 
@@ -365,6 +367,18 @@ def test_pins_reach_the_threads_that_run_a_backward():
     _Deep.apply(torch.zeros(1, requires_grad=True), 70, found).sum().backward()
     threads, backends = zip(*found)
     assert threading.current_thread() not in threads and backends == (REFERENCE, "")
+
+
+def test_pins_are_counted_as_python_counts():
+    for _ in range(3):
+        with use(rms_norm=REFERENCE):
+            inside = pins()
+            _Deep.apply(torch.zeros(1, requires_grad=True), 70, []).sum().backward()
+        for _ in range(100):  # torch's threads let go of them a little later
+            if sys.getrefcount(inside) == 2:  # `inside`, and the argument
+                break
+            time.sleep(0.01)
+        assert sys.getrefcount(inside) == 2
 
 
 DETERMINISTIC = [

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -60,6 +63,24 @@ def _carried() -> dict[str, str]:
         return _environment
     here = torch._C._get_obj_in_tls(_CARRIED)
     return _environment if here is None else here
+
+
+def _carry(these: dict[str, str] | None) -> None:
+    if _takes_references():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(these))
+    torch._C._stash_obj_in_tls(_CARRIED, these)
+
+
+@functools.cache
+def _takes_references() -> bool:
+    """Whether torch, given an object to carry, drops a reference later that it never took, as 2.11 does, not 2.13."""
+    asked = object()
+    before = sys.getrefcount(asked)
+    torch._C._stash_obj_in_tls(_CARRIED + "_asked", asked)
+    taken = sys.getrefcount(asked) == before
+    if taken:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(asked))
+    return taken
 
 
 def pinned(name: str) -> str:
@@ -130,12 +151,12 @@ def use(**backends: str) -> Iterator[None]:
     outer = torch._C._get_obj_in_tls(_CARRIED) if torch._C._is_key_in_tls(_CARRIED) else None
     _carries, here = True, {**pins(), **backends}
     token = _PINS.set(here)
-    torch._C._stash_obj_in_tls(_CARRIED, here)
+    _carry(here)
     try:
         yield
     finally:
         _PINS.reset(token)
-        torch._C._stash_obj_in_tls(_CARRIED, outer)
+        _carry(outer)
 
 
 def choose(op: Any, call: Any, pin: str, device: Any) -> Choice:
