@@ -65,7 +65,7 @@ def create(config) -> KernelIR:
         stage(queries, q, q0, q_row, m0, bq, n_q)
         left, right = local(f32x4, OWN), local(f32x4, OWN)
         scores, total = local(f32, OWN * OWN), local(f32, OWN)
-        top, held = local(f32, OWN), local(f32x4, OWN * own)
+        top, held, more = local(f32, OWN), local(f32x4, OWN * own), local(f32x4, OWN * own)
         for i in unroll(OWN):
             top[i] = LOWEST
             total[i] = 0.0
@@ -107,6 +107,7 @@ def create(config) -> KernelIR:
                 total[i] *= fade
                 for j in unroll(own):
                     held[i * own + j] *= fade
+                    more[i * own + j] = f32x4(0)
                 for j in unroll(OWN):
                     score = scores[i * OWN + j]
                     p = select(score > LOWEST, exp2(score - high), 0.0)
@@ -120,7 +121,9 @@ def create(config) -> KernelIR:
                         values = f32x4(tile[key * stride + c])
                         for i in unroll(OWN):
                             p = weights[(y + i * ty) * (wide * 4) + key]
-                            held[i * own + j] = fma(f32x4(p), values, held[i * own + j])
+                            more[i * own + j] = fma(f32x4(p), values, more[i * own + j])
+            for i in unroll(OWN * own):  # summed by blocks: over thousands of keys one after another would lose bits
+                held[i] += more[i]
         for i in unroll(OWN):
             tops[(y + i * ty) * tx + x] = total[i]
         barrier()
