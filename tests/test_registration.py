@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import tilesmith
 from optimize_models import assert_within_budget, batch, build, ops_everywhere, train  # noqa: F401
 from tilesmith.engine import use
-from tilesmith.models import attention_masks, sdpa
+from tilesmith.models import attention, attention_masks, sdpa
 from tilesmith.models.attention import attention_forward
 from tilesmith.models.attention_masks import KeyMask, key_mask
 from tilesmith.validate.budget import compare
@@ -98,6 +98,27 @@ def test_compiles_whole(family, padded):
     wanted = train(model, inputs)
     found = train(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
     torch.testing.assert_close(found[:2], wanted[:2])
+
+
+@pytest.mark.parametrize(("family", "packed"), [("llama", False), ("llama", True), ("gemma2", False)])
+def test_a_compiled_model_has_the_masks_of_an_eager_one(family, packed, monkeypatch):
+    seen, real = [], attention.ops.attention
+
+    def spied(q, k, v, mask, *args, **named):
+        seen.append((mask.causal, mask.window, mask.dense is None, mask.documents is None, *named))
+        return real(q, k, v, mask, *args, **named)
+
+    monkeypatch.setattr(attention.ops, "attention", spied)
+    model = tilesmith.optimize(build(family, layers=2))
+    inputs = {"input_ids": torch.randint(3, 100, (2, 12)), "use_cache": False}
+    if packed:
+        inputs["position_ids"] = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    wanted = model(**inputs).logits
+    eager = seen.copy()
+    seen.clear()
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).logits
+    assert seen == eager and len(eager) == 2 and all(mask[2] for mask in seen)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.attention_masks import KeyMask, key_mask
+from tilesmith.models.attention_masks import TOLD, KeyMask, key_mask
 from tilesmith.models.attention_modules import computes_mask, uses_interface
 from tilesmith.models.reach import reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, original_class
@@ -147,15 +147,22 @@ class AttentionForm(Form):
         form = self
         register_for_transformers()  # here, since a process that only unpickles a model comes this way too
         names = list(inspect.signature(base.forward).parameters)
-        place = names.index("output_attentions") - 1 if "output_attentions" in names else None
+
+        def given(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+            place = names.index(name) - 1 if name in names else len(args)
+            return args[place] if place < len(args) else kwargs.get(name)
 
         @functools.wraps(base.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = place is not None and len(args) > place
-            if not (args[place] if given else kwargs.get("output_attentions")):
+            if given("output_attentions", args, kwargs):
+                with form.chosen(self):  # nobody else has the weights
+                    return base.forward(self, *args, **kwargs)
+            if not torch.compiler.is_compiling():
                 return base.forward(self, *args, **kwargs)
-            with form.chosen(self):  # nobody else has the weights
-                return base.forward(self, *args, **kwargs)
+            TOLD.known, TOLD.positions = True, given("position_ids", args, kwargs)
+            out = base.forward(self, *args, **kwargs)
+            TOLD.known, TOLD.positions = False, None
+            return out
 
         return {"forward": forward}
 

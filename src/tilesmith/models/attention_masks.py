@@ -124,7 +124,12 @@ def key_mask(**given: Any) -> KeyMask | Tensor | None:
 
     # the first versions of transformers 5 pass cache_position in place of q_length
     if "q_length" in given and reaches_device("attention", torch.device(given.get("device", "cpu")).type):
-        rule = _rule(given.get("mask_function", causal_mask_function))
+        function = given.get("mask_function", causal_mask_function)
+        rule = _rule(function)
+        if rule is None and torch.compiler.is_compiling() and function.__code__ is _joined():
+            rule = _compiled_rule(**given)
+            if rule is not None:
+                given["allow_is_causal_skip"] = True  # what forbade it was packing, which the rule tells
         if rule is not None and _fits(rule, **given):
             return _as_arguments(rule, **given)
     return sdpa_mask(**given)
@@ -235,6 +240,63 @@ def _rule(function: Callable) -> _Rule | None:
         return None
     held = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
     return kind(held)
+
+
+class _Told:
+    """What a model's caller gave it, of the call that torch.compile traces."""
+
+    positions: Tensor | None = None
+    known = False
+
+
+TOLD = _Told()
+
+
+@torch.compiler.assume_constant_result
+def _joined() -> Any:
+    """The code of what transformers' `and_masks` makes."""
+    from transformers.masking_utils import and_masks
+
+    return and_masks().__code__
+
+
+def _compiled_rule(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    use_vmap: bool = True,
+    **given: Any,
+) -> _Rule | None:
+    """The rule of a function by `and_masks`, into which a compiler does not look, by what it is passed with.
+
+    use_vmap is set where somebody's own function is in it. Else it is causal, and may have a window, by the
+    configuration; what is left is packing, which transformers takes all positions for that it sees when compiling,
+    since it would have to look at their values. Where the model's caller gave none, there is none.
+    """
+    if use_vmap or "allow_is_bidirectional_skip" in given:
+        return None
+    window = None
+    if local_size is not None:
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        if chunked or getattr(config, "sliding_window", None) != local_size:
+            return None
+        window = (local_size - 1, -1)
+    if allow_is_causal_skip:
+        return None if window is None else _Rule(True, window)
+    if attention_mask is not None or not TOLD.known or q_length != kv_length or isinstance(q_offset, Tensor):
+        return None
+    if TOLD.positions is None:
+        return _Rule(True, window)
+    positions = TOLD.positions
+    if window is not None or positions.ndim != 2 or positions.shape[1] != q_length:
+        return None
+    steps = positions.diff(prepend=positions[:, :1] - 1)
+    return _Rule(True, documents=(steps != 1).cumsum(-1).expand(batch_size, -1))
 
 
 @functools.cache
