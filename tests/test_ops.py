@@ -329,8 +329,11 @@ def test_a_pin_of_the_vjp_goes_before_that_of_the_forward():
         return op.vjp.reference(*a)
 
     for backend in kernels_of(op):
-        with use(rms_norm=backend):
-            out = op(*args)
+        try:
+            with use(rms_norm=backend):
+                out = op(*args)
+        except NotImplementedError:
+            continue
         op.vjp.replace_kernel(REFERENCE, spied)
         try:
             with use(rms_norm_vjp=REFERENCE):

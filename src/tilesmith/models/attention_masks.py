@@ -126,7 +126,7 @@ def key_mask(**given: Any) -> KeyMask | Tensor | None:
     if "q_length" in given and reaches_device("attention", torch.device(given.get("device", "cpu")).type):
         function = given.get("mask_function", causal_mask_function)
         rule = _rule(function)
-        if rule is None and torch.compiler.is_compiling() and function.__code__ is _joined():
+        if rule is None and torch.compiler.is_compiling() and _is_joined(function):
             rule = _compiled_rule(**given)
             if rule is not None:
                 given["allow_is_causal_skip"] = True  # what forbade it was packing, which the rule tells
@@ -258,6 +258,13 @@ def _joined() -> Any:
     from transformers.masking_utils import and_masks
 
     return and_masks().__code__
+
+
+def _is_joined(function: Callable) -> bool:
+    try:  # a compiler does not know of each kind of callable that it has no code
+        return function.__code__ is _joined()
+    except AttributeError:
+        return False
 
 
 def _compiled_rule(
