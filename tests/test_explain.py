@@ -5,7 +5,8 @@ import torch
 
 import tilesmith
 from tilesmith import ops
-from tilesmith.engine import Op, optimize_kernel, register_kernel
+from tilesmith.cli.recorder import choices_of
+from tilesmith.engine import Op, Space, optimize_kernel, register_kernel
 
 DOORS = {
     "attention": lambda x: ((x, x, x, ops.Mask(causal=True)), {"dropout_p": 0.1}),
@@ -72,3 +73,63 @@ def test_a_configuration_above_the_registration_keeps_the_declared_error():
 
     assert op.kernel("rough").errors == {"doubled": 0.02}
     assert tilesmith.explain(op, torch.ones(3)).kernel.backend == "rough"
+
+
+def test_a_kernel_tells_how_it_serves_a_call():
+    op = Op(_double, name="explain_telling", fake=torch.empty_like)
+    ways = lambda x: ["in one piece"] if x.shape[0] <= 4 else []  # noqa: E731
+    register_kernel("explain_telling", backend="telling", rank=20, tells=ways)(_double)
+    assert str(tilesmith.explain(op, torch.ones(3))).splitlines()[-1] == "  in one piece"
+    assert tilesmith.explain(op, torch.ones(5)).note == ""
+    assert tilesmith.explain(op, torch.ones(3), compiled=True).note.startswith("in one piece; under torch.compile")
+    with tilesmith.use(explain_telling="reference"):
+        assert tilesmith.explain(op, torch.ones(3)).note == ""
+    with pytest.raises(TypeError, match="tells must be callable"):
+        register_kernel("explain_telling", backend="mute", rank=30, tells="nothing")
+
+
+def test_outputs_that_nobody_will_read_are_told():
+    def double(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return 2 * x, x.sum(-1)
+
+    def double_vjp(dy: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return 2 * dy
+
+    vjp = Op(double_vjp, name="explain_hiding_vjp", outputs=("dx",), fake=lambda dy, total: torch.empty_like(dy))
+    op = Op(double, name="explain_hiding", vjp=vjp, outputs=("y", "total"), public=1)
+
+    @register_kernel("explain_hiding", backend="hiding", rank=20)
+    @optimize_kernel(space=Space(dims=lambda x: {}, default=lambda dims, arch, dtype: ()))
+    def hiding(x: torch.Tensor, *, config: tuple, hidden: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        return 2 * x, x.sum(-1) if hidden else None
+
+    x = torch.ones(3, 2)
+    told = "no gradient is asked for, so nothing is stored for one: total"
+    assert tilesmith.explain(op, x).note == told
+    assert told not in tilesmith.explain(op, x, compiled=True).note  # there the op always has all its outputs
+    asking = x.clone().requires_grad_()
+    assert tilesmith.explain(op, asking).note == ""
+    with torch.no_grad():
+        assert tilesmith.explain(op, asking).note == told
+    with tilesmith.use(explain_hiding="reference"):
+        assert tilesmith.explain(op, x).note == ""
+    assert [choice.note for choice in choices_of(op, {"x": x})] == [told]
+    assert choices_of(op, {"x": asking})[0].note == ""
+
+
+@pytest.mark.parametrize(
+    ("features", "options", "reason"),
+    [
+        (2048, {}, ""),
+        (4096, {}, "x has 4,096 features, more than 2,048"),
+        (64, {"z_loss": 1e-4}, "z_loss is given"),
+        (64, {"mode": "keep"}, "it is kept"),
+    ],
+)
+def test_linear_cross_entropy_on_hopper_tells_its_way(features, options, reason):
+    x, weight = (torch.empty(n, features, dtype=torch.bfloat16, requires_grad=True) for n in (8, 16))
+    target = torch.zeros(8, dtype=torch.int64)
+    given = ops.linear_cross_entropy.bind((x, weight, target), {"mode": "chunks", **options})
+    powers = "no pass over logits: up to 2,048 features their product leaves powers of two"
+    (told,) = ops.linear_cross_entropy.kernel("hopper").tells(*given)
+    assert told == (f"a pass over the logits makes their gradient: {reason}" if reason else powers)

@@ -30,7 +30,8 @@ class Recorder(TorchDispatchMode):
         namespace, _, name = func.name().partition("::")
         if namespace == "tilesmith":
             op = ops()[name]
-            self._seen[op.explain(*op.complete(args))] += 1
+            with torch.enable_grad():  # a forward that autograd records runs without
+                self._seen[op.explain(*op.complete(args))] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -23,13 +23,19 @@ def accept(call: Any) -> Sequence[str]:
     return ()
 
 
+def silent(*args: Any) -> Sequence[str]:
+    """Nothing to tell about any call."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of an op.
 
     fn: callable with the reference's signature. rank: higher is tried first; the reference has 0.
     rejects: metadata of a call -> sentences that say why this kernel cannot serve it; empty means it can.
-    errors: output -> the error, beyond rounding, that its method may have.
+    errors: output -> the error, beyond rounding, that its method may have. tells: arguments of a call that it serves ->
+    sentences on how, where it has several ways.
     """
 
     op: str
@@ -38,6 +44,7 @@ class Kernel:
     rank: int
     rejects: Callable[[Any], Sequence[str]] = accept
     errors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    tells: Callable[..., Sequence[str]] = silent
 
 
 def as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:

@@ -281,7 +281,7 @@ class Op:
         )
 
     def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice:
-        """Which kernel would serve this call, and why not the others. Runs nothing."""
+        """Which kernel would serve this call, why not the others, and what it tells of how. Runs nothing."""
         args = self.bind(args, kwargs)
         if self.autocast:
             args = self._autocast(args)
@@ -291,9 +291,17 @@ class Op:
         if compiled and self.decompose is not None:
             note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
             return replace(choice, note=note)
+        notes = list(choice.kernel.tells(*args))
         if compiled:
-            return replace(choice, note="under torch.compile: one opaque call")
-        return choice
+            notes.append("under torch.compile: one opaque call")
+        elif self._hides(choice.kernel) and not (torch.is_grad_enabled() and True in self.gradient.needs(args)):
+            unseen = ", ".join(self.outputs[self.public :])
+            notes.append(f"no gradient is asked for, so nothing is stored for one: {unseen}")
+        return replace(choice, note="; ".join(notes))
+
+    def _hides(self, kernel: Kernel) -> bool:
+        """Whether the kernel leaves out outputs that nobody will see."""
+        return getattr(getattr(kernel.fn, "configure", None), "hides", False)
 
     def __repr__(self) -> str:
         return f"Op({self.name}{self.signature}, kernels={list(self.backends())})"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilesmith.engine.arguments import shown
-from tilesmith.engine.kernel import Kernel, accept
+from tilesmith.engine.kernel import Kernel, accept, silent
 from tilesmith.engine.op import Op
 from tilesmith.engine.registry import PLAIN, ops
 
@@ -18,6 +18,7 @@ def register_kernel(
     rank: int = 50,
     rejects: Callable[[Any], Sequence[str]] = accept,
     errors: Mapping[str, float] | None = None,
+    tells: Callable[..., Sequence[str]] = silent,
 ):
     """Register the decorated function as a kernel of the op `name`; returns the function unchanged.
 
@@ -28,7 +29,8 @@ def register_kernel(
 
     backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
     rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
-    that the method of this kernel may have; tests and `tilesmith verify` allow that much more.
+    that the method of this kernel may have; tests and `tilesmith verify` allow that much more. tells: the op's
+    arguments, fake tensors too -> sentences on how this kernel serves them, for `explain`.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a kernel's name must be an identifier, got {name!r}")
@@ -38,13 +40,16 @@ def register_kernel(
         raise TypeError(f"register_kernel: rank must be an int, got {shown(rank)}")
     if not callable(rejects):
         raise TypeError(f"register_kernel: rejects must be callable, got {shown(rejects)}")
+    if not callable(tells):
+        raise TypeError(f"register_kernel: tells must be callable, got {shown(tells)}")
     if errors is not None and not isinstance(errors, Mapping):
         raise TypeError(f"register_kernel: errors must be a mapping or None, got {shown(errors)}")
 
     def add(fn):
         op = ops().get(name)
         if op is not None:
-            fn.tilesmith_kernel = op.add_kernel(Kernel(name, backend or "custom", fn, rank, rejects, errors or {}))
+            kernel = Kernel(name, backend or "custom", fn, rank, rejects, errors or {}, tells)
+            fn.tilesmith_kernel = op.add_kernel(kernel)
         else:
             try:
                 Op(fn, name=name)

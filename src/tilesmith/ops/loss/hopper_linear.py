@@ -190,7 +190,16 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConf
 SPACE = Space(dims=_dims, default=_default, choices=HELD_CHOICES, fit=held_fit)
 
 
-@register_kernel("linear_cross_entropy", backend="hopper", rank=25, rejects=_reasons)
+@linear_cross_entropy_arguments
+def _tells(call) -> list[str]:
+    wanted = gradients_now(call.grad_mask, call.reduction, call.mode)
+    reasons = hopper_powers.reasons(call.x, call.bias, wanted[0], call.z_loss) if any(wanted) else ["it is kept"]
+    if reasons:
+        return [f"a pass over the logits makes their gradient: {', '.join(reasons)}"]
+    return [f"no pass over logits: up to {hopper_powers.MOST_FEATURES:,} features their product leaves powers of two"]
+
+
+@register_kernel("linear_cross_entropy", backend="hopper", rank=25, rejects=_reasons, tells=_tells)
 @optimize_kernel(space=SPACE)
 @linear_cross_entropy_arguments
 def linear_cross_entropy(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -166,10 +166,26 @@ def settle_rows_kernel(
             tl.store(scaled_ptr + at, scaled.to(scaled_ptr.dtype.element_ty), mask=inside)
 
 
+def reasons(x: Tensor, bias: Tensor | None, dx: bool, z_loss: float) -> list[str]:
+    """Why `gradients` is not for a call, wherever its matrices lie (`suits`). dx: whether x asks for a gradient."""
+    found = []
+    if x.dtype != torch.bfloat16:
+        found.append(f"x is {str(x.dtype).removeprefix('torch.')}, not bfloat16")
+    if x.shape[-1] > MOST_FEATURES:
+        found.append(f"x has {x.shape[-1]:,} features, more than {MOST_FEATURES:,}")
+    if bias is not None:
+        found.append("bias is given")
+    if z_loss != 0:
+        found.append("z_loss is given")
+    if not dx:
+        found.append("x asks for no gradient")
+    return found
+
+
 def suit(chunks: Chunks, terms: Terms) -> bool:
     """Whether `gradients` is for these chunks."""
-    plain = chunks.bias is None and terms.z_loss == 0 and chunks.x.dtype == torch.bfloat16
-    return plain and chunks.mask[0] and chunks.x.shape[1] <= MOST_FEATURES and suits(chunks.x, chunks.weight)
+    plain = not reasons(chunks.x, chunks.bias, chunks.mask[0], terms.z_loss)
+    return plain and suits(chunks.x, chunks.weight)
 
 
 def gradients(
