@@ -132,7 +132,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     if has_lists:
         indices, (batches, many, _) = call.block_indices.contiguous(), call.block_offsets.shape
         sides = call.block_q, call.block_k, block_m, config.block_n
-        lists = list_tiles(call.block_offsets, indices, tokens, keys, has_right, *sides)
+        lists, table = list_tiles(call.block_offsets, indices, tokens, keys, has_right, *sides)
         list_share, list_rows = heads // many, blocks * many if batches > 1 else 0
     wide, value_wide = columns_of(q), columns_of(v)
     narrow = is_narrow(window, packed, max(wide, value_wide))
@@ -163,7 +163,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         descriptor(out, 64, packed),
     )  # fmt: skip
     sinks, factors = dense(call.sinks), score_factors(call)
-    sizes = tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike)
+    sizes = tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike or (has_lists and not has_right))
     kinds = {
         "WHOLE": alike and keys % config.block_n == 0, "BN": config.block_n, "D": wide, "DV": value_wide,
         "STAGES": config.stages, "V_STAGES": config.v_stages or config.stages, "SOFTCAP": call.softcap > 0.0,

@@ -104,7 +104,7 @@ class Walk:
     def tile(self, number, table):
         """First query and head of a tile, tokens and keys of its document, and the places of its queries and its keys
         (`corner`). Sections of heads one after another; in each the last queries of all its heads first, which see the
-        most keys, so that the short tiles fill the end."""
+        most keys, or those of the longest lists, so that the short tiles fill the end."""
         behind = number // (self.section * self.blocks)
         inside = number - behind * (self.section * self.blocks)
         width = gl.minimum(self.section, self.rows - behind * self.section)
@@ -113,6 +113,9 @@ class Walk:
         batch = row // self.heads
         head = row - batch * self.heads
         found = ((self.blocks - 1 - block) * self.BM, head, self.tokens, self.keys, batch, batch)
+        if self.LIST_K > 0 and not self.RIGHT:
+            entry = table + batch * self.list_rows + head // self.list_share * self.blocks + block
+            found = (gl.load(entry) * self.BM, head, self.tokens, self.keys, batch, batch)
         if self.PACKED:
             entry = table + (block + 1) * 8
             start, tokens, keys = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
@@ -628,14 +631,15 @@ def attention_fwd_kernel(
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     PER_SM: gl.constexpr, DIVIDED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), or None. lists:
-    tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0; indices: theirs. scale: of
+    """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order
+    of the lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K
+    0; indices: theirs. scale: of
     q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind it. WHOLE: every query sees
     every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a tensor's own are zeros.
     DIVIDED: tiles behind the last whole round are left to `attention_fwd_shares_kernel`."""
     if DIVIDED:
         launch_dependents()
-    PACKED: gl.constexpr = table is not None
+    PACKED: gl.constexpr = table is not None and LIST_K == 0
     SHARED: gl.constexpr = D == 256 and DV == 256  # out takes the place of q
     if PACKED:
         blocks = gl.load(table)

@@ -19,12 +19,12 @@ def _parts(block, limit, BLOCK: tl.constexpr, LIST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles", "tokens", "keys"])
 def list_tiles_kernel(
-    offsets_ptr, indices_ptr, table_ptr, offsets_strides, heads, tiles, tokens, keys,
+    offsets_ptr, indices_ptr, table_ptr, order_ptr, offsets_strides, heads, tiles, tokens, keys,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_M queries a program. A row: where the tile's list starts; of the parts of BLOCK_N keys of the
     list's blocks the last one that any query sees, how many are seen, and how many of these the diagonal may cross. An
-    empty list counts as one part at -1."""
+    empty list counts as one part at -1. order_ptr: without CAUSAL, the tiles of a head, the longest list's first."""
     number = tl.program_id(0) // tiles
     tile = tl.program_id(0) - number * tiles
     batch = number // heads
@@ -47,22 +47,34 @@ def list_tiles_kernel(
     tl.store(row + 1, seen - 1)
     tl.store(row + 2, tl.maximum(seen, 1))
     tl.store(row + 3, tl.maximum(seen - full, 1))
+    if not CAUSAL:
+        place -= start // LIST_Q * offsets_strides[2]
+        before = 0
+        for first in range(0, tiles, 128):
+            other = first + tl.arange(0, 128)
+            real = other < tiles
+            its = place + other * BLOCK_M // LIST_Q * offsets_strides[2]
+            longer = tl.load(its + offsets_strides[2], mask=real) - tl.load(its, mask=real) - (end - begin)
+            before += tl.sum((real & ((longer > 0) | ((longer == 0) & (other < tile)))).to(tl.int32))
+        tl.store(order_ptr + number * tiles + before, tile)
 
 
 def list_tiles(
     offsets: Tensor, indices: Tensor, tokens: int, keys: int, causal: bool, block_q: int, block_k: int,
     block_m: int, block_n: int,
-) -> Tensor:  # fmt: skip
-    """The table of tiles of `block_m` queries and parts of `block_n` keys, in the lists' order: batch, head, tile."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The table of tiles of `block_m` queries and parts of `block_n` keys, in the lists' order: batch, head, tile. And
+    each head's tiles in the order in which they are best made, not with `causal`."""
     batch, heads, _ = offsets.shape
     tiles = cdiv(tokens, block_m)
     table = torch.empty((batch * heads * tiles, 4), dtype=torch.int32, device=offsets.device)
+    order = torch.empty(batch * heads * tiles, dtype=torch.int32, device=offsets.device)
     launch(
         list_tiles_kernel, (batch * heads * tiles,),
-        offsets, indices, table, offsets.stride(), heads, tiles, tokens, keys,
+        offsets, indices, table, order, offsets.stride(), heads, tiles, tokens, keys,
         CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, LIST_Q=block_q, LIST_K=block_k, num_warps=4,
     )  # fmt: skip
-    return table
+    return table, order
 
 
 @triton.jit(do_not_specialize=["tiles", "tokens", "keys"])
