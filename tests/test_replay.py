@@ -1,5 +1,6 @@
 """What a replay makes anew for each call. That replays compute what launchers do, test_ops checks on a GPU."""
 
+import functools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilesmith import ops, use
+from tilesmith import explain, ops, use
 from tilesmith.engine.launch import _Encoded
 from tilesmith.engine.replay import _descriptor, _encodings
 
@@ -114,17 +115,23 @@ def test_every_launch_has_a_counter_of_its_own():
 
 
 @needs_hopper
-@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(3, 3, 1200), (92, 4, 130)])
-def test_shares_of_a_tile_are_put_together_in_one_order(heads, kv_heads, tokens):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tokens", "dim", "causal"),
+    [(3, 3, 1200, 128, False), (92, 4, 130, 128, False), (3, 3, 4000, 128, True), (3, 3, 1200, 64, False)],
+)
+def test_shares_of_a_tile_are_put_together_in_one_order(heads, kv_heads, tokens, dim, causal):
     """Whoever comes last for it, and whatever else runs."""
-    q = torch.randn(1, heads, tokens, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, 1, kv_heads, 4000, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, heads, tokens, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, kv_heads, 4000, dim, device="cuda", dtype=torch.bfloat16)
+    args = q, k, v, ops.Mask(causal=causal)
+    attend = functools.partial(ops.attention, *args)
     with use(attention="hopper"):
-        wanted = ops.attention(q, k, v)
-        found = [ops.attention(q, k, v) for _ in range(20)]
+        assert "equal shares" in explain("attention", *args).note
+        wanted = attend()
+        found = [attend() for _ in range(20)]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = ops.attention(q, k, v)
+            captured = attend()
         for _ in range(3):
             captured[0].zero_()
             graph.replay()
@@ -133,7 +140,7 @@ def test_shares_of_a_tile_are_put_together_in_one_order(heads, kv_heads, tokens)
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                found += [ops.attention(q, k, v) for _ in range(5)]
+                found += [attend() for _ in range(5)]
     torch.cuda.synchronize()
     for out, lse in found:
         assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])

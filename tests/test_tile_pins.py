@@ -127,18 +127,38 @@ def test_a_part_has_no_more_chunks_than_bits_that_note_what_is_kept(refused):
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "tokens", "keys", "wanted"),
+    ("batch", "heads", "tokens", "keys", "right", "wanted"),
     [
-        (4, 16, 4096, 4096, (1980, 132)),  # 15 rounds, and 68 tiles
-        (1, 1, 20, 4096, (0, 4)),
-        (1, 132, 256, 4096, (264, 0)),  # come out even
-        (8, 16, 2048, 2048, (2048, 0)),  # spares less than it costs
-        (1, 2, 131_072, 131_072, (2048, 0)),  # keys do not stay in the L2 cache
+        (4, 16, 4096, 4096, None, (1980, 132)),  # 15 rounds, and 68 tiles
+        (1, 1, 20, 4096, None, (0, 4)),
+        (1, 5, 4096, 4096, None, (132, 112)),  # a round, and 28 tiles of 4 shares each
+        (1, 3, 2048, 2048, None, (0, 96)),  # 2 shares each, with no rounds before them
+        (1, 4, 1024, 1024, None, (32, 0)),  # spares too little
+        (1, 132, 256, 4096, None, (264, 0)),  # come out even
+        (8, 16, 2048, 2048, None, (2048, 0)),  # spares less than it costs
+        (1, 2, 131_072, 131_072, None, (2048, 0)),  # keys do not stay in the L2 cache
+        (1, 4, 4096, 4096, 0, (0, 132)),  # 32 tiles a head of 1 to 32 blocks
+        (1, 4, 2048, 2048, 0, (64, 0)),
+        (1, 5, 4096, 4096, 0, (160, 0)),  # the counter evens these out
+        (1, 64, 256, 131_072, 0, (128, 0)),
     ],
 )
-def test_tiles_of_the_last_round_are_divided_where_that_spares_more_than_it_costs(batch, heads, tokens, keys, wanted):
+def test_tiles_are_divided_where_that_spares_more_than_it_costs(batch, heads, tokens, keys, right, wanted):
     from tilesmith.ops.attn.hopper_shares import divided
 
     q = torch.empty(batch, heads, tokens, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, heads, keys, 128, dtype=torch.bfloat16, device="meta")
-    assert divided(q, k, k, -(-tokens // 128) * batch * heads, 128, 128, arch_named("sm90")) == wanted
+    tiles = -(-tokens // 128) * batch * heads
+    assert divided(q, k, k, tiles, 128, 128, right, arch_named("sm90")) == wanted
+
+
+def test_attention_tells_that_tiles_are_made_in_shares(monkeypatch):
+    from tilesmith.ops.attn import hopper
+    from tilesmith.ops.attn.op import attention_op
+
+    monkeypatch.setattr(hopper, "arch_of", lambda device: arch_named("sm90"))
+    tells = attention_op.kernel("hopper").tells
+    q, few = (torch.empty(4, heads, 4096, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 33))
+    assert tells(*attention_op.bind((q, q, q), {})) == "1980 tiles by one program each, 68 in 132 equal shares of keys"
+    assert tells(*attention_op.bind((few, few, few), {})) == ""
+    assert tells(*attention_op.bind((q, q, q), {"causal": True})) == ""

@@ -101,10 +101,31 @@ def _within(config: HopperConfig, block_k: int) -> HopperConfig:
     return config
 
 
+def _division(call, config: HopperConfig, tiles: int, window: tuple, arch) -> tuple[int, int]:
+    """How many tiles are made by one program each, and into how many shares the others are divided (`divided`)."""
+    _, right, has_left, has_right = window
+    kind = config.consumers, max(columns_of(call.q), columns_of(call.v))
+    alike = call.cu_seqlens_q is None and call.block_offsets is None and not has_left
+    if alike and config.q_stages == 1 and (kind == (2, 128) or (kind == (3, 64) and not has_right)):
+        sides = 64 * config.consumers, config.block_n
+        return divided(call.q, call.k, call.v, tiles, *sides, right if has_right else None, arch)
+    return tiles, 0
+
+
 SPACE = Space(default=_default, dims=_dims, choices={"consumers": (2, 3, 4), "stages": (2, 3)})
 
 
-@register_kernel("attention", backend="hopper", rank=25, rejects=rejects)
+@attention_arguments
+def _tells(call) -> str:
+    """What `explain` says of a call whose tiles are not all made by one program each."""
+    arch, config = arch_of(call.q.device), attention.configure(call)
+    tiles = cdiv(call.q.shape[2], 64 * config.consumers) * call.q.shape[0] * call.q.shape[1]
+    undivided, shares = _division(call, config, tiles, window_of(call, call.k.shape[2]), arch)
+    whole = f"{undivided} tiles by one program each, " if undivided else "tiles: "
+    return f"{whole}{tiles - undivided} in {shares} equal shares of keys" if shares else ""
+
+
+@register_kernel("attention", backend="hopper", rank=25, rejects=rejects, tells=_tells)
 @optimize_kernel(space=SPACE)
 @attention_arguments
 def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
@@ -143,9 +164,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     # more consumers or wider rows would wait for registers for ever
     per_sm = config.per_sm if config.consumers == 2 and max(wide, value_wide) == 64 and not narrow else 1
     alike = not (has_left or has_right or packed or has_lists)
-    undivided, shares = tiles, 0
-    if alike and max(wide, value_wide) == 128 and config.consumers == 2 and config.q_stages == 1:
-        undivided, shares = divided(q, k, v, tiles, block_m, config.block_n, arch)
+    undivided, shares = _division(call, config, tiles, window, arch)
     programs = min(arch.sms * per_sm, undivided)
     dynamic = programs < undivided
     if narrow:
@@ -165,19 +184,20 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     sinks, factors = dense(call.sinks), score_factors(call)
     sizes = tokens, keys, heads, blocks, batch * heads, section(k, heads, arch, alike or (has_lists and not has_right))
     kinds = {
-        "WHOLE": alike and keys % config.block_n == 0, "BN": config.block_n, "D": wide, "DV": value_wide,
-        "STAGES": config.stages, "V_STAGES": config.v_stages or config.stages, "SOFTCAP": call.softcap > 0.0,
+        "WHOLE": alike and keys % config.block_n == 0, "RIGHT": has_right, "BN": config.block_n, "D": wide,
+        "DV": value_wide, "CONSUMERS": config.consumers, "STAGES": config.stages,
+        "V_STAGES": config.v_stages or config.stages, "SOFTCAP": call.softcap > 0.0,
     }  # fmt: skip
     if undivided:
         launch(
             attention_fwd_kernel, (programs,), *descriptors, lse, sinks, counter(q.device) if dynamic else None,
             table, lists, indices, *sizes, left, right, heads // k.shape[1], list_share, list_rows, *factors,
-            LEFT=has_left, RIGHT=has_right, DYNAMIC=dynamic, CONSUMERS=config.consumers, Q_STAGES=config.q_stages,
-            LIST_K=call.block_k if has_lists else 0,
+            LEFT=has_left, DYNAMIC=dynamic, Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0,
             HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
             and config.consumers == 2 and config.block_n == 128, PER_SM=per_sm, DIVIDED=shares > 0, num_warps=4,
             **({"maxnreg": 80} if per_sm > 1 else {}), **kinds,
         )  # fmt: skip
     if shares:
-        launch_shares(shares, undivided, descriptors, lse, sinks, (*sizes, heads // k.shape[1]), factors, arch, **kinds)
+        sizes = *sizes, heads // k.shape[1]
+        launch_shares(shares, undivided, descriptors, lse, sinks, sizes, right, factors, arch, **kinds)
     return out, lse

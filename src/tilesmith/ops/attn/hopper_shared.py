@@ -145,12 +145,12 @@ def section(k: Tensor, heads: int, arch, alike: bool) -> int:
     return cdiv(rows, max(1, rows // fitting)) * group
 
 
-def shares_of(tiles: int, steps: int, least: int, arch) -> int:
-    """Into how many equal shares the tiles are divided, of so many steps each, that whole rounds of one tile a
-    multiprocessor leave over: as many as there are multiprocessors, but no more than four a tile, and 0 where that
-    spares the last programs fewer than `least` steps.
+def shares_of(tiles: int, work: int, longest: int, least: int, arch, own: bool = False) -> int:
+    """Into how many equal shares `work` steps of so many tiles are divided, of which the longest has so many: as many
+    as there are multiprocessors, but no more than four a tile, and 0 where that spares the last programs fewer than
+    `least` steps. own: where there are enough multiprocessors, each tile has shares of its own, as many as the others.
     """
-    rest = tiles % arch.sms
-    shares = min(arch.sms, 4 * rest)
-    spares = (shares - rest) * steps >= least * shares and rest * steps * (shares + 1) < 2**31
-    return shares if spares else 0
+    shares = min(arch.sms, 4 * tiles, work)
+    if own and 0 < 2 * tiles <= arch.sms:
+        shares -= shares % tiles
+    return shares if longest * shares - work >= least * shares > 0 and work * (shares + 1) < 2**31 else 0

@@ -259,10 +259,11 @@ def divided(q: Tensor, kv_heads: int, tiles: int, steps: int, section: int, arch
     then, those of a section's heads must stay in the L2 cache (64/8 heads x 4k, 134 MB: 560 for 607).
     """
     _, heads, tokens, dim = q.shape
-    shares = shares_of(tiles, steps, 16, arch)
+    rest = tiles % arch.sms
+    shares = shares_of(rest, rest * steps, steps, 16, arch)
     if not shares or 0 < arch.l2 < section * _streamed(tokens, dim, heads // kv_heads):
         return tiles, 0
-    return tiles - tiles % arch.sms, shares
+    return tiles - rest, shares
 
 
 def _streamed(tokens: int, dim: int, group: int) -> int:
