@@ -64,12 +64,13 @@ def _dims(call) -> dict[str, int]:
 
 
 def _default(dims, arch, dtype) -> HopperConfig:
-    # H200, bf16, hidden 2048, TFLOP/s at head dim 64. Causal, 512 / 1k / 4k keys: four consumers 250 / 341 / 455, two
-    # 239 / 326 / 437; 2k / 4k / 8k: four 422 / 468 / 502, three 408 / 481 / 532; not so in documents and windows, where
-    # three take no turns. Without a mask, 512 / 1k keys: four 407 / 466, three 360 / 443; 2k / 4k / 16k: four 502 /
-    # 520 / 510, three 526 / 552 / 574. Head dim 128, 512 keys, causal: blocks of 64 keys 333, of 128 keys 309. Windows
-    # of 256 / 512 / 1024 keys at 32k, µs in blocks of 64 and 128 keys: head dim 64 312 / 468 / 789 and 373 / 488 / 776,
-    # 128 210 / 308 / 507 and 255 / 329 / 493.
+    # H200, bf16, hidden 2048, TFLOP/s at head dim 64. Causal, 512 / 1k keys: four consumers 250 / 341, two 239 / 326;
+    # 1k / 2k / 4k / 8k: four 349 / 414 / 468 / 502, three 329 / 431 / 496 / 542, with three tiles of values for four -
+    # / 428 / 489 / 534; not so in documents and windows, where three take no turns. Without a mask, 512 / 1k keys: four
+    # 416 / 471, with one tile of queries for two 409 / 466, three 360 / 443; 2k / 4k / 16k: four 502 / 520 / 510, three
+    # 526 / 552 / 574. Head dim 128, 512 keys, causal: blocks of 64 keys 333, of 128 keys 309. Windows of 256 / 512 /
+    # 1024 keys at 32k, µs in blocks of 64 and 128 keys: head dim 64 312 / 468 / 789 and 373 / 488 / 776, 128 210 / 308
+    # / 507 and 255 / 329 / 493.
     causal = dims["causal"] > 1
     wide = max(dims["dim"], dims["value_dim"])
     if wide > 128:
@@ -88,14 +89,16 @@ def _default(dims, arch, dtype) -> HopperConfig:
         # registers that ptxas lets each product wait for the one before and spills 32 bytes. 256 / 512 keys: 178 / 262,
         # of four consumers 163 / 249; blocks of 32 keys, which spill nothing, 173 / 244; at 1k keys 331 and 349.
         return HopperConfig(2, 64, 4, 2, per_sm=2)
-    few = 2048 if not causal else 4096 if turns else 8192
-    return HopperConfig(4, 64, 6) if dims["keys"] < few else HopperConfig(3, 128, 3)
+    if dims["keys"] < (2048 if turns or not causal else 8192):
+        return HopperConfig(4, 64, 6, 2 if turns and not causal else 1)
+    return HopperConfig(3, 128, 3, v_stages=4 if turns and causal else 0)
 
 
 def _within(config: HopperConfig, block_k: int) -> HopperConfig:
     """Tiles that block lists are made of: two consumers, blocks that divide theirs."""
     if config.consumers > 2 or config.per_sm > 1:
-        config = HopperConfig(2, 128, 4)
+        # with one tile of queries 1,190 µs for 1,152 (H200, head dim 64, 16k, a quarter of the blocks)
+        config = HopperConfig(2, 128, 4, 2)
     if config.block_n > 64 and block_k % 128:
         config = config._replace(block_n=64, stages=2 * config.stages, v_stages=2 * config.v_stages)
     return config
@@ -188,13 +191,14 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         "DV": value_wide, "CONSUMERS": config.consumers, "STAGES": config.stages,
         "V_STAGES": config.v_stages or config.stages, "SOFTCAP": call.softcap > 0.0,
     }  # fmt: skip
+    halves = 64 if config.consumers == 3 else 128  # to which tiles' ends and the first keys' places are multiples
     if undivided:
         launch(
             attention_fwd_kernel, (programs,), *descriptors, lse, sinks, counter(q.device) if dynamic else None,
             table, lists, indices, *sizes, left, right, heads // k.shape[1], list_share, list_rows, *factors,
             LEFT=has_left, DYNAMIC=dynamic, Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0,
-            HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
-            and config.consumers == 2 and config.block_n == 128, PER_SM=per_sm, DIVIDED=shares > 0, num_warps=4,
+            HALF=call.causal and not (has_left or packed or has_lists) and config.block_n == 128
+            and tokens % halves == (keys - tokens) % halves == 0, PER_SM=per_sm, DIVIDED=shares > 0, num_warps=4,
             **({"maxnreg": 80} if per_sm > 1 else {}), **kinds,
         )  # fmt: skip
     if shares:
