@@ -295,7 +295,7 @@ ATTENTION = [
     Case("d128_key_shares_behind", _attend(1, 92, 4, 130, 3072, 128, init=_tokens_first), GPU, HALF),
     Case("d128_key_shares_softcap", _attend(2, 75, 25, 100, 3000, 128, softcap=9.0, sinks=True), GPU, HALF),
     Case("d128_causal_key_shares", _attend(1, 6, 2, 300, 4100, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d128_right_key_shares", _attend(2, 3, 3, 2100, 2000, 128, window_right=70, softcap=9.0), GPU, HALF),
+    Case("d128_right_key_shares", _attend(1, 2, 2, 4100, 4000, 128, window_right=70, softcap=9.0), GPU, HALF),
     Case("d64_key_shares", _attend(2, 6, 2, 300, 2700, 64, init=_tokens_first, softcap=9.0, sinks=True), GPU, HALF),
     Case("d64_key_shares_behind", _attend(1, 67, 67, 200, 2600, 64), GPU, HALF),
     Case("d96_128_key_shares", _attend(1, 3, 3, 200, 2600, 96, 128), GPU, HALF),

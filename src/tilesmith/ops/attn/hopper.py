@@ -191,7 +191,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         "DV": value_wide, "CONSUMERS": config.consumers, "STAGES": config.stages,
         "V_STAGES": config.v_stages or config.stages, "SOFTCAP": call.softcap > 0.0,
     }  # fmt: skip
-    halves = 64 if config.consumers == 3 else 128  # to which tiles' ends and the first keys' places are multiples
+    halves = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
     if undivided:
         launch(
             attention_fwd_kernel, (programs,), *descriptors, lse, sinks, counter(q.device) if dynamic else None,
