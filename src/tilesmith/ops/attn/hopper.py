@@ -65,12 +65,12 @@ def _dims(call) -> dict[str, int]:
 
 def _default(dims, arch, dtype) -> HopperConfig:
     # H200, bf16, hidden 2048, TFLOP/s at head dim 64. Causal, 512 / 1k keys: four consumers 250 / 341, two 239 / 326;
-    # 1k / 2k / 4k / 8k: four 349 / 414 / 468 / 502, three 329 / 431 / 496 / 542, with three tiles of values for four -
-    # / 428 / 489 / 534; not so in documents and windows, where three take no turns. Without a mask, 512 / 1k keys: four
-    # 416 / 471, with one tile of queries for two 409 / 466, three 360 / 443; 2k / 4k / 16k: four 502 / 520 / 510, three
-    # 526 / 552 / 574. Head dim 128, 512 keys, causal: blocks of 64 keys 333, of 128 keys 309. Windows of 256 / 512 /
-    # 1024 keys at 32k, µs in blocks of 64 and 128 keys: head dim 64 312 / 468 / 789 and 373 / 488 / 776, 128 210 / 308
-    # / 507 and 255 / 329 / 493.
+    # 2k / 4k / 8k: four 414 / 468 / 502, three 428 / 489 / 534, and 495 / 539 for 492 / 535 with four tiles of values
+    # at 4k / 8k; not so in documents and windows, where three take no turns. Without a mask, 512 / 1k keys: four 416 /
+    # 471, with one tile of queries for two 409 / 466, three 360 / 443; 2k / 4k / 16k: four 502 / 520 / 510, three 526 /
+    # 552 / 574. Head dim 128, 512 keys, causal: blocks of 64 keys 333, of 128 keys 309. Windows of 256 / 512 / 1024
+    # keys at 32k, µs in blocks of 64 and 128 keys: head dim 64 312 / 468 / 789 and 373 / 488 / 776, 128 210 / 308 / 507
+    # and 255 / 329 / 493.
     causal = dims["causal"] > 1
     wide = max(dims["dim"], dims["value_dim"])
     if wide > 128:
@@ -119,13 +119,13 @@ SPACE = Space(default=_default, dims=_dims, choices={"consumers": (2, 3, 4), "st
 
 
 @attention_arguments
-def _tells(call) -> str:
+def _tells(call) -> list[str]:
     """What `explain` says of a call whose tiles are not all made by one program each."""
     arch, config = arch_of(call.q.device), attention.configure(call)
     tiles = cdiv(call.q.shape[2], 64 * config.consumers) * call.q.shape[0] * call.q.shape[1]
     undivided, shares = _division(call, config, tiles, window_of(call, call.k.shape[2]), arch)
     whole = f"{undivided} tiles by one program each, " if undivided else "tiles: "
-    return f"{whole}{tiles - undivided} in {shares} equal shares of keys" if shares else ""
+    return [f"{whole}{tiles - undivided} in {shares} equal shares of keys"] if shares else []
 
 
 @register_kernel("attention", backend="hopper", rank=25, rejects=rejects, tells=_tells)
@@ -191,14 +191,13 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         "DV": value_wide, "CONSUMERS": config.consumers, "STAGES": config.stages,
         "V_STAGES": config.v_stages or config.stages, "SOFTCAP": call.softcap > 0.0,
     }  # fmt: skip
-    halves = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
     if undivided:
         launch(
             attention_fwd_kernel, (programs,), *descriptors, lse, sinks, counter(q.device) if dynamic else None,
             table, lists, indices, *sizes, left, right, heads // k.shape[1], list_share, list_rows, *factors,
             LEFT=has_left, DYNAMIC=dynamic, Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0,
-            HALF=call.causal and not (has_left or packed or has_lists) and config.block_n == 128
-            and tokens % halves == (keys - tokens) % halves == 0, PER_SM=per_sm, DIVIDED=shares > 0, num_warps=4,
+            HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
+            and config.consumers == 2 and config.block_n == 128, PER_SM=per_sm, DIVIDED=shares > 0, num_warps=4,
             **({"maxnreg": 80} if per_sm > 1 else {}), **kinds,
         )  # fmt: skip
     if shares:

@@ -38,10 +38,9 @@ class Walk:
     their keys and values stay in L2. left, right: the window. group: heads of q that share one of k and v. PACKED:
     tokens and keys are those of one document at a time. With block lists of LIST_K keys, list_share heads have a list
     in common, and list_rows is how many tiles the lists of a batch row have, 0 if all have the same. TURNS: consumers
-    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of
-    the last block that they see the first of two consumers sees but the first half, and any of three may, and all
-    consumers see every other block whole. DIVIDED: programs make whole rounds of tiles; those left over are made in
-    shares (`hopper_shares`).
+    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of a
+    tile's last block the first one's queries see but the first half, and all of every other block. DIVIDED: programs
+    make whole rounds of tiles; those left over are made in shares (`hopper_shares`).
     """
 
     tokens: gl.tensor
@@ -475,27 +474,6 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
 
 
 @gluon.jit
-def half_block(C: gl.constexpr, walk, q, box, k, s, k_empty, taken, queries, first, inner, scale,
-               SOFTCAP: gl.constexpr):  # fmt: skip
-    """`first_block` of keys of which the queries see but the first half; the powers of the others are zeros. q, k:
-    the tiles of queries and keys, box, s: which of them."""
-    BN: gl.constexpr = walk.BN
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    # 0, which ptxas cannot know. Where both ways of a branch need the same addresses, ptxas 12.8 may make those of two
-    # of the four products in one way alone: wrong results and illegal accesses.
-    unknown = walk.tokens >> 31
-    top, total, few = first_block(
-        C, walk, q.index(box + unknown).reshape([64, walk.D]),
-        k.index(s + unknown).reshape([BN, walk.D]).slice(0, BN // 2), k_empty, taken,
-        gl.convert_layout(queries, gl.SliceLayout(1, PART)), first, inner, scale, SOFTCAP,
-    )  # fmt: skip
-    p = gl.reshape(gl.permute(gl.join(few, gl.zeros([64, BN // 2], gl.float32, PART)), (0, 2, 1)), [64, BN])
-    return gl.convert_layout(top, ROW), gl.convert_layout(total, ROW), gl.convert_layout(p, SCORES)
-
-
-@gluon.jit
 def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
              SOFTCAP: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     whole, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
@@ -542,7 +520,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         k_tile = k.index(s).reshape([BN, D])
         first = walk.key(begin, blocks, 0, entry, lists, indices)
         met = 1
-        if walk.HALF and walk.CONSUMERS == 2 and C == 0:
+        if walk.HALF and C == 0:
             PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
             top, total, few = first_block(
                 C, walk, q_tile, k_tile.slice(0, BN // 2), k_empty.index(s), False,
@@ -568,28 +546,6 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                 acc_made = mma(few, v_tile, acc, use_acc=True, is_async=True)
                 acc = mma_wait(0, deps=[acc_made])
             met = 2
-        elif walk.HALF and walk.CONSUMERS == 3:
-            if (walk.end(start + 63) - begin) % BN == BN // 2:
-                top, total, p = half_block(
-                    C,
-                    walk,
-                    q,
-                    box,
-                    k,
-                    s,
-                    k_empty.index(s),
-                    before_right > 0,
-                    queries,
-                    first,
-                    inner,
-                    scale,
-                    SOFTCAP,
-                )
-            else:
-                top, total, p = first_block(
-                    C, walk, q_tile, k_tile, k_empty.index(s), before_right > 0, queries, first, inner, scale, SOFTCAP
-                )
-            p = pack(p, dtype)
         else:
             top, total, p = first_block(
                 C, walk, q_tile, k_tile, k_empty.index(s), before_right > 0, queries, first, inner, scale, SOFTCAP
@@ -675,11 +631,11 @@ def attention_fwd_kernel(
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     PER_SM: gl.constexpr, DIVIDED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order
-    of the lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K
-    0; indices: theirs. scale: of
-    q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind it. WHOLE: every query sees
-    every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a tensor's own are zeros.
+    """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order of the
+    lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0;
+    indices: theirs. scale: of q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind
+    it. WHOLE: every query sees every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a
+    tensor's own are zeros.
     DIVIDED: tiles behind the last whole round are left to `attention_fwd_shares_kernel`."""
     if DIVIDED:
         launch_dependents()
