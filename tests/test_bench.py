@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -56,7 +59,30 @@ def test_rounds_interleave_and_the_first_turn_rotates():
 
 def test_host_time_is_time_per_call(clock):
     found = host_time({"sleep": lambda: clock.sleep(0.001)}, CPU, rounds=2, calls=5)["sleep"]
-    assert found.rounds == pytest.approx((1_000, 1_000))
+    assert found.rounds == pytest.approx((1_000,))
+
+
+def test_host_time_is_that_of_the_calmer_rounds(clock):
+    paces = itertools.chain([1] * 20, [9] * 2, [1] * 2, [9] * 2, [2] * 2)  # ten calls of each to warm up, four rounds
+    variants = {name: (lambda ms=ms: clock.sleep(1e-3 * ms * next(paces))) for name, ms in (("a", 1), ("b", 3))}
+    found = host_time(variants, CPU, rounds=4, calls=1)
+    assert found["a"].rounds == pytest.approx((1_000, 2_000))
+    assert found["b"].rounds == pytest.approx((3_000, 6_000))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are placed on Linux")
+def test_threads_share_a_core_and_get_their_own_back():
+    before = os.sched_getaffinity(0)
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with timing._one_core():
+            assert len(os.sched_getaffinity(0) | os.sched_getaffinity(other.native_id)) == 1
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(other.native_id) == before
+    finally:
+        done.set()
+        other.join()
 
 
 def test_peak_memory_counts_what_lives_at_once():
@@ -309,9 +335,10 @@ def test_host_time_of_ours_and_pytorch():
         (op, p, by)
         for op in ("rms_norm", "attention")
         for p in ("forward", "forward+backward")
-        for by in ("tilesmith", "pytorch")
+        for by in ("tilesmith", "pytorch", "nothing")
     }
-    assert all(r["launches"] > 0 for r in found["rows"])
+    assert all(r["launches"] > 0 for r in found["rows"] if r["provider"] != "nothing")
+    assert all(r["best_peer"] == "pytorch" for r in found["rows"] if r["provider"] == "tilesmith")
     assert "| attention | forward |" in tables.markdown(found)
     with pytest.raises(ValueError, match="got swish"):
         host.run(CPU, torch.float32, command="x", named=("swish",))
@@ -320,7 +347,7 @@ def test_host_time_of_ours_and_pytorch():
 @pytest.mark.parametrize("op", host.OPS)
 def test_host_time_has_small_inputs_of_each_op(op):
     found = host.run(CPU, torch.float32, command="x", only=("none",), named=(op,), rounds=1)
-    assert [r["case"] for r in found["rows"]] == [op, op]
+    assert [(r["case"], r["provider"]) for r in found["rows"]] == [(op, by) for by in ("tilesmith", "nothing")] * 2
 
 
 def test_differences_are_relative_and_shapes_must_agree():

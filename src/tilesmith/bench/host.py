@@ -9,7 +9,7 @@ import torch
 
 from tilesmith.bench.document import document
 from tilesmith.bench.peers import OURS, providers
-from tilesmith.bench.run import Call, compared, reason
+from tilesmith.bench.run import Call, compared, differentiable, reason
 from tilesmith.bench.sweep_inputs import INPUTS, Held
 from tilesmith.engine import Case
 from tilesmith.engine.timing import host_time, launches
@@ -25,8 +25,9 @@ OPS = {
     "cross_entropy": "vocabulary",
 }
 TINY = Held(tokens=8, hidden=128, vocab=256, total=64, heads=2, kv_heads=1, head_dims=(64,))
-TIMES = 5  # as many rounds as of device time: they are short, and whatever else the host does slows some of them
+TIMES = 10  # as many rounds as of device time: they are short, and whatever else the host does slows some of them
 VALUES = {"columns": 128, "tokens": 64, "vocabulary": 256}
+NOTHING = "nothing"
 
 
 def run(
@@ -43,7 +44,7 @@ def run(
     """The document: µs of host time and kernels of a forward, and of a forward and backward, for every provider.
 
     only: providers to measure beside ours; named: ops; all by default. so_far: is given the document after each op.
-    rounds: a fifth of those measured. Raises ValueError for an op that is not here.
+    rounds: a tenth of those measured. Raises ValueError for an op that is not here.
     """
     unknown = [name for name in named if name not in OPS]
     if unknown:
@@ -57,22 +58,41 @@ def run(
     return found
 
 
+class _Nothing(torch.autograd.Function):
+    """The first inputs as so many outputs, without a kernel: what an op in Python pays PyTorch for being one."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.rest = (None,) * (len(inputs) - outputs)
+        return tuple(x.view_as(x) for x in inputs[:outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *grads, *ctx.rest)
+
+
 def _op_rows(op: str, device: torch.device, dtype: torch.dtype, only: Sequence[str], rounds: int) -> list[dict]:
+    """Gradients come in for as many outputs as every provider has: lse, of which a gradient may be asked, is ours."""
     torch._dynamo.reset()
     args = next(iter(INPUTS[op][OPS[op]].build(VALUES[OPS[op]], TINY).values()))
-    case, rows = Case(op, args), []
-    passes: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "forward+backward": {}}
+    case, rows, calls = Case(op, args), [], {}
     for provider, adapter in providers(op, only).items():
         try:
             call = Call.of(adapter, case, device, dtype)
-            both = call.both()
-            both()
+            call.both()()
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
             if provider == OURS:
                 raise
             rows.append({"case": op, "pass": "forward", "provider": provider, "error": reason(problem)})
             continue
-        passes["forward"][provider], passes["forward+backward"][provider] = call.forward, both
+        calls[provider] = call
+    outputs = min(len(differentiable(call.forward())) for call in calls.values())
+    ours = calls[OURS].inputs
+    calls[NOTHING] = Call(lambda: _Nothing.apply(outputs, *ours), {}, ours)
+    passes = {
+        "forward": {name: call.forward for name, call in calls.items()},
+        "forward+backward": {name: call.both(outputs) for name, call in calls.items()},
+    }
     for what, variants in passes.items():
         for provider, timing in host_time(variants, device, rounds=rounds).items():
             row = {"case": op, "pass": what, "provider": provider, "us": round(timing.median_us, 2)}

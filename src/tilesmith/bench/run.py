@@ -70,11 +70,11 @@ class Call:
         gradients = [torch.randn_like(out) for out in outputs]
         return lambda: torch.autograd.grad(outputs, self.inputs, gradients, retain_graph=True, allow_unused=True)
 
-    def both(self) -> Callable[[], Any]:
-        """A callable that runs forward and backward."""
+    def both(self, most: int | None = None) -> Callable[[], Any]:
+        """A callable that runs forward and backward, of so many outputs at most."""
 
         def step():
-            outputs = differentiable(self.forward())[: 1 if self.loss else None]
+            outputs = differentiable(self.forward())[: 1 if self.loss else most]
             return torch.autograd.grad(outputs, self.inputs, list(map(torch.ones_like, outputs)), allow_unused=True)
 
         return step

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,29 +85,34 @@ def interleave(rounds: int, variants: Mapping[str, Callable[[], float]]) -> dict
 
 
 def host_time(
-    variants: Mapping[str, Callable[[], object]], device: torch.device | str, *, rounds: int = 5, calls: int = 50
+    variants: Mapping[str, Callable[[], object]], device: torch.device | str, *, rounds: int = 5, calls: int = 25
 ) -> dict[str, Timing]:
-    """The time that the host needs to issue one call of each variant, the device's own time excluded.
+    """The time that the host needs to issue one call of each variant, the device's own time excluded: of each round the
+    median of so many calls, one after another, with all threads of the process on one core (`_one_core`). Of the rounds
+    only the half counts in which all variants together took the least: what others do to that core lasts longer.
 
     Meaningful for inputs so small that the device keeps up; `calls` launches must fit the device's queue. On a CPU
-    there is nothing to exclude.
+    there is nothing to exclude, and kernels want their threads.
     """
     device = torch.device(device)
 
     def issue(fn):
         _synchronize(device)
-        start = time.perf_counter()
+        marks = [time.perf_counter()]
         for _ in range(calls):
             fn()
-        spent = time.perf_counter() - start
+            marks.append(time.perf_counter())
         _synchronize(device)
-        return spent / calls * 1e6
+        return statistics.median(end - start for start, end in itertools.pairwise(marks)) * 1e6
 
-    with _quiet(device):
+    with _quiet(device), _one_core() if device.type in EVENTS else contextlib.nullcontext():
         for fn in variants.values():
             for _ in range(10):
                 fn()
-        return interleave(rounds, {name: (lambda fn=fn: issue(fn)) for name, fn in variants.items()})
+        found = interleave(rounds, {name: (lambda fn=fn: issue(fn)) for name, fn in variants.items()})
+    together = [sum(times) for times in zip(*(timing.rounds for timing in found.values()))]
+    calm = sorted(range(len(together)), key=together.__getitem__)[: (len(together) + 1) // 2]
+    return {name: Timing.of([timing.rounds[i] for i in calm]) for name, timing in found.items()}
 
 
 def peak_memory(fn: Callable[[], object], device: torch.device | str) -> int:
@@ -235,6 +243,44 @@ def _quiet(device: torch.device) -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _one_core() -> Iterator[None]:
+    """All threads of the process on one core, on Linux. A backward runs in a thread of its own, and to wake that on
+    another core costs as much as a small op does, or several times as much where others use the machine."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before: dict[int, set[int]] = {}
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            before[thread] = os.sched_getaffinity(thread)
+    core = _calm_core(before[threading.get_native_id()])
+    try:
+        _place({thread: {core} for thread in before})
+        yield
+    finally:
+        _place(before)
+
+
+def _place(threads: Mapping[int, set[int]]) -> None:
+    for thread, cores in threads.items():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, cores)
+
+
+def _calm_core(cores: set[int]) -> int:
+    """The core on which this thread counts fastest: others are at work on some."""
+
+    def count(core: int) -> float:
+        os.sched_setaffinity(0, {core})
+        start = time.perf_counter()
+        for _ in range(50_000):
+            pass
+        return time.perf_counter() - start
+
+    return min(cores, key=count)
 
 
 def _profiled(device: torch.device, memory: bool = False):
