@@ -8,6 +8,7 @@ from tilesmith.engine.backends import missing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = [b for b in ("reference", "chunked", "triton") if missing(b, DEVICE, pinned=True) is None]
+LINEAR = [b for b in ("chunked", "triton", "hopper") if missing(b, DEVICE, pinned=True) is None]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -27,3 +28,28 @@ def test_logits_that_do_not_count_may_hold_anything(backend, value, reduction):
             return loss, torch.autograd.grad(loss.sum(), logits)[0]
 
     torch.testing.assert_close(run(logits.masked_fill((target == -100)[:, None], value)), run(logits))
+
+
+@pytest.mark.parametrize("hidden", [512, 2048, 4096])
+@pytest.mark.parametrize("backend", LINEAR)
+def test_gradients_are_as_exact_as_one_product(backend, hidden):
+    """Within twice what a bf16 product of the exact gradient of the logits, rounded to bf16, is off by in fp64."""
+    tokens, classes = (4096, 32_000) if DEVICE.type == "cuda" else (64, 512)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, weight = (torch.randn(n, hidden, device=DEVICE, generator=generator) for n in (tokens, classes))
+    x, weight = x.bfloat16().requires_grad_(), (weight / hidden**0.5).bfloat16().requires_grad_()
+    target = torch.randint(classes, (tokens,), device=DEVICE, generator=generator)
+    target[::17] = -100
+    counted = (target != -100).double() / (target != -100).sum()
+    with torch.no_grad():
+        grad = (x.double() @ weight.double().t()).softmax(-1)
+        grad[torch.arange(tokens, device=DEVICE), target.clamp(min=0)] -= 1
+        grad *= counted[:, None]
+        exact = grad @ weight.double(), grad.t() @ x.double()
+        grad = grad.bfloat16()
+        product = grad @ weight, grad.t() @ x
+    with use(linear_cross_entropy=backend):
+        found = torch.autograd.grad(ops.linear_cross_entropy(x, weight, target, mode="chunks"), (x, weight))
+    for name, one, of, wide in zip(("dx", "dweight"), found, product, exact):
+        error, allowed = ((value.double() - wide).norm() / wide.norm() for value in (one, of))
+        assert error <= 2 * allowed, f"{name}: off by {error:.2e}, one product by {allowed:.2e}"
