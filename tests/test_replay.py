@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tilesmith import explain, ops, use
+from tilesmith.engine import ops as declared
 from tilesmith.engine.launch import _Encoded
 from tilesmith.engine.replay import _descriptor, _encodings
 
@@ -85,6 +86,18 @@ def test_recording_imports_no_compiler():
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_calls_of_a_compiled_graph_are_replayed():
+    """There torch hands reshapes over whole, which eager calls show as views."""
+    x = torch.randn(3, 8192, 256, device="cuda", requires_grad=True)
+    compiled = torch.compile(lambda x: ops.rms_norm(x), backend="aot_eager", dynamic=False)
+    op = declared()["rms_norm"]
+    op._recent.clear()
+    for _ in range(4):
+        compiled(x)
+    assert {ready.run.__name__ for ready in op._recent.values()} == {"replay"}
 
 
 @needs_hopper

@@ -25,6 +25,8 @@ _VIEWS = frozenset({
     _aten.slice, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.alias, _aten.detach, _aten.as_strided,
     _aten.unfold, _aten.unbind, _aten.split, _aten.split_with_sizes,
 })  # fmt: skip
+# views, or copies; torch hands them over whole where autograd is off, as it is under a compiled model
+_PERHAPS = frozenset({_aten.reshape, _aten.contiguous, _aten.flatten})
 _FACTORIES = frozenset({
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided,
 })  # fmt: skip
@@ -100,7 +102,7 @@ class Recorder(TorchDispatchMode):
             self._know(out, name)
             self.memory[name] = out
             self.steps.append(("empty", name))
-        elif packet in _VIEWS and id(args[0]) in self.sources:
+        elif (packet in _VIEWS or (packet in _PERHAPS and _shares(out, args[0]))) and id(args[0]) in self.sources:
             for view in out if isinstance(out, tuple | list) else (out,):
                 self._know(view, self.sources[id(args[0])])
         else:
@@ -138,6 +140,10 @@ class Recorder(TorchDispatchMode):
         except _Unknown as problem:
             self.refusal = str(problem)
             return None
+
+
+def _shares(view: Tensor, whole: Tensor) -> bool:
+    return view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def _same_memory(view: Tensor, whole: Tensor) -> bool:
