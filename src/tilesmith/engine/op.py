@@ -156,7 +156,7 @@ class Op:
             args = self.bind(args, kwargs)
         if _compiling():
             return self._traced(args)
-        if self.autocast:
+        if self.autocast and _any_autocast():
             args = self._autocast(args)
         pin = pinned(self.name)
         try:
@@ -320,6 +320,7 @@ def _find(name: str) -> Op:
 _LOWERED = (torch.float32, torch.float16, torch.bfloat16)
 _functorch = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def _without_config(fn: Callable[..., Any]) -> Callable[..., Any]:

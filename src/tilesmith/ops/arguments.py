@@ -65,7 +65,7 @@ def number(op: str, name: str, value: Any, least: float | None = None) -> float:
 
 def probability(op: str, name: str, p: Any) -> float:
     """p as a float, or an error unless it is a number in [0, 1)."""
-    if isinstance(p, bool) or not isinstance(p, numbers.Real | torch.SymFloat):
+    if type(p) is not float and (isinstance(p, bool) or not isinstance(p, numbers.Real | torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number in [0, 1), got {_came(p)}")
     if not 0.0 <= p < 1.0:
         raise ValueError(f"{op}: {name} must be in [0, 1), got {p}")

@@ -186,11 +186,12 @@ def attention(
         raise TypeError(f"attention: score must be a Score, got {type(score).__name__}; a bias goes in Score(bias=...)")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    given = dict(
-        sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, kv_lengths=kv_lengths,
-        page_table=page_table, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, deterministic=deterministic, **mask.lower(), **score.lower(),
-    )  # fmt: skip
+    given = {
+        "sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "kv_lengths": kv_lengths,
+        "page_table": page_table, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "deterministic": deterministic,
+        **mask.lower(), **score.lower(),
+    }  # fmt: skip
     dropout_p = probability("attention", "dropout_p", dropout_p)
     if dropout_p > 0.0 and seed is None:
         if not _autocast_to_come(q):  # a call that is refused draws nothing
