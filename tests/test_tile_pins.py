@@ -159,6 +159,8 @@ def test_attention_tells_that_tiles_are_made_in_shares(monkeypatch):
     monkeypatch.setattr(hopper, "arch_of", lambda device: arch_named("sm90"))
     tells = attention_op.kernel("hopper").tells
     q, few = (torch.empty(4, heads, 4096, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 33))
-    assert tells(*attention_op.bind((q, q, q), {})) == ["1980 tiles by one program each, 68 in 132 equal shares of keys"]
+    assert tells(*attention_op.bind((q, q, q), {})) == [
+        "1980 tiles by one program each, 68 in 132 equal shares of keys"
+    ]
     assert tells(*attention_op.bind((few, few, few), {})) == []
     assert tells(*attention_op.bind((q, q, q), {"causal": True})) == []
