@@ -21,12 +21,14 @@ SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 class SharesConfig(NamedTuple):
     """consumers: warpgroups with 64 rows each, pairs of token and head. block_n: keys of a tile. stages: key and value
-    tiles in flight. splits: of the keys; 0 for as many as the device wants."""
+    tiles in flight. splits: of the keys; 0 for as many as the device wants. apart: results do not take the place of the
+    queries, so that the next tile's are loaded while this one's leave."""
 
     consumers: int
     block_n: int
     stages: int
     splits: int = 0
+    apart: bool = False
 
 
 @attention_arguments
@@ -49,6 +51,10 @@ def _default(dims, arch, dtype) -> SharesConfig:
     # of 8 heads on 128k keys 228 and 203. 16 tokens on 8k / 128k / 32 x 8k with 3 stages: 20.3 / 135.9 / 255.5, with 4:
     # 20.7 / 135.2 / 256.7, with 5: 21.1 / 137.3 / 260.4; in pages not measured so
     if wide == 128 and dims["rows"] <= 128:
+        # where programs have several tiles, of all keys: 16 tokens on 32 x 8k in tiles of 128 keys 257 us, with results
+        # apart 255, of 64 263 and 263
+        if dims["heads"] >= arch.sms > 0 and dims["paged"] == 1:
+            return SharesConfig(consumers, 128, 2, apart=True)
         return SharesConfig(consumers, 64, 3 if dims["paged"] == 1 else 5)
     return SharesConfig(consumers, 64 if wide > 128 else 128, {64: 6, 128: 3, 256: 2}[wide])
 
@@ -141,8 +147,8 @@ def attention(call, *, config: SharesConfig) -> tuple[Tensor, Tensor]:
     if page_table is not None:
         page, bounded = k.shape[2], True
         piece = min(piece, page & -page)
-    k_desc, k_between = _keys_of(k, piece, bounded, piece < config.block_n)
-    v_desc, v_between = _keys_of(v, piece, bounded, piece < config.block_n)
+    k_desc, k_between = keys_of(k, piece, bounded, piece < config.block_n)
+    v_desc, v_between = keys_of(v, piece, bounded, piece < config.block_n)
     launch(
         attention_shares_kernel,
         (min(programs, batch * kv_heads * tiles * splits),),
@@ -155,7 +161,7 @@ def attention(call, *, config: SharesConfig) -> tuple[Tensor, Tensor]:
         GROUP=group, HEADS=unit_heads, LEFT=has_left, RIGHT=has_right, BN=config.block_n, PAGE=page, PIECE=piece,
         D=max(64, next_power_of_2(dim)), DV=max(64, next_power_of_2(dim_v)),
         CONSUMERS=config.consumers, STAGES=config.stages, SOFTCAP=call.softcap > 0.0, CHAINED=splits > 1,
-        num_warps=4,
+        APART=config.apart, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         combine_splits(part_out, part_lse, sinks, out, lse, chained=True)
@@ -175,7 +181,7 @@ def _unit_heads(group: int, tokens: int) -> int:
     return max(1, min(heads, 64 // min(64, next_power_of_2(tokens))))
 
 
-def _keys_of(x: Tensor, rows: int, bounded: bool, narrow: bool) -> tuple[TensorDescriptor, int]:
+def keys_of(x: Tensor, rows: int, bounded: bool, narrow: bool) -> tuple[TensorDescriptor, int]:
     """The descriptor of keys or values; bounded: where a batch row or page of x ends by itself
     (`hopper_corner.corner`), and how many tokens lie between two of them. narrow: in tiles of 64 columns."""
     batch, token = x.stride(0), x.stride(2) if x.shape[2] > 1 else 8

@@ -369,10 +369,11 @@ def attention_shares_kernel(
     GROUP: gl.constexpr, HEADS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BN: gl.constexpr,
     PAGE: gl.constexpr, PIECE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     """Program (share of keys, tile). rows: batch * kv heads. k_scale, v_scale: of 8-bit keys and values (`_factor`).
     Writes a normalised result, to [splits * B, H, T, DV], and its lse for each split. CHAINED: the next kernel may
-    start and wait."""
+    start and wait. APART: results have room of their own."""
     LENGTHS: gl.constexpr = lengths_ptr is not None
     walk = Walk(
         tokens, keys, kv_heads, tiles, rows, tiles, left, right, tiles, gl.to_tensor(1), gl.to_tensor(0),
@@ -406,7 +407,7 @@ def attention_shares_kernel(
     v_full = barriers(STAGES, 1)
     v_empty = barriers(STAGES, CONSUMERS)
     fence()
-    SHARED: gl.constexpr = D == DV  # out takes the place of q
+    SHARED: gl.constexpr = D == DV and not APART  # out takes the place of q
     out = q
     if not SHARED:
         out = tiles_of(CONSUMERS, out_desc)
