@@ -62,6 +62,7 @@ _NEEDS: dict[str, Callable[[torch.device, bool], str | None]] = {
     "triton_split": _needs_triton,
     "hopper": _needs_hopper,
     "hopper_split": _needs_hopper,
+    "hopper_cluster": _needs_hopper,
     "hopper_causal": _needs_hopper,
     "hopper_shared": _needs_hopper,
     "hopper_fp8": _needs_hopper,

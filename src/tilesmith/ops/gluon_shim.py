@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr as _unwrap
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -53,10 +54,12 @@ __all__ = [
     "tile_in",
     "tiles_of",
     "wait",
+    "warp_mma",
 ]
 
 mma = warpgroup_mma
 mma_wait = warpgroup_mma_wait
+warp_mma = mma_v2  # of single warps, operands in registers
 fence = fence_async_shared
 wait = mbarrier.wait
 arrive = mbarrier.arrive

@@ -12,14 +12,13 @@ Written for the Gluon of Triton 3.6.
 """
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import cdiv
-from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.cluster_gluon import clusters_of
 from tilesmith.ops.gluon_shim import TensorDescriptor, expect, fetch, gl, gluon, reinterpret
 
 LINE = 256  # columns of a line of a box: the most that the accelerator takes, and what a warp reads at once
@@ -246,7 +245,7 @@ def no_room(device: torch.device, cols: int) -> list[str]:
     """Why `device` cannot start the programs that rows of `cols` columns may take, one to a multiprocessor, together;
     empty where it can, as where it is not here to be asked."""
     parts = min(MOST_PARTS, cdiv(cols, NARROWEST))
-    if device.type != "cuda" or _groups(device, parts, 1):
+    if device.type != "cuda" or clusters_of(device, parts, 1):
         return []
     return [f"{parts} programs share a row of {cols} columns, and this device has no room for a cluster of so many"]
 
@@ -278,28 +277,7 @@ class PartsConfig(NamedTuple):
 def parts_grid(x: Tensor, config: PartsConfig) -> tuple[int, int]:
     """(groups, parts) for the rows of x [M, N]: how many are worked on at once, by how many programs each."""
     parts = cdiv(x.shape[1], config.width)
-    return max(1, min(x.shape[0], _groups(x.device, parts, config.per_sm))), parts
-
-
-@gluon.jit
-def _nothing_kernel():
-    pass
-
-
-@cache
-def _groups(device: torch.device, parts: int, per_sm: int) -> int:
-    """How many clusters of `parts` programs the device has room for, `per_sm` programs to a multiprocessor. A cluster
-    stays within a group of multiprocessors (GPC), whose sizes differ from one to the next: the driver is asked."""
-    arch = arch_of(device)
-    if device.type != "cuda" or parts == 1:
-        return max(1, arch.sms * per_sm // parts)
-    from triton.runtime import driver
-
-    with torch.cuda.device(device):
-        compiled = _nothing_kernel[(0,)](num_warps=4)
-        return driver.active.utils.cuOccupancyMaxActiveClusters(
-            compiled.function, arch.shared_memory // per_sm - 1024, parts
-        )
+    return max(1, min(x.shape[0], clusters_of(x.device, parts, config.per_sm))), parts
 
 
 def parts_flags(cols: int, parts: int, config: PartsConfig) -> dict[str, Any]:

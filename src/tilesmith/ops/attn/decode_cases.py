@@ -215,6 +215,36 @@ CASES: list[Case] = [
     Case("decode_no_rows", _decode(0, 1, 4, 2, 16, 20), SMALL),
     Case("decode_no_rows_of_pages", _decode(0, 1, 4, 2, 16, 20, page_size=4), SMALL),
     Case("decode_wide_head", _decode(2, 3, 8, 2, 256, 500, lengths=(500, 321)), frozenset({"test"})),
+    Case(
+        "decode_1_kv_head_small",
+        _decode(1, 2, 6, 1, 64, 1100, sinks=True, window_left=1000),
+        frozenset({"test", "compile"}),
+    ),
+    Case("decode_1_token_of_8", _decode(3, 1, 16, 2, 128, 3000, sinks=True), GPU, HALF),
+    Case("decode_1_token_of_no_keys", _decode(1, 1, 16, 2, 64, 300, lengths=(0,)), GPU, HALF),
+    Case("decode_1_token_of_2_heads", _decode(1, 1, 16, 2, 128, 9000, lengths=(8900,), sinks=True), GPU, HALF),
+    Case("decode_1_token_of_all", _decode(1, 1, 8, 8, 128, 5000), GPU, HALF),
+    Case("decode_1_token_of_20_heads", _decode(4, 1, 40, 5, 64, 700, layout="strided"), GPU, HALF),
+    Case("decode_1_token_of_40_heads", _decode(10, 1, 16, 4, 128, 900), GPU, HALF),
+    Case("decode_2_tokens_d256", _decode(1, 2, 12, 2, 256, 1100, softcap=20.0), GPU, HALF),
+    Case("decode_5_tokens_of_3", _decode(2, 5, 9, 3, 96, 2000, dim_v=128, window_left=700, sinks=True), GPU, HALF),
+    Case(
+        "decode_4_tokens_both_sides",
+        _decode(1, 4, 8, 4, 72, 3001, lengths=(2990,), causal=False, window_left=300, window_right=1),
+        GPU,
+        HALF,
+    ),
+    Case(
+        "decode_2_tokens_over_nan",
+        {
+            **_decode(1, 2, 16, 2, 128, 600, lengths=(500,)),
+            **dict.fromkeys(
+                ("k", "v"), T(1, 2, 600, 128, grad=False, init=_nan(slice(None), slice(None), slice(500, None)))
+            ),
+        },
+        GPU,
+        HALF,
+    ),
     Case("decode_16_tokens", _decode(2, 16, 16, 2, 128, 5000, lengths=(5000, 700)), GPU, HALF),
     Case(
         "decode_16_tokens_over_nan",

@@ -112,6 +112,7 @@ attention_op = Op(
         "triton_split": "tilesmith.ops.attn.decode",
         "hopper": "tilesmith.ops.attn.hopper",
         "hopper_split": "tilesmith.ops.attn.hopper_decode",
+        "hopper_cluster": "tilesmith.ops.attn.hopper_cluster",
         "hopper_fp8": "tilesmith.ops.attn.hopper_fp8",
         portable.NAME: "tilesmith.ops.attn.portable",
         "dequantised": "tilesmith.ops.attn.dequantised",
