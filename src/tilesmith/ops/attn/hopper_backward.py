@@ -2,9 +2,10 @@
 
 A program of the main kernel owns 128 keys at a time and walks the queries that see them, 64 or 128 at a time, of every
 head of its group: a warp loads tiles, two consumers have 64 keys each. Scores are transposed, so that p and ds feed dv
-and dk from registers; ds also goes through shared memory for dq, which the consumers split by columns or queries and
-two more warps add to a workspace by bulk reductions: in any order, the first to come by a plain store, so that dq may
-differ in its last bits from run to run, or ordered, tile after tile of keys. Scores live in units of log 2.
+and dk from registers; ds also goes through shared memory for dq, which the consumers split by columns or queries, at
+head dim 128 when the next block's scores are made (`late_block`), and two more warps add to a workspace by bulk
+reductions: in any order, the first to come by a plain store, so that dq may differ in its last bits from run to run, or
+ordered, tile after tile of keys. Scores live in units of log 2.
 
 Ordered, the last keys come first and each tile starts where they do, at its diagonal under a causal mask. There a tile
 is the first to add; the next tile gets there one tile's worth of blocks later, and so finds its turn come.
@@ -15,8 +16,20 @@ The kernels of one backward are launched so that each may start while the one be
 import triton
 import triton.language as tl
 
+from tilesmith.ops.attn.hopper_backward_block import (
+    HALVES,
+    KEYS_READ,
+    PARKED,
+    READ,
+    VALUES_READ,
+    hide,
+    last_dq,
+    late_block,
+    park,
+    row_of,
+)
 from tilesmith.ops.attn.hopper_corner import at, corner, inside
-from tilesmith.ops.attn.hopper_forward import before, bend, draw, holds, tickets
+from tilesmith.ops.attn.hopper_forward import bend, draw, tickets
 from tilesmith.ops.gluon_shim import (
     aggregate,
     arrive,
@@ -47,10 +60,6 @@ from tilesmith.ops.gluon_shim import (
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-# named barriers: a tile's keys and its values are read; both halves of ds are there; a tile of queries is read, by its
-# place; dq is parked, by its box
-KEYS_READ, VALUES_READ, HALVES, READ, PARKED = (gl.constexpr(i) for i in (7, 8, 9, 10, 14))
 
 
 @triton.jit
@@ -358,13 +367,14 @@ def announce(ticket, turn, walk, start, k_place, kv_head, first, blocks, rises):
 
 
 @gluon.jit
-def load_pair(k_desc, v_desc, there, k, v, full, turn):
-    """A tile's keys and values."""
+def load_pair(k_desc, v_desc, there, k, v, full, turn, LATE: gl.constexpr):
+    """A tile's keys and values, which are given back one by one, or LATE together."""
     if turn > 0:
         meet("sync", KEYS_READ, 288)
     bulk_load(k_desc, there, full.index(0), k)
-    if turn > 0:
-        meet("sync", VALUES_READ, 288)
+    if not LATE:
+        if turn > 0:
+            meet("sync", VALUES_READ, 288)
     bulk_load(v_desc, there, full.index(1), v)
 
 
@@ -433,7 +443,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
 
 @gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists, indices,
-             undivided, shares, SHARED: gl.constexpr):  # fmt: skip
+             undivided, shares, SHARED: gl.constexpr, LATE: gl.constexpr):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -481,11 +491,11 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         next_number = numbers
         before_tile = count
         if walk.PACKED and blocks == 0:
-            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
+            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE)
             if walk.DYNAMIC:
                 next_number = draw(counter, numbers)
         if walk.LIST_Q > 0:  # any list may be empty
-            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
+            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE)
             if walk.DYNAMIC:
                 next_number = gl.to_tensor(-1)
         for member in range(1 if SHARED or walk.WOVEN else walk.GROUP):
@@ -511,7 +521,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 bulk_load(dout_desc, there, dout_full.index(s), dout.index(s))
                 load_row(delta_ptr + row * BQ + lane, dout_full.index(s), delta.index(s))
                 if walk.LIST_Q == 0 and count == before_tile:
-                    load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn)
+                    load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE)
                 if walk.DYNAMIC:
                     # neither so late that it is waited for, nor so early that another program would be free before
                     if (SHARED or walk.WOVEN or member == walk.GROUP - 1) & (i == gl.maximum(all_blocks - 2, 0)):
@@ -532,59 +542,6 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     ticket.open(turn)
     ticket.write(turn, START, -1)
     ticket.close(turn)
-
-
-@gluon.jit
-def hide(x, edge, window, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr):
-    """Zeros where a key (row of x) and a query of a block (column) do not see each other: they do where query + edge -
-    window <= key <= query + edge and key < limit."""
-    crossed = edge < -(1 << 30)
-    if TAIL:
-        crossed = crossed | (limit < 64)
-    if RIGHT:
-        crossed = crossed | (edge < 63)
-    if LEFT:
-        crossed = crossed | (edge - window > 1 - x.shape[1])
-    if crossed:
-        key = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))[:, None]
-        query = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
-        word = gl.where(key < limit if TAIL else key >= 0, -1, 0)
-        if RIGHT:
-            word = word & ~before(key - edge, query)
-        if LEFT:
-            word = word & before(key - edge + window + 1, query)
-        x = gl.where(holds(word, query), x, 0.0)
-    return x
-
-
-@gluon.jit
-def row_of(numbers, BQ: gl.constexpr):
-    """A number a query, as the scores have their columns. They lie so that the four lanes read 16 bytes each side by
-    side (`attention_rows_kernel`)."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BQ, 16])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    SIXTEENS: gl.constexpr = [[1, 0, 0, 0], [2, 0, 0, 0]] if BQ == 64 else [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
-    LANES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 1, 0]] + SIXTEENS,
-        [[0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
-        [[0, 0, 0, 0], [0, 0, 0, 0]], [], [BQ // 16, 4, 2, 2],
-    )  # fmt: skip
-    x = reinterpret(numbers, gl.float32, [BQ // 16, 4, 2, 2], PLAIN).load(LANES)
-    x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [BQ])
-    return gl.convert_layout(x, gl.SliceLayout(0, SCORES))
-
-
-@gluon.jit
-def _park(C: gl.constexpr, dq, dq_desc, parking, dq_empty, job):
-    """Leave a block's dq to the warp that adds it, in the order of the registers: a thread stores 16 bytes at once. It
-    is told behind the fence of the next block's ds, or the tile's last one."""
-    box = job & 1
-    wait(dq_empty.index(box), ((job >> 1) & 1) ^ 1)
-    ROWS: gl.constexpr = dq.shape[1] // 4
-    x = gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2])
-    x = gl.permute(x, (3, 0, 2, 4, 1, 5))
-    parked = reinterpret(parking.index(box * 2 + C), gl.float32, [ROWS, 256], dq_desc.layout)
-    parked.store(gl.reshape(x, [ROWS, 256]))
 
 
 @gluon.jit
@@ -693,7 +650,7 @@ def _block(
     dq = mma_wait(1, deps=[dq_made])
     if last:
         meet("arrive", KEYS_READ, 288)
-    _park(C, dq, dq_desc, parking, dq_empty, count)
+    park(C, dq, dq_desc, parking, dq_empty, count)
     dk, ds_operand = mma_wait(0, deps=[dk_made, ds_operand])
     meet("arrive", READ + s, 288)
     return dk, dv
@@ -704,7 +661,7 @@ def _consume(
     C: gl.constexpr, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, WOVEN: gl.constexpr,
     BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-    PACKED: gl.constexpr, LIST_Q: gl.constexpr, SHARED: gl.constexpr, shares_ptr,
+    PACKED: gl.constexpr, LIST_Q: gl.constexpr, SHARED: gl.constexpr, shares_ptr, LATE: gl.constexpr,
 ):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -749,13 +706,24 @@ def _consume(
                         edge = gl.to_tensor(1 << 20)
                         if (i < crossed) if ORDERED else (i >= blocks - crossed):
                             edge = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ) * BQ + first_edge
-                    dk, dv = _block(
-                        C, parts, count, dk, dv, count == begin, i + member == blocks + HEADS - 2, edge, window, limit,
-                        inner, outer, ds, dq_desc, parking, (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
-                        LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP,
-                    )  # fmt: skip
+                    if LATE:
+                        dk, dv = late_block(
+                            C, parts, count, dk, dv, count == begin, edge, window, limit, outer, ds, dq_desc, parking,
+                            LEFT, RIGHT, TAIL, BQ, D, STAGES,
+                        )  # fmt: skip
+                    else:
+                        dk, dv = _block(
+                            C, parts, count, dk, dv, count == begin, i + member == blocks + HEADS - 2, edge, window,
+                            limit, inner, outer, ds, dq_desc, parking,
+                            (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
+                            LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP,
+                        )  # fmt: skip
                     count += 1
-        if blocks == 0:
+        if LATE:
+            if count != begin:
+                last_dq(C, count - 1, ds, k, dq_desc, parking, dq_empty, BQ, D)
+            meet("arrive", KEYS_READ, 288)
+        elif blocks == 0:
             meet("arrive", KEYS_READ, 288)
             meet("arrive", VALUES_READ, 288)
         if count != begin:
@@ -798,6 +766,7 @@ def attention_dkv_kernel(
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     SHARED: gl.constexpr = shares_ptr is not None
+    LATE: gl.constexpr = D == 128 and not SOFTCAP  # a softcap's scores have no registers beside dv's product
     if PACKED:
         k_blocks = gl.load(table)
     walk = KeyWalk(
@@ -826,12 +795,12 @@ def attention_dkv_kernel(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q, SHARED,
-                        shares_ptr)),
+                        shares_ptr, LATE)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q, SHARED,
-                        shares_ptr)),
+                        shares_ptr, LATE)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-                        indices, undivided, shares, SHARED)),
+                        indices, undivided, shares, SHARED, LATE)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, SHARED, WOVEN,
                     ROWS, LIST_Q, BQ)),
             (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, SHARED, WOVEN,

@@ -14,8 +14,8 @@ from tilesmith.ops.attn.hopper_backward import (
     START,
     KeyWalk,
     announce,
-    hide,
 )
+from tilesmith.ops.attn.hopper_backward_block import hide
 from tilesmith.ops.attn.hopper_corner import at, corner
 from tilesmith.ops.attn.hopper_forward import bend, draw, tickets
 from tilesmith.ops.gluon_shim import (

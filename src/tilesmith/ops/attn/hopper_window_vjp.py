@@ -15,7 +15,7 @@ from torch import Tensor
 from tilesmith.engine import launch
 from tilesmith.engine.launch import cdiv
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn.hopper_backward import row_of
+from tilesmith.ops.attn.hopper_backward_block import row_of
 from tilesmith.ops.attn.hopper_corner import corner
 from tilesmith.ops.attn.hopper_forward import NOTHING, Walk, before, bend, holds, tickets
 from tilesmith.ops.attn.hopper_shared import columns_of, descriptor, run_of, section
