@@ -131,9 +131,9 @@ SIGNS = 8  # in a word
 
 
 def packed_signs(a: Tensor, b: Tensor, counted: Tensor | None) -> Tensor:
-    """int16 [..., V / 8 rounded up]: of 8 neighbours 2 bits each, the first the lowest; 1 where a > b, 2 where a < b,
-    0 elsewhere, and in rows that are not counted."""
-    codes = (a > b).int() + 2 * (a < b).int()
+    """int16 [..., V / 8 rounded up]: of 8 neighbours 2 bits each, the first the lowest; 1 where a > b, 3 (-1) where a <
+    b, 0 elsewhere, and in rows that are not counted."""
+    codes = (a > b).int() + 3 * (a < b).int()
     if counted is not None:
         codes = codes * counted[..., None]
     codes = F.pad(codes, (0, -codes.shape[-1] % SIGNS)).unflatten(-1, (-1, SIGNS))
