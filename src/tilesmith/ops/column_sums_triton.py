@@ -65,11 +65,15 @@ def add_partials(partials: tuple[Tensor | None, Tensor | None], outs: tuple[Tens
         grid = cdiv(cols, wide), sum(out is not None for out in outs)
         # H200: 1 to 2 µs sooner than a kernel that starts when the one before it has ended. Where that one said at its
         # start that this may start, programs of this waited beside it: up to 5 % more in all.
-        early = {"CHAINED": True, "launch_pdl": True} if starts_early(out.device) else {"CHAINED": False}
         launch(
             _column_sums_kernel, grid, *partials, *outs, *counts, cols,
-            BLOCK_ROWS=tall, BLOCK_COLS=wide, num_warps=warps, **early,
+            BLOCK_ROWS=tall, BLOCK_COLS=wide, num_warps=warps, **chained(out.device),
         )  # fmt: skip
+
+
+def chained(device: torch.device) -> dict[str, bool]:
+    """CHAINED of a kernel, and what it is launched with where it waits for the one before it on the device."""
+    return {"CHAINED": True, "launch_pdl": True} if starts_early(device) else {"CHAINED": False}
 
 
 def starts_early(device: torch.device) -> bool:

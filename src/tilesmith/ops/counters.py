@@ -22,12 +22,14 @@ def counter(device: torch.device, numbers: int = 4) -> Tensor:
 
 def _counter(device: torch.device, numbers: int) -> Tensor:
     """Launches on several streams have each their own; so has one in a CUDA graph, which may run at any time."""
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # on a CPU kernels are only compiled
+    # on a CPU kernels are interpreted or only compiled
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.zeros(numbers, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
     ring = _rings.get((index, numbers))
     if ring is None:
         zeros = torch.zeros(_COUNTERS, numbers, dtype=torch.int32, device=device)
         ring = _rings[index, numbers] = zeros.unbind()
-        torch.cuda.synchronize(device)  # once in a process: other streams may be the first to use their zeros
+        module.synchronize(device)  # once in a process: other streams may be the first to use their zeros
     return ring[next(_turn) % _COUNTERS]
