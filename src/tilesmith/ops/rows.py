@@ -55,3 +55,11 @@ def row_values(values: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
     if order is not None:
         values = values.permute(order[:-1])
     return values.reshape(-1).contiguous()
+
+
+def row_steps(x: Tensor, order: tuple[int, ...] | None) -> tuple[int, int]:
+    """The size of x's last dim but one, and how many rows in `order` lie between two neighbours along it."""
+    dim, inner = x.ndim - 2, 1
+    for after in () if order is None else order[order.index(dim) + 1 : -1]:
+        inner *= x.shape[after]
+    return x.shape[dim], inner

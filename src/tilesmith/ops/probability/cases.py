@@ -157,6 +157,7 @@ def _cases(**options: object) -> list[Case]:
         Case("causal_parts_dead_row", args(3, 4096, init=_dead, grad=False) | {"causal": True}, GPU),
         Case("causal_parts_negative_scale", args(2, 300, 1504) | {"causal": True, "scale": -2.5}, GPU),
         Case("causal_parts_strided", args(2, 70, 3000, layout="strided") | {"causal": True}, GPU),
+        Case("causal_parts_heads", args(2, 3, 40, 1200, init=_heads) | {"causal": True}, GPU),
         Case("causal_quarters", args(2, 2050, 2050) | {"causal": True}, GPU),
         Case("causal_wide", args(2, 5, 131_072) | {"causal": True}, GPU),
         Case("far", args(2, 4096, init=_far), GPU, BF16),

@@ -1,4 +1,4 @@
-"""Causal softmax_dropout on Hopper, in Gluon: a row in shared memory, of which only what is seen is read."""
+"""Causal softmax and softmax_dropout on Hopper, in Gluon: rows in shared memory, of which what is seen is read."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from tilesmith.ops.gluon_shim import gl, gluon
 from tilesmith.ops.philox_triton import load_key
 from tilesmith.ops.probability.dropout_hopper import exponentials, higher, top_of_pairs
 from tilesmith.ops.probability.hopper import LOG2E, LOWEST, between_tops, relative_weight, row_dims
-from tilesmith.ops.rows import rows
+from tilesmith.ops.rows import empty_rows, row_order, row_steps, rows
 from tilesmith.ops.rows_bulk_gluon import (
     MOST_BYTES,
     await_rows,
@@ -31,19 +31,19 @@ from tilesmith.ops.rows_held_gluon import aligned, row_of, swap, values, warps_o
 
 # H200, bf16, [2, 16, 4096, 4096], of the copy rate, for what is seen read and all written: a kernel that only copies so
 # has 0.93 by bulk copies (0.95 with 7 rows of a multiprocessor on their way and not 26; then others wait for sums), by
-# threads 0.95. Forward: 0.93; without a draw 0.92 (Triton's softmax 0.91). Zeros that leave early, in bulk, 0.90, by
-# threads 0.88; rows in registers, in a form for each number of chunks, 0.86; programs that stay, the next row on its
-# way, 0.85. Neighbours in time whose rows are far from each other, 0.90. The gradient's zeros leave early: 0.946 for
-# 0.943.
+# threads 0.95; one that only writes 0.77. softmax_dropout, forward: 0.93; without a draw 0.92. Zeros that leave early,
+# in bulk, 0.90, by threads 0.88; rows in registers, in a form for each number of chunks, 0.86; programs that stay, the
+# next row on its way, 0.85. Neighbours in time whose rows are far from each other, 0.90, and lines of x and y that the
+# L2 cache is told to let go first, 0.5 % less. The gradient's zeros leave early: 0.946 for 0.943.
 
 _LINE = gl.constexpr(LINE)
 _HIDDEN = gl.constexpr(-0x7F0080)  # two values of bf16: -inf
 
 
 @gluon.jit
-def _end(row, cols, tokens):
-    """How many columns a row sees; may be below 1."""
-    return gl.minimum(row % tokens + (cols - tokens + 1), cols)
+def _end(row, cols, tokens, inner):
+    """How many columns a row sees; may be below 1. inner: rows that lie between two neighbours in tokens."""
+    return gl.minimum((row // inner) % tokens + (cols - tokens + 1), cols)
 
 
 @gluon.jit
@@ -73,18 +73,18 @@ def _scores(at, chunk, end, scale, X: gl.constexpr, POSITIVE: gl.constexpr):
 
 @gluon.jit
 def softmax_dropout_fwd_causal_parts_kernel(
-    x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr, cols, x_stride, scale, tokens, drop_below, keep_scale,
+    x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr, cols, x_stride, scale, tokens, inner, drop_below, keep_scale,
     POSITIVE: gl.constexpr, CHUNKS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
-    """y of a row of bf16, of which only the part that is seen is read; y takes its place in
-    shared memory, with zeros behind it, and the row is written at once."""
+    """y of a row of bf16, of which only the part that is seen is read; y takes its place in shared memory, with zeros
+    behind it, and the row is written at once. With top_ptr the row's maximum and sum are stored, too."""
     row = gl.program_id(0)
     X: gl.constexpr = x_ptr.dtype.element_ty
     Y: gl.constexpr = y_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = WARPS * _LINE
     room, at = open_rows(CHUNKS * WIDTH * 2)
-    end = _end(row, cols, tokens)
+    end = _end(row, cols, tokens, inner)
     seen = (gl.maximum(end, 0) + WIDTH - 1) // WIDTH
     if end > 0:
         bring_rows(room, at, row_of(x_ptr, row, x_stride), None, None, (end + 7) // 8 * 16)
@@ -117,9 +117,12 @@ def softmax_dropout_fwd_causal_parts_kernel(
             top = gl.where(warps_of_row(1) < WARPS, top, LOWEST)
         row_top = gl.max(top, 0)
         row_total = gl.sum(found * between_tops(top, row_top, power, True), 0)
-        gl.store(top_ptr + row, row_top * scale if POSITIVE else row_top)
-        gl.store(total_ptr + row, row_total)
-        factor = keep_scale * (1.0 / row_total)
+        if top_ptr is not None:
+            gl.store(top_ptr + row, row_top * scale if POSITIVE else row_top)
+            gl.store(total_ptr + row, row_total)
+        factor = 1.0 / row_total
+        if seed_ptr is not None:
+            factor *= keep_scale
         for c in range(seen):
             z = _scores(at, c, end, scale, X, POSITIVE)
             y = words_of(relative_weight(z, row_top, power, True) * factor, Y)
@@ -127,7 +130,7 @@ def softmax_dropout_fwd_causal_parts_kernel(
                 y = dropped_part(y, drawn_in_turn(key, first, c, WIDTH, SHORT), drop_below, Y, WIDTH, RARE)
             put_words(at, c, y)
         hide(at, seen - 1, end, 0)  # a row of -inf has a sum of 0
-    else:
+    elif top_ptr is not None:
         gl.store(top_ptr + row, float("-inf"))
         gl.store(total_ptr + row, 0.0)
     take_row(at, y_ptr + first, cols * 2)
@@ -147,7 +150,7 @@ def softmax_dropout_bwd_causal_parts_kernel(
     WIDTH: gl.constexpr = WARPS * _LINE
     room, at = open_rows(CHUNKS * WIDTH * 4)
     dy_at = at + CHUNKS * WIDTH * 2
-    end = _end(row, cols, tokens)
+    end = _end(row, cols, tokens, 1)
     seen = (gl.maximum(end, 0) + WIDTH - 1) // WIDTH
     if end > 0:
         x_row, dy_row = row_of(x_ptr, row, x_stride), row_of(dy_ptr, row, dy_stride)
@@ -219,11 +222,14 @@ class CausalConfig(NamedTuple):
     max_registers: int
 
 
-def _dims(x: Tensor, *others: Tensor) -> dict[str, int]:
-    return row_dims(x, *others)
-
-
 def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> CausalConfig:
+    """For softmax. H200, bf16, 2**28 values (2**29 at 4,096), by a script, of the copy rate (Triton's, swept) at 1,536,
+    2,048, 4,096, 8,192 and 16,384 columns: 0.93 (0.88), 0.94 (0.93), 0.93 (0.91), 0.90 (0.90) and 0.90 (0.90). At 4,096
+    by one warp, so that more rows are on their way, 0.92."""
+    return CausalConfig(1 if dims["cols"] <= 2048 else 4 if dims["cols"] <= 8192 else 8, 0)
+
+
+def _dropout_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> CausalConfig:
     """H200, bf16, 2**28 values (2**29 at 4,096), by a script, of the copy rate at 1,536, 2,048, 4,096, 8,192 and 16,384
     columns: 0.91, 0.93, 0.93, 0.90 and 0.91; Triton's, swept, 0.69, 0.75, 0.85, 0.78 and 0.78. At 4,096 by two warps
     0.92, by four 0.81, since each has some 300 instructions for a row beside those for its columns."""
@@ -248,8 +254,42 @@ def _flags(x: Tensor, p: float, scale: float, config: CausalConfig) -> dict[str,
     return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags
 
 
+def _forward(
+    x: Tensor,
+    y: Tensor,
+    top: Tensor | None,
+    total: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    scale: float,
+    steps: tuple[int, int],
+    config: CausalConfig,
+) -> None:
+    """y of x [M, N]. steps: from `row_steps`."""
+    x, x_stride = aligned(x)
+    count, cols = x.shape
+    if count:
+        launch(
+            softmax_dropout_fwd_causal_parts_kernel, (count,),
+            x, y, top, total, kernel_seed(seed, p), cols, x_stride, scale, *steps, *kernel_numbers(p),
+            **_flags(x, p, scale, config),
+        )  # fmt: skip
+
+
+@register_kernel("softmax", backend="hopper_causal", rank=26, rejects=_reasons)
+@optimize_kernel(space=Space(dims=lambda x, scale, causal: row_dims(x), default=_default, choices=CHOICES))
+def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: CausalConfig) -> Tensor:
+    """y of `softmax`."""
+    order = row_order(x)
+    y = empty_rows(x, order)
+    _forward(rows(x, order), y, None, None, None, 0.0, scale, row_steps(x, order), config)
+    return y
+
+
 @register_kernel("softmax_dropout", backend="hopper_causal", rank=26, rejects=_reasons)
-@optimize_kernel(space=Space(dims=lambda x, seed, p, scale, causal: row_dims(x), default=_default, choices=CHOICES))
+@optimize_kernel(
+    space=Space(dims=lambda x, seed, p, scale, causal: row_dims(x), default=_dropout_default, choices=CHOICES)
+)
 def softmax_dropout(
     x: Tensor,
     seed: Tensor | None = None,
@@ -262,15 +302,7 @@ def softmax_dropout(
     """out, top and total of `softmax_dropout`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
-    tokens = x.shape[-2]
-    x, x_stride = aligned(rows(x))
-    count, cols = x.shape
-    if count:
-        launch(
-            softmax_dropout_fwd_causal_parts_kernel, (count,),
-            x, out, top, total, kernel_seed(seed, p), cols, x_stride, scale, tokens, *kernel_numbers(p),
-            **_flags(x, p, scale, config),
-        )  # fmt: skip
+    _forward(rows(x), out, top, total, seed, p, scale, row_steps(x, None), config)
     return out, top, total
 
 

@@ -16,11 +16,8 @@ from tilesmith.ops.rows import empty_rows, row_order
 
 TRITON = {"triton": "tilesmith.ops.probability.triton"}
 SOFTMAX = {**TRITON, "hopper": "tilesmith.ops.probability.hopper"}
-DROPOUT = {
-    **TRITON,
-    "hopper": "tilesmith.ops.probability.dropout_hopper",
-    "hopper_causal": "tilesmith.ops.probability.causal_hopper",
-}
+CAUSAL = {"hopper_causal": "tilesmith.ops.probability.causal_hopper"}
+DROPOUT = {**TRITON, "hopper": "tilesmith.ops.probability.dropout_hopper", **CAUSAL}
 PORTABLE = {portable.NAME: "tilesmith.ops.probability.portable"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -80,7 +77,7 @@ softmax = Op(
     vjp=softmax_vjp,
     outputs=("y",),
     check=_check_softmax,
-    kernels={**SOFTMAX, **PORTABLE},
+    kernels={**SOFTMAX, **CAUSAL, **PORTABLE},
     fold=("x",),
     sharding=_spread,
 )

@@ -12,7 +12,7 @@ from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kern
 from tilesmith.ops.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.ops.dropout_triton import keep_block, keep_or_0, keep_tile
 from tilesmith.ops.philox_triton import load_key
-from tilesmith.ops.rows import empty_rows, row_order, rows
+from tilesmith.ops.rows import empty_rows, row_order, row_steps, rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # `_weights` may be off by 2**-24 of the exponent, unseen in 16 bits; not in rows of few columns, of whose dx nothing is
@@ -368,13 +368,8 @@ def _launch(
 
 
 def _steps(x: Tensor, order: tuple[int, ...] | None, causal: bool) -> tuple[int, int]:
-    """(tokens, inner) for `_end`: the size of the last dim but one, and the rows between two neighbours along it."""
-    if not causal:
-        return 1, 1
-    tokens, dim, inner = x.shape[-2], x.ndim - 2, 1
-    for after in () if order is None else order[order.index(dim) + 1 : -1]:
-        inner *= x.shape[after]
-    return tokens, inner
+    """(tokens, inner) for `_end`."""
+    return row_steps(x, order) if causal else (1, 1)
 
 
 def _dropout_numbers(p: float) -> tuple[int | None, float | None]:
