@@ -110,22 +110,6 @@ def test_what_is_pinned_for_wide_rows_is_launched_or_refused(backend, refused, s
     assert served.items() <= {k.lower(): v for k, v in named.items()}.items()
 
 
-@pytest.mark.parametrize("refused", [{"chunks": 16}, {"num_warps": 2}])
-def test_a_part_has_no_more_chunks_than_bits_that_note_what_is_kept(refused):
-    configure = ops_by_name()["dropout_add_norm"].kernel("hopper_shared").fn.configure
-    x = torch.zeros(2, 131_072, dtype=torch.bfloat16)
-    args = (x, x, None, None, None, 0.0, "rms", 1e-5)
-    configure.forget()
-    configure.arch = arch_named("sm90")
-    try:
-        with pytest.raises(ValueError, match="does not fit"):
-            configure.with_fields(args, refused)
-        assert configure.with_fields(args, {"chunks": 8, "num_warps": 4})
-    finally:
-        configure.arch = None
-        configure.forget()
-
-
 @pytest.mark.parametrize(
     ("batch", "heads", "tokens", "keys", "right", "wanted"),
     [

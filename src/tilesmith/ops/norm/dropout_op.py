@@ -9,7 +9,7 @@ from tilesmith.ops.dropout import check_dropout, seed_for
 from tilesmith.ops.norm import dropout_reference, op
 
 KERNELS = {"triton": "tilesmith.ops.norm.dropout_triton", "hopper": "tilesmith.ops.norm.dropout_hopper"}
-FORWARD = {**KERNELS, "hopper_shared": "tilesmith.ops.norm.dropout_hopper_shared"}
+FORWARD = {**KERNELS, "hopper_staying": "tilesmith.ops.norm.hopper_staying"}
 KINDS = ("layer", "rms")
 
 

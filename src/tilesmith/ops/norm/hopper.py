@@ -312,11 +312,7 @@ def forward(
         x, x_stride = aligned(x)
         residual, residual_stride = (None, 0) if residual is None else aligned(residual)
         weight, bias = aligned_vector(weight), aligned_vector(bias)
-        dropout, seed = {}, kernel_seed(seed, p)
-        if seed is not None:
-            drop_below, keep_scale = kernel_numbers(p)
-            dropout = {"seed_ptr": seed, "drop_below": drop_below, "keep_scale": keep_scale}
-            dropout |= parts_dropout_flags(count, cols, p)
+        dropout = dropout_arguments(seed, p, count, cols)
         launch(
             norm_fwd_parts_kernel, (programs,), x, residual, weight, bias, y, s, mean, rstd,
             cols, x_stride, residual_stride, eps, offset or None,
@@ -324,6 +320,16 @@ def forward(
             **dropout,
         )  # fmt: skip
     return outputs
+
+
+def dropout_arguments(seed: Tensor | None, p: float, count: int, cols: int) -> dict[str, Any]:
+    """What a forward kernel is told of the dropout of x [count, cols]; nothing where there is none."""
+    seed = kernel_seed(seed, p)
+    if seed is None:
+        return {}
+    drop_below, keep_scale = kernel_numbers(p)
+    numbers = {"seed_ptr": seed, "drop_below": drop_below, "keep_scale": keep_scale}
+    return numbers | parts_dropout_flags(count, cols, p)
 
 
 def rows_and_outputs(

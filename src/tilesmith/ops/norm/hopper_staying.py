@@ -8,10 +8,12 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.counters import counter
+from tilesmith.ops.dropout_gluon import drawn_here, dropped_part
 from tilesmith.ops.gluon_shim import barriers, fence, gl, gluon, reinterpret, wait
 from tilesmith.ops.norm import hopper as norms
 from tilesmith.ops.norm.hopper import rounded
-from tilesmith.ops.rows import dense
+from tilesmith.ops.philox_triton import load_key
+from tilesmith.ops.rows import dense, row_order
 from tilesmith.ops.rows_drawn_gluon import draw, parts_of_row, tell, told, told_number
 from tilesmith.ops.rows_gluon import (
     MOST_PARTS,
@@ -57,11 +59,12 @@ def staying_norm_fwd_parts_kernel(
     x_desc, residual_desc, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, counter,
     num_rows, cols, num_groups, eps, offset,
     PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
-    SLOTS: gl.constexpr,
+    SLOTS: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
+    RARE: gl.constexpr = True,
 ):  # fmt: skip
     """y (and s) of a program's parts of rows, when it knows what the others of its cluster found of theirs. It stays,
     and keeps its part of weight and bias: read anew for each row, the two are as much as x is. The rows of the first
-    SLOTS turns are dealt out, the others drawn."""
+    SLOTS turns are dealt out, the others drawn. With seed_ptr x is dropped out before the residual is added."""
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     X: gl.constexpr = x_desc.dtype
@@ -97,14 +100,22 @@ def staying_norm_fwd_parts_kernel(
     each_col = 1.0 / cols
     widths = gl.minimum(gl.maximum(cols - parts_of_row(PARTS) * WIDTH, 0), WIDTH).to(gl.float32)
     each_of_own = 1.0 / gl.minimum(cols - part * WIDTH, WIDTH).to(gl.float32)
+    key = load_key(seed_ptr) if seed_ptr is not None else None
     i = 0
     while rows[0] < num_rows:
         slot = i % SLOTS
         row = rows[0].to(gl.int64)
+        if seed_ptr is not None:
+            words = drawn_here(key, row * cols + part * WIDTH, WIDTH, SHORT)
         wait(full.index(slot), i // SLOTS % 2)
         x = raw(xs, slot, WIDTH)
         if residual_desc is not None:
-            s = widened(x, X, WIDTH) + widened(raw(residuals, slot, WIDTH), residual_desc.dtype, WIDTH)
+            if seed_ptr is not None:
+                x = dropped_part(x, words, drop_below, X, WIDTH, RARE)
+            s = widened(x, X, WIDTH)
+            if seed_ptr is not None:
+                s *= keep_scale
+            s += widened(raw(residuals, slot, WIDTH), residual_desc.dtype, WIDTH)
             s = s.to(NORMED)
             gl.store(s_ptr + row * cols + col, s, mask=inside)
             x = packed(s, WIDTH)
@@ -163,17 +174,22 @@ def _forward(
     center: bool,
     llama: bool,
     config: PartsConfig,
+    seed: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor | None, ...]:
-    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`."""
+    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. seed, p: as in
+    `norms.forward`."""
     (x, residual), outputs = norms.rows_and_outputs(x, residual, center)
     count, cols = x.shape
     if count:
         groups, parts = parts_grid(x, config)
+        dropout = norms.dropout_arguments(seed, p, count, cols)
         launch(
             staying_norm_fwd_parts_kernel, (groups * parts,),
             parted(x, config.width), None if residual is None else parted(residual, config.width),
             dense(weight), dense(bias), *outputs, counter(x.device),
             count, cols, groups, eps, offset or None, CENTER=center, LLAMA=llama, **parts_flags(cols, parts, config),
+            **dropout,
         )  # fmt: skip
     return outputs
 
@@ -195,9 +211,11 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsCon
     0.91 and 0.90 at the last two, RMS norm at these 0.98 (0.96) and 0.98 (0.93), with a residual layer norm 0.97 (0.95)
     and 0.97 (0.92), RMS norm at the last 0.97 (0.96). Two programs to a multiprocessor have layer norm 0.96 at 131,072
     columns, one 0.97 at 65,536 and 0.97 at 32,768. Of 2**27 values 0.93 to 0.95, and 0.85 at 98,304 columns, 0.88 at
-    20,480: six programs leave a fourth of the multiprocessors idle, three parts of 8,192 a sixth of the columns."""
-    two = dims["cols"] <= 65_536
-    return fitted(dims, arch, PartsConfig(8192, 0, 4, 2, 255) if two else PartsConfig(16_384, 0, 8, 1, 255))
+    20,480: six programs leave a fourth of the multiprocessors idle, three parts of 8,192 a sixth of the columns; at
+    66,560, in parts of 16,384 and so, layer norm 0.74 and 0.81, RMS norm 0.89 and 0.95."""
+    cols = dims["cols"]
+    one = cols > 65_536 and -cols % 16_384 * 16 <= cols
+    return fitted(dims, arch, PartsConfig(16_384, 0, 8, 1, 255) if one else PartsConfig(8192, 0, 4, 2, 255))
 
 
 def _fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
@@ -287,3 +305,51 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean and rstd of `add_layer_norm`."""
     return _forward(x, residual, weight, bias, eps, 0.0, True, False, config)
+
+
+def _dropout_reasons(call: Any) -> list[str]:
+    reasons = norms.rows_refused(call._replace(seed=None), call.x.cols, DROPOUT_ABOVE)
+    if call.kind == "layer" and call.x.dtype == torch.float32:
+        reasons.append("layer norm of float32; parts in registers, by programs that do not stay, are faster")
+    return reasons
+
+
+DROPOUT_ABOVE = 65_536  # columns; up to there programs that do not stay are as fast
+
+
+def _dropout_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+    """H200, bf16, 2**27 values, of the copy rate (by programs that do not stay) at 66,560, 81,920, 98,304 and 131,072
+    columns: layer norm 0.96 (0.81), 0.95 (0.92), 0.95 (0.92) and 0.96 (0.92), at 65,536 as these; RMS norm 0.96 at all,
+    and so by programs that do not stay and have x and the residual in shared memory: 0.97, 0.96, 0.95 and 0.94, fp32 at
+    the last two 0.71 and 0.72, where this has 0.64 and 0.69. In parts of 16,384 at the last two: layer norm 0.90 and
+    0.95, RMS norm 0.96 and 0.97. Drawn while the mail is on its way, as bits of what is kept: 0.94 for 0.95."""
+    halves = PartsConfig(8192, 0, 4, 2, 255)
+    return fitted(dims, arch, halves if dims["size"] == 2 else PartsConfig(8192, 0, 8, 1, 255))
+
+
+@register_kernel("dropout_add_norm", backend="hopper_staying", rank=27, rejects=_dropout_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms.row_dims(x, x, residual),
+        default=_dropout_default,
+        choices=norms.CHOICES,
+        fit=_fit,
+    )
+)
+def dropout_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    kind: str = "layer",
+    eps: float = 1e-5,
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, s, mean and rstd of `dropout_add_norm`."""
+    if row_order(x) is not None:  # the index that the mask counts by is that of a contiguous tensor
+        x = x.contiguous()
+    y, s, mean, rstd = _forward(x, residual, weight, bias, eps, 0.0, kind == "layer", False, config, seed, p)
+    return y, s, rstd.new_empty(0) if mean is None else mean, rstd
