@@ -9,7 +9,7 @@ from torch import Tensor
 from tilesmith.engine import Space, optimize_kernel, register_kernel
 from tilesmith.ops.norm import hopper as norms
 from tilesmith.ops.rows import row_order
-from tilesmith.ops.rows_gluon import MOST_PARTS, NARROWEST, PartsConfig, fitted
+from tilesmith.ops.rows_gluon import NARROWEST, PartsConfig, fitted
 from tilesmith.ops.rows_held_gluon import HELD_CHOICES, HeldConfig, held, held_fit
 
 
@@ -73,23 +73,34 @@ BACKWARD_ABOVE = {"layer": 4096, "rms": NARROWEST - 1}  # columns; up to there T
 
 def _vjp_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
     """Fewer slots than fit: with more of them stores seem to wait for rows on their way. H200, bf16, of the copy rate,
-    and with as many slots as fit or by Triton: layer norm at 5,120, 8,192, 16,384 and 65,536 columns 0.92 (0.59), 0.94
-    (0.91), 0.97 (0.95) and 0.94 (0.92), RMS norm at 1,024, 4,096, 5,120, 8,192, 16,384, 32,768 and 65,536 columns 0.96
-    (0.93), 0.95 (0.93), 0.93 (0.86), 0.94 (0.91), 0.95 (0.90), 0.93 (0.91) and 0.95 (0.91). Layer norm at 1,024 and
-    4,096 columns 0.93 and 0.93, as Triton's. With what is dropped drawn before the row is there, at 16,384 and 65,536
-    columns: layer norm 0.90, RMS norm 0.90 to 0.96. The last 4 to 15 % of the rows by further programs of 2 to 8 rows
-    each, which begin where one ends: up to 0.16 less, nowhere more than 0.006 gained."""
+    and with as many slots as fit or by Triton: layer norm at 5,120, 8,192 and 16,384 columns 0.92 (0.59), 0.94 (0.91)
+    and 0.97 (0.95), RMS norm at 1,024, 4,096, 5,120, 8,192, 16,384 and 32,768 columns 0.96 (0.93), 0.95 (0.93), 0.93
+    (0.86), 0.94 (0.91), 0.95 (0.90) and 0.93 (0.91). Layer norm at 1,024 and 4,096 columns 0.93 and 0.93, as Triton's.
+    The last 4 to 15 % of the rows by further programs of 2 to 8 rows each, which begin where one ends: up to 0.16 less,
+    nowhere more than 0.006 gained.
+
+    What is dropped is drawn while the mail is on its way where 32 columns a thread leave registers for it: at 65,536,
+    98,304 and 131,072 columns layer norm 0.95, 0.79 and 0.94 (drawn when it has come, by 16 columns a thread, 0.94,
+    0.72 and 0.89), RMS norm 0.95, 0.93 and 0.95 (0.94, 0.83 and 0.90), at 12,288 and 16,384 0.92 and 0.95 (0.91 and
+    0.94). Drawn so by 16 columns a thread, layer norm at 131,072: 0.82; before the row is there, at 16,384 and 65,536:
+    layer norm 0.90, RMS norm 0.90 to 0.96. In fp32, 65,536 and 131,072 columns, layer norm 0.77 and 0.71 (0.74 and
+    0.64), RMS norm as before."""
     cols, center = dims["cols"], dims["sums"] == 2
-    if cols > MOST_PARTS * 4096 or (cols > 32_768 and not center):
+    each, registers = 16, 128
+    if cols > 57_344:
+        width, slots, each, registers = 8192, 2, 32, 255
+    elif cols > 32_768 and not center:
         width, slots = 8192, 4
     elif cols > 16_384:
         width, slots = 4096, 2
-    elif center or cols > 8192:
+    elif center:
         width, slots = 2048, 2
+    elif cols > 8192:
+        width, slots, each, registers = 2048, 2, 32, 255
     else:
         width, slots = next(w for w in (4096, 2048, NARROWEST) if cols % w == 0), 1
-    config = fitted(dims, arch, PartsConfig(width, 0, width // 512, 8192 // width, 128))
-    return config._replace(slots=min(config.slots, slots))
+    config = PartsConfig(width, 0, width // (32 * each), 8192 // width, registers)
+    return norms.slotted(fitted(dims, arch, config), slots)
 
 
 def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, kind: str) -> dict[str, int]:
@@ -123,6 +134,6 @@ def dropout_add_norm_vjp(
     dx = s.new_empty(s.shape, dtype=dy.dtype)
     mean = mean if kind == "layer" else None
     dresidual, dweight, dbias = norms.backward(
-        dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask[1:], config, dx, seed, p
+        dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask[1:], config, dx, seed, p, config.max_registers > 128
     )
     return dx, dresidual, dweight, dbias

@@ -190,11 +190,12 @@ def norm_bwd_parts_kernel(
     x_desc, dy_desc, ds_desc, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     num_rows, cols, num_groups, offset, dropped_ptr, seed_ptr, drop_below, keep_scale,
     PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, SHORT: gl.constexpr,
-    RARE: gl.constexpr,
+    RARE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """dx of a program's parts of rows, and sums over them for dweight and dbias, in the order of the rows; a group
     writes one partial row of each. dropped_ptr: a second gradient, that of what was dropped out before the addition: dx
-    where the dropout kept, scaled."""
+    where the dropout kept, scaled. EARLY: what it drops is drawn while the others' mail is on its way, and takes
+    registers until it is there."""
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     CENTER: gl.constexpr = mean_ptr is not None
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
@@ -264,6 +265,8 @@ def norm_bwd_parts_kernel(
         if CENTER:
             # no sooner: ptxas moves it to a uniform register where it likes, and waited for it before sums were sent
             mean = gl.load(mean_ptr + next_row)
+        if EARLY and seed_ptr is not None:
+            words = drawn_here(key, row * cols + part * WIDTH, WIDTH, SHORT)
         if PARTS > 1:
             dots, totals = received(mail, i, PARTS)
             dot, total = gl.sum(dots, 0), gl.sum(totals, 0)
@@ -277,7 +280,8 @@ def norm_bwd_parts_kernel(
         if dropped_ptr is not None:
             DROPPED: gl.constexpr = dropped_ptr.dtype.element_ty
             if seed_ptr is not None:
-                words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
+                if not EARLY:
+                    words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
                 dropped = packed((grad * keep_scale).to(DROPPED), WIDTH)
                 dropped = unpacked(dropped_part(dropped, words, drop_below, DROPPED, WIDTH, RARE), DROPPED, WIDTH)
             else:
@@ -358,9 +362,10 @@ def backward(
     dropped: Tensor | None = None,
     seed: Tensor | None = None,
     p: float = 0.0,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. dropped: room for the
-    gradient of what was dropped out by `seed` and `p`."""
+    gradient of what was dropped out by `seed` and `p`; early: as the kernel's EARLY."""
     order = row_order(x)
     dx = empty_rows(x, order)
     x, dy = rows(x, order), rows(dy, order)
@@ -375,7 +380,7 @@ def backward(
             parted(x, config.width), parted(dy, config.width), None if ds is None else parted(ds, config.width),
             dense(weight), mean, row_values(rstd, order), dx, *sums,
             count, cols, groups, offset or None, dropped, kernel_seed(seed, p), *kernel_numbers(p),
-            **parts_dropout_flags(count, cols, p), **parts_flags(cols, parts, config),
+            **parts_dropout_flags(count, cols, p), EARLY=early and parts > 1, **parts_flags(cols, parts, config),
         )  # fmt: skip
     vectors = [None if s is None else v.new_empty(cols) for s, v in zip(sums, (weight, bias))]
     add_partials(tuple(s if s is None or count else s[:0] for s in sums), tuple(vectors))
@@ -442,23 +447,40 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
 
 
 def backward_default(
-    dims: Mapping[str, int], arch: Any, dtype: torch.dtype, most_idle: int = 8, each: int = 16
+    dims: Mapping[str, int], arch: Any, dtype: torch.dtype, most_idle: int = 8, alone: bool = False, added: bool = False
 ) -> PartsConfig:
-    """16 columns a thread, `each` in parts of 4,096 or more, in the widest parts whose last one lacks few columns: of
-    4,096 at most an eighth of a row's, of 2,048 one in `most_idle`. H200, bf16, 2**27 values, of the copy rate at
-    8,192, 16,384, 32,768, 65,536 and 131,072 columns: RMS norm 0.99, 0.98, 0.98, 0.94 and 0.93, layer norm, of 2**28
-    values from 32,768 on, by 32 columns a thread 0.96, 0.94, 0.97, 0.96 and 0.96, by 16 0.93, 0.93, 0.96, 0.95 and
-    0.92; RMS norm at 16,384 gains 0.01 from 32. At 5,120, in three parts of 2,048 and five of 1,024: RMS norm 0.94 and
-    0.90, with a residual layer norm 0.95 and 0.91, without one 0.87 and 0.93. Triton's one pass up to 8,192: 0.95, 0.97
-    and 0.73, its two passes 0.6."""
+    """Parts whose last one lacks few columns: of 8,192 and 4,096 at most an eighth of a row's, of 2,048 one in
+    `most_idle`; with 32 columns a thread few slots, since with more of them stores seem to wait for rows on their way.
+    alone: layer norm without a residual; added: with one.
+
+    H200, bf16, 2**27 values, of the copy rate (by 16 columns a thread, parts of 4,096 up to 65,536 and all slots) at
+    16,384, 32,768, 65,536 and 131,072 columns: RMS norm 0.98 (0.95), 0.98 (0.96), 0.97 (0.95) and 0.97 (0.97), with a
+    residual 0.99 (0.97), 0.98 (0.98), 0.98 (0.95) and 0.96 (0.95), layer norm with one 1.00 (0.98), 0.99 (0.98), 0.98
+    (0.94) and 0.95 (0.95). fp32, at the first and the third: 0.81 (0.87) and 0.81 (0.84), 0.89 (0.92) and 0.87 (0.89),
+    0.84 (0.90) and 0.83 (0.87); so it keeps those. Layer norm at 6,144, 10,240 and 16,384 in parts of 2,048 (16 columns
+    a thread; at the last in parts of 4,096) 0.97 (0.96), 0.96 (0.95) and 0.96 (0.94), fp32 at 16,384 0.92 (0.83); at
+    32,768, 65,536 and 131,072, with all slots, 0.94 (0.94), 0.93 (0.92) and 0.92 (0.91). With a residual between 8,192
+    and 16,384 in parts of 2,048, at 10,240 and 12,288: RMS norm 0.99 (0.94) and 0.99 (0.94), layer norm 0.95 (0.93) and
+    0.95 (0.96). At 5,120, in three parts of 2,048 and five of 1,024: RMS norm 0.94 and 0.90, with a residual layer norm
+    0.95 and 0.91, without one 0.87 and 0.93."""
     cols = dims["cols"]
-    if cols > MOST_PARTS * 4096 or (cols == 8192 and each == 16):
+    halves = dims["size"] == 2 and not alone
+    wide = cols > MOST_PARTS * 4096 or (halves and cols >= 16_384 and -cols % 8192 * 8 <= cols)
+    narrow = cols <= 16_384 if alone else halves and added and 8192 < cols < 16_384
+    if wide or (cols == 8192 and not alone):
         width = 8192
     else:
-        shares = {4096: 8, 2048: most_idle, NARROWEST: 1}
+        shares = {2048: most_idle, NARROWEST: 1} if narrow else {4096: 8, 2048: most_idle, NARROWEST: 1}
         width = next(w for w, share in shares.items() if cols <= MOST_PARTS * w and -cols % w * share <= cols)
-    each, registers = (each, 255) if each > 16 and width >= 4096 else (16, 128)
-    return fitted(dims, arch, PartsConfig(width, 0, width // (32 * each), 8192 // width, registers))
+    if wide or (width > NARROWEST and (alone or narrow)):
+        config = fitted(dims, arch, PartsConfig(width, 0, width // 1024, 8192 // width, 255))
+        return slotted(config, 2 if added else 3 if alone else 4)
+    return fitted(dims, arch, PartsConfig(width, 0, width // 512, 8192 // width, 128))
+
+
+def slotted(config: PartsConfig, slots: int) -> PartsConfig:
+    """`config` with so many slots at most."""
+    return config._replace(slots=min(config.slots, slots))
 
 
 CHOICES = {"width": (4096, 8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
@@ -530,7 +552,7 @@ def layer_norm(
 @optimize_kernel(
     space=Space(
         dims=lambda dy, x, weight, bias, mean, rstd, output_mask: row_dims(x, dy, x),
-        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, each=32),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, alone=True),
         choices=CHOICES,
     )
 )
@@ -577,7 +599,7 @@ def add_rms_norm(
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, rstd, offset, output_mask: row_dims(s, dy, ds, s),
-        default=backward_default,
+        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, added=True),
         choices=CHOICES,
     )
 )
@@ -622,7 +644,7 @@ def add_layer_norm(
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, bias, mean, rstd, output_mask: row_dims(s, dy, ds, s),
-        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, most_idle=5),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, most_idle=5, added=True),
         choices=CHOICES,
     )
 )
