@@ -206,13 +206,14 @@ def _backward_default(dims, arch, dtype) -> DropConfig:
     # five on their way (0.65 to 0.91), of 64 to 256 columns summed by clusters of 8 programs (0.65 to 0.89).
     #
     # What it loses to dx alone, at 16,384 x 8,192 136 to 128 us: 2 us are the sum of the partial rows; programs, all
-    # begun at once, end between 121 and 134 us, and the last of them move little. Not faster either: the last 3 to
-    # 30 % of the rows by further programs of 4 to 32 rows each, which begin where one ends (0.90 to 0.93; the kernel
-    # alone 0.95 in place of 0.94, but it leaves three times the partial rows; at 1,024 columns 0.68 to 0.83); two tiles
-    # on their way (0.92); programs of 8 and 16 warps, kept in step or not (0.75 to 0.93); 5, 6 and 8 programs of fewer
-    # registers (0.92, 0.71 and 0.91); on Hopper a program for each tile of 32 to 128 rows and 256 columns, all of it on
-    # its way at once, to registers (0.47 to 0.89) or to shared memory (0.73 to 0.90). Those without any sum reach 0.97
-    # and 0.95: what its warps found meets at a program's end, when nothing more of it is on its way.
+    # begun at once, end between 121 and 134 us, those of each group of multiprocessors (GPC) alike, at 126 to 129 us on
+    # average, and the last of them move little. Not faster either: the last 3 to 30 % of the rows by further programs
+    # of 4 to 32 rows each, which begin where one ends (0.90 to 0.93; the kernel alone 0.95 in place of 0.94, but it
+    # leaves three times the partial rows; at 1,024 columns 0.68 to 0.83); two tiles on their way (0.92); programs of 8
+    # and 16 warps, kept in step or not (0.75 to 0.93); 5, 6 and 8 programs of fewer registers (0.92, 0.71 and 0.91); on
+    # Hopper a program for each tile of 32 to 128 rows and 256 columns, all of it on its way at once, to registers (0.47
+    # to 0.89) or to shared memory (0.73 to 0.90). Those without any sum reach 0.97 and 0.95: what its warps found meets
+    # at a program's end, when nothing more of it is on its way.
     each, per_sm = 16 // dtype.itemsize, 4
     registers = arch.registers // (per_sm * 128) // 8 * 8 if arch.kind == "cuda" else 0
     rows = 4 if dims["cols"] * dtype.itemsize > 4096 else 16

@@ -407,16 +407,20 @@ def _reasons(call: Any) -> list[str]:
 def _vjp_reasons(call: Any) -> list[str]:
     x = call.s if hasattr(call, "s") else call.x
     three = hasattr(call, "ds") and not hasattr(call, "mean")
-    reasons = rows_refused(call, x.cols, BACKWARD_ABOVE[3 if three else 2])
+    uneven = x.cols < 4096 and x.dtype != torch.float32
+    reasons = rows_refused(call, x.cols, 2048 if uneven else 8192 if three else 4096)
     if call.dy is None or not call.output_mask[0]:
         reasons.append("there is no dy, or dx is not wanted; dx is always made here, of dy")
     return reasons
 
 
-# By the number of rows' tensors that are read: what one program of Triton's can hold. With a residual it works on 8,192
-# columns where there are fewer, and layer norm's sums are two: at 4,608, 5,120, 6,144, 7,168 and 8,192 it reaches 0.70,
-# 0.77, 0.91, 0.95 and 0.97 of the copy rate, here 0.93, 0.95, 0.92, 0.97 and 0.99; RMS norm at 6,144 0.95, here 0.92.
-BACKWARD_ABOVE = {2: 4096, 3: 8192}
+# Triton's tiles are a power of two wide, and with a residual it works on 8,192 columns where there are fewer. H200,
+# bf16, of the copy rate, here (Triton's), at 2,304, 2,560, 3,072 and 3,584 columns: layer norm 0.82 (0.70), 0.88
+# (0.75), 0.93 (0.83) and 0.89 (0.89), RMS norm 0.92 (0.79), 0.93 (0.83), 0.94 (0.90) and 0.95 (0.94), with a residual
+# 0.90 (0.74), 0.90 (0.81), 0.96 (0.92) and 0.97 (0.97), layer norm with one 0.96 (0.59), 0.93 (0.65), 0.97 (0.75) and
+# 0.96 (0.85); at 4,608, 5,120, 6,144, 7,168 and 8,192 0.93 (0.70), 0.95 (0.77), 0.92 (0.91), 0.97 (0.95) and 0.99
+# (0.97), RMS norm with one at 6,144 0.92 (0.95). At 4,096, of many rows, by what serves 3,584: layer norm 0.94 (0.93),
+# with a residual 0.97 (0.94), RMS norm 0.95 (0.94) and 0.98 (0.97).
 
 
 def row_dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
@@ -450,20 +454,25 @@ def backward_default(
     dims: Mapping[str, int], arch: Any, dtype: torch.dtype, most_idle: int = 8, alone: bool = False, added: bool = False
 ) -> PartsConfig:
     """Parts whose last one lacks few columns: of 8,192 and 4,096 at most an eighth of a row's, of 2,048 one in
-    `most_idle`; with 32 columns a thread few slots, since with more of them stores seem to wait for rows on their way.
-    alone: layer norm without a residual; added: with one.
+    `most_idle`, or three of up to 4,096; with 32 columns a thread few slots, since with more of them stores seem to
+    wait for rows on their way. alone: layer norm without a residual; added: with one.
 
     H200, bf16, 2**27 values, of the copy rate (by 16 columns a thread, parts of 4,096 up to 65,536 and all slots) at
     16,384, 32,768, 65,536 and 131,072 columns: RMS norm 0.98 (0.95), 0.98 (0.96), 0.97 (0.95) and 0.97 (0.97), with a
     residual 0.99 (0.97), 0.98 (0.98), 0.98 (0.95) and 0.96 (0.95), layer norm with one 1.00 (0.98), 0.99 (0.98), 0.98
-    (0.94) and 0.95 (0.95). fp32, at the first and the third: 0.81 (0.87) and 0.81 (0.84), 0.89 (0.92) and 0.87 (0.89),
-    0.84 (0.90) and 0.83 (0.87); so it keeps those. Layer norm at 6,144, 10,240 and 16,384 in parts of 2,048 (16 columns
-    a thread; at the last in parts of 4,096) 0.97 (0.96), 0.96 (0.95) and 0.96 (0.94), fp32 at 16,384 0.92 (0.83); at
-    32,768, 65,536 and 131,072, with all slots, 0.94 (0.94), 0.93 (0.92) and 0.92 (0.91). With a residual between 8,192
-    and 16,384 in parts of 2,048, at 10,240 and 12,288: RMS norm 0.99 (0.94) and 0.99 (0.94), layer norm 0.95 (0.93) and
-    0.95 (0.96). At 5,120, in three parts of 2,048 and five of 1,024: RMS norm 0.94 and 0.90, with a residual layer norm
-    0.95 and 0.91, without one 0.87 and 0.93."""
+    (0.94) and 0.95 (0.96), at 98,304 0.93 (0.84). fp32, at the first and the third: 0.81 (0.87) and 0.81 (0.84), 0.89
+    (0.92) and 0.87 (0.89), 0.84 (0.90) and 0.83 (0.87); so it keeps those. Layer norm at 6,144, 10,240 and 16,384 in
+    parts of 2,048 (16 columns a thread; at the last in parts of 4,096) 0.97 (0.96), 0.96 (0.95) and 0.96 (0.94), fp32
+    at 16,384 0.92 (0.83); at 32,768, 65,536 and 131,072, with all slots, 0.94 (0.94), 0.93 (0.92) and 0.92 (0.91). With
+    a residual between 8,192 and 16,384 in parts of 2,048, at 10,240 and 12,288: RMS norm 0.99 (0.94) and 0.99 (0.94),
+    layer norm 0.95 (0.93) and 0.95 (0.96). At 5,120, in three parts of 2,048 and five of 1,024: RMS norm 0.94 and 0.90,
+    with a residual layer norm 0.95 and 0.91, without one 0.87 and 0.93."""
     cols = dims["cols"]
+    if cols <= 4096:
+        short = PartsConfig(NARROWEST, 0, 2, 8, 128)
+        if not alone and -cols % 2048 * 3 <= cols:
+            short = PartsConfig(2048, 0, 2, 4, 255) if added else PartsConfig(2048, 0, 4, 4, 128)
+        return slotted(fitted(dims, arch, short), 2)
     halves = dims["size"] == 2 and not alone
     wide = cols > MOST_PARTS * 4096 or (halves and cols >= 16_384 and -cols % 8192 * 8 <= cols)
     narrow = cols <= 16_384 if alone else halves and added and 8192 < cols < 16_384
