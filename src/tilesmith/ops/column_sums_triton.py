@@ -25,7 +25,7 @@ def sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS: tl.constexpr
 
 @triton.jit
 def _column_sums_kernel(
-    partial_ptr, other_partial_ptr, out_ptr, other_out_ptr, partials, other_partials, num_cols,
+    partial_ptr, other_partial_ptr, out_ptr, other_out_ptr, partials, other_partials, num_cols, other_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Of one tensor, or of two by twice the programs. CHAINED: it may have started before the kernel that writes the
@@ -33,13 +33,13 @@ def _column_sums_kernel(
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     if out_ptr is None:
-        sum_block(other_partial_ptr, other_out_ptr, other_partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
+        sum_block(other_partial_ptr, other_out_ptr, other_partials, other_cols, BLOCK_ROWS, BLOCK_COLS)
     elif other_out_ptr is None:
         sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
     elif tl.program_id(1) == 0:
         sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
     else:
-        sum_block(other_partial_ptr, other_out_ptr, other_partials, num_cols, BLOCK_ROWS, BLOCK_COLS)
+        sum_block(other_partial_ptr, other_out_ptr, other_partials, other_cols, BLOCK_ROWS, BLOCK_COLS)
 
 
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,12 +50,13 @@ def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_partials(partials: tuple[Tensor | None, Tensor | None], outs: tuple[Tensor | None, Tensor | None]) -> None:
-    """`sum_partials` of one or two tensors of one width, each to its [N] in `outs`, by one launch; None and None for
-    one that is not wanted."""
+    """`sum_partials` of one or two tensors, each to its [N] in `outs`, by one launch; None and None for one that is not
+    wanted."""
     counts = [0 if partial is None else partial.shape[0] for partial in partials]
+    widths = [0 if out is None else out.shape[0] for out in outs]
     out = outs[1] if outs[0] is None else outs[0]
-    if out is not None and out.shape[0]:
-        count, cols = max(counts), out.shape[0]
+    if out is not None and max(widths):
+        count, cols = max(counts), max(widths)
         tall = min(64, next_power_of_2(max(count, 1)))
         # Few programs wait for each other's loads. H200, 1,267 rows of 128 columns and 317 of others: 6.6 µs; by 256
         # rows of 8 columns a step 7.5, and 10.3 by two launches.
@@ -66,7 +67,7 @@ def add_partials(partials: tuple[Tensor | None, Tensor | None], outs: tuple[Tens
         # H200: 1 to 2 µs sooner than a kernel that starts when the one before it has ended. Where that one said at its
         # start that this may start, programs of this waited beside it: up to 5 % more in all.
         launch(
-            _column_sums_kernel, grid, *partials, *outs, *counts, cols,
+            _column_sums_kernel, grid, *partials, *outs, *counts, *widths,
             BLOCK_ROWS=tall, BLOCK_COLS=wide, num_warps=warps, **chained(out.device),
         )  # fmt: skip
 

@@ -702,15 +702,6 @@ def rms_norm_rope_vjp(
         q.new_empty(0) if side is None or not side.sums else side.weight.new_empty(partial.shape[1])
         for side, partial in zip(sides, partials)
     ]
-    _sum_up(partials, dweight)
+    wanted = [(p, d) if p is not None and d.numel() else (None, None) for p, d in zip(partials, dweight)]
+    add_partials(*zip(*wanted))
     return *dx, *dweight
-
-
-def _sum_up(partials: list[Tensor | None], dweight: list[Tensor]) -> None:
-    """Each weight's gradient from its partial sums: of q and k by one launch where they are of one width."""
-    wanted = [(p, d) for p, d in zip(partials, dweight) if p is not None and d.numel()]
-    if len(wanted) == 2 and dweight[0].shape == dweight[1].shape:
-        add_partials(tuple(partials), tuple(dweight))
-    else:
-        for partial, out in wanted:
-            add_partials((partial, None), (out, None))
