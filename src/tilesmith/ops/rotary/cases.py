@@ -138,6 +138,7 @@ CASES: dict[str, list[Case]] = {
         Case("no_rows", _rope(0, 2, 1, 4, 16), SMALL),
         Case("no_key_heads", _rope(1, 2, 0, 4, 16), SMALL),
         Case("far", _rope(1, 2, None, 64, 128, init=_far), GPU, (torch.bfloat16,)),
+        Case("many_tokens", _rope(3, 3, 1, 1030, 64), GPU),
         Case("llama_4x4096", _rope(4, 32, 8, 4096, 128), BENCH),
         Case("llama_1x16384", _rope(1, 32, 8, 16384, 128), BENCH),
         Case("dim64_8x2048", _rope(8, 64, 8, 2048, 64), BENCH),
