@@ -12,6 +12,7 @@ from tilesmith.ops.rotary.norm_cases import normed
 SMALL = frozenset({"test", "interpret"})
 BENCH = frozenset({"gpu", "bench", "tune"})
 GPU = frozenset({"gpu"})
+TILES = frozenset({"test", "compile"})  # shapes that Hopper's kernels serve
 
 
 def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -99,6 +100,7 @@ def _ints(*shape: int, values: Sequence[int]) -> T:
     return T(*shape, dtype=torch.int32, grad=False, init=_integers(*values))
 
 
+REPEATED = {"per_token": 1, "repeated": "halves", "angle_dtype": None}
 DOCUMENTS = _ints(5, values=(0, 3, 3, 9, 11))
 
 CASES: dict[str, list[Case]] = {
@@ -186,9 +188,18 @@ CASES: dict[str, list[Case]] = {
         normed("no_tokens", _rope(2, 2, 1, 0, 16), SMALL),
         normed("no_rows", _rope(0, 2, 1, 4, 16), SMALL),
         normed("no_key_heads", _rope(1, 2, 0, 4, 16), SMALL),
+        normed("tiles", _rope(2, 5, 1, 37, 64), TILES),
+        normed("tiles_even", _rope(2, 32, 8, 8, 128, positions=_ints(8, values=(8, 0, 3)), table=9), TILES),
+        normed("tiles_wide", _rope(1, 3, 2, 5, 256, offsets=_ints(1, values=(4,)), table=9), TILES),
+        normed("tiles_alone", _rope(2, 2, None, 5, 128, offset=1, table=6), TILES, weights=""),
+        normed("tiles_row", _rope(2, 5, 1, 37, 64), TILES, norm_dim="row"),
+        normed("tiles_row_alone", _rope(2, 4, None, 5, 64), TILES, norm_dim="row", weight_dtype=torch.float32),
+        normed("tiles_row_even", _rope(2, 32, 8, 8, 128), TILES, norm_dim="row", weight_offset=1.0),
+        normed("tiles_row_wide", _rope(1, 33, 2, 5, 128, **REPEATED), TILES, norm_dim="row"),
         normed("row_5120", _rope(1, 40, 8, 9, 128), GPU, norm_dim="row"),
         normed("row_16384", _rope(1, 128, 8, 9, 128), GPU, norm_dim="row"),
         normed("far", _rope(1, 2, None, 64, 128, init=_far), GPU),
+        normed("many_tokens_row", _rope(2, 6, 2, 1030, 64), GPU, norm_dim="row"),
         normed("many_tokens", _rope(2, 6, 2, 1030, 64), GPU),
         normed(
             "many_packed", _rope(1, 4, 1, 2049, 32, cu_seqlens=_ints(4, values=(0, 3, 1500, 2049))), GPU, weights=""

@@ -9,7 +9,7 @@ from tilesmith.ops import portable
 from tilesmith.ops.rotary import norm_reference, op
 
 NAME = "rms_norm_rope"
-TRITON = {"triton": "tilesmith.ops.rotary.triton_norm"}
+TRITON = {"triton": "tilesmith.ops.rotary.triton_norm", "hopper": "tilesmith.ops.rotary.hopper_norm"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.rotary.portable"}
 NORM_DIMS = ("head", "row")
 CASTINGS = ("fp32", "llama")
