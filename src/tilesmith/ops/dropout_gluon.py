@@ -35,26 +35,33 @@ def _multiply(a, b: gl.constexpr):
 
 
 @gluon.jit
-def drawn_in_turn(key, first, turn, WIDTH: gl.constexpr, SHORT: gl.constexpr):
-    """`drawn_here` of the turn-th WIDTH neighbours from `first` on, in a loop: there the compiler keeps the factors of
-    64-bit products in registers, and adds to each product that of their upper halves, which is 0 (of 118 instructions
-    for 8 elements 21)."""
-    GROUPS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+def words_in_loop(key, c0, c1):
+    """`random_words` of the low and high words of counters (0: none needs more than 32 bits), in a loop: there the
+    compiler keeps the factors of 64-bit products in registers, and adds to each product that of their upper halves,
+    which is 0 (of 118 instructions for 8 elements 21)."""
     k0, k1 = key[0].to(gl.int32), (key[0] >> 32).to(gl.int32)
     c2, c3 = key[1].to(gl.int32), (key[1] >> 32).to(gl.int32)
-    group = gl.arange(0, WIDTH // 8, GROUPS)
-    if SHORT:
-        c0, c1 = (first >> 3).to(gl.int32) + turn * (WIDTH // 8) + group, 0
-    else:
-        counter = (first >> 3) + turn * (WIDTH // 8) + group
-        c0, c1 = counter.to(gl.int32), (counter >> 32).to(gl.int32)
     for _ in gl.static_range(10):
         high0, low0 = _multiply(c0, 0xD2511F53)
         high1, low1 = _multiply(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0 += -0x61C88647  # 0x9E3779B9
         k1 += -0x4498517B  # 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@gluon.jit
+def drawn_in_turn(key, first, turn, WIDTH: gl.constexpr, SHORT: gl.constexpr):
+    """`drawn_here` of the turn-th WIDTH neighbours from `first` on, in a loop."""
+    GROUPS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    group = gl.arange(0, WIDTH // 8, GROUPS)
+    if SHORT:
+        c0, c1 = (first >> 3).to(gl.int32) + turn * (WIDTH // 8) + group, 0
+    else:
+        counter = (first >> 3) + turn * (WIDTH // 8) + group
+        c0, c1 = counter.to(gl.int32), (counter >> 32).to(gl.int32)
+    c0, c1, c2, c3 = words_in_loop(key, c0, c1)
     words = gl.reshape(gl.join(gl.join(c0, c2), gl.join(c1, c3)), [WIDTH // 2])
     words = gl.convert_layout(words, WORDS, assert_trivial=True)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
