@@ -270,6 +270,10 @@ ATTENTION = [
     Case("d64_lists_small", _attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
     Case("d128_lists_small", _attend(1, 2, 1, 130, 130, 128, causal=True, lists=(1, 1, 128, 128, 0.9)), SMALL),
     Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
+    Case("d64_dropout_small", _attend(1, 2, 1, 70, 136, 64, causal=True, dropout_p=0.3), SMALL),
+    Case("d64_dropout_packed_small", _attend(
+        1, 2, 1, 50, 60, 64, causal=True, dropout_p=0.6, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
+    Case("d128_dropout_small", _attend(1, 2, 2, 20, 45, 128, sinks=True, dropout_p=0.3), SMALL),
     Case("d128_shares_small", _attend(1, 8, 1, 250, 40, 128), SMALL),
     Case("d128_key_shares_small", _attend(1, 1, 1, 20, 4000, 128), TEST | {"compile"}),
     Case("d128_causal_key_shares_small", _attend(1, 1, 1, 20, 4000, 128, causal=True), TEST | {"compile"}),
@@ -357,6 +361,20 @@ ATTENTION = [
     Case("mask_tiles", _attend(2, 4, 4, 500, 500, 128, mask=(2, 1, 500, 500)), GPU, HALF),
     Case("softcap_tiles", _attend(1, 8, 4, 700, 700, 256, causal=True, softcap=50.0, window_left=300), GPU, HALF),
     Case("dropout_tiles", _attend(1, 4, 2, 600, 600, 128, causal=True, dropout_p=0.2), GPU, HALF),
+    Case("dropout_d64", _attend(2, 8, 2, 520, 712, 64, causal=True, sinks=True, dropout_p=0.1), GPU, HALF),
+    Case("dropout_d96_softcap", _attend(
+        1, 4, 2, 700, 704, 96, window_right=40, softcap=9.0, dropout_p=0.5, deterministic=True), GPU, HALF),
+    Case("dropout_whole", _attend(2, 4, 4, 1024, 1024, 128, causal=True, dropout_p=0.9), GPU, HALF),
+    Case("dropout_many", _attend(1, 32, 8, 1536, 1536, 128, init=_tokens_first, causal=True, dropout_p=0.1), GPU, HALF),
+    Case("dropout_uneven", _attend(2, 4, 2, 333, 517, 128, dropout_p=0.2), GPU, HALF),
+    Case("dropout_d64_window", _attend(1, 4, 2, 900, 901, 64, causal=True, window_left=70, dropout_p=0.1), GPU, HALF),
+    Case("dropout_narrow", _attend(1, 4, 4, 700, 600, 128, window_left=60, window_right=20, dropout_p=0.1), GPU, HALF),
+    Case("dropout_packed", _attend(
+        1, 8, 2, 1243, 1243, 128, init=_tokens_first, causal=True, dropout_p=0.2, cu_seqlens_q=(700, 3, 0, 400, 140),
+        cu_seqlens_k=(700, 3, 0, 400, 140)), GPU, HALF),
+    Case("dropout_d64_packed_lengths", _attend(
+        1, 4, 2, 300, 720, 64, window_left=100, window_right=33, dropout_p=0.7, cu_seqlens_q=(100, 5, 150),
+        cu_seqlens_k=(200, 200, 300), kv_lengths=(200, 90, 160)), GPU, HALF),
     Case("prefix_tiles", _attend(2, 4, 2, 700, 700, 128, causal=True, window_left=100, prefix_lengths=(30, 500)),
          GPU, HALF),
     Case("lengths_tiles", _attend(3, 4, 2, 300, 900, 128, causal=True, kv_lengths=(900, 301, 120)), GPU, HALF),

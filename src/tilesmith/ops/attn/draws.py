@@ -180,6 +180,8 @@ ATTENTION: dict[str, Kind] = {
     "d32_shuffled": Kind(FP32, (32, 32), 2, SIDES, 300, shuffled=True),
     "d128_prefix": Kind(BF16, (128, 128), 1, WINDOW, prefix=True, square=True),
     "d64_dropout": Kind(FP16, (64, 64), 2, CAUSAL | _options(dropout_p=0.2)),
+    "d128_dropout": Kind(BF16, (128, 128), 2, WINDOW | SINKS | _options(dropout_p=0.6)),
+    "d128_dropout_packed": Kind(BF16, (128, 128), 2, CAUSAL | _options(dropout_p=0.1), 1200, packed=True),
     "d64_packed_all": Kind(
         FP16, (64, 64), 2, WINDOW | SINKS | _options(softcap=9.0, dropout_p=0.2, alibi=None), 700, packed=True,
         lengths=True),

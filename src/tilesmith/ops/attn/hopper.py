@@ -17,6 +17,8 @@ from tilesmith.ops.attn.hopper_shared import (
     all_keys,
     columns_of,
     descriptor,
+    dropout_arguments,
+    dropout_reasons,
     is_narrow,
     list_reasons,
     reasons_for_all,
@@ -34,7 +36,7 @@ from tilesmith.ops.rows import dense
 
 def rejects(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention."""
-    reasons = reasons_for_all(call) + all_keys(call) + wrong_dims(call)
+    reasons = reasons_for_all(call) + all_keys(call) + wrong_dims(call) + dropout_reasons(call)
     return reasons + (list_reasons(call, 128, 64) if call.block_offsets is not None else [])
 
 
@@ -59,7 +61,7 @@ def _dims(call) -> dict[str, int]:
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": keys, "dim": q.shape[3],
         "value_dim": call.v.shape[3], "causal": 8 if call.causal else 1,
         "seen": min(keys, left + right + 1) if left >= 0 and right >= 0 else keys,
-        "packed": 1 if call.cu_seqlens_q is None else 8,
+        "packed": 1 if call.cu_seqlens_q is None else 8, "drawn": 8 if call.dropout_p > 0.0 else 1,
     }  # fmt: skip
 
 
@@ -75,6 +77,8 @@ def _default(dims, arch, dtype) -> HopperConfig:
     wide = max(dims["dim"], dims["value_dim"])
     if wide > 128:
         return HopperConfig(2, 64, 2)
+    if dims["drawn"] > 1:  # others leave draws too few registers; three and four consumers at head dim 64: 1,990, 1,614
+        return HopperConfig(2, 128, 2, v_stages=3)
     if dims["seen"] <= 512 < dims["keys"]:
         return HopperConfig(2, 64, 4 if wide > 64 else 6, 2)
     if wide > 64:
@@ -108,7 +112,7 @@ def _division(call, config: HopperConfig, tiles: int, window: tuple, arch) -> tu
     """How many tiles are made by one program each, and into how many shares the others are divided (`divided`)."""
     _, right, has_left, has_right = window
     kind = config.consumers, max(columns_of(call.q), columns_of(call.v))
-    alike = call.cu_seqlens_q is None and call.block_offsets is None and not has_left
+    alike = call.cu_seqlens_q is None and call.block_offsets is None and not has_left and call.dropout_p == 0.0
     if alike and config.q_stages == 1 and (kind == (2, 128) or (kind == (3, 64) and not has_right)):
         sides = 64 * config.consumers, config.block_n
         return divided(call.q, call.k, call.v, tiles, *sides, right if has_right else None, arch)
@@ -158,8 +162,8 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         sides = call.block_q, call.block_k, block_m, config.block_n
         lists, table = list_tiles(call.block_offsets, indices, tokens, keys, has_right, *sides)
         list_share, list_rows = heads // many, blocks * many if batches > 1 else 0
-    wide, value_wide = columns_of(q), columns_of(v)
-    narrow = is_narrow(window, packed, max(wide, value_wide))
+    wide, value_wide, drops = columns_of(q), columns_of(v), call.dropout_p > 0.0
+    narrow = is_narrow(window, packed, max(wide, value_wide)) and not drops
     if narrow:
         run = run_of((1, 2, 4, 8, 16, 32, 64), 1, cdiv(tokens, 128), batch * heads, arch)
         blocks = cdiv(tokens, 128 * run)
@@ -198,7 +202,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
             LEFT=has_left, DYNAMIC=dynamic, Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0,
             HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
             and config.consumers == 2 and config.block_n == 128, PER_SM=per_sm, DIVIDED=shares > 0, num_warps=4,
-            **({"maxnreg": 80} if per_sm > 1 else {}), **kinds,
+            **({"maxnreg": 80} if per_sm > 1 else {}), **kinds, **dropout_arguments(call),
         )  # fmt: skip
     if shares:
         sizes = *sizes, heads // k.shape[1]

@@ -1,4 +1,4 @@
-"""Device kernels of attention's gradients on Hopper: rows' statistics, dk and dv and parts of dq (in Gluon), dq.
+"""Device kernels of attention's gradients on Hopper, in Gluon: dk and dv, and what dq is the sum of.
 
 A program of the main kernel owns 128 keys at a time and walks the queries that see them, 64 or 128 at a time, of every
 head of its group: a warp loads tiles, two consumers have 64 keys each. Scores are transposed, so that p and ds feed dv
@@ -13,9 +13,6 @@ is the first to add; the next tile gets there one tile's worth of blocks later, 
 The kernels of one backward are launched so that each may start while the one before ends.
 """
 
-import triton
-import triton.language as tl
-
 from tilesmith.ops.attn.hopper_backward_block import (
     HALVES,
     KEYS_READ,
@@ -29,6 +26,7 @@ from tilesmith.ops.attn.hopper_backward_block import (
     row_of,
 )
 from tilesmith.ops.attn.hopper_corner import at, corner, inside
+from tilesmith.ops.attn.hopper_dropout import dropped_queries, kept_queries, load_dropout
 from tilesmith.ops.attn.hopper_forward import bend, draw, tickets
 from tilesmith.ops.gluon_shim import (
     aggregate,
@@ -58,111 +56,6 @@ from tilesmith.ops.gluon_shim import (
     tiles_of,
     wait,
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _block_rows(blocks_ptr, block, tokens, begin, ROWS: tl.constexpr):
-    """The tokens of a block, and where they end: from `begin` on, or of packed documents (`key_tiles_kernel`)."""
-    lane = tl.arange(0, ROWS)
-    rows, end = begin + block * ROWS + lane, tokens
-    if blocks_ptr is not None:
-        held = block < tl.load(blocks_ptr)
-        entry = blocks_ptr + (block + 1) * 2
-        rows, end = tl.load(entry, mask=held, other=0) + lane, tl.load(entry + 1, mask=held, other=0)
-    return rows, end
-
-
-@triton.jit
-def attention_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, token_delta_ptr, turns_ptr, blocks_ptr,
-    out_strides, dout_strides, dlse_strides, heads, tokens, begin, blocks, ROWS: tl.constexpr, DIM: tl.constexpr,
-    D: tl.constexpr,
-):  # fmt: skip
-    """For ROWS queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
-    makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for; zero for who has
-    added to their part of dq, if anyone adds; then lse and delta lie as `row_of` reads them."""
-    tl.extra.cuda.gdc_launch_dependents()
-    head_row = tl.program_id(0) // blocks
-    block = tl.program_id(0) - head_row * blocks
-    batch = (head_row // heads).to(tl.int64)
-    head = (head_row % heads).to(tl.int64)
-    place = tl.program_id(0).to(tl.int64) * ROWS
-    lane = tl.arange(0, ROWS)
-    rows, end = _block_rows(blocks_ptr, block, tokens, begin, ROWS)
-    held = rows < end
-    cols = tl.arange(0, D)[None, :]
-    long_rows = rows.to(tl.int64)
-    out_ptr += batch * out_strides[0] + head * out_strides[1]
-    dout_ptr += batch * dout_strides[0] + head * dout_strides[1]
-    there = held[:, None] & (cols < DIM)
-    out = tl.load(out_ptr + (long_rows * out_strides[2])[:, None] + cols, mask=there, other=0.0)
-    dout = tl.load(dout_ptr + (long_rows * dout_strides[2])[:, None] + cols, mask=there, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    lse = tl.load(lse_ptr + head_row.to(tl.int64) * tokens + rows, mask=held, other=float("-inf"))
-    if dlse_ptr is not None:
-        dlse_ptr += batch * dlse_strides[0] + head * dlse_strides[1]
-        delta -= tl.load(dlse_ptr + long_rows * dlse_strides[2], mask=held, other=0.0).to(tl.float32)
-    dead = lse == float("-inf")
-    if turns_ptr is not None:
-        lane = lane // 16 * 16 + lane // 2 % 4 * 4 + lane // 8 % 2 * 2 + lane % 2
-    tl.store(row_lse_ptr + place + lane, tl.where(dead, float("inf"), lse * LOG2E))
-    tl.store(delta_ptr + place + lane, tl.where(dead, 0.0, delta))
-    if token_delta_ptr is not None:
-        tl.store(token_delta_ptr + head_row.to(tl.int64) * tokens + rows, delta, mask=held)
-    if turns_ptr is not None:
-        tl.store(turns_ptr + tl.program_id(0), 0)
-
-
-@triton.jit
-def attention_dq_kernel(
-    parts_ptr, dq_ptr, turns_ptr, blocks_ptr, dq_strides, heads, tokens, begin, blocks, scale,
-    ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """dq of ROWS queries from what the main kernel added up, which lies in the order of its registers: half of the
-    columns (of 64 queries) or of the queries (of 128), group of 8 columns, warp, row of 8, pair of columns, upper or
-    lower 8 rows, column. turns_ptr: who has added to a block's part, 0 if nobody has. EARLY: the tile of the first keys
-    is the last one; so the first heads are put in order while the main kernel's last tiles run."""
-    if EARLY:
-        if tl.program_id(0) == tl.num_programs(0) - 1:  # what comes behind this kernel comes behind the main one
-            tl.extra.cuda.gdc_wait()
-        while tl.atomic_add(turns_ptr + tl.program_id(0), 0, sem="acquire") != 1:
-            pass
-    else:
-        tl.extra.cuda.gdc_wait()
-    added = tl.load(turns_ptr + tl.program_id(0)) != 0
-    head_row = tl.program_id(0) // blocks
-    block = tl.program_id(0) - head_row * blocks
-    parts_ptr += tl.program_id(0).to(tl.int64) * (ROWS * D)
-    x = tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=added, other=0.0) * scale
-    x = tl.reshape(x, [2, ROWS * D // 1024, 4, 8, 4, 2, 2])
-    if ROWS == 64:
-        x = tl.permute(x, (2, 5, 3, 0, 1, 4, 6))
-    else:
-        x = tl.permute(x, (0, 2, 5, 3, 1, 4, 6))
-    x = tl.reshape(x, [ROWS, D])
-    rows, end = _block_rows(blocks_ptr, block, tokens, begin, ROWS)
-    dq_ptr += (head_row // heads).to(tl.int64) * dq_strides[0] + (head_row % heads).to(tl.int64) * dq_strides[1]
-    cols = tl.arange(0, D)[None, :]
-    dq_ptr += (rows.to(tl.int64) * dq_strides[2])[:, None] + cols
-    tl.store(dq_ptr, x.to(dq_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < DIM))
-
-
-@triton.jit
-def attention_dsinks_kernel(row_lse_ptr, delta_ptr, sinks_ptr, dsinks_ptr, batches, heads, rows, BLOCK: tl.constexpr):
-    """dsinks of one head: -sum over batch and queries of exp(sink - lse) * delta. rows: of a head, padding included."""
-    head = tl.program_id(0)
-    sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-    total = tl.zeros((BLOCK,), tl.float32)
-    for batch in range(batches):
-        row = (tl.cast(batch, tl.int64) * heads + head) * rows
-        for first in range(0, rows, BLOCK):
-            token = first + tl.arange(0, BLOCK)
-            lse = tl.load(row_lse_ptr + row + token, mask=token < rows, other=float("inf"))
-            delta = tl.load(delta_ptr + row + token, mask=token < rows, other=0.0)
-            total -= tl.exp2(sink - lse) * delta
-    tl.store(dsinks_ptr + head, tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty))
 
 
 @gluon.jit
@@ -333,6 +226,7 @@ START, KEYS_AT, KV_HEAD, BLOCKS, EDGE, LIMIT, PLACE, MET, MET_END, SLOT = (gl.co
 # with lists, which are in no order: a tile's row in their table, and how far that of the group's next head is
 ENTRY, STEP = MET, MET_END
 RISES = MET  # WOVEN: 1 where a tile meets its first queries first, else 0
+QUERIES_END = SLOT  # of documents, which have no shares: where the document's queries end
 
 
 @gluon.jit
@@ -443,7 +337,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
 
 @gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists, indices,
-             undivided, shares, SHARED: gl.constexpr, LATE: gl.constexpr):  # fmt: skip
+             undivided, shares, SHARED: gl.constexpr, LATE: gl.constexpr, DROPS: gl.constexpr):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -486,6 +380,8 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         ticket.write(turn, MET_END, met_end - first)
         if SHARED:
             ticket.write(turn, SLOT, slot)
+        if DROPS and walk.PACKED:
+            ticket.write(turn, QUERIES_END, q_place)
         ticket.close(turn)
         k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
         next_number = numbers
@@ -581,7 +477,7 @@ def _leave(C: gl.constexpr, ticket, turn, slot, dk, dv, parts_ptr, D: gl.constex
 def _block(
     C: gl.constexpr, parts, count, dk, dv, first, last, edge, window, limit, inner, outer, ds, dq_desc, parking,
     MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, BQ: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, drop=None,
 ):  # fmt: skip
     """What a block of queries adds to dk and dv, and its dq. Key c and query i of it see each other where i + edge -
     window <= c <= i + edge and c < limit; MASKED is False where all do. first, last: of the tile, whose values and keys
@@ -611,6 +507,8 @@ def _block(
     wait(dout_full.index(s), phase)
     dp_made = mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     row_lse = row_of(lse.index(s), BQ)
+    if drop is not None:
+        bits = kept_queries(drop, BQ)
     score = mma_wait(1, deps=[s_made])
     if SOFTCAP:
         score = bend(score * inner)
@@ -618,7 +516,10 @@ def _block(
     p = powers(p) if BQ == 128 else gl.exp2(p)
     if MASKED:
         p = hide(p, edge, window, limit, LEFT, RIGHT, TAIL)
-    p_operand = gl.convert_layout(p.to(dtype), P)
+    dropped = p
+    if drop is not None:
+        dropped = dropped_queries(p, bits)
+    p_operand = gl.convert_layout(dropped.to(dtype), P)
     # of 128 queries the registers have no room for these numbers before (spills; 4k causal 474 and 506 TFLOP/s)
     if BQ == 64:
         row_delta = row_of(delta.index(s), BQ)
@@ -627,7 +528,10 @@ def _block(
         row_delta = row_of(delta.index(s), BQ)
     if last:
         meet("arrive", VALUES_READ, 288)
-    d_score = p * (dp - row_delta[None, :])
+    if drop is not None:
+        d_score = dropped * dp - p * row_delta[None, :]
+    else:
+        d_score = p * (dp - row_delta[None, :])
     if SOFTCAP:
         d_score = d_score * (1.0 - score * score)
     d_score = d_score.to(dtype)
@@ -661,7 +565,8 @@ def _consume(
     C: gl.constexpr, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, WOVEN: gl.constexpr,
     BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-    PACKED: gl.constexpr, LIST_Q: gl.constexpr, SHARED: gl.constexpr, shares_ptr, LATE: gl.constexpr,
+    PACKED: gl.constexpr, LIST_Q: gl.constexpr, SHARED: gl.constexpr, shares_ptr, LATE: gl.constexpr, dropout, sizes,
+    DRAW: gl.constexpr,
 ):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -670,9 +575,23 @@ def _consume(
     PEEL: gl.constexpr = BQ == 128 and RIGHT and not LEFT
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
+    drop = load_dropout(dropout, sizes[1], DRAW)
     ticket.take(turn)
     while ticket.read(turn, START) >= 0:
         blocks = ticket.read(turn, BLOCKS)
+        if dropout is not None:
+            tokens, keys, kv_heads, right = sizes
+            key = ticket.read(turn, START) + C * 64
+            # of the group's first head the query that an edge stands for, as a row of the probabilities
+            first_row = ticket.read(turn, KV_HEAD) * GROUP * tokens
+            if PACKED:
+                key -= inside(0, 0, PACKED)  # behind the document's end
+                first_row += ticket.read(turn, QUERIES_END) + key
+                key += ticket.read(turn, KEYS_AT)
+            else:
+                first_row += ticket.read(turn, KEYS_AT) * kv_heads * GROUP * tokens + key - (keys - tokens)
+            if RIGHT:
+                first_row -= right
         first_edge = ticket.read(turn, EDGE) - C * 64
         limit = ticket.read(turn, LIMIT) - C * 64
         dk = gl.zeros([64, D], gl.float32, DKV)
@@ -706,6 +625,9 @@ def _consume(
                         edge = gl.to_tensor(1 << 20)
                         if (i < crossed) if ORDERED else (i >= blocks - crossed):
                             edge = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ) * BQ + first_edge
+                    dropping = drop
+                    if dropout is not None:
+                        dropping = drop.at(first_row + (i % GROUP if WOVEN else member) * tokens + edge, key)
                     if LATE:
                         dk, dv = late_block(
                             C, parts, count, dk, dv, count == begin, edge, window, limit, outer, ds, dq_desc, parking,
@@ -716,7 +638,7 @@ def _consume(
                             C, parts, count, dk, dv, count == begin, i + member == blocks + HEADS - 2, edge, window,
                             limit, inner, outer, ds, dq_desc, parking,
                             (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
-                            LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP,
+                            LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP, dropping,
                         )  # fmt: skip
                     count += 1
         if LATE:
@@ -729,6 +651,8 @@ def _consume(
         if count != begin:
             fence()
             meet("arrive", PARKED + (1 - (count & 1)), 288)
+        if dropout is not None:
+            dv *= drop.scale
         slot = gl.to_tensor(-1)
         if SHARED:
             slot = ticket.read(turn, SLOT)
@@ -753,7 +677,7 @@ def attention_dkv_kernel(
     list_rows, undivided, shares, shares_ptr, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
     ORDERED: gl.constexpr, WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr,
+    LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None, DRAW: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
@@ -762,11 +686,14 @@ def attention_dkv_kernel(
     (`share_of`), or None where no tile is divided, as where anything is masked or ORDERED. TAIL: the last tile has
     fewer keys. ORDERED: tiles add one after another, from the last keys on, and their blocks of queries come from the
     first on; else both come the other way round. WOVEN: a block of queries of all heads of a group before the next
-    block (blocks of 64 queries and a causal mask, neither ORDERED nor documents or lists)."""
+    block (blocks of 64 queries and a causal mask, neither ORDERED nor documents or lists). dropout: the seed tensor and
+    the two of `dropout.kernel_numbers`, or None; then scale has the factor of what is kept in it, and delta its
+    inverse. DRAW: RARE, SHORT and EVEN of `Dropout`."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     SHARED: gl.constexpr = shares_ptr is not None
-    LATE: gl.constexpr = D == 128 and not SOFTCAP  # a softcap's scores have no registers beside dv's product
+    # a softcap's scores and a dropout's bits have no registers beside dv's product
+    LATE: gl.constexpr = D == 128 and not SOFTCAP and dropout is None
     if PACKED:
         k_blocks = gl.load(table)
     walk = KeyWalk(
@@ -790,17 +717,18 @@ def attention_dkv_kernel(
     fence()
     parts = (ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty)
     window = left + right if RIGHT else left
+    sizes = tokens, keys, kv_heads, right
     ROWS: gl.constexpr = BQ * D // 512
     gl.warp_specialize(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q, SHARED,
-                        shares_ptr, LATE)),
+                        shares_ptr, LATE, dropout, sizes, DRAW)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q, SHARED,
-                        shares_ptr, LATE)),
+                        shares_ptr, LATE, dropout, sizes, DRAW)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-                        indices, undivided, shares, SHARED, LATE)),
+                        indices, undivided, shares, SHARED, LATE, dropout is not None)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, SHARED, WOVEN,
                     ROWS, LIST_Q, BQ)),
             (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, SHARED, WOVEN,

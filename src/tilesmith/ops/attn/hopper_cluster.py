@@ -24,6 +24,7 @@ from tilesmith.ops.attn.hopper_decode import keys_of
 from tilesmith.ops.attn.hopper_forward import NOTHING, bend, finish
 from tilesmith.ops.attn.hopper_shared import (
     columns_of,
+    no_dropout,
     no_lists,
     reasons_for_all,
     score_factors,
@@ -310,7 +311,7 @@ SPACE = Space(default=_default, dims=_dims, choices={"stages": (2, 3)})
 
 def rejects(call) -> list[str]:
     """Why clusters cannot serve a call of attention."""
-    reasons = reasons_for_all(call) + no_lists(call) + wrong_dims(call)
+    reasons = reasons_for_all(call) + no_dropout(call) + no_lists(call) + wrong_dims(call)
     if call.cu_seqlens_q is not None:
         reasons.append("cu_seqlens_q: packed documents are not known")
     if call.rows > 16:

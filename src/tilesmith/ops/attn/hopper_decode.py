@@ -11,7 +11,15 @@ from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.decode import combine_splits, splits_of
-from tilesmith.ops.attn.hopper_shared import descriptor, no_lists, reasons_for_all, score_factors, window_of, wrong_dims
+from tilesmith.ops.attn.hopper_shared import (
+    descriptor,
+    no_dropout,
+    no_lists,
+    reasons_for_all,
+    score_factors,
+    window_of,
+    wrong_dims,
+)
 from tilesmith.ops.attn.hopper_split import attention_shares_kernel
 from tilesmith.ops.gluon_shim import TensorDescriptor
 from tilesmith.ops.rows import dense
@@ -66,7 +74,7 @@ def rejects(call) -> list[str]:
     """Why the splitting Hopper kernel cannot serve a call of attention."""
     small = call.k.dtype in SMALL and call.v.dtype == call.k.dtype
     served = {"page_table": None, **({"k_scale": None, "v_scale": None} if small else {})}
-    reasons = reasons_for_all(call._replace(**served)) + no_lists(call) + wrong_dims(call)
+    reasons = reasons_for_all(call._replace(**served)) + no_dropout(call) + no_lists(call) + wrong_dims(call)
     if call.cu_seqlens_q is not None:
         reasons.append("cu_seqlens_q: tiles of packed documents are not split")
     if call.page_table is not None:

@@ -7,6 +7,7 @@ Scores live in units of log 2.
 """
 
 from tilesmith.ops.attn.hopper_corner import corner
+from tilesmith.ops.attn.hopper_dropout import dropped, kept_keys, load_dropout
 from tilesmith.ops.gluon_shim import (
     aggregate,
     arrive,
@@ -409,9 +410,10 @@ def _pass(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty
 
 @gluon.jit
 def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, first, inner, scale,
-                SOFTCAP: gl.constexpr):  # fmt: skip
+                SOFTCAP: gl.constexpr, drop=None):  # fmt: skip
     """The first block of keys that a consumer meets, or its first half: each row's greatest score, the sum of its
-    powers, and these. taken: others have met a block before, so that the product has a turn."""
+    powers, and these (`pack`), 0 where drop drops them. taken: others have met a block before, so that the product has
+    a turn."""
     KEYS: gl.constexpr = k_tile.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     zero = gl.zeros([64, KEYS], gl.float32, SCORES)
@@ -422,6 +424,8 @@ def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, 
     if walk.TURNS and walk.SKIP:
         if taken:
             meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
+    if drop is not None:
+        kept = kept_keys(drop, first, KEYS)
     qk = mma_wait(0, deps=[qk])
     arrive(k_empty)
     if SOFTCAP:
@@ -433,15 +437,19 @@ def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, 
     if not walk.WHOLE:
         base = gl.where(top == NOTHING, 0.0, top)
     p = gl.exp2(qk * scale - base[:, None])
-    return top, gl.sum(p, 1), p
+    total = gl.sum(p, 1)
+    p = pack(p, q_tile.dtype)
+    if drop is not None:
+        p = dropped(p, kept)
+    return top, total, p
 
 
 @gluon.jit
 def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, acc, total, top, queries, first, inner,
-               scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
+               scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr, drop=None):  # fmt: skip
     """A block of keys, whose scores are made while the powers p of the block before, or of its first keys, meet their
     values. full, empty: the barriers of these keys and of those values, full with their phases. EDGE: some queries do
-    not see all of the keys. Returns acc, total and top with the block in them, and its powers."""
+    not see all of the keys. Returns acc, total and top with the block in them, and its powers (`pack`)."""
     k_full, k_phase, v_full, v_phase = full
     k_empty, v_empty = empty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, walk.BN, 16])
@@ -454,6 +462,8 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     acc_made = mma(p, v_tile, acc, use_acc=True, is_async=True)
     if walk.TURNS:
         meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
+    if drop is not None:
+        kept = kept_keys(drop, first, walk.BN)
     qk = mma_wait(1, deps=[qk_made])
     arrive(k_empty)
     if SOFTCAP:
@@ -467,15 +477,21 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     new = gl.exp2(qk * scale - base[:, None])
     decay = gl.exp2(top - base)
     total = total * decay + gl.sum(new, 1)
-    acc = mma_wait(0, deps=[acc_made])
+    if drop is None:
+        acc = mma_wait(0, deps=[acc_made])
+    else:  # the product reads p from registers, which no draw must take before
+        acc, p = mma_wait(0, deps=[acc_made, p])
     arrive(v_empty)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    new = pack(new, q_tile.dtype)
+    if drop is not None:
+        new = dropped(new, kept)
     return acc, total, new_top, new
 
 
 @gluon.jit
 def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-             SOFTCAP: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+             SOFTCAP: gl.constexpr, SHARED: gl.constexpr, dropout, DRAW: gl.constexpr):  # fmt: skip
     whole, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
     D: gl.constexpr = whole.D
@@ -489,12 +505,13 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
     PHASES: gl.constexpr = 3 if whole.LEFT else 2
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
+    drop = load_dropout(dropout, whole.keys, DRAW)
     number = gl.program_id(0)
     tiles = whole.tiles()
     if whole.TURNS and C == whole.CONSUMERS - 1:
         meet("arrive", TURN)
     while number < tiles:
-        start, head, tokens, keys, q_place, _ = whole.tile(number, table)
+        start, head, tokens, keys, q_place, k_place = whole.tile(number, table)
         start, apart, other = whole.placed(start, head, tokens)
         walk = whole.within(tokens, keys)
         begin, blocks, entry = walk.listed(start, head, q_place, lists)
@@ -510,6 +527,12 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
             begin += behind_left * BN
             blocks -= before_right + behind_left
         queries = start + gl.arange(0, 64, ROW)
+        dropping = drop
+        if dropout is not None:
+            if walk.PACKED:
+                dropping = drop.at(head * whole.tokens + (q_place - tokens) + start, k_place - keys)
+            else:
+                dropping = drop.at((q_place * walk.heads + head) * tokens + start, keys * 0)
         acc = gl.zeros([64, DV], gl.float32, OUT)
 
         box = turn % walk.Q_STAGES * walk.CONSUMERS + C
@@ -525,22 +548,24 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
             top, total, few = first_block(
                 C, walk, q_tile, k_tile.slice(0, BN // 2), k_empty.index(s), False,
                 gl.convert_layout(queries, gl.SliceLayout(1, PART)), first, inner, scale, SOFTCAP,
+                dropping,
             )  # fmt: skip
             top, total = gl.convert_layout(top, ROW), gl.convert_layout(total, ROW)
-            few = unpack(pack(few, dtype), dtype, P)
+            few = unpack(few, dtype, P)
             behind, v_phase = count % walk.V_STAGES, (count // walk.V_STAGES) & 1
             v_tile = v.index(behind).reshape([BN, DV]).slice(0, BN // 2)
             p = pack(gl.zeros([64, BN], gl.float32, SCORES), dtype)
             if blocks > 1:
                 count += 1
                 s = count % walk.STAGES
-                acc, total, top, rest = next_block(
+                if dropout is not None:
+                    first = walk.key(begin, blocks, 1, entry, lists, indices)
+                acc, total, top, p = next_block(
                     C, walk, q_tile, k.index(s).reshape([BN, D]), v_tile,
                     (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                     (k_empty.index(s), v_empty.index(behind)), few, acc, total, top, queries, first, inner, scale,
-                    False, SOFTCAP,
+                    False, SOFTCAP, dropping,
                 )  # fmt: skip
-                p = pack(rest, dtype)
             else:  # what is left to do below meets zeros
                 wait(v_full.index(behind), v_phase)
                 acc_made = mma(few, v_tile, acc, use_acc=True, is_async=True)
@@ -548,9 +573,9 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
             met = 2
         else:
             top, total, p = first_block(
-                C, walk, q_tile, k_tile, k_empty.index(s), before_right > 0, queries, first, inner, scale, SOFTCAP
-            )
-            p = pack(p, dtype)
+                C, walk, q_tile, k_tile, k_empty.index(s), before_right > 0, queries, first, inner, scale, SOFTCAP,
+                dropping,
+            )  # fmt: skip
 
         # blocks from the end: those that the right edge crosses, whole ones, those that the left edge crosses
         left = blocks
@@ -577,15 +602,14 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                     v_phase = (count // walk.V_STAGES) & 1
                     count += 1
                     s = count % walk.STAGES
-                    if phase != 1:
+                    if phase != 1 or dropout is not None:
                         first = walk.key(begin, blocks, j, entry, lists, indices)
-                    acc, total, top, new = next_block(
+                    acc, total, top, p = next_block(
                         C, walk, q_tile, k.index(s).reshape([BN, D]), v.index(behind).reshape([BN, DV]),
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                         (k_empty.index(s), v_empty.index(behind)), p_half, acc, total, top, queries, first, inner,
-                        scale, phase != 1, SOFTCAP,
+                        scale, phase != 1, SOFTCAP, dropping,
                     )  # fmt: skip
-                    p = pack(new, dtype)
 
         if not SHARED:
             arrive(q_empty.index(box))
@@ -594,6 +618,8 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         acc_made = mma(unpack(p, dtype, P), v.index(t).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
         factor, lse = finish(top, total, head, sinks_ptr)
+        if dropout is not None:
+            factor *= drop.scale
         if walk.PACKED:
             row = head.to(gl.int64) * whole.tokens + (q_place - tokens)
         else:
@@ -629,14 +655,15 @@ def attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
-    PER_SM: gl.constexpr, DIVIDED: gl.constexpr,
+    PER_SM: gl.constexpr, DIVIDED: gl.constexpr, dropout=None, DRAW: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order of the
     lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0;
     indices: theirs. scale: of q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind
     it. WHOLE: every query sees every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a
-    tensor's own are zeros.
-    DIVIDED: tiles behind the last whole round are left to `attention_fwd_shares_kernel`."""
+    tensor's own are zeros. DIVIDED: tiles behind the last whole round are left to `attention_fwd_shares_kernel`.
+    dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None; DRAW: RARE, SHORT and EVEN of
+    `Dropout`."""
     if DIVIDED:
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
@@ -669,9 +696,9 @@ def attention_fwd_kernel(
             [
                 (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED)),
+                            SOFTCAP, SHARED, dropout, DRAW)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED)),
+                            SOFTCAP, SHARED, dropout, DRAW)),
             ],
             [4, 4],
             [OWN, OWN],
@@ -681,11 +708,11 @@ def attention_fwd_kernel(
             [
                 (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED)),
+                            SOFTCAP, SHARED, dropout, DRAW)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED)),
+                            SOFTCAP, SHARED, dropout, DRAW)),
                 (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED)),
+                            SOFTCAP, SHARED, dropout, DRAW)),
             ],
             [4, 4, 4],
             [160, 160, 160],
@@ -695,13 +722,13 @@ def attention_fwd_kernel(
             [
                 (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED)),
+                            SOFTCAP, SHARED, dropout, DRAW)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED)),
+                            SOFTCAP, SHARED, dropout, DRAW)),
                 (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED)),
+                            SOFTCAP, SHARED, dropout, DRAW)),
                 (_consume, (3, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED)),
+                            SOFTCAP, SHARED, dropout, DRAW)),
             ],
             [4, 4, 4, 4],
             [112, 112, 112, 112],

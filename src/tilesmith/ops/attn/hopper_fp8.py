@@ -9,7 +9,7 @@ from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.hopper_fp8_forward import UNITS, attention_fp8_fwd_kernel
-from tilesmith.ops.attn.hopper_shared import UNSERVED, descriptor, no_lists, score_factors, section
+from tilesmith.ops.attn.hopper_shared import UNSERVED, descriptor, no_dropout, no_lists, score_factors, section
 from tilesmith.ops.counters import counter
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
@@ -40,7 +40,7 @@ def rejects(call) -> list[str]:
     for name, what in UNSERVED.items():
         if getattr(call, name) is not None and not name.endswith("_scale"):
             reasons.append(f"{name}: {what}")
-    reasons += no_lists(call)
+    reasons += no_dropout(call) + no_lists(call)
     for name in ("sinks", "cu_seqlens_q", "kv_lengths"):
         if getattr(call, name) is not None:
             reasons.append(f"{name}: is not read")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
 LOG2E = 1.4426950408889634
@@ -47,6 +48,33 @@ def all_keys(call) -> list[str]:
     return []
 
 
+def no_dropout(call) -> list[str]:
+    """Why a kernel without dropout cannot serve a call."""
+    return ["seed: nothing is dropped"] if call.seed is not None else []
+
+
+def dropout_reasons(call) -> list[str]:
+    """Why the kernels with dropout cannot serve a call."""
+    reasons = []
+    if call.seed is not None:
+        if max(call.q.cols, call.v.cols) > 128:
+            reasons.append("seed: with head dims above 128 nothing is dropped")
+        if call.block_offsets is not None:
+            reasons.append("seed: in block lists nothing is dropped")
+    return reasons
+
+
+def dropout_arguments(call) -> dict:
+    """What the kernels are told of a call's dropout: nothing, or dropout and DRAW."""
+    if call.dropout_p == 0.0:
+        return {}
+    rows, keys = call.q.shape[0] * call.q.shape[1] * call.q.shape[2], call.k.shape[2]
+    flags = parts_dropout_flags(rows, keys, call.dropout_p)
+    drop = kernel_seed(call.seed, call.dropout_p), *kernel_numbers(call.dropout_p)
+    even = keys % 8 == 0 and call.window_left < 0 and call.cu_seqlens_q is None
+    return {"dropout": drop, "DRAW": (flags["RARE"], flags["SHORT"], even)}
+
+
 def no_lists(call) -> list[str]:
     """Why a kernel that sees blocks by a mask alone cannot serve a call."""
     return [] if call.block_offsets is None else ["block_offsets: block lists are not walked"]
@@ -74,7 +102,6 @@ UNSERVED = {
     "bias": "scores get nothing added",
     "mask": "only causal and window masks are known",
     "alibi": "scores know no distance",
-    "seed": "nothing is dropped",
     "prefix_lengths": "only causal and window masks are known",
     "q_documents": "only causal and window masks are known",
     "page_table": "paged keys and values are not read",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilesmith.engine import launch
 from tilesmith.engine.launch import cdiv
-from tilesmith.ops.attn.hopper_forward import NOTHING, TURN, Walk, finish, first_block, next_block, pack, unpack
+from tilesmith.ops.attn.hopper_forward import NOTHING, TURN, Walk, finish, first_block, next_block, unpack
 from tilesmith.ops.attn.hopper_shared import shares_of
 from tilesmith.ops.counters import counter
 from tilesmith.ops.gluon_shim import (
@@ -240,7 +240,6 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
         top, total, p = first_block(
             C, walk, q_tile, k.index(s).reshape([BN, D]), k_empty.index(s), False, queries, key, inner, scale, SOFTCAP
         )
-        p = pack(p, dtype)
         # those that the right edge crosses, and whole ones
         right = 1
         if walk.RIGHT:
@@ -258,13 +257,12 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
                     s = count % walk.STAGES
                     if phase == 0:
                         key = (behind - 1 - j) * BN
-                    acc, total, top, new = next_block(
+                    acc, total, top, p = next_block(
                         C, walk, q_tile, k.index(s).reshape([BN, D]), v.index(t).reshape([BN, DV]),
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(t), v_phase),
                         (k_empty.index(s), v_empty.index(t)), p_half, acc, total, top, queries, key, inner, scale,
                         phase == 0, SOFTCAP,
                     )  # fmt: skip
-                    p = pack(new, dtype)
         arrive(q_empty.index(C))
         t = count % walk.V_STAGES
         wait(v_full.index(t), (count // walk.V_STAGES) & 1)

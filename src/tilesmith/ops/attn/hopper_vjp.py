@@ -9,14 +9,9 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.engine.launch import cdiv
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn.arguments import attention_vjp_arguments
-from tilesmith.ops.attn.hopper_backward import (
-    attention_dkv_kernel,
-    attention_dkv_shares_kernel,
-    attention_dq_kernel,
-    attention_dsinks_kernel,
-    attention_rows_kernel,
-)
+from tilesmith.ops.attn.hopper_backward import attention_dkv_kernel, attention_dkv_shares_kernel
 from tilesmith.ops.attn.hopper_backward_dq import attention_dq_wide_kernel
+from tilesmith.ops.attn.hopper_backward_rows import attention_dq_kernel, attention_dsinks_kernel, attention_rows_kernel
 from tilesmith.ops.attn.hopper_backward_wide import attention_dkv_wide_kernel
 from tilesmith.ops.attn.hopper_lists import list_key_tiles
 from tilesmith.ops.attn.hopper_packed import key_tiles, query_tiles
@@ -24,6 +19,8 @@ from tilesmith.ops.attn.hopper_shared import (
     all_keys,
     columns_of,
     descriptor,
+    dropout_arguments,
+    dropout_reasons,
     is_narrow,
     list_reasons,
     reasons_for_all,
@@ -43,7 +40,7 @@ _PARTS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 def rejects_vjp(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention_vjp."""
-    reasons = reasons_for_all(call) + all_keys(call)
+    reasons = reasons_for_all(call) + all_keys(call) + dropout_reasons(call)
     if call.q.cols % 8 or not 64 <= call.q.cols <= 256 or call.v.cols != call.q.cols:
         reasons.append(
             f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256, one for all, are served"
@@ -79,12 +76,12 @@ def _is_narrow(q: Tensor, k: Tensor, window: tuple[int, int, bool, bool], packed
 def _dims_vjp(call) -> dict[str, int]:
     q, k = call.q, call.k
     window = window_of(call, k.shape[2])
-    narrow = _is_narrow(q, k, window, call.cu_seqlens_q is not None)
+    narrow = _is_narrow(q, k, window, call.cu_seqlens_q is not None) and call.dropout_p == 0.0
     whole = call.window_left < 0 and (call.causal or call.window_right < 0)
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
         "value_dim": call.v.shape[3],
-        "plain": 8 if whole and call.softcap == 0.0 else 1, "narrow": 8 if narrow else 1,
+        "plain": 8 if whole and call.softcap == call.dropout_p == 0.0 else 1, "narrow": 8 if narrow else 1,
     }  # fmt: skip
 
 
@@ -139,7 +136,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     if k_begin:
         dk[:, :, :k_begin].zero_()
         dv[:, :, :k_begin].zero_()
-    wide, narrow = columns_of(q), _is_narrow(q, k, window, packed)
+    wide, narrow = columns_of(q), _is_narrow(q, k, window, packed) and call.dropout_p == 0.0
     block_m, block_n = config.block_q, 128 if wide <= 128 else 64
     q_blocks, k_blocks = cdiv(tokens - q_begin, block_m), cdiv(keys - k_begin, block_n)
     if packed:
@@ -161,12 +158,16 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     woven = heads > kv_heads and has_right and block_m == 64
     woven = woven and not (has_left or packed or has_lists or call.deterministic)
     scale = dim**-0.5 if call.scale is None else call.scale
+    dropout = dropout_arguments(call)
+    kept = 1.0 / dropout["dropout"][2] if dropout else None
+    if dropout:
+        scale /= kept
     factors = *score_factors(call), scale
     tiles = k_blocks * batch * kv_heads
     ordered = call.deterministic and wide <= 128
     heads_at_once = section_vjp(q, kv_heads, k_blocks, arch, packed, ordered, has_right)
     undivided, shares, left_over = tiles, 0, None
-    if wide <= 128 and not (has_left or has_right or packed or has_lists or call.deterministic):
+    if wide <= 128 and not (has_left or has_right or packed or has_lists or call.deterministic or dropout):
         undivided, shares = divided(q, kv_heads, tiles, q_blocks * (heads // kv_heads), heads_at_once, arch)
         left_over = lse.new_empty(2 * shares, 2, block_n, wide) if shares else None
     programs = min(arch.sms, undivided + shares)
@@ -189,7 +190,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
         out, dout, lse, call.dlse, rows[0], rows[1], token_delta, turns, blocks,
         out.stride(), dout.stride(), None if call.dlse is None else call.dlse.stride(),
         heads, tokens, q_begin, q_blocks,
-        ROWS=block_m, DIM=dim, D=wide, num_warps=4 if wide <= 128 else 8,
+        ROWS=block_m, DIM=dim, D=wide, kept=kept, num_warps=4 if wide <= 128 else 8,
     )  # fmt: skip
     if narrow:
         window_gradients(q, k, v, dout, rows, (left, right), q_begin, factors, (dq, dk, dv), config.stages)
@@ -205,7 +206,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
             descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *order,
             lists, indices, *sizes, list_share, list_rows, undivided, shares, left_over, *factors,
             LIST_Q=call.block_q if has_lists else 0, ORDERED=call.deterministic, WOVEN=woven, BQ=block_m,
-            STAGES=config.stages, launch_pdl=True, **kinds,
+            STAGES=config.stages, launch_pdl=True, **kinds, **dropout,
         )  # fmt: skip
     if call.output_mask[0] and wide > 128:
         blocks = cdiv(tokens, 128)
@@ -244,6 +245,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
             heads,
             q_blocks * block_m,
             BLOCK=1024,
+            kept=kept,
         )
         if q_begin and call.dlse is not None:  # of queries that see no key, lse is the sink
             dsinks += call.dlse[:, :, :q_begin].sum((0, 2))
