@@ -37,12 +37,12 @@ def test_cases_that_a_run_leaves_out_stay_with_the_run_that_made_them(tmp_path):
     found = document.load(path)
     assert [(r["case"], r["pass"], r["us"]) for r in found["rows"]] == [
         *(("a", name, 1.0) for name in ("forward", "backward")),
-        *(("b", "backward", 1.0), ("b", "forward", 2.0)),
+        *(("b", "forward", 2.0), ("b", "backward", 1.0)),
         *(("c", name, 1.0) for name in ("forward", "backward")),
         ("d", "forward", 4.0),
     ]
     made = [found["earlier"][r["earlier"]]["date"] if "earlier" in r else found["date"] for r in found["rows"]]
-    assert made == ["2026-01-01"] * 3 + ["2026-01-02"] + ["2026-01-01"] * 2 + ["2026-01-04"]
+    assert made == ["2026-01-01"] * 2 + ["2026-01-02"] + ["2026-01-01"] * 3 + ["2026-01-04"]
     assert "2026-01-01 to 2026-01-04; `bench d ; tilesmith bench an_op ; bench b`" in tables.provenance(found)
     assert document.load(document.save(_document(), tmp_path)) == _document()
 

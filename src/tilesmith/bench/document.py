@@ -74,7 +74,7 @@ def save(document: dict[str, Any], folder: Path, *, keep: bool = False) -> Path:
 
 
 def merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`new` and those rows of `old` whose case and pass `new` has not, cases in the order of `old`.
+    """`new` and those rows of `old` whose case and pass `new` has not, cases and passes in the order of `old`.
 
     Providers of a case are compared within one process, so all of its rows are replaced together. `new` alone where
     the device, the dtype or the number of rounds is another: the rows of one file are to be compared.
@@ -92,10 +92,14 @@ def merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         kept.append({**row, "earlier": earlier.index(run)})
     if not kept:
         return new
-    rows = {_what(row)[0]: [] for row in (*old["rows"], *new["rows"])}
+    rows: dict[Any, dict[Any, list[dict[str, Any]]]] = {}
+    for case, which in map(_what, (*old["rows"], *new["rows"])):
+        rows.setdefault(case, {})[which] = []
     for row in (*kept, *new["rows"]):
-        rows[_what(row)[0]].append(row)
-    return {**new, "earlier": earlier, "rows": [row for found in rows.values() for row in found]}
+        case, which = _what(row)
+        rows[case][which].append(row)
+    found = [row for passes in rows.values() for those in passes.values() for row in those]
+    return {**new, "earlier": earlier, "rows": found}
 
 
 def runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
