@@ -1,12 +1,15 @@
 """`explain` asked as users call: through the door of an op, in their context, with nothing run or drawn."""
 
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import pytest
 import torch
 
 import tilesmith
 from tilesmith import ops
 from tilesmith.cli.recorder import choices_of
-from tilesmith.engine import Op, Space, optimize_kernel, register_kernel
+from tilesmith.engine import Op, Space, kernel, optimize_kernel, register_kernel
 
 DOORS = {
     "attention": lambda x: ((x, x, x, ops.Mask(causal=True)), {"dropout_p": 0.1}),
@@ -88,6 +91,26 @@ def test_a_kernel_tells_how_it_serves_a_call():
         register_kernel("explain_telling", backend="mute", rank=30, tells="nothing")
 
 
+class _Width(NamedTuple):
+    width: int
+
+
+def test_a_kernel_is_told_the_configuration_that_the_call_would_have(monkeypatch):
+    op = Op(_double, name="explain_configured", fake=torch.empty_like)
+    space = Space(dims=lambda x: {}, default=lambda dims, arch, dtype: _Width(4), choices={"width": (4, 8)})
+
+    @register_kernel("explain_configured", backend="wide", rank=20, tells=lambda x, *, config: [f"by {config.width}"])
+    @optimize_kernel(space=space)
+    def wide(x: torch.Tensor, *, config: _Width) -> torch.Tensor:
+        raise AssertionError("explain runs nothing")
+
+    for x in (torch.ones(3), torch.ones(3, device="meta")):
+        monkeypatch.setattr(kernel, "settings", lambda: SimpleNamespace(tune=True))
+        assert tilesmith.explain(op, x).note == "by 4"
+        with tilesmith.use(explain_configured="wide:width=8"):
+            assert tilesmith.explain(op, x).note == "by 8"
+
+
 def test_outputs_that_nobody_will_read_are_told():
     def double(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return 2 * x, x.sum(-1)
@@ -124,6 +147,7 @@ def test_outputs_that_nobody_will_read_are_told():
         (4096, {}, "x has 4,096 features, more than 2,048"),
         (64, {"z_loss": 1e-4}, "z_loss is given"),
         (64, {"mode": "keep"}, "it is kept"),
+        (60, {}, "rows of x or weight begin at other places than multiples of 16 bytes"),
     ],
 )
 def test_linear_cross_entropy_on_hopper_tells_its_way(features, options, reason):

@@ -141,7 +141,8 @@ def test_attention_tells_that_tiles_are_made_in_shares(monkeypatch):
     from tilesmith.ops.attn.op import attention_op
 
     monkeypatch.setattr(hopper, "arch_of", lambda device: arch_named("sm90"))
-    tells = attention_op.kernel("hopper").tells
+    kernel = attention_op.kernel("hopper")
+    tells = lambda *args: kernel.tells(*args, config=hopper.attention.configure(args))  # noqa: E731
     q, few = (torch.empty(4, heads, 4096, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 33))
     assert tells(*attention_op.bind((q, q, q), {})) == [
         "1980 tiles by one program each, 68 in 132 equal shares of keys"

@@ -35,7 +35,7 @@ class Kernel:
     fn: callable with the reference's signature. rank: higher is tried first; the reference has 0.
     rejects: metadata of a call -> sentences that say why this kernel cannot serve it; empty means it can.
     errors: output -> the error, beyond rounding, that its method may have. tells: arguments of a call that it serves ->
-    sentences on how, where it has several ways.
+    sentences on how, where it has several ways; given the configuration too, if its signature has `config`.
     """
 
     op: str
@@ -133,7 +133,8 @@ class _Configure:
         self.name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"  # one family has kernels of several backends
         self._found: dict[Any, Any] = {}
 
-    def __call__(self, args: tuple) -> Any:
+    def __call__(self, args: tuple, search: bool = True) -> Any:
+        """search: measure first where TILESMITH_TUNE asks for it."""
         if self.forced is not None:
             return self.forced
         first = next(a for a in args if isinstance(a, Tensor))
@@ -141,27 +142,29 @@ class _Configure:
         key = (first.dtype, first.device, *dims.values())
         config = self._found.get(key)
         if config is None:
-            if len(self._found) >= 4096:  # varlen training meets ever new sizes; start over rather than grow
-                self._found.clear()
-            config = self._found[key] = self._look_up(args, dims, self.arch or arch_of(first.device), first)
+            config = self._look_up(args, dims, self.arch or arch_of(first.device), first, search)
+            if search:
+                if len(self._found) >= 4096:  # varlen training meets ever new sizes; start over rather than grow
+                    self._found.clear()
+                self._found[key] = config
         return config
 
-    def _look_up(self, args: tuple, dims: Mapping[str, int], arch: Any, first: Tensor) -> Any:
+    def _look_up(self, args: tuple, dims: Mapping[str, int], arch: Any, first: Tensor, search: bool) -> Any:
         default = self.space.default(dims, arch, first.dtype)
         row = Table.of(self.fn.__module__, arch.name).nearest(self.name, first.dtype, dims)
-        if row is None and settings().tune and self.space.choices and first.device.type != "cpu":
+        if search and row is None and settings().tune and self.space.choices and first.device.type != "cpu":
             from tilesmith.engine.tuning import at_first_call
 
             return at_first_call(self, args)
         return default if row is None else type(default)(**{**default._asdict(), **row.config})
 
-    def with_fields(self, args: tuple, fields: Mapping[str, int]) -> Any:
+    def with_fields(self, args: tuple, fields: Mapping[str, int], search: bool = True) -> Any:
         """The configuration for these arguments with `fields` at given values, and with every field that ends in one of
         their names; the others are made to fit.
 
         Raises ValueError for a field that there is not, and where no other fields make the values fit.
         """
-        config, name = self(args), self.fn.__name__
+        config, name = self(args, search), self.fn.__name__
         wanted: dict[str, int] = {}
         for asked, value in fields.items():
             found = [f for f in config._fields if f == asked or f.endswith(f"_{asked}")]

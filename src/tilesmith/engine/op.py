@@ -291,13 +291,20 @@ class Op:
         if compiled and self.decompose is not None:
             note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
             return replace(choice, note=note)
-        notes = list(choice.kernel.tells(*args))
+        notes = self._told(choice.kernel, args)
         if compiled:
             notes.append("under torch.compile: one opaque call")
         elif self._hides(choice.kernel) and not (torch.is_grad_enabled() and True in self.gradient.needs(args)):
             unseen = ", ".join(self.outputs[self.public :])
             notes.append(f"no gradient is asked for, so nothing is stored for one: {unseen}")
         return replace(choice, note="; ".join(notes))
+
+    def _told(self, kernel: Kernel, args: tuple) -> list[str]:
+        if "config" not in inspect.signature(kernel.tells).parameters:
+            return list(kernel.tells(*args))
+        configure, (_, fields) = kernel.fn.configure, parse_pin(pinned(self.name))
+        config = configure.with_fields(args, fields, search=False) if fields else configure(args, search=False)
+        return list(kernel.tells(*args, config=config))
 
     def _hides(self, kernel: Kernel) -> bool:
         """Whether the kernel leaves out outputs that nobody will see."""

@@ -30,7 +30,8 @@ def register_kernel(
     backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
     rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
     that the method of this kernel may have; tests and `tilesmith verify` allow that much more. tells: the op's
-    arguments, fake tensors too -> sentences on how this kernel serves them, for `explain`.
+    arguments, fake tensors too -> sentences on how this kernel serves them, for `explain`; the configuration that the
+    call would have is its keyword `config`, if its signature has one.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a kernel's name must be an identifier, got {name!r}")

@@ -123,9 +123,9 @@ SPACE = Space(default=_default, dims=_dims, choices={"consumers": (2, 3, 4), "st
 
 
 @attention_arguments
-def _tells(call) -> list[str]:
+def _tells(call, *, config: HopperConfig) -> list[str]:
     """What `explain` says of a call whose tiles are not all made by one program each."""
-    arch, config = arch_of(call.q.device), attention.configure(call)
+    arch = arch_of(call.q.device)
     tiles = cdiv(call.q.shape[2], 64 * config.consumers) * call.q.shape[0] * call.q.shape[1]
     undivided, shares = _division(call, config, tiles, window_of(call, call.k.shape[2]), arch)
     whole = f"{undivided} tiles by one program each, " if undivided else "tiles: "
@@ -162,8 +162,8 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         sides = call.block_q, call.block_k, block_m, config.block_n
         lists, table = list_tiles(call.block_offsets, indices, tokens, keys, has_right, *sides)
         list_share, list_rows = heads // many, blocks * many if batches > 1 else 0
-    wide, value_wide, drops = columns_of(q), columns_of(v), call.dropout_p > 0.0
-    narrow = is_narrow(window, packed, max(wide, value_wide)) and not drops
+    wide, value_wide = columns_of(q), columns_of(v)
+    narrow = is_narrow(window, packed, max(wide, value_wide)) and call.dropout_p == 0.0
     if narrow:
         run = run_of((1, 2, 4, 8, 16, 32, 64), 1, cdiv(tokens, 128), batch * heads, arch)
         blocks = cdiv(tokens, 128 * run)

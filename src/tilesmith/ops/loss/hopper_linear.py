@@ -194,6 +194,8 @@ SPACE = Space(dims=_dims, default=_default, choices=HELD_CHOICES, fit=held_fit)
 def _tells(call) -> list[str]:
     wanted = gradients_now(call.grad_mask, call.reduction, call.mode)
     reasons = hopper_powers.reasons(call.x, call.bias, wanted[0], call.z_loss) if any(wanted) else ["it is kept"]
+    if not reasons and any(t.ndim > 1 and t.stride(-2) % 8 for t in (call.x, call.weight)):
+        reasons = ["rows of x or weight begin at other places than multiples of 16 bytes"]
     if reasons:
         return [f"a pass over the logits makes their gradient: {', '.join(reasons)}"]
     return [f"no pass over logits: up to {hopper_powers.MOST_FEATURES:,} features their product leaves powers of two"]
