@@ -285,6 +285,8 @@ def _compiled_rule(
     configuration; what is left is packing, which transformers takes all positions for that it sees when compiling,
     since it would have to look at their values. Where the model's caller gave none, there is none.
     """
+    from transformers.masking_utils import find_packed_sequence_indices
+
     if use_vmap or "allow_is_bidirectional_skip" in given:
         return None
     window = None
@@ -302,8 +304,7 @@ def _compiled_rule(
     positions = TOLD.positions
     if window is not None or positions.ndim != 2 or positions.shape[1] != q_length:
         return None
-    steps = positions.diff(prepend=positions[:, :1] - 1)
-    return _Rule(True, documents=(steps != 1).cumsum(-1).expand(batch_size, -1))
+    return _Rule(True, documents=find_packed_sequence_indices(positions).expand(batch_size, -1))
 
 
 @functools.cache

@@ -65,18 +65,19 @@ class HopperVjpConfig(NamedTuple):
     block_q: int
 
 
-def _is_narrow(q: Tensor, k: Tensor, window: tuple[int, int, bool, bool], packed: bool) -> bool:
+def _is_narrow(call, window: tuple[int, int, bool, bool]) -> bool:
     """Whether `hopper_window_vjp` serves a call. Grouped heads would need a group's queries at once; its first queries
-    must not lie before 0."""
-    alike = q.shape[1] == k.shape[1] and k.shape[2] + max(window[1], 0) <= q.shape[2]
-    return alike and is_narrow(window, packed, columns_of(q))
+    must not lie before 0; nothing is dropped there."""
+    q, k = call.q, call.k
+    alike = q.shape[1] == k.shape[1] and k.shape[2] + max(window[1], 0) <= q.shape[2] and call.dropout_p == 0.0
+    return alike and is_narrow(window, call.cu_seqlens_q is not None, columns_of(q))
 
 
 @attention_vjp_arguments
 def _dims_vjp(call) -> dict[str, int]:
     q, k = call.q, call.k
     window = window_of(call, k.shape[2])
-    narrow = _is_narrow(q, k, window, call.cu_seqlens_q is not None) and call.dropout_p == 0.0
+    narrow = _is_narrow(call, window)
     whole = call.window_left < 0 and (call.causal or call.window_right < 0)
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
@@ -136,7 +137,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     if k_begin:
         dk[:, :, :k_begin].zero_()
         dv[:, :, :k_begin].zero_()
-    wide, narrow = columns_of(q), _is_narrow(q, k, window, packed) and call.dropout_p == 0.0
+    wide, narrow = columns_of(q), _is_narrow(call, window)
     block_m, block_n = config.block_q, 128 if wide <= 128 else 64
     q_blocks, k_blocks = cdiv(tokens - q_begin, block_m), cdiv(keys - k_begin, block_n)
     if packed:

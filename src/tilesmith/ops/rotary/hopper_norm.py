@@ -23,6 +23,7 @@ from tilesmith.ops.gluon_shim import (
     tiles_of,
     wait,
 )
+from tilesmith.ops.rotary.rows import row_stride, rows_grid
 from tilesmith.ops.rows_held_gluon import aligned_vector
 
 # A tile is [tokens, heads, features] of q or of k, worked on in steps of fewer heads and by halves of a line, the D
@@ -578,11 +579,6 @@ def _described(x: Tensor, side: _Side) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, layout)
 
 
-def _rows_grid(rows: int) -> tuple[int, int]:
-    """The second and third dim of a grid that has a program for each of `rows`, of which a dim takes 65,535."""
-    return min(rows, 65_535), cdiv(rows, 65_535)
-
-
 class _Where(NamedTuple):
     """The arguments that say where tokens are."""
 
@@ -594,18 +590,11 @@ class _Where(NamedTuple):
 
     def arguments(self) -> tuple:
         cos, sin, positions, offsets = self.cos, self.sin, self.positions, self.offsets
-        by_position = (
-            (None, 0, 0) if positions is None else (positions, _row_stride(positions, 2), positions.stride(-1))
-        )
+        by_position = (None, 0, 0) if positions is None else (positions, row_stride(positions, 2), positions.stride(-1))
         return (
-            cos, sin, _row_stride(cos, 3), _row_stride(sin, 3), cos.stride(-2), sin.stride(-2), cos.shape[-2],
+            cos, sin, row_stride(cos, 3), row_stride(sin, 3), cos.stride(-2), sin.stride(-2), cos.shape[-2],
             *by_position, offsets, 0 if offsets is None else offsets.stride(0), self.offset,
         )  # fmt: skip
-
-
-def _row_stride(x: Tensor, ndim: int) -> int:
-    """The stride over batch rows, 0 where all rows share x."""
-    return x.stride(0) if x.ndim == ndim and x.shape[0] > 1 else 0
 
 
 def _flags(
@@ -755,7 +744,7 @@ def rms_norm_rope(
         flags = _flags(where, dim, sides, [*outs, *(x for x, _ in given)], config)
         flags["EVEN"] = flags["EVEN"] and num_tokens % group == 0
         launch(
-            norm_rope_fwd_rows_kernel, (cdiv(num_tokens, group) * each, *_rows_grid(batch)),
+            norm_rope_fwd_rows_kernel, (cdiv(num_tokens, group) * each, *rows_grid(batch)),
             *first, *second, *where.arguments(), batch, num_tokens, eps, weight_offset or None,
             LLAMA=casting == "llama", **flags,
         )  # fmt: skip

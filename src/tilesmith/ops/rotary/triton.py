@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.rotary.rows import row_stride, rows_grid
 
 # integers that change from call to call, which no address is a multiple of
 VARYING = (
@@ -204,10 +205,10 @@ def _rotate(
     k, k_write = (q, q_out) if k is None else (k, k_out)
     by_position, by_row, by_document = (cos if x is None else x for x in (positions, offsets, cu_seqlens))
     launch(
-        _rope_kernel, (head_blocks * token_blocks, *_rows_grid(batch)),
+        _rope_kernel, (head_blocks * token_blocks, *rows_grid(batch)),
         q, *q.stride(), q_write, *q_write.stride(), k, *k.stride(), k_write, *k_write.stride(),
-        cos, sin, _row_stride(cos, 3), _row_stride(sin, 3),
-        by_position, _row_stride(by_position, 2), by_position.stride(-1), by_row, by_row.stride(0),
+        cos, sin, row_stride(cos, 3), row_stride(sin, 3),
+        by_position, row_stride(by_position, 2), by_position.stride(-1), by_row, by_row.stride(0),
         by_document, by_document.stride(0),
         offset, cos.shape[-2], batch, num_tokens, q_heads, k_heads, documents, (documents - 1).bit_length(),
         COS_POSITION=cos.stride(-2), COS_PAIR=cos.stride(-1), SIN_POSITION=sin.stride(-2), SIN_PAIR=sin.stride(-1),
@@ -220,18 +221,8 @@ def _rotate(
     return q_out, k_out
 
 
-def _rows_grid(rows: int) -> tuple[int, int]:
-    """The second and third dim of a grid that has a program for each of `rows`, of which a dim takes 65,535."""
-    return min(rows, 65_535), cdiv(rows, 65_535)
-
-
 def _wanted(dq_out: Tensor | None, dk_out: Tensor | None, output_mask: Sequence[bool]) -> list[Tensor | None]:
     return [d if want else None for d, want in zip((dq_out, dk_out), output_mask, strict=True)]
-
-
-def _row_stride(x: Tensor, ndim: int) -> int:
-    """The stride over batch rows, 0 where all rows share x."""
-    return x.stride(0) if x.ndim == ndim and x.shape[0] > 1 else 0
 
 
 def _reasons(call) -> list[str]:

@@ -11,14 +11,13 @@ from torch import Tensor
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.column_sums_triton import add_partials, partial_rows, starts_early
+from tilesmith.ops.rotary.rows import row_stride, rows_grid
 from tilesmith.ops.rotary.triton import (
     VARYING,
     _double_reasons,
     _join_line,
     _line_pointers,
     _positions,
-    _row_stride,
-    _rows_grid,
     _split_line,
 )
 from tilesmith.ops.rows import dense
@@ -439,8 +438,8 @@ class _Where(NamedTuple):
             cos if x is None else x for x in (self.positions, self.offsets, self.cu_seqlens)
         )
         return (
-            cos, self.sin, _row_stride(cos, 3), _row_stride(self.sin, 3),
-            by_position, _row_stride(by_position, 2), by_position.stride(-1), by_row, by_row.stride(0),
+            cos, self.sin, row_stride(cos, 3), row_stride(self.sin, 3),
+            by_position, row_stride(by_position, 2), by_position.stride(-1), by_row, by_row.stride(0),
             by_document, by_document.stride(0), self.offset, cos.shape[-2],
         )  # fmt: skip
 
@@ -499,7 +498,7 @@ def _norm_rotate(
     strides = q.stride() if k is None else k.stride()
     out_strides = strides if k is None else outs[1].stride()
     launch(
-        _rms_norm_rope_fwd_kernel, (head_blocks * token_blocks, *_rows_grid(batch)),
+        _rms_norm_rope_fwd_kernel, (head_blocks * token_blocks, *rows_grid(batch)),
         q, *q.stride(), outs[0], *outs[0].stride(), k, *strides, outs[1], *out_strides, *weights, *where.pointers(),
         batch, num_tokens, q_heads, k_heads, *where.documents(), *numbers,
         ROW=row, LLAMA=llama, BLOCK_TOKENS=tile.tokens, BLOCK_HEADS=tile.heads, num_warps=tile.num_warps,
