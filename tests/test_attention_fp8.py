@@ -197,3 +197,13 @@ def test_hopper_rounds_p_and_nothing_else(dim, causal):
     # products of 8-bit numbers are summed in 14 bits
     bound = 2**-13 * (q.norm(dim=-1).max() * k.norm(dim=-1).max() * dim**-0.5).item()
     assert (lse - exact_lse).abs().max().item() <= bound + attention_op.kernel("hopper_fp8").errors["lse"]
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_hopper_takes_one_key_of_any_stride():
+    q8, one = torch.randn(1, 2, 70, 64, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(1, 1, 1, device=DEVICE)
+    k8, v8 = (torch.randn(200, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    k8, v8 = torch.as_strided(k8, (1, 2, 1, 64), (0, 64, 3, 1)), torch.as_strided(v8, (1, 2, 1, 64), (0, 64, 1, 1))
+    with use(attention="hopper_fp8"):
+        out, _ = attention(q8, k8, v8, q_scale=one, k_scale=one, v_scale=one)
+    assert _error(out, v8.double().expand_as(out)) < 2**-5

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import cdiv
+from tilesmith.ops.bulk import for_bulk
 from tilesmith.ops.cluster_gluon import clusters_of
 from tilesmith.ops.gluon_shim import TensorDescriptor, expect, fetch, gl, gluon, reinterpret
 
@@ -232,13 +233,10 @@ def received(mail, i, PARTS: gl.constexpr):
 def parted(x: Tensor, width: int) -> TensorDescriptor:
     """x [M, N], N a multiple of LINE, for the tensor memory accelerator in parts of `width` columns; of a copy, where
     its place or strides do not suit it."""
-    size = x.element_size()
-    if x.data_ptr() % 16 or (x.shape[0] > 1 and (x.stride(0) <= 0 or x.stride(0) * size % 16)):
-        x = x.clone(memory_format=torch.contiguous_format)
+    x, (stride, last) = for_bulk(x)
     count, cols = x.shape
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * size, rank=3)
-    stride = x.stride(0) if count > 1 else cols
-    return TensorDescriptor(x, [count, cols // LINE, LINE], [stride, LINE, 1], [1, width // LINE, LINE], layout)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * x.element_size(), rank=3)
+    return TensorDescriptor(x, [count, cols // LINE, LINE], [stride, LINE, last], [1, width // LINE, LINE], layout)
 
 
 def no_room(device: torch.device, cols: int) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import cdiv
+from tilesmith.ops.bulk import in_units
 from tilesmith.ops.gluon_shim import gl, gluon
 from tilesmith.ops.rows_gluon import LINE, MOST_PARTS, packed, widened
 
@@ -237,10 +238,9 @@ def held_flags(cols: int, parts: int, config: HeldConfig) -> dict[str, Any]:
 def aligned(x: Tensor) -> tuple[Tensor, int]:
     """x [M, N], or a copy of it where its rows do not begin at multiples of 16 bytes, and how many of these a row is
     from the next."""
-    size = x.element_size()
-    if x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) * size % 16):
+    if not in_units(x):
         x = x.clone(memory_format=torch.contiguous_format)
-    return x, x.stride(0) * size // 16
+    return x, x.stride(0) * x.element_size() // 16
 
 
 def aligned_vector(x: Tensor | None) -> Tensor | None:

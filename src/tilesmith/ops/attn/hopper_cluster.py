@@ -31,6 +31,7 @@ from tilesmith.ops.attn.hopper_shared import (
     window_of,
     wrong_dims,
 )  # fmt: skip
+from tilesmith.ops.bulk import in_units
 from tilesmith.ops.cluster_gluon import (
     await_cluster,
     await_room,
@@ -341,7 +342,7 @@ def attention(call, *, config: ClusterConfig) -> tuple[Tensor, Tensor]:
     if keys == 0:
         lse.copy_(lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.to(lse.dtype)[:, None])
         return out.zero_(), lse
-    if q.data_ptr() % 16 or any(n > 1 and s % 8 for n, s in zip(q.shape[:3], q.stride()[:3])):
+    if not in_units(q):
         q = q.clone(memory_format=torch.contiguous_format)
     sinks, kv_lengths = dense(call.sinks), dense(call.kv_lengths)
     group, bounded = heads // kv_heads, kv_lengths is not None

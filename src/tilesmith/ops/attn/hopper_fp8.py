@@ -1,5 +1,7 @@
 """Launcher of attention's forward on e4m3 values on Hopper, and what it refuses."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.hopper_fp8_forward import UNITS, attention_fp8_fwd_kernel
 from tilesmith.ops.attn.hopper_shared import UNSERVED, descriptor, no_dropout, no_lists, score_factors, section
+from tilesmith.ops.bulk import bulk_strides, for_bulk
 from tilesmith.ops.counters import counter
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
@@ -98,22 +101,15 @@ def _factors(scale: Tensor, tokens: int) -> tuple[Tensor, tuple[int, int, int], 
     return scale.float(), steps, 1 < scale.shape[2] != tokens
 
 
-def _legal(x: Tensor, sizes, strides) -> bool:
-    """Whether the tensor memory accelerator takes x with these strides of its dims but the last."""
-    return not x.data_ptr() % 16 and all(n == 1 or (s > 0 and s % 16 == 0) for n, s in zip(sizes, strides))
-
-
 def _tiles(x: Tensor, shape, strides, block) -> TensorDescriptor:
-    strides = [s if n > 1 else 16 for n, s in zip(shape, strides)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=block[-1], element_bitwidth=8, rank=len(shape))
-    return TensorDescriptor(x, shape, [*strides, 1], block, layout)
+    return TensorDescriptor(x, shape, strides, block, layout)
 
 
 def _queries(q: Tensor) -> TensorDescriptor:
     """q [B, H, T, D] in tiles of 64 rows; of a copy, where its strides do not suit the accelerator."""
-    if not _legal(q, q.shape[:3], q.stride()[:3]):
-        q = q.clone(memory_format=torch.contiguous_format)
-    return _tiles(q, list(q.shape), q.stride()[:3], [1, 1, 64, _columns(q)])
+    q, strides = for_bulk(q)
+    return _tiles(q, list(q.shape), strides, [1, 1, 64, _columns(q)])
 
 
 def _keys(k: Tensor) -> TensorDescriptor:
@@ -121,16 +117,21 @@ def _keys(k: Tensor) -> TensorDescriptor:
     the accelerator or memory ends inside the last 4 rows."""
     batch, kv_heads, keys, dim = k.shape
     fours = cdiv(keys, 4)
-    end = (batch - 1) * k.stride(0) + (kv_heads - 1) * k.stride(1) + (4 * fours - 1) * k.stride(2) + dim
-    if not _legal(k, k.shape[:3], k.stride()[:3]) or k.storage_offset() + end > k.untyped_storage().nbytes():
+    strides = bulk_strides(k)
+    if strides is None or k.storage_offset() + _end(k.shape, strides, 4 * fours) > k.untyped_storage().nbytes():
         room = k.new_empty(batch, kv_heads, 4 * fours, dim)
         room[:, :, :keys].copy_(k)
-        k = room
-    steps = k.stride()
+        k, strides = room, bulk_strides(room)
+    row, head, token, _ = strides
     return _tiles(
-        k, [batch, kv_heads, fours, 4, dim], [steps[0], steps[1], 4 * steps[2], steps[2]],
-        [1, 1, _BLOCK // 4, 2, _columns(k)],
-    )  # fmt: skip
+        k, [batch, kv_heads, fours, 4, dim], [row, head, 4 * token, token, 1], [1, 1, _BLOCK // 4, 2, _columns(k)]
+    )
+
+
+def _end(shape: Sequence[int], strides: Sequence[int], tokens: int) -> int:
+    """Elements from the first to the last of [B, G, S, D], if S were so many tokens."""
+    last = (shape[0] - 1, shape[1] - 1, tokens - 1, shape[3] - 1)
+    return 1 + sum(at * stride for at, stride in zip(last, strides))
 
 
 def _values(v: Tensor) -> TensorDescriptor:
@@ -138,7 +139,8 @@ def _values(v: Tensor) -> TensorDescriptor:
     not suit the accelerator."""
     keys = v.shape[2]
     v = v.transpose(2, 3)
-    if not _legal(v, v.shape[:3], v.stride()[:3]):
+    strides = bulk_strides(v)
+    if strides is None:
         room = v.new_empty(*v.shape[:3], cdiv(keys, 16) * 16)[..., :keys]
-        v = room.copy_(v)
-    return _tiles(v, list(v.shape), v.stride()[:3], [1, 1, 64 if v.shape[2] <= 64 else 128, _BLOCK])
+        v, strides = room.copy_(v), bulk_strides(room)
+    return _tiles(v, list(v.shape), strides, [1, 1, 64 if v.shape[2] <= 64 else 128, _BLOCK])

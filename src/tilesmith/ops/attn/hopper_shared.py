@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.ops.bulk import for_bulk
 from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 
@@ -143,17 +144,13 @@ def columns_of(x: Tensor) -> int:
 def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, columns: int = 0) -> TensorDescriptor:
     """x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows of `heads` heads, and of all columns or
     so many; of a copy, where its strides do not suit it. packed: coordinates are those of `hopper_corner.corner`."""
-    unit = 16 // x.element_size()
-    if x.data_ptr() % 16 or any(n > 1 and (s <= 0 or s % unit) for n, s in zip(x.shape[:3], x.stride()[:3])):
-        x = x.clone(memory_format=torch.contiguous_format)
-    # the stride of a dim of size 1 is never used, but must be legal
-    strides = [s if n > 1 else unit for n, s in zip(x.shape[:3], x.stride()[:3])]
+    x, strides = for_bulk(x)
     shape, block = list(x.shape), [1, heads, rows, columns or columns_of(x)]
     if packed:
-        _, head, token = strides
-        strides = [2**34 - token, token, head, token]
+        _, head, token, _ = strides
+        strides = [2**34 - token, token, head, token, 1]
         shape, block = [2**31 - 2**16, 2**31 - 2**16, shape[1], 2**30, shape[3]], [1, *block]
-    return TensorDescriptor(x, shape, [*strides, 1], block, _TILES[len(shape), 8 * x.element_size()])
+    return TensorDescriptor(x, shape, strides, block, _TILES[len(shape), 8 * x.element_size()])
 
 
 def section(k: Tensor, heads: int, arch, alike: bool) -> int:

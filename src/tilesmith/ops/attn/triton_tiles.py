@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilesmith.ops.bulk import bulk_strides
 from tilesmith.ops.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.ops.dropout_triton import keep_tile
 from tilesmith.ops.philox_triton import load_key
@@ -432,13 +433,10 @@ def tile_count(size: int, block: int, list_size: int) -> int:
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
     """A descriptor of x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows, where x allows one."""
-    item = x.element_size()
-    # the stride of a dim of size 1 is never used, but must be legal
-    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:3], x.stride()[:3])]
-    legal = all(s > 0 and s * item % 16 == 0 for s in strides) and x.data_ptr() % 16 == 0 and x.numel() > 0
-    if not legal:
+    strides = bulk_strides(x)
+    if strides is None or x.numel() == 0:
         return None
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _padded(x.shape[3])])
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, _padded(x.shape[3])])
 
 
 def descriptors(bulk: bool, tensors: tuple[Tensor, Tensor], rows: int) -> tuple:

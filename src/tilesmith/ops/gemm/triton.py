@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.activations_triton import activate, gradient
+from tilesmith.ops.bulk import bulk_strides
 from tilesmith.ops.column_sums_triton import partial_rows, sum_partials
 from tilesmith.ops.gemm import chunks
 from tilesmith.ops.gemm.products import column_sums, gradients, product
@@ -266,12 +267,10 @@ def _described(x: Tensor, height: int, width: int) -> tuple[TensorDescriptor, bo
     """A descriptor of x [R, C] in tiles, or of its transpose with True; None where neither is legal."""
     turned = x.stride(1) != 1 and x.stride(0) == 1
     view, tile = (x.t(), [width, height]) if turned else (x, [height, width])
-    # the stride of a dim of size 1 is never used, but must be legal
-    pitch = view.stride(0) if view.shape[0] > 1 else -(-view.shape[1] // 16) * 16
-    legal = view.stride(1) == 1 and pitch * x.element_size() % 16 == 0 and pitch >= view.shape[1]
-    if not legal or x.data_ptr() % 16 or x.numel() == 0:
+    strides = bulk_strides(view)
+    if strides is None or x.numel() == 0 or (view.shape[0] > 1 and strides[0] < view.shape[1]):
         return None
-    return TensorDescriptor(view, list(view.shape), [pitch, 1], tile), turned
+    return TensorDescriptor(view, list(view.shape), strides, tile), turned
 
 
 def _linear(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.bulk import for_bulk
 from tilesmith.ops.column_sums_triton import add_partials
 from tilesmith.ops.gluon_shim import (
     TensorDescriptor,
@@ -562,21 +563,13 @@ def _grid(sides: Sequence[_Side | None], programs: Sequence[int]) -> int:
     return sum(side.head_blocks * number for side, number in zip(sides, programs) if side is not None)
 
 
-def _suited(x: Tensor) -> Tensor:
-    """x, or a copy of it where a line does not begin at a multiple of 16 bytes."""
-    step = 16 // x.element_size()
-    strides = [stride for size, stride in zip(x.shape, x.stride()[:3]) if size > 1]
-    suits = not x.data_ptr() % 16 and x.stride(3) == 1 and all(s > 0 and s % step == 0 for s in strides)
-    return x if suits else x.clone(memory_format=torch.contiguous_format)
-
-
 def _described(x: Tensor, side: _Side) -> TensorDescriptor:
     """x [B, H, T, D] as [B, T, H, D] for the tensor memory accelerator, in tiles."""
-    x = _suited(x).transpose(1, 2)
-    strides = [stride if size > 1 else 16 // x.element_size() for size, stride in zip(x.shape, x.stride()[:3])]
+    x, (row, head, token, last) = for_bulk(x)
+    x = x.transpose(1, 2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * x.element_size(), rank=4)
     tile = [1, side.tokens, side.heads * side.steps, x.shape[3]]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, layout)
+    return TensorDescriptor(x, list(x.shape), [row, token, head, last], tile, layout)
 
 
 class _Where(NamedTuple):
@@ -736,7 +729,7 @@ def rms_norm_rope(
             aligned_vector(weight),
             words.shape[1],
         )
-        for words, weight, out in ((_suited(x), weight, out) for (x, weight), out in zip(given, outs))
+        for words, weight, out in ((for_bulk(x)[0], weight, out) for (x, weight), out in zip(given, outs))
     ]
     first, second = [*arguments, (None, 0, 0, 0, None, 0, 0, 0, None, 0)][:2]
     batch, _, num_tokens, dim = q.shape
