@@ -2,7 +2,7 @@
 
 from tilesmith.ops.gluon_shim import gl, gluon
 from tilesmith.ops.philox_triton import random_words
-from tilesmith.ops.rows_gluon import packed, unpacked
+from tilesmith.ops.rows_gluon import opaque, packed, unpacked
 
 
 @gluon.jit
@@ -19,10 +19,9 @@ def drawn_part(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
 
 @gluon.jit
 def drawn_here(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
-    """`drawn_part`, drawn at this place of the program: what draws has no effect that the compiler sees, and it would
-    gather the draws of all parts where the last one is needed, or the first, as suits the addresses."""
-    words = drawn_part(key, first, WIDTH, SHORT)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+    """`drawn_part`, drawn at this place of the program: else the compiler would gather the draws of all parts where the
+    last one is needed, or the first, as suits the addresses."""
+    return opaque(drawn_part(key, first, WIDTH, SHORT))
 
 
 @gluon.jit
@@ -63,8 +62,7 @@ def drawn_in_turn(key, first, turn, WIDTH: gl.constexpr, SHORT: gl.constexpr):
         c0, c1 = counter.to(gl.int32), (counter >> 32).to(gl.int32)
     c0, c1, c2, c3 = words_in_loop(key, c0, c1)
     words = gl.reshape(gl.join(gl.join(c0, c2), gl.join(c1, c3)), [WIDTH // 2])
-    words = gl.convert_layout(words, WORDS, assert_trivial=True)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+    return opaque(gl.convert_layout(words, WORDS, assert_trivial=True))
 
 
 @gluon.jit

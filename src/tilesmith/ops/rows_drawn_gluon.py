@@ -11,9 +11,7 @@ Written for the Gluon of Triton 3.6.
 """
 
 from tilesmith.ops.gluon_shim import gl, gluon
-from tilesmith.ops.rows_gluon import MAILS, MOST_PARTS
-
-_MAILS, _MOST_PARTS = gl.constexpr(MAILS), gl.constexpr(MOST_PARTS)
+from tilesmith.ops.rows_gluon import letter, read_mail
 
 
 @gluon.jit
@@ -57,7 +55,7 @@ def tell(mail, i, part, a, b, number, PARTS: gl.constexpr):
         }}""",
         "=&r,r,r,r,r,r",
         [
-            mail + ((i % _MAILS) * _MOST_PARTS + part) * 16,
+            letter(mail, i, part),
             a.to(gl.int32, bitcast=True), b.to(gl.int32, bitcast=True), i + 1, number,
         ],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -72,35 +70,20 @@ def parts_of_row(PARTS: gl.constexpr):
     return gl.arange(0, MOST, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
 
+_OF_OTHER_TURNS = gl.constexpr(
+    """xor.b32 tag, tag, $4;
+        xor.b32 its_tag, its_tag, $4;
+        or.b32 tag, tag, its_tag;
+        and.b32 tag, tag, 65535;
+        setp.ne.u32 q, tag, 0;"""
+)
+
+
 @gluon.jit
 def told(mail, i, PARTS: gl.constexpr):
     """What all programs of the cluster found in their i-th turn, when it is there: two fp32, 0 beyond PARTS, the same
     in every warp."""
-    part = parts_of_row(PARTS)
-    a, b = gl.inline_asm_elementwise(
-        f"""{{
-        .reg .b64 one, other;
-        .reg .b32 turn, its_turn;
-        .reg .pred p, q;
-        setp.lt.u32 p, $3, {PARTS};
-        mov.b64 one, {{0, $4}};
-        mov.b64 other, one;
-        again:
-        @p ld.relaxed.cluster.shared::cta.v2.b64 {{one, other}}, [$2];
-        mov.b64 {{$0, turn}}, one;
-        mov.b64 {{$1, its_turn}}, other;
-        xor.b32 turn, turn, $4;
-        xor.b32 its_turn, its_turn, $4;
-        or.b32 turn, turn, its_turn;
-        and.b32 turn, turn, 65535;
-        setp.ne.u32 q, turn, 0;
-        vote.sync.any.pred q, q, 0xffffffff;
-        @q bra.uni again;
-        }}""",
-        "=&r,=&r,r,r,r", [mail + ((i % _MAILS) * _MOST_PARTS + part) * 16, part, part * 0 + (i + 1)],
-        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-    return a.to(gl.float32, bitcast=True), b.to(gl.float32, bitcast=True)
+    return read_mail(mail, i, parts_of_row(PARTS), PARTS, _OF_OTHER_TURNS)
 
 
 @gluon.jit
@@ -121,6 +104,6 @@ def told_number(mail, i):
         setp.ne.u32 p, low, $2;
         @p bra again;
         }""",
-        "=&r,r,r", [mail + (i % _MAILS) * _MOST_PARTS * 16, ((i + 1) & 65535) * 65537],
+        "=&r,r,r", [letter(mail, i, 0), ((i + 1) & 65535) * 65537],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

@@ -103,17 +103,31 @@ def unpacked(words, dtype: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def apart(words, dtype: gl.constexpr):
+    """The two values of 16 bits of each word, in fp32. Those of bf16 by a shift and a mask: the compiler takes three
+    instructions for the two."""
+    if dtype == gl.bfloat16:
+        low = (words << 16).to(gl.float32, bitcast=True)
+        high = (words & -65536).to(gl.float32, bitcast=True)
+    else:
+        low = (words & 65535).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+        high = (words >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    return low, high
+
+
+@gluon.jit
+def opaque(words):
+    """The same words, which the compiler does not see. For a second use of them: it would keep the values of the first
+    in twice the registers. What makes words with no effect that it sees stays at this place of the program."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=words.dtype, is_pure=False, pack=1)
+
+
+@gluon.jit
 def widened(words, dtype: gl.constexpr, WIDTH: gl.constexpr):
-    """What `raw` read, in fp32 [WIDTH]. Words of bf16 are taken apart by a shift and a mask: the compiler takes three
-    instructions for the two values."""
+    """What `raw` read, in fp32 [WIDTH]."""
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     if dtype.primitive_bitwidth == 16:
-        if dtype == gl.bfloat16:
-            low = (words << 16).to(gl.float32, bitcast=True)
-            high = (words & -65536).to(gl.float32, bitcast=True)
-        else:
-            low = (words & 65535).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-            high = (words >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+        low, high = apart(words, dtype)
         words = gl.convert_layout(gl.reshape(gl.join(low, high), [WIDTH]), LANES, assert_trivial=True)
     return words
 
@@ -180,6 +194,12 @@ def open_mail():
 
 
 @gluon.jit
+def letter(mail, i, part):
+    """The address of what program `part` of the cluster sends in its i-th turn."""
+    return mail + ((i % _MAILS) * _MOST_PARTS + part) * 16
+
+
+@gluon.jit
 def word(value, row):
     """fp32 `value` and the number of the row that it is of, in one word that is written at once."""
     return (value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF) | ((row + 1).to(gl.int64) << 32)
@@ -197,37 +217,45 @@ def send(mail, i, part, a, b, PARTS: gl.constexpr):
         @p mapa.shared::cluster.u32 to, $1, $0;
         @p st.relaxed.cluster.shared::cluster.v2.b64 [to], {{$2, $3}};
         }}""",
-        "=&r,r,l,l", [mail + ((i % _MAILS) * _MOST_PARTS + part) * 16, word(a, i), word(b, i)],
+        "=&r,r,l,l", [letter(mail, i, part), word(a, i), word(b, i)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def received(mail, i, PARTS: gl.constexpr):
-    """What all programs of the cluster found of their i-th row, when it is there: two fp32 [32], 0 beyond PARTS, the
-    same in every warp."""
-    part = part_numbers()
+def read_mail(mail, i, part, PARTS: gl.constexpr, OLD: gl.constexpr):
+    """What the programs `part` of the cluster sent in their i-th turn, when all of it is there: two fp32, 0 beyond
+    PARTS. OLD: PTX that sets q where tag or its_tag, which came with them, is not that of turn $4 - 1."""
     a, b = gl.inline_asm_elementwise(
         f"""{{
         .reg .b64 one, other;
-        .reg .b32 its_row, row;
+        .reg .b32 tag, its_tag;
         .reg .pred p, q;
         setp.lt.u32 p, $3, {PARTS};
         mov.b64 one, {{0, $4}};
         mov.b64 other, one;
         again:
         @p ld.relaxed.cluster.shared::cta.v2.b64 {{one, other}}, [$2];
-        mov.b64 {{$0, row}}, one;
-        mov.b64 {{$1, its_row}}, other;
-        setp.ne.u32 q, row, $4;
-        setp.ne.or.u32 q, its_row, $4, q;
+        mov.b64 {{$0, tag}}, one;
+        mov.b64 {{$1, its_tag}}, other;
+        {OLD}
         vote.sync.any.pred q, q, 0xffffffff;
         @q bra.uni again;
         }}""",
-        "=&r,=&r,r,r,r", [mail + ((i % _MAILS) * _MOST_PARTS + part) * 16, part, part * 0 + (i + 1)],
+        "=&r,=&r,r,r,r", [letter(mail, i, part), part, part * 0 + (i + 1)],
         dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
     return a.to(gl.float32, bitcast=True), b.to(gl.float32, bitcast=True)
+
+
+_OF_OTHER_ROWS = gl.constexpr("setp.ne.u32 q, tag, $4; setp.ne.or.u32 q, its_tag, $4, q;")
+
+
+@gluon.jit
+def received(mail, i, PARTS: gl.constexpr):
+    """What all programs of the cluster found of their i-th row, when it is there: two fp32 [32], 0 beyond PARTS, the
+    same in every warp."""
+    return read_mail(mail, i, part_numbers(), PARTS, _OF_OTHER_ROWS)
 
 
 def parted(x: Tensor, width: int) -> TensorDescriptor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilesmith.engine import cdiv
 from tilesmith.ops.bulk import in_units
 from tilesmith.ops.gluon_shim import gl, gluon
-from tilesmith.ops.rows_gluon import LINE, MOST_PARTS, packed, widened
+from tilesmith.ops.rows_gluon import LINE, MOST_PARTS, opaque, packed, widened
 
 _LINE = gl.constexpr(LINE)
 
@@ -66,10 +66,9 @@ def values(words, dtype: gl.constexpr):
 
 @gluon.jit
 def values_again(words, dtype: gl.constexpr):
-    """`values` for a second use: the compiler, which would keep those of the first in twice the registers, does not see
-    that they are the same."""
+    """`values` for a second use of words (`opaque`)."""
     if dtype.primitive_bitwidth == 16:
-        words = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+        words = opaque(words)
     return values(words, dtype)
 
 

@@ -22,6 +22,7 @@ from tilesmith.ops.rows_gluon import (
     bring,
     fitted,
     no_room,
+    opaque,
     open_mail,
     packed,
     parted,
@@ -85,7 +86,7 @@ def vector_again(vector, ptr, WIDTH: gl.constexpr):
     the loop over rows, does not see that it is the same in each."""
     DTYPE: gl.constexpr = ptr.dtype.element_ty
     if DTYPE.primitive_bitwidth == 16:
-        vector = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [vector], dtype=gl.int32, is_pure=False, pack=1)
+        vector = opaque(vector)
     return widened(vector, DTYPE, WIDTH)
 
 

@@ -26,6 +26,7 @@ from tilesmith.ops.rows_gluon import (
     MOST_PARTS,
     PLAIN,
     PartsConfig,
+    apart,
     bring,
     fitted,
     of_warps,
@@ -113,7 +114,8 @@ def softmax_dropout_fwd_parts_kernel(
         if POSITIVE and EVEN and x_desc.dtype == gl.bfloat16:  # two values at once
             x = gl.reshape(x, [WIDTH // (256 * WARPS), WARPS, 32, 4])
             pairs = gl.reduce(gl.reduce(x, 3, higher), 0, higher)
-            tops = gl.maximum((pairs << 16).to(gl.float32, bitcast=True), (pairs & -65536).to(gl.float32, bitcast=True))
+            low, high = apart(pairs, gl.bfloat16)
+            tops = gl.maximum(low, high)
             tops = gl.convert_layout(tops, gl.SliceLayout(0, gl.SliceLayout(3, z.type.layout)), assert_trivial=True)
         else:
             tops = gl.max(gl.max(z, 3), 0)
@@ -167,7 +169,8 @@ def _scores(slots, c, CHUNKS: gl.constexpr):
 def top_of_pairs(most):
     """The maximum of what each thread has, fp32 [warps, 32], of two bf16 a word."""
     most = gl.reduce(gl.reshape(most, [gl.num_warps(), 32, 4]), 2, higher)
-    return gl.maximum((most << 16).to(gl.float32, bitcast=True), (most & -65536).to(gl.float32, bitcast=True))
+    low, high = apart(most, gl.bfloat16)
+    return gl.maximum(low, high)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from tilesmith.ops.gluon_shim import (
     wait,
 )
 from tilesmith.ops.rotary.rows import row_stride, rows_grid
+from tilesmith.ops.rows_gluon import apart, opaque
 from tilesmith.ops.rows_held_gluon import aligned_vector
 
 # A tile is [tokens, heads, features] of q or of k, worked on in steps of fewer heads and by halves of a line, the D
@@ -81,14 +82,9 @@ def _sum_row(room, TOKENS: gl.constexpr, LINES: gl.constexpr):
 
 @gluon.jit
 def _widened(words, dtype: gl.constexpr, P: gl.constexpr, LINES: gl.constexpr):
-    """Halves of lines in fp32. Words of bf16 are taken apart by a shift and a mask: the compiler takes three
-    instructions for the two values."""
+    """Halves of lines in fp32."""
     if words.dtype == gl.int32:
-        if dtype == gl.bfloat16:
-            low, high = (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
-        else:
-            low = (words & 65535).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-            high = (words >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+        low, high = apart(words, dtype)
         whole = gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1], P])
         return gl.convert_layout(whole, LINES, assert_trivial=True)
     else:
@@ -188,13 +184,6 @@ def _rounded(value, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _again(words):
-    """Words for a second use: the compiler, which would keep the values of the first in twice the registers, does not
-    see that they are the same."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=words.dtype, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _norm_rope_row(
     x_ptr, x_row, x_head, x_token, y_ptr, y_row, y_head, y_token, weight_ptr, num_heads, row, block, num_tokens,
     angles, where, eps, weight_offset,
@@ -244,7 +233,7 @@ def _norm_rope_row(
     cos, sin = cos.to(gl.float32), sin.to(gl.float32)
     y_ptr += row * y_row + first.to(gl.int64) * y_token
     for step in gl.static_range(STEPS):
-        x1, x2 = _widened(_again(parts[step][0]), Y, P, LINES), _widened(_again(parts[step][1]), Y, P, LINES)
+        x1, x2 = _widened(opaque(parts[step][0]), Y, P, LINES), _widened(opaque(parts[step][1]), Y, P, LINES)
         x1, x2 = x1 * rstd, x2 * rstd
         if LLAMA:
             x1, x2 = _rounded(x1, Y), _rounded(x2, Y)
