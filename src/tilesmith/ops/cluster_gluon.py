@@ -12,7 +12,10 @@ from functools import cache
 import torch
 
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.gluon_shim import gl, gluon
+from tilesmith.ops.gluon_shim import gl, gluon, reserve
+
+HEAD = 16  # bytes of a room before the first number: a barrier, and what keeps numbers in vectors
+_HEAD = gl.constexpr(HEAD)
 
 
 @gluon.jit
@@ -37,28 +40,21 @@ def clusters_of(device: torch.device, parts: int, per_sm: int) -> int:
 
 
 @gluon.jit
-def open_room(BYTES: gl.constexpr):
-    """Room for what this program will be sent, exactly BYTES (a multiple of 8): its address in shared memory, and that
-    of the barrier which completes when it is full. The cluster hears that this program has begun (`await_cluster`).
-
-    It lies before what Gluon allocates, and fills lines of 1,024 bytes, where tiles want that to begin."""
-    LINES: gl.constexpr = (BYTES + 8 + 1023) // 1024 * 1024
-    room = gl.inline_asm_elementwise(
-        f"""{{
-        .shared .align 1024 .b8 tilesmith_cluster_room[{LINES}];
+def open_room(BYTES: gl.constexpr, LINE: gl.constexpr):
+    """Room for what this program will be sent, exactly BYTES, a multiple of 8, behind a barrier which is over when they
+    have come: its address, from which the first number is HEAD bytes on. The cluster hears that this program has begun
+    (`await_cluster`). LINE: as in `reserve`; tiles want lines of 1,024 bytes, other bulk copies lines of 128."""
+    BEGIN: gl.constexpr = f"""{{
         .reg .pred p;
         .reg .b32 thread;
-        mov.u32 $0, tilesmith_cluster_room;
         mov.u32 thread, %tid.x;
         setp.eq.u32 p, thread, 0;
-        @p mbarrier.init.shared::cta.b64 [$0 + {BYTES}], 1;
+        @p mbarrier.init.shared::cta.b64 [$0], 1;
         @p fence.mbarrier_init.release.cluster;
-        @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + {BYTES}], {BYTES};
+        @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {BYTES};
         barrier.cluster.arrive.relaxed.aligned;
-        }} // $1""",
-        "=&r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    return room, room + BYTES
+        }}"""
+    return reserve(_HEAD + BYTES, LINE, BEGIN)
 
 
 @gluon.jit

@@ -49,6 +49,7 @@ __all__ = [
     "powers",
     "publish",
     "reinterpret",
+    "reserve",
     "seen",
     "thread_barrier",
     "tile_in",
@@ -117,6 +118,20 @@ def load_row(pointers, barrier, row):
     """Start to load a row of numbers, one a thread; `barrier` gets an arrival of each thread when its own is there."""
     _row_load(row, pointers)
     async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
+def reserve(BYTES: gl.constexpr, LINE: gl.constexpr, BEGIN: gl.constexpr):
+    """The address of BYTES of shared memory, for what Gluon has no name for: memory that other programs of the cluster
+    write to, or bulk copies of any size. They lie before what Gluon allocates and fill lines of LINE bytes, where that
+    wants to begin. BEGIN: PTX that all threads run first, where $0 is the address. Once in a kernel."""
+    FILLED: gl.constexpr = (BYTES + LINE - 1) // LINE * LINE
+    return gl.inline_asm_elementwise(
+        f""".shared .align {LINE} .b8 tilesmith_reserved[{FILLED}];
+        mov.u32 $0, tilesmith_reserved;
+        {BEGIN} // $1""",
+        "=&r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @builtin

@@ -7,30 +7,29 @@ Written for the Gluon of Triton 3.6, which copies only tiles of one size and has
 memory: the row's own is reserved here, beside what Gluon allocates, and read and written by these functions alone.
 """
 
-from tilesmith.ops.gluon_shim import gl, gluon
+from tilesmith.ops.cluster_gluon import HEAD
+from tilesmith.ops.gluon_shim import gl, gluon, reserve
 from tilesmith.ops.rows_gluon import LINE
 
-_LINE = gl.constexpr(LINE)
+_LINE, _HEAD = gl.constexpr(LINE), gl.constexpr(HEAD)
 MOST_BYTES = 48 * 1024 - 512  # of rows in what PTX lets a program reserve
 
 
 @gluon.jit
 def open_rows(BYTES: gl.constexpr):
-    """(the address of a barrier and, 16 bytes on, of room for `rows_held_gluon.swap` without a cluster; that of BYTES
+    """(the address of a barrier and, HEAD bytes on, of room for `rows_held_gluon.swap` without a cluster; that of BYTES
     for rows). The barrier completes when the bytes that `bring_rows` asks for are there."""
-    HEAD: gl.constexpr = (16 + 8 * gl.num_warps() + 127) // 128 * 128
-    room = gl.inline_asm_elementwise(
-        f""".shared .align 128 .b8 tilesmith_rows[{HEAD + BYTES}]; mov.u32 $0, tilesmith_rows; {{
+    ROWS: gl.constexpr = (_HEAD + 8 * gl.num_warps() + 127) // 128 * 128
+    BEGIN: gl.constexpr = """{
         .reg .pred p;
         .reg .b32 thread;
         mov.u32 thread, %tid.x;
         setp.eq.u32 p, thread, 0;
         @p mbarrier.init.shared::cta.b64 [$0], 1;
         @p fence.mbarrier_init.release.cluster;
-        }} // $1""",
-        "=&r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    return room, room + HEAD
+        }"""
+    room = reserve(ROWS + BYTES, 128, BEGIN)
+    return room, room + ROWS
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 from tilesmith.engine import cdiv
 from tilesmith.ops.bulk import for_bulk
 from tilesmith.ops.cluster_gluon import clusters_of
-from tilesmith.ops.gluon_shim import TensorDescriptor, expect, fetch, gl, gluon, reinterpret
+from tilesmith.ops.gluon_shim import TensorDescriptor, expect, fetch, gl, gluon, reinterpret, reserve
 
 LINE = 256  # columns of a line of a box: the most that the accelerator takes, and what a warp reads at once
 MOST_PARTS = 16  # of a row: the programs of the largest cluster
@@ -168,16 +168,12 @@ def part_numbers():
 @gluon.jit
 def open_mail():
     """The address of a mailbox in this program's shared memory, when all programs of the cluster have an empty one:
-    room for MAILS rows of 2 words from each of MOST_PARTS programs. Gluon has no name for the shared memory of another
-    program, nor for the address of its own: this lies beside what it allocates."""
+    room for MAILS rows of 2 words from each of MOST_PARTS programs."""
     WORDS: gl.constexpr = _MAILS * _MOST_PARTS * 2
-    return gl.inline_asm_elementwise(
-        f"""{{
-        .shared .align 128 .b8 tilesmith_mail[{8 * WORDS}];
+    EMPTY: gl.constexpr = f"""{{
         .reg .b32 lane, at;
         .reg .b64 nothing;
         .reg .pred p;
-        mov.u32 $0, tilesmith_mail;
         mov.u32 lane, %tid.x;
         mov.u64 nothing, 0;
         more:
@@ -188,9 +184,8 @@ def open_mail():
         @p bra.uni more;
         barrier.cluster.arrive.release.aligned;
         barrier.cluster.wait.acquire.aligned;
-        }} // $1""",
-        "=&r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        }}"""
+    return reserve(8 * WORDS, 128, EMPTY)
 
 
 @gluon.jit

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import cdiv
+from tilesmith.ops import cluster_gluon
 from tilesmith.ops.bulk import in_units
-from tilesmith.ops.gluon_shim import gl, gluon
+from tilesmith.ops.gluon_shim import gl, gluon, reserve
 from tilesmith.ops.rows_gluon import LINE, MOST_PARTS, opaque, packed, widened
 
-_LINE = gl.constexpr(LINE)
+_LINE, _HEAD = gl.constexpr(LINE), gl.constexpr(cluster_gluon.HEAD)
 
 
 @gluon.jit
@@ -120,30 +121,14 @@ def lines_after(part, cols, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def open_room(PARTS: gl.constexpr):
-    """The address of shared memory for two numbers of each warp of a row, behind a barrier that completes when they are
-    there. The cluster hears that this program has begun: only then may others write to it. Gluon has no name for the
-    shared memory of another program, nor for the address of its own: this lies before what it allocates, and fills
-    lines of 128 bytes, where the tensor memory accelerator wants that to begin."""
+    """The address of shared memory for two numbers of each warp of a row, behind room for a barrier, which completes
+    when they are there; one program needs none."""
     BYTES: gl.constexpr = 8 * PARTS * gl.num_warps()
-    ROOM: gl.constexpr = (16 + BYTES + 127) // 128 * 128
-    BEGIN: gl.constexpr = (
-        f"""{{
-        .reg .pred p;
-        .reg .b32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 p, thread, 0;
-        @p mbarrier.init.shared::cta.b64 [$0], 1;
-        @p fence.mbarrier_init.release.cluster;
-        @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {BYTES};
-        barrier.cluster.arrive.relaxed.aligned;
-        }}"""
-        if PARTS > 1
-        else ""
-    )
-    return gl.inline_asm_elementwise(
-        f".shared .align 128 .b8 tilesmith_room[{ROOM}]; mov.u32 $0, tilesmith_room; {BEGIN} // $1",
-        "=&r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    if PARTS > 1:
+        room = cluster_gluon.open_room(BYTES, 128)
+    else:
+        room = reserve(_HEAD + BYTES, 128, "")
+    return room
 
 
 @gluon.jit
@@ -177,7 +162,7 @@ def swap(room, part, a, b, PARTS: gl.constexpr):
         mov.b32 $0, to;
         }}""",
         "=r,r,r,r,r",
-        [room + 16 + part * (8 * WARPS), a.to(gl.int32, bitcast=True), b.to(gl.int32, bitcast=True), room],
+        [room + _HEAD + part * (8 * WARPS), a.to(gl.int32, bitcast=True), b.to(gl.int32, bitcast=True), room],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     warp = warps_of_row(PARTS)
@@ -189,7 +174,7 @@ def swap(room, part, a, b, PARTS: gl.constexpr):
         mov.b32 $1, 0;
         @p ld.shared.v2.b32 {{$0, $1}}, [$2];
         }}""",
-        "=&r,=&r,r,r", [room + 16 + warp * 8, warp], dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+        "=&r,=&r,r,r", [room + _HEAD + warp * 8, warp], dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
     return a.to(gl.float32, bitcast=True), b.to(gl.float32, bitcast=True)
 

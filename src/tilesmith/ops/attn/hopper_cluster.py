@@ -33,6 +33,7 @@ from tilesmith.ops.attn.hopper_shared import (
 )  # fmt: skip
 from tilesmith.ops.bulk import in_units
 from tilesmith.ops.cluster_gluon import (
+    HEAD,
     await_cluster,
     await_room,
     clusters_of,
@@ -54,6 +55,8 @@ from tilesmith.ops.gluon_shim import (
     warp_mma,
 )  # fmt: skip
 from tilesmith.ops.rows import dense
+
+_HEAD = gl.constexpr(HEAD)  # of a room
 
 
 @gluon.jit
@@ -202,7 +205,8 @@ def attention_cluster_kernel(
             _load(v_desc, v_full, v, i, v_place, kv_head, begin + i * BN, length, LENGTHS)
     OWNERS: gl.constexpr = min(R, PARTS)
     if PARTS > 1:
-        room, room_full = open_room(R // OWNERS * PARTS * (DV * 4 + 8))
+        room_full = open_room(R // OWNERS * PARTS * (DV * 4 + 8), 1024)
+        room = room_full + _HEAD
 
     # each warp has all queries
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
