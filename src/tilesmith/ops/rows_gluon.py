@@ -302,8 +302,8 @@ def parts_grid(x: Tensor, config: PartsConfig) -> tuple[int, int]:
 
 
 def parts_flags(cols: int, parts: int, config: PartsConfig) -> dict[str, Any]:
-    """What a kernel is compiled and launched with. The programs of a group, which wait for each other, are a cluster:
-    the device starts all of them or none, whatever else runs on it."""
+    """What a kernel for rows of `cols` columns in so many parts is compiled and launched with. The programs of a group,
+    which wait for each other, are a cluster: the device starts all of them or none, whatever else runs on it."""
     flags = {"PARTS": parts, "EVEN": cols % config.width == 0, "WIDTH": config.width, "SLOTS": config.slots}
     flags |= {"num_warps": config.num_warps, "cluster": parts}
     return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags

@@ -213,7 +213,7 @@ HELD_CHOICES = {"chunks": (2, 4, 8), "num_warps": (4, 8, 16), "max_registers": (
 
 
 def held_flags(cols: int, parts: int, config: HeldConfig) -> dict[str, Any]:
-    """What a kernel is compiled and launched with."""
+    """What a kernel for rows of `cols` columns in so many parts is compiled and launched with."""
     even = cols == parts * config.chunks * config.num_warps * LINE
     flags = {"PARTS": parts, "CHUNKS": config.chunks, "EVEN": even, "num_warps": config.num_warps, "cluster": parts}
     return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags

@@ -378,7 +378,7 @@ def attention(call, *, config: ClusterConfig) -> tuple[Tensor, Tensor]:
 
 def division(heads: int, blocks: int, sms: int, device: torch.device) -> tuple[int, int]:
     """Among how many programs of a cluster, and how many clusters, the blocks of keys of each kv head are divided.
-    heads: kv heads of all batch rows.
+    heads: kv heads of all batch rows; sms: multiprocessors of the device.
 
     One cluster a head, as large as lets all run at once, where that keeps half of the device busy. Clusters of 16 take
     their keys through few groups of multiprocessors (GPCs): beyond a few blocks they lose to programs alone whose parts

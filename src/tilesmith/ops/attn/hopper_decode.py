@@ -190,8 +190,8 @@ def _unit_heads(group: int, tokens: int) -> int:
 
 
 def keys_of(x: Tensor, rows: int, bounded: bool, narrow: bool) -> tuple[TensorDescriptor, int]:
-    """The descriptor of keys or values; bounded: where a batch row or page of x ends by itself
-    (`hopper_corner.corner`), and how many tokens lie between two of them. narrow: in tiles of 64 columns."""
+    """The descriptor of keys or values in tiles of `rows` tokens; bounded: where a batch row or page of x ends by
+    itself (`hopper_corner.corner`), and how many tokens lie between two of them. narrow: in tiles of 64 columns."""
     batch, token = x.stride(0), x.stride(2) if x.shape[2] > 1 else 8
     if bounded and (token == 0 or (x.shape[0] > 1 and batch % token) or x.shape[0] * batch >= token * 2**30):
         x = x.clone(memory_format=torch.contiguous_format)

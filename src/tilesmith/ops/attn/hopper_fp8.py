@@ -101,7 +101,8 @@ def _factors(scale: Tensor, tokens: int) -> tuple[Tensor, tuple[int, int, int], 
     return scale.float(), steps, 1 < scale.shape[2] != tokens
 
 
-def _tiles(x: Tensor, shape, strides, block) -> TensorDescriptor:
+def _tiles(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """x as `shape`, by strides in elements, for the tensor memory accelerator in boxes `block`."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=block[-1], element_bitwidth=8, rank=len(shape))
     return TensorDescriptor(x, shape, strides, block, layout)
 
@@ -129,7 +130,7 @@ def _keys(k: Tensor) -> TensorDescriptor:
 
 
 def _end(shape: Sequence[int], strides: Sequence[int], tokens: int) -> int:
-    """Elements from the first to the last of [B, G, S, D], if S were so many tokens."""
+    """Elements from the first to the last of `shape` [B, G, S, D] at these strides, if S were so many tokens."""
     last = (shape[0] - 1, shape[1] - 1, tokens - 1, shape[3] - 1)
     return 1 + sum(at * stride for at, stride in zip(last, strides))
 

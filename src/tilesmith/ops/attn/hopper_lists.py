@@ -64,7 +64,8 @@ def list_tiles(
     block_m: int, block_n: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The table of tiles of `block_m` queries and parts of `block_n` keys, in the lists' order: batch, head, tile. And
-    each head's tiles in the order in which they are best made, not with `causal`."""
+    each head's tiles in the order in which they are best made, not with `causal`. offsets, indices: lists of blocks of
+    `block_k` keys for blocks of `block_q` queries, as `attention` takes them."""
     batch, heads, _ = offsets.shape
     tiles = cdiv(tokens, block_m)
     table = torch.empty((batch * heads * tiles, 4), dtype=torch.int32, device=offsets.device)
@@ -114,7 +115,8 @@ def list_key_tiles(
     offsets: Tensor, indices: Tensor, tokens: int, keys: int, causal: bool, block_q: int, block_k: int,
     block_m: int, block_n: int,
 ) -> Tensor:  # fmt: skip
-    """The table of tiles of `block_n` keys and parts of `block_m` queries, from transposed lists and in their order."""
+    """The table of tiles of `block_n` keys and parts of `block_m` queries, from transposed lists and in their order: of
+    blocks of `block_q` queries for blocks of `block_k` keys."""
     batch, heads, _ = offsets.shape
     tiles = cdiv(keys, block_n)
     table = torch.empty((batch * heads * tiles, 4), dtype=torch.int32, device=offsets.device)

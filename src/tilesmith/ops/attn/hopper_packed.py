@@ -100,8 +100,9 @@ def query_tiles_kernel(
 def query_tiles(
     cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None, tokens: int, keys: int, window: tuple, block: int
 ) -> tuple[Tensor, int]:
-    """The table of tiles of `block` queries, and how many there may be. window: left, right, and which of them hides
-    anything."""
+    """The table of tiles of `block` queries, and how many there may be. cu_q, cu_k: where documents begin, and the last
+    one's end; lengths: of each one's valid keys, None: all are; tokens, keys: of all together; window: left, right, and
+    which of them hides anything."""
     documents = cu_q.numel() - 1
     most = tokens // block + documents + 1
     table = torch.empty((most + 1, 8), dtype=torch.int32, device=cu_q.device)
@@ -225,7 +226,8 @@ def key_tiles_kernel(
 def key_tiles(
     cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None, tokens: int, keys: int, window: tuple, rows: int, block: int
 ) -> tuple[Tensor, Tensor, int, int]:
-    """The tables of blocks of `rows` queries and of tiles of `block` keys, and how many of each there may be."""
+    """The tables of blocks of `rows` queries and of tiles of `block` keys, and how many of each there may be. The
+    other arguments are those of `query_tiles`."""
     documents = cu_q.numel() - 1
     left, right, has_left, has_right = window
     # each part of a document has at most one block that is not full

@@ -82,7 +82,7 @@ def no_lists(call) -> list[str]:
 
 
 def list_reasons(call, block_q: int, block_k: int) -> list[str]:
-    """Why a kernel whose tiles are such parts of blocks cannot walk a call's block lists."""
+    """Why a kernel of tiles of `block_q` queries and `block_k` keys cannot walk a call's block lists."""
     reasons = []
     if call.block_q % block_q or call.block_k % block_k:
         reasons.append(
@@ -125,14 +125,16 @@ def score_factors(call) -> tuple[float, float]:
 
 
 def is_narrow(window: tuple[int, int, bool, bool], packed: bool, columns: int) -> bool:
-    """Whether a window is so narrow that what a tile meets is there at once (`hopper_window`)."""
+    """Whether a window (`window_of`) is so narrow that what a tile meets is there at once (`hopper_window`). packed:
+    documents are; columns: of the widest tile."""
     left, right, has_left, has_right = window
     return has_left and has_right and left + right <= 128 and columns <= 128 and not packed
 
 
 def run_of(choices: Sequence[int], more: int, blocks: int, rows: int, arch) -> int:
-    """How many blocks of a head a program does one after another where windows are narrow: with few runs of many blocks
-    little is loaded twice, which costs as much as `more` blocks a run, with many runs none idles at the end."""
+    """How many of a head's `blocks`, one of `choices`, a program does one after another where windows are narrow: with
+    few runs of many blocks little is loaded twice, which costs as much as `more` blocks a run, with many runs none
+    idles at the end. rows: batch * heads."""
     return min(choices, key=lambda run: cdiv(cdiv(blocks, run) * rows, arch.sms) * (run + more))
 
 
@@ -154,7 +156,7 @@ def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, colum
 
 
 def section(k: Tensor, heads: int, arch, alike: bool) -> int:
-    """How many heads of q to work on together. alike: all tiles have the same work.
+    """How many of the `heads` of q to work on together. k: [B, G, S, D]; alike: all tiles have the same work.
 
     Then it is those that share keys, which so come when they are needed (H200, head dim 128, 1k / 4k / 16k keys: 616 /
     717 / 738 TFLOP/s; by half of the L2 cache 575 / 695 / 703). Else so many that their keys and values stay in about

@@ -39,7 +39,8 @@ def divided(
 ) -> tuple[int, int]:
     """How many of so many tiles are made by one program each, and into how many shares the others are divided.
 
-    right: how many keys behind its own a query sees, None: nothing is masked. With a mask tiles are divided only where
+    block_m, block_n: queries and keys of a tile's block; right: how many keys behind its own a query sees, None:
+    nothing is masked. With a mask tiles are divided only where
     there are fewer than multiprocessors, since the counter evens out more of them.
 
     None is divided where that spares the last programs fewer than 14 blocks of keys (`shares_of`): they write and read
@@ -349,8 +350,10 @@ def launch_shares(
     shares: int, undivided: int, descriptors: tuple, lse: Tensor, sinks: Tensor | None, sizes: tuple, right: int,
     factors: tuple, arch, **kinds,
 ) -> None:  # fmt: skip
-    """Make the tiles from number `undivided` on, in so many shares. descriptors: of q, k, v and out; sizes: tokens,
-    keys, heads of q, tiles of a head, batch * heads, the section, heads of a group."""
+    """Make the tiles from number `undivided` on, in so many shares. descriptors: of q, k, v and out, which is written,
+    as lse [B, H, T] is; sinks: [H] or None; sizes: tokens, keys, heads of q, tiles of a head, batch * heads, the
+    section, heads of a group; right: how many keys behind its own a query sees, of which the kernel asks with RIGHT;
+    factors: from `score_factors`; kinds: the kernel's constants but LATE."""
     _, _, _, blocks, rows, _, _ = sizes
     consumers = kinds["CONSUMERS"]
     parts = lse.new_empty(consumers * (shares + blocks * rows - undivided), 64 * (kinds["DV"] + 2))

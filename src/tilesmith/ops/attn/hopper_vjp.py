@@ -254,8 +254,8 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
 
 
 def divided(q: Tensor, kv_heads: int, tiles: int, steps: int, section: int, arch) -> tuple[int, int]:
-    """How many of so many tiles, of so many blocks of queries each, are made by one program each, and into how many
-    shares the others are divided.
+    """How many of so many tiles, of `steps` blocks of queries each, are made by one program each, and into how many
+    shares the others are divided. section: kv heads that are worked on together (`section_vjp`).
 
     None where that does not spare the last programs 16 blocks (`shares_of`): what shares leave is written and read once
     more (H200, head dim 128, 1k: 511 TFLOP/s with the 8 that it spares, 523). As programs are at different queries
@@ -270,12 +270,13 @@ def divided(q: Tensor, kv_heads: int, tiles: int, steps: int, section: int, arch
 
 
 def _streamed(tokens: int, dim: int, group: int) -> int:
-    """Bytes of the queries, dout and parts of dq of a kv head."""
+    """Bytes of the queries, dout and parts of dq of a kv head, which `group` heads of q share."""
     return tokens * dim * 8 * group
 
 
 def section_vjp(q: Tensor, kv_heads: int, k_blocks: int, arch, packed: bool, ordered: bool, diagonal: bool) -> int:
-    """How many kv heads to work on together.
+    """How many kv heads to work on together, of each of which `k_blocks` tiles of keys are made. packed: documents
+    are; ordered: parts of dq are added tile after tile; diagonal: each tile starts where its keys are first seen.
 
     As many as give each program a tile: so who had a short one, under a causal mask, draws a long one of the next heads
     (H200, head dim 128, 32/8 heads x 4k causal: 1,222 us in sections of 4, 1,442 one after another); of documents, as

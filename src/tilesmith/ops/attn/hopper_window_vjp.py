@@ -291,8 +291,9 @@ def attention_window_vjp_kernel(
 
 
 def window_gradients(q, k, v, dout, rows: Tensor, window, q_begin: int, factors, gradients, stages: int) -> None:
-    """Write dq of the queries from q_begin on, the first that sees a key, and dk and dv. rows: lse in units of log 2
-    and delta of these queries. stages: boxes of queries in flight."""
+    """Write dq of the queries from q_begin on, the first that sees a key, and dk and dv, which are `gradients`. rows:
+    lse in units of log 2 and delta of these queries. window: left and right; factors: inner, outer and that of dq and
+    dk, as in the kernel; stages: boxes of queries in flight."""
     (batch, heads, tokens, _), keys, arch = q.shape, k.shape[2], arch_of(q.device)
     size = cdiv(keys + window[1], 64)
     run = run_of((2, 4, 8, 16, 32, 64, 128), 3, size, batch * heads, arch)

@@ -197,7 +197,8 @@ def gradients(
     lse: Tensor,
     terms: Terms,
 ) -> None:
-    """`LogitSteps.gradients`."""
+    """`LogitSteps.gradients`. chunks: x, weight and where their gradients go; tokens: those of this chunk, of which are
+    target, losses and lse [C], the last two written."""
     x, weight, dx = chunks.x[tokens], chunks.weight, chunks.dx.view_as(chunks.x)[tokens]
     (rows, hidden), classes = x.shape, weight.shape[0]
     e = chunks.buffer[: rows * classes].view(rows, classes)

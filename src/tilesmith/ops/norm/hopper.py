@@ -307,8 +307,9 @@ def forward(
     seed: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor | None, ...]:
-    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. seed, p: of the dropout of x
-    before it is added to the residual."""
+    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. offset: added to the weight;
+    llama: x · rstd is rounded before that multiplies it. seed, p: of the dropout of x before it is added to the
+    residual."""
     (x, residual), outputs = rows_and_outputs(x, residual, center)
     y, s, mean, rstd = outputs
     count, cols = x.shape
@@ -328,7 +329,7 @@ def forward(
 
 
 def dropout_arguments(seed: Tensor | None, p: float, count: int, cols: int) -> dict[str, Any]:
-    """What a forward kernel is told of the dropout of x [count, cols]; nothing where there is none."""
+    """What a forward kernel is told of the dropout of x [count, cols] by seed and p; nothing where there is none."""
     seed = kernel_seed(seed, p)
     if seed is None:
         return {}
@@ -340,7 +341,7 @@ def dropout_arguments(seed: Tensor | None, p: float, count: int, cols: int) -> d
 def rows_and_outputs(
     x: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor | None, ...]]:
-    """x and residual as [M, N]; room for y, s, mean and rstd."""
+    """x and residual as [M, N]; room for y, s, mean, of a norm that takes it off (center), and rstd."""
     order = row_order(x)
     y = empty_rows(x, order)
     s = None if residual is None else empty_rows(x, order, residual.dtype)
@@ -365,8 +366,9 @@ def backward(
     p: float = 0.0,
     early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. dropped: room for the
-    gradient of what was dropped out by `seed` and `p`; early: as the kernel's EARLY."""
+    """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. x: what was normalised;
+    ds: its gradient from elsewhere, or None; offset: added to the weight. dropped: room for the gradient of what was
+    dropped out by `seed` and `p`; early: as the kernel's EARLY."""
     order = row_order(x)
     dx = empty_rows(x, order)
     x, dy = rows(x, order), rows(dy, order)
@@ -389,6 +391,7 @@ def backward(
 
 
 def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
+    """Why kernels of parts do not serve a call of rows of `cols` columns; Triton's are as fast up to `more_than`."""
     reasons = [
         f"{name} has dtype {facts.dtype}; these kernels serve float16, bfloat16 and float32"
         for name, facts in call._asdict().items()

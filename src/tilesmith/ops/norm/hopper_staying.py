@@ -177,7 +177,7 @@ def _forward(
     seed: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor | None, ...]:
-    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. seed, p: as in
+    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. The other arguments are those of
     `norms.forward`."""
     (x, residual), outputs = norms.rows_and_outputs(x, residual, center)
     count, cols = x.shape

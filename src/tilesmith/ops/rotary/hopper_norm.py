@@ -53,6 +53,7 @@ class _Side(NamedTuple):
 
 
 def _side(x: Tensor, row: bool, config: TilesConfig) -> _Side:
+    """x [B, H, T, D] in tiles. row: all heads of a token are normalised together."""
     batch, num_heads, num_tokens, dim = x.shape
     at_once, heads, warps, steps = 512 // dim, next_power_of_2(num_heads), config.num_warps, config.steps
     if row:  # a warp has heads of one token
@@ -85,6 +86,7 @@ def _programs(x: Tensor, sides: Sequence[_Side | None], config: TilesConfig) -> 
 
 
 def _grid(sides: Sequence[_Side | None], programs: Sequence[int]) -> int:
+    """All programs, if so many share the tiles of a block of heads of each side."""
     return sum(side.head_blocks * number for side, number in zip(sides, programs) if side is not None)
 
 
@@ -118,7 +120,7 @@ class _Where(NamedTuple):
 def _flags(
     where: _Where, dim: int, sides: Sequence[_Side | None], strided: Sequence[Tensor], config: TilesConfig
 ) -> dict[str, Any]:
-    """strided: what is read and written by strides."""
+    """What a kernel is compiled and launched with. dim: of a head; strided: what is read and written by strides."""
     sides = [side for side in sides if side is not None]
     reaches = [
         x.stride(1) * side.heads * side.steps + x.stride(2) * side.tokens
@@ -139,7 +141,7 @@ def _dims(q: Tensor, k: Tensor | None, norm_dim: str) -> dict[str, int]:
 
 
 def _warps(dims: Mapping[str, int]) -> int:
-    """Of a program that has a whole row: so many that a thread has two steps of it."""
+    """Of a program that has a whole row: so many that a thread has two steps of it. dims: from `_dims`."""
     return 8 if dims["group"] > 4096 else 4
 
 
