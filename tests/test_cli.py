@@ -112,6 +112,7 @@ def test_explain_takes_shapes_and_values():
         (("bench", "model", "--shape", "huge", "--device", "cpu"), "--shape must be one of"),
         (("bench", "--readme", "no/such/file"), "no/such/file"),
         (("optimize", "no/such/model"), "no/such/model does not exist"),
+        (("verify", "attention", "silu", "--random", "3"), "can be drawn for silu; they can for attention"),
         (("demo", "--text", "no/such/text"), "no/such/text"),
         (("demo", "--model", "no/such/model"), "no/such/model does not exist"),
         (("demo", "--model", ".", "--export", "model"), "--export writes the model that the demo makes"),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, op_named, table
+from tilesmith.cli.output import CHECK_FAILED, console, device_named, op_named, refuse, table
 
 
 def command(
@@ -28,6 +28,8 @@ def command(
 
     where = device_named(device)
     names = [op_named(name).name for name in ops or []] or None
+    if drawn:
+        _check_kinds(names or [])
     with console.status("checking") as status:
         results = []
         for result in run_drawn(names, where, drawn) if drawn else run_cases(names, device=where):
@@ -44,6 +46,16 @@ def command(
         console.print(_summary(results))
     if failed or not results:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _check_kinds(names: list[str]) -> None:
+    from tilesmith.engine import ops
+    from tilesmith.validate.drawn import kinds
+
+    without = [name for name in names if not kinds(name)]
+    if without:
+        have = ", ".join(name for name in sorted(ops()) if kinds(name))
+        refuse(f"no cases of random sizes can be drawn for {', '.join(without)}; they can for {have}")
 
 
 def _row(result) -> dict:
