@@ -91,6 +91,23 @@ def test_a_kernel_tells_how_it_serves_a_call():
         register_kernel("explain_telling", backend="mute", rank=30, tells="nothing")
 
 
+def test_what_a_compiler_makes_of_a_call_is_told():
+    op = Op(_double, name="explain_melting", fake=torch.empty_like, decompose=_double)
+    register_kernel("explain_melting", backend="other", rank=20)(_double)
+    assert "traced as plain PyTorch" in tilesmith.explain(op, torch.ones(3), compiled=True).note
+    with tilesmith.use(explain_melting="other"):  # a pin holds for a compiled call too
+        assert tilesmith.explain(op, torch.ones(3), compiled=True).note == "under torch.compile: one opaque call"
+
+
+def test_a_compiled_loss_tells_what_it_does_where_sizes_may_change():
+    x, weight, target = torch.ones(4, 8, requires_grad=True), torch.ones(9, 8, requires_grad=True), torch.arange(4)
+    changing = "of a size that may change from call to call: mode chunks"
+    assert changing not in tilesmith.explain("linear_cross_entropy", x, weight, target).note
+    assert changing in tilesmith.explain("linear_cross_entropy", x, weight, target, compiled=True).note
+    named = tilesmith.explain("linear_cross_entropy", x, weight, target, mode="keep", compiled=True).note
+    assert changing not in named and "as asked" in named
+
+
 class _Width(NamedTuple):
     width: int
 

@@ -287,8 +287,9 @@ class Op:
             args = self._autocast(args)
         self.check(*args)
         device = next(a.device for a in args if isinstance(a, Tensor))
-        choice = self._select(self._describe(*args), pinned(self.name), device)
-        if compiled and self.decompose is not None:
+        pin = pinned(self.name)
+        choice = self._select(self._describe(*args), pin, device)
+        if compiled and self.decompose is not None and not pin:
             note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
             return replace(choice, note=note)
         notes = self._told(choice.kernel, args)

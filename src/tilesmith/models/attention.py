@@ -41,7 +41,9 @@ def register_for_transformers() -> None:
     `ops.attention`; masks of padding, windows, caches and packed documents reach it as arguments of a few numbers a row
     (`attention_masks.key_mask`), others as dense masks. Where no kernel of the library is, they call PyTorch's
     attention, or for soft caps and sinks the model's own. What padding itself attends to may differ from other
-    implementations. `optimize` does this and more. Raises ImportError without such a transformers.
+    implementations. Under torch.compile transformers takes any call without a mask for one that may be packed, and its
+    mask is dense. `optimize` does all this, tells a compiled model by whether its caller gives position_ids, and does
+    more. Raises ImportError without such a transformers.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -250,7 +252,10 @@ class AttentionRule(Rule):
         if chosen:
             return Skip(f"its attention was set to {', '.join(sorted(chosen))}", wanted=False)
         form = next((f for f in forms(model) if isinstance(f, AttentionForm)), AttentionForm(tuple(configured)))
-        return Replace(form, ("attention",), f"attn_implementation was {form.before[0][1]}")
+        told = f"attn_implementation was {form.before[0][1]}"
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            told += "; compiled, a row is packed documents if the caller gives position_ids, else one"
+        return Replace(form, ("attention",), told)
 
 
 def _configurations(model: nn.Module) -> list[tuple[str, str | None]]:

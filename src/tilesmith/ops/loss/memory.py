@@ -96,8 +96,9 @@ def chosen_mode(*args: object) -> str:
     return modes[0] if whole(target.numel(), *weight.shape, dtype.itemsize, x.device, known) else "chunks"
 
 
-def described_mode(asked: str, *args: object) -> str:
-    """For `explain`: what the mode of a call does, why it is this one, and what it needs. asked: the mode it named."""
+def described_mode(asked: str, *args: object, compiled: bool = False) -> str:
+    """For `explain`: what the mode of a call does, why it is this one, and what it needs. asked: the mode it named;
+    compiled: the call is traced by torch.compile."""
     x, weight, target, bias, *_, reduction, chunk_tokens, accumulate_fp32, mode, grad_mask = args
     wanted, tokens, size = _wanted(grad_mask, x, weight, bias), target.numel(), computed_in(x).itemsize
     if not any(wanted):
@@ -114,6 +115,8 @@ def described_mode(asked: str, *args: object) -> str:
         what = "recompute: the backward computes the logits again"
     elif mode == "keep":
         rows, why, what = tokens, logits, "keep: the logits' gradient is kept for the backward's products"
+        if compiled and active() is None:
+            why += "; of a size that may change from call to call: mode chunks"
     else:
         summed = wanted[1] and accumulate_fp32 and weight.dtype.itemsize < 4
         rows = chunk_tokens or tokens_per_step(tokens, *weight.shape, size, x.device, summed)

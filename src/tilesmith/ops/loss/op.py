@@ -173,7 +173,8 @@ class LinearCrossEntropy(LossWithGradients):
         if distributed(given):
             mode = sharded.described_mode(given)
         else:
-            mode = described_mode(given[self.parameters.index("mode")], *self.bind(args, kwargs))
+            asked = given[self.parameters.index("mode")]
+            mode = described_mode(asked, *self.bind(args, kwargs), compiled=compiled)
         return replace(choice, note="; ".join(filter(None, (choice.note, mode))))
 
 
