@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilesmith.ops.bulk import bulk_strides, for_bulk, in_units
+from tilesmith.ops.bulk import aligned, aligned_vector, bulk_strides, for_bulk, in_units
 
 
 def _memory(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:
@@ -73,3 +73,21 @@ def test_a_unit_is_16_bytes_of_any_dtype(dtype):
     apart = _memory(4, 3 * unit // 2, dtype=dtype)
     assert not in_units(apart[:, :unit]) and in_units(apart[::2, :unit])
     _check(*for_bulk(apart[:, :unit]), apart[:, :unit])
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if CASES[name][0]().ndim == 2])
+def test_rows_read_by_vectors_are_those_in_units_or_a_copy(case):
+    build, by_units, _ = CASES[case]
+    x = build()
+    found, units = aligned(x)
+    assert (found is x) == by_units and torch.equal(found, x)
+    if x.shape[0] > 1:
+        assert units * 8 == found.stride(0)
+
+
+def test_vectors_without_gaps_from_a_unit_on_are_not_copied():
+    x, apart, off = _memory(64), _memory(128)[::2], _memory(64, offset=3)
+    assert aligned_vector(None) is None and aligned_vector(x) is x
+    for vector in (apart, off):
+        found = aligned_vector(vector)
+        assert in_units(found) and torch.equal(found, vector)

@@ -41,3 +41,15 @@ def for_bulk(x: Tensor) -> tuple[Tensor, list[int]]:
         x = x.clone(memory_format=torch.contiguous_format)
         strides = bulk_strides(x)
     return x, strides
+
+
+def aligned(x: Tensor) -> tuple[Tensor, int]:
+    """x [M, N], or a copy of it where its rows are not `in_units`, and how many units a row is from the next."""
+    if not in_units(x):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x, x.stride(0) * x.element_size() // 16
+
+
+def aligned_vector(x: Tensor | None) -> Tensor | None:
+    """x [N], or a copy of it where it is not `in_units`."""
+    return x if x is None or in_units(x) else x.clone(memory_format=torch.contiguous_format)

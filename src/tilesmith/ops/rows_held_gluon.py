@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tilesmith.engine import cdiv
 from tilesmith.ops import cluster_gluon
-from tilesmith.ops.bulk import in_units
 from tilesmith.ops.gluon_shim import gl, gluon, reserve
 from tilesmith.ops.rows_gluon import LINE, MOST_PARTS, opaque, packed, widened
 
@@ -217,23 +216,6 @@ def held_flags(cols: int, parts: int, config: HeldConfig) -> dict[str, Any]:
     even = cols == parts * config.chunks * config.num_warps * LINE
     flags = {"PARTS": parts, "CHUNKS": config.chunks, "EVEN": even, "num_warps": config.num_warps, "cluster": parts}
     return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags
-
-
-def aligned(x: Tensor) -> tuple[Tensor, int]:
-    """x [M, N], or a copy of it where its rows do not begin at multiples of 16 bytes, and how many of these a row is
-    from the next."""
-    if not in_units(x):
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x, x.stride(0) * x.element_size() // 16
-
-
-def aligned_vector(x: Tensor | None) -> Tensor | None:
-    """x [N], or a copy of it that is packed and begins at a multiple of 16 bytes."""
-    return (
-        x
-        if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0)
-        else x.clone(memory_format=torch.contiguous_format)
-    )
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.ops.bulk import aligned, aligned_vector
 from tilesmith.ops.column_sums_triton import add_partials
 from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
 from tilesmith.ops.dropout_gluon import drawn_here, drawn_part, dropped_part
@@ -41,8 +42,6 @@ from tilesmith.ops.rows_held_gluon import (
     HELD_CHOICES,
     LINE,
     HeldConfig,
-    aligned,
-    aligned_vector,
     columns,
     columns_of_warps,
     flat,

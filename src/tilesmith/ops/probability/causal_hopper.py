@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.ops.bulk import aligned
 from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
 from tilesmith.ops.dropout_gluon import drawn_in_turn, dropped_part
 from tilesmith.ops.gluon_shim import gl, gluon
@@ -27,7 +28,7 @@ from tilesmith.ops.rows_bulk_gluon import (
     words_at,
 )
 from tilesmith.ops.rows_gluon import LINE
-from tilesmith.ops.rows_held_gluon import aligned, row_of, swap, values, warps_of_row, words_of
+from tilesmith.ops.rows_held_gluon import row_of, swap, values, warps_of_row, words_of
 
 # H200, bf16, [2, 16, 4096, 4096], of the copy rate, for what is seen read and all written: a kernel that only copies so
 # has 0.93 by bulk copies (0.95 with 7 rows of a multiprocessor on their way and not 26; then others wait for sums), by

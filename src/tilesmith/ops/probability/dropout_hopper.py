@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.bulk import aligned
 from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
 from tilesmith.ops.dropout_gluon import drawn_here, drawn_in_turn, drawn_part, dropped_part
 from tilesmith.ops.gluon_shim import barriers, bulk_load, fence, gl, gluon, reinterpret, wait
@@ -47,7 +48,6 @@ from tilesmith.ops.rows_gluon import (
 from tilesmith.ops.rows_held_gluon import (
     HELD_CHOICES,
     HeldConfig,
-    aligned,
     columns,
     flat,
     held,

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.ops.bulk import aligned
 from tilesmith.ops.gluon_shim import gl, gluon
 from tilesmith.ops.rows import empty_rows, row_order, rows
 from tilesmith.ops.rows_gluon import no_room, width_refused
 from tilesmith.ops.rows_held_gluon import (
     HELD_CHOICES,
     HeldConfig,
-    aligned,
     columns,
     flat,
     held,

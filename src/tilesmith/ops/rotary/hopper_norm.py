@@ -8,13 +8,12 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.bulk import for_bulk
+from tilesmith.ops.bulk import aligned_vector, for_bulk
 from tilesmith.ops.column_sums_triton import add_partials
 from tilesmith.ops.gluon_shim import TensorDescriptor, gl
 from tilesmith.ops.rotary.hopper_norm_backward import norm_rope_bwd_tiles_kernel
 from tilesmith.ops.rotary.hopper_norm_forward import norm_rope_fwd_rows_kernel
 from tilesmith.ops.rotary.rows import row_stride, rows_grid
-from tilesmith.ops.rows_held_gluon import aligned_vector
 
 
 class TilesConfig(NamedTuple):
