@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.library import infer_schema
 
+from tilesmith.engine import inductor, tracing
 from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.arguments import binder, checked
 from tilesmith.engine.autograd import Gradient, Way, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel, as_written
-from tilesmith.engine.key import make_key
+from tilesmith.engine.key import make_direct, make_key
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
@@ -103,8 +104,15 @@ class Op:
         LIBRARY.define(f"{self.name}{head[:-1]}, *, str pin='') ->{returns}")
         LIBRARY.impl(self.name, self._boundary, "CompositeExplicitAutograd")
         qualified = f"tilesmith::{self.name}"
-        torch.library.register_fake(qualified, lambda *args, pin="": fake(*self.complete(args)), lib=LIBRARY)
         self.handle = getattr(torch.ops.tilesmith, self.name).default
+        self.handle.direct = self.direct
+
+        def traced(*args: Any, pin: str = "") -> Any:
+            if not self.mutates:
+                inductor.teach(self)
+            return fake(*self.complete(args))
+
+        torch.library.register_fake(qualified, traced, lib=LIBRARY)
         if not self.mutates:
             register_loop_vmap(self, qualified)
 
@@ -179,12 +187,15 @@ class Op:
 
     def _traced(self, args: tuple) -> Any:
         """A call under torch.compile or torch.export."""
-        self.check(*args)
+        name = self.name
+        if any(type(a).__module__ == "numpy" for a in args):  # Dynamo takes NumPy's numbers for tensors
+            self.check(*args)
+        torch._dynamo.comptime.comptime(tracing.check, lambda: self.check(*args))
         if self.autocast:
             args = self._autocast(args)
         if sharding_rules.distributed(args):
             return sharding_rules.call(self, args)
-        pin = pinned(self.name)
+        pin = pinned(name)
         if self.decompose is not None and not pin:
             return self.decompose(*args)
         return self._public(self.handle(*args, pin=pin))
@@ -198,8 +209,11 @@ class Op:
 
     def _key(self, inside: bool, pin: str, *args: Any) -> tuple | None:
         """The key of a call, as `engine.key` explains. Written out at the first call: most declared ops get none."""
-        self._key = make_key(self.name, [str(a.type) for a in self.handle._schema.arguments if not a.kwarg_only])
+        self._key = make_key(self.name, self._kinds())
         return self._key(inside, pin, *args)
+
+    def _kinds(self) -> list[str]:
+        return [str(a.type) for a in self.handle._schema.arguments if not a.kwarg_only]
 
     def run(self, args: tuple, pin: str = "") -> Any:
         """All outputs, without autograd: straight to the kernel for plain tensors, else through torch's dispatcher."""
@@ -218,6 +232,11 @@ class Op:
         key = self._key(True, pin, *args)
         ready = self._recent.get(key)
         return (self._remember(key, args, pin) if ready is None else ready).run(*args)
+
+    def direct(self, *args: Any) -> Any:
+        """All outputs, of all arguments and the pin: what code that Inductor generates calls (`engine.inductor`)."""
+        self.handle.direct = make_direct(self, self._kinds())  # here as in `_key`, at the first call
+        return self.handle.direct(*args)
 
     def _dispatched(self, args: tuple, pin: str) -> Any:
         if _functorch() is not None and self.gradient is not None:

@@ -1,0 +1,115 @@
+"""What a compiled graph does at run time, and what guards it: calls past torch's dispatcher, checks without guards."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilesmith import ops
+from tilesmith.engine import ops as declared
+
+inductor = pytest.importorskip("torch._inductor.utils")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+def _norm(x, weight):
+    return ops.rms_norm(x, weight, eps=1e-5, offset=0.5)
+
+
+def _inputs():
+    torch.manual_seed(0)
+    return torch.randn(4, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+
+
+def _grads(fn, x, weight):
+    out = fn(x, weight)
+    return out, *torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+
+
+def test_a_compiled_graph_calls_kernels_past_the_dispatcher(monkeypatch):
+    x, weight = _inputs()
+    want, compiled = _grads(_norm, x, weight), torch.compile(_norm, fullgraph=True)
+    got, codes = inductor.run_and_get_code(_grads, compiled, x, weight)
+    assert [sum(f"{name}.default.direct(" in code for code in codes) for name in ("rms_norm", "rms_norm_vjp")] == [1, 1]
+    torch.testing.assert_close(got, want)
+    for name in ("rms_norm", "rms_norm_vjp"):  # what the dispatcher would call
+        monkeypatch.setattr(declared()[name], "_ready", lambda *_: pytest.fail("not a repeat call"))
+    seen = []
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", lambda op, *a, **k: seen.append(op))
+    got = _grads(compiled, x, weight)
+    monkeypatch.undo()
+    assert not [op for op in seen if "tilesmith" in str(op)]
+    torch.testing.assert_close(got, want)
+
+
+def test_a_mode_sees_the_ops_of_a_compiled_graph():
+    x, weight = (t.detach() for t in _inputs())
+    compiled = torch.compile(_norm)
+    want, seen = compiled(x, weight), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    direct = declared()["rms_norm"].handle.direct
+    with Watch():
+        got = direct(x, weight, 1e-5, 0.5, "fp32", "")[0]
+    assert seen[0] is declared()["rms_norm"].handle
+    torch.testing.assert_close(got, want)
+
+
+CACHED = """
+import sys, torch
+from tilesmith import ops
+from torch._dynamo.utils import counters
+compiled = torch.compile(lambda x: ops.rms_norm(x))
+print(float(compiled(torch.ones(2, 8)).sum()), counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_code_from_a_cache_finds_the_ops(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    run = [sys.executable, "-c", CACHED]
+    told = [subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()[-2:] for _ in range(2)]
+    assert told[0][0] == told[1][0] and [hits for _, hits in told] == ["0", "1"]
+
+
+@pytest.mark.parametrize(("weight", "kind"), [(torch.ones(63), ValueError), (3, TypeError)])
+def test_a_check_that_fails_while_tracing_raises_as_in_eager_calls(weight, kind):
+    x = torch.randn(4, 64)
+    with pytest.raises(kind) as eager:
+        _norm(x, weight)
+    with pytest.raises(kind) as compiled:
+        torch.compile(_norm, backend="aot_eager")(x, weight)
+    assert str(compiled.value) == str(eager.value)
+
+
+def test_a_number_of_numpy_is_a_number():
+    numpy = pytest.importorskip("numpy")
+    x, eps = torch.randn(4, 64), numpy.float32(0.5)
+    compiled = torch.compile(lambda x: ops.rms_norm(x, eps=eps) + 1, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), ops.rms_norm(x, eps=0.5) + 1)
+
+
+def test_nothing_that_a_check_reads_is_guarded():
+    x, weight = _inputs()
+    torch.compile(_norm, backend="eager", fullgraph=True)(x, weight)
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(_norm.__code__)
+    guards = str(entry.guard_manager)
+    assert "rms_norm.handle" in guards and "rms_norm.check" not in guards
+
+
+def test_a_check_holds_for_sizes_that_are_not_known():
+    compiled = torch.compile(_norm, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows, cols in ((3, 64), (5, 96)):
+        x, weight = torch.randn(rows, cols), torch.randn(cols)
+        torch.testing.assert_close(compiled(x, weight), _norm(x, weight))
