@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from tilesmith import explain, ops, use
 from tilesmith.engine import ops as declared
+from tilesmith.engine import replay
 from tilesmith.engine.launch import _Encoded
-from tilesmith.engine.replay import _descriptor, _encodings
+from tilesmith.engine.recording import _descriptor, _encodings, recorder
 
 
 def test_a_descriptor_of_other_memory_is_the_recorded_one_but_for_its_base():
@@ -69,10 +71,10 @@ def test_the_launcher_below_tritons_wrapper_is_the_one_that_takes_encoded_descri
 RECORDING = """
 import sys
 import torch
-from tilesmith.engine import replay
+from tilesmith.engine.recording import recording
 x = torch.ones(3)
-with replay._recording((x,)) as record:
-    torch.empty(3)
+with recording((x,)) as record:
+    torch.empty(3).sin()
 assert record.refusal, "nothing was seen"
 print("torch._dynamo" in sys.modules)
 """
@@ -81,6 +83,124 @@ print("torch._dynamo" in sys.modules)
 def test_recording_imports_no_compiler():
     done = subprocess.run([sys.executable, "-c", RECORDING], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """A CPU's tensors are replayed as a GPU's would be; launches are functions of addresses."""
+    monkeypatch.setattr(replay, "_current_device", lambda: 0)
+    monkeypatch.setattr(replay, "_empty_cuda", lambda *like: torch.empty_strided(*like[:2], dtype=like[2]))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+
+    def launch(fn, *values):
+        fn(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
+        found = SimpleNamespace(run=lambda x, y, z, stream, _, *v: fn(*v), function=None, head=(), encoded=None)
+        if recorder() is not None:
+            recorder().launched(found, 0, (1, 1, 1), list(values))
+
+    return launch
+
+
+def _products(launch, offsets):
+    """A launcher with products into views of one buffer, results that are views, and a launch amid them."""
+
+    def launcher(x, weight, scale):
+        rows = x.reshape(-1, x.shape[-1])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        buffer = x.new_empty(rows.shape[0] * weight.shape[0] + 4)
+        scores = buffer[4:].view(rows.shape[0], -1)
+        for part in (slice(0, 2), slice(2, 4)):
+            torch.mm(rows[part], weight.t(), out=scores[part])
+        back = torch.mm(scores, weight).mul_(scale)
+        launch(lambda a, b: offsets.append(b - a), scores, scores[1:])
+        both = torch.cat([back[:1], back[1:]])
+        del back
+        sums = x.new_zeros(weight.shape[0], dtype=wide)
+        sums += scores.sum(0, dtype=wide)
+        out = torch.empty_like(rows)
+        torch.addmm(out, scores, weight, beta=0, out=out)
+        out[1:3].copy_(both[:2])
+        return out.view(x.shape), sums, x.new_zeros(0), both.view(x.shape)
+
+    return launcher
+
+
+def test_products_between_launches_are_replayed(as_if_on_a_gpu):
+    offsets = []
+    launcher = _products(as_if_on_a_gpu, offsets)
+    kernel = replay.Replay(launcher, lambda: True, 0)
+    torch.manual_seed(0)
+    for call in range(4):
+        x, weight = torch.randn(2, 2, 8), torch.randn(5, 8)
+        got, want = kernel.run(x, weight, 0.5), launcher(x, weight, 0.5)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert [g.stride() for g in got] == [w.stride() for w in want]
+        assert (kernel.run.__name__, kernel.refusal) == ("replay" if call else "_launch", "")
+    assert offsets == [20] * 8
+    kernel.fn = None  # the launcher is not asked
+    torch.testing.assert_close(kernel.run(x, weight, 0.5), want, rtol=0, atol=0)
+
+
+def test_products_are_left_to_the_launcher_under_autocast(as_if_on_a_gpu):
+    launcher = _products(as_if_on_a_gpu, [])
+    x, weight = torch.randn(2, 2, 8), torch.randn(5, 8)
+    for first, second in ((False, True), (True, False)):
+        kernel, asked = replay.Replay(launcher, lambda: True, 0), []
+        kernel.fn = lambda *args, asked=asked: asked.append(args) or launcher(*args)
+        for on in (first, first, second, second):
+            with torch.autocast("cpu", enabled=on, dtype=torch.bfloat16):
+                got, want = kernel.run(x, weight, 0.5), launcher(x, weight, 0.5)
+                torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)  # of bf16; dtypes are the point
+        assert len(asked) == 4, "replayed what was recorded, or recorded, under autocast"
+
+
+def test_what_a_launcher_lets_go_of_is_free_while_it_is_recorded(as_if_on_a_gpu):
+    kept = []
+
+    def launcher(x):
+        passing = torch.mm(x, x)
+        kept.append(weakref.ref(passing))
+        as_if_on_a_gpu(lambda a: None, passing)
+        del passing
+        assert kept[-1]() is None
+        return torch.mm(x, x)
+
+    kernel = replay.Replay(launcher, lambda: True, 0)
+    for _ in range(3):
+        kernel.run(torch.randn(4, 4))
+    assert kernel.run.__name__ == "replay"
+
+
+def test_an_argument_that_is_written_over_and_returned_is_the_next_calls(as_if_on_a_gpu):
+    def launcher(saved, factor):
+        return saved.mul_(factor), torch.mm(saved, saved)
+
+    kernel = replay.Replay(launcher, lambda: True, 0)
+    for _ in range(4):
+        saved, factor = torch.randn(3, 3), torch.randn(())
+        want = saved * factor
+        scaled, square = kernel.run(saved, factor)
+        assert scaled is saved and torch.equal(scaled, want) and torch.equal(square, want @ want)
+    assert kernel.run.__name__ == "replay"
+
+
+@pytest.mark.parametrize("cause", ["value", "noise", "stranger", "bits"])
+def test_what_cannot_be_repeated_is_not(as_if_on_a_gpu, cause):
+    stranger = torch.ones(4, 4)
+
+    def launcher(x):
+        if cause == "value":
+            return torch.mm(x, x) if x.sum().item() > 0 else torch.mm(x, -x)
+        if cause == "noise":
+            return torch.mm(x, torch.randn(4, 4))
+        if cause == "bits":
+            return torch.mm(x, x) + torch.clone(x.view(torch.int32))
+        return torch.mm(x, stranger)
+
+    kernel = replay.Replay(launcher, lambda: True, 0)
+    for sign in (1, 1, -1):
+        kernel.run(sign * torch.ones(4, 4))
+    assert kernel.run.__name__ == "_launch" and kernel.refusal
 
 
 needs_hopper = pytest.mark.skipif(

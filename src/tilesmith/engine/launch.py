@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilesmith.engine import replay
+from tilesmith.engine import recording
 
 _offline: Callable[..., None] | None = None
 _compiled: dict[tuple, _Compiled] = {}
@@ -41,7 +41,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cluster: int = 1, **n
             found = _remember(key, compiled)
     else:
         found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *values)
-    recorder = replay.recorder()
+    recorder = recording.recorder()
     if recorder is not None:
         recorder.launched(found, key and key[1], (x, y, z), values)
 
@@ -64,7 +64,7 @@ def _launch_cluster(
     x, y, z = (*grid, 1, 1)[:3]
     x //= cluster  # the launcher multiplies it
     found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *values)
-    recorder = replay.recorder()
+    recorder = recording.recorder()
     if recorder is not None:
         recorder.launched(found, key[1], (x, y, z), values)
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilesmith.engine.replay import each_time
+from tilesmith.engine.recording import each_time
 
 _COUNTERS = 1024  # launches of one device that may be in flight at once
 _rings: dict[tuple[int, int], tuple[Tensor, ...]] = {}
