@@ -97,13 +97,12 @@ def tiles_of(number, desc, times=1, _semantic=None):
 
 
 @builtin
-def tile_in(room, desc, _semantic=None):
-    """The first of the tiles that a descriptor moves in what `tiles_of` made."""
+def tile_in(room, desc, which=0, _semantic=None):
+    """One of the tiles that a descriptor moves, by its number, in room in shared memory."""
     block = [_unwrap(n) for n in desc.block_type.shape]
     number = math.prod(_unwrap(n) for n in room.shape) // math.prod(block)
-    return reinterpret(room, desc.dtype, [number, *block], desc.layout, _semantic=_semantic).index(
-        0, _semantic=_semantic
-    )
+    tiles = reinterpret(room, desc.dtype, [number, *block], desc.layout, _semantic=_semantic)
+    return tiles.index(which, _semantic=_semantic)
 
 
 @gluon.jit
