@@ -333,6 +333,10 @@ ATTENTION = [
     Case("d256_deterministic", _attend(1, 8, 2, 700, 700, 256, causal=True, deterministic=True), GPU, HALF),
     Case("d128_deterministic", _attend(
         2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_sections", _attend(
+        1, 3, 3, 8190, 8250, 128, init=_tokens_first, causal=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_sections_behind", _attend(
+        1, 3, 3, 8330, 8250, 128, causal=True, deterministic=True), GPU, HALF),
     Case("d64_deterministic", _attend(2, 8, 8, 900, 1300, 64, deterministic=True), GPU, HALF),
     Case("d96_deterministic_window", _attend(
         1, 8, 2, 1500, 1500, 96, causal=True, window_left=200, deterministic=True), GPU, HALF),

@@ -93,10 +93,10 @@ class KeyWalk:
     q_begin, k_begin: the first query and key of the first tiles; those before see nothing, or nobody sees them, and
     they may hold NaN. q_blocks, k_blocks: tiles of a head. rows: batch * kv heads. section: how many kv heads are
     worked on together, so that what they stream stays in L2. left, right: the window. PACKED: sizes and beginnings are
-    those of one document at a time. ORDERED: tiles come from the last keys on. WOVEN: a tile meets a block of queries
-    of all heads of its group before the next block (`rises`). BQ, BK: queries of a block, keys of a tile. With block
-    lists of LIST_Q queries, list_share heads have a list in common, and list_rows is how many tiles of keys the lists
-    of a batch row have, 0 if all have the same.
+    those of one document at a time. ORDERED: tiles come from the last keys on, and ALTERNATES in every other section
+    from the first ones. WOVEN: a tile meets a block of queries of all heads of its group before the next block
+    (`rises`). BQ, BK: queries of a block, keys of a tile. With block lists of LIST_Q queries, list_share heads have a
+    list in common, and list_rows is how many tiles of keys the lists of a batch row have, 0 if all have the same.
     """
 
     tokens: gl.tensor
@@ -118,6 +118,7 @@ class KeyWalk:
     DYNAMIC: gl.constexpr
     PACKED: gl.constexpr
     ORDERED: gl.constexpr
+    ALTERNATES: gl.constexpr
     WOVEN: gl.constexpr
     BQ: gl.constexpr
     BK: gl.constexpr
@@ -128,14 +129,15 @@ class KeyWalk:
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
-        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, BK, D, STAGES, LIST_Q,
+        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, ALTERNATES, WOVEN, BQ, BK, D, STAGES, LIST_Q,
     ):  # fmt: skip
         self.tokens, self.keys, self.kv_heads, self.q_begin, self.k_begin = tokens, keys, kv_heads, q_begin, k_begin
         self.q_blocks, self.k_blocks, self.rows, self.section = q_blocks, k_blocks, rows, section
         self.left, self.right, self.list_share, self.list_rows = left, right, list_share, list_rows
         self.GROUP, self.LEFT, self.RIGHT = gl.constexpr(GROUP), gl.constexpr(LEFT), gl.constexpr(RIGHT)
         self.DYNAMIC, self.PACKED = gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
-        self.ORDERED, self.WOVEN = gl.constexpr(ORDERED), gl.constexpr(WOVEN)
+        self.ORDERED, self.ALTERNATES = gl.constexpr(ORDERED), gl.constexpr(ALTERNATES)
+        self.WOVEN = gl.constexpr(WOVEN)
         self.BQ, self.BK = gl.constexpr(BQ), gl.constexpr(BK)
         self.D, self.STAGES, self.LIST_Q = gl.constexpr(D), gl.constexpr(STAGES), gl.constexpr(LIST_Q)
 
@@ -156,7 +158,9 @@ class KeyWalk:
             section = gl.where(late, section, (section + 1) // 2)
         block, row = numbered(number, blocks, section, self.rows)
         block += skipped
-        if self.ORDERED:
+        if self.ALTERNATES:
+            block = gl.where(self.rises(number), self.k_blocks - 1 - block, block)
+        elif self.ORDERED:
             block = self.k_blocks - 1 - block
         batch = row // self.kv_heads
         kv_head = row - batch * self.kv_heads
@@ -170,12 +174,17 @@ class KeyWalk:
 
     @gluon.jit
     def rises(self, number):
-        """Whether a tile meets its first queries first. WOVEN: in every other section, so that all tiles that run meet
-        the same queries at about the same time. Those of the first section start together, at the last queries, and end
-        one after another, the last keys first; so those of the second start one after another, the first keys first,
-        each when those before it have come to its own first queries, and end together."""
+        """Whether a tile meets its first queries first. ALTERNATES: in every other section. The tiles of the first one,
+        the last keys first, start together, each at its diagonal, and end one after another, the shortest first; so
+        those of the second start one after another, now the longest first, and if each walks down from the last queries
+        it follows the one before and all end together, each at its diagonal. WOVEN: in every other section, so that all
+        tiles that run meet the same queries at about the same time. Those of the first section start together, at the
+        last queries, and end one after another, the last keys first; so those of the second start one after another,
+        the first keys first, each when those before it have come to its own first queries, and end together."""
         rises = number < 0
-        if self.ORDERED:
+        if self.ALTERNATES:
+            rises = number // (self.section * self.k_blocks) % 2 == 0
+        elif self.ORDERED:
             rises = number >= 0
         elif self.WOVEN:
             rises = number // (self.section * self.k_blocks) % 2 == 1
@@ -187,7 +196,7 @@ class KeyWalk:
         return KeyWalk(
             tokens, keys, self.kv_heads, q_begin, self.k_begin, q_blocks, self.k_blocks, self.rows, self.section,
             self.left, self.right, self.list_share, self.list_rows, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC,
-            self.PACKED, self.ORDERED, self.WOVEN, self.BQ, self.BK, self.D, self.STAGES, self.LIST_Q,
+            self.PACKED, self.ORDERED, self.ALTERNATES, self.WOVEN, self.BQ, self.BK, self.D, self.STAGES, self.LIST_Q,
         )  # fmt: skip
 
     @gluon.jit
@@ -226,7 +235,8 @@ STORED = gl.constexpr(2)  # after 1, which says that somebody will
 START, KEYS_AT, KV_HEAD, BLOCKS, EDGE, LIMIT, PLACE, MET, MET_END, SLOT = (gl.constexpr(i) for i in range(10))
 # with lists, which are in no order: a tile's row in their table, and how far that of the group's next head is
 ENTRY, STEP = MET, MET_END
-RISES = MET  # WOVEN: 1 where a tile meets its first queries first, else 0
+# 1 where a tile meets its first queries first, else 0: WOVEN, and ALTERNATES, which has no shares
+RISES, TURN = MET, SLOT
 QUERIES_END = SLOT  # of documents, which have no shares: where the document's queries end
 
 
@@ -275,11 +285,12 @@ def load_pair(k_desc, v_desc, there, k, v, full, turn, LATE: gl.constexpr):
 
 @gluon.jit
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
-         ORDERED: gl.constexpr, SHARED: gl.constexpr, WOVEN: gl.constexpr, ROWS: gl.constexpr, LIST_Q: gl.constexpr,
-         BQ: gl.constexpr):  # fmt: skip
+         ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, k_blocks, SHARED: gl.constexpr, WOVEN: gl.constexpr,
+         ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
     first to come has stored (STORED stands at turns_ptr then), or ORDERED what the tile of keys behind this one adds
-    (its first key + 1 stands there). A box has a warp of its own: a block's turn, its addition and the word to the next
+    (its first key + 1 stands there; where tiles come from the first keys on, how many keys from its first to the last
+    one's that meets the block, + 1). A box has a warp of its own: a block's turn, its addition and the word to the next
     tile take about as long as the products of a block, and nobody waits for them as long as two."""
     await_launcher()
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
@@ -292,6 +303,9 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
         place = ticket.read(turn, PLACE)
         met = ticket.read(turn, MET)
         met_end = ticket.read(turn, MET_END)
+        if ALTERNATES:
+            rises = ticket.read(turn, TURN) > 0
+            reach = ticket.read(turn, EDGE) + start - 1  # the last key that the last query sees, of those before a mask
         ticket.give_back(turn)
         for member in range(1 if SHARED or WOVEN else GROUP):
             entry = met + member * met_end
@@ -304,11 +318,19 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                         block += head * q_blocks
                     else:
                         block = i if SHARED else listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
+                    left = start
+                    if ALTERNATES:
+                        block = gl.where(rises, i, blocks - 1 - i)
+                        last = gl.minimum((reach + (block + 2 - blocks) * BQ) // 128, k_blocks - 1)
+                        last = gl.where(block == blocks - 1, k_blocks - 1, last) * 128
+                        left = gl.where(rises, start, last - start)
                     here = turns_ptr + place + block
                     if ORDERED:
                         follows = (block >= met) & (block < met_end)
+                        if ALTERNATES:
+                            follows = gl.where(rises, follows, start > 0)
                         if follows:
-                            await_number(here, start + 129)
+                            await_number(here, left + 129)
                     else:
                         follows = seen(here, STORED)
                     meet("sync", PARKED + BOX, 288)
@@ -326,7 +348,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                     arrive(dq_empty.index(BOX))
                     if ORDERED:
                         bulk_finish()
-                        publish(here, start + 1)
+                        publish(here, left + 1)
                     elif not follows:
                         bulk_finish()
                         publish(here, STORED)
@@ -381,6 +403,8 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         ticket.write(turn, MET_END, met_end - first)
         if SHARED:
             ticket.write(turn, SLOT, slot)
+        if walk.ALTERNATES:
+            ticket.write(turn, TURN, gl.where(rises, 1, 0))
         if DROPS and walk.PACKED:
             ticket.write(turn, QUERIES_END, q_place)
         ticket.close(turn)
@@ -405,6 +429,8 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                     block, member = woven(i, blocks, rises, walk.GROUP)
                 else:
                     block = i if SHARED else listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
+                    if walk.ALTERNATES:
+                        block = gl.where(rises, i, blocks - 1 - i)
                 here = head + member, first + block
                 if SHARED:
                     here = head + (first + i) // walk.q_blocks, (first + i) % walk.q_blocks
@@ -586,10 +612,10 @@ def _block(
 @gluon.jit
 def _consume(
     C: gl.constexpr, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, WOVEN: gl.constexpr,
-    BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-    PACKED: gl.constexpr, LIST_Q: gl.constexpr, SHARED: gl.constexpr, shares_ptr, LATE: gl.constexpr, dropout, sizes,
-    DRAW: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, ALTERNATES: gl.constexpr,
+    WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr, SHARED: gl.constexpr, shares_ptr,
+    LATE: gl.constexpr, dropout, sizes, DRAW: gl.constexpr,
 ):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -629,6 +655,8 @@ def _consume(
         wait(kv_full.index(0), turn & 1)
         wait(kv_full.index(1), turn & 1)
         step = BQ if ORDERED else -BQ
+        if ALTERNATES:
+            step = gl.where(ticket.read(turn, TURN) > 0, BQ, -BQ)
         if WOVEN:
             step = gl.where(ticket.read(turn, RISES) > 0, BQ, -BQ)
             blocks *= GROUP
@@ -700,8 +728,8 @@ def attention_dkv_kernel(
     indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
     list_rows, undivided, shares, shares_ptr, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    ORDERED: gl.constexpr, WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None, DRAW: gl.constexpr = None,
+    ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None, DRAW: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
@@ -709,10 +737,11 @@ def attention_dkv_kernel(
     d score / d (q . k) but for tanh. shares_ptr: dk and dv of each share's parts of tiles from number `undivided` on
     (`share_of`), or None where no tile is divided, as where anything is masked or ORDERED. TAIL: the last tile has
     fewer keys. ORDERED: tiles add one after another, from the last keys on, and their blocks of queries come from the
-    first on; else both come the other way round. WOVEN: a block of queries of all heads of a group before the next
-    block (blocks of 64 queries and a causal mask, neither ORDERED nor documents or lists). dropout: the seed tensor and
-    the two of `dropout.kernel_numbers`, or None; then scale has the factor of what is kept in it, and delta its
-    inverse. DRAW: RARE, SHORT and EVEN of `Dropout`."""
+    first on; else both come the other way round. ALTERNATES: the other way round in every other section of heads,
+    though ORDERED (blocks of 64 queries and a causal mask, neither grouped heads nor documents). WOVEN: a block of
+    queries of all heads of a group before the next block (blocks of 64 queries, a causal mask, neither ORDERED nor
+    documents or lists). dropout: the seed tensor and the two of `dropout.kernel_numbers`, or None; then scale has the
+    factor of what is kept in it, and delta its inverse. DRAW: RARE, SHORT and EVEN of `Dropout`."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     SHARED: gl.constexpr = shares_ptr is not None
@@ -722,7 +751,7 @@ def attention_dkv_kernel(
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share, list_rows,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, 128, D, STAGES, LIST_Q,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, ALTERNATES, WOVEN, BQ, 128, D, STAGES, LIST_Q,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = tiles_of(STAGES, q_desc)
@@ -746,17 +775,17 @@ def attention_dkv_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q, SHARED,
-                        shares_ptr, LATE, dropout, sizes, DRAW)),
+                        LEFT, RIGHT, TAIL, ORDERED, ALTERNATES, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
+                        SHARED, shares_ptr, LATE, dropout, sizes, DRAW)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q, SHARED,
-                        shares_ptr, LATE, dropout, sizes, DRAW)),
+                        LEFT, RIGHT, TAIL, ORDERED, ALTERNATES, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
+                        SHARED, shares_ptr, LATE, dropout, sizes, DRAW)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
                         indices, undivided, shares, SHARED, LATE, dropout is not None)),
-            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, SHARED, WOVEN,
-                    ROWS, LIST_Q, BQ)),
-            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, SHARED, WOVEN,
-                    ROWS, LIST_Q, BQ)),
+            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ALTERNATES,
+                    k_blocks, SHARED, WOVEN, ROWS, LIST_Q, BQ)),
+            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ALTERNATES,
+                    k_blocks, SHARED, WOVEN, ROWS, LIST_Q, BQ)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
