@@ -8,7 +8,8 @@ reductions: in any order, the first to come by a plain store, so that dq may dif
 ordered, tile after tile of keys. Scores live in units of log 2.
 
 Ordered, the last keys come first and each tile starts where they do, at its diagonal under a causal mask. There a tile
-is the first to add; the next tile gets there one tile's worth of blocks later, and so finds its turn come.
+is the first to add; the next tile gets there one tile's worth of blocks later, and so finds its turn come. Where heads
+alternate, those of every other section come from the first keys on and walk down to their diagonal (`KeyWalk.rises`).
 
 The kernels of one backward are launched so that each may start while the one before ends.
 """
@@ -305,7 +306,8 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
         met_end = ticket.read(turn, MET_END)
         if ALTERNATES:
             rises = ticket.read(turn, TURN) > 0
-            reach = ticket.read(turn, EDGE) + start - 1  # the last key that the last query sees, of those before a mask
+            # where the tile falls: the last key that the last query of its last block but one sees
+            reach = ticket.read(turn, EDGE) + start - 1
         ticket.give_back(turn)
         for member in range(1 if SHARED or WOVEN else GROUP):
             entry = met + member * met_end
@@ -471,8 +473,9 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
 def _through_ds(BQ, D, LEFT, RIGHT):
     """Whether a tile's dk and dv are written from where the next ds will be: a consumer's half has room for both, and
     nobody reads it any more, whereas in the boxes for dq those of the last blocks still wait for their turn and are
-    added. So next tile's ds waits for them, and not they for dq: 354 for 339 TFLOP/s in turn at 1k causal, 459 for 450
-    at 2k, 528 for 527 at 4k (head dim 64). Without a mask 579 for 582 in turn and 582 for 593 in any order, at 4k."""
+    added. So the next tile's ds waits for them, and not they for dq (H200, causal, head dim 64, TFLOP/s at 512 / 1k /
+    2k / 4k: 241 / 354 / 457 / 530 for 228 / 340 / 449 / 523, in turn 245 / 351 / 458 / 522 for 233 / 337 / 447 / 526).
+    Not without a mask, where tiles are long: in turn 579 for 582 at 4k and 492 for 496 at 1k."""
     return BQ == 2 * D and RIGHT and not LEFT
 
 

@@ -277,8 +277,9 @@ def alternates(k_blocks: int, block_m: int, section: int, arch) -> bool:
 
     Where a section fills the device; where a tile is met a whole block behind the one before, which takes blocks of
     fewer queries than a tile has keys; and from 8k keys on, where the last tiles, which are the longest, take longer
-    than putting dq in order beside them (H200, head dim 128, TFLOP/s: 673 for 631 at 16k, 644 for 629 at 8k, 596 for
-    598 at 4k, 508 for 531 at 2k; head dim 64, blocks of 128 queries: 421 for 518 at 16k).
+    than putting dq in order beside them (H200, head dim 128, TFLOP/s: 674 for 634 at 32k, 685 for 658
+    at 16k, 643 for 630 at 8k, 596 for 598 at 4k, 508 for 531 at 2k; head dim 64, blocks of 128 queries: 421 for 518 at
+    16k, of kernels that added dq from registers).
     """
     return block_m < 128 and k_blocks >= 64 and 10 * section * k_blocks >= 9 * arch.sms
 
