@@ -337,6 +337,15 @@ def unpack(x, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def doubled(x, LAYOUT: gl.constexpr, dtype: gl.constexpr):
+    """Powers of a block's first half, as `pack` packs them, and zeros for the other half of LAYOUT."""
+    KEYS: gl.constexpr = 4 * x.shape[1]
+    WHOLE: gl.constexpr = pack(gl.zeros([64, KEYS], gl.float32, LAYOUT), dtype).type.layout
+    x = gl.reshape(gl.permute(gl.join(x, x * 0), (0, 2, 1)), [64, KEYS // 2])
+    return gl.convert_layout(x, WHOLE, assert_trivial=True)
+
+
+@gluon.jit
 def bend(x):
     """tanh. 1 - e is exact near 0, where 1 - 2 / (1 + e) would lose what a softcap then multiplies."""
     e = gl.exp2(gl.abs(x) * (-2.0 / LN2))
@@ -551,25 +560,22 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                 dropping,
             )  # fmt: skip
             top, total = gl.convert_layout(top, ROW), gl.convert_layout(total, ROW)
-            few = unpack(few, dtype, P)
-            behind, v_phase = count % walk.V_STAGES, (count // walk.V_STAGES) & 1
-            v_tile = v.index(behind).reshape([BN, DV]).slice(0, BN // 2)
-            p = pack(gl.zeros([64, BN], gl.float32, SCORES), dtype)
             if blocks > 1:
+                behind, v_phase = count % walk.V_STAGES, (count // walk.V_STAGES) & 1
                 count += 1
                 s = count % walk.STAGES
                 if dropout is not None:
                     first = walk.key(begin, blocks, 1, entry, lists, indices)
                 acc, total, top, p = next_block(
-                    C, walk, q_tile, k.index(s).reshape([BN, D]), v_tile,
+                    C, walk, q_tile, k.index(s).reshape([BN, D]), v.index(behind).reshape([BN, DV]).slice(0, BN // 2),
                     (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
-                    (k_empty.index(s), v_empty.index(behind)), few, acc, total, top, queries, first, inner, scale,
-                    False, SOFTCAP, dropping,
+                    (k_empty.index(s), v_empty.index(behind)), unpack(few, dtype, P), acc, total, top, queries, first,
+                    inner, scale, False, SOFTCAP, dropping,
                 )  # fmt: skip
-            else:  # what is left to do below meets zeros
-                wait(v_full.index(behind), v_phase)
-                acc_made = mma(few, v_tile, acc, use_acc=True, is_async=True)
-                acc = mma_wait(0, deps=[acc_made])
+            else:
+                # These powers meet their values below. If both ways of a branch need the same address, ptxas 12.8 may
+                # make it in one way alone: a product here has read values of an earlier tile.
+                p = doubled(few, SCORES, dtype)
             met = 2
         else:
             top, total, p = first_block(
