@@ -10,6 +10,7 @@ import pytest
 
 import tilesmith
 from tilesmith.engine import ops
+from tilesmith.validate.sass import unwritten
 
 TARGETS = {
     "sm80": ("cuda", 80, 32),
@@ -49,3 +50,36 @@ def test_every_gradient_of_hopper_is_compiled_offline():
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     wide = re.findall(r"^compiled norm_bwd_parts_kernel .* for (.+)$", done.stdout, re.MULTILINE)
     assert {"layer_norm", "rms_norm", "dropout_add_norm"} <= set(" ".join(wide).split())
+
+
+def test_no_path_of_attention_reads_what_it_has_not_written():
+    """Causal forwards, whose consumers see parts of blocks, in the forms of large calls."""
+    command = [sys.executable, "-m", "tilesmith.validate.offline", "attn", "cuda", "90", "32"]
+    cases = ["dropout_whole", "d64_whole_turns"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([*command, *cases], env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = re.findall(r"^compiled (\S+)", done.stdout, re.MULTILINE)
+    assert kernels.count("attention_fwd_kernel") == 2
+
+
+BRANCH = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x210] ;
+        /*0010*/                   {jump} ;
+        /*0020*/                   {first}
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24 ;
+        /*0040*/                   BRA `(.L_x_2) ;
+.L_x_1:
+        /*0050*/                   {second}
+        /*0060*/                   HGMMA.64x64x16.F32.BF16 R24, R12, gdesc[UR4], R24 ;
+.L_x_2:
+        /*0070*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize("jump", ["@P0 BRA `(.L_x_1)", "BRX R2 -0x20"])
+def test_a_register_written_in_one_way_of_a_branch_is_found(jump):
+    write = "UIADD3.64 UR6, UR4, 0x80, URZ ;"
+    assert unwritten(BRANCH.format(jump=jump, first=write, second=write)) == []
+    found = unwritten(BRANCH.format(jump=jump, first=write, second="NOP ;"))
+    assert found == ["0060: HGMMA.64x64x16.F32.BF16 reads UR6", "0060: HGMMA.64x64x16.F32.BF16 reads UR7"]

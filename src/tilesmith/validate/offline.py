@@ -1,8 +1,12 @@
-"""Compile a family's kernels for a GPU that is not here: `python -m tilesmith.validate.offline norm cuda 90 32`."""
+"""Compile a family's kernels for a GPU that is not here: `python -m tilesmith.validate.offline norm cuda 90 32`.
+
+Names of cases behind that compile what these launch, in place of the first form of each kernel.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,16 +15,20 @@ from tilesmith.engine import Op, cases, ops
 from tilesmith.engine.launch import compiling_for
 from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named
+from tilesmith.validate import sass
 from tilesmith.validate.cases import outputs_and_gradients
 
 _ARCHS = {("cuda", 80): "sm80", ("cuda", 90): "sm90", ("cuda", 100): "sm100"}
 
 
-def compile_family(family: str, target: Any, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, str, Any]]:
-    """Every device kernel that the family's Triton launchers launch for its first test cases, compiled for `target`.
+def compile_family(
+    family: str, target: Any, dtype: torch.dtype = torch.bfloat16, names: Sequence[str] = ()
+) -> list[tuple[str, str, Any]]:
+    """Every device kernel that the family's Triton launchers launch for its first test cases, compiled for `target`;
+    or, in any case, those that the named cases launch.
 
-    Returns (op, kernel name, triton's compiled object); of each op one configuration, that of the target's
-    architecture.
+    Returns (op, kernel name, triton's compiled object); of each op, or named case, one configuration, that of the
+    target's architecture.
     """
     arch = arch_named(_ARCHS.get((target.backend, target.arch), str(target.arch)))
     found: list[tuple[str, str, Any]] = []
@@ -28,10 +36,16 @@ def compile_family(family: str, target: Any, dtype: torch.dtype = torch.bfloat16
         if not op.reference.__module__.startswith(f"tilesmith.ops.{family}.") or op.name.endswith("_vjp"):
             continue
         compiled: list[tuple[str, Any]] = []
-        for case in [c for c in cases(op.name) if {"interpret", "compile"} & c.tags and dtype in c.dtypes]:
-            _launch_all(op, case, dtype, target, arch, compiled)
+        for case in [c for c in cases(op.name) if _chosen(c, names) and dtype in c.dtypes]:
+            one: list[tuple[str, Any]] = [] if names else compiled
+            _launch_all(op, case, dtype, target, arch, one)
+            compiled += one if names else []
         found += [(op.name, name, kernel) for name, kernel in compiled]
     return found
+
+
+def _chosen(case: Any, names: Sequence[str]) -> bool:
+    return case.name in names if names else bool({"interpret", "compile"} & case.tags)
 
 
 def _launch_all(op: Op, case: Any, dtype: torch.dtype, target: Any, arch: Any, compiled: list) -> None:
@@ -79,18 +93,27 @@ class _Tap:
             self.configure.arch = None
 
 
-def main(family: str, backend: str, arch: str, warp: str) -> int:
+def main(family: str, backend: str, arch: str, warp: str, *names: str) -> int:
     """Compile and print one line a kernel: registers, spills and shared memory where the target tells them."""
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp))
-    found = compile_family(family, target)
+    found = compile_family(family, target, names=names)
     forms: dict[str, list[str]] = {}
     for op, name, compiled in found:
         form = f"{name} shared={compiled.metadata.shared} warps={compiled.metadata.num_warps}"
         forms.setdefault(form, []).append(op)
     sys.stdout.write("".join(f"compiled {form} for {' '.join(names)}\n" for form, names in sorted(forms.items())))
-    return 0 if found else 1
+    faults = [f"{name}: {x}\n" for _, name, kernel in found for x in _faults(kernel)]
+    sys.stderr.write("".join(faults))
+    return 0 if found and not faults else 1
+
+
+def _faults(kernel: Any) -> list[str]:
+    """What `sass.unwritten` finds in a kernel for Hopper."""
+    if kernel.metadata.target.backend != "cuda" or kernel.metadata.target.arch != 90:
+        return []
+    return sass.unwritten(sass.disassembled(kernel.asm["cubin"]))
 
 
 if __name__ == "__main__":

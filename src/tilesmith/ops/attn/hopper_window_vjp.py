@@ -156,6 +156,7 @@ def _consume(
             v_tile = box_of(v, v_full, count + block, V_STAGES, D)
             dk = gl.zeros([64, D], gl.float32, DKV)
             dv = gl.zeros([64, D], gl.float32, DKV)
+            gl.assume(block >= 0)  # the loop has a round, in which ptxas makes addresses that dq's products need, too
             for i in range(gl.maximum(2 - block, 0), 3):
                 b = block - 2 + i
                 s = (count + b) % walk.Q_STAGES
