@@ -195,13 +195,15 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         "DV": value_wide, "CONSUMERS": config.consumers, "STAGES": config.stages,
         "V_STAGES": config.v_stages or config.stages, "SOFTCAP": call.softcap > 0.0,
     }  # fmt: skip
+    tile = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
+    aligned = tokens % tile == (keys - tokens) % tile == 0 and config.consumers < 4 and config.block_n == 128
     if undivided:
         launch(
             attention_fwd_kernel, (programs,), *descriptors, lse, sinks, counter(q.device) if dynamic else None,
             table, lists, indices, *sizes, left, right, heads // k.shape[1], list_share, list_rows, *factors,
             LEFT=has_left, DYNAMIC=dynamic, Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0,
-            HALF=call.causal and not (has_left or packed or has_lists) and tokens % 128 == (keys - tokens) % 128 == 0
-            and config.consumers == 2 and config.block_n == 128, PER_SM=per_sm, DIVIDED=shares > 0, num_warps=4,
+            HALF=aligned and call.causal and not (has_left or packed or has_lists), PER_SM=per_sm,
+            DIVIDED=shares > 0, num_warps=4,
             **({"maxnreg": 80} if per_sm > 1 else {}), **kinds, **dropout_arguments(call),
         )  # fmt: skip
     if shares:

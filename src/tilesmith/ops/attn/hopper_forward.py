@@ -39,9 +39,10 @@ class Walk:
     their keys and values stay in L2. left, right: the window. group: heads of q that share one of k and v. PACKED:
     tokens and keys are those of one document at a time. With block lists of LIST_K keys, list_share heads have a list
     in common, and list_rows is how many tiles the lists of a batch row have, 0 if all have the same. TURNS: consumers
-    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of a
-    tile's last block the first one's queries see but the first half, and all of every other block. DIVIDED: programs
-    make whole rounds of tiles; those left over are made in shares (`hopper_shares`).
+    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of
+    the last block that they see the first of two consumers sees but the first half, and any of three may, and all
+    consumers see every other block whole. DIVIDED: programs make whole rounds of tiles; those left over are made in
+    shares (`hopper_shares`).
     """
 
     tokens: gl.tensor
@@ -419,10 +420,10 @@ def _pass(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty
 
 @gluon.jit
 def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, first, inner, scale,
-                SOFTCAP: gl.constexpr, drop=None):  # fmt: skip
+                SOFTCAP: gl.constexpr, drop=None, half=None):  # fmt: skip
     """The first block of keys that a consumer meets, or its first half: each row's greatest score, the sum of its
     powers, and these (`pack`), 0 where drop drops them. taken: others have met a block before, so that the product has
-    a turn."""
+    a turn. half: whether the queries see but the first half; None: not known."""
     KEYS: gl.constexpr = k_tile.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     zero = gl.zeros([64, KEYS], gl.float32, SCORES)
@@ -437,6 +438,29 @@ def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, 
         kept = kept_keys(drop, first, KEYS)
     qk = mma_wait(0, deps=[qk])
     arrive(k_empty)
+    if half is not None:
+        # a branch without products: ptxas 12.8 may make addresses that both ways of one need in one way alone
+        ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+        PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS // 2, 16])
+        if half:
+            few, _ = gl.split(gl.permute(gl.reshape(qk, [64, 2, KEYS // 2]), (0, 2, 1)))
+            few = gl.convert_layout(few, PART, assert_trivial=True)
+            few_queries = gl.convert_layout(queries, gl.SliceLayout(1, PART))
+            top, total, p = _first_powers(few, walk, few_queries, first, inner, scale, q_tile.dtype, SOFTCAP)
+            top, total = gl.convert_layout(top, ROW), gl.convert_layout(total, ROW)
+            p = doubled(p, SCORES, q_tile.dtype)
+        else:
+            top, total, p = _first_powers(qk, walk, queries, first, inner, scale, q_tile.dtype, SOFTCAP)
+    else:
+        top, total, p = _first_powers(qk, walk, queries, first, inner, scale, q_tile.dtype, SOFTCAP)
+    if drop is not None:
+        p = dropped(p, kept)
+    return top, total, p
+
+
+@gluon.jit
+def _first_powers(qk, walk, queries, first, inner, scale, dtype: gl.constexpr, SOFTCAP: gl.constexpr):
+    """`first_block` of these scores."""
     if SOFTCAP:
         qk = bend(qk * inner)
     if not walk.WHOLE:
@@ -446,11 +470,7 @@ def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, 
     if not walk.WHOLE:
         base = gl.where(top == NOTHING, 0.0, top)
     p = gl.exp2(qk * scale - base[:, None])
-    total = gl.sum(p, 1)
-    p = pack(p, q_tile.dtype)
-    if drop is not None:
-        p = dropped(p, kept)
-    return top, total, p
+    return top, gl.sum(p, 1), pack(p, dtype)
 
 
 @gluon.jit
@@ -552,7 +572,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         k_tile = k.index(s).reshape([BN, D])
         first = walk.key(begin, blocks, 0, entry, lists, indices)
         met = 1
-        if walk.HALF and C == 0:
+        if walk.HALF and walk.CONSUMERS == 2 and C == 0:
             PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
             top, total, few = first_block(
                 C, walk, q_tile, k_tile.slice(0, BN // 2), k_empty.index(s), False,
@@ -578,9 +598,12 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                 p = doubled(few, SCORES, dtype)
             met = 2
         else:
+            half = None
+            if walk.HALF and walk.CONSUMERS == 3:
+                half = walk.end(start + 63) - first == BN // 2
             top, total, p = first_block(
                 C, walk, q_tile, k_tile, k_empty.index(s), before_right > 0, queries, first, inner, scale, SOFTCAP,
-                dropping,
+                dropping, half,
             )  # fmt: skip
 
         # blocks from the end: those that the right edge crosses, whole ones, those that the left edge crosses
