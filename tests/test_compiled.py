@@ -8,13 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesmith import ops
+from tilesmith.engine import arguments
 from tilesmith.engine import ops as declared
 
 inductor = pytest.importorskip("torch._inductor.utils")
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def fresh(monkeypatch):
+    monkeypatch.setattr(arguments, "SMALL", 0)  # else it is no op that is traced
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
@@ -70,7 +72,9 @@ def test_a_mode_sees_the_ops_of_a_compiled_graph():
 CACHED = """
 import sys, torch
 from tilesmith import ops
+from tilesmith.engine import arguments
 from torch._dynamo.utils import counters
+arguments.SMALL = 0
 compiled = torch.compile(lambda x: ops.rms_norm(x))
 print(float(compiled(torch.ones(2, 8)).sum()), counters["inductor"]["fxgraph_cache_hit"])
 """

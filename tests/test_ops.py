@@ -21,7 +21,7 @@ from op_runs import (
     kernels_of,
     runnable,
 )
-from tilesmith.engine import cases, ops, use
+from tilesmith.engine import arguments, cases, ops, use
 from tilesmith.engine.backends import REFERENCE, interpreting
 from tilesmith.engine.choice import pinned, pins
 from tilesmith.validate import check
@@ -82,6 +82,23 @@ def test_opcheck_of_the_vjp(name):
     op, args = arguments_of(name)
     args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in backward_call_of(op, args))
     torch.library.opcheck(op.vjp.handle, args, {"pin": ""})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if ops()[name].when is arguments.small])
+def test_small_calls_are_traced_as_plain_functions(name, monkeypatch):
+    op, args = arguments_of(name)
+    traced, told = [], "traced as plain PyTorch"
+
+    def backend(graph, _):
+        traced.append({node.target for node in graph.graph.nodes})
+        return graph.forward
+
+    for limit, small in ((arguments.SMALL, True), (0, False)):
+        monkeypatch.setattr(arguments, "SMALL", limit)
+        torch._dynamo.reset()
+        found = torch.compile(lambda *a: op(*a), fullgraph=True, backend=backend, dynamic=False)(*args)
+        torch.testing.assert_close(found, op(*args), equal_nan=True)
+        assert (op.handle not in traced.pop()) is small is (told in op.explain(*args, compiled=True).note)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,6 +28,25 @@ _LISTS = {int: "a sequence of ints", bool: "a sequence of bools", float: "a sequ
 _DENSE = (torch.strided, torch.jagged)
 
 
+SMALL = 4 * 2**20  # bytes of a tensor up to which the host, not the device, sets the pace of a compiled model
+
+
+def always(*args: Any) -> bool:
+    """Of any arguments."""
+    return True
+
+
+def small(*args: Any) -> bool:
+    """Whether no tensor takes more than `SMALL` bytes, as far as a trace knows.
+
+    There Inductor is left to fuse plain functions with their neighbours: an op is a call of its own, which costs the
+    host more than the kernel saves the device. A train step of two layers, 8 x 256 tokens, on an H200 (wall, device):
+    4.0 and 1.60 ms, with each op as a call 5.1 and 1.60; torch.compile alone 3.8 and 1.87, in the other run 4.6.
+    """
+    known = torch.fx.experimental.symbolic_shapes.statically_known_true if torch.compiler.is_compiling() else bool
+    return all(known(a.numel() * a.element_size() <= SMALL) for a in args if isinstance(a, Tensor))
+
+
 def checked(
     name: str, signature: inspect.Signature, check: Callable[..., None] | None, differentiable: Collection[str] | None
 ) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from torch.library import infer_schema
 
 from tilesmith.engine import inductor, tracing
 from tilesmith.engine import sharding as sharding_rules
-from tilesmith.engine.arguments import binder, checked
+from tilesmith.engine.arguments import always, binder, checked
 from tilesmith.engine.autograd import Gradient, Way, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, choose, parse_pin, pinned
@@ -41,10 +41,11 @@ class Op:
     alias: input -> input whose gradient is the same values (``{"residual": "x"}``), or an incoming gradient that is
     its own, shape and dtype included (``{"residual": "dout"}``).
     mutates: names of the arguments that the op writes. decompose: plain function traced in place of the op under
-    torch.compile. autocast: names of the tensors cast to the autocast dtype while autocast is on. fold: tensor
-    arguments whose leading dims are free, so that vmap adds rows instead of looping. unsaved: from a call's arguments,
-    names of outputs that its vjp takes but will not read: it gets [..., 0] for them. sharding: which dims of DTensors
-    may be sharded, a pattern as `engine.sharding` explains, or (op, arguments) -> public outputs; None: DTensors raise.
+    torch.compile, always or where `when` holds of its arguments. autocast: names of the tensors cast to the autocast
+    dtype while autocast is on. fold: tensor arguments whose leading dims are free, so that vmap adds rows instead of
+    looping. unsaved: from a call's arguments, names of outputs that its vjp takes but will not read: it gets [..., 0]
+    for them. sharding: which dims of DTensors may be sharded, a pattern as `engine.sharding` explains, or (op,
+    arguments) -> public outputs; None: DTensors raise.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Op:
         alias: Mapping[str, str] | None = None,
         mutates: Sequence[str] = (),
         decompose: Callable[..., Any] | None = None,
+        when: Callable[..., bool] = always,
         autocast: Sequence[str] = (),
         fold: Sequence[str] = (),
         unsaved: Callable[..., Sequence[str]] | None = None,
@@ -72,7 +74,7 @@ class Op:
             raise ValueError(f"op {self.name!r} is already declared")
         self.reference, self.vjp, self.outputs = reference, vjp, tuple(outputs)
         self.public = len(self.outputs) if public is None else public
-        self.decompose, self.mutates = decompose, tuple(mutates)
+        self.decompose, self.when, self.mutates = decompose, when, tuple(mutates)
         self.alias, self.fold, self.unsaved, self.sharding = dict(alias or {}), tuple(fold), unsaved, sharding
         self.signature = inspect.signature(reference)
         served = None if vjp is None else {*(n[1:] for n in vjp.outputs), *self.alias}
@@ -196,8 +198,8 @@ class Op:
         if sharding_rules.distributed(args):
             return sharding_rules.call(self, args)
         pin = pinned(name)
-        if self.decompose is not None and not pin:
-            return self.decompose(*args)
+        if self.decompose is not None and not pin and self.when(*args):
+            return self._public(self.decompose(*args))
         return self._public(self.handle(*args, pin=pin))
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -308,7 +310,7 @@ class Op:
         device = next(a.device for a in args if isinstance(a, Tensor))
         pin = pinned(self.name)
         choice = self._select(self._describe(*args), pin, device)
-        if compiled and self.decompose is not None and not pin:
+        if compiled and self.decompose is not None and not pin and self.when(*args):
             note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
             return replace(choice, note=note)
         notes = self._told(choice.kernel, args)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.arguments import small
 from tilesmith.ops import portable
 from tilesmith.ops.gate import reference
 
@@ -147,6 +148,8 @@ swiglu = Op(
     outputs=("out",),
     check=_check_swiglu,
     kernels=EVERYWHERE,
+    decompose=reference.swiglu,
+    when=small,
     fold=("gate", "up"),
     sharding="* * -> *",
 )
@@ -165,6 +168,8 @@ geglu = Op(
     outputs=("out",),
     check=_check_geglu,
     kernels=EVERYWHERE,
+    decompose=reference.geglu,
+    when=small,
     fold=("gate", "up"),
     sharding="* * -> *",
 )

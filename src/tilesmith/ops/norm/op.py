@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.arguments import small
 from tilesmith.ops import portable
 from tilesmith.ops.norm import reference
 from tilesmith.ops.rows import empty_row_values, empty_rows, row_order
@@ -171,6 +172,8 @@ rms_norm = Op(
     public=1,
     check=_check_rms_norm,
     kernels=FORWARD,
+    decompose=reference.rms_norm,
+    when=small,
     fold=("x",),
     sharding="*N N -> *N",
 )
@@ -190,6 +193,8 @@ layer_norm = Op(
     public=1,
     check=_check_layer_norm,
     kernels=FORWARD,
+    decompose=reference.layer_norm,
+    when=small,
     fold=("x",),
     sharding="*N N N -> *N",
 )
@@ -211,6 +216,8 @@ add_rms_norm = Op(
     public=2,
     check=_check_add_rms_norm,
     kernels=FORWARD,
+    decompose=reference.add_rms_norm,
+    when=small,
     alias={"x": "residual"},
     fold=("x", "residual"),
     sharding="*N *N N -> *N *N",
@@ -231,6 +238,8 @@ add_layer_norm = Op(
     public=2,
     check=_check_add_layer_norm,
     kernels=FORWARD,
+    decompose=reference.add_layer_norm,
+    when=small,
     alias={"x": "residual"},
     fold=("x", "residual"),
     sharding="*N *N N N -> *N *N",

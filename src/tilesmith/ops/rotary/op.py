@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.arguments import small
 from tilesmith.engine.sharding import spread
 from tilesmith.ops.rotary import reference
 
@@ -224,5 +225,7 @@ rope = Op(
     public=2,
     check=_check,
     kernels={"triton": "tilesmith.ops.rotary.triton"},
+    decompose=reference.rope,
+    when=small,
     sharding=_spread,
 )
