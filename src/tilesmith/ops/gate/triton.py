@@ -83,30 +83,40 @@ def _bias_tile(bias_ptr, num_cols, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def _biased_bwd_kernel(
-    dout_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, dout_row, x_row, num_rows, num_cols, tiles_each,
+    dout_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, dout_row, x_row, num_rows, num_cols, strips,
     ACTIVATION: tl.constexpr, WANTS_DX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns and `tiles_each` tiles of rows a program: dx, and one row of partial sums of dx for dbias.
+    """A block of columns and every strips-th tile of rows a program: dx, and one row of partial sums of dx for dbias. A
+    tile is asked for while the one before it is worked on.
 
-    The loop is pipelined, so that tiles to come are copied while this one is worked on.
+    APART: how many neighbouring rows different threads hold; a thread adds up its own of a tile before they meet the
+    sums, which so take few registers.
     """
     col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    strip = (tl.program_id(0) // col_blocks).to(tl.int64)
+    strip = tl.program_id(0) // col_blocks
     col = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-    row = strip * tiles_each * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
     bias = _bias_tile(bias_ptr, num_cols, BLOCK_COLS)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    for _ in tl.range(0, tiles_each, num_stages=STAGES):
-        mask = (row < num_rows) & (col < num_cols)
-        x = tl.load(x_ptr + (row * x_row + col), mask=mask, other=0.0).to(tl.float32)
-        dout = tl.load(dout_ptr + (row * dout_row + col), mask=mask, other=0.0).to(tl.float32)
+    x_at, dout_at, dx_at = row * x_row + col, row * dout_row + col, row * num_cols + col
+    total = tl.zeros([APART, BLOCK_COLS], tl.float32)
+    first = tl.cast(strip, tl.int64) * BLOCK_ROWS
+    mask = (first + row < num_rows) & (col < num_cols)
+    x_ahead = tl.load(x_ptr + first * x_row + x_at, mask=mask, other=0.0)
+    dout_ahead = tl.load(dout_ptr + first * dout_row + dout_at, mask=mask, other=0.0)
+    for tile in range(strip, tl.cdiv(num_rows, BLOCK_ROWS), strips):
+        first = tl.cast(tile, tl.int64) * BLOCK_ROWS
+        mask = (first + row < num_rows) & (col < num_cols)
+        x, dout = x_ahead.to(tl.float32), dout_ahead.to(tl.float32)
+        after = first + strips * BLOCK_ROWS
+        mask_after = (after + row < num_rows) & (col < num_cols)
+        x_ahead = tl.load(x_ptr + after * x_row + x_at, mask=mask_after, other=0.0)
+        dout_ahead = tl.load(dout_ptr + after * dout_row + dout_at, mask=mask_after, other=0.0)
         dx = gradient(dout, x + bias, ACTIVATION)
-        total += dx
+        total += tl.sum(tl.reshape(dx, (BLOCK_ROWS // APART, APART, BLOCK_COLS)), 0)
         if WANTS_DX:
-            tl.store(dx_ptr + (row * num_cols + col), dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        row += BLOCK_ROWS
-    tl.store(partial_ptr + (strip * num_cols + col), tl.sum(total, 0, keep_dims=True), mask=col < num_cols)
+            tl.store(dx_ptr + first * num_cols + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(partial_ptr + strip.to(tl.int64) * num_cols + col, tl.sum(total, 0, keep_dims=True), mask=col < num_cols)
 
 
 class GateConfig(NamedTuple):
@@ -131,13 +141,15 @@ def _blocks(num_rows: int, num_cols: int, config: GateConfig) -> tuple[int, int,
 
 
 class StripConfig(NamedTuple):
-    """block_rows, block_cols: a tile; programs: how many walk the tiles of their columns, each at least `LEAST`."""
+    """block_rows, block_cols: a tile. programs, max_registers: of the backward: how many programs walk the tiles of
+    their columns, each at least `LEAST` rows; registers of a thread, so that they are resident at once; 0 leaves it to
+    the compiler."""
 
     block_rows: int
     block_cols: int
     num_warps: int
-    num_stages: int
-    programs: int
+    programs: int = 0
+    max_registers: int = 0
 
 
 LEAST = 64  # rows of a strip: its partial sums are then a fiftieth of the traffic
@@ -191,10 +203,10 @@ def _biased_backward(
     if partial.numel():
         launch(
             _biased_bwd_kernel, (strips * col_blocks,),
-            dout, x, bias.contiguous(), dx, partial, dout.stride(0), x.stride(0), num_rows, num_cols,
-            cdiv(tiles, strips),
+            dout, x, bias.contiguous(), dx, partial, dout.stride(0), x.stride(0), num_rows, num_cols, strips,
             ACTIVATION=activation, WANTS_DX=wants_dx, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-            STAGES=config.num_stages, num_warps=config.num_warps,
+            APART=min(block_rows, max(1, 512 // x.element_size() * config.num_warps // block_cols)),
+            num_warps=config.num_warps, **({"maxnreg": config.max_registers} if config.max_registers else {}),
         )  # fmt: skip
     return dx, sum_partials(partial, bias.dtype)
 
@@ -244,13 +256,27 @@ GATE_SPACE = Space(
 
 
 def _strip_default(dims, arch, dtype) -> StripConfig:
-    # 8 elements a thread of each tensor: 0.95 of the copy rate (H200, bf16, 32,768 x 4,096); 0.91 with 16.
-    return StripConfig(block_rows=8, block_cols=128, num_warps=4, num_stages=3, programs=6 * max(1, arch.sms))
+    # H200, bf16, of the copy rate at 1,024, 4,096, 8,192 and 131,072 columns: 0.97, 0.95 (67 million elements), 0.97
+    # and 0.97; gelu's gradient, which has no sum, 1.02 (1.01). Programs that walk neighbouring tiles of 8 x 128
+    # elements, which asynchronous copies bring to shared memory: 0.92, 0.90, 0.95 and 0.93. Narrow tiles cost a program
+    # at its end: threads that share columns swap sums. Not faster: four programs a multiprocessor (0.94, 0.91, 0.94,
+    # 0.94), six of 80 registers (0.94, 0.91, 0.95, 0.94), registers as the compiler likes (0.93, 0.89, 0.93, 0.92),
+    # tiles of 1 and 4 rows (0.86 and 0.90, 0.83 and 0.90), two tiles on their way (0.90 at 4,096); the last program of
+    # a block of columns adding up what the others left there (0.85 at 4,096); a program for each tile of 16 to 128 rows
+    # and 64 to 256 columns, all of it on its way at once (0.46 to 0.91 at 4,096; without any sum 1.00).
+    #
+    # Where these would leave half of the programs without work (8,192 x 1,024: 27 µs, by 8 x 128 elements 21), narrow
+    # tiles: more columns are worked on at once.
+    per_sm, each = 5, 16 // dtype.itemsize
+    programs = per_sm * max(1, arch.sms)
+    wide = cdiv(dims["rows"], LEAST) * cdiv(dims["cols"], 128 * each)
+    registers = arch.registers // (per_sm * 128) // 8 * 8 if arch.kind == "cuda" else 0
+    return StripConfig(*((2, 128 * each) if 2 * wide >= programs else (16, 16 * each)), 4, programs, registers)
 
 
 def _biased_default(dims, arch, dtype) -> StripConfig:
     # Four 16-byte accesses a thread, on columns wide enough for whole lines and rows enough to share their bias.
-    return StripConfig(block_rows=8, block_cols=128 * 8 // dtype.itemsize, num_warps=4, num_stages=1, programs=0)
+    return StripConfig(block_rows=8, block_cols=128 * 8 // dtype.itemsize, num_warps=4)
 
 
 BIASED_SPACE = Space(
@@ -262,11 +288,11 @@ STRIP_SPACE = Space(
     default=_strip_default,
     dims=lambda dout, x, *_: _row_dims(x),
     choices={
-        "block_rows": (4, 8, 16),
-        "block_cols": (128, 256, 512),
+        "block_rows": (2, 4, 16),
+        "block_cols": (128, 512, 1024),
         "num_warps": (4, 8),
-        "num_stages": (2, 3, 4),
-        "programs": (528, 792, 1056, 1584),
+        "programs": (528, 660, 792, 1056),
+        "max_registers": (0,),
     },
 )
 
