@@ -245,6 +245,24 @@ CASES: list[Case] = [
         GPU,
         HALF,
     ),
+    Case(
+        "decode_1_token_of_lengths",
+        _decode(4, 1, 16, 2, 128, 1000, lengths=(1000, 0, 130, 1), sinks=True),
+        GPU,
+        HALF,
+    ),
+    Case("decode_2_tokens_of_lengths", _decode(3, 2, 16, 2, 64, 700, lengths=(700, 77, 1), window_left=100), GPU, HALF),
+    Case(
+        "decode_1_token_of_lengths_over_nan",
+        {
+            **_decode(2, 1, 16, 2, 128, 600, lengths=(500, 77)),
+            **dict.fromkeys(
+                ("k", "v"), T(2, 2, 600, 128, grad=False, init=_nan(slice(None), slice(None), slice(500, None)))
+            ),
+        },
+        GPU,
+        HALF,
+    ),
     Case("decode_16_tokens", _decode(2, 16, 16, 2, 128, 5000, lengths=(5000, 700)), GPU, HALF),
     Case(
         "decode_16_tokens_over_nan",
