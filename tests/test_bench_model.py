@@ -35,6 +35,27 @@ def test_a_model_is_measured_as_built_and_as_optimised(missing):
     assert "| Llama, tiny, 2×64 | tilesmith |" in tables.markdown(found)
 
 
+def test_a_model_stopped_while_timed_has_given_the_rounds_done(missing, monkeypatch):
+    if not importlib.util.find_spec("transformers"):
+        missing("transformers is not installed")
+    given, left = [], [4 * 2]  # rounds of two providers
+
+    def timed(step, device):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return 1000.0 * (1 + left[0] % 2)
+
+    monkeypatch.setattr(model, "_timed", timed)
+    named = {"optimize": id, "command": "x", "only": ("pytorch", "tilesmith"), "rounds": 5, "so_far": given.append}
+    with pytest.raises(KeyboardInterrupt):
+        model.run(model.SHAPES["tiny"], CPU, torch.float32, **named)
+    assert [found["rounds"] for found in given] == [3, 4]
+    assert [[row["provider"] for row in found["rows"]] for found in given] == [["pytorch", "tilesmith"]] * 2
+    assert all(row["us"] > 0 and row["peak_bytes"] > 0 for found in given for row in found["rows"])
+    assert "median of 3 interleaved rounds" in tables.markdown(given[0])
+
+
 def test_a_model_that_takes_too_long_to_build_is_a_row_that_says_so(missing):
     if not importlib.util.find_spec("transformers"):
         missing("transformers is not installed")

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -19,9 +19,10 @@ import torch
 
 from tilesmith.bench.document import document
 from tilesmith.bench.run import reason
-from tilesmith.engine.timing import interleave, launches, peak_memory
+from tilesmith.engine.timing import Timing, interleave, launches, peak_memory
 
 LLAMA = "transformers.models.llama.modeling_llama"
+FEWEST = 3  # rounds: of two, one that something else slowed moves the median
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,19 @@ def run(
     rounds: int = 5,
     limit: float = 600.0,
     progress: Callable[[str], None] = lambda what: None,
+    so_far: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
     """The document: for each provider time, tokens/s, peak memory (weights included) and kernels of one step.
 
     optimize: makes ours out of the plain model, in place. limit: seconds that a provider may take to be built and for
-    its first step, which compiles; a peer that takes longer is a row that says so.
+    its first step, which compiles; a peer that takes longer is a row that says so. so_far: is given the document after
+    each round from the third on, with the number of rounds it has, for a run that is stopped before its end.
     """
     head = {"model": shape.name, "batch": shape.batch, "tokens": shape.tokens, "sizes": asdict(shape)}
     ids = torch.randint(shape.vocab, (shape.batch, shape.tokens), device=device)
     steps: dict[str, Callable[[], None]] = {}
     weights: dict[str, int] = {}
-    rows = []
+    failed = []
     for provider in only:
         progress(f"building {provider}")
         try:
@@ -81,20 +84,38 @@ def run(
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
             if provider == "tilesmith":
                 raise
-            rows.append({**head, "provider": provider, "error": reason(problem)})
+            failed.append({**head, "provider": provider, "error": reason(problem)})
         _free(device)
     memory = {name: weights[name] + peak_memory(step, device) for name, step in steps.items()}
     kernels = {name: launches(step, device) for name, step in steps.items()}
+
+    def described(timings: Mapping[str, Timing]) -> dict[str, Any]:
+        rows = [_row(head, name, timings, memory[name], kernels[name]) for name in timings]
+        done = next((len(timing.rounds) for timing in timings.values()), rounds)
+        named = {"dtype": str(dtype).removeprefix("torch."), "rounds": done}
+        return document("model", device, command, failed + rows, **named)
+
+    def after(timings: Mapping[str, Timing]) -> None:
+        found = described(timings)
+        progress(f"timing, {found['rounds']} of {rounds} rounds done")
+        if found["rounds"] >= FEWEST:
+            so_far(found)
+
     progress("timing")
-    timings = interleave(rounds, {name: (lambda step=step: _timed(step, device)) for name, step in steps.items()})
-    for name, timing in timings.items():
-        row = {**head, "provider": name, "us": round(timing.median_us), "spread": round(timing.spread, 4)}
-        row |= {"tokens_per_s": shape.batch * shape.tokens / timing.median_us * 1e6, "peak_bytes": memory[name]}
-        row |= {"kernels": kernels[name]}
-        if "pytorch" in timings:
-            row["times_pytorch"] = round(timings["pytorch"].median_us / timing.median_us, 3)
-        rows.append(row)
-    return document("model", device, command, rows, dtype=str(dtype).removeprefix("torch."), rounds=rounds)
+    timed = {name: (lambda step=step: _timed(step, device)) for name, step in steps.items()}
+    return described(interleave(rounds, timed, after))
+
+
+def _row(
+    head: Mapping[str, Any], provider: str, timings: Mapping[str, Timing], memory: int, kernels: int
+) -> dict[str, Any]:
+    timing = timings[provider]
+    row = {**head, "provider": provider, "us": round(timing.median_us), "spread": round(timing.spread, 4)}
+    row |= {"tokens_per_s": head["batch"] * head["tokens"] / timing.median_us * 1e6, "peak_bytes": memory}
+    row |= {"kernels": kernels}
+    if "pytorch" in timings:
+        row["times_pytorch"] = round(timings["pytorch"].median_us / timing.median_us, 3)
+    return row
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ def command(
         with console.status(f"measuring {subject}") as status:
             told = lambda step, subject=subject: status.update(f"measuring {subject}: {step}")  # noqa: E731
             if subject == "model":
-                found = _model(shape, {**measure, "progress": told, "limit": limit})
+                found = _model(shape, {**measure, "progress": told, "so_far": so_far, "limit": limit})
             elif subject == "host":
                 found = _host({**measure, "progress": told, "so_far": so_far, "named": case or ()})
             else:

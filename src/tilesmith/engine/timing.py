@@ -71,8 +71,15 @@ def measure(
         return interleave(rounds, {n: (lambda p=p: one_round(p, device, flush)) for n, p in plans.items()})
 
 
-def interleave(rounds: int, variants: Mapping[str, Callable[[], float]]) -> dict[str, Timing]:
-    """Call each variant once a round, in an order that rotates; a variant returns the µs that it measured itself."""
+def interleave(
+    rounds: int,
+    variants: Mapping[str, Callable[[], float]],
+    so_far: Callable[[dict[str, Timing]], None] = lambda timings: None,
+) -> dict[str, Timing]:
+    """Call each variant once a round, in an order that rotates; a variant returns the µs that it measured itself.
+
+    so_far: is given the timings after each round, for measurements that take so long that they may be stopped.
+    """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     names = list(variants)
@@ -81,6 +88,7 @@ def interleave(rounds: int, variants: Mapping[str, Callable[[], float]]) -> dict
         first = i % max(len(names), 1)
         for name in names[first:] + names[:first]:
             found[name].append(variants[name]())
+        so_far({name: Timing.of(times) for name, times in found.items()})
     return {name: Timing.of(times) for name, times in found.items()}
 
 
