@@ -49,10 +49,15 @@ def test_measure_reads_a_clock_that_runs():
     assert times["sleep"].median_us >= 3_000
 
 
-def test_rounds_interleave_and_the_first_turn_rotates():
+def test_rounds_interleave_each_begun_by_another_and_in_another_order():
     order = []
-    interleave(3, {name: (lambda name=name: order.append(name) or 1.0) for name in "abc"})
-    assert order == list("abcbcacab")
+    interleave(5, {name: (lambda name=name: order.append(name) or 1.0) for name in "abcde"})
+    rounds = [order[i : i + 5] for i in range(0, 25, 5)]
+    assert [each[0] for each in rounds] == list("abcde")
+    assert all(sorted(each) == list("abcde") for each in rounds)
+    assert len({pair for each in rounds[:4] for pair in itertools.pairwise(each)}) == 16  # nobody twice after the same
+    found = interleave(4, {"only": lambda: 1.0})["only"]
+    assert found.rounds == (1.0,) * 4
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         interleave(0, {})
 
