@@ -103,6 +103,36 @@ def test_launches_count_operators_on_a_cpu():
     assert launches(lambda: (x + x).relu(), CPU) == 2
 
 
+def test_long_calls_run_untimed_before_they_are_timed(monkeypatch, clock):
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.at = clock.now
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1e3
+
+    module = SimpleNamespace(Event=Event, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    device, state = SimpleNamespace(type="xpu"), {"after": ""}
+
+    def variant(name, seconds):
+        def call():  # the first two calls after another's are faster
+            state["calls"] = state["calls"] + 1 if state["after"] == name else 1
+            state["after"] = name
+            clock.sleep(seconds * (0.8 if state["calls"] <= 2 else 1.0))
+
+        return timing._plan(call, device, lambda: None, 3, 20.0)
+
+    for seconds, calls, untimed in ((2**-13, 20, 0), (2**-9, 10, 10), (2**-5, 1, 2)):
+        ours, theirs = variant("ours", seconds), variant("theirs", seconds)
+        assert (ours.calls, ours.untimed) == (theirs.calls, theirs.untimed) == (calls, untimed)
+        for plan in (ours, theirs, ours):
+            assert timing._device_round(plan, device, lambda: None) == pytest.approx(seconds * 1e6)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_device_time_leaves_the_host_s_pauses_out():
     x = torch.randn(2**24, device="cuda")

@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from tilesmith.hardware.detect import arch_of
 
 EVENTS = ("cuda", "xpu")  # device types whose streams time themselves
+LONG = 5e-4  # seconds of a call from which on what ran before it matters
 MAX_CALLS = 20  # in one batch: a CUDA stream queues about a thousand launches before the host has to wait
 LONGEST_SLEEP = 0.1  # seconds
 SLEEP_CLOCK = 2.0e9  # cycles a second; a slower clock only sleeps longer
@@ -59,7 +60,11 @@ def measure(
     On cuda and xpu: device events around each call, recorded behind a sleeping kernel that keeps the device busy while
     the host queues the calls, so that launch gaps of the host are not counted (a variant that waits for the device
     itself, as `.item()` does, still shows its waits). With `cold` the L2 cache is read full of something else before
-    each call. Elsewhere: the wall clock around each call, caches as they are.
+    each call. A variant whose calls are long runs untimed first, in each round, as often as it is timed and at least
+    twice, to find the clocks that it leaves itself: what ran before decides how much power a device has left. On an
+    H200 three products took 32.1 ms after a rest, 34.7 after a peer that needs less and 35.4 after themselves; a loss
+    took 1.03 times as long as they where both had rested, 1.05 times where each followed itself, and from 1.00 to 1.12
+    times by the order of turns. Elsewhere: the wall clock around each call, caches as they are.
 
     budget_ms: roughly how long a variant is run in each round. Whatever a variant raises propagates; fewer than one
     round raises ValueError.
@@ -79,9 +84,7 @@ def interleave(
 ) -> dict[str, Timing]:
     """Call each variant once a round; a variant returns the µs that it measured itself.
 
-    Each round another begins, and others follow one another, since what ran before decides how much power a device has
-    left. On an H200 a loss took 1.03 times as long as its products when both began rested, 1.05 times when each ran
-    after itself, and 1.12 times when it always ran after the products, and these after a peer that needs less power.
+    Each round another begins, and others follow one another: what is left of one, as heat, is not always the same's.
 
     so_far: is given the timings after each round, for measurements that take so long that they may be stopped.
     """
@@ -181,6 +184,7 @@ def launches(fn: Callable[[], object], device: torch.device | str) -> int:
 class _Plan:
     fn: Callable[[], object]
     calls: int
+    untimed: int  # calls before them
     host: float  # seconds the host needs to issue one call and the flush before it
 
 
@@ -195,13 +199,17 @@ def _plan(fn, device: torch.device, flush, warmup: int, budget_ms: float) -> _Pl
     host = time.perf_counter() - start
     _synchronize(device)
     spent = time.perf_counter() - start
-    return _Plan(fn, max(1, min(MAX_CALLS, int(budget_ms / 1e3 / max(spent, 1e-7)))), host)
+    calls = max(1, min(MAX_CALLS, int(budget_ms / 1e3 / max(spent, 1e-7))))
+    return _Plan(fn, calls, max(calls, 2) if spent >= LONG else 0, host)
 
 
 def _device_round(plan: _Plan, device: torch.device, flush) -> float:
     module = torch.get_device_module(device)
     marks = [(module.Event(enable_timing=True), module.Event(enable_timing=True)) for _ in range(plan.calls)]
-    _burn(device, 1.5 * plan.host * plan.calls + 1e-4, flush)
+    _burn(device, 1.5 * plan.host * (plan.untimed + plan.calls) + 1e-4, flush)
+    for _ in range(plan.untimed):
+        flush()
+        plan.fn()
     for start, end in marks:
         flush()
         start.record()
