@@ -120,7 +120,7 @@ def send_pair(barrier, to, program, a, b):
 
 @gluon.jit
 def await_room(barrier):
-    """Wait until all that this program is sent has come."""
+    """Wait until all that this program is sent, or what bulk copies bring it, has come: the first time of a barrier."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;

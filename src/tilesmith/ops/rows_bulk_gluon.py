@@ -69,21 +69,6 @@ def bring_rows(room, at, ptr, other_at, other_ptr, size):
 
 
 @gluon.jit
-def await_rows(room):
-    """Wait until what `bring_rows` asked for is there."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        again:
-        mbarrier.try_wait.parity.shared::cta.b64 p, [$1], 0;
-        @!p bra again;
-        mov.b32 $0, $1;
-        }""",
-        "=&r,r", [room], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def take_row(at, ptr, size):
     """Start to copy `size` bytes, a multiple of 16, from the address `at` to ptr, when all threads have written theirs;
     nothing if it is below 1."""

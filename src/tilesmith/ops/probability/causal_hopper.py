@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.bulk import aligned
+from tilesmith.ops.cluster_gluon import await_room
 from tilesmith.ops.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
 from tilesmith.ops.dropout_gluon import drawn_in_turn, dropped_part
 from tilesmith.ops.gluon_shim import gl, gluon
@@ -17,7 +18,6 @@ from tilesmith.ops.probability.hopper import LOG2E, LOWEST, between_tops, relati
 from tilesmith.ops.rows import empty_rows, row_order, row_steps, rows
 from tilesmith.ops.rows_bulk_gluon import (
     MOST_BYTES,
-    await_rows,
     bring_rows,
     finish_rows,
     hide,
@@ -94,7 +94,7 @@ def softmax_dropout_fwd_causal_parts_kernel(
     first = row.to(gl.int64) * cols
     if end > 0:
         key = load_key(seed_ptr) if seed_ptr is not None else None
-        await_rows(room)
+        await_room(room)
         total = gl.reshape(values(_no_words(), X), [WARPS, 32, 8])
         tops = gl.full([WARPS, 32], LOWEST, gl.float32, gl.SliceLayout(2, total.type.layout))
         power = LOG2E
@@ -163,7 +163,7 @@ def softmax_dropout_bwd_causal_parts_kernel(
     if end > 0:
         key = load_key(seed_ptr) if seed_ptr is not None else None
         top = gl.load(top_ptr + row)
-        await_rows(room)
+        await_room(room)
         if POSITIVE:
             hide(at, seen - 1, end, _HIDDEN)
         hide(dy_at, seen - 1, end, 0)
