@@ -312,6 +312,8 @@ class Op:
         choice = self._select(self._describe(*args), pin, device)
         if compiled and self.decompose is not None and not pin and self.when(*args):
             note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
+            if self.when is not always:
+                note += ", if it is known then that its tensors are so small; else one opaque call"
             return replace(choice, note=note)
         notes = self._told(choice.kernel, args)
         if compiled:
