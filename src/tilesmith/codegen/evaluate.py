@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilesmith.codegen import typed
-from tilesmith.codegen.ir import Array, Buffer, Fragment, Variable
+from tilesmith.codegen.ir import Array, Buffer, Fragment
 from tilesmith.codegen.language import Inline
-from tilesmith.codegen.layout import ELEMENTS
-from tilesmith.codegen.node import Node
 from tilesmith.codegen.nodes import Assign, Barrier, Element, Expr, For, If, Load, Stmt, Var, While, expressions, walk
 from tilesmith.codegen.typed import Misuse
 from tilesmith.codegen.types import KernelError, Type, bool_
-from tilesmith.codegen.words import call_word
+from tilesmith.codegen.words import call_word, element, signature
+from tilesmith.codegen.writer import Slot, Writer
 
 _OPERATORS: dict[type, tuple[str, Callable]] = {
     ast.Add: ("+", operator.add),
@@ -60,14 +59,6 @@ _CONTAINERS = (zip, enumerate, len, range, list, tuple, reversed)
 _ALLOWED = "arithmetic, comparisons, and/or/not, a if c else b, x[i], and calls of kernel words and @inline functions"
 
 
-class Slot(Node):
-    """A name bound to a variable; `loop` is true for a loop's own."""
-
-    name: str
-    type: Type
-    loop: bool = False
-
-
 @dataclass
 class Frame:
     """The names that one function's body sees; `own` are those that it assigns to somewhere, never meant by `outer`."""
@@ -95,54 +86,17 @@ def is_runtime(value: object) -> bool:
     return isinstance(value, Expr)
 
 
-class Evaluator:
+class Evaluator(Writer):
     """Evaluates expressions within the current frame, and writes what they need beforehand to the current block."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.frames: list[Frame] = []
-        self.block: list[Stmt] = []
-        self.assigned: set[str] = set()
-        self.used: set[str] = set()
-        self.arrays: list[Array] = []
-        self.fragments: list[Fragment] = []
-        self.variables: list[Variable] = []
-        self.subgroup_size: int | None = None
-        self.line = 0
-        self.target = "x"
 
     def error(self, node: ast.AST, message: str) -> KernelError:
         """The error of `node`, with its place and text."""
         text = ast.unparse(node).split("\n")[0]
         return KernelError(f"{self.frames[-1].path}:{getattr(node, 'lineno', 0)}: {message}: `{text}`")
-
-    def emit(self, statement: Stmt) -> None:
-        """Add a statement to the current block."""
-        self.block.append(statement)
-
-    def unique(self, wanted: str) -> str:
-        """A name that nothing in the kernel has yet."""
-        if not wanted.isascii():
-            raise Misuse(f"{wanted} is no name; allowed: ASCII letters, digits and underscores")
-        base = wanted.strip("_") or "unused"
-        name, count = base, 0
-        while name in self.used:
-            count += 1
-            name = f"{base}_{count}"
-        self.used.add(name)
-        return name
-
-    def variable(self, wanted: str, type_: Type, loop: bool = False) -> Slot:
-        """Declare a new variable."""
-        slot = Slot(self.unique(wanted), type_, loop)
-        self.variables.append(Variable(slot.name, type_))
-        return slot
-
-    def temporary(self, wanted: str, value: Expr) -> Var:
-        """A new variable that holds `value`."""
-        slot = self.variable(wanted, value.type)
-        self.emit(Assign(self.line, slot.name, value))
-        self.assigned.add(slot.name)
-        return Var(value.type, slot.name)
 
     def value(self, node: ast.AST) -> Any:
         """What `node` is worth. Raises KernelError with its place."""
@@ -263,20 +217,12 @@ class Evaluator:
         if isinstance(base, (Buffer, Array)):
             return typed.load(base, index)
         if isinstance(base, Fragment):
-            return Element(base.type, base.name, self.element(base, index))
+            return Element(base.type, base.name, element(base, index))
         if isinstance(base, Expr):
             return typed.component(base, index)
         if is_runtime(index):
             raise Misuse("the index of a list must be known at compile time; use local(...) for one that is not")
         return self.python(node, operator.getitem, base, index)
-
-    def element(self, fragment: Fragment, index: Any) -> int:
-        """A checked element index of an accumulator."""
-        if fragment.role != "c":
-            raise Misuse(f"{fragment.name} is an operand; only accumulators have elements")
-        if not isinstance(index, int) or not 0 <= index < ELEMENTS[fragment.tile]:
-            raise Misuse(f"element {index!r}; allowed: compile-time 0 to {ELEMENTS[fragment.tile] - 1}")
-        return index
 
     def _binop(self, node: ast.BinOp) -> Any:
         return self.operation(node, *self.values([node.left, node.right]))
@@ -361,7 +307,8 @@ class Evaluator:
         args, named = args[: len(node.args)], args[len(node.args) :]
         keywords = {k.arg: value for k, value in zip(node.keywords, named)}
         if hasattr(function, "word"):
-            return call_word(self, node, function, args, keywords)
+            bound = self.python(node, signature(function).bind, *args, **keywords)
+            return call_word(self, function, bound)
         if isinstance(function, Inline):
             return self.inline(node, function.function, args, keywords)
         if isinstance(function, Type):

@@ -12,13 +12,14 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from tilesmith.codegen import language, typed
-from tilesmith.codegen.evaluate import MEMORY, Frame, Slot
+from tilesmith.codegen.evaluate import MEMORY, Frame
 from tilesmith.codegen.ir import Buffer, KernelIR, Scalar
 from tilesmith.codegen.nodes import Builtin, Const, Expr, Param, Var
 from tilesmith.codegen.statements import Statements
 from tilesmith.codegen.typed import Misuse
 from tilesmith.codegen.types import KernelError, bool_, i32, u32
 from tilesmith.codegen.verify import verify
+from tilesmith.codegen.writer import Slot
 
 if TYPE_CHECKING:
     from tilesmith.hardware.limits import Limits

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from tilesmith.codegen import language, typed
-from tilesmith.codegen.evaluate import CHANGING, Evaluator, Slot, is_runtime
+from tilesmith.codegen import language, typed, words
+from tilesmith.codegen.evaluate import CHANGING, Evaluator, is_runtime
 from tilesmith.codegen.ir import Array, Buffer, Fragment
 from tilesmith.codegen.nodes import (
     Assign,
@@ -27,6 +27,7 @@ from tilesmith.codegen.nodes import (
 )
 from tilesmith.codegen.typed import Misuse
 from tilesmith.codegen.types import Type, bool_, i32, u32
+from tilesmith.codegen.writer import Slot
 
 _ALLOWED = "assignments, if, for ... in range(...) or unroll(...), while, calls of words and @inline functions, pass"
 
@@ -202,7 +203,7 @@ class Statements(Evaluator):
             e = typed.lift(value, base.type)
             if e.type is not base.type:
                 raise Misuse(f"{base.name} holds {base.type}, got {e.type}")
-            self.emit(SetElement(self.line, base.name, self.element(base, index), e))
+            self.emit(SetElement(self.line, base.name, words.element(base, index), e))
             return
         if not isinstance(base, (Buffer, Array)):
             raise Misuse("only arrays, buffers and accumulators have elements to assign to")
