@@ -406,9 +406,10 @@ ATTENTION = [
         for dim in (64, 128)
     ),
     *(
-        Case(f"d{dim}_4k{name}_deterministic",
-             _train(4, 4096, 2048 // dim, dim, causal=causal, deterministic=True), TIMED, HALF)
-        for dim in (64, 128, 256) for name, causal in (("", False), ("_causal", True))
+        Case(f"d{dim}_{tokens // 1024}k{name}_deterministic",
+             _train(16384 // tokens, tokens, 2048 // dim, dim, causal=causal, deterministic=True), TIMED, HALF)
+        for dim, lengths in ((64, (1024, 4096, 16384)), (128, (1024, 4096, 16384)), (256, (4096,)))
+        for tokens in lengths for name, causal in (("", False), ("_causal", True))
     ),
     Case("gqa_64_8_4k", _train(2, 4096, 64, 128, kv_heads=8), TIMED, HALF),
     Case("gqa_64_8_4k_causal", _train(2, 4096, 64, 128, kv_heads=8, causal=True), TIMED, HALF),
