@@ -200,7 +200,23 @@ def test_what_cannot_be_repeated_is_not(as_if_on_a_gpu, cause):
     kernel = replay.Replay(launcher, lambda: True, 0)
     for sign in (1, 1, -1):
         kernel.run(sign * torch.ones(4, 4))
-    assert kernel.run.__name__ == "_launch" and kernel.refusal
+    assert kernel.run.__name__ == "_launch" and kernel.refusal in kernel.told()[0]
+
+
+def test_explain_tells_whether_a_call_that_was_made_before_is_replayed(as_if_on_a_gpu):
+    kernel = replay.Replay(lambda x: torch.mm(x, x), lambda: True, 0)
+    x, op = torch.ones(3, 3), declared()["rms_norm"]
+    args = op.bind((x,), {})
+    op._recent[op._key(False, "", *args)] = kernel
+    try:
+        told = []
+        for _ in range(3):
+            told.append([line for line in explain("rms_norm", x).note.split("; ") if "replayed" in line])
+            kernel.run(x)
+    finally:
+        op._recent.clear()
+    assert told == [[], [], ["replayed: repeated calls allocate and launch, and decide nothing"]]
+    assert "replayed" not in explain("rms_norm", torch.ones(4, 3)).note
 
 
 needs_hopper = pytest.mark.skipif(

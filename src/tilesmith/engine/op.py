@@ -321,7 +321,17 @@ class Op:
         elif self._hides(choice.kernel) and not (torch.is_grad_enabled() and True in self.gradient.needs(args)):
             unseen = ", ".join(self.outputs[self.public :])
             notes.append(f"no gradient is asked for, so nothing is stored for one: {unseen}")
+        if not compiled:
+            notes += self._repeated(args, pin)
         return replace(choice, note="; ".join(notes))
+
+    def _repeated(self, args: tuple, pin: str) -> list[str]:
+        """How this very call is repeated, if it was made before."""
+        try:
+            ready = self._recent.get(self._key(False, pin, *args))
+        except (TypeError, RuntimeError):  # as in `__call__`
+            return []
+        return [] if ready is None else (ready if ready.way or not ready.alone else ready.alone).told()
 
     def _told(self, kernel: Kernel, args: tuple) -> list[str]:
         if "config" not in inspect.signature(kernel.tells).parameters:

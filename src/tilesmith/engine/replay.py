@@ -30,6 +30,10 @@ class Ready:
     def __init__(self, run: Callable[..., Any]):
         self.run, self.way, self.alone = run, None, None
 
+    def told(self) -> list[str]:
+        """What `explain` says of repeated calls."""
+        return []
+
 
 class Replay(Ready):
     """A kernel on a CUDA device: runs its launcher, records the second run, repeats that from then on.
@@ -41,6 +45,11 @@ class Replay(Ready):
         super().__init__(self._launch)
         self.fn, self.free, self.device = fn, free, device
         self.calls, self.refusal = 0, ""
+
+    def told(self) -> list[str]:
+        if self.refusal:
+            return [f"each call runs its launcher, which is not replayed: {self.refusal}"]
+        return [] if self.run == self._launch else ["replayed: repeated calls allocate and launch, and decide nothing"]
 
     def _launch(self, *args: Any) -> Any:
         if _current_device() != self.device:
