@@ -29,6 +29,7 @@ __all__ = [
     "arrive",
     "await_launcher",
     "await_number",
+    "barrier_pair",
     "barriers",
     "bulk_add",
     "bulk_finish",
@@ -86,6 +87,18 @@ def barriers(number: gl.constexpr, count: gl.constexpr):
     for i in gl.static_range(number):
         mbarrier.init(found.index(i), count=count)
     return found
+
+
+@gluon.jit
+def barrier_pair(number: gl.constexpr, count: gl.constexpr):
+    """Two arrays of such barriers. Triton lets all threads meet between two that it makes in one array, so that one
+    after another in turn takes half the time."""
+    first = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(first.index(i), count=count)
+        mbarrier.init(second.index(i), count=count)
+    return first, second
 
 
 @builtin

@@ -209,6 +209,7 @@ CASES: list[Case] = [
     Case("decode_mask_of_keys", _decode(2, 3, 4, 2, 16, 50, lengths=(50, 21), mask=(1, 4, 3, 50)), SMALL),
     Case("decode_64_tokens", _decode(1, 64, 4, 2, 16, 150, lengths=(130,)), SMALL),
     Case("decode_80_rows", _decode(2, 40, 2, 1, 64, 170, lengths=(170, 33)), SMALL),
+    Case("decode_80_rows_of_1_head", _decode(1, 40, 2, 1, 64, 1500, lengths=(1400,)), frozenset({"test", "compile"})),
     Case("decode_80_rows_in_pages", _decode(2, 40, 2, 1, 64, 176, lengths=(171, 33), page_size=16), SMALL),
     Case("decode_160_rows", _decode(1, 40, 4, 1, 64, 170, window_left=60, sinks=True), SMALL),
     Case("decode_no_keys", _decode(2, 2, 4, 2, 16, 0), SMALL),

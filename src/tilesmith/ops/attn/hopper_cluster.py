@@ -4,8 +4,8 @@ Rows are pairs of a token and a query head of one kv head, at most 16, which eac
 keys it meets its own, by products of single warps, and keeps greatest scores and sums of its own. So nothing waits for
 other warps before the end, where the warps' parts are put together in shared memory, and the programs' parts in those
 of the cluster: each row has an owner, to whom the others send what they have of it. No part goes through memory, and no
-second kernel is launched. Where there are few kv heads, programs alone share their keys, and `decode`'s second kernel
-combines what they write.
+second kernel is launched. Where there are few kv heads, programs alone share their keys, and a second kernel
+(`hopper_combine`) combines what they write.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from tilesmith.engine.launch import cdiv, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
-from tilesmith.ops.attn.decode import combine_splits
+from tilesmith.ops.attn.hopper_combine import combine
 from tilesmith.ops.attn.hopper_corner import corner
 from tilesmith.ops.attn.hopper_decode import keys_of
 from tilesmith.ops.attn.hopper_forward import NOTHING, bend, finish
@@ -31,6 +31,7 @@ from tilesmith.ops.attn.hopper_shared import (
     window_of,
     wrong_dims,
 )  # fmt: skip
+from tilesmith.ops.attn.hopper_split import portion
 from tilesmith.ops.bulk import in_units
 from tilesmith.ops.cluster_gluon import (
     HEAD,
@@ -43,7 +44,7 @@ from tilesmith.ops.cluster_gluon import (
     send_pair,
 )  # fmt: skip
 from tilesmith.ops.gluon_shim import (
-    barriers,
+    barrier_pair,
     bulk_load,
     fence,
     gl,
@@ -152,19 +153,18 @@ def _load(desc, full, tiles, s, place, kv_head, key, length, LENGTHS: gl.constex
     bulk_load(desc, corner(place, kv_head, key, length, LENGTHS), full.index(s), tiles.index(s))
 
 
-@gluon.jit(
-    do_not_specialize=["lse_split", "tokens", "keys", "kv_heads", "splits", "between_k", "between_v", "left", "right"]
-)
+@gluon.jit(do_not_specialize=["lse_split", "tokens", "keys", "kv_heads", "between_k", "between_v", "left", "right"])
 def attention_cluster_kernel(
     q_ptr, q_strides, k_desc, v_desc, out_ptr, out_split, out_strides, lse_ptr, lse_split, sinks_ptr, lengths_ptr,
-    tokens, keys, kv_heads, splits, between_k, between_v, left, right, inner, scale,
+    tokens, keys, kv_heads, inverse, between_k, between_v, left, right, inner, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, R: gl.constexpr, BN: gl.constexpr,
     DIM: gl.constexpr, DIM_V: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PARTS: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Cluster (batch row, kv head, split), of PARTS programs with equal shares of the split's blocks of keys. Writes a
+    """Cluster (split, kv head, batch row), of PARTS programs with equal shares of the split's blocks of keys. Writes a
     result and its lse for each split. R: 8 or 16 rows that hold all pairs of a token and a head. Strides of q count 8
-    elements. left, right: the window, where LEFT, RIGHT. CHAINED: the next kernel may start and wait."""
+    elements. inverse: 1 over the number of shares. left, right: the window, where LEFT, RIGHT. CHAINED: the next kernel
+    may start and wait."""
     LENGTHS: gl.constexpr = lengths_ptr is not None
     W: gl.constexpr = gl.num_warps()
     N: gl.constexpr = BN // W
@@ -175,15 +175,13 @@ def attention_cluster_kernel(
     ROW: gl.constexpr = gl.SliceLayout(0, STAT)
     k = tiles_of(STAGES, k_desc)
     v = tiles_of(STAGES, v_desc)
-    k_full = barriers(STAGES, 1)
-    v_full = barriers(STAGES, 1)
+    k_full, v_full = barrier_pair(STAGES, 1)
     fence()
-    part = gl.program_id(0) % PARTS
-    number = gl.program_id(0) // PARTS
-    split = number % splits
-    number = number // splits
-    batch = number // kv_heads
-    kv_head = number - batch * kv_heads
+    share = gl.program_id(0)
+    part = share % PARTS
+    split = share // PARTS
+    kv_head = gl.program_id(1)
+    batch = gl.program_id(2)
     length = keys
     k_place, v_place = batch, batch
     if LENGTHS:
@@ -195,9 +193,7 @@ def attention_cluster_kernel(
     if LEFT:
         begin = gl.maximum(shift - left, 0)
     all_blocks = (gl.maximum(length - begin, 0) + BN - 1) // BN
-    share = split * PARTS + part
-    low = all_blocks * share // (splits * PARTS)
-    blocks = all_blocks * (share + 1) // (splits * PARTS) - low
+    low, blocks = portion(all_blocks, share, gl.num_programs(0), inverse)
     begin += low * BN
     for i in gl.static_range(STAGES):
         if i < blocks:
@@ -364,17 +360,17 @@ def attention(call, *, config: ClusterConfig) -> tuple[Tensor, Tensor]:
         part_out = torch.empty((splits, batch, heads, tokens, dim_v), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((splits, batch, heads, tokens), dtype=torch.float32, device=q.device)
     launch(
-        attention_cluster_kernel, (batch * kv_heads * splits * parts,),
+        attention_cluster_kernel, (splits * parts, kv_heads, batch),
         q, tuple(s // 8 for s in q.stride()[:3]), k_desc, v_desc,
         part_out, part_out.stride(0), part_out.stride()[-4:-1], part_lse, lse.numel(),
         sinks if splits == 1 else None, kv_lengths,
-        tokens, keys, kv_heads, splits, between_k, between_v, left, right, *score_factors(call),
+        tokens, keys, kv_heads, 1 / (splits * parts), between_k, between_v, left, right, *score_factors(call),
         GROUP=group, LEFT=has_left, RIGHT=has_right and right < tokens - 1, R=8 if group * tokens <= 8 else 16,
         BN=config.block_n, DIM=dim, DIM_V=dim_v, D=columns_of(q), DV=columns_of(v), PARTS=parts, STAGES=config.stages,
         SOFTCAP=call.softcap > 0.0, CHAINED=splits > 1, num_warps=config.num_warps, cluster=parts,
     )  # fmt: skip
     if splits > 1:
-        combine_splits(part_out, part_lse, sinks, out, lse, chained=True)
+        combine(part_out, part_lse, sinks, out, lse)
     return out, lse
 
 

@@ -10,7 +10,8 @@ from tilesmith.engine.launch import cdiv, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
-from tilesmith.ops.attn.decode import combine_splits, splits_of
+from tilesmith.ops.attn.decode import splits_of
+from tilesmith.ops.attn.hopper_combine import combine
 from tilesmith.ops.attn.hopper_shared import (
     descriptor,
     no_dropout,
@@ -151,6 +152,7 @@ def attention(call, *, config: SharesConfig) -> tuple[Tensor, Tensor]:
         # H200, 16 tokens on 8k keys: 21.0 us; with parts in fp32, which threads stored from their registers, 22.8
         part_out = torch.empty((splits, batch, heads, tokens, dim_v), dtype=q.dtype, device=q.device)
         part_lse = torch.empty((splits, batch, heads, tokens), dtype=torch.float32, device=q.device)
+    alone = page_table is None and not has_left and k.dtype == q.dtype and batch * kv_heads * tiles * splits <= programs
     page, piece, bounded = 0, config.block_n, kv_lengths is not None
     if page_table is not None:
         page, bounded = k.shape[2], True
@@ -159,20 +161,20 @@ def attention(call, *, config: SharesConfig) -> tuple[Tensor, Tensor]:
     v_desc, v_between = keys_of(v, piece, bounded, piece < config.block_n)
     launch(
         attention_shares_kernel,
-        (min(programs, batch * kv_heads * tiles * splits),),
+        (tiles * splits, kv_heads, batch) if alone else (min(programs, batch * kv_heads * tiles * splits),),
         descriptor(q, unit_tokens, heads=unit_heads), k_desc, v_desc,
         descriptor(part_out.flatten(0, -4), unit_tokens, heads=unit_heads), part_lse, lse.numel(),
         sinks if splits == 1 else None, kv_lengths, _factors(call.k_scale), _factors(call.v_scale),
         page_table, 0 if page_table is None else page_table.shape[1],
-        tokens, keys, batch * kv_heads, kv_heads, tiles, splits, k_between, v_between, left, right,
+        tokens, keys, batch * kv_heads, kv_heads, tiles, splits, 1 / splits, k_between, v_between, left, right,
         *score_factors(call),
         GROUP=group, HEADS=unit_heads, LEFT=has_left, RIGHT=has_right, BN=config.block_n, PAGE=page, PIECE=piece,
         D=max(64, next_power_of_2(dim)), DV=max(64, next_power_of_2(dim_v)),
         CONSUMERS=config.consumers, STAGES=config.stages, SOFTCAP=call.softcap > 0.0, CHAINED=splits > 1,
-        APART=config.apart, num_warps=4,
+        APART=config.apart, ALONE=alone, num_warps=4,
     )  # fmt: skip
     if splits > 1:
-        combine_splits(part_out, part_lse, sinks, out, lse, chained=True)
+        combine(part_out, part_lse, sinks, out, lse)
     return out, lse
 
 
