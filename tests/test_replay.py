@@ -293,3 +293,36 @@ def test_shares_of_a_tile_are_put_together_in_one_order(heads, kv_heads, tokens,
     torch.cuda.synchronize()
     for out, lse in found:
         assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+
+
+PART_OF_THE_DEVICE = """
+import torch
+from torch.cuda.green_contexts import GreenContext
+from tilesmith import ops, use
+from tilesmith.engine import ops as declared
+op = declared()["attention"]
+q, k, v, dout = torch.randn(4, 1, 16, 3000, 128, device="cuda", dtype=torch.bfloat16)
+def gradients(causal):
+    args = op.bind((q, k, v), {"causal": causal, "deterministic": True})
+    out, lse = op(*args)
+    named = dict(zip(op.parameters, args), dout=dout, out=out, lse=lse, output_mask=(True, True, True, False, False))
+    return op.vjp(*(named.get(name) for name in op.vjp.parameters))  # in this thread, whose context is a part
+with use(attention="hopper"):
+    wanted = [gradients(causal) for causal in (False, True)]
+    torch.cuda.synchronize()
+    part = GreenContext.create(num_sms=32, device_id=0)
+    part.set_context()
+    found = [gradients(causal) for causal in (False, True)]
+    torch.cuda.synchronize()
+    part.pop_context()
+print(all(torch.equal(a, b) for x, y in zip(found, wanted) for a, b in zip(x[:3], y)))
+"""
+
+
+@needs_hopper
+def test_ordered_gradients_are_made_on_a_part_of_the_device():
+    """Where more programs are launched than run at a time, none waits for the tile of one that does not run."""
+    pytest.importorskip("torch.cuda.green_contexts")
+    command = [sys.executable, "-c", PART_OF_THE_DEVICE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.strip() == "True"

@@ -361,6 +361,18 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
 
 
 @gluon.jit
+def _draw(counter, tiles, ORDERED: gl.constexpr):
+    """The next tile of a program; ORDERED its first one, too, not that of its number: a tile waits for those before it,
+    so none may be kept for a program that waits for a multiprocessor, where others that hold them may wait as well."""
+    if ORDERED:
+        programs = gl.num_programs(0)
+        number = draw(counter, tiles + programs) - programs
+    else:
+        number = draw(counter, tiles)
+    return number
+
+
+@gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists, indices,
              undivided, shares, SHARED: gl.constexpr, LATE: gl.constexpr, DROPS: gl.constexpr):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
@@ -377,6 +389,8 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         numbers = undivided + shares
     await_launcher()
     launch_dependents()  # not before: the kernel behind reads what the one before has set to 0
+    if whole.ORDERED and whole.DYNAMIC:
+        number = _draw(counter, numbers, True)
     while number < numbers:
         tile = number
         if SHARED:
@@ -416,7 +430,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         if walk.PACKED and blocks == 0:
             load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE)
             if walk.DYNAMIC:
-                next_number = draw(counter, numbers)
+                next_number = _draw(counter, numbers, walk.ORDERED)
         if walk.LIST_Q > 0:  # any list may be empty
             load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE)
             if walk.DYNAMIC:
@@ -452,13 +466,13 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                     if (SHARED or walk.WOVEN or member == walk.GROUP - 1) & (i == gl.maximum(all_blocks - 2, 0)):
                         if SHARED:
                             if more == 0:
-                                next_number = draw(counter, numbers)
+                                next_number = _draw(counter, numbers, walk.ORDERED)
                         else:
-                            next_number = draw(counter, numbers)
+                            next_number = _draw(counter, numbers, walk.ORDERED)
                 count += 1
         if walk.LIST_Q > 0 and walk.DYNAMIC:
             if next_number < 0:
-                next_number = draw(counter, numbers)
+                next_number = _draw(counter, numbers, walk.ORDERED)
         if SHARED:
             next_number = gl.where(more, number, next_number)
             second = gl.where(more, 1, 0)
