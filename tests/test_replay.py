@@ -295,6 +295,41 @@ def test_shares_of_a_tile_are_put_together_in_one_order(heads, kv_heads, tokens,
         assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
 
 
+@needs_hopper
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 16, 128), (16, 4, 128), (16, 16, 64)])
+def test_gradients_of_tiles_that_start_apart_are_added_in_one_order(heads, kv_heads, dim):
+    """Whatever else runs, though no launch asks that all of its programs run at once."""
+    op = declared()["attention"]
+    q, dout = torch.randn(2, 1, heads, 3000, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, kv_heads, 2900, dim, device="cuda", dtype=torch.bfloat16)
+    args = op.bind((q, k, v), {"deterministic": True})
+    with use(attention="hopper"):
+        out, lse = ops.attention(q, k, v, deterministic=True)
+        named = dict(
+            zip(op.parameters, args), dout=dout, out=out, lse=lse, output_mask=(True, True, True, False, False)
+        )
+        backward = functools.partial(op.vjp, *(named.get(name) for name in op.vjp.parameters))
+        wanted = backward()
+        found = [backward() for _ in range(20)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = backward()
+        for _ in range(3):
+            captured[0].zero_()
+            graph.replay()
+            found.append([x.clone() for x in captured])
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for _ in range(10):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found.append(backward())
+    torch.cuda.synchronize()
+    for gradients in found:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[:3], wanted))
+
+
 PART_OF_THE_DEVICE = """
 import torch
 from torch.cuda.green_contexts import GreenContext

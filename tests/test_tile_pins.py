@@ -136,6 +136,25 @@ def test_tiles_are_divided_where_that_spares_more_than_it_costs(batch, heads, to
     assert divided(q, k, k, tiles, 128, 128, right, arch_named("sm90")) == wanted
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "tokens", "keys", "wanted"),
+    [
+        (1, 16, 16, 2048, 2048, True),
+        (2, 16, 16, 8192, 8192, True),
+        (1, 32, 8, 16_384, 16_384, True),
+        (64, 16, 16, 1024, 1024, False),  # as many blocks of dq as would be spared
+        (8, 16, 16, 2048, 2048, False),
+        (1, 4, 4, 8192, 2048, False),  # four times the queries and dq in the L2 cache at a time
+    ],
+)
+def test_ordered_tiles_start_apart_where_that_spares_more_than_it_costs(batch, heads, kv_heads, tokens, keys, wanted):
+    from tilesmith.ops.attn.hopper_vjp import rings, section_vjp
+
+    q, arch = torch.empty(batch, heads, tokens, 128, dtype=torch.bfloat16, device="meta"), arch_named("sm90")
+    section = section_vjp(q, kv_heads, keys // 128, arch, False, True, False)
+    assert rings(q, tokens // 64, keys // 128, section, arch) == wanted
+
+
 def test_attention_tells_that_tiles_are_made_in_shares(monkeypatch):
     from tilesmith.ops.attn import hopper
     from tilesmith.ops.attn.op import attention_op

@@ -338,6 +338,11 @@ ATTENTION = [
     Case("d128_deterministic_sections_behind", _attend(
         1, 3, 3, 8330, 8250, 128, causal=True, deterministic=True), GPU, HALF),
     Case("d64_deterministic", _attend(2, 8, 8, 900, 1300, 64, deterministic=True), GPU, HALF),
+    Case("d64_deterministic_one_start", _attend(2, 128, 16, 1300, 600, 64, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_ring", _attend(2, 6, 2, 2100, 2200, 128, sinks=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_ring_drawn", _attend(
+        1, 12, 12, 1990, 2050, 128, init=_tokens_first, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_ring_more_keys", _attend(1, 8, 4, 100, 1100, 128, deterministic=True), GPU, HALF),
     Case("d96_deterministic_window", _attend(
         1, 8, 2, 1500, 1500, 96, causal=True, window_left=200, deterministic=True), GPU, HALF),
     Case("d64_deterministic_packed", _attend(

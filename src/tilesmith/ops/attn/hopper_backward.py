@@ -10,6 +10,7 @@ ordered, tile after tile of keys. Scores live in units of log 2.
 Ordered, the last keys come first and each tile starts where they do, at its diagonal under a causal mask. There a tile
 is the first to add; the next tile gets there one tile's worth of blocks later, and so finds its turn come. Where heads
 alternate, those of every other section come from the first keys on and walk down to their diagonal (`KeyWalk.rises`).
+Without a mask each tile may start where its diagonal would be, and come round to the first queries (`around`).
 
 The kernels of one backward are launched so that each may start while the one before ends.
 """
@@ -253,6 +254,25 @@ def listed(i, blocks, entry, lists, indices, ORDERED: gl.constexpr, LIST_Q: gl.c
 
 
 @gluon.jit
+def around(i, tile, tiles, blocks):
+    """Step i of a RING's walk: the block of queries, and whether the tile, of so many of a head, has been at the last
+    one before. Each starts at a block of its own."""
+    block = tile * blocks // tiles + i
+    again = block >= blocks
+    return gl.where(again, block - blocks, block), again
+
+
+@gluon.jit
+def ring_turn(block, again, tile, tiles, blocks):
+    """Of the tiles of a RING that add to the same sum of a block, how many come behind one, and whether any comes
+    before it. Those that start at the block or before add to the first sum, those that come `again` to the second one,
+    the last keys first, as they are drawn: so each waits only for tiles that run, though they meet in a ring. With one
+    sum the first of them would wait for the last, and all programs would have to run at once."""
+    near = ((block + 1) * tiles - 1) // blocks + 1
+    return tile - gl.where(again, near, 0), tile + 1 < gl.where(again, tiles, near)
+
+
+@gluon.jit
 def woven(i, blocks, rises, GROUP: gl.constexpr):
     """Step i of a WOVEN walk: the block of queries, counted from the first one that the tile meets, and which of the
     group's heads."""
@@ -287,12 +307,13 @@ def load_pair(k_desc, v_desc, there, k, v, full, turn, LATE: gl.constexpr):
 @gluon.jit
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
          ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, k_blocks, SHARED: gl.constexpr, WOVEN: gl.constexpr,
-         ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr):  # fmt: skip
+         ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr, RING: gl.constexpr, rows):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
     first to come has stored (STORED stands at turns_ptr then), or ORDERED what the tile of keys behind this one adds
     (its first key + 1 stands there; where tiles come from the first keys on, how many keys from its first to the last
-    one's that meets the block, + 1). A box has a warp of its own: a block's turn, its addition and the word to the next
-    tile take about as long as the products of a block, and nobody waits for them as long as two."""
+    one's that meets the block, + 1; RING: how many keys the tiles have that are to come, + 1). A box has a warp of its
+    own: a block's turn, its addition and the word to the next tile take about as long as the products of a block, and
+    nobody waits for them as long as two."""
     await_launcher()
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     count = gl.to_tensor(0)
@@ -320,17 +341,20 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                         block += head * q_blocks
                     else:
                         block = i if SHARED else listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
-                    left = start
+                    left, follows = start, (block >= met) & (block < met_end)
+                    if RING:
+                        block, again = around(i, start // 128, k_blocks, blocks)
+                        left, follows = ring_turn(block, again, start // 128, k_blocks, blocks)
+                        left *= 128
+                        block += gl.where(again, rows * GROUP * q_blocks, 0)
                     if ALTERNATES:
                         block = gl.where(rises, i, blocks - 1 - i)
                         last = gl.minimum((reach + (block + 2 - blocks) * BQ) // 128, k_blocks - 1)
                         last = gl.where(block == blocks - 1, k_blocks - 1, last) * 128
                         left = gl.where(rises, start, last - start)
+                        follows = gl.where(rises, (block >= met) & (block < met_end), start > 0)
                     here = turns_ptr + place + block
                     if ORDERED:
-                        follows = (block >= met) & (block < met_end)
-                        if ALTERNATES:
-                            follows = gl.where(rises, follows, start > 0)
                         if follows:
                             await_number(here, left + 129)
                     else:
@@ -374,7 +398,8 @@ def _draw(counter, tiles, ORDERED: gl.constexpr):
 
 @gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists, indices,
-             undivided, shares, SHARED: gl.constexpr, LATE: gl.constexpr, DROPS: gl.constexpr):  # fmt: skip
+             undivided, shares, SHARED: gl.constexpr, LATE: gl.constexpr, DROPS: gl.constexpr,
+             RING: gl.constexpr):  # fmt: skip
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -447,6 +472,8 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                     block = i if SHARED else listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
                     if walk.ALTERNATES:
                         block = gl.where(rises, i, blocks - 1 - i)
+                    if RING:
+                        block, _ = around(i, start // walk.BK, walk.k_blocks, blocks)
                 here = head + member, first + block
                 if SHARED:
                     here = head + (first + i) // walk.q_blocks, (first + i) % walk.q_blocks
@@ -745,8 +772,9 @@ def attention_dkv_kernel(
     indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
     list_rows, undivided, shares, shares_ptr, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None, DRAW: gl.constexpr = None,
+    ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, WOVEN: gl.constexpr, RING: gl.constexpr, BQ: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None,
+    DRAW: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
@@ -757,8 +785,10 @@ def attention_dkv_kernel(
     first on; else both come the other way round. ALTERNATES: the other way round in every other section of heads,
     though ORDERED (blocks of 64 queries and a causal mask, neither grouped heads nor documents). WOVEN: a block of
     queries of all heads of a group before the next block (blocks of 64 queries, a causal mask, neither ORDERED nor
-    documents or lists). dropout: the seed tensor and the two of `dropout.kernel_numbers`, or None; then scale has the
-    factor of what is kept in it, and delta its inverse. DRAW: RARE, SHORT and EVEN of `Dropout`."""
+    documents or lists). RING: tiles of a head each start at a block of queries of their own (`around`), ORDERED, where
+    nothing is masked, dropped or packed; then a block's dq has two parts (`ring_turn`). dropout: the seed tensor and
+    the two of `dropout.kernel_numbers`, or None; then scale has the factor of what is kept in it, and delta its
+    inverse. DRAW: RARE, SHORT and EVEN of `Dropout`."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     SHARED: gl.constexpr = shares_ptr is not None
@@ -798,11 +828,11 @@ def attention_dkv_kernel(
                         LEFT, RIGHT, TAIL, ORDERED, ALTERNATES, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
                         SHARED, shares_ptr, LATE, dropout, sizes, DRAW)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-                        indices, undivided, shares, SHARED, LATE, dropout is not None)),
+                        indices, undivided, shares, SHARED, LATE, dropout is not None, RING)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ALTERNATES,
-                    k_blocks, SHARED, WOVEN, ROWS, LIST_Q, BQ)),
+                    k_blocks, SHARED, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
             (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ALTERNATES,
-                    k_blocks, SHARED, WOVEN, ROWS, LIST_Q, BQ)),
+                    k_blocks, SHARED, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

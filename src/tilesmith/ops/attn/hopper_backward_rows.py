@@ -22,12 +22,12 @@ def _block_rows(blocks_ptr, block, tokens, begin, ROWS: tl.constexpr):
 def attention_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, token_delta_ptr, turns_ptr, blocks_ptr,
     out_strides, dout_strides, dlse_strides, heads, tokens, begin, blocks, ROWS: tl.constexpr, DIM: tl.constexpr,
-    D: tl.constexpr, kept=None,
+    D: tl.constexpr, kept=None, SUMS: tl.constexpr = 1,
 ):  # fmt: skip
     """For ROWS queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
     makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for, and times `kept`, the
     probability with which p is kept where any is dropped; zero for who has added to their part of dq, if anyone adds;
-    then lse and delta lie as `row_of` reads them."""
+    then lse and delta lie as `row_of` reads them. SUMS: parts of a block's dq, which others add to one by one."""
     tl.extra.cuda.gdc_launch_dependents()
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
@@ -59,30 +59,40 @@ def attention_rows_kernel(
     if token_delta_ptr is not None:
         tl.store(token_delta_ptr + head_row.to(tl.int64) * tokens + rows, delta, mask=held)
     if turns_ptr is not None:
-        tl.store(turns_ptr + tl.program_id(0), 0)
+        for part in tl.static_range(SUMS):
+            tl.store(turns_ptr + part * tl.num_programs(0) + tl.program_id(0), 0)
 
 
 @triton.jit
 def attention_dq_kernel(
-    parts_ptr, dq_ptr, turns_ptr, blocks_ptr, dq_strides, heads, tokens, begin, blocks, scale,
+    parts_ptr, dq_ptr, turns_ptr, blocks_ptr, dq_strides, heads, tokens, begin, blocks, scale, twice,
     ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dq of ROWS queries from what the main kernel added up, which lies in the order of its registers: half of the
     columns (of 64 queries) or of the queries (of 128), group of 8 columns, warp, row of 8, pair of columns, upper or
     lower 8 rows, column. turns_ptr: who has added to a block's part, 0 if nobody has. EARLY: the tile of the first keys
-    is the last one; so the first heads are put in order while the main kernel's last tiles run."""
+    is the last one; so the first heads are put in order while the main kernel's last tiles run. twice: so many of a
+    head's first blocks have a second part, behind all first ones (`ring_turn`), or None."""
     if EARLY:
         if tl.program_id(0) == tl.num_programs(0) - 1:  # what comes behind this kernel comes behind the main one
             tl.extra.cuda.gdc_wait()
         while tl.atomic_add(turns_ptr + tl.program_id(0), 0, sem="acquire") != 1:
             pass
+        if twice is not None:
+            if tl.program_id(0) % blocks < twice:
+                while tl.atomic_add(turns_ptr + tl.num_programs(0) + tl.program_id(0), 0, sem="acquire") != 1:
+                    pass
     else:
         tl.extra.cuda.gdc_wait()
     added = tl.load(turns_ptr + tl.program_id(0)) != 0
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
     parts_ptr += tl.program_id(0).to(tl.int64) * (ROWS * D)
-    x = tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=added, other=0.0) * scale
+    x = tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=added, other=0.0)
+    if twice is not None:
+        parts_ptr += tl.num_programs(0).to(tl.int64) * (ROWS * D)
+        x += tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=block < twice, other=0.0)
+    x *= scale
     x = tl.reshape(x, [2, ROWS * D // 1024, 4, 8, 4, 2, 2])
     if ROWS == 64:
         x = tl.permute(x, (2, 5, 3, 0, 1, 4, 6))

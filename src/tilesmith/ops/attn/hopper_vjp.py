@@ -150,23 +150,26 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
         lists = list_key_tiles(offsets, indices, tokens, keys, has_right, *sides, block_m, block_n)
         list_share, list_rows = heads // many, k_blocks * many if batches > 1 else 0
     rows = lse.new_empty(2, batch * heads, q_blocks * block_m)
+    dropout = dropout_arguments(call)
+    ordered = call.deterministic and wide <= 128
+    heads_at_once = section_vjp(q, kv_heads, k_blocks, arch, packed, ordered, has_right)
+    ring = ordered and not (has_left or has_right or packed or has_lists or dropout)
+    ring = ring and rings(q, q_blocks, k_blocks, heads_at_once, arch)
+    sums = 2 if ring else 1
     parts = turns = token_delta = None
     if wide > 128:
         token_delta = torch.empty_like(lse)
     elif not narrow:
-        parts = lse.new_empty(batch * heads * q_blocks * block_m * wide // 256, 256)
-        turns = torch.empty(batch * heads * q_blocks, dtype=torch.int32, device=q.device)
+        parts = lse.new_empty(sums * batch * heads * q_blocks * block_m * wide // 256, 256)
+        turns = torch.empty(sums * batch * heads * q_blocks, dtype=torch.int32, device=q.device)
     woven = heads > kv_heads and has_right and block_m == 64
     woven = woven and not (has_left or packed or has_lists or call.deterministic)
     scale = dim**-0.5 if call.scale is None else call.scale
-    dropout = dropout_arguments(call)
     kept = 1.0 / dropout["dropout"][2] if dropout else None
     if dropout:
         scale /= kept
     factors = *score_factors(call), scale
     tiles = k_blocks * batch * kv_heads
-    ordered = call.deterministic and wide <= 128
-    heads_at_once = section_vjp(q, kv_heads, k_blocks, arch, packed, ordered, has_right)
     turns_round = ordered and has_right and heads == kv_heads and not (has_left or packed or has_lists)
     turns_round = turns_round and alternates(k_blocks, block_m, heads_at_once, arch)
     undivided, shares, left_over = tiles, 0, None
@@ -193,7 +196,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
         out, dout, lse, call.dlse, rows[0], rows[1], token_delta, turns, blocks,
         out.stride(), dout.stride(), None if call.dlse is None else call.dlse.stride(),
         heads, tokens, q_begin, q_blocks,
-        ROWS=block_m, DIM=dim, D=wide, kept=kept, num_warps=4 if wide <= 128 else 8,
+        ROWS=block_m, DIM=dim, D=wide, kept=kept, SUMS=sums, num_warps=4 if wide <= 128 else 8,
     )  # fmt: skip
     if narrow:
         window_gradients(q, k, v, dout, rows, (left, right), q_begin, factors, (dq, dk, dv), config.stages)
@@ -209,7 +212,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
             descriptor(dk, 64, packed), descriptor(dv, 64, packed), rows[0], rows[1], turns, *order,
             lists, indices, *sizes, list_share, list_rows, undivided, shares, left_over, *factors,
             LIST_Q=call.block_q if has_lists else 0, ORDERED=call.deterministic, ALTERNATES=turns_round, WOVEN=woven,
-            BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds, **dropout,
+            RING=ring, BQ=block_m, STAGES=config.stages, launch_pdl=True, **kinds, **dropout,
         )  # fmt: skip
     if call.output_mask[0] and wide > 128:
         blocks = cdiv(tokens, 128)
@@ -227,8 +230,9 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     elif call.output_mask[0] and not narrow:
         launch(
             attention_dq_kernel, (batch * heads * q_blocks,),
-            parts, dq, turns, blocks, dq.stride(), heads, tokens, q_begin, q_blocks, scale, ROWS=block_m, DIM=dim,
-            D=wide, EARLY=call.deterministic and not (packed or has_left), num_warps=4, launch_pdl=True,
+            parts, dq, turns, blocks, dq.stride(), heads, tokens, q_begin, q_blocks, scale,
+            (k_blocks - 1) * q_blocks // k_blocks if ring else None, ROWS=block_m, DIM=dim, D=wide,
+            EARLY=call.deterministic and not (packed or has_left), num_warps=4, launch_pdl=True,
         )  # fmt: skip
     if shares:
         launch(
@@ -282,6 +286,22 @@ def alternates(k_blocks: int, block_m: int, section: int, arch) -> bool:
     16k, of kernels that added dq from registers).
     """
     return block_m < 128 and k_blocks >= 64 and 10 * section * k_blocks >= 9 * arch.sms
+
+
+def rings(q: Tensor, q_blocks: int, k_blocks: int, section: int, arch) -> bool:
+    """Whether, ordered and without a mask, a head's tiles of keys each start at a block of queries of their own
+    (`around`), and not all at its first one, where each waits until those before it have gone on.
+
+    That spares each program about as many blocks as tiles of a head run at the same time, once. But each block of
+    queries has a second part of dq, which takes all programs together about as long as a block takes one. (H200, head
+    dim 128, TFLOP/s: 16 heads of 2k / 4k / 8k 529 / 633 / 642 for 435 / 577 / 598, 8 heads of 4k 609 for 464, 2 x 32/8
+    heads of 4k 639 for 606. Where it is not done: 4 x 16 heads of 4k 636 for 631, 8 x 16 of 2k 585 for 601, 64 x 16 of
+    1k 502 for 547.) Not where queries, dout and parts of dq of the heads that run would not stay in the L2 cache
+    (`section_vjp`), as where queries are many more than keys.
+    """
+    batch, heads, tokens, dim = q.shape
+    kept = arch.sms * _streamed(tokens, dim, 1) <= 2 * arch.l2 // 5 * k_blocks
+    return kept and min(k_blocks, arch.sms // section) * arch.sms >= batch * heads * q_blocks
 
 
 def _streamed(tokens: int, dim: int, group: int) -> int:
