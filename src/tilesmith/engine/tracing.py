@@ -1,4 +1,4 @@
-"""Tracing: what torch.compile should not see of a call of an op.
+"""Tracing: what torch.compile should not see of a call of an op, and what it should not look up again at each call.
 
 What Dynamo traces it guards: a check that it followed through closures and modules was looked up again, name by name,
 at each call of the compiled model, a microsecond for every few names. What a check reads is constant but for its
@@ -7,21 +7,50 @@ arguments, so it runs while tracing, on what is known of them, as Python runs it
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 from tilesmith.engine.registry import DECLARED
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 def check(context: Any) -> None:
     """For `torch._dynamo.comptime`, within a function that has the locals `name` and `args`: the check of this op.
 
     Where it fails the graph breaks, and the call, which Python then makes, raises what the check raises."""
+    with contextlib.suppress(AttributeError):  # of a PyTorch that keeps its guards elsewhere: they only cost time
+        _unguard(context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output)
     op = DECLARED[context.get_local("name").as_python_constant()]
     args = context.get_local("args")._i_will_not_complain_if_bc_breaks_VariableTracker()
     try:
         op.check(*(_known(a) for a in args.items))
     except Exception as problem:
         context.graph_break(f"{type(problem).__name__}: {problem}")
+
+
+def _unguard(output: Any) -> None:
+    """Have the frame that is being traced keep no guards of names that were looked up in this library's modules.
+
+    They mean the same as long as the process lives, as the standard library's do, which Dynamo does not guard either.
+    What a caller hands over, holds or sets is guarded as ever.
+    """
+    if not any(getattr(hook, "func", None) is _drop for hook in output.cleanup_hooks):
+        output.add_cleanup_hook(functools.partial(_drop, output))  # runs when all of the frame is traced
+
+
+def _drop(output: Any) -> None:
+    here = output.global_scope.get("__name__", "").partition(".")[0] == _PACKAGE  # the frame itself is the library's
+    guards = output.guards
+    guards.inner = type(guards.inner)(g for g in guards.inner if not _ours(g.originating_source, here))
+
+
+def _ours(source: Any, here: bool) -> bool:
+    while hasattr(source, "base"):
+        source = source.base
+    name = getattr(source, "global_name", "")
+    return name.startswith(f"__import_{_PACKAGE}") or (here and name != "" and not name.startswith("__"))
 
 
 def _known(variable: Any) -> Any:

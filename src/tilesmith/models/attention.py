@@ -146,23 +146,20 @@ class AttentionForm(Form):
     before: tuple[tuple[str, str | None], ...]
 
     def namespace(self, base: type) -> dict[str, Any]:
-        form = self
+        form, whole = self, base.forward
         register_for_transformers()  # here, since a process that only unpickles a model comes this way too
-        names = list(inspect.signature(base.forward).parameters)
+        names = list(inspect.signature(whole).parameters)[1:]
+        weights, positions = (names.index(n) if n in names else None for n in ("output_attentions", "position_ids"))
 
-        def given(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-            place = names.index(name) - 1 if name in names else len(args)
-            return args[place] if place < len(args) else kwargs.get(name)
-
-        @functools.wraps(base.forward)
+        @functools.wraps(whole)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if given("output_attentions", args, kwargs):
+            if given("output_attentions", weights, args, kwargs):
                 with form.chosen(self):  # nobody else has the weights
-                    return base.forward(self, *args, **kwargs)
+                    return whole(self, *args, **kwargs)
             if not torch.compiler.is_compiling():
-                return base.forward(self, *args, **kwargs)
-            TOLD.known, TOLD.positions = True, given("position_ids", args, kwargs)
-            out = base.forward(self, *args, **kwargs)
+                return whole(self, *args, **kwargs)
+            TOLD.known, TOLD.positions = True, given("position_ids", positions, args, kwargs)
+            out = whole(self, *args, **kwargs)
             TOLD.known, TOLD.positions = False, None
             return out
 
@@ -192,6 +189,11 @@ class AttentionForm(Form):
         there = dict(module.named_modules())  # some may be gone
         known = [(there[fqn].config, implementation) for fqn, implementation in self.before if fqn in there]
         return [(config, implementation) for config, implementation in known if config._attn_implementation == NAME]
+
+
+def given(name: str, place: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The argument `name` of a call, which stands at `place` where it is passed by position; None without it."""
+    return args[place] if place is not None and len(args) > place else kwargs.get(name)
 
 
 def _own_configuration(model: nn.Module) -> None:

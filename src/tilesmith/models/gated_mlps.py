@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +27,8 @@ _SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class GatedMlpForm(Form):
-    """The children by name. Without `up`, the layer `gate` gives gate and up, in this order, in one tensor.
-
-    passed_over: (name, class) of the children that are not called any more.
-    """
+class GatedMlp(NamedTuple):
+    """Children by name. Without `up`, the layer `gate` gives gate and up, in this order, in one tensor."""
 
     gate: str
     up: str | None
@@ -41,57 +36,68 @@ class GatedMlpForm(Form):
     activation: str
     inner_dropout: str | None = None
     outer_dropout: str | None = None
-    passed_over: tuple[tuple[str, type], ...] = ()
-
-    @property
-    def op(self) -> str:
-        """The op that computes act(gate) * up."""
-        return "swiglu" if self.activation == "silu" else "geglu"
 
     def __str__(self) -> str:
         if self.up is None:
             return f"computes {self.down}({self.activation}(one half of {self.gate}) * the other)"
         return f"computes {self.down}({self.activation}({self.gate}) * {self.up})"
 
+
+@dataclass(frozen=True)
+class GatedMlpForm(Form):
+    """A gated MLP by the op. passed_over: (name, class) of the children that are not called any more."""
+
+    mlp: GatedMlp
+    passed_over: tuple[tuple[str, type], ...]
+
+    @property
+    def op(self) -> str:
+        """The op that computes act(gate) * up."""
+        return "swiglu" if self.mlp.activation == "silu" else "geglu"
+
     def namespace(self, base: type) -> dict[str, Any]:
+        mlp, op, classes = self.mlp, self.op, dict(self.passed_over)
+        passed_over = tuple(classes)
+
+        @torch.compiler.assume_constant_result
+        def is_original(name: str, cls: type) -> bool:
+            return original_class(cls) is classes[name]
+
+        def as_it_was(module: nn.Module, name: str) -> bool:
+            child = module._modules.get(name)
+            return is_original(name, type(child)) and not observed(child)
+
         def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
             (x,) = inputs or tuple(named.values())
-            form = self._tilesmith_gated_mlp
-            served = reaches(form.op, x) and all(_as_it_was(self, *child) for child in form.passed_over)
-            return gated_mlp(self, x) if served else base.forward(self, x)
+            served = reaches(op, x) and all(as_it_was(self, name) for name in passed_over)
+            return gated_mlp(self, x, mlp) if served else base.forward(self, x)
 
-        return {"forward": forward, "_tilesmith_gated_mlp": self}
-
-
-def _as_it_was(module: nn.Module, name: str, cls: type) -> bool:
-    child = module._modules.get(name)
-    return original_class(type(child)) is cls and not observed(child)
+        return {"forward": forward, "_tilesmith_gated_mlp": mlp}
 
 
-def gated_mlp(module: nn.Module, x: Tensor) -> Tensor:
+def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
     """What `module` computes; the layers are called as modules, since adapters and hooks may sit on them."""
-    form = type(module)._tilesmith_gated_mlp
-    gate = getattr(module, form.gate)(x)
-    gate, up = gate.chunk(2, dim=-1) if form.up is None else (gate, getattr(module, form.up)(x))
+    gate = getattr(module, mlp.gate)(x)
+    gate, up = gate.chunk(2, dim=-1) if mlp.up is None else (gate, getattr(module, mlp.up)(x))
     if gate.dtype is not up.dtype:  # adapters of another dtype on one of the two
         gate, up = (half.to(torch.promote_types(gate.dtype, up.dtype)) for half in (gate, up))
-    hidden = _product(form, gate, up)
-    if form.inner_dropout is not None:
-        hidden = getattr(module, form.inner_dropout)(hidden)
-        out = getattr(module, form.down)(hidden)
+    hidden = _product(mlp, gate, up)
+    if mlp.inner_dropout is not None:
+        hidden = getattr(module, mlp.inner_dropout)(hidden)
+        out = getattr(module, mlp.down)(hidden)
     else:
-        with _recomputed(hidden, form, gate, up):
-            out = getattr(module, form.down)(hidden)
-    return out if form.outer_dropout is None else getattr(module, form.outer_dropout)(out)
+        with _recomputed(hidden, mlp, gate, up):
+            out = getattr(module, mlp.down)(hidden)
+    return out if mlp.outer_dropout is None else getattr(module, mlp.outer_dropout)(out)
 
 
-def _product(form: GatedMlpForm, gate: Tensor, up: Tensor) -> Tensor:
-    if form.activation == "silu":
+def _product(mlp: GatedMlp, gate: Tensor, up: Tensor) -> Tensor:
+    if mlp.activation == "silu":
         return ops.swiglu(gate, up)
-    return ops.geglu(gate, up, "tanh" if form.activation == "gelu_tanh" else "none")
+    return ops.geglu(gate, up, "tanh" if mlp.activation == "gelu_tanh" else "none")
 
 
-def _recomputed(hidden: Tensor, form: GatedMlpForm, gate: Tensor, up: Tensor) -> contextlib.AbstractContextManager:
+def _recomputed(hidden: Tensor, mlp: GatedMlp, gate: Tensor, up: Tensor) -> contextlib.AbstractContextManager:
     """Inside, whoever saves `hidden` for its backward keeps gate and up instead, which are kept anyway.
 
     Not where memory does not tell tensors apart: in fake tensors and in the transforms of torch.func.
@@ -117,7 +123,7 @@ def _recomputed(hidden: Tensor, form: GatedMlpForm, gate: Tensor, up: Tensor) ->
         if (kept[0]._version, kept[1]._version) != versions:
             raise RuntimeError("gate or up of a gated MLP was modified in place before its backward")
         with torch.no_grad():
-            return _product(form, *kept).view(saved)
+            return _product(mlp, *kept).view(saved)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -149,7 +155,7 @@ class GatedMlpRule(Rule):
             form = self._verdicts.of(module, lambda: recognise(module), tuple(_sizes(c) for c in layers.values()))
         except Unlike as verdict:
             return Skip(str(verdict)) if named else None
-        return Replace(form, (form.op,), str(form))
+        return Replace(form, (form.op,), str(form.mlp))
 
 
 class _Half(nn.Module):
@@ -169,30 +175,27 @@ def recognise(module: nn.Module) -> GatedMlpForm:
     reason = "on small inputs it differs from down(act(gate) * up) for silu, gelu and tanh-gelu"
     for roles in _roles(layers):
         try:
-            forms = _forms(roles, dropouts)
+            known = _candidates(roles, dropouts)
             for dtype, scale, training in _SETTINGS:
                 twin = probe.shell(module, children={**others, **_stand_ins(roles, dtype, scale)}).train(training)
                 x = probe.wave(2, 5, _HIDDEN, phase=1.0).to(dtype)
                 found = probe.call(twin.forward, x)
-                forms = [form for form in forms if _agrees(twin, form, x, found)]
-            if forms:
-                return _passing_over(plain, forms[0])
+                known = [mlp for mlp in known if _agrees(twin, mlp, x, found)]
+            if known:
+                return _passing_over(plain, known[0])
         except Unlike as verdict:
             reason = str(verdict)
     raise Unlike(reason)
 
 
-def _passing_over(plain: dict[str, nn.Module], form: GatedMlpForm) -> GatedMlpForm:
-    called = (form.inner_dropout, form.outer_dropout)
+def _passing_over(plain: dict[str, nn.Module], mlp: GatedMlp) -> GatedMlpForm:
+    called = (mlp.inner_dropout, mlp.outer_dropout)
     rest = tuple((name, original_class(type(child))) for name, child in plain.items() if name not in called)
-    return dataclasses.replace(form, passed_over=rest)
+    return GatedMlpForm(mlp, rest)
 
 
-def _agrees(twin: nn.Module, form: GatedMlpForm, x: Tensor, found: Any) -> bool:
-    like = type("_", (nn.Module,), {"_tilesmith_gated_mlp": form})
-    own = object.__new__(like)
-    own.__dict__.update(twin.__dict__)
-    wanted = probe.call(gated_mlp, own, x)
+def _agrees(twin: nn.Module, mlp: GatedMlp, x: Tensor, found: Any) -> bool:
+    wanted = probe.call(gated_mlp, twin, x, mlp)
     if not isinstance(found, Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     return bool((found - wanted).abs().max() <= _DEVIATION[x.dtype] * wanted.abs().max())
@@ -225,10 +228,10 @@ def _roles(layers: dict[str, nn.Module]) -> Iterator[tuple[str, str | None, str]
                 yield gate, None, down
 
 
-def _forms(roles: tuple[str, str | None, str], dropouts: list[str]) -> list[GatedMlpForm]:
+def _candidates(roles: tuple[str, str | None, str], dropouts: list[str]) -> list[GatedMlp]:
     places = [(None, None), *((name, None) for name in dropouts), *((None, name) for name in dropouts)]
     places += list(itertools.permutations(dropouts, 2))
-    return [GatedMlpForm(*roles, activation, *place) for activation in _ACTIVATIONS for place in places]
+    return [GatedMlp(*roles, activation, *place) for activation in _ACTIVATIONS for place in places]
 
 
 def _stand_ins(roles: tuple[str, str | None, str], dtype: torch.dtype, scale: float) -> dict[str, nn.Module]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilesmith.models.attention import given
 from tilesmith.models.logits import LazyLogits
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, original_class
 from tilesmith.rewrite.variant import obstacle
@@ -22,20 +23,19 @@ class LabelledForm(Form):
     head: str
 
     def namespace(self, base: type) -> dict[str, Any]:
-        path = self.head
-        place = list(inspect.signature(base.forward).parameters).index("labels") - 1
+        path, whole = self.head, base.forward
+        place = list(inspect.signature(whole).parameters).index("labels") - 1
         # torch.compile puts a CrossEntropyLoss object into the graph without asking its input (PyTorch 2.13).
-        traceable = "CrossEntropyLoss" not in inspect.unwrap(base.forward).__code__.co_names
+        traceable = "CrossEntropyLoss" not in inspect.unwrap(whole).__code__.co_names
 
-        @functools.wraps(base.forward)
+        @functools.wraps(whole)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            labels = args[place] if len(args) > place else kwargs.get("labels")
-            if labels is None or (torch.compiler.is_compiling() and not traceable):
-                return base.forward(self, *args, **kwargs)
+            if given("labels", place, args, kwargs) is None or (torch.compiler.is_compiling() and not traceable):
+                return whole(self, *args, **kwargs)
             head = _at(self, path)
             head._tilesmith_lazy = True
             try:
-                return base.forward(self, *args, **kwargs)
+                return whole(self, *args, **kwargs)
             finally:
                 head._tilesmith_lazy = False
 
@@ -56,10 +56,14 @@ class HeadForm(Form):
                 return base.forward(self, input)
             kind = input.device.type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-            bias = None if self.bias is None else self.bias.to(dtype)
-            return LazyLogits(input.to(dtype), self.weight.to(dtype), bias, dtype)
+            return LazyLogits(_cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype), dtype)
 
         return {"forward": forward, "_tilesmith_lazy": False}
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """x in `dtype`; x itself where it has it, so that a compiled model has no parameter among its outputs."""
+    return x if x is None or x.dtype is dtype else x.to(dtype)
 
 
 def _deferrable(head: nn.Linear) -> bool:
@@ -72,10 +76,16 @@ def _deferrable(head: nn.Linear) -> bool:
         # under FSDP2 a layer that is wrapped by itself frees its weight when its forward returns.
         and type(weight) in (nn.Parameter, Tensor)
         and not hasattr(weight, "ds_id")
-        and not hasattr(head, "_get_fsdp_state")
+        and not _wrapped(type(head))
         and not (head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
-        and not getattr(head, "_is_replica", False)
+        and "_is_replica" not in head.__dict__  # hasattr of a module raises and catches, in a guard at each call
     )
+
+
+@torch.compiler.assume_constant_result
+def _wrapped(cls: type) -> bool:
+    """Whether FSDP2 wraps modules of this class one by one."""
+    return hasattr(cls, "_get_fsdp_state")
 
 
 class LossRule(Rule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,8 @@ _SHARE_BF16 = 0.02
 _DEVIATION_FP32 = 1e-5
 
 
-@dataclass(frozen=True)
-class NormForm(Form):
-    """A norm over the last dimension, and what tells it from the others.
+class Norm(NamedTuple):
+    """A norm over the last dimension: what tells it from the others.
 
     `eps` names the attribute that holds it. Without one it is the machine epsilon of the dtype that the norm computes
     in ("computed": at least float32) or of its input ("input"), as in versions of `nn.RMSNorm`.
@@ -32,56 +31,75 @@ class NormForm(Form):
     offset: float = 0.0
     casting: str = "fp32"
 
-    @property
-    def op(self) -> str:
-        """The op that computes it."""
-        return "layer_norm" if self.centred else "rms_norm"
-
     def __str__(self) -> str:
         if self.centred:
             return "LayerNorm"
         weight = f"({self.offset:g} + weight)" if self.offset else "weight"
         return f"RMSNorm times {weight}, rounded {'before' if self.casting == 'llama' else 'after'} that product"
 
+
+@dataclass(frozen=True)
+class NormForm(Form):
+    """The norm by the op."""
+
+    norm: Norm
+
     def namespace(self, base: type) -> dict[str, Any]:
+        norm = self.norm
+
         def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
             (x,) = inputs or tuple(named.values())
-            return norm(self, x) if servable(self, x, self._tilesmith_norm.op) else base.forward(self, x)
+            return normalised(self, x, norm) if servable(self, x, norm) else base.forward(self, x)
 
-        return {"forward": forward, "_tilesmith_norm": self}
+        return {"forward": forward, "_tilesmith_norm": norm}
 
 
-def form_of(module: nn.Module) -> NormForm | None:
-    """The form that `module` was swapped to, also when another library has put a class on top since."""
+def norm_of(module: nn.Module) -> Norm | None:
+    """The norm that `module` was swapped to, also when another library has put a class on top since."""
     return getattr(type(module), "_tilesmith_norm", None)
 
 
-def servable(module: nn.Module, x: Tensor, op: str) -> bool:
-    """Whether `op` has a kernel where `x` is, and gives it the dtype that the module's own forward would."""
-    form, weight = form_of(module), getattr(module, "weight", None)
-    if not reaches(op, x):
+def is_norm(module: nn.Module, norm: Norm) -> bool:
+    """Whether `norm` is the one that `module` was swapped to."""
+    return _class_is(type(module), norm)
+
+
+@torch.compiler.assume_constant_result
+def _class_is(cls: type, norm: Norm) -> bool:
+    return getattr(cls, "_tilesmith_norm", None) == norm
+
+
+def op_of(norm: Norm) -> str:
+    """The op that computes it."""
+    return "layer_norm" if norm.centred else "rms_norm"
+
+
+def servable(module: nn.Module, x: Tensor, norm: Norm, added: bool = False) -> bool:
+    """Whether the op, or if `added` the one that adds a residual first, has a kernel where `x` is, and gives it the
+    dtype that the module's own forward would."""
+    if not reaches("add_" + op_of(norm) if added else op_of(norm), x):
         return False
-    if form.centred:
+    if norm.centred:
         # Autocast runs LayerNorm in float32 whatever its input.
         return not (x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type))
+    weight = getattr(module, "weight", None)
     # The product of a rounded norm and a weight of another dtype is promoted; the op returns x's dtype.
-    return form.casting == "fp32" or weight is None or weight.dtype is x.dtype
+    return norm.casting == "fp32" or weight is None or weight.dtype is x.dtype
 
 
-def norm(module: nn.Module, x: Tensor) -> Tensor:
+def normalised(module: nn.Module, x: Tensor, norm: Norm) -> Tensor:
     """What `module` computes, by the op."""
-    form, weight = form_of(module), getattr(module, "weight", None)
-    if form.centred:
-        return ops.layer_norm(x, weight, getattr(module, "bias", None), epsilon(module, x))
-    return ops.rms_norm(x, weight, epsilon(module, x), form.offset, form.casting)
+    weight, eps = getattr(module, "weight", None), epsilon(module, x, norm)
+    if norm.centred:
+        return ops.layer_norm(x, weight, getattr(module, "bias", None), eps)
+    return ops.rms_norm(x, weight, eps, norm.offset, norm.casting)
 
 
-def epsilon(module: nn.Module, x: Tensor) -> float:
+def epsilon(module: nn.Module, x: Tensor, norm: Norm) -> float:
     """The epsilon that `module` uses for `x`."""
-    form = form_of(module)
-    if form.eps is not None:
-        return getattr(module, form.eps)
-    return torch.finfo(x.dtype if form.eps_of == "input" else torch.promote_types(x.dtype, torch.float32)).eps
+    if norm.eps is not None:
+        return getattr(module, norm.eps)
+    return torch.finfo(x.dtype if norm.eps_of == "input" else torch.promote_types(x.dtype, torch.float32)).eps
 
 
 class NormRule(Rule):
@@ -103,17 +121,17 @@ class NormRule(Rule):
         if any(p.ndim != 1 for p in parameters.values()):
             return Skip("it normalises over more than the last dimension") if named else None
         try:
-            form = self._verdicts.of(module, lambda: recognise(module))
+            found = self._verdicts.of(module, lambda: recognise(module))
         except Unlike as verdict:
             return Skip(str(verdict)) if named else None
-        return Replace(form, (form.op,), str(form))
+        return Replace(NormForm(found), (op_of(found),), str(found))
 
 
-def recognise(module: nn.Module) -> NormForm:
-    """The form whose result is the module's own, in float32 and to the bit in bfloat16. Raises `Unlike`."""
+def recognise(module: nn.Module) -> Norm:
+    """The norm whose result is the module's own, in float32 and to the bit in bfloat16. Raises `Unlike`."""
     probe.only_input(original_class(type(module)))
     width = _width(module)
-    scores: dict[NormForm, float] = dict.fromkeys(_candidates(module), 0.0)
+    scores: dict[Norm, float] = dict.fromkeys(_candidates(module), 0.0)
     for dtype, training in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
         tensors = {
             name: (1 + 0.3 * probe.wave(width, phase=i)).to(dtype)
@@ -125,17 +143,16 @@ def recognise(module: nn.Module) -> NormForm:
         sizes = torch.tensor([1e-3, 0.1, 1.0, 1.0, 8.0, 100.0], device="cpu")
         x = (probe.wave(6, width, phase=2.0) * sizes[:, None]).to(dtype)
         found = probe.call(twin.forward, x)
-        for form in list(scores):
-            # A throwaway class: the candidates are compared through the very code that would serve the module.
-            twin.__class__ = type("_", (original_class(type(module)),), {"_tilesmith_norm": form})
-            wrong = probe.disagreement(found, probe.call(norm, twin, x))
+        for norm in list(scores):
+            # through the very code that would serve the module
+            wrong = probe.disagreement(found, probe.call(normalised, twin, x, norm))
             if wrong > (_SHARE_BF16 if dtype is torch.bfloat16 else _DEVIATION_FP32):
-                del scores[form]
+                del scores[norm]
             else:
-                scores[form] = wrong
+                scores[norm] = wrong
     if not scores:
         raise Unlike("on small inputs it differs from RMSNorm (weight or 1 + weight, either rounding) and LayerNorm")
-    return min(scores, key=lambda form: scores[form])
+    return min(scores, key=lambda norm: scores[norm])
 
 
 def _width(module: nn.Module) -> int:
@@ -146,13 +163,13 @@ def _width(module: nn.Module) -> int:
     return next((value for value in values if type(value) is int and value > 1), 64)
 
 
-def _candidates(module: nn.Module) -> list[NormForm]:
+def _candidates(module: nn.Module) -> list[Norm]:
     attributes = [name for name, value in module.__dict__.items() if isinstance(value, float) and 0 < value < 0.1]
     biased = module._parameters.get("bias") is not None
     offsets = (0.0,) if module._parameters.get("weight") is None else (0.0, 1.0)
     found = []
     for eps in [*((name, "computed") for name in attributes), (None, "computed"), (None, "input")]:
-        found.append(NormForm(True, *eps))
+        found.append(Norm(True, *eps))
         if not biased:
-            found += [NormForm(False, *eps, *form) for form in itertools.product(offsets, ("fp32", "llama"))]
+            found += [Norm(False, *eps, *rest) for rest in itertools.product(offsets, ("fp32", "llama"))]
     return found

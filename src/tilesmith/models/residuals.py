@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.norms import epsilon, form_of, servable
+from tilesmith.models.norms import Norm, epsilon, is_norm, norm_of, op_of, servable
 from tilesmith.models.reach import observed
 from tilesmith.rewrite import (
     CannotRespell,
@@ -29,30 +30,35 @@ from tilesmith.rewrite import (
     respelled_forward,
 )
 
-_CALL = "_tilesmith_add_norm"
+_CALL = "_tilesmith_add_"
 
 
-def add_norm(norm: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(x + y), x + y), in one op when `norm` is one of ours and nothing observes it."""
-    form = form_of(norm)
-    alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
-    if form is None or not alike or observed(norm) or not servable(norm, x, "add_" + form.op):
-        total = x + y
-        return norm(total), total
-    weight, eps = getattr(norm, "weight", None), epsilon(norm, x)
-    if form.centred:
-        return ops.add_layer_norm(x, y, weight, getattr(norm, "bias", None), eps)
-    return ops.add_rms_norm(x, y, weight, eps, form.offset, form.casting)
+def add_norm(norm: Norm) -> Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The function (module, x, y) -> (module(x + y), x + y), in one op where `module` is still this norm of ours and
+    nothing observes it."""
+
+    def added(module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
+        if not is_norm(module, norm) or not alike or observed(module) or not servable(module, x, norm, added=True):
+            total = x + y
+            return module(total), total
+        weight, eps = getattr(module, "weight", None), epsilon(module, x, norm)
+        if norm.centred:
+            return ops.add_layer_norm(x, y, weight, getattr(module, "bias", None), eps)
+        return ops.add_rms_norm(x, y, weight, eps, norm.offset, norm.casting)
+
+    return added
 
 
 @dataclass(frozen=True)
 class AddNormForm(Form):
-    """The same forward, with each addition that feeds one of the named norms fused into it."""
+    """The same forward, with each addition that feeds one of the children `norms` fused into it."""
 
-    norms: tuple[str, ...]
+    norms: tuple[tuple[str, Norm], ...]
 
     def namespace(self, base: type) -> dict[str, Any]:
-        return {"forward": respelled_forward(base, {_CALL: add_norm}, _Fuser(self.norms).visit)}
+        calls = {_CALL + name: add_norm(norm) for name, norm in self.norms}
+        return {"forward": respelled_forward(base, calls, _Fuser(tuple(dict(self.norms))).visit)}
 
 
 class AddNormRule(Rule):
@@ -61,21 +67,22 @@ class AddNormRule(Rule):
     name = "add_norm"
 
     def __init__(self) -> None:
-        self._known: dict[tuple[type, tuple[tuple[str, str], ...]], Replace | Skip | None] = {}
+        self._known: dict[tuple[type, tuple[tuple[str, Norm], ...]], Replace | Skip | None] = {}
 
     def match(self, site: Site) -> Replace | Skip | None:
-        norms = {name: form_of(child) for name, child in site.module.named_children() if form_of(child) is not None}
+        norms = {name: norm_of(child) for name, child in site.module.named_children() if norm_of(child) is not None}
         if not norms:
             return None
-        key = original_class(type(site.module)), tuple((name, form.op) for name, form in norms.items())
+        key = original_class(type(site.module)), tuple(norms.items())
         if key not in self._known:
             self._known[key] = _decide(*key)
         return self._known[key]
 
 
-def _decide(cls: type, norms: tuple[tuple[str, str], ...]) -> Replace | Skip | None:
-    """What to do with a module of this class that holds these norms, given as (child, op)."""
-    fuser = _Fuser(tuple(name for name, _ in norms))
+def _decide(cls: type, norms: tuple[tuple[str, Norm], ...]) -> Replace | Skip | None:
+    """What to do with a module of this class that holds these norms, given as (child, norm)."""
+    known = dict(norms)
+    fuser = _Fuser(tuple(known))
     try:
         tree = parse(inspect.unwrap(cls.forward))
         adds = any(_is_addition(node) for node in ast.walk(tree))
@@ -86,8 +93,10 @@ def _decide(cls: type, norms: tuple[tuple[str, str], ...]) -> Replace | Skip | N
     except CannotRespell as error:
         return Skip(str(error))
     fused = tuple(dict.fromkeys(fuser.fused))
-    used = tuple(dict.fromkeys("add_" + dict(norms)[name] for name in fused))
-    return Replace(AddNormForm(fused), used, f"a sum goes straight into {', '.join(fused)}")
+    used = tuple(dict.fromkeys("add_" + op_of(known[name]) for name in fused))
+    return Replace(
+        AddNormForm(tuple((name, known[name]) for name in fused)), used, f"a sum goes straight into {', '.join(fused)}"
+    )
 
 
 class _Fuser(ast.NodeTransformer):
@@ -203,4 +212,4 @@ def _aliases(block: list[ast.stmt], at: int, total: str) -> tuple[int, list[str]
 
 def _call(name: str, addition: ast.BinOp) -> ast.Call:
     norm = ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
-    return ast.Call(ast.Name(_CALL, ast.Load()), [norm, addition.left, addition.right], [])
+    return ast.Call(ast.Name(_CALL + name, ast.Load()), [norm, addition.left, addition.right], [])
