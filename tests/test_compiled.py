@@ -40,7 +40,7 @@ def test_a_compiled_graph_calls_kernels_past_the_dispatcher(monkeypatch):
     x, weight = _inputs()
     want, compiled = _grads(_norm, x, weight), torch.compile(_norm, fullgraph=True)
     got, codes = inductor.run_and_get_code(_grads, compiled, x, weight)
-    assert [sum(f"{name}.default.direct(" in code for code in codes) for name in ("rms_norm", "rms_norm_vjp")] == [1, 1]
+    assert [sum(f"{name}.default.known[" in code for code in codes) for name in ("rms_norm", "rms_norm_vjp")] == [1, 1]
     torch.testing.assert_close(got, want)
     for name in ("rms_norm", "rms_norm_vjp"):  # what the dispatcher would call
         monkeypatch.setattr(declared()[name], "_ready", lambda *_: pytest.fail("not a repeat call"))
@@ -50,6 +50,28 @@ def test_a_compiled_graph_calls_kernels_past_the_dispatcher(monkeypatch):
     monkeypatch.undo()
     assert not [op for op in seen if "tilesmith" in str(op)]
     torch.testing.assert_close(got, want)
+
+
+def test_a_known_call_is_found_by_its_alignment():
+    compiled, memory, weight = torch.compile(_norm, fullgraph=True), torch.randn(260), torch.randn(64)
+    op = declared()["rms_norm"]
+    for start in (0, 1, 0, 4, 2, 1):  # in floats: what Dynamo guards is the same, what a kernel may do is not
+        x = memory[start : start + 256].view(4, 64)
+        torch.testing.assert_close(compiled(x, weight), _norm(x, weight))
+        if start == 2:
+            op._recent.clear()  # as where a kernel is registered
+    named = [key for key in op._recent if ":" in (key if isinstance(key, str) else key[0])]
+    assert len(named) == 1 and named[0][1:] == (4, 0)
+
+
+def test_sizes_that_may_change_make_no_known_call():
+    x, weight = (t.detach() for t in _inputs())
+    compiled = torch.compile(_norm, dynamic=True)
+    got, (code,) = inductor.run_and_get_code(compiled, x, weight)
+    assert "rms_norm.default.direct(" in code and "known" not in code
+    for rows in (4, 7):
+        x = torch.randn(rows, 64)
+        torch.testing.assert_close(compiled(x, weight), _norm(x, weight))
 
 
 def test_a_mode_sees_the_ops_of_a_compiled_graph():

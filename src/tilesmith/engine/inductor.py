@@ -7,6 +7,7 @@ call to the dispatcher again, and turn all arguments into its own values and bac
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from typing import Any
 
@@ -32,10 +33,26 @@ def teach(op: Any) -> None:
         given = node.codegen_args()
         named = dict(a.split("=", 1) for a in node.codegen_kwargs())
         given += [named.get(n) or repr(op.defaults[n]) for n in op.parameters[len(given) :]]
-        arguments = ", ".join([*given, named.get("pin", "''")])
-        writeline(f"{node.get_name()} = torch.ops.tilesmith.{op.name}.default.direct({arguments})")
+        given.append(named.get("pin", "''"))
+        call = f"torch.ops.tilesmith.{op.name}.default.{_way(node, given)}"
+        writeline(f"{node.get_name()} = {call}({', '.join(given)})")
 
     CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.tilesmith.{op.name}.default"] = CustomCodegen(python=write)
+
+
+def _way(node: Any, given: list[str]) -> str:
+    """`known[name]` where sizes and strides of all tensors are numbers, as most are; else `direct`, which asks them.
+
+    name: which arguments are tensors, and a digest of all that the graph knows of the call.
+    """
+    values, _ = node.unflatten_args(node.inputs, node.constant_args)
+    tensors = {i: v for i, v in enumerate(values) if hasattr(v, "get_stride")}
+    facts = {i: (v.get_dtype(), v.get_device(), *v.get_size(), "by", *v.get_stride()) for i, v in tensors.items()}
+    if not all(isinstance(n, str) or str(n).isdecimal() for fact in facts.values() for n in fact[2:]):
+        return "direct"
+    plain = [a for i, a in enumerate(given) if i not in tensors]
+    digest = hashlib.sha256(repr((facts, plain)).encode()).hexdigest()[:16]
+    return f"known['{','.join(map(str, tensors))}:{digest}']"
 
 
 _WRAPPER = "torch._inductor.codegen.wrapper"

@@ -48,6 +48,40 @@ def make_direct(op: Any, types: list[str]) -> Callable[..., Any]:
     return written(f"direct({names}, pin)", lines, f"direct call of {op.name}", known)
 
 
+class Known(dict):
+    """Name of a call -> the function (*arguments, pin) -> all outputs of it: of a call in code that Inductor generated,
+    all of which is known there but how its tensors are aligned, so that the name and that are its key.
+
+    name: the places of its tensors, joined by commas, a colon, and what tells it from other calls.
+    """
+
+    def __init__(self, op: Any):
+        super().__init__()
+        self.op = op
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        op, names = self.op, ", ".join(_names(self.op.kinds()))
+
+        def learn(key: Any, args: tuple, pin: str) -> Any:
+            whole = op._key(True, pin, *args)
+            ready = op._recent.get(whole) or op._remember(whole, args, pin)
+            op._recent[key] = ready
+            return ready
+
+        pointers = [f"a{i}.data_ptr()" for i in name.partition(":")[0].split(",")]
+        each = ", ".join(f"{pointer} & 15" for pointer in pointers)
+        lines = [
+            f"if modes(): return handle({names}, pin=pin)",
+            f"key = (name, {each}) if ({' | '.join(pointers)}) & 15 else name",
+            "ready = recent.get(key)",
+            f"if ready is None: ready = learn(key, ({names},), pin)",
+            f"return ready.run({names})",
+        ]
+        known = {"modes": _GLOBALS["modes"], "recent": op._recent, "learn": learn, "name": name, "handle": op.handle}
+        made = self[name] = written(f"known({names}, pin)", lines, f"known call of {op.name}", known)
+        return made
+
+
 def _names(types: list[str]) -> list[str]:
     return [f"a{i}" for i in range(len(types))]
 

@@ -20,7 +20,7 @@ from tilesmith.engine.autograd import Gradient, Way, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel, as_written
-from tilesmith.engine.key import make_direct, make_key
+from tilesmith.engine.key import Known, make_direct, make_key
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
@@ -107,7 +107,7 @@ class Op:
         LIBRARY.impl(self.name, self._boundary, "CompositeExplicitAutograd")
         qualified = f"tilesmith::{self.name}"
         self.handle = getattr(torch.ops.tilesmith, self.name).default
-        self.handle.direct = self.direct
+        self.handle.direct, self.handle.known = self.direct, Known(self)
 
         def traced(*args: Any, pin: str = "") -> Any:
             if not self.mutates:
@@ -211,10 +211,11 @@ class Op:
 
     def _key(self, inside: bool, pin: str, *args: Any) -> tuple | None:
         """The key of a call, as `engine.key` explains. Written out at the first call: most declared ops get none."""
-        self._key = make_key(self.name, self._kinds())
+        self._key = make_key(self.name, self.kinds())
         return self._key(inside, pin, *args)
 
-    def _kinds(self) -> list[str]:
+    def kinds(self) -> list[str]:
+        """The types of the arguments, as torch's schema writes them."""
         return [str(a.type) for a in self.handle._schema.arguments if not a.kwarg_only]
 
     def run(self, args: tuple, pin: str = "") -> Any:
@@ -237,7 +238,7 @@ class Op:
 
     def direct(self, *args: Any) -> Any:
         """All outputs, of all arguments and the pin: what code that Inductor generates calls (`engine.inductor`)."""
-        self.handle.direct = make_direct(self, self._kinds())  # here as in `_key`, at the first call
+        self.handle.direct = make_direct(self, self.kinds())  # here as in `_key`, at the first call
         return self.handle.direct(*args)
 
     def _dispatched(self, args: tuple, pin: str) -> Any:
