@@ -44,8 +44,8 @@ def guarded(monkeypatch):
     return of
 
 
-def _compiled(layers, optimized):
-    model, ids = build("llama", layers, attention="sdpa"), torch.arange(1, 9)[None]
+def _compiled(family, layers, optimized):
+    model, ids = build(family, layers, attention="sdpa"), torch.arange(1, 9)[None]
     compiled = torch.compile(tilesmith.optimize(model) if optimized else model, backend="eager", fullgraph=True)
     return lambda: compiled(input_ids=ids, labels=ids)
 
@@ -56,10 +56,11 @@ def _asked(managers):
     return [part for m in modules for g in m.get_leaf_guards() for part in g.verbose_code_parts() if "hasattr" in part]
 
 
-def test_an_optimized_model_is_guarded_as_the_plain_one_is(guarded):
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_an_optimized_model_is_guarded_as_the_plain_one_is(family, guarded):
     counts = {}
     for layers in (1, 3):
-        plain, optimized = (guarded(_compiled(layers, o)) for o in (False, True))
+        plain, optimized = (guarded(_compiled(family, layers, o)) for o in (False, True))
         assert not [m for m in optimized if m.get_source().startswith("G['__import_tilesmith")]
         assert len(_asked(optimized)) <= len(_asked(plain))
         counts[layers] = [

@@ -84,6 +84,8 @@ def _generate(record: Recorder, results: list[Part | None], many: bool, kernel: 
     last = {name: index for index, step in enumerate(record.steps) for name in step.used}
     kept = {r.name for r in results if r is not None} | set(record.parameters)
     for index, step in enumerate(record.steps):
+        if step.result in record.allocated and step.result not in last and step.result not in kept:
+            continue  # stood for nothing
         lines.append(step.line(record))
         spent = sorted(n for n in {*step.used} if last[n] == index and n not in kept)
         if spent:  # as early as the launcher can have freed it

@@ -14,8 +14,8 @@ from tilesmith.models.reach import reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 _FUNCTIONS = {
-    "silu": ops.silu,
-    "gelu": ops.gelu,
+    "silu": lambda x: ops.silu(x),
+    "gelu": lambda x: ops.gelu(x),
     "gelu (tanh)": lambda x: ops.gelu(x, "tanh"),
 }
 

@@ -22,7 +22,11 @@ class Form:
     """What a swapped instance does differently. Subclasses are frozen dataclasses: hashable, picklable by import."""
 
     def namespace(self, base: type) -> dict[str, Any]:
-        """Attributes of the generated class, `forward` among them. They must not depend on any one instance."""
+        """Attributes of the generated class, `forward` among them. They must not depend on any one instance.
+
+        What `forward` keeps in its closure are functions, numbers, strings and tuples of them: a compiled model looks
+        at any other object, a form itself among them, field by field at each call (ADR 1).
+        """
         raise NotImplementedError
 
     def enter(self, module: nn.Module) -> None:
