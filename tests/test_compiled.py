@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,12 +127,15 @@ def test_a_number_of_numpy_is_a_number():
     torch.testing.assert_close(compiled(x), ops.rms_norm(x, eps=0.5) + 1)
 
 
-def test_nothing_that_a_check_reads_is_guarded():
+def test_names_of_the_library_are_not_guarded_and_a_callers_are(monkeypatch):
     x, weight = _inputs()
-    torch.compile(_norm, backend="eager", fullgraph=True)(x, weight)
+    compiled = torch.compile(_norm, backend="eager", fullgraph=True)
+    compiled(x, weight)
     (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(_norm.__code__)
     guards = str(entry.guard_manager)
-    assert "rms_norm.handle" in guards and "rms_norm.check" not in guards
+    assert "source=G['ops']," in guards and "G['ops'].rms_norm" not in guards and "__import_tilesmith" not in guards
+    monkeypatch.setitem(_norm.__globals__, "ops", SimpleNamespace(rms_norm=lambda x, *_, **__: x + 1))
+    torch.testing.assert_close(compiled(x, weight), x + 1)
 
 
 def test_a_check_holds_for_sizes_that_are_not_known():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from typing import Any
 
 from tilesmith.engine.registry import DECLARED
@@ -41,16 +42,22 @@ def _unguard(output: Any) -> None:
 
 
 def _drop(output: Any) -> None:
-    here = output.global_scope.get("__name__", "").partition(".")[0] == _PACKAGE  # the frame itself is the library's
-    guards = output.guards
-    guards.inner = type(guards.inner)(g for g in guards.inner if not _ours(g.originating_source, here))
+    scope, guards = output.global_scope, output.guards
+    here = scope.get("__name__", "").partition(".")[0] == _PACKAGE  # the frame itself is the library's
+    guards.inner = type(guards.inner)(g for g in guards.inner if not _looked_up(g.originating_source, scope, here))
 
 
-def _ours(source: Any, here: bool) -> bool:
+def _looked_up(source: Any, scope: dict[str, Any], here: bool) -> bool:
+    """Whether a source is a name in a module of this library, or what is below one. `here`: so are the frame's own."""
+    below = False
     while hasattr(source, "base"):
-        source = source.base
+        source, below = source.base, True
     name = getattr(source, "global_name", "")
-    return name.startswith(f"__import_{_PACKAGE}") or (here and name != "" and not name.startswith("__"))
+    if name.startswith("__import_") or below:  # a caller's own name for a module may come to mean another one
+        module = scope.get(name)
+        if isinstance(module, types.ModuleType) and module.__name__.partition(".")[0] == _PACKAGE:
+            return True
+    return here and name != "" and not name.startswith("__")
 
 
 def _known(variable: Any) -> Any:
