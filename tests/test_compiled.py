@@ -75,6 +75,19 @@ def test_sizes_that_may_change_make_no_known_call():
         torch.testing.assert_close(compiled(x, weight), _norm(x, weight))
 
 
+def test_a_number_that_may_change_makes_no_known_call():
+    q, angles = torch.randn(1, 4, 8, 16), torch.randn(32, 8)
+
+    def rotated(offset):
+        return ops.rope(q, None, angles, angles, offset=offset)
+
+    compiled = torch.compile(rotated)
+    offsets = (2, 3, 5)
+    got, codes = inductor.run_and_get_code(lambda: [compiled(offset) for offset in offsets])
+    assert ["rope.default.known[" in code for code in codes] == [True, False]
+    torch.testing.assert_close(got, [rotated(offset) for offset in offsets])
+
+
 def test_a_mode_sees_the_ops_of_a_compiled_graph():
     x, weight = (t.detach() for t in _inputs())
     compiled = torch.compile(_norm)

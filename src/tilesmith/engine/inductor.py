@@ -7,6 +7,7 @@ call to the dispatcher again, and turn all arguments into its own values and bac
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import sys
 from typing import Any
@@ -41,18 +42,26 @@ def teach(op: Any) -> None:
 
 
 def _way(node: Any, given: list[str]) -> str:
-    """`known[name]` where sizes and strides of all tensors are numbers, as most are; else `direct`, which asks them.
+    """`known[name]` where the graph knows all but the tensors' memory, as it mostly does: sizes, strides and what other
+    arguments are made of are numbers; else `direct`, which asks.
 
     name: which arguments are tensors, and a digest of all that the graph knows of the call.
     """
     values, _ = node.unflatten_args(node.inputs, node.constant_args)
     tensors = {i: v for i, v in enumerate(values) if hasattr(v, "get_stride")}
     facts = {i: (v.get_dtype(), v.get_device(), *v.get_size(), "by", *v.get_stride()) for i, v in tensors.items()}
-    if not all(isinstance(n, str) or str(n).isdecimal() for fact in facts.values() for n in fact[2:]):
-        return "direct"
     plain = [a for i, a in enumerate(given) if i not in tensors]
+    sizes = [str(n) for fact in facts.values() for n in fact[2:]]
+    if not all(n == "by" or n.isdecimal() for n in sizes) or not all(map(_constant, plain)):
+        return "direct"
     digest = hashlib.sha256(repr((facts, plain)).encode()).hexdigest()[:16]
     return f"known['{','.join(map(str, tensors))}:{digest}']"
+
+
+def _constant(argument: str) -> bool:
+    """Whether an argument, as code, names no variable: a number that may change is one."""
+    names = {node.id for node in ast.walk(ast.parse(argument, mode="eval")) if isinstance(node, ast.Name)}
+    return names <= {"torch", "device"}
 
 
 _WRAPPER = "torch._inductor.codegen.wrapper"
