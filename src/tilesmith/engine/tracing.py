@@ -42,9 +42,10 @@ def _unguard(output: Any) -> None:
 
 
 def _drop(output: Any) -> None:
-    scope, guards = output.global_scope, output.guards
-    here = scope.get("__name__", "").partition(".")[0] == _PACKAGE  # the frame itself is the library's
-    guards.inner = type(guards.inner)(g for g in guards.inner if not _looked_up(g.originating_source, scope, here))
+    with contextlib.suppress(AttributeError):  # as in `check`
+        scope, guards = output.global_scope, output.guards
+        here = scope.get("__name__", "").partition(".")[0] == _PACKAGE  # the frame itself is the library's
+        guards.inner = type(guards.inner)(g for g in guards.inner if not _looked_up(g.originating_source, scope, here))
 
 
 def _looked_up(source: Any, scope: dict[str, Any], here: bool) -> bool:
