@@ -62,7 +62,7 @@ def combine(part_out: Tensor, part_lse: Tensor, sinks: Tensor | None, out: Tenso
     """Fill out and lse from part_out [S, B, H, T, D] and part_lse [S, B, H, T] (fp32), as `decode.combine_splits` does.
     The kernel before it makes these, and lets it start."""
     splits, _, heads, tokens, dim_v = part_out.shape
-    if lse.numel() > ROWS * arch_of(out.device).sms:
+    if out.is_cuda and lse.numel() > ROWS * arch_of(out.device).sms:  # elsewhere it is compiled, not run
         combine_splits(part_out, part_lse, sinks, out, lse, chained=True)
         return
     columns = max(64, next_power_of_2(dim_v))
