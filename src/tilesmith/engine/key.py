@@ -35,17 +35,7 @@ def make_direct(op: Any, types: list[str]) -> Callable[..., Any]:
     """The function (*arguments, pin) -> all outputs of a call on plain tensors that its dispatcher saw being traced:
     the call's key, and the run of the kernel that is kept under it, in one function. A mode still sees the op."""
     more, fields = _facts(types, plain=True)
-    names = ", ".join(_names(types))
-    lines = [
-        f"if modes(): return handle({names}, pin=pin)",
-        *more,
-        f"key = ({fields},)",
-        "ready = recent.get(key)",
-        f"if ready is None: ready = remember(key, ({names},), pin)",
-        f"return ready.run({names})",
-    ]
-    known = {**_GLOBALS, "recent": op._recent, "remember": op._remember, "handle": op.handle}
-    return written(f"direct({names}, pin)", lines, f"direct call of {op.name}", known)
+    return _from_compiled(op, "direct", types, [*more, f"key = ({fields},)"], op._remember, _GLOBALS)
 
 
 class Known(dict):
@@ -60,7 +50,7 @@ class Known(dict):
         self.op = op
 
     def __missing__(self, name: str) -> Callable[..., Any]:
-        op, names = self.op, ", ".join(_names(self.op.kinds()))
+        op = self.op
 
         def learn(key: Any, args: tuple, pin: str) -> Any:
             whole = op._key(True, pin, *args)
@@ -70,16 +60,26 @@ class Known(dict):
 
         pointers = [f"a{i}.data_ptr()" for i in name.partition(":")[0].split(",")]
         each = ", ".join(f"{pointer} & 15" for pointer in pointers)
-        lines = [
-            f"if modes(): return handle({names}, pin=pin)",
-            f"key = (name, {each}) if ({' | '.join(pointers)}) & 15 else name",
-            "ready = recent.get(key)",
-            f"if ready is None: ready = learn(key, ({names},), pin)",
-            f"return ready.run({names})",
-        ]
-        known = {"modes": _GLOBALS["modes"], "recent": op._recent, "learn": learn, "name": name, "handle": op.handle}
-        made = self[name] = written(f"known({names}, pin)", lines, f"known call of {op.name}", known)
+        lines = [f"key = (name, {each}) if ({' | '.join(pointers)}) & 15 else name"]
+        made = self[name] = _from_compiled(op, "known", op.kinds(), lines, learn, {**_GLOBALS, "name": name})
         return made
+
+
+def _from_compiled(
+    op: Any, title: str, types: list[str], key: list[str], learn: Callable[..., Any], known: dict[str, Any]
+) -> Callable[..., Any]:
+    """The function (*arguments, pin) that compiled code calls. key: lines that make the call's key of them. learn: the
+    function (key, arguments, pin) -> what is kept under a key that nothing is kept under yet."""
+    names = ", ".join(_names(types))
+    lines = [
+        f"if modes(): return handle({names}, pin=pin)",
+        *key,
+        "ready = recent.get(key)",
+        f"if ready is None: ready = learn(key, ({names},), pin)",
+        f"return ready.run({names})",
+    ]
+    known = {**known, "recent": op._recent, "learn": learn, "handle": op.handle}
+    return written(f"{title}({names}, pin)", lines, f"{title} call of {op.name}", known)
 
 
 def _names(types: list[str]) -> list[str]:
