@@ -22,7 +22,7 @@ from tilesmith import ops
 from tilesmith.models.attention_masks import TOLD, KeyMask, key_mask
 from tilesmith.models.attention_modules import computes_mask, uses_interface
 from tilesmith.models.reach import reaches
-from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, original_class
+from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
 
 # Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
 NAME = "tilesmith"
@@ -189,11 +189,6 @@ class AttentionForm(Form):
         there = dict(module.named_modules())  # some may be gone
         known = [(there[fqn].config, implementation) for fqn, implementation in self.before if fqn in there]
         return [(config, implementation) for config, implementation in known if config._attn_implementation == NAME]
-
-
-def given(name: str, place: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The argument `name` of a call, which stands at `place` where it is passed by position; None without it."""
-    return args[place] if place is not None and len(args) > place else kwargs.get(name)
 
 
 def _own_configuration(model: nn.Module) -> None:

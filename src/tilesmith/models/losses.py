@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilesmith.models.attention import given
 from tilesmith.models.logits import LazyLogits
-from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, original_class
+from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
 from tilesmith.rewrite.variant import obstacle
 
 

@@ -28,6 +28,7 @@ from tilesmith.rewrite import (
     Site,
     Skip,
     Unlike,
+    given,
     original_class,
     probe,
     respelled_forward,
@@ -62,10 +63,10 @@ def rotation(function: types.FunctionType, layout: str, interleaved: bool) -> Ca
     """A function with the parameters of `function` that rotates through the op, and calls it for other ranks."""
     single = _LAYOUTS[layout]
     others = list(inspect.signature(function).parameters)[4:]
-    place = others.index("unsqueeze_dim") if "unsqueeze_dim" in others else len(others)
+    place = others.index("unsqueeze_dim") if "unsqueeze_dim" in others else None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        axis = more[place] if len(more) > place else named.get("unsqueeze_dim", 1)
+        axis = given("unsqueeze_dim", place, more, named, 1)
         if q.ndim != 4 or k.ndim != 4 or cos.ndim != 3 or axis not in (1, 2) or q.dtype is not k.dtype:
             return function(q, k, cos, sin, *more, **named)
         if axis == 2:

@@ -8,11 +8,11 @@ from tilesmith.rewrite.probe import Unlike
 from tilesmith.rewrite.report import Report, Row
 from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
 from tilesmith.rewrite.source import CannotRespell, parse, respell, respelled_forward
-from tilesmith.rewrite.variant import Form, forms, original_class, swap, unswap, variant
+from tilesmith.rewrite.variant import Form, forms, given, original_class, swap, unswap, variant
 
 __all__ = [
     "Rule", "Site", "Replace", "Skip", "Form",
     "rewrite", "undo", "Report", "Row", "RewriteError",
-    "variant", "swap", "unswap", "forms", "original_class",
+    "variant", "swap", "unswap", "forms", "original_class", "given",
     "parse", "respell", "respelled_forward", "CannotRespell", "Unlike",
 ]  # fmt: skip

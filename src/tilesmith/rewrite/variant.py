@@ -107,6 +107,11 @@ def original_class(cls: type) -> type:
     return cls
 
 
+def given(name: str, place: int | None, args: tuple, kwargs: dict[str, Any], default: Any = None) -> Any:
+    """The argument `name` of a call, which stands at `place` where it is passed by position, or `default`."""
+    return args[place] if place is not None and len(args) > place else kwargs.get(name, default)
+
+
 def _reduce_ex(self: nn.Module, protocol: int) -> Any:
     # A generated class has no importable name: pickle and deepcopy make it again from its base and its form.
     made = object.__reduce_ex__(self, max(protocol, 2))
