@@ -277,6 +277,30 @@ def _hide(qk, walk, limit, queries, first, LOW: gl.constexpr):
 
 
 @gluon.jit
+def _rows_of(shares, unit, ROW: gl.constexpr):
+    """First head and token of a unit, its rows, and the tokens as which they see: those behind the last one see what it
+    sees."""
+    first_head, start = shares.unit(unit)
+    row = gl.arange(0, 64, ROW)
+    return first_head, start, row, gl.minimum(start + row % shares.TOKENS, shares.walk.tokens - 1)
+
+
+@gluon.jit
+def _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split):
+    """Store lse of a share's rows. Returns the factors that normalise these."""
+    shares, place, rows = of
+    split, kv_head, batch = place
+    first_head, start, row, queries = rows
+    tokens = shares.walk.tokens
+    head = kv_head * shares.GROUP + first_head + row // shares.TOKENS
+    factor, lse = finish(top, total, head, sinks_ptr)
+    lse_at = (batch * shares.kv_heads * shares.GROUP + head) * tokens + queries
+    real = start + row % shares.TOKENS < tokens
+    gl.store(lse_ptr + split.to(gl.int64) * lse_split + lse_at, lse, mask=real)
+    return factor
+
+
+@gluon.jit
 def _consume(
     C: gl.constexpr, given, SMALL: gl.constexpr, SOFTCAP: gl.constexpr, SHARED: gl.constexpr, CHAINED: gl.constexpr
 ):
@@ -299,10 +323,7 @@ def _consume(
     number, end, step = shares.numbers()
     while number < end:
         tile, split, kv_head, batch, walk, begin, blocks, seen = shares.share(number, lengths_ptr)
-        first_head, start = shares.unit(tile * walk.CONSUMERS + C)
-        row = gl.arange(0, 64, ROW)
-        # rows behind the last token see what it sees
-        queries = gl.minimum(start + row % shares.TOKENS, walk.tokens - 1)
+        first_head, start, row, queries = _rows_of(shares, tile * walk.CONSUMERS + C, ROW)
         limit = gl.minimum(walk.end(queries), seen)
         acc = gl.zeros([64, DV], gl.float32, OUT)
         zero = gl.zeros([64, BN], gl.float32, SCORES)
@@ -383,11 +404,8 @@ def _consume(
         wait(v_full.index(s), (count // walk.STAGES) & 1)
         acc_made = mma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
-        head = kv_head * shares.GROUP + first_head + row // shares.TOKENS
-        real = start + row % shares.TOKENS < walk.tokens
-        factor, lse = finish(top, total, head, sinks_ptr)
-        lse_at = (batch * shares.kv_heads * shares.GROUP + head) * walk.tokens + queries
-        gl.store(lse_ptr + split.to(gl.int64) * lse_split + lse_at, lse, mask=real)
+        of = shares, (split, kv_head, batch), (first_head, start, row, queries)
+        factor = _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
         acc = mma_wait(0, deps=[acc_made])
         arrive(v_empty.index(s))
         if SMALL:
@@ -432,10 +450,7 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     batches = shares.walk.rows // shares.kv_heads
     tile, split, kv_head, batch, walk, begin, blocks, seen = shares.share(gl.to_tensor(0), lengths_ptr)
-    first_head, start = shares.unit(tile * walk.CONSUMERS + C)
-    row = gl.arange(0, 64, ROW)
-    # rows behind the last token see what it sees
-    queries = gl.minimum(start + row % shares.TOKENS, walk.tokens - 1)
+    first_head, start, row, queries = _rows_of(shares, tile * walk.CONSUMERS + C, ROW)
     limit = gl.minimum(walk.end(queries), seen)
     every = gl.minimum(walk.end(gl.minimum(start, walk.tokens - 1)), seen)  # what all rows see ends there
     acc = gl.zeros([64, DV], gl.float32, OUT)
@@ -474,11 +489,8 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
         arrive(v_empty.index(s))
 
     qk = mma_wait(0, deps=[qk_made])
-    head = kv_head * shares.GROUP + first_head + row // shares.TOKENS
-    real = start + row % shares.TOKENS < walk.tokens
-    factor, lse = finish(top, total, head, sinks_ptr)
-    lse_at = (batch * shares.kv_heads * shares.GROUP + head) * walk.tokens + queries
-    gl.store(lse_ptr + split.to(gl.int64) * lse_split + lse_at, lse, mask=real)
+    of = shares, (split, kv_head, batch), (first_head, start, row, queries)
+    factor = _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
     acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
     box = out.index(C)
     box.reshape([64, DV]).store(acc.to(q.dtype))
