@@ -19,7 +19,7 @@ ROWS = 32  # for each multiprocessor, that are few
 
 
 @gluon.jit(do_not_specialize=["rows", "tokens", "heads", "splits"])
-def attention_combine_kernel(
+def attention_combine_few_kernel(
     part_out_ptr, part_lse_ptr, sinks_ptr, out_ptr, out_row, out_head, out_token, lse_ptr, rows, tokens, heads, splits,
     DIM_V: gl.constexpr, DV: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def combine(part_out: Tensor, part_lse: Tensor, sinks: Tensor | None, out: Tenso
         return
     columns = max(64, next_power_of_2(dim_v))
     launch(
-        attention_combine_kernel, (lse.numel(),),
+        attention_combine_few_kernel, (lse.numel(),),
         part_out, part_lse, sinks, out, *out.stride()[:3], lse, lse.numel(), tokens, heads, splits,
         DIM_V=dim_v, DV=columns, SPLITS=max(4, next_power_of_2(splits)),
         num_warps=columns // 32, launch_pdl=True,
