@@ -263,6 +263,27 @@ def test_every_launch_has_a_counter_of_its_own():
     torch.testing.assert_close(found, [wanted] * 17)
 
 
+def _repeated(call):
+    """What `call` gives twenty times, in three replays of a graph, and ten times on each of three streams at once."""
+    found = [call() for _ in range(20)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for _ in range(3):
+        captured[0].zero_()
+        graph.replay()
+        found.append([x.clone() for x in captured])
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(call())
+    torch.cuda.synchronize()
+    return found
+
+
 @needs_hopper
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tokens", "dim", "causal"),
@@ -276,21 +297,7 @@ def test_shares_of_a_tile_are_put_together_in_one_order(heads, kv_heads, tokens,
     attend = functools.partial(ops.attention, *args)
     with use(attention="hopper"):
         assert "equal shares" in explain("attention", *args).note
-        wanted = attend()
-        found = [attend() for _ in range(20)]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = attend()
-        for _ in range(3):
-            captured[0].zero_()
-            graph.replay()
-            found.append([x.clone() for x in captured])
-        streams = [torch.cuda.Stream() for _ in range(3)]
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                found += [attend() for _ in range(5)]
-    torch.cuda.synchronize()
+        wanted, found = attend(), _repeated(attend)
     for out, lse in found:
         assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
 
@@ -309,23 +316,7 @@ def test_gradients_of_tiles_that_start_apart_are_added_in_one_order(heads, kv_he
             zip(op.parameters, args), dout=dout, out=out, lse=lse, output_mask=(True, True, True, False, False)
         )
         backward = functools.partial(op.vjp, *(named.get(name) for name in op.vjp.parameters))
-        wanted = backward()
-        found = [backward() for _ in range(20)]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = backward()
-        for _ in range(3):
-            captured[0].zero_()
-            graph.replay()
-            found.append([x.clone() for x in captured])
-        streams = [torch.cuda.Stream() for _ in range(3)]
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
-        for _ in range(10):
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    found.append(backward())
-    torch.cuda.synchronize()
+        wanted, found = backward(), _repeated(backward)
     for gradients in found:
         assert all(torch.equal(a, b) for a, b in zip(gradients[:3], wanted))
 
