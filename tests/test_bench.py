@@ -258,7 +258,7 @@ def test_no_case_left_names_those_there_are(op):
 
 @pytest.mark.parametrize("pages", [0, 5])
 def test_an_indexed_write_appends_what_ours_does(pages):
-    from tilesmith.ops.cache.cases import _append
+    from tilesmith.ops.attn.cases.cache import _append
 
     case = Case("x", _append(2, 3, 2, 16, 8, lengths=(4, 1), q_heads=4, rotated=12, positions=40, pages=pages))
     ours, theirs = (case.build(CPU, torch.float32, case.generator()) for _ in range(2))

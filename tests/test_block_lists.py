@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilesmith.ops.attn import lists
+from tilesmith.ops.attn import block_lists as lists
 from tilesmith.ops.attn.mask import Blocks, Mask
 
 

@@ -18,10 +18,10 @@ import chromium
 from kernel_runs import EPS, random, run, within
 from tilesmith.cli.export import NEW_TOKENS, export
 from tilesmith.cli.text import BytePairs, python_reference
+from tilesmith.device import philox
 from tilesmith.engine import ops, use
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.nn import Decoder, DecoderConfig, generate
-from tilesmith.ops import philox
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "webgpu"
 PROMPT = "The following example"

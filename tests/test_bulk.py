@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilesmith.ops.bulk import aligned, aligned_vector, bulk_strides, for_bulk, in_units
+from tilesmith.device.alignment import aligned, aligned_vector, bulk_strides, for_bulk, in_units
 
 
 def _memory(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:

@@ -5,8 +5,7 @@ import torch
 
 from tilesmith.engine import use
 from tilesmith.engine.backends import missing
-from tilesmith.ops import Mask, attention
-from tilesmith.ops.cache import kv_cache_append
+from tilesmith.ops import Mask, attention, kv_cache_append
 from tilesmith.validate.budget import compare
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tilesmith import nn, ops, use
 from tilesmith.engine.backends import missing
-from tilesmith.ops.distill import reference
+from tilesmith.ops.loss import distill_reference as reference
 
 M, K, V = 9, 12, 37
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from op_runs import DEVICE, ON_GPU, runnable
+from tilesmith.device.philox import draw_seed, keep_mask, keep_scale
 from tilesmith.engine import ops
 from tilesmith.ops.attn.visibility import visibility
-from tilesmith.ops.philox import draw_seed, keep_mask, keep_scale
 
 OP = ops()["attention"]
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32

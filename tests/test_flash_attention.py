@@ -132,8 +132,7 @@ def test_tiles_change_nothing_but_rounding():
 
 @pytest.mark.skipif(not ON_GPU, reason="tiles are a GPU's")
 def test_a_pinned_tile_is_what_runs(monkeypatch):
-    from tilesmith.ops.attn import triton as forward
-    from tilesmith.ops.attn import triton_vjp as backward
+    from tilesmith.ops.attn.triton import backward, forward
 
     ran = {}
     for module in (forward, backward):

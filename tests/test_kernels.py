@@ -18,6 +18,7 @@ from kernel_runs import EPS, random, run, within
 from tilesmith.codegen import KernelError, KernelIR, cuda, metal, nvrtc, spirv, wgsl
 from tilesmith.codegen.interpreter import Race, Undefined
 from tilesmith.codegen.nodes import Barrier, walk
+from tilesmith.device import philox
 from tilesmith.hardware.limits import limits_of
 from tilesmith.kernels import KERNELS, flash_attention, fused_ops
 from tilesmith.kernels.flash_attention import (
@@ -27,7 +28,6 @@ from tilesmith.kernels.flash_attention import (
     required_shared_memory,
     validate_config,
 )
-from tilesmith.ops import philox
 
 HALF = pytest.mark.parametrize("half", [False, True], ids=["f32", "f16"])
 COLUMNS = pytest.mark.parametrize("columns", [1, 6, 33, 256, 1201])

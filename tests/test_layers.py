@@ -14,6 +14,7 @@ import pytest
 
 import tilesmith
 from tilesmith.engine import ops
+from tilesmith.engine.registry import backend_of, family_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tilesmith"
@@ -39,9 +40,9 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-def _backend(path: Path) -> str | None:
-    """The backend that a kernel file is for: triton for triton.py and for triton_split.py."""
-    name = path.stem.split("_")[0]
+def _backend(module: str) -> str | None:
+    """The backend that a module of an op family is for, by its place: triton for ops.norm.triton.softmax."""
+    name = backend_of(module) if module.startswith("tilesmith.ops.") else None
     return name if name in BACKENDS else None
 
 
@@ -87,10 +88,9 @@ def test_nobody_imports_a_door(path):
     assert all(alias.name != "tilesmith" for node in plain for alias in node.names)
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(PACKAGE / "ops") and _backend(p)], ids=_module)
+@pytest.mark.parametrize("path", [p for p in SOURCES if _backend(_module(p))], ids=_module)
 def test_backends_never_import_one_another(path):
-    kernels = {n for n in _imports(path) if n.startswith("tilesmith.ops.")}
-    assert not {n for n in kernels if n.split(".")[-1].split("_")[0] in BACKENDS - {_backend(path)}}
+    assert not {n for n in _imports(path) if _backend(n) not in (None, _backend(_module(path)))}
 
 
 @pytest.mark.parametrize(("name", "home"), tilesmith.EXPORTS.items())
@@ -117,7 +117,7 @@ def test_lazy_names_resolve(package, name):
 @pytest.mark.parametrize("name", sorted(ops()))
 def test_kernel_modules_are_the_family_s_own(name):
     op = ops()[name]
-    family = op.reference.__module__.rpartition(".")[0]
+    family = family_of(op.reference.__module__)
     for backend, module in op._modules.items():
         assert module.startswith(f"{family}."), f"{name}/{backend} lives in another family: {module}"
         assert importlib.util.find_spec(module) is not None, f"{name}/{backend}: there is no {module}"

@@ -10,8 +10,8 @@ import torch
 
 import tilesmith
 from tilesmith import MemoryConfig, ops
+from tilesmith.engine.memory import GB, Bounds, Need, active, rows_in_budget, workspaces
 from tilesmith.ops.loss.memory import described_mode
-from tilesmith.ops.memory import GB, Bounds, Need, active, rows_in_budget, workspaces
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type != "cpu"

@@ -40,7 +40,7 @@ def test_compiles_offline(family, target, missing):
 
 def hopper_kernels(family: str) -> set[str]:
     """Device kernels in the family's files for Hopper."""
-    texts = [path.read_text() for path in (Path(tilesmith.__file__).parent / "ops" / family).glob("*hopper*.py")]
+    texts = [path.read_text() for path in (Path(tilesmith.__file__).parent / "ops" / family / "hopper").glob("*.py")]
     return set(re.findall(r"^def (\w+_kernel)\(", "\n".join(texts), re.MULTILINE))
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tilesmith.device import philox
 from tilesmith.engine.backends import interpreting, triton_missing
-from tilesmith.ops import philox
 
 # Random123, tests/kat_vectors, lines "philox4x32 10": counter, key, result
 KNOWN = [
@@ -95,7 +95,7 @@ def test_triton_draws_the_same_bits(start, short, lanes):
     import triton
     import triton.language as tl
 
-    from tilesmith.ops import philox_triton
+    from tilesmith.device.triton import philox as philox_triton
 
     @triton.jit
     def kernel(

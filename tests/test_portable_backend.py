@@ -11,11 +11,11 @@ import torch
 from codegen import tools
 from tilesmith import ops, runtime
 from tilesmith.codegen import metal
+from tilesmith.device import philox, portable
 from tilesmith.engine import cases, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import missing as absent
 from tilesmith.hardware.limits import limits_of
-from tilesmith.ops import philox, portable
 from tilesmith.settings import settings
 from tilesmith.validate import check
 
@@ -139,7 +139,7 @@ def test_a_cpu_is_served_only_when_asked():
     ],
 )
 def test_where_nobody_asked(monkeypatch, device, triton, reason):
-    monkeypatch.setattr("tilesmith.ops.portable.triton_missing", lambda: triton)
+    monkeypatch.setattr("tilesmith.device.portable.triton_missing", lambda: triton)
     monkeypatch.setattr(runtime, "missing", lambda backend: None)
     assert absent("portable", torch.device(device)) == reason
 

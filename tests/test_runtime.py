@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from tilesmith import runtime, use
 from tilesmith.codegen import In, KernelError, Out, Scalar, bf16, build, cuda, f32, gid, i32, nvrtc, tid, u32
+from tilesmith.device import philox
 from tilesmith.kernels import fused_ops
 from tilesmith.kernels.flash_attention import FlashAttentionConfig, create_flash_attention_kernel
-from tilesmith.ops import philox, swiglu
+from tilesmith.ops import swiglu
 from tilesmith.runtime import cache, launch, missing
 from tilesmith.settings import settings
 

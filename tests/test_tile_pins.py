@@ -16,8 +16,7 @@ SERVED = DEVICE.type != "cpu" or interpreting()
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the attention kernels that are launched -> (BLOCK_M, BLOCK_N)."""
-    from tilesmith.ops.attn import triton as forward
-    from tilesmith.ops.attn import triton_vjp as backward
+    from tilesmith.ops.attn.triton import backward, forward
 
     seen = {}
     for module in (forward, backward):
@@ -89,7 +88,8 @@ def test_a_tile_too_large_for_an_arch_is_refused_with_the_numbers(op):
     ],
 )
 def test_what_is_pinned_for_wide_rows_is_launched_or_refused(backend, refused, served, monkeypatch):
-    from tilesmith.ops.norm import hopper, hopper_staying
+    from tilesmith.ops.norm.hopper import norm as hopper
+    from tilesmith.ops.norm.hopper import persistent as hopper_staying
 
     kernel = ops_by_name()["layer_norm"].kernel(backend)
     configure, launched = kernel.fn.configure, []
@@ -128,7 +128,7 @@ def test_what_is_pinned_for_wide_rows_is_launched_or_refused(backend, refused, s
     ],
 )
 def test_tiles_are_divided_where_that_spares_more_than_it_costs(batch, heads, tokens, keys, right, wanted):
-    from tilesmith.ops.attn.hopper_shares import divided
+    from tilesmith.ops.attn.hopper.stream_k import divided
 
     q = torch.empty(batch, heads, tokens, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, heads, keys, 128, dtype=torch.bfloat16, device="meta")
@@ -148,7 +148,7 @@ def test_tiles_are_divided_where_that_spares_more_than_it_costs(batch, heads, to
     ],
 )
 def test_ordered_tiles_start_apart_where_that_spares_more_than_it_costs(batch, heads, kv_heads, tokens, keys, wanted):
-    from tilesmith.ops.attn.hopper_vjp import rings, section_vjp
+    from tilesmith.ops.attn.hopper.launch_backward import rings, section_vjp
 
     q, arch = torch.empty(batch, heads, tokens, 128, dtype=torch.bfloat16, device="meta"), arch_named("sm90")
     section = section_vjp(q, kv_heads, keys // 128, arch, False, True, False)
@@ -156,7 +156,7 @@ def test_ordered_tiles_start_apart_where_that_spares_more_than_it_costs(batch, h
 
 
 def test_attention_tells_that_tiles_are_made_in_shares(monkeypatch):
-    from tilesmith.ops.attn import hopper
+    from tilesmith.ops.attn.hopper import launch_forward as hopper
     from tilesmith.ops.attn.op import attention_op
 
     monkeypatch.setattr(hopper, "arch_of", lambda device: arch_named("sm90"))

@@ -2,7 +2,7 @@
 
 EXPORTS = {
     "KernelConfig": "tilesmith.nn",
-    "MemoryConfig": "tilesmith.ops.memory",
+    "MemoryConfig": "tilesmith.engine.memory",
     "explain": "tilesmith.engine",
     "optimize": "tilesmith.models",
     "optimize_kernel": "tilesmith.engine",

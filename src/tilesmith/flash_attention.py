@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine import use
+from tilesmith.engine.argument_checks import alike, flag, size, tensor
 from tilesmith.engine.backends import missing
-from tilesmith.ops.arguments import alike, flag, size, tensor
 from tilesmith.ops.attn.op import attention_op
 
 CHOOSE = (32, 32)  # (Bc, Br) for which the library chooses

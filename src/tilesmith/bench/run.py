@@ -17,6 +17,7 @@ from tilesmith.bench.missing import Missing
 from tilesmith.bench.peers import FLOORS, OURS, Adapter, providers
 from tilesmith.bench.vulkan import ThroughVulkan
 from tilesmith.engine import Case, Op, cases, ops
+from tilesmith.engine.registry import family_of
 from tilesmith.engine.timing import Timing, measure, peak_memory
 
 # A loss computes its gradient where it likes: in the forward (Liger), or in the backward. Only the sum compares.
@@ -216,7 +217,7 @@ def _backward_rows(op: Op, calls: Mapping[str, Call], device, rounds: int) -> li
 
 def work(op: Op, call: Call, *, backward: bool) -> dict[str, float]:
     """Minimal bytes and FLOPs of the forward without gradients, or of what the backward row runs."""
-    module = importlib.import_module(op.reference.__module__.rpartition(".")[0] + ".cases")
+    module = importlib.import_module(f"{family_of(op.reference.__module__)}.cases")
     named = dict(zip(op.parameters, op.bind((), dict(call.args))))
     wanted = [op.name]
     if backward:

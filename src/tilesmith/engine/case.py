@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.engine.registry import ops
+from tilesmith.engine.registry import family_of, ops
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -92,11 +92,11 @@ class Case:
 
 
 def cases(op_name: str) -> list[Case]:
-    """The cases of an op, from the `cases.py` of its family ([] for an op declared elsewhere)."""
+    """The cases of an op, from the `cases` of its family ([] for an op declared elsewhere)."""
     op = ops().get(op_name)
     if op is None:
         raise ValueError(f"unknown op {op_name!r}; known: {', '.join(sorted(ops()))}")
-    home = op.reference.__module__
-    if not home.startswith("tilesmith.ops."):
+    family = family_of(op.reference.__module__)
+    if not family.startswith("tilesmith.ops."):
         return []
-    return importlib.import_module(home.rpartition(".")[0] + ".cases").CASES.get(op_name, [])
+    return importlib.import_module(f"{family}.cases").CASES.get(op_name, [])

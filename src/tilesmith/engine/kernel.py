@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.launch import hooked
-from tilesmith.engine.registry import ops
+from tilesmith.engine.registry import backend_of, ops
 from tilesmith.engine.table import Table
 from tilesmith.hardware.detect import arch_of
 from tilesmith.settings import settings
@@ -130,7 +130,7 @@ class _Configure:
     def __init__(self, fn, space: Space):
         self.fn, self.space, self.forced, self.arch = fn, space, None, None
         self.hides = "hidden" in inspect.signature(fn).parameters
-        self.name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"  # one family has kernels of several backends
+        self.name = f"{backend_of(fn.__module__)}.{fn.__name__}"  # one family has kernels of several backends
         self._found: dict[Any, Any] = {}
 
     def __call__(self, args: tuple, search: bool = True) -> Any:

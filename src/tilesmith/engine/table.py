@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tilesmith.engine.registry import family_of
 from tilesmith.settings import settings
 
 
@@ -44,8 +45,8 @@ class Table:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(module: str, arch: str) -> Table:
-        """Rows for the family of `module` (a kernel module such as tilesmith.ops.norm.triton) on `arch`."""
-        package = module.rpartition(".")[0]
+        """Rows for the family of `module` (a kernel module such as tilesmith.ops.norm.triton.norm) on `arch`."""
+        package = family_of(module)
         rows = []
         if package.startswith("tilesmith."):
             shipped = shipped_file(module, arch)
@@ -79,7 +80,7 @@ def user_file(package: str, arch: str) -> Path:
 
 def append(module: str, arch: str, rows: list[Row], path: Path | None = None) -> Path:
     """Add rows of a kernel module to a file (by default this machine's), in place of those of the same call."""
-    path = path or user_file(module.rpartition(".")[0], arch)
+    path = path or user_file(family_of(module), arch)
     old = [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else []
     new = {(r.kernel, r.dtype, *r.dims.items()) for r in rows}
     save(path, [*(r for r in old if (r.kernel, r.dtype, *r.dims.items()) not in new), *rows])
@@ -88,7 +89,7 @@ def append(module: str, arch: str, rows: list[Row], path: Path | None = None) ->
 
 def shipped_file(module: str, arch: str) -> Path:
     """Where the package keeps the rows of a kernel module's family."""
-    return Path(str(resources.files(module.rpartition(".")[0]))) / "tuning" / f"{arch}.json"
+    return Path(str(resources.files(family_of(module)))) / "tuning" / f"{arch}.json"
 
 
 def save(path: Path, rows: list[Row]) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.device import philox
 from tilesmith.models.attention import NAME
-from tilesmith.ops import philox
 from tilesmith.ops.attn.op import attention_vjp
 
 

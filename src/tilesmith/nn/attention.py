@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.engine.argument_checks import number, probability, size, tensor
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import RotaryEmbedding
-from tilesmith.ops.arguments import number, probability, size, tensor
 
 
 class Attention(nn.Module):

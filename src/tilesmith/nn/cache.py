@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilesmith.ops.arguments import size
+from tilesmith.engine.argument_checks import size
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilesmith.ops.arguments import probability, size
+from tilesmith.engine.argument_checks import probability, size
 
 if TYPE_CHECKING:
     from tilesmith.nn.decoder import DecoderConfig

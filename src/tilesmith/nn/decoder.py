@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith import ops
+from tilesmith.engine.argument_checks import number, probability, size, tensor
 from tilesmith.nn.attention import Attention
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.mlp import GatedMLP
 from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
-from tilesmith.ops.arguments import number, probability, size, tensor
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.ops.arguments import choice, number, size, tensor
+from tilesmith.engine.argument_checks import choice, number, size, tensor
 
 REDUCTIONS = ("mean", "batchmean", "sum", "none")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import number, size, tensor
 from tilesmith.nn.decoder import Decoder
-from tilesmith.ops.arguments import number, size, tensor
 
 
 @torch.no_grad()

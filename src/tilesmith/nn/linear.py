@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith import ops
-from tilesmith.ops.arguments import flag, size
+from tilesmith.engine.argument_checks import flag, size
 
 LEVELS = ("conservative", "balanced", "aggressive")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.ops.arguments import probability, size, tensor
+from tilesmith.engine.argument_checks import probability, size, tensor
 
 
 class AttentionLayer(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.ops.arguments import choice, number, size
+from tilesmith.engine.argument_checks import choice, number, size
 
 
 class RMSNorm(nn.Module):

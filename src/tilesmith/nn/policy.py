@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.ops.arguments import number, shaped, size, tensor
+from tilesmith.engine.argument_checks import number, shaped, size, tensor
 from tilesmith.ops.loss.formulas import PolicyOptions, policy_terms
 
 # loss type -> its formula in ops.loss.formulas; they differ besides in what divides the sum over tokens

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tilesmith import ops
-from tilesmith.ops.arguments import number, shaped, size, tensor
+from tilesmith.engine.argument_checks import number, shaped, size, tensor
 from tilesmith.ops.loss.formulas import FORMULAS, KTOOptions, PairOptions, log_odds
 
 PAIRED = tuple(sorted(name for name, formula in FORMULAS.items() if formula.paired))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.ops.arguments import number, size
+from tilesmith.engine.argument_checks import number, size
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 
 _FAMILIES = {
-    "tilesmith.ops.attn.fp8": ("attention_fp8", "attention_quantize"),
+    "tilesmith.ops.attn.fp8_op": ("attention_fp8", "attention_quantize"),
     "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "Mask", "Score"),
-    "tilesmith.ops.cache.op": ("kv_cache_append",),
-    "tilesmith.ops.distill.op": (
+    "tilesmith.ops.attn.cache_op": ("kv_cache_append",),
+    "tilesmith.ops.loss.distill_op": (
         "jsd",
         "jsd_vjp",
         "kl_div",
@@ -18,13 +18,13 @@ _FAMILIES = {
         "tvd",
         "tvd_vjp",
     ),
-    "tilesmith.ops.drop.op": (
+    "tilesmith.ops.elementwise.dropout_op": (
         "bias_dropout",
         "bias_dropout_residual",
         "bias_dropout_residual_vjp",
         "bias_dropout_vjp",
     ),
-    "tilesmith.ops.gate.op": (
+    "tilesmith.ops.elementwise.op": (
         "add_relu",
         "add_relu_vjp",
         "bias_gelu",
@@ -60,10 +60,10 @@ _FAMILIES = {
         "linear_cross_entropy",
         "linear_cross_entropy_vjp",
     ),
-    "tilesmith.ops.loss.preference": ("linear_log_probs", "linear_preference", "linear_preference_vjp"),
+    "tilesmith.ops.loss.preference_op": ("linear_log_probs", "linear_preference", "linear_preference_vjp"),
     "tilesmith.ops.loss.vocabulary": ("vocab_parallel_cross_entropy",),
     "tilesmith.ops.loss.vocabulary_linear": ("vocab_parallel_linear_cross_entropy",),
-    "tilesmith.ops.names": (
+    "tilesmith.ops.aliases": (
         "flash_attention_backward",
         "flash_attention_forward",
         "fused_add_relu",
@@ -84,10 +84,10 @@ _FAMILIES = {
         "rms_norm",
         "rms_norm_vjp",
     ),
-    "tilesmith.ops.probability.op": ("softmax", "softmax_dropout", "softmax_dropout_vjp", "softmax_vjp"),
+    "tilesmith.ops.norm.softmax_op": ("softmax", "softmax_dropout", "softmax_dropout_vjp", "softmax_vjp"),
     "tilesmith.ops.rotary.norm_op": ("rms_norm_rope", "rms_norm_rope_vjp"),
     "tilesmith.ops.rotary.op": ("rope", "rope_vjp"),
-    "tilesmith.ops.scores.op": ("attention_stats", "attention_weights", "attention_weights_vjp"),
+    "tilesmith.ops.attn.scores_op": ("attention_stats", "attention_weights", "attention_weights_vjp"),
 }
 _HOMES = {name: home for home, names in _FAMILIES.items() for name in names}
 

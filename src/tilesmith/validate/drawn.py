@@ -11,15 +11,17 @@ import torch
 
 from tilesmith.engine import ops
 from tilesmith.engine.backends import REFERENCE
+from tilesmith.engine.registry import family_of
 from tilesmith.validate.cases import Result, backends_on, check_each
 
 
 def kinds(op_name: str) -> Mapping[str, Any]:
-    """The kinds of cases that can be drawn for an op, by name, from the `draws.py` of its family; {} without one."""
-    family = ops()[op_name].reference.__module__.rpartition(".")[0]
-    if not family.startswith("tilesmith.ops.") or importlib.util.find_spec(f"{family}.draws") is None:
+    """The kinds of random cases of an op, by name, from the `cases/random_sizes.py` of its family; {} without one."""
+    family = family_of(ops()[op_name].reference.__module__)
+    if not family.startswith("tilesmith.ops.") or not hasattr(importlib.import_module(f"{family}.cases"), "__path__"):
         return {}
-    return importlib.import_module(f"{family}.draws").DRAWS.get(op_name, {})
+    home = f"{family}.cases.random_sizes"
+    return {} if importlib.util.find_spec(home) is None else importlib.import_module(home).DRAWS.get(op_name, {})
 
 
 def run_drawn(names: Sequence[str] | None, device: torch.device | str, count: int) -> Iterator[Result]:

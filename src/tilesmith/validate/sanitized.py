@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -21,9 +22,15 @@ from tilesmith.validate.cases import Result, backends_of, check_each
 from tilesmith.validate.drawn import kinds, shared_out
 
 TOOLS = ("memcheck", "synccheck")
-# what the names of kernels to watch contain: torch's own would take minutes
-KERNELS = ("attention", "_tiles_kernel", "_parts_kernel", "_rows_kernel", "label_scores_kernel")
 LONGEST = 300  # tokens of drawn cases
+
+
+def hopper_kernels() -> list[str]:
+    """Names of the device kernels in the Hopper folders of the families, and in what families share for them: what the
+    sanitizer is to watch, since torch's own kernels would take minutes."""
+    package = Path(__file__).parents[1]
+    texts = [path.read_text() for path in (*package.glob("ops/*/hopper/*.py"), *package.glob("device/gluon/*.py"))]
+    return sorted(set(re.findall(r"^def (\w+_kernel)\(", "\n".join(texts), re.MULTILINE)))
 
 
 def _hopper(op: Op) -> list[str]:
@@ -80,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     for tool in chosen.tools:
         sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
-        sanitizer += [word for name in KERNELS for word in ("--kernel-name", f"kns={name}")]
+        sanitizer += [word for name in hopper_kernels() for word in ("--kernel-name", f"kns={name}")]
         started = [
             subprocess.Popen([*sanitizer, *module, "--part", str(part)], env=env, stdout=subprocess.PIPE, text=True)
             for part in range(chosen.workers)

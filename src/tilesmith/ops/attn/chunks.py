@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from tilesmith.engine.memory import Need, active, held, rows_in_budget
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import attention
-from tilesmith.ops.memory import Need, active, held, rows_in_budget
 
 BUDGET = 256 * 2**20
 TILED = ("cuda", "xpu")  # devices whose kernels keep scores in registers

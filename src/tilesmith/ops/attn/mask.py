@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.ops.arguments import flag, number, tensor
-from tilesmith.ops.attn import lists
+from tilesmith.engine.argument_checks import flag, number, tensor
+from tilesmith.ops.attn import block_lists as lists
 from tilesmith.ops.attn.visibility import visibility
 
 

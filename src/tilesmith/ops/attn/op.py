@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.device import philox, portable
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import probability
 from tilesmith.engine.metadata import describer
-from tilesmith.ops import philox, portable
-from tilesmith.ops.arguments import probability
 from tilesmith.ops.attn import checks, reference, sharding
 from tilesmith.ops.attn.mask import Mask, Score
 
@@ -98,7 +98,7 @@ attention_vjp = Op(
     fake=_fake_vjp,
     outputs=("dq", "dk", "dv", "dbias", "dsinks"),
     describe=_describer("attention_vjp", reference.attention_vjp),
-    kernels={"triton": "tilesmith.ops.attn.triton_vjp", "hopper": "tilesmith.ops.attn.hopper_vjp"},
+    kernels={"triton": "tilesmith.ops.attn.triton.backward", "hopper": "tilesmith.ops.attn.hopper.launch_backward"},
 )
 
 attention_op = Op(
@@ -111,12 +111,12 @@ attention_op = Op(
     autocast=("q", "k", "v"),
     sharding=sharding.attention,
     kernels={
-        "triton": "tilesmith.ops.attn.triton",
-        "triton_split": "tilesmith.ops.attn.decode",
-        "hopper": "tilesmith.ops.attn.hopper",
-        "hopper_split": "tilesmith.ops.attn.hopper_decode",
-        "hopper_cluster": "tilesmith.ops.attn.hopper_cluster",
-        "hopper_fp8": "tilesmith.ops.attn.hopper_fp8",
+        "triton": "tilesmith.ops.attn.triton.forward",
+        "triton_split": "tilesmith.ops.attn.triton.decode",
+        "hopper": "tilesmith.ops.attn.hopper.launch_forward",
+        "hopper_split": "tilesmith.ops.attn.hopper.launch_decode",
+        "hopper_cluster": "tilesmith.ops.attn.hopper.decode_cluster",
+        "hopper_fp8": "tilesmith.ops.attn.hopper.launch_fp8",
         portable.NAME: "tilesmith.ops.attn.portable",
         "dequantised": "tilesmith.ops.attn.dequantised",
     },
@@ -126,7 +126,7 @@ merge_attention_vjp = Op(
     reference.merge_attention_vjp,
     fake=_fake_merge_vjp,
     outputs=("dout_a", "dlse_a", "dout_b", "dlse_b"),
-    kernels={"triton": "tilesmith.ops.attn.triton_merge"},
+    kernels={"triton": "tilesmith.ops.attn.triton.merge"},
 )
 
 merge_attention = Op(
@@ -136,7 +136,7 @@ merge_attention = Op(
     outputs=("out", "lse"),
     check=checks.check_merge,
     sharding="bhtd bht bhtd bht -> bhtd bht",
-    kernels={"triton": "tilesmith.ops.attn.triton_merge"},
+    kernels={"triton": "tilesmith.ops.attn.triton.merge"},
 )
 
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tilesmith.device import portable
 from tilesmith.engine import register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.hardware.limits import limits_of
@@ -15,7 +16,6 @@ from tilesmith.kernels.flash_attention import (
     preset_for,
     required_shared_memory,
 )
-from tilesmith.ops import portable
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.runtime import backend_of, vulkan

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilesmith.ops import philox
+from tilesmith.device import philox
 from tilesmith.ops.attn.visibility import visibility
 
 FACTOR_BLOCK = 128  # tokens that share a factor of quantised values, where there is one for each block
@@ -83,7 +83,7 @@ def attention(
     Softmax
       lse = log(sum over visible j of exp(s) + exp(sinks)), natural logarithm; sinks [H]: one more logit in the
         denominator. p = exp(s - lse).
-      dropout_p: p is zeroed or divided by 1 - dropout_p, by the 16 bits that `tilesmith.ops.philox` draws for `seed`
+      dropout_p: p is zeroed or divided by 1 - dropout_p, by the 16 bits that `tilesmith.device.philox` draws for `seed`
         (int64 [2]) at the linear index of [B, H, T, S], which round dropout_p to a multiple of 2^-16; lse knows nothing
         of it.
       out = sum of p * v * v_scale.

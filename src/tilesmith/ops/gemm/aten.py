@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import register_kernel
-from tilesmith.ops.gate import op as gate
+from tilesmith.ops.elementwise import op as gate
 from tilesmith.ops.gemm import chunks
 from tilesmith.ops.gemm.products import activated_product, gradients, near, product
 from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat, keeps_pre

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilesmith.ops.memory import Need, computed_in, held, workspaces
+from tilesmith.engine.memory import Need, computed_in, held, workspaces
 
 
 def memory_efficient_linear_need(

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.device import portable
 from tilesmith.engine import Op
-from tilesmith.ops import portable
+from tilesmith.engine.memory import ChunkedOp
 from tilesmith.ops.gemm import checks, reference
 from tilesmith.ops.gemm.memory import memory_efficient_linear_need
-from tilesmith.ops.memory import ChunkedOp
 
-KERNELS = {"aten": "tilesmith.ops.gemm.aten", "triton": "tilesmith.ops.gemm.triton"}
+KERNELS = {"aten": "tilesmith.ops.gemm.aten", "triton": "tilesmith.ops.gemm.triton.linear"}
 EVERYWHERE = {**KERNELS, portable.NAME: "tilesmith.ops.gemm.portable"}
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from tilesmith.device import portable
 from tilesmith.engine import register_kernel
 from tilesmith.kernels.fused_ops import NormLinearConfig, create_norm_linear_kernel
 from tilesmith.kernels.rows import vector_lanes
-from tilesmith.ops import portable
 from tilesmith.ops.gemm import reference
 from tilesmith.ops.gemm.reference import flat
 

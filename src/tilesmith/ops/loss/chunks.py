@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilesmith.device.rows import dense, row_values
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, keeps_logit_grad, summed_dtype
-from tilesmith.ops.rows import dense, row_values
 
 ACCELERATOR_BUDGET = 512 * 2**20
 CPU_BUDGET = 16 * 2**20  # the logits of a chunk are swept several times, so they should stay in the cache
@@ -29,7 +29,7 @@ class LogitSteps(NamedTuple):
     "sum", undivided, or "mean", divided by the divisors.
     backward(logits, target, class_weight, lse, dloss, divisors, terms, first_class, classes): overwrites `logits`,
     those of the classes from first_class on, with the gradient, given the loss's gradient `dloss` [C] (a stride of 0 is
-    usual) and the divisors (empty: 1). classes: how many there are in all.
+    usual) and the divisors (empty: 1). classes: how many there are in all. None: a backend without a vjp.
     divide(target, class_weight, terms, classes, dtype, reduction): the divisors.
     reduce(losses, lse, target, class_weight, classes, divisors, terms, reduction): the loss.
     scale(grad, dloss, divisors, dtype, over): grad · `loss_factor`, as a tensor of `dtype`: a new one, or, where `over`
@@ -39,7 +39,7 @@ class LogitSteps(NamedTuple):
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, str], None]
-    backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, int, int], None]
+    backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, int, int], None] | None
     divide: Callable[[Tensor, Tensor | None, Terms, int, torch.dtype, str], Tensor]
     reduce: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor, Terms, str], Tensor]
     scale: Callable[[Tensor, Tensor, Tensor, torch.dtype, bool], Tensor]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.engine.memory import FEWEST_ROWS, GB, Need, active, computed_in, held, workspaces
 from tilesmith.ops.loss.chunks import (
     budget,
     classes_per_block,
@@ -14,7 +15,6 @@ from tilesmith.ops.loss.chunks import (
     whole,
 )
 from tilesmith.ops.loss.reference import summed_dtype
-from tilesmith.ops.memory import FEWEST_ROWS, GB, Need, active, computed_in, held, workspaces
 
 
 def linear_cross_entropy_need(

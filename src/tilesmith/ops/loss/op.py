@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Choice, Op
+from tilesmith.engine.memory import ChunkedOp
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.sharding import distributed
 from tilesmith.ops.loss import checks, reference, sharded
 from tilesmith.ops.loss.memory import chosen_mode, described_mode, linear_cross_entropy_need
-from tilesmith.ops.memory import ChunkedOp
 
 
 def _acc(x: Tensor) -> torch.dtype:
@@ -178,9 +178,9 @@ class LinearCrossEntropy(LossWithGradients):
         return replace(choice, note="; ".join(filter(None, (choice.note, mode))))
 
 
-_KERNELS = {"triton": "tilesmith.ops.loss.triton", "chunked": "tilesmith.ops.loss.chunked"}
-_LINEAR_KERNELS = {**_KERNELS, "triton": "tilesmith.ops.loss.triton_linear"}
-_FORWARD_KERNELS = {**_LINEAR_KERNELS, "hopper": "tilesmith.ops.loss.hopper_linear"}
+_KERNELS = {"triton": "tilesmith.ops.loss.triton.cross_entropy", "chunked": "tilesmith.ops.loss.chunked.cross_entropy"}
+_LINEAR_KERNELS = {**_KERNELS, "triton": "tilesmith.ops.loss.triton.linear"}
+_FORWARD_KERNELS = {**_LINEAR_KERNELS, "hopper": "tilesmith.ops.loss.hopper.linear"}
 
 cross_entropy_vjp = Op(
     reference.cross_entropy_vjp,

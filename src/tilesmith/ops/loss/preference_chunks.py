@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tilesmith.device.rows import row_values
 from tilesmith.ops.loss.chunks import Chunks, LogitSteps, recomputed, scaled
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.preference_reference import gradients_now, token_grads
 from tilesmith.ops.loss.reference import Terms, already_computed, saved_dtype
-from tilesmith.ops.rows import row_values
 
 
 def sequences_per_chunk(units: int, tokens: int, classes: int, hidden: int) -> int:

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilesmith.engine.memory import computed_in
 from tilesmith.ops.gemm.products import add_weight_gradient, column_sums, product
-from tilesmith.ops.loss import checks, chunked
+from tilesmith.ops.loss import checks
+from tilesmith.ops.loss.chunked.cross_entropy import cross_entropy as chunked
 from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads, undivided_token_grads
 from tilesmith.ops.loss.reference import Terms
 from tilesmith.ops.loss.vocabulary import Part, exchange, logit_grads, part_of, refuse_twice, token_losses
-from tilesmith.ops.memory import computed_in
 
 BUDGET, CPU_BUDGET = 512 * 2**20, 16 * 2**20  # bytes of a chunk's logits, which on a CPU should stay in its cache
 FEWEST_TOKENS = 256  # thinner products are bound by reading weight

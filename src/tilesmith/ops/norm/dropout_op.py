@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from tilesmith.device.dropout import check_dropout, seed_for
 from tilesmith.engine import Op
-from tilesmith.ops.arguments import probability
-from tilesmith.ops.dropout import check_dropout, seed_for
+from tilesmith.engine.argument_checks import probability
 from tilesmith.ops.norm import dropout_reference, op
 
-KERNELS = {"triton": "tilesmith.ops.norm.dropout_triton", "hopper": "tilesmith.ops.norm.dropout_hopper"}
-FORWARD = {**KERNELS, "hopper_staying": "tilesmith.ops.norm.hopper_staying"}
+KERNELS = {"triton": "tilesmith.ops.norm.triton.dropout", "hopper": "tilesmith.ops.norm.hopper.dropout"}
+FORWARD = {**KERNELS, "hopper_staying": "tilesmith.ops.norm.hopper.persistent"}
 KINDS = ("layer", "rms")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilesmith.ops import philox
+from tilesmith.device import philox
 from tilesmith.ops.norm import reference
 
 
@@ -24,7 +24,7 @@ def dropout_add_norm(
     x: [..., N], floating. residual: x's shape, in x's dtype or fp32. Elements of x are zeroed with probability p, the
     others divided by 1 - p (p rounded to a multiple of 2⁻¹⁶); the sum is taken in fp32 and rounded once, to residual's
     dtype; y, in x's dtype, is the norm of the rounded s.
-    seed: int64 [2] = (seed, offset) on x's device; an element is kept iff the 16 bits that `tilesmith.ops.philox`
+    seed: int64 [2] = (seed, offset) on x's device; an element is kept iff the 16 bits that `tilesmith.device.philox`
     draws for its row-major index are at least round(p · 2¹⁶). It may be None for p = 0.
     kind: "layer" is `layer_norm`, "rms" is `rms_norm` with casting="fp32"; a bias goes with "layer" alone.
     weight, bias: [N], floating, or None for 1 and 0.

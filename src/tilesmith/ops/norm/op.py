@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.device import portable
+from tilesmith.device.rows import empty_row_values, empty_rows, row_order
 from tilesmith.engine import Op
 from tilesmith.engine.arguments import small
-from tilesmith.ops import portable
 from tilesmith.ops.norm import reference
-from tilesmith.ops.rows import empty_row_values, empty_rows, row_order
 
-TRITON = {"triton": "tilesmith.ops.norm.triton", "hopper": "tilesmith.ops.norm.hopper"}
-EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable"}
-FORWARD = {**EVERYWHERE, "hopper_staying": "tilesmith.ops.norm.hopper_staying"}
+TRITON = {"triton": "tilesmith.ops.norm.triton.norm", "hopper": "tilesmith.ops.norm.hopper.norm"}
+EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable.norm"}
+FORWARD = {**EVERYWHERE, "hopper_staying": "tilesmith.ops.norm.hopper.persistent"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CASTINGS = ("fp32", "llama")
 

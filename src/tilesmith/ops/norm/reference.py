@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilesmith.ops.rows import empty_row_values, empty_rows, row_order
+from tilesmith.device.rows import empty_row_values, empty_rows, row_order
 
 
 def rms_norm(

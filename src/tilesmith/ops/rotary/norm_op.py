@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from tilesmith.device import portable
 from tilesmith.engine import Op
 from tilesmith.engine.sharding import spread
-from tilesmith.ops import portable
 from tilesmith.ops.rotary import norm_reference, op
 
 NAME = "rms_norm_rope"
-TRITON = {"triton": "tilesmith.ops.rotary.triton_norm", "hopper": "tilesmith.ops.rotary.hopper_norm"}
+TRITON = {"triton": "tilesmith.ops.rotary.triton.norm", "hopper": "tilesmith.ops.rotary.hopper.norm"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.rotary.portable"}
 NORM_DIMS = ("head", "row")
 CASTINGS = ("fp32", "llama")

@@ -214,7 +214,7 @@ rope_vjp = Op(
     reference.rope_vjp,
     fake=_fake_vjp,
     outputs=("dq", "dk"),
-    kernels={"triton": "tilesmith.ops.rotary.triton"},
+    kernels={"triton": "tilesmith.ops.rotary.triton.rope"},
 )
 
 # Not in place, where only the rotated part of a head would move (H200, bf16, 40 heads of 16,384 tokens, 64 of 128
@@ -227,7 +227,7 @@ rope = Op(
     outputs=("q_out", "k_out"),
     public=2,
     check=_check,
-    kernels={"triton": "tilesmith.ops.rotary.triton"},
+    kernels={"triton": "tilesmith.ops.rotary.triton.rope"},
     decompose=reference.rope,
     when=small,
     sharding=_spread,

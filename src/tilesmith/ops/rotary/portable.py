@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from tilesmith.device import portable
 from tilesmith.engine import register_kernel
 from tilesmith.kernels.fused_ops import HeadsNormRoPEConfig, create_heads_norm_rope_kernel
-from tilesmith.ops import portable
 from tilesmith.ops.rotary import reference
 from tilesmith.runtime import subgroup_of
 

@@ -1,0 +1,1 @@
+"""What kernels of several op families share: device functions, and the host code that prepares their launches."""

@@ -1,0 +1,1 @@
+"""Device functions in Gluon (Triton's explicit dialect, for Hopper) that op families share."""

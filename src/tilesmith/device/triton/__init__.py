@@ -1,0 +1,1 @@
+"""Device functions in Triton that op families share."""

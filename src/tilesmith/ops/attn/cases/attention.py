@@ -1,0 +1,550 @@
+"""Example inputs of attention and merge_attention. B batch, T query tokens, S key tokens, H query heads, G kv heads."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+from tilesmith.ops.attn.cases import decode as decode_cases
+from tilesmith.ops.attn.cases import fp8 as fp8_cases
+
+SMALL = frozenset({"test", "interpret"})
+TEST = frozenset({"test"})
+GPU = frozenset({"gpu"})
+BENCH = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
+TIMED = frozenset({"bench"})
+HALF = (torch.float16, torch.bfloat16)
+
+Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
+
+
+def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """[B, H, T, D] over memory in [B, T, H, D] order, as a projection leaves it."""
+    batch, heads, tokens, dim = shape
+    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
+
+
+def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """bfloat16 heads so far apart that a 32-bit offset of the second one overflows."""
+    _, heads, tokens, dim = shape
+    step = 2**31 + 8
+    base = torch.empty(step * (heads - 1) + tokens * dim, dtype=torch.bfloat16, device=device)
+    view = base.as_strided(shape, (step, step, dim, 1))
+    return view.copy_(torch.randn(*shape, generator=generator, device=device))
+
+
+def _given(*values: int) -> Init:
+    return lambda generator, shape, device: torch.tensor(values, dtype=torch.int32, device=device).view(*shape)
+
+
+def _apart(*values: float) -> Init:
+    """Numbers (fp32 or int32) with others between them, as a column of a table has."""
+    dtype = torch.int32 if isinstance(values[0], int) else torch.float32
+    return lambda g, s, device: torch.tensor(values, dtype=dtype, device=device).repeat_interleave(2).roll(1)[1::2]
+
+
+def _cut(*ends: int) -> Init:
+    """Document ids of tokens that lie one after another: the first ends at the first number, and so on."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        token = torch.arange(shape[1], device=device)
+        ids = torch.searchsorted(torch.tensor(ends, device=device), token, right=True)
+        return ids.int().expand(*shape).contiguous()
+
+    return init
+
+
+def _kept(share: float) -> Init:
+    """A bool mask that lets `share` of its elements through, and nothing of its last row."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        mask = torch.rand(shape, generator=generator, device=device) < share
+        if shape[-2] > 1:
+            mask[..., -1, :] = False
+        return mask
+
+    return init
+
+
+def _slopes(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.exp2(-8.0 * torch.arange(1, shape[-1] + 1, device=device) / shape[-1]).expand(*shape).contiguous()
+
+
+def _hidden(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """An additive bias, -inf for a third of its elements and for a whole row."""
+    bias = torch.randn(shape, generator=generator, device=device)
+    bias[torch.rand(shape, generator=generator, device=device) < 0.3] = float("-inf")
+    bias[..., 3, :] = float("-inf")
+    return bias
+
+
+def _padding(*lengths: int) -> Init:
+    """Values that are NaN behind each row's length, in cache slots that nobody wrote."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        x = torch.randn(shape, generator=generator, device=device)
+        for row, length in enumerate(lengths):
+            x[row, :, length:] = float("nan")
+        return x
+
+    return init
+
+
+# lengths of 24 documents of 32,768 tokens, drawn once: uniform cuts, as of a shuffled corpus packed to a context
+_DOCUMENTS = (2710, 318, 1542, 96, 3987, 871, 2203, 455, 1236, 689, 2981, 1750, 41, 1107, 2466, 530, 903, 1689, 377,
+              1988, 264, 1425, 2117, 1023)  # fmt: skip
+
+
+def _listed(
+    tokens: int, keys: int, batch: int, heads: int, block_q: int, block_k: int, share: float, both: bool = False
+) -> dict:
+    """Block lists that hold `share` of the blocks, and nothing of one block of queries. batch, heads: of the lists.
+    both: the transposed lists as well."""
+    rows, columns = -(-tokens // block_q), -(-keys // block_k)
+    chance = random.Random(rows * columns)
+    seen = [[chance.random() < share for _ in range(columns)] for _ in range(batch * heads * rows)]
+    seen[rows // 2] = [False] * columns
+    sides = {"": [[j for j, here in enumerate(row) if here] for row in seen]}
+    if both:
+        sides["_t"] = [
+            [i for i in range(rows) if seen[of * rows + i][j]] for of in range(batch * heads) for j in range(columns)
+        ]
+    args: dict = {"block_q": block_q, "block_k": block_k}
+    for end, lists in sides.items():
+        ends = (0, *accumulate(map(len, lists)))
+        long = len(lists) // (batch * heads)
+        starts = [ends[first : first + long + 1] for first in range(0, len(lists), long)]
+        offsets, indices = tuple(x for row in starts for x in row), tuple(j for row in lists for j in row)
+        args[f"block_offsets{end}"] = T(batch, heads, long + 1, dtype=torch.int32, init=_given(*offsets))
+        args[f"block_indices{end}"] = T(len(indices), dtype=torch.int32, init=_given(*indices))
+    return args
+
+
+def _attend(
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 2,
+    tokens: int = 33,
+    keys: int = 33,
+    dim: int = 16,
+    dim_v: int | None = None,
+    init: str | Init = "normal",
+    layout: str = "contiguous",
+    **options,
+) -> dict:
+    """Arguments of one call. Shapes of bias, mask, alibi, and numbers of lengths and packed documents, are short for
+    the tensors."""
+    kind = {"init": init, "layout": layout}
+    args: dict = {
+        "q": T(batch, heads, tokens, dim, **kind),
+        "k": T(batch, kv_heads, keys, dim, **kind),
+        "v": T(batch, kv_heads, keys, dim_v or dim, **kind),
+    }
+    rows = {"kv_lengths", "prefix_lengths"} & options.keys()
+    for name in rows:
+        values = options.pop(name)
+        args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
+    for name in {"cu_seqlens_q", "cu_seqlens_k"} & options.keys():
+        values = (0, *accumulate(options.pop(name)))
+        args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
+    if "mask" in options:
+        args["mask"] = T(*options.pop("mask"), dtype=torch.bool, init=_kept(0.7))
+    if "bias" in options:
+        args["bias"] = T(*options.pop("bias"), init=options.pop("bias_init", "normal"))
+    if "alibi" in options:
+        args["alibi"] = T(*options.pop("alibi"), dtype=torch.float32, grad=False, init=_slopes)
+    if options.pop("sinks", False):
+        args["sinks"] = T(heads)
+    if "documents" in options:
+        ends = options.pop("documents")
+        args["q_documents"] = T(batch, tokens, dtype=torch.int32, init=_cut(*ends))
+        args["k_documents"] = T(batch, keys, dtype=torch.int32, init=_cut(*ends))
+    if "lists" in options:
+        args |= _listed(tokens, keys, *options.pop("lists"))
+    if options.get("dropout_p"):
+        args["seed"] = T(2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([2**40 + 7, -5], device=device))
+    return {**args, **options}
+
+
+def _train(batch: int, tokens: int, heads: int, dim: int, **options) -> dict:
+    kv_heads = options.pop("kv_heads", heads)
+    return _attend(batch, heads, kv_heads, tokens, tokens, dim, init=_tokens_first, **options)
+
+
+PACKED = {"cu_seqlens_q": (13, 0, 20, 7), "cu_seqlens_k": (13, 0, 20, 7)}
+
+ATTENTION = [
+    Case("plain", _attend(tokens=9, keys=9), SMALL),
+    Case("causal", _attend(2, 4, 2, 41, 41, 24, causal=True), SMALL),
+    Case("tokens_first", _attend(2, 4, 2, 20, 37, init=_tokens_first, causal=True), SMALL),
+    Case("strided", _attend(2, 2, 1, 20, 37, 24, layout="strided"), SMALL),
+    Case("transposed", _attend(1, 2, 2, 20, 24, 16, layout="transposed"), TEST),
+    Case("two_head_dims", _attend(1, 2, 2, 17, 40, 24, 40), SMALL),
+    Case("dim_72_one_kv_head", _attend(1, 3, 1, 17, 40, 72, 16, causal=True), SMALL),
+    Case("one_query", _attend(2, 2, 2, 1, 40, causal=True), SMALL),
+    Case("one_key", _attend(tokens=7, keys=1), SMALL),
+    Case("no_keys", _attend(tokens=7, keys=0, sinks=True), SMALL),
+    Case("no_queries", _attend(tokens=0, keys=7), SMALL),
+    Case("no_rows", _attend(batch=0), SMALL),
+    Case("causal_more_queries", _attend(tokens=45, keys=20, causal=True), SMALL),
+    Case("causal_more_keys", _attend(tokens=20, keys=61, causal=True), SMALL),
+    Case("window", _attend(tokens=64, keys=64, causal=True, window_left=7), SMALL),
+    Case("window_both_sides", _attend(tokens=40, keys=64, window_left=3, window_right=5), SMALL),
+    Case("window_right", _attend(tokens=40, keys=64, window_right=0), SMALL),
+    Case("window_more_queries", _attend(tokens=61, keys=20, window_left=4, window_right=9), SMALL),
+    Case("window_of_one", _attend(tokens=40, keys=40, causal=True, window_left=0), SMALL),
+    Case("softcap", _attend(tokens=20, keys=37, causal=True, softcap=50.0, scale=0.3), SMALL),
+    Case("softcap_tight", _attend(tokens=20, keys=37, softcap=2.0, scale=1.0), SMALL),
+    Case("alibi", _attend(1, 4, 2, 20, 37, alibi=(4,)), SMALL),
+    Case("alibi_of_rows", _attend(2, 2, 2, 20, 20, alibi=(2, 2), causal=True), SMALL),
+    Case("sinks", _attend(tokens=40, keys=20, causal=True, sinks=True), SMALL),
+    Case("mask", _attend(2, 2, 2, 33, 37, mask=(2, 2, 33, 37)), SMALL),
+    Case("mask_of_keys", _attend(2, 2, 2, 33, 37, mask=(2, 1, 1, 37), causal=True), SMALL),
+    Case("mask_of_queries", _attend(1, 2, 2, 33, 37, mask=(1, 1, 33, 1), sinks=True), SMALL),
+    Case("mask_of_nothing", _attend(mask=(1, 1, 2, 1), tokens=2), TEST),
+    Case("bias", _attend(2, 2, 1, 33, 37, bias=(2, 2, 33, 37)), SMALL),
+    Case("bias_of_heads", _attend(2, 2, 2, 33, 37, bias=(1, 2, 33, 37), causal=True), SMALL),
+    Case("bias_of_keys", _attend(2, 2, 2, 33, 37, bias=(2, 1, 1, 37)), SMALL),
+    Case("bias_of_queries", _attend(2, 2, 2, 33, 37, bias=(1, 1, 33, 1)), SMALL),
+    Case("bias_of_all", _attend(bias=(1, 1, 1, 1)), SMALL),
+    Case("bias_hides", _attend(2, 2, 2, 20, 37, bias=(1, 2, 20, 37), bias_init=_hidden), SMALL),
+    Case("bias_window", _attend(tokens=40, keys=50, bias=(1, 2, 40, 50), causal=True, window_left=9), SMALL),
+    Case("lengths", _attend(3, 2, 1, 5, 50, causal=True, kv_lengths=(50, 17, 0)), SMALL),
+    Case("lengths_full", _attend(2, 2, 2, 20, 50, kv_lengths=(50, 3)), SMALL),
+    Case("lengths_over_nan", {**_attend(2, 2, 2, 9, 40, kv_lengths=(40, 21)), **dict.fromkeys(
+        ("k", "v"), T(2, 2, 40, 16, init=_padding(40, 21)))}, SMALL),
+    Case("vectors_apart", {**_attend(3, 2, 1, 9, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
+        "kv_lengths": T(3, dtype=torch.int32, init=_apart(20, 17, 3))}, SMALL),
+    Case("packed_apart", {**_attend(1, 2, 2, 15, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
+        **{n: T(3, dtype=torch.int32, init=_apart(0, 7, e)) for n, e in (("cu_seqlens_q", 15), ("cu_seqlens_k", 20))}},
+        SMALL),
+    Case("prefix", _attend(2, 2, 2, 50, 50, causal=True, prefix_lengths=(13, 40)), SMALL),
+    Case("prefix_window", _attend(2, 2, 2, 60, 60, causal=True, window_left=5, prefix_lengths=(3, 39)), SMALL),
+    Case("prefix_window_bias", _attend(
+        tokens=60, keys=60, causal=True, window_left=5, prefix_lengths=(39,), bias=(1, 1, 60, 60)), SMALL),
+    Case("documents", _attend(2, 2, 2, 50, 50, causal=True, documents=(17, 34)), SMALL),
+    Case("documents_over_nan", {**_attend(tokens=11, keys=5, causal=True, documents=(5, 7)), **dict.fromkeys(
+        ("k", "v"), T(1, 2, 5, 16, init=_padding(0)))}, SMALL),
+    Case("documents_cross", _attend(1, 2, 2, 33, 60, documents=(17, 50)), SMALL),
+    Case("packed", _attend(1, 4, 2, 45, 45, causal=True, **PACKED), SMALL),
+    Case("packed_cross", _attend(1, 2, 2, 40, 64, cu_seqlens_q=(13, 20, 7), cu_seqlens_k=(10, 0, 50)), SMALL),
+    Case("packed_one", _attend(tokens=20, keys=20, causal=True, cu_seqlens_q=(20,), cu_seqlens_k=(20,)), SMALL),
+    Case("packed_window", _attend(tokens=40, keys=40, causal=True, window_left=4, alibi=(2,), **PACKED), SMALL),
+    Case("packed_prefix", _attend(
+        tokens=40, keys=40, causal=True, window_left=4, prefix_lengths=(5, 0, 18, 3), **PACKED), SMALL),
+    Case("packed_lengths", _attend(
+        tokens=30, keys=60, causal=True, cu_seqlens_q=(10, 5, 15), cu_seqlens_k=(20, 20, 20),
+        kv_lengths=(20, 9, 16)), SMALL),
+    Case("packed_lengths_beyond", _attend(
+        tokens=30, keys=60, causal=True, cu_seqlens_q=(10, 5, 15), cu_seqlens_k=(20, 20, 20),
+        kv_lengths=(23, -4, 20)), SMALL),
+    Case("dropout", _attend(2, 2, 2, 33, 36, dropout_p=0.3), SMALL),
+    Case("dropout_apart", {**_attend(2, 2, 2, 33, 36, dropout_p=0.3), "seed": T(
+        2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([[3, 7], [4, -9]], device=device)[:, 1])}, SMALL),
+    Case("dropout_by_eight", _attend(2, 2, 1, 33, 40, dropout_p=0.3), SMALL),
+    Case("dropout_odd", _attend(1, 4, 2, 33, 37, dropout_p=0.6, causal=True, bias=(1, 4, 1, 37)), SMALL),
+    Case("everything", _attend(
+        2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),
+        mask=(2, 1, 40, 52), kv_lengths=(52, 31), prefix_lengths=(4, 0), dropout_p=0.2), SMALL),
+    Case("lists", _attend(2, 2, 2, 70, 90, lists=(2, 2, 16, 16, 0.4)), SMALL),
+    Case("lists_transposed", _attend(1, 4, 2, 70, 70, causal=True, lists=(1, 2, 32, 16, 0.6, True)), SMALL),
+    Case("lists_of_heads", _attend(2, 4, 2, 50, 61, window_left=9, window_right=5, lists=(1, 4, 24, 40, 0.7)), SMALL),
+    Case("lists_ragged", _attend(1, 2, 1, 45, 45, causal=True, sinks=True, lists=(1, 1, 5, 7, 0.5)), SMALL),
+    Case("lists_packed", _attend(1, 2, 2, 45, 45, causal=True, lists=(1, 1, 16, 16, 0.6), **PACKED), SMALL),
+    Case("lists_lengths", _attend(
+        2, 2, 1, 20, 50, causal=True, kv_lengths=(50, 17), lists=(2, 1, 16, 32, 0.6)), SMALL),
+    Case("lists_everything", _attend(
+        2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),
+        mask=(2, 1, 40, 52), prefix_lengths=(4, 0), documents=(17, 34), dropout_p=0.2,
+        lists=(1, 4, 16, 24, 0.7)), SMALL),
+    Case("lists_bias", _attend(1, 2, 2, 40, 52, bias=(1, 2, 40, 52), lists=(1, 2, 12, 24, 0.5)), SMALL),
+    Case("lists_of_nothing", _attend(tokens=20, keys=20, lists=(1, 1, 32, 32, 0.5)), SMALL),
+    Case("d64_small", _attend(1, 2, 1, 70, 130, 64, causal=True, sinks=True), SMALL),
+    Case("d72_small", _attend(1, 2, 2, 20, 40, 72, window_left=9, softcap=9.0), SMALL),
+    Case("d64_packed_small", _attend(
+        1, 2, 1, 50, 60, 64, causal=True, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
+    Case("d64_window_small", _attend(1, 2, 1, 140, 150, 64, causal=True, window_left=30), SMALL),
+    Case("d64_narrow_small", _attend(1, 2, 2, 150, 140, 64, causal=True, window_left=30), SMALL),
+    Case("d64_lists_small", _attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
+    Case("d128_lists_small", _attend(1, 2, 1, 130, 130, 128, causal=True, lists=(1, 1, 128, 128, 0.9)), SMALL),
+    Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
+    Case("d64_dropout_small", _attend(1, 2, 1, 70, 136, 64, causal=True, dropout_p=0.3), SMALL),
+    Case("d64_dropout_packed_small", _attend(
+        1, 2, 1, 50, 60, 64, causal=True, dropout_p=0.6, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
+    Case("d128_dropout_small", _attend(1, 2, 2, 20, 45, 128, sinks=True, dropout_p=0.3), SMALL),
+    Case("d128_shares_small", _attend(1, 8, 1, 250, 40, 128), SMALL),
+    Case("d128_key_shares_small", _attend(1, 1, 1, 20, 4000, 128), TEST | {"compile"}),
+    Case("d128_causal_key_shares_small", _attend(1, 1, 1, 20, 4000, 128, causal=True), TEST | {"compile"}),
+    Case("d64_key_shares_small", _attend(1, 1, 1, 20, 4000, 64), TEST | {"compile"}),
+    Case("d64_tiles", _attend(2, 4, 4, 1030, 1030, 64, init=_tokens_first), GPU, HALF),
+    Case("d64_causal_tiles", _attend(2, 8, 2, 1030, 1030, 64, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d128_tiles", _attend(2, 4, 4, 777, 1030, 128, init=_tokens_first), GPU, HALF),
+    Case("d128_causal_tiles", _attend(2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d128_whole_tiles", _attend(2, 4, 4, 1024, 1024, 128, causal=True), GPU, HALF),
+    Case("d128_whole_more_keys", _attend(2, 4, 2, 384, 1152, 128, causal=True, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d128_whole_more_queries", _attend(2, 4, 2, 640, 256, 128, causal=True), GPU, HALF),
+    Case("d64_two_programs", _attend(4, 20, 4, 500, 500, 64, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d64_whole_turns", _attend(2, 6, 2, 448, 2112, 64, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d64_whole_turns_softcap", _attend(1, 4, 2, 320, 2176, 64, causal=True, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d64_whole_more_queries", _attend(1, 12, 12, 2240, 2112, 64, causal=True), GPU, HALF),
+    Case("d64_causal_turns", _attend(1, 4, 2, 4200, 4200, 64, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d128_shares", _attend(1, 8, 2, 700, 300, 128), GPU, HALF),
+    Case("d128_shares_behind", _attend(2, 32, 16, 900, 640, 128, init=_tokens_first), GPU, HALF),
+    Case("d64_shares", _attend(1, 12, 2, 700, 520, 64), GPU, HALF),
+    Case("d128_causal_sections", _attend(2, 32, 16, 600, 760, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d64_turns", _attend(2, 12, 12, 600, 900, 64, deterministic=True), GPU, HALF),
+    Case("d128_key_shares", _attend(2, 6, 2, 300, 2700, 128), GPU, HALF),
+    Case("d128_key_shares_behind", _attend(1, 92, 4, 130, 3072, 128, init=_tokens_first), GPU, HALF),
+    Case("d128_key_shares_softcap", _attend(2, 75, 25, 100, 3000, 128, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d128_causal_key_shares", _attend(1, 6, 2, 300, 4100, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d128_right_key_shares", _attend(1, 2, 2, 4100, 4000, 128, window_right=70, softcap=9.0), GPU, HALF),
+    Case("d64_key_shares", _attend(2, 6, 2, 300, 2700, 64, init=_tokens_first, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d64_key_shares_behind", _attend(1, 67, 67, 200, 2600, 64), GPU, HALF),
+    Case("d96_128_key_shares", _attend(1, 3, 3, 200, 2600, 96, 128), GPU, HALF),
+    Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d192_tiles", _attend(1, 4, 4, 300, 700, 192, causal=True, window_left=200), GPU, HALF),
+    Case("d256_more_queries", _attend(2, 4, 2, 300, 130, 256, causal=True, sinks=True), GPU, HALF),
+    Case("d256_packed", _attend(
+        1, 4, 2, 700, 700, 256, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
+    Case("d256_tiles", _attend(2, 4, 2, 520, 520, 256, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d64_more_queries", _attend(2, 4, 2, 300, 130, 64, causal=True), GPU, HALF),
+    Case("d64_long", _attend(1, 4, 2, 500, 2100, 64), GPU, HALF),
+    Case("d64_causal_long", _attend(1, 4, 2, 700, 8300, 64, init=_tokens_first, causal=True, sinks=True), GPU, HALF),
+    Case("d64_packed_long", _attend(
+        1, 4, 2, 900, 8300, 64, causal=True, cu_seqlens_q=(300, 5, 595), cu_seqlens_k=(4000, 300, 4000)), GPU, HALF),
+    Case("d128_more_queries", _attend(2, 4, 2, 300, 130, 128, causal=True), GPU, HALF),
+    Case("d128_one_query", _attend(2, 8, 2, 1, 700, 128, causal=True), GPU, HALF),
+    Case("d128_window_sinks", _attend(1, 8, 2, 900, 900, 128, causal=True, window_left=200, sinks=True), GPU, HALF),
+    Case("d64_window_128", _attend(1, 8, 2, 900, 1100, 64, causal=True, window_left=127, sinks=True), GPU, HALF),
+    Case("d64_narrow", _attend(
+        2, 4, 4, 1500, 1500, 64, init=_tokens_first, causal=True, window_left=127, deterministic=True), GPU, HALF),
+    Case("d64_narrow_softcap", _attend(1, 8, 8, 900, 700, 64, window_left=60, window_right=20, softcap=9.0), GPU, HALF),
+    Case("d128_narrow", _attend(2, 4, 4, 1500, 1400, 128, init=_tokens_first, causal=True, window_left=127), GPU, HALF),
+    Case("d128_narrow_softcap", _attend(
+        1, 4, 4, 900, 700, 128, window_left=60, window_right=20, softcap=9.0), GPU, HALF),
+    Case("d96_narrow", _attend(1, 4, 4, 700, 700, 96, causal=True, window_left=90, sinks=True), GPU, HALF),
+    Case("d96_window_sides", _attend(
+        2, 4, 4, 700, 500, 96, 128, init=_tokens_first, window_left=64, window_right=64), GPU, HALF),
+    Case("d136_tiles", _attend(1, 4, 2, 300, 500, 136, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d256_both_sides", _attend(1, 4, 2, 400, 300, 256, window_left=70, window_right=33), GPU, HALF),
+    Case("d256_deterministic", _attend(1, 8, 2, 700, 700, 256, causal=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic", _attend(
+        2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_sections", _attend(
+        1, 3, 3, 8190, 8250, 128, init=_tokens_first, causal=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_sections_behind", _attend(
+        1, 3, 3, 8330, 8250, 128, causal=True, deterministic=True), GPU, HALF),
+    Case("d64_deterministic", _attend(2, 8, 8, 900, 1300, 64, deterministic=True), GPU, HALF),
+    Case("d64_deterministic_one_start", _attend(2, 128, 16, 1300, 600, 64, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_ring", _attend(2, 6, 2, 2100, 2200, 128, sinks=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_ring_drawn", _attend(
+        1, 12, 12, 1990, 2050, 128, init=_tokens_first, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_ring_more_keys", _attend(1, 8, 4, 100, 1100, 128, deterministic=True), GPU, HALF),
+    Case("d96_deterministic_window", _attend(
+        1, 8, 2, 1500, 1500, 96, causal=True, window_left=200, deterministic=True), GPU, HALF),
+    Case("d64_deterministic_packed", _attend(
+        1, 8, 2, 1100, 1100, 64, causal=True, deterministic=True, cu_seqlens_q=(300, 5, 790),
+        cu_seqlens_k=(300, 5, 790)), GPU, HALF),
+    Case("d64_both_sides", _attend(1, 8, 8, 700, 900, 64, window_left=70, window_right=33), GPU, HALF),
+    Case("fp32_tiles", _attend(1, 4, 2, 260, 300, 128, causal=True), GPU, (torch.float32,)),
+    Case("window_tiles", _attend(1, 4, 2, 1500, 1500, 64, causal=True, window_left=200, sinks=True), GPU, HALF),
+    Case("packed_tiles", _attend(
+        1, 8, 2, 2000, 2000, 128, init=_tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
+        cu_seqlens_k=(700, 3, 0, 900, 140, 200)), GPU, HALF),
+    Case("d64_packed_tail", _attend(
+        1, 4, 4, 1000, 1000, 64, causal=True, cu_seqlens_q=(130, 1, 64, 600), cu_seqlens_k=(130, 1, 64, 600)),
+        GPU, HALF),
+    Case("packed_many", _attend(
+        1, 4, 2, 1240, 1240, 128, causal=True, cu_seqlens_q=(31,) * 40, cu_seqlens_k=(31,) * 40), GPU, HALF),
+    Case("packed_cross_window", _attend(
+        1, 4, 2, 530, 760, 128, init=_tokens_first, causal=True, window_left=70, sinks=True,
+        cu_seqlens_q=(13, 200, 0, 300, 1), cu_seqlens_k=(100, 0, 50, 150, 400)), GPU, HALF),
+    Case("d64_packed_lengths", _attend(
+        1, 4, 2, 300, 720, 64, window_left=100, window_right=33, cu_seqlens_q=(100, 5, 150),
+        cu_seqlens_k=(200, 200, 300), kv_lengths=(200, 90, 160)), GPU, HALF),
+    Case("documents_tiles", _attend(1, 4, 2, 1100, 1100, 128, causal=True, documents=(300, 310, 900)), GPU, HALF),
+    Case("bias_tiles", _attend(2, 4, 4, 500, 500, 64, bias=(1, 4, 500, 500)), GPU, HALF),
+    Case("mask_tiles", _attend(2, 4, 4, 500, 500, 128, mask=(2, 1, 500, 500)), GPU, HALF),
+    Case("softcap_tiles", _attend(1, 8, 4, 700, 700, 256, causal=True, softcap=50.0, window_left=300), GPU, HALF),
+    Case("dropout_tiles", _attend(1, 4, 2, 600, 600, 128, causal=True, dropout_p=0.2), GPU, HALF),
+    Case("dropout_d64", _attend(2, 8, 2, 520, 712, 64, causal=True, sinks=True, dropout_p=0.1), GPU, HALF),
+    Case("dropout_d96_softcap", _attend(
+        1, 4, 2, 700, 704, 96, window_right=40, softcap=9.0, dropout_p=0.5, deterministic=True), GPU, HALF),
+    Case("dropout_whole", _attend(2, 4, 4, 1024, 1024, 128, causal=True, dropout_p=0.9), GPU, HALF),
+    Case("dropout_many", _attend(1, 32, 8, 1536, 1536, 128, init=_tokens_first, causal=True, dropout_p=0.1), GPU, HALF),
+    Case("dropout_uneven", _attend(2, 4, 2, 333, 517, 128, dropout_p=0.2), GPU, HALF),
+    Case("dropout_d64_window", _attend(1, 4, 2, 900, 901, 64, causal=True, window_left=70, dropout_p=0.1), GPU, HALF),
+    Case("dropout_narrow", _attend(1, 4, 4, 700, 600, 128, window_left=60, window_right=20, dropout_p=0.1), GPU, HALF),
+    Case("dropout_packed", _attend(
+        1, 8, 2, 1243, 1243, 128, init=_tokens_first, causal=True, dropout_p=0.2, cu_seqlens_q=(700, 3, 0, 400, 140),
+        cu_seqlens_k=(700, 3, 0, 400, 140)), GPU, HALF),
+    Case("dropout_d64_packed_lengths", _attend(
+        1, 4, 2, 300, 720, 64, window_left=100, window_right=33, dropout_p=0.7, cu_seqlens_q=(100, 5, 150),
+        cu_seqlens_k=(200, 200, 300), kv_lengths=(200, 90, 160)), GPU, HALF),
+    Case("prefix_tiles", _attend(2, 4, 2, 700, 700, 128, causal=True, window_left=100, prefix_lengths=(30, 500)),
+         GPU, HALF),
+    Case("lengths_tiles", _attend(3, 4, 2, 300, 900, 128, causal=True, kv_lengths=(900, 301, 120)), GPU, HALF),
+    *(
+        Case(f"d{dim}_lists{name}", _attend(2, 4, 2, 1030, 1030, dim, init=_tokens_first, **lists), GPU, HALF)
+        for dim in (64, 128) for name, lists in (
+            ("", {"lists": (1, 4, 128, 128, 0.4)}), ("_causal", {"causal": True, "lists": (2, 2, 128, 128, 0.4, True)}),
+            ("_wide", {"window_left": 300, "lists": (1, 1, 64, 256, 0.6)}),
+            ("_narrow", {"causal": True, "sinks": True, "lists": (1, 4, 256, 64, 0.5)}))
+    ),
+    Case("far", _attend(1, 2, 2, 200, 200, 64, init=_far, causal=True), GPU, (torch.bfloat16,)),
+    *(
+        Case(f"d{dim}_{tokens // 1024}k{name}", _train(16384 // tokens, tokens, 2048 // dim, dim, causal=causal),
+             BENCH, HALF)
+        for dim in (64, 128, 256) for tokens in (1024, 4096, 16384) for name, causal in (("", False), ("_causal", True))
+    ),
+    Case("llama_4k", _train(2, 4096, 32, 128, kv_heads=8, causal=True), BENCH, HALF),
+    Case("llama_window_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, window_left=4096), BENCH, HALF),
+    Case("gpt_oss_window", _train(1, 16384, 64, 64, kv_heads=8, causal=True, window_left=127, sinks=True), BENCH, HALF),
+    Case("gemma_softcap", _train(1, 8192, 16, 256, kv_heads=8, causal=True, softcap=50.0), BENCH, HALF),
+    Case("packed_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, cu_seqlens_q=(9000, 500, 84, 5000, 1800),
+                              cu_seqlens_k=(9000, 500, 84, 5000, 1800)), BENCH, HALF),
+    *(
+        Case(f"window_128_32k_d{dim}", _train(1, 32768, 2048 // dim, dim, causal=True, window_left=127), TIMED, HALF)
+        for dim in (64, 128)
+    ),
+    *(
+        Case(f"d{dim}_{tokens // 1024}k{name}_deterministic",
+             _train(16384 // tokens, tokens, 2048 // dim, dim, causal=causal, deterministic=True), TIMED, HALF)
+        for dim, lengths in ((64, (1024, 4096, 16384)), (128, (1024, 4096, 16384)), (256, (4096,)))
+        for tokens in lengths for name, causal in (("", False), ("_causal", True))
+    ),
+    Case("gqa_64_8_4k", _train(2, 4096, 64, 128, kv_heads=8), TIMED, HALF),
+    Case("gqa_64_8_4k_causal", _train(2, 4096, 64, 128, kv_heads=8, causal=True), TIMED, HALF),
+    Case("packed_32k", _train(1, 32768, 16, 128, causal=True, cu_seqlens_q=_DOCUMENTS, cu_seqlens_k=_DOCUMENTS),
+         TIMED, HALF),
+    *(
+        Case(f"lists_16k{of}{name}", _train(1, 16384, 2048 // dim, dim, lists=(1, 1, 128, 128, share), causal=causal),
+             TIMED, HALF)
+        for of, dim, share in (("", 128, 0.25), ("_eighth", 128, 0.12), ("_d64", 64, 0.25))
+        for name, causal in (("", False), ("_causal", True))
+    ),
+    Case("bias_2k", _train(2, 2048, 16, 64, bias=(1, 16, 2048, 2048)), BENCH, HALF),
+    Case("dropout_4k", _train(4, 4096, 16, 128, causal=True, dropout_p=0.1), BENCH, HALF),
+]  # fmt: skip
+
+
+def _lse(*dead: int) -> Init:
+    """Logarithms of sums, of which some are of nothing."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        lse = 3.0 * torch.randn(shape, generator=generator, device=device)
+        for place in dead:
+            lse.view(-1)[place] = float("-inf")
+        return lse
+
+    return init
+
+
+def _merge(*shape: int, init: str | Init = "normal", dead_a: tuple = (), dead_b: tuple = ()) -> dict:
+    return {
+        "out_a": T(*shape, init=init), "lse_a": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_a)),
+        "out_b": T(*shape, init=init), "lse_b": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_b)),
+    }  # fmt: skip
+
+
+MERGE = [
+    Case("small", _merge(2, 3, 5, 24), SMALL),
+    Case("tokens_first", _merge(2, 3, 5, 16, init=_tokens_first), SMALL),
+    Case("nothing_seen", _merge(1, 2, 7, 40, dead_a=(0, 3, 4), dead_b=(3, 5)), SMALL),
+    Case("rows_only", _merge(9, 64), SMALL),
+    Case("no_rows", _merge(2, 0, 5, 16), SMALL),
+    Case("train", _merge(2, 32, 8192, 128, init=_tokens_first), BENCH, HALF),
+]
+
+CASES: dict[str, list[Case]] = {
+    "attention": [*ATTENTION, *decode_cases.CASES, *fp8_cases.ATTENTION],
+    "attention_quantize": fp8_cases.QUANTIZE,
+    "merge_attention": MERGE,
+}
+
+
+def _pairs(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, page_table: Tensor | None,
+    kv_lengths: Tensor | None, causal: bool, window_left: int, window_right: int,
+) -> int:  # fmt: skip
+    """How many (query, key) pairs of one head causal, window, lengths and documents leave; other masks do not count."""
+    slots = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        spans = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
+    else:
+        keys = [slots] * q.shape[0] if kv_lengths is None else kv_lengths.tolist()
+        spans = ((q.shape[2], n) for n in keys)
+    right = 0 if causal else window_right
+    total = 0
+    for tokens, keys in spans:
+        position = torch.arange(tokens) + keys - tokens
+        last = (position + right if right >= 0 else position * 0 + keys - 1).clamp(-1, keys - 1)
+        first = (position - window_left if window_left >= 0 else position * 0).clamp(0)
+        total += int((last - first + 1).clamp(0).sum())
+    return total
+
+
+def _listed_pairs(
+    q: Tensor, k: Tensor, offsets: Tensor, indices: Tensor, block_q: int, block_k: int, causal: bool,
+    window_left: int, window_right: int,
+) -> int:  # fmt: skip
+    """The same of block lists, causal and window; a mean over heads and batch rows, times the batch."""
+    tokens, keys, many = q.shape[2], k.shape[2], offsets.shape[0] * offsets.shape[1]
+    counts = offsets.diff(dim=-1).flatten().long().cpu()
+    block = torch.arange(offsets.shape[2] - 1).repeat(many).repeat_interleave(counts)
+    query = (block[:, None] * block_q + torch.arange(block_q)).clamp(max=tokens)
+    position = query + keys - tokens
+    begin = indices[: len(block)].cpu()[:, None] * block_k
+    end = (begin + block_k).clamp(max=keys)
+    right = 0 if causal else window_right
+    last = (position + right + 1).clamp(max=keys) if right >= 0 else position * 0 + keys
+    first = (position - window_left).clamp(0) if window_left >= 0 else position * 0
+    seen = (torch.minimum(last, end) - torch.maximum(first, begin)).clamp(0)
+    return int(torch.where(query < tokens, seen, 0).sum()) * q.shape[0] // many
+
+
+def _products(dims_of_q: int, dims_of_v: int) -> Callable[..., int]:
+    """FLOPs of as many products over D and over Dv for each visible pair."""
+
+    def count(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, block_offsets, block_indices, block_q, block_k,
+        causal, window_left, window_right,
+    ) -> int:  # fmt: skip
+        window = causal, window_left, window_right
+        pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, *window)
+        if block_offsets is not None and cu_seqlens_q is None and kv_lengths is None:
+            pairs = _listed_pairs(q, k, block_offsets, block_indices, block_q, block_k, *window)
+        return 2 * q.shape[1] * pairs * (dims_of_q * q.shape[3] + dims_of_v * v.shape[3])
+
+    return count
+
+
+flops = {"attention": _products(1, 1), "attention_vjp": _products(3, 2)}
+
+
+def _held(*tensors: Tensor | None) -> int:
+    return sum(0 if x is None else x.numel() * x.element_size() for x in tensors)
+
+
+def _attention_bytes(q, k, v, bias, mask, page_table, kv_lengths) -> int:
+    """q, the valid keys and values, bias and mask read once; out and lse written."""
+    tokens = k.shape[2] * (1 if page_table is None else page_table.shape[1])
+    share = 1.0 if kv_lengths is None else float(kv_lengths.sum()) / max(1, kv_lengths.numel() * tokens)
+    rows = 1.0 if page_table is None else page_table.numel() / max(1, k.shape[0])
+    out = q.numel() // max(1, q.shape[3]) * v.shape[3] * q.element_size()
+    return int(_held(q, bias, mask) + share * rows * _held(k, v) + out + 4 * q.numel() // max(1, q.shape[3]))
+
+
+bytes_moved = {
+    "attention": _attention_bytes,
+    "attention_vjp": lambda q, k, v, out, lse, bias, mask: 2 * _held(q, k, v, out, bias) + _held(lse, mask),
+    "attention_quantize": lambda q, k, v, smooth: (
+        _held(q, k, v, k if smooth else None) + sum(map(Tensor.numel, (q, k, v)))
+    ),
+    "merge_attention": lambda out_a, lse_a: 3 * _held(out_a, lse_a),
+    "merge_attention_vjp": lambda out_a, lse_a: 5 * _held(out_a) + 5 * _held(lse_a),
+}

@@ -1,0 +1,1 @@
+"""Hopper kernels of the attention family, in Gluon."""

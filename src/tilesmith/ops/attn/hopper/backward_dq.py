@@ -1,0 +1,175 @@
+"""Device kernel of attention's dq on Hopper for head dims above 128, in Gluon: one pass over keys, nothing is added
+up in memory, so that dq is the same in every run.
+
+A program is one producer and two consumers with 64 queries each, which meet the keys 64 at a time. Scores live in units
+of log 2.
+"""
+
+from tilesmith.device.gluon.shim import (
+    arrive,
+    barriers,
+    bulk_load,
+    bulk_store,
+    bulk_wait,
+    fence,
+    gl,
+    gluon,
+    mma,
+    mma_wait,
+    tiles_of,
+    wait,
+)
+from tilesmith.ops.attn.hopper.forward import LN2, Walk, before, bend, holds, tickets
+from tilesmith.ops.attn.hopper.tile_offset import corner
+
+
+@gluon.jit
+def _produce(parts, q_desc, k_desc, v_desc, dout_desc, counter, table):
+    whole, tickets, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    count = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    number = gl.program_id(0)
+    tiles = whole.blocks * whole.rows
+    while number < tiles:
+        start, head, tokens, keys, q_place, k_place = whole.tile(number, table)
+        walk = whole.within(tokens, keys)
+        kv_head = head // walk.group
+        begin, blocks = walk.span(start)
+        for j in range(blocks):
+            first = begin + (blocks - 1 - j) * 64
+            kv_corner = corner(k_place, kv_head, first, keys, walk.PACKED)
+            wait(k_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
+            bulk_load(k_desc, kv_corner, k_full.index(count & 1), k.index(count & 1))
+            if j == 0:
+                for c in gl.static_range(2):
+                    q_corner = corner(q_place, head, start + c * 64, tokens, walk.PACKED)
+                    wait(q_empty.index(c), (turn & 1) ^ 1)
+                    bulk_load(q_desc, q_corner, q_full.index(c), q.index(c))
+                    bulk_load(dout_desc, q_corner, q_full.index(2 + c), dout.index(c))
+            wait(v_empty.index(0), (count & 1) ^ 1)
+            bulk_load(v_desc, kv_corner, v_full.index(0), v.index(0))
+            count += 1
+        number = tickets.draw(turn, counter, tiles, whole.DYNAMIC)
+        turn += 1
+
+
+@gluon.jit
+def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, outer, factor,
+             SOFTCAP: gl.constexpr):  # fmt: skip
+    whole, tickets, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    D: gl.constexpr = whole.D
+    dtype: gl.constexpr = q.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    count = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    number = gl.program_id(0)
+    tiles = whole.blocks * whole.rows
+    while number < tiles:
+        start, head, tokens, keys, q_place, _ = whole.tile(number, table)
+        walk = whole.within(tokens, keys)
+        begin, blocks = walk.span(start)
+        start += C * 64
+        queries = start + gl.arange(0, 64, ROW)
+        dq = gl.zeros([64, D], gl.float32, DQ)
+        zero = gl.zeros([64, 64], gl.float32, SCORES)
+        if walk.PACKED:
+            row = head.to(gl.int64) * whole.tokens + (q_place - tokens)
+        else:
+            row = (q_place * walk.heads + head).to(gl.int64) * tokens
+        held = queries < tokens
+        row_lse = gl.load(lse_ptr + row + queries, mask=held, other=float("inf")) * (1.0 / LN2)
+        row_delta = gl.load(delta_ptr + row + queries, mask=held, other=0.0)
+        # the block whose keys all of these queries see: from `whole_begin` on, up to `whole_end`
+        whole_end = walk.end(start)
+        whole_begin = walk.begin(gl.minimum(start + 63, tokens - 1))
+        wait(q_full.index(C), turn & 1)
+        wait(q_full.index(2 + C), turn & 1)
+        for j in range(blocks):
+            first = begin + (blocks - 1 - j) * 64
+            s = count & 1
+            # 0, but not for the compiler: it would keep the addresses of all parts of these tiles in registers
+            none = count >> 30
+            q_tile = q.index(C + none).reshape([64, D])
+            dout_tile = dout.index(C + none).reshape([64, D])
+            v_tile = v.index(none).reshape([64, D])
+            k_tile = k.index(s).reshape([64, D])
+            wait(k_full.index(s), (count >> 1) & 1)
+            s_made = mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            wait(v_full.index(0), count & 1)
+            dp_made = mma(dout_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            score = mma_wait(1, deps=[s_made])
+            if SOFTCAP:
+                score = bend(score * inner)
+            p = gl.exp2(score * outer - row_lse[:, None])
+            if SOFTCAP:
+                p = p * (1.0 - score * score)
+            dp = mma_wait(0, deps=[dp_made])
+            arrive(v_empty.index(0))
+            d_score = p * (dp - row_delta[:, None])
+            crossed = first + 64 > whole_end
+            if walk.LEFT:
+                crossed = crossed | (first < whole_begin)
+            if crossed:
+                # queries that see nothing may be NaN: what is hidden is taken out, not multiplied by 0
+                cols = gl.arange(0, 64, gl.SliceLayout(0, SCORES))[None, :]
+                if walk.RIGHT:
+                    word = before((walk.end(queries) - first)[:, None], cols)
+                else:
+                    word = before(walk.keys - first, cols)
+                if walk.LEFT:
+                    word = word & ~before((walk.begin(queries) - first)[:, None], cols)
+                d_score = gl.where(holds(word, cols), d_score, 0.0)
+            ds_operand = gl.convert_layout(d_score.to(dtype), P)
+            dq_made = mma(ds_operand, k_tile, dq, use_acc=True, is_async=True)
+            dq, ds_operand = mma_wait(0, deps=[dq_made, ds_operand])
+            arrive(k_empty.index(s))
+            count += 1
+        q.index(C).reshape([64, D]).store((dq * factor).to(dtype))  # the queries are read
+        fence()
+        bulk_store(dq_desc, corner(q_place, head, start, tokens, walk.PACKED), q.index(C))
+        bulk_wait(0)
+        arrive(q_empty.index(C))
+        number = tickets.drawn(turn, tiles, whole.DYNAMIC)
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=["tokens", "keys", "heads", "blocks", "rows", "section", "left", "right", "group"])
+def attention_dq_wide_kernel(
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, lse_ptr, delta_ptr, counter, table,
+    tokens, keys, heads, blocks, rows, section, left, right, group, inner, outer, factor,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, DYNAMIC: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Tiles of 128 queries of one head. delta_ptr: a number for each query, as of lse_ptr. factor: d score / d (q . k)
+    but for tanh, and outer: the scores' to units of log 2; the other arguments are those of `attention_fwd_kernel`."""
+    PACKED: gl.constexpr = table is not None
+    if PACKED:
+        blocks = gl.load(table)
+    walk = Walk(
+        tokens, keys, heads, blocks, rows, section, left, right, group, gl.to_tensor(1), gl.to_tensor(0),
+        LEFT, RIGHT, False, DYNAMIC, PACKED, 128, 64, D, D, 2, 2, 1, 0,
+    )  # fmt: skip
+    q = tiles_of(2, q_desc)
+    dout = tiles_of(2, q_desc)
+    k = tiles_of(2, k_desc)
+    v = tiles_of(1, k_desc)
+    ticket = tickets(2, 1)
+    q_full = barriers(4, 1)
+    q_empty = barriers(2, 1)
+    k_full = barriers(2, 1)
+    k_empty = barriers(2, 2)
+    v_full = barriers(1, 1)
+    v_empty = barriers(1, 2)
+    fence()
+    parts = (walk, ticket, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    gl.warp_specialize(
+        [
+            (_produce, (parts, q_desc, k_desc, v_desc, dout_desc, counter, table)),
+            (_consume, (0, parts, dq_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP)),
+            (_consume, (1, parts, dq_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP)),
+        ],
+        [4, 4],
+        [240, 240],
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Distances between distributions over classes, of log-probabilities and straight from hidden states."""

@@ -1,7 +1,0 @@
-"""All arguments of linear_distillation as one named tuple, for functions that take them all."""
-
-from tilesmith.engine.arguments import together
-from tilesmith.ops.distill import reference
-
-linear_distillation_arguments = together(reference.linear_distillation)
-linear_distillation_vjp_arguments = together(reference.linear_distillation_vjp)

@@ -1,0 +1,72 @@
+"""What dropout of a biased tensor means, in plain PyTorch.
+
+Which elements survive follows from `seed` and their linear index alone (`tilesmith.device.philox`), so a backward draws
+them again and no mask is saved.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.device import philox
+
+
+def bias_dropout(x: Tensor, bias: Tensor | None = None, seed: Tensor | None = None, p: float = 0.0) -> Tensor:
+    """dropout(x + bias): an element is zeroed with probability p, else divided by 1 - p.
+
+    Args:
+        x: [..., F], floating, any strides.
+        bias: [F], floating, or None.
+        seed: int64 [2] = (seed, offset); needed where p > 0.
+        p: in [0, 1), rounded to a multiple of 2^-16. With 0 nothing is dropped.
+
+    An element survives where the 16 bits that `tilesmith.device.philox` draws for its row-major index in x's shape are
+    at least round(p 2^16). It is divided by the exact probability of that. Computed in at least float32 and rounded
+    once; only bias and seed are saved. dbias is summed over rows in float32 (float64 for float64), in a fixed order.
+
+    Returns a contiguous tensor of x's shape and dtype. Source: Srivastava et al., "Dropout", JMLR 15 (2014).
+    """
+    return _dropped(x, bias, seed, p).to(x.dtype).contiguous()
+
+
+def bias_dropout_vjp(
+    dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `bias_dropout`: (dx in dout's dtype, dbias), contiguous; empty where ``output_mask`` is False."""
+    return _dropped_vjp(dout, bias, seed, p, output_mask)
+
+
+def bias_dropout_residual(
+    x: Tensor, residual: Tensor, bias: Tensor | None = None, seed: Tensor | None = None, p: float = 0.0
+) -> Tensor:
+    """residual + dropout(x + bias), in one pass.
+
+    Args:
+        x, residual: [..., F] of one shape and dtype, floating, any strides.
+        bias, seed, p: as in `bias_dropout`; the same seed drops the same elements.
+
+    Returns a contiguous tensor of x's shape and dtype, rounded once. The gradient of residual is that of the result.
+    """
+    return (_dropped(x, bias, seed, p) + residual).to(x.dtype).contiguous()
+
+
+def bias_dropout_residual_vjp(
+    dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `bias_dropout_residual`: (dx, dbias), as of `bias_dropout`; dresidual is dout itself."""
+    return _dropped_vjp(dout, bias, seed, p, output_mask)
+
+
+def _dropped(x: Tensor, bias: Tensor | None, seed: Tensor | None, p: float) -> Tensor:
+    acc = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(acc) if bias is None else x.to(acc) + bias.to(acc)
+    return wide if p == 0.0 else philox.drop(wide, seed, p)
+
+
+def _dropped_vjp(
+    dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    dx = _dropped(dout, None, seed, p)
+    dbias = dx.unsqueeze(0).sum(list(range(dx.ndim))).to(bias.dtype) if output_mask[1] else dout.new_empty(0)
+    return dx.to(dout.dtype).contiguous() if output_mask[0] else dout.new_empty(0), dbias

@@ -1,0 +1,1 @@
+"""The losses in plain PyTorch, chunk by chunk, on any device."""

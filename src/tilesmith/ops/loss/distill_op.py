@@ -1,0 +1,338 @@
+"""The distances between distributions: what they are, what they accept and which kernels they have.
+
+Legend: V classes (the vocabulary), K features of a student's token, K' of a teacher's; [...] the shape of the tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Op
+from tilesmith.ops.loss import distill_reference as reference
+from tilesmith.ops.loss import distill_sharding as sharding
+from tilesmith.ops.loss.checks import FLOATS, INTEGERS
+from tilesmith.ops.loss.op import LossWithGradients
+from tilesmith.ops.loss.reference import saved_dtype
+
+REDUCTIONS = ("mean", "batchmean", "sum", "none")
+DIVERGENCES = ("jsd", "kl", "reverse_kl", "tvd")
+
+
+def _acc(*tensors: Tensor) -> torch.dtype:
+    dtype = torch.float32
+    for t in tensors:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return dtype
+
+
+def _fake_loss(x: Tensor, target: Tensor, reduction: str) -> Tensor:
+    return x.new_empty(x.shape if reduction == "none" else (), dtype=_acc(x, target))
+
+
+def _fake_kl(x: Tensor, target: Tensor, reduction: str, log_target: bool, eps: float) -> Tensor:
+    return _fake_loss(x, target, reduction)
+
+
+def _fake_kl_vjp(
+    dloss: Tensor,
+    x: Tensor,
+    target: Tensor,
+    reduction: str,
+    log_target: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    return _fake_gradients(x, target, output_mask)
+
+
+def _fake_gradients(x: Tensor, target: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    dx, dtarget = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip((x, target), output_mask))
+    return dx, dtarget
+
+
+def _fake_jsd(
+    x: Tensor, target: Tensor, labels: Tensor | None, beta: float, ignore_index: int, reduction: str
+) -> tuple[Tensor, Tensor]:
+    return _fake_loss(x, target, reduction), x.new_empty(0 if labels is None else (), dtype=_acc(x, target))
+
+
+def _fake_jsd_vjp(
+    dloss: Tensor,
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    count: Tensor,
+    beta: float,
+    ignore_index: int,
+    reduction: str,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    return _fake_gradients(x, target, output_mask)
+
+
+def _fake_tvd(
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    grad_mask: Sequence[bool] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    signs = (*x.shape[:-1], -(-x.shape[-1] // reference.SIGNS)) if any(grad_mask or ()) else 0
+    return *_fake_jsd(x, target, labels, 0.5, ignore_index, reduction), x.new_empty(signs, dtype=torch.int16)
+
+
+def _fake_tvd_vjp(
+    dloss: Tensor,
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    count: Tensor,
+    signs: Tensor,
+    reduction: str,
+    ignore_index: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    return _fake_gradients(x, target, output_mask)
+
+
+def _fake_linear(
+    x: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    target: Tensor | None,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    ignore_index: int,
+    teacher_probs: bool,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    grad_mask: Sequence[bool] | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    mask = reference.gradients_now(grad_mask)
+    return (
+        x.new_empty((), dtype=_acc(x)),
+        x.new_empty(2, dtype=_acc(x)),
+        x.new_empty(x.shape if mask[0] else 0),
+        weight.new_empty(weight.shape if mask[1] else 0, dtype=saved_dtype(weight)),
+        x.new_empty(weight.shape[0] if mask[2] else 0, dtype=_acc(x)),
+    )
+
+
+def _fake_linear_vjp(
+    dloss: Tensor | None,
+    dparts: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    target: Tensor | None,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    x_grad: Tensor,
+    weight_grad: Tensor,
+    bias_grad: Tensor,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    ignore_index: int,
+    teacher_probs: bool,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    output_mask: Sequence[bool],
+    overwrite: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = (x, weight, weight[:, 0] if bias is None else bias)
+    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, output_mask))
+    return dx, dweight, dbias
+
+
+def _check_kl(x: Tensor, target: Tensor, reduction: str, log_target: bool, eps: float) -> None:
+    _check_distributions("kl_div", x, target, reduction)
+    if not eps >= 0:
+        raise ValueError(f"kl_div: eps is {eps}; it must be 0 or more")
+
+
+def _check_jsd(
+    x: Tensor, target: Tensor, labels: Tensor | None, beta: float, ignore_index: int, reduction: str
+) -> None:
+    _check_distributions("jsd", x, target, reduction)
+    _check_labels("jsd", "labels", labels, x)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"jsd: beta is {beta}; it must be between 0 and 1")
+
+
+def _check_tvd(
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    grad_mask: Sequence[bool] | None,
+) -> None:
+    _check_distributions("tvd", x, target, reduction)
+    _check_labels("tvd", "labels", labels, x)
+    if grad_mask is not None and len(grad_mask) != 2:
+        raise ValueError(f"tvd: grad_mask is {list(grad_mask)}; it must have 2 entries: x, target")
+
+
+def _check_distributions(op: str, x: Tensor, target: Tensor, reduction: str) -> None:
+    for name, value in (("x", x), ("target", target)):
+        if value.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served")
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}; it must be [..., V] with V of at least 1")
+    if target.shape != x.shape:
+        raise ValueError(f"{op}: target has shape {tuple(target.shape)}; it must be that of x, {tuple(x.shape)}")
+    if target.device != x.device:
+        raise ValueError(f"{op}: target is on {target.device}, x on {x.device}; move them to one device")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: reduction is {reduction!r}; it must be one of {', '.join(map(repr, REDUCTIONS))}")
+
+
+def _check_labels(op: str, name: str, labels: Tensor | None, x: Tensor) -> None:
+    if labels is None:
+        return
+    if labels.dtype not in INTEGERS:
+        raise TypeError(f"{op}: {name} has dtype {labels.dtype}; it must hold labels, int64 or int32")
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(f"{op}: {name} has shape {tuple(labels.shape)}; for this x it must be {tuple(x.shape[:-1])}")
+    if labels.device != x.device:
+        raise ValueError(f"{op}: {name} is on {labels.device}, x on {x.device}; move them to one device")
+
+
+def _check_linear(
+    x: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    target: Tensor | None,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    ignore_index: int,
+    teacher_probs: bool,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    grad_mask: Sequence[bool] | None,
+) -> None:
+    op = "linear_distillation"
+    beside = {"teacher": teacher, "teacher_weight": teacher_weight, "bias": bias, "teacher_bias": teacher_bias}
+    for name, value in {"x": x, "weight": weight, **beside}.items():
+        if value is not None and value.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served")
+        if value is not None and value.device != x.device:
+            raise ValueError(f"{op}: {name} is on {value.device}, x on {x.device}; move them to one device")
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}; it must be [..., K] with K of at least 1")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"{op}: weight has shape {tuple(weight.shape)}; for this x it must be [V, {x.shape[-1]}], V at least 1"
+        )
+    classes = weight.shape[0]
+    _check_teacher(op, x, teacher, teacher_weight, classes)
+    for name, value in (("bias", bias), ("teacher_bias", teacher_bias)):
+        if value is not None and value.shape != (classes,):
+            raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it must be [{classes}]")
+    _check_labels(op, "target", target, x)
+    if teacher_probs and teacher_weight is not None:
+        raise ValueError(f"{op}: teacher_probs says that teacher holds probabilities; pass them without teacher_weight")
+    if target is None and hard_weight:
+        raise ValueError(f"{op}: hard_weight is {hard_weight}, but there is no target; pass labels, or 0")
+    if teacher_weight is None and teacher_bias is not None:
+        raise ValueError(f"{op}: teacher_bias is given without teacher_weight; add it to the teacher's logits")
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"{op}: divergence is {divergence!r}; it must be one of {', '.join(map(repr, DIVERGENCES))}")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"{op}: beta is {beta}; it must be between 0 and 1")
+    if not temperature > 0:
+        raise ValueError(f"{op}: temperature is {temperature}; it must be above 0")
+    if chunk_tokens < 0:
+        raise ValueError(f"{op}: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more")
+    if grad_mask is not None and len(grad_mask) != 3:
+        raise ValueError(f"{op}: grad_mask is {list(grad_mask)}; it must have 3 entries: x, weight, bias")
+
+
+def _check_teacher(op: str, x: Tensor, teacher: Tensor, teacher_weight: Tensor | None, classes: int) -> None:
+    if teacher.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: teacher has shape {tuple(teacher.shape)}; before its last dim it must be x's {tuple(x.shape[:-1])}"
+        )
+    if teacher_weight is None and teacher.shape[-1] != classes:
+        raise ValueError(
+            f"{op}: teacher has shape {tuple(teacher.shape)}; without teacher_weight it must be [..., {classes}]"
+        )
+    if teacher_weight is not None and teacher_weight.shape != (classes, teacher.shape[-1]):
+        raise ValueError(
+            f"{op}: teacher_weight has shape {tuple(teacher_weight.shape)}; it must be "
+            f"[{classes}, {teacher.shape[-1]}]: both models have the same classes"
+        )
+
+
+_TRITON = {"triton": "tilesmith.ops.loss.triton.distill"}
+_CHUNKED = {**_TRITON, "chunked": "tilesmith.ops.loss.chunked.distill"}
+_GRADIENTS = ("dx", "dtarget")
+
+kl_div_vjp = Op(reference.kl_div_vjp, fake=_fake_kl_vjp, outputs=_GRADIENTS, kernels=_TRITON)
+kl_div = Op(
+    reference.kl_div,
+    fake=_fake_kl,
+    vjp=kl_div_vjp,
+    outputs=("loss",),
+    check=_check_kl,
+    kernels=_TRITON,
+    sharding=sharding.divergence,
+)
+
+jsd_vjp = Op(reference.jsd_vjp, fake=_fake_jsd_vjp, outputs=_GRADIENTS, kernels=_TRITON)
+jsd = Op(
+    reference.jsd,
+    fake=_fake_jsd,
+    vjp=jsd_vjp,
+    outputs=("loss", "count"),
+    public=1,
+    check=_check_jsd,
+    kernels=_TRITON,
+    sharding=sharding.divergence,
+)
+
+tvd_vjp = Op(reference.tvd_vjp, fake=_fake_tvd_vjp, outputs=_GRADIENTS, kernels=_TRITON)
+tvd = LossWithGradients(
+    reference.tvd,
+    fake=_fake_tvd,
+    vjp=tvd_vjp,
+    outputs=("loss", "count", "signs"),
+    public=1,
+    check=_check_tvd,
+    kernels=_TRITON,
+    sharding=sharding.divergence,
+    differentiable=("x", "target"),
+)
+
+linear_distillation_vjp = Op(
+    reference.linear_distillation_vjp, fake=_fake_linear_vjp, outputs=("dx", "dweight", "dbias"), kernels=_CHUNKED
+)
+linear_distillation = LossWithGradients(
+    reference.linear_distillation,
+    fake=_fake_linear,
+    vjp=linear_distillation_vjp,
+    outputs=("loss", "parts", "x_grad", "weight_grad", "bias_grad"),
+    public=2,
+    check=_check_linear,
+    autocast=("x", "teacher"),
+    kernels=_CHUNKED,
+    sharding=sharding.linear_distillation,
+)

@@ -1,0 +1,1 @@
+"""Hopper kernels of the loss family, in Gluon."""

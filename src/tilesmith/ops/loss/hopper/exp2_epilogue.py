@@ -1,0 +1,237 @@
+"""linear_cross_entropy on Hopper without a pass over the logits: the product that would make them leaves powers of two.
+
+Of a row's scores z in base 2 and its reference r, the score of the label, the product writes E = 2^(z - r) in bf16,
+whose exponents reach as far as fp32's, and the sums of E over each tile. With s, the sum of a row, the loss is ln s,
+and the gradient of the logits hit · (E / s - 1 at the label), that is f · (E - s at the label) with f = hit / s. So E
+less s at the label stands for it in the products of the gradients, with f in x on the one side and in dx on the other.
+
+Where powers of a row overflow, because its largest score is some 40 nats above the label's, all of the chunk's are
+taken a second time, of those rows relative to their maximum. The host does not know: the kernels for that are launched
+each time, and end at once unless a flag in memory is 1. (After Quack's pipeline by scaled powers, which has a reference
+for each tile of a row, and factors to put between the tiles of its products.)
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.device.gluon.matmul import COLS, halves, product_of_tiles, put, suits, tiles
+from tilesmith.device.gluon.shim import gl, gluon
+from tilesmith.engine import cdiv, launch
+from tilesmith.ops.loss.chunks import Chunks, add_product
+from tilesmith.ops.loss.reference import Terms
+
+LOG2E, LN2 = 1.4426950408889634, tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(2.0**60)  # of a sum, so that products of e with weight are far from overflowing
+MOST_FEATURES = 2048  # of a token; of 3,072 this takes 0.99 of the time with logits, of 4,096 1.01
+_COLS = gl.constexpr(COLS)
+
+
+@triton.jit
+def label_scores_kernel(
+    x_ptr, weight_ptr, target_ptr, scores_ptr, references_ptr, x_stride, weight_stride, hidden, classes, ignore_index,
+    power, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token's score of its label, in base 2, and its reference: that score; inf where the token is ignored, so that
+    its powers are 0."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    label = tl.where((target >= 0) & (target < classes), target, 0)
+    products = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, hidden, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + at, mask=at < hidden, other=0.0).to(tl.float32)
+        products += x * tl.load(weight_ptr + label * weight_stride + at, mask=at < hidden, other=0.0).to(tl.float32)
+    score = tl.sum(products, 0) * power
+    tl.store(scores_ptr + row, score)
+    tl.store(references_ptr + row, tl.where(target == ignore_index, float("inf"), score))
+
+
+@gluon.jit
+def _powers_of(scores, row, col, references_ptr, rows, cols, power, EVEN: gl.constexpr):
+    """2^(score - reference) of some columns of 64 rows, and their sums."""
+    index = row + gl.arange(0, 64, gl.SliceLayout(1, scores.type.layout))
+    powers = gl.exp2(scores * power - gl.load(references_ptr + index, mask=index < rows, other=0.0)[:, None])
+    if not EVEN:
+        within = col + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)) < cols
+        powers = gl.where(within[None, :], powers, 0.0)
+    return powers, gl.sum(powers, 1)
+
+
+@gluon.jit
+def _write_powers(
+    acc, row, col, out_desc, tile, references_ptr, sums_ptr, rows, cols, power, EVEN: gl.constexpr
+):  # fmt: skip
+    """One half is on its way to memory while the powers of the other are taken."""
+    left, right = halves(acc)
+    powers, total = _powers_of(left, row, col, references_ptr, rows, cols, power, EVEN)
+    put(powers, row, col, out_desc, tile)
+    powers, more = _powers_of(right, row, col + _COLS // 2, references_ptr, rows, cols, power, EVEN)
+    index = row + gl.arange(0, 64, total.type.layout)
+    gl.store(sums_ptr + (col // _COLS).to(gl.int64) * rows + index, total + more, mask=index < rows)
+    put(powers, row, col + _COLS // 2, out_desc, tile)
+
+
+@gluon.jit
+def _write_maxima(acc, row, col, out_desc, tile, references_ptr, factors_ptr, rows, cols, power):
+    index = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+    within = col + gl.arange(0, _COLS, gl.SliceLayout(0, acc.type.layout)) < cols
+    most = gl.max(gl.where(within[None, :], acc * power, float("-inf")), 1)
+    overflowed = gl.load(factors_ptr + index, mask=index < rows, other=0.0) == float("inf")
+    gl.atomic_max(references_ptr + index, most, mask=overflowed)
+
+
+@gluon.jit
+def powers_tiles_kernel(
+    x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, sums_ptr, again_ptr, rows, cols, power,
+    EVEN: gl.constexpr,
+):  # fmt: skip
+    """2^(score - reference) of x [C, K] and w [V, K] into out [C, V], summed over tiles into sums [V / 256, C]."""
+    if again_ptr is not None:
+        tiles_m *= gl.load(again_ptr)
+    extra = (references_ptr, sums_ptr, rows, cols, power, EVEN)
+    product_of_tiles(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _write_powers)
+
+
+@gluon.jit
+def maxima_tiles_kernel(
+    x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, factors_ptr, again_ptr, rows, cols, power
+):
+    """The largest score of each row whose factor is inf into its reference, which is -inf."""
+    extra = (references_ptr, factors_ptr, rows, cols, power)
+    tiles_m *= gl.load(again_ptr)
+    product_of_tiles(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _write_maxima)
+
+
+@triton.jit
+def scale_rows_kernel(x_ptr, factors_ptr, hidden, BLOCK: tl.constexpr):
+    """x [C, K] times a factor a row; 0 where that is."""
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    factor = tl.load(factors_ptr + row)
+    x = tl.load(x_ptr + row.to(tl.int64) * hidden + at, mask=at < hidden, other=0.0).to(tl.float32)
+    scaled = tl.where(factor == 0, 0.0, x * factor)
+    tl.store(x_ptr + row.to(tl.int64) * hidden + at, scaled.to(x_ptr.dtype.element_ty), mask=at < hidden)
+
+
+@triton.jit
+def settle_rows_kernel(
+    sums_ptr, scores_ptr, references_ptr, again_ptr, x_ptr, target_ptr, class_weight_ptr, e_ptr, losses_ptr,
+    lse_ptr, factors_ptr, scaled_ptr, rows, tiles, x_stride, hidden, classes, ignore_index, scale,
+    AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Losses and lse from sums [tiles, C]; e at the label; factors, and x times them. Where a sum is too large, the
+    factor becomes inf, the reference -inf and the flag 1. AGAIN: only if that is 1."""
+    if AGAIN:
+        if tl.load(again_ptr) == 0:
+            return
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    found = tl.zeros([TILES, ROWS], tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        at = tile.to(tl.int64)[:, None] * rows + row[None, :]
+        found += tl.load(sums_ptr + at, mask=(tile < tiles)[:, None] & there[None, :], other=0.0)
+    total = tl.sum(found, 0)
+    target = tl.load(target_ptr + row, mask=there, other=ignore_index).to(tl.int64)
+    counted, valid = target != ignore_index, (target >= 0) & (target < classes)
+    label = tl.where(valid, target, 0)
+    label_weight = 1.0
+    if class_weight_ptr is not None:
+        label_weight = tl.load(class_weight_ptr + label, mask=there, other=0.0).to(tl.float32)
+    hit = tl.where(counted & valid, label_weight, 0.0) * scale
+    score = tl.load(scores_ptr + row, mask=there, other=0.0)
+    reference = tl.load(references_ptr + row, mask=there, other=0.0)
+    factor = tl.where(counted, tl.where(valid, hit / total, float("nan")), 0.0)
+    overflowed = counted & (total > LARGEST)
+    if not AGAIN:
+        tl.store(again_ptr + row * 0, 1, mask=there & overflowed)
+        tl.store(references_ptr + row, float("-inf"), mask=there & overflowed)
+        factor = tl.where(overflowed, float("inf"), factor)
+    more = reference + tl.log2(total)
+    loss = tl.where(valid, label_weight * (more - score) * LN2, float("nan"))
+    tl.store(losses_ptr + row, tl.where(counted, loss, 0.0), mask=there)
+    tl.store(lse_ptr + row, tl.where(counted, more * LN2, 0.0), mask=there)
+    tl.store(factors_ptr + row, factor, mask=there)
+    grad = tl.exp2(score - reference) - total
+    tl.store(e_ptr + row.to(tl.int64) * classes + label, grad.to(e_ptr.dtype.element_ty), mask=there & counted)
+    if scaled_ptr is not None:
+        for start in range(0, hidden, COLS):
+            col = start + tl.arange(0, COLS)
+            inside = there[:, None] & (col < hidden)[None, :]
+            x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + col[None, :], mask=inside, other=0.0)
+            scaled = tl.where(factor[:, None] == 0, 0.0, x.to(tl.float32) * factor[:, None])
+            at = row.to(tl.int64)[:, None] * hidden + col[None, :]
+            tl.store(scaled_ptr + at, scaled.to(scaled_ptr.dtype.element_ty), mask=inside)
+
+
+def reasons(x: Tensor, bias: Tensor | None, dx: bool, z_loss: float) -> list[str]:
+    """Why `gradients` is not for a call, wherever its matrices lie (`suits`). dx: whether x asks for a gradient."""
+    found = []
+    if x.dtype != torch.bfloat16:
+        found.append(f"x is {str(x.dtype).removeprefix('torch.')}, not bfloat16")
+    if x.shape[-1] > MOST_FEATURES:
+        found.append(f"x has {x.shape[-1]:,} features, more than {MOST_FEATURES:,}")
+    if bias is not None:
+        found.append("bias is given")
+    if z_loss != 0:
+        found.append("z_loss is given")
+    if not dx:
+        found.append("x asks for no gradient")
+    return found
+
+
+def suit(chunks: Chunks, terms: Terms) -> bool:
+    """Whether `gradients` is for these chunks."""
+    plain = not reasons(chunks.x, chunks.bias, chunks.mask[0], terms.z_loss)
+    return plain and suits(chunks.x, chunks.weight)
+
+
+def gradients(
+    chunks: Chunks,
+    tokens: slice,
+    target: Tensor,
+    class_weight: Tensor | None,
+    losses: Tensor,
+    lse: Tensor,
+    terms: Terms,
+) -> None:
+    """`LogitSteps.gradients`. chunks: x, weight and where their gradients go; tokens: those of this chunk, of which are
+    target, losses and lse [C], the last two written."""
+    x, weight, dx = chunks.x[tokens], chunks.weight, chunks.dx.view_as(chunks.x)[tokens]
+    (rows, hidden), classes = x.shape, weight.shape[0]
+    e = chunks.buffer[: rows * classes].view(rows, classes)
+    scores, references, factors = (torch.empty_like(losses) for _ in range(3))
+    sums, again = losses.new_empty(cdiv(classes, COLS) * rows), target.new_zeros(1, dtype=torch.int32)
+    power = terms.scale * LOG2E
+    launch(
+        label_scores_kernel, (rows,),
+        x, weight, target, scores, references, x.stride(0), weight.stride(0), hidden, classes, terms.ignore_index,
+        power, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    programs, product = tiles(x, weight, e)
+    sizes = rows, classes, power
+
+    def take_powers(flag: Tensor | None) -> None:
+        even = classes % COLS == 0
+        launch(powers_tiles_kernel, (programs,), *product, references, sums, flag, *sizes, EVEN=even, num_warps=4)
+
+    def settle(second: bool) -> None:
+        launch(
+            settle_rows_kernel, (cdiv(rows, 16),),
+            sums, scores, references, again, x, target, class_weight, e, losses, lse, factors,
+            dx if chunks.mask[1] else None, rows, product[4], x.stride(0), hidden, classes,
+            terms.ignore_index, terms.scale,
+            AGAIN=second, ROWS=16, TILES=64, COLS=256, num_warps=4,
+        )  # fmt: skip
+
+    take_powers(None)
+    settle(False)
+    launch(maxima_tiles_kernel, (programs,), *product, references, factors, again, *sizes, num_warps=4)
+    take_powers(again)
+    settle(True)
+    if chunks.mask[1]:  # before dx, whose place the scaled x takes
+        add_product(chunks.sum, e.t(), dx, first=tokens.start == 0)
+    torch.mm(e, weight, out=dx)
+    launch(scale_rows_kernel, (rows,), dx, factors, hidden, BLOCK=triton.next_power_of_2(hidden), num_warps=4)

@@ -1,0 +1,1 @@
+"""Hopper kernels of the norm family, in Gluon."""

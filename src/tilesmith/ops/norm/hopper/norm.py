@@ -1,0 +1,676 @@
+"""Norms of wide rows on Hopper, in Gluon: parts of rows in registers, each read from memory once."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith.device.alignment import aligned, aligned_vector
+from tilesmith.device.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
+from tilesmith.device.gluon.dropout import drawn_here, drawn_part, dropped_part
+from tilesmith.device.gluon.rows import (
+    MOST_PARTS,
+    NARROWEST,
+    PartsConfig,
+    add_up,
+    added_up,
+    bring,
+    fitted,
+    no_room,
+    opaque,
+    open_mail,
+    packed,
+    parted,
+    parts_flags,
+    parts_grid,
+    raw,
+    received,
+    ring,
+    scratch,
+    send,
+    unpacked,
+    widened,
+    width_refused,
+)
+from tilesmith.device.gluon.rows_held import (
+    HELD_CHOICES,
+    LINE,
+    HeldConfig,
+    columns,
+    columns_of_warps,
+    flat,
+    further,
+    held,
+    held_fit,
+    held_flags,
+    held_grid,
+    lines_after,
+    open_room,
+    part_of,
+    row_of,
+    swap,
+    values,
+    values_again,
+    words_of,
+)
+from tilesmith.device.gluon.shim import barriers, fence, gl, gluon, wait
+from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
+from tilesmith.device.triton.column_sums import add_partials
+from tilesmith.device.triton.philox import load_key
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+
+LINES = gl.constexpr(LINE)
+
+# Pointers that are None stand for tensors that a call does not have. Outputs are packed: the stride of their rows is
+# `cols`. A program of a kernel with WIDTH has one part of so many columns of every num_groups-th row.
+
+
+@gluon.jit
+def rounded(value, like_ptr):
+    return value.to(like_ptr.dtype.element_ty).to(gl.float32)
+
+
+@gluon.jit
+def vector_of(ptr, part, cols, WIDTH: gl.constexpr):
+    """A part of weight or bias, 0 beyond the last column, for `vector_again`: of 16 bits two values a word."""
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    return packed(gl.load(ptr + col, mask=col < cols, other=0.0), WIDTH)
+
+
+@gluon.jit
+def vector_again(vector, ptr, WIDTH: gl.constexpr):
+    """A part that `vector_of` read, in fp32. The compiler, which would do it once and hold twice the registers through
+    the loop over rows, does not see that it is the same in each."""
+    DTYPE: gl.constexpr = ptr.dtype.element_ty
+    if DTYPE.primitive_bitwidth == 16:
+        vector = opaque(vector)
+    return widened(vector, DTYPE, WIDTH)
+
+
+@gluon.jit
+def norm_fwd_parts_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
+    cols, x_stride, residual_stride, eps, offset,
+    PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
+    AHEAD: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
+    RARE: gl.constexpr = True,
+):  # fmt: skip
+    """y (and s) of a part of a row, when its program knows what the others of its cluster found of theirs. With
+    seed_ptr x is dropped out before the residual is added: what is drawn does not depend on the row, which is on its
+    way meanwhile. CENTER: the sums are of differences from the mean of a warp's first columns; they lose nothing where
+    the mean is far from 0, nor, that being a mean of many, where one value is. AHEAD: chunks of weight and bias that
+    are on their way while one is used."""
+    row, part = (gl.program_id(0) // PARTS).to(gl.int64), gl.program_id(0) % PARTS
+    NORMED: gl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    room = open_room(PARTS)
+    key = load_key(seed_ptr) if seed_ptr is not None else None
+    parts = part_of(row_of(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    if s_ptr is not None:
+        residual = part_of(row_of(residual_ptr, row, residual_stride), part, cols, CHUNKS, EVEN)
+        sums, drawn = (), ()
+        if seed_ptr is not None:
+            for c in gl.static_range(CHUNKS):
+                first = row * cols + (part * CHUNKS + c) * (WARPS * LINES)
+                drawn += (drawn_here(key, first, WARPS * LINES, SHORT),)
+        for c in gl.static_range(CHUNKS):
+            x = parts[c]
+            if seed_ptr is not None:
+                x = dropped_part(x, drawn[c], drop_below, x_ptr.dtype.element_ty, WARPS * LINES, RARE)
+            s = values(x, x_ptr.dtype.element_ty)
+            if seed_ptr is not None:
+                s *= keep_scale
+            s += values(residual[c], residual_ptr.dtype.element_ty)
+            col = columns(part, c, CHUNKS)
+            gl.store(s_ptr + row * cols + col, flat(s).to(NORMED), mask=None if EVEN else col < cols)
+            sums += (words_of(s, NORMED),)
+        parts = sums
+    after = lines_after(part, cols, CHUNKS)
+    squares = gl.zeros_like(values(parts[0], NORMED))
+    total = squares
+    pivot = gl.expand_dims(gl.sum(values(parts[0], NORMED), 1) * (1.0 / LINES), 1)
+    for c in gl.static_range(CHUNKS):
+        value = values(parts[c], NORMED)
+        if CENTER:
+            value -= pivot
+            if not EVEN:
+                value = gl.where(after > c * WARPS, value, 0.0)
+            total += value
+        squares += value * value
+    weights, biases = (), ()
+    if weight_ptr is not None:
+        weights = further(weights, weight_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+    if bias_ptr is not None:
+        biases = further(biases, bias_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+    found = gl.sum(squares, 1)
+    each_col = 1.0 / cols
+    if CENTER:
+        own_columns = gl.minimum(gl.maximum((after + (WARPS - 1)) // WARPS, 1), CHUNKS) * LINES
+        summed = gl.sum(total, 1)
+        excess = summed / gl.sum(own_columns, 1).to(gl.float32)
+        means, spreads = swap(room, part, gl.sum(pivot, 1) + excess, found - summed * excess, PARTS)
+        widths = columns_of_warps(cols, PARTS, CHUNKS)
+        mean = gl.sum(means * widths, 0) * each_col
+        spreads += widths * (means - mean) * (means - mean)
+    else:
+        spreads, _ = swap(room, part, found, found, PARTS)
+    rstd = gl.rsqrt(gl.maximum(gl.sum(spreads, 0) * each_col, 0.0) + eps)
+    if part == 0:
+        gl.store(rstd_ptr + row, rstd)
+        if CENTER:
+            gl.store(mean_ptr + row, mean)
+    for c in gl.static_range(CHUNKS):
+        if weight_ptr is not None:
+            weights = further(weights, weight_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+        if bias_ptr is not None:
+            biases = further(biases, bias_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+        value = values_again(parts[c], NORMED)
+        if CENTER:
+            value -= mean
+        value *= rstd
+        if LLAMA:
+            value = rounded(value, y_ptr)
+        if weight_ptr is not None:
+            factor = values(weights[c], weight_ptr.dtype.element_ty)
+            if offset is not None:
+                factor += offset
+            if LLAMA and weight_ptr.dtype == y_ptr.dtype:
+                factor = rounded(factor, weight_ptr)
+            value *= factor
+        if bias_ptr is not None:
+            value += values(biases[c], bias_ptr.dtype.element_ty)
+        col = columns(part, c, CHUNKS)
+        gl.store(y_ptr + row * cols + col, flat(value).to(y_ptr.dtype.element_ty), mask=None if EVEN else col < cols)
+
+
+@gluon.jit
+def norm_bwd_parts_kernel(
+    x_desc, dy_desc, ds_desc, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    num_rows, cols, num_groups, offset, dropped_ptr, seed_ptr, drop_below, keep_scale,
+    PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, SHORT: gl.constexpr,
+    RARE: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """dx of a program's parts of rows, and sums over them for dweight and dbias, in the order of the rows; a group
+    writes one partial row of each. dropped_ptr: a second gradient, that of what was dropped out before the addition: dx
+    where the dropout kept, scaled. EARLY: what it drops is drawn while the others' mail is on its way, and takes
+    registers until it is there."""
+    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    CENTER: gl.constexpr = mean_ptr is not None
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
+    xs, dys = ring(SLOTS, WIDTH, x_desc.dtype), ring(SLOTS, WIDTH, dy_desc.dtype)
+    dss = xs
+    DS_TYPE: gl.constexpr = x_desc.dtype if ds_desc is None else ds_desc.dtype
+    if ds_desc is not None:
+        dss = ring(SLOTS, WIDTH, DS_TYPE)
+    full = barriers(SLOTS, 1)
+    found, also_found = scratch(), scratch()
+    fence()
+    if PARTS > 1:
+        mail = open_mail()
+    key = load_key(seed_ptr) if seed_ptr is not None else None
+    mine = (num_rows - group + num_groups - 1) // num_groups
+    for i in range(SLOTS):
+        bring(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i, group, num_groups, mine, part, WIDTH)
+    if weight_ptr is not None:
+        weight = vector_of(weight_ptr, part, cols, WIDTH)
+    each_col = 1.0 / cols
+    dweight = gl.full([WIDTH], 0.0, gl.float32, LANES)
+    dbias = gl.full([WIDTH], 0.0, gl.float32, LANES)
+    mean = 0.0
+    rstd = gl.load(rstd_ptr + group)
+    if CENTER:
+        mean = gl.load(mean_ptr + group)
+    for i in range(mine):
+        slot = i % SLOTS
+        row = (group + i * num_groups).to(gl.int64)
+        wait(full.index(slot), i // SLOTS % 2)
+        x, dy = raw(xs, slot, WIDTH), raw(dys, slot, WIDTH)
+        if ds_desc is not None:
+            ds = raw(dss, slot, WIDTH)
+        xhat, grad = widened(x, x_desc.dtype, WIDTH), widened(dy, dy_desc.dtype, WIDTH)
+        if CENTER:
+            xhat -= mean
+            if not EVEN:
+                xhat = gl.where(inside, xhat, 0.0)
+        xhat *= rstd
+        own_rstd = rstd
+        next_row = group + gl.minimum(i + 1, mine - 1) * num_groups
+        rstd = gl.load(rstd_ptr + next_row)
+        if dweight_ptr is not None:
+            dweight += grad * xhat
+        if dbias_ptr is not None:
+            dbias += grad
+        if weight_ptr is not None:
+            factor = vector_again(weight, weight_ptr, WIDTH)
+            if offset is not None:
+                factor += offset
+            grad *= factor
+        add_up(grad * xhat, found, WIDTH)
+        if CENTER:
+            add_up(grad, also_found, WIDTH)
+        if ds_desc is not None:
+            fence()  # no sum waits for ds
+        dot = added_up(found)
+        total = dot
+        if CENTER:
+            total = added_up(also_found)
+        if PARTS > 1:
+            send(mail, i, part, dot, total, PARTS)
+        # all warps have read the slot: their sums are in
+        bring(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
+        if CENTER:
+            # no sooner: ptxas moves it to a uniform register where it likes, and waited for it before sums were sent
+            mean = gl.load(mean_ptr + next_row)
+        if EARLY and seed_ptr is not None:
+            words = drawn_here(key, row * cols + part * WIDTH, WIDTH, SHORT)
+        if PARTS > 1:
+            dots, totals = received(mail, i, PARTS)
+            dot, total = gl.sum(dots, 0), gl.sum(totals, 0)
+        grad -= xhat * (dot * each_col)
+        if CENTER:
+            grad -= total * each_col
+        grad *= own_rstd
+        if ds_desc is not None:
+            grad += widened(ds, DS_TYPE, WIDTH)
+        gl.store(dx_ptr + row * cols + col, grad.to(dx_ptr.dtype.element_ty), mask=inside)
+        if dropped_ptr is not None:
+            DROPPED: gl.constexpr = dropped_ptr.dtype.element_ty
+            if seed_ptr is not None:
+                if not EARLY:
+                    words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
+                dropped = packed((grad * keep_scale).to(DROPPED), WIDTH)
+                dropped = unpacked(dropped_part(dropped, words, drop_below, DROPPED, WIDTH, RARE), DROPPED, WIDTH)
+            else:
+                dropped = grad.to(DROPPED)
+            gl.store(dropped_ptr + row * cols + col, dropped, mask=inside)
+    if dweight_ptr is not None:
+        gl.store(dweight_ptr + group.to(gl.int64) * cols + col, dweight, mask=inside)
+    if dbias_ptr is not None:
+        gl.store(dbias_ptr + group.to(gl.int64) * cols + col, dbias, mask=inside)
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    center: bool,
+    llama: bool,
+    config: HeldConfig,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor | None, ...]:
+    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. offset: added to the weight;
+    llama: x · rstd is rounded before that multiplies it. seed, p: of the dropout of x before it is added to the
+    residual."""
+    (x, residual), outputs = rows_and_outputs(x, residual, center)
+    y, s, mean, rstd = outputs
+    count, cols = x.shape
+    if count:
+        programs, parts = held_grid(x, config)
+        x, x_stride = aligned(x)
+        residual, residual_stride = (None, 0) if residual is None else aligned(residual)
+        weight, bias = aligned_vector(weight), aligned_vector(bias)
+        dropout = dropout_arguments(seed, p, count, cols)
+        launch(
+            norm_fwd_parts_kernel, (programs,), x, residual, weight, bias, y, s, mean, rstd,
+            cols, x_stride, residual_stride, eps, offset or None,
+            CENTER=center, LLAMA=llama, AHEAD=1 if config.num_warps >= 16 else 2, **held_flags(cols, parts, config),
+            **dropout,
+        )  # fmt: skip
+    return outputs
+
+
+def dropout_arguments(seed: Tensor | None, p: float, count: int, cols: int) -> dict[str, Any]:
+    """What a forward kernel is told of the dropout of x [count, cols] by seed and p; nothing where there is none."""
+    seed = kernel_seed(seed, p)
+    if seed is None:
+        return {}
+    drop_below, keep_scale = kernel_numbers(p)
+    numbers = {"seed_ptr": seed, "drop_below": drop_below, "keep_scale": keep_scale}
+    return numbers | parts_dropout_flags(count, cols, p)
+
+
+def rows_and_outputs(
+    x: Tensor, residual: Tensor | None, center: bool
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor | None, ...]]:
+    """x and residual as [M, N]; room for y, s, mean, of a norm that takes it off (center), and rstd."""
+    order = row_order(x)
+    y = empty_rows(x, order)
+    s = None if residual is None else empty_rows(x, order, residual.dtype)
+    mean = empty_row_values(x, order, torch.float32) if center else None
+    rstd = empty_row_values(x, order, torch.float32)
+    return (rows(x, order), None if residual is None else rows(residual, order)), (y, s, mean, rstd)
+
+
+def backward(
+    dy: Tensor,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    output_mask: Sequence[bool],
+    config: PartsConfig,
+    dropped: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    early: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. x: what was normalised;
+    ds: its gradient from elsewhere, or None; offset: added to the weight. dropped: room for the gradient of what was
+    dropped out by `seed` and `p`; early: as the kernel's EARLY."""
+    order = row_order(x)
+    dx = empty_rows(x, order)
+    x, dy = rows(x, order), rows(dy, order)
+    ds = None if ds is None else rows(ds, order)
+    mean = None if mean is None else row_values(mean, order)
+    count, cols = x.shape
+    groups, parts = parts_grid(x, config)
+    sums = [torch.empty(groups, cols, dtype=torch.float32, device=x.device) if w else None for w in output_mask[1:]]
+    if count:
+        launch(
+            norm_bwd_parts_kernel, (groups * parts,),
+            parted(x, config.width), parted(dy, config.width), None if ds is None else parted(ds, config.width),
+            dense(weight), mean, row_values(rstd, order), dx, *sums,
+            count, cols, groups, offset or None, dropped, kernel_seed(seed, p), *kernel_numbers(p),
+            **parts_dropout_flags(count, cols, p), EARLY=early and parts > 1, **parts_flags(cols, parts, config),
+        )  # fmt: skip
+    vectors = [None if s is None else v.new_empty(cols) for s, v in zip(sums, (weight, bias))]
+    add_partials(tuple(s if s is None or count else s[:0] for s in sums), tuple(vectors))
+    return dx, *(x.new_empty(0) if v is None else v for v in vectors)
+
+
+def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
+    """Why kernels of parts do not serve a call of rows of `cols` columns; Triton's are as fast up to `more_than`."""
+    reasons = [
+        f"{name} has dtype {facts.dtype}; these kernels serve float16, bfloat16 and float32"
+        for name, facts in call._asdict().items()
+        if getattr(facts, "dtype", None) not in (None, torch.float16, torch.bfloat16, torch.float32)
+    ]
+    reasons += width_refused(cols, more_than)
+    return reasons or no_room(call.rstd.device if hasattr(call, "rstd") else call.x.device, cols)
+
+
+def _reasons(call: Any) -> list[str]:
+    cols, added = call.x.cols, hasattr(call, "residual")
+    # Triton's tiles are a power of two wide: other rows leave lanes idle
+    narrow = hasattr(call, "bias") or (not added and cols < 8192 and cols != 4096)
+    return rows_refused(call, cols, 2048 if narrow else 16_384 if added else 32_768)
+
+
+def _vjp_reasons(call: Any) -> list[str]:
+    x = call.s if hasattr(call, "s") else call.x
+    three = hasattr(call, "ds") and not hasattr(call, "mean")
+    uneven = x.cols < 4096 and x.dtype != torch.float32
+    reasons = rows_refused(call, x.cols, 2048 if uneven else 8192 if three else 4096)
+    if call.dy is None or not call.output_mask[0]:
+        reasons.append("there is no dy, or dx is not wanted; dx is always made here, of dy")
+    return reasons
+
+
+# Triton's tiles are a power of two wide, and with a residual it works on 8,192 columns where there are fewer. H200,
+# bf16, of the copy rate, here (Triton's), at 2,304, 2,560, 3,072 and 3,584 columns: layer norm 0.82 (0.70), 0.88
+# (0.75), 0.93 (0.83) and 0.89 (0.89), RMS norm 0.92 (0.79), 0.93 (0.83), 0.94 (0.90) and 0.95 (0.94), with a residual
+# 0.90 (0.74), 0.90 (0.81), 0.96 (0.92) and 0.97 (0.97), layer norm with one 0.96 (0.59), 0.93 (0.65), 0.97 (0.75) and
+# 0.96 (0.85); at 4,608, 5,120, 6,144, 7,168 and 8,192 0.93 (0.70), 0.95 (0.77), 0.92 (0.91), 0.97 (0.95) and 0.99
+# (0.97), RMS norm with one at 6,144 0.92 (0.95). At 4,096, of many rows, by what serves 3,584: layer norm 0.94 (0.93),
+# with a residual 0.97 (0.94), RMS norm 0.95 (0.94) and 0.98 (0.97).
+
+
+def row_dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
+    """rows and cols of `like`, and bytes: how many a column of a row takes in shared memory."""
+    cols = like.shape[-1]
+    taken = sum(t.element_size() for t in read if t is not None)
+    return {"rows": like.numel() // cols, "cols": cols, "bytes": taken, "size": like.element_size()}
+
+
+def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldConfig:
+    """H200, bf16, 2**27 values, by a script, of the copy rate (Triton's): layer norm at 2,560, 3,072 and 4,096 columns,
+    of half as many values, 0.95 (0.67), 0.95 (0.79) and 0.93 (0.92), at 5,120 and 16,384 0.99 (0.94) and 0.98 (0.93);
+    RMS norm at 2,560, 3,072 and 5,120 0.96 (0.84), 0.96 (0.90) and 0.99 (0.94), at 4,096 0.96 (0.97); from 8,192 to
+    32,768 Triton's is as fast. With a residual, at 16,384 and 32,768: RMS norm 0.98 (0.98) and 0.99 (0.92), layer norm
+    0.98 (0.96) and 0.98 (0.90), at 8,192 0.99 (0.97); RMS norm at 65,536 0.98 (0.86). Wider rows are for
+    hopper_staying."""
+    cols, size = dims["cols"], dims["size"]
+    added = dims["bytes"] > size
+    if cols <= 4096:
+        chunks, warps, registers = (4, 4, 0) if added else (4, 4, 64) if cols > 3072 else (6, 2, 80)
+    elif cols <= 8192:
+        chunks, warps, registers = (8, 4, 0) if added or cols <= 6144 else (4, 8, 0)
+    elif added or (center and cols <= 16_384):
+        chunks, warps, registers = 4, 16, 64
+    else:
+        chunks, warps, registers = (8, 8, 80) if center or cols > 65_536 else (8, 4, 80)
+    return held(cols, size, chunks, warps, registers)
+
+
+def backward_default(
+    dims: Mapping[str, int], arch: Any, dtype: torch.dtype, most_idle: int = 8, alone: bool = False, added: bool = False
+) -> PartsConfig:
+    """Parts whose last one lacks few columns: of 8,192 and 4,096 at most an eighth of a row's, of 2,048 one in
+    `most_idle`, or three of up to 4,096; with 32 columns a thread few slots, since with more of them stores seem to
+    wait for rows on their way. alone: layer norm without a residual; added: with one.
+
+    H200, bf16, 2**27 values, of the copy rate (by 16 columns a thread, parts of 4,096 up to 65,536 and all slots) at
+    16,384, 32,768, 65,536 and 131,072 columns: RMS norm 0.98 (0.95), 0.98 (0.96), 0.97 (0.95) and 0.97 (0.97), with a
+    residual 0.99 (0.97), 0.98 (0.98), 0.98 (0.95) and 0.96 (0.95), layer norm with one 1.00 (0.98), 0.99 (0.98), 0.98
+    (0.94) and 0.95 (0.96), at 98,304 0.93 (0.84). fp32, at the first and the third: 0.81 (0.87) and 0.81 (0.84), 0.89
+    (0.92) and 0.87 (0.89), 0.84 (0.90) and 0.83 (0.87); so it keeps those. Layer norm at 6,144, 10,240 and 16,384 in
+    parts of 2,048 (16 columns a thread; at the last in parts of 4,096) 0.97 (0.96), 0.96 (0.95) and 0.96 (0.94), fp32
+    at 16,384 0.92 (0.83); at 32,768, 65,536 and 131,072, with all slots, 0.94 (0.94), 0.93 (0.92) and 0.92 (0.91). With
+    a residual between 8,192 and 16,384 in parts of 2,048, at 10,240 and 12,288: RMS norm 0.99 (0.94) and 0.99 (0.94),
+    layer norm 0.95 (0.93) and 0.95 (0.96). At 5,120, in three parts of 2,048 and five of 1,024: RMS norm 0.94 and 0.90,
+    with a residual layer norm 0.95 and 0.91, without one 0.87 and 0.93."""
+    cols = dims["cols"]
+    if cols <= 4096:
+        short = PartsConfig(NARROWEST, 0, 2, 8, 128)
+        if not alone and -cols % 2048 * 3 <= cols:
+            short = PartsConfig(2048, 0, 2, 4, 255) if added else PartsConfig(2048, 0, 4, 4, 128)
+        return slotted(fitted(dims, arch, short), 2)
+    halves = dims["size"] == 2 and not alone
+    wide = cols > MOST_PARTS * 4096 or (halves and cols >= 16_384 and -cols % 8192 * 8 <= cols)
+    narrow = cols <= 16_384 if alone else halves and added and 8192 < cols < 16_384
+    if wide or (cols == 8192 and not alone):
+        width = 8192
+    else:
+        shares = {2048: most_idle, NARROWEST: 1} if narrow else {4096: 8, 2048: most_idle, NARROWEST: 1}
+        width = next(w for w, share in shares.items() if cols <= MOST_PARTS * w and -cols % w * share <= cols)
+    if wide or (width > NARROWEST and (alone or narrow)):
+        config = fitted(dims, arch, PartsConfig(width, 0, width // 1024, 8192 // width, 255))
+        return slotted(config, 2 if added else 3 if alone else 4)
+    return fitted(dims, arch, PartsConfig(width, 0, width // 512, 8192 // width, 128))
+
+
+def slotted(config: PartsConfig, slots: int) -> PartsConfig:
+    """`config` with so many slots at most."""
+    return config._replace(slots=min(config.slots, slots))
+
+
+CHOICES = {"width": (4096, 8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
+
+
+@register_kernel("rms_norm", backend="hopper", rank=25, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, weight, eps, offset, casting: row_dims(x, x),
+        default=lambda dims, arch, dtype: _forward_default(dims, arch, center=False),
+        choices=HELD_CHOICES,
+        fit=held_fit,
+    )
+)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    *,
+    config: HeldConfig,
+) -> tuple[Tensor, Tensor]:
+    """y and rstd of `rms_norm`."""
+    y, _, _, rstd = forward(x, None, weight, None, eps, offset, False, casting == "llama", config)
+    return y, rstd
+
+
+@register_kernel("rms_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dy, x, weight, rstd, offset, output_mask: row_dims(x, dy, x),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, most_idle=5),
+        choices=CHOICES,
+    )
+)
+def rms_norm_vjp(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    output_mask: Sequence[bool],
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor]:
+    """dx and dweight of `rms_norm`."""
+    return backward(dy, None, x, weight, None, None, rstd, offset, (*output_mask, False), config)[:2]
+
+
+@register_kernel("layer_norm", backend="hopper", rank=25, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, weight, bias, eps: row_dims(x, x),
+        default=lambda dims, arch, dtype: _forward_default(dims, arch, center=True),
+        choices=HELD_CHOICES,
+        fit=held_fit,
+    )
+)
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: HeldConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean and rstd of `layer_norm`."""
+    y, _, mean, rstd = forward(x, None, weight, bias, eps, 0.0, True, False, config)
+    return y, mean, rstd
+
+
+@register_kernel("layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: row_dims(x, dy, x),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, alone=True),
+        choices=CHOICES,
+    )
+)
+def layer_norm_vjp(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    output_mask: Sequence[bool],
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight and dbias of `layer_norm`."""
+    return backward(dy, None, x, weight, bias, mean, rstd, 0.0, output_mask, config)
+
+
+@register_kernel("add_rms_norm", backend="hopper", rank=25, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, residual, weight, eps, offset, casting: row_dims(x, x, residual),
+        default=lambda dims, arch, dtype: _forward_default(dims, arch, center=False),
+        choices=HELD_CHOICES,
+        fit=held_fit,
+    )
+)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    *,
+    config: HeldConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, s and rstd of `add_rms_norm`."""
+    y, s, _, rstd = forward(x, residual, weight, None, eps, offset, False, casting == "llama", config)
+    return y, s, rstd
+
+
+@register_kernel("add_rms_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dy, ds, s, weight, rstd, offset, output_mask: row_dims(s, dy, ds, s),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, added=True),
+        choices=CHOICES,
+    )
+)
+def add_rms_norm_vjp(
+    dy: Tensor | None,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    output_mask: Sequence[bool],
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor]:
+    """dresidual and dweight of `add_rms_norm`."""
+    return backward(dy, ds, s, weight, None, None, rstd, offset, (*output_mask, False), config)[:2]
+
+
+@register_kernel("add_layer_norm", backend="hopper", rank=25, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, residual, weight, bias, eps: row_dims(x, x, residual),
+        default=lambda dims, arch, dtype: _forward_default(dims, arch, center=True),
+        choices=HELD_CHOICES,
+        fit=held_fit,
+    )
+)
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    config: HeldConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, s, mean and rstd of `add_layer_norm`."""
+    return forward(x, residual, weight, bias, eps, 0.0, True, False, config)
+
+
+@register_kernel("add_layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dy, ds, s, weight, bias, mean, rstd, output_mask: row_dims(s, dy, ds, s),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, dtype, most_idle=5, added=True),
+        choices=CHOICES,
+    )
+)
+def add_layer_norm_vjp(
+    dy: Tensor | None,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    output_mask: Sequence[bool],
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dresidual, dweight and dbias of `add_layer_norm`."""
+    return backward(dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask, config)

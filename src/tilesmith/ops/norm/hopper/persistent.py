@@ -1,0 +1,355 @@
+"""Norms of wide rows on Hopper, by programs that stay, keep their part of weight and bias, and draw their rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith.device.counters import counter
+from tilesmith.device.gluon.dropout import drawn_here, dropped_part
+from tilesmith.device.gluon.rows import (
+    MOST_PARTS,
+    PLAIN,
+    PartsConfig,
+    add_up,
+    added_up,
+    bring_row,
+    fitted,
+    open_mail,
+    packed,
+    parted,
+    parts_flags,
+    parts_grid,
+    raw,
+    ring,
+    scratch,
+    widened,
+)
+from tilesmith.device.gluon.rows_dynamic import draw, parts_of_row, tell, told, told_number
+from tilesmith.device.gluon.shim import barriers, fence, gl, gluon, reinterpret, wait
+from tilesmith.device.rows import dense, row_order
+from tilesmith.device.triton.philox import load_key
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.norm.hopper import norm as norms
+from tilesmith.ops.norm.hopper.norm import rounded
+
+# What gave nothing. H200, bf16, 2**28 values, layer norm, of the copy rate: a row ahead of itself, so that what others
+# found is there when it is asked for, 0.90 (without any exchange 0.88: it is not what a row waits for); y written by
+# the tensor memory accelerator, 0.82 for 0.80; fewer rows on their way, the same. A row in shared memory, six programs
+# of 32 KB to a multiprocessor that do not stay: at 32,768 columns 0.95, beyond 0.89, RMS norm at 131,072 0.97.
+
+
+@gluon.jit
+def _pivot(slots, slot, WIDTH: gl.constexpr):
+    """The mean of the first 256 values of a part. Sums of differences from it lose nothing where the mean is far from
+    0, nor, being a mean of many, where one value is."""
+    WARP: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    values = reinterpret(slots.index(slot), slots.dtype, [WIDTH], PLAIN).slice(0, 256).load(WARP)
+    return gl.sum(values.to(gl.float32), 0) * (1.0 / 256)
+
+
+@gluon.jit
+def _vector(ptr, col, inside):
+    return gl.load(ptr + col, mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def staying_norm_fwd_parts_kernel(
+    x_desc, residual_desc, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, counter,
+    num_rows, cols, num_groups, eps, offset,
+    PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
+    SLOTS: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
+    RARE: gl.constexpr = True,
+):  # fmt: skip
+    """y (and s) of a program's parts of rows, when it knows what the others of its cluster found of theirs. It stays,
+    and keeps its part of weight and bias: read anew for each row, the two are as much as x is. The rows of the first
+    SLOTS turns are dealt out, the others drawn. With seed_ptr x is dropped out before the residual is added."""
+    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    X: gl.constexpr = x_desc.dtype
+    NORMED: gl.constexpr = X if residual_desc is None else s_ptr.dtype.element_ty
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
+    xs = ring(SLOTS, WIDTH, X)
+    residuals = xs
+    if residual_desc is not None:
+        residuals = ring(SLOTS, WIDTH, residual_desc.dtype)
+    full = barriers(SLOTS, 1)
+    found, also_found = scratch(), scratch()
+    fence()
+    mail = open_mail()
+    rows = ()
+    for turn in gl.static_range(SLOTS):
+        dealt = group + turn * num_groups
+        if dealt < num_rows:
+            bring_row(x_desc, residual_desc, None, xs, residuals, xs, full, turn, dealt, part, WIDTH)
+        rows += (dealt,)
+    # one number for each row, and one for each cluster that is not used
+    last = num_rows + num_groups - 1
+    number = draw(counter, part, last)
+    # in fp32, which takes registers that 64 columns a thread leave: two instructions fewer for each value
+    if weight_ptr is not None:
+        weight = _vector(weight_ptr, col, inside)
+        if offset is not None:
+            weight += offset
+        if LLAMA and weight_ptr.dtype == y_ptr.dtype:
+            weight = rounded(weight, weight_ptr)
+    if bias_ptr is not None:
+        bias = _vector(bias_ptr, col, inside)
+    each_col = 1.0 / cols
+    widths = gl.minimum(gl.maximum(cols - parts_of_row(PARTS) * WIDTH, 0), WIDTH).to(gl.float32)
+    each_of_own = 1.0 / gl.minimum(cols - part * WIDTH, WIDTH).to(gl.float32)
+    key = load_key(seed_ptr) if seed_ptr is not None else None
+    i = 0
+    while rows[0] < num_rows:
+        slot = i % SLOTS
+        row = rows[0].to(gl.int64)
+        if seed_ptr is not None:
+            words = drawn_here(key, row * cols + part * WIDTH, WIDTH, SHORT)
+        wait(full.index(slot), i // SLOTS % 2)
+        x = raw(xs, slot, WIDTH)
+        if residual_desc is not None:
+            if seed_ptr is not None:
+                x = dropped_part(x, words, drop_below, X, WIDTH, RARE)
+            s = widened(x, X, WIDTH)
+            if seed_ptr is not None:
+                s *= keep_scale
+            s += widened(raw(residuals, slot, WIDTH), residual_desc.dtype, WIDTH)
+            s = s.to(NORMED)
+            gl.store(s_ptr + row * cols + col, s, mask=inside)
+            x = packed(s, WIDTH)
+        value = widened(x, NORMED, WIDTH)
+        if CENTER:
+            pivot = _pivot(xs, slot, WIDTH)
+            if residual_desc is not None:
+                pivot += _pivot(residuals, slot, WIDTH)
+            value -= pivot
+            if not EVEN:
+                value = gl.where(inside, value, 0.0)
+            add_up(value, found, WIDTH)
+        add_up(value * value, also_found, WIDTH)
+        squares = added_up(also_found)
+        if CENTER:
+            total = added_up(found)
+            excess = total * each_of_own
+            tell(mail, i, part, pivot + excess, squares - total * excess, number, PARTS)
+        else:
+            tell(mail, i, part, squares, squares, number, PARTS)
+        number = draw(counter, part, last)
+        means, spreads = told(mail, i, PARTS)
+        to_come = told_number(mail, i) + SLOTS * num_groups
+        if to_come < num_rows:  # all warps have read the slot: their sums are in
+            bring_row(x_desc, residual_desc, None, xs, residuals, xs, full, slot, to_come, part, WIDTH)
+        if CENTER:
+            mean = gl.sum(means * widths, 0) * each_col
+            spreads += widths * (means - mean) * (means - mean)
+        rstd = gl.rsqrt(gl.maximum(gl.sum(spreads, 0) * each_col, 0.0) + eps)
+        if CENTER:
+            value = value * rstd + (pivot - mean) * rstd
+        else:
+            value *= rstd
+        if LLAMA:
+            value = rounded(value, y_ptr)
+        if weight_ptr is not None:
+            value *= weight
+        if bias_ptr is not None:
+            value += bias
+        gl.store(y_ptr + row * cols + col, value.to(y_ptr.dtype.element_ty), mask=inside)
+        if part == 0:
+            gl.store(rstd_ptr + row, rstd)
+            if CENTER:
+                gl.store(mean_ptr + row, mean)
+        rows = rows[1:] + (to_come,)
+        i += 1
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    center: bool,
+    llama: bool,
+    config: PartsConfig,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor | None, ...]:
+    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. The other arguments are those of
+    `norms.forward`."""
+    (x, residual), outputs = norms.rows_and_outputs(x, residual, center)
+    count, cols = x.shape
+    if count:
+        groups, parts = parts_grid(x, config)
+        dropout = norms.dropout_arguments(seed, p, count, cols)
+        launch(
+            staying_norm_fwd_parts_kernel, (groups * parts,),
+            parted(x, config.width), None if residual is None else parted(residual, config.width),
+            dense(weight), dense(bias), *outputs, counter(x.device),
+            count, cols, groups, eps, offset or None, CENTER=center, LLAMA=llama, **parts_flags(cols, parts, config),
+            **dropout,
+        )  # fmt: skip
+    return outputs
+
+
+def _reasons(call: Any) -> list[str]:
+    return norms.rows_refused(call, call.x.cols, ABOVE[hasattr(call, "residual"), hasattr(call, "bias")])
+
+
+# Columns, by whether there is a residual and a bias. Up to there memory is as busy with programs that do not stay.
+# H200, bf16, 2**28 values, of the copy rate (theirs): layer norm at 16,384 columns 0.96 (0.97), RMS norm at 32,768 0.98
+# (1.00), with a residual layer norm at 32,768 0.96 (0.98), RMS norm at 65,536 0.97 (0.99).
+ABOVE = {(False, False): 32_768, (False, True): 16_384, (True, False): 65_536, (True, True): 32_768}
+
+
+def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+    """64 columns a thread: of 32, half of layer norm's instructions are what a warp does once for a row, and all warps
+    of a multiprocessor are at the same row. H200, bf16, 2**28 values, of the copy rate (by programs that do not stay):
+    layer norm at 32,768, 65,536 and 131,072 columns 0.97 (0.91), 0.97 (0.89) and 0.96 (0.85), by 32 columns a thread
+    0.91 and 0.90 at the last two, RMS norm at these 0.98 (0.96) and 0.98 (0.93), with a residual layer norm 0.97 (0.95)
+    and 0.97 (0.92), RMS norm at the last 0.97 (0.96). Two programs to a multiprocessor have layer norm 0.96 at 131,072
+    columns, one 0.97 at 65,536 and 0.97 at 32,768. Of 2**27 values 0.93 to 0.95, and 0.85 at 98,304 columns, 0.88 at
+    20,480: six programs leave a fourth of the multiprocessors idle, three parts of 8,192 a sixth of the columns; at
+    66,560, in parts of 16,384 and so, layer norm 0.74 and 0.81, RMS norm 0.89 and 0.95."""
+    cols = dims["cols"]
+    one = cols > 65_536 and -cols % 16_384 * 16 <= cols
+    return fitted(dims, arch, PartsConfig(16_384, 0, 8, 1, 255) if one else PartsConfig(8192, 0, 4, 2, 255))
+
+
+def _fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+    """`config` with parts so wide that a cluster can hold a row, and no more slots than shared memory has room for."""
+    config = config._replace(width=max(config.width, next_power_of_2(cdiv(dims["cols"], MOST_PARTS))))
+    return config._replace(slots=min(config.slots, fitted(dims, arch, config).slots))
+
+
+@register_kernel("rms_norm", backend="hopper_staying", rank=27, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, weight, eps, offset, casting: norms.row_dims(x, x),
+        default=_default,
+        choices=norms.CHOICES,
+        fit=_fit,
+    )
+)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor]:
+    """y and rstd of `rms_norm`."""
+    y, _, _, rstd = _forward(x, None, weight, None, eps, offset, False, casting == "llama", config)
+    return y, rstd
+
+
+@register_kernel("layer_norm", backend="hopper_staying", rank=27, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, weight, bias, eps: norms.row_dims(x, x), default=_default, choices=norms.CHOICES, fit=_fit
+    )
+)
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: PartsConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean and rstd of `layer_norm`."""
+    y, _, mean, rstd = _forward(x, None, weight, bias, eps, 0.0, True, False, config)
+    return y, mean, rstd
+
+
+@register_kernel("add_rms_norm", backend="hopper_staying", rank=27, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, residual, weight, eps, offset, casting: norms.row_dims(x, x, residual),
+        default=_default,
+        choices=norms.CHOICES,
+        fit=_fit,
+    )
+)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, s and rstd of `add_rms_norm`."""
+    y, s, _, rstd = _forward(x, residual, weight, None, eps, offset, False, casting == "llama", config)
+    return y, s, rstd
+
+
+@register_kernel("add_layer_norm", backend="hopper_staying", rank=27, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, residual, weight, bias, eps: norms.row_dims(x, x, residual),
+        default=_default,
+        choices=norms.CHOICES,
+        fit=_fit,
+    )
+)
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, s, mean and rstd of `add_layer_norm`."""
+    return _forward(x, residual, weight, bias, eps, 0.0, True, False, config)
+
+
+def _dropout_reasons(call: Any) -> list[str]:
+    reasons = norms.rows_refused(call._replace(seed=None), call.x.cols, DROPOUT_ABOVE)
+    if call.kind == "layer" and call.x.dtype == torch.float32:
+        reasons.append("layer norm of float32; parts in registers, by programs that do not stay, are faster")
+    return reasons
+
+
+DROPOUT_ABOVE = 65_536  # columns; up to there programs that do not stay are as fast
+
+
+def _dropout_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+    """H200, bf16, 2**27 values, of the copy rate (by programs that do not stay) at 66,560, 81,920, 98,304 and 131,072
+    columns: layer norm 0.96 (0.81), 0.95 (0.92), 0.95 (0.92) and 0.96 (0.92), at 65,536 as these; RMS norm 0.96 at all,
+    and so by programs that do not stay and have x and the residual in shared memory: 0.97, 0.96, 0.95 and 0.94, fp32 at
+    the last two 0.71 and 0.72, where this has 0.64 and 0.69. In parts of 16,384 at the last two: layer norm 0.90 and
+    0.95, RMS norm 0.96 and 0.97. Drawn while the mail is on its way, as bits of what is kept: 0.94 for 0.95."""
+    halves = PartsConfig(8192, 0, 4, 2, 255)
+    return fitted(dims, arch, halves if dims["size"] == 2 else PartsConfig(8192, 0, 8, 1, 255))
+
+
+@register_kernel("dropout_add_norm", backend="hopper_staying", rank=27, rejects=_dropout_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms.row_dims(x, x, residual),
+        default=_dropout_default,
+        choices=norms.CHOICES,
+        fit=_fit,
+    )
+)
+def dropout_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    kind: str = "layer",
+    eps: float = 1e-5,
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, s, mean and rstd of `dropout_add_norm`."""
+    if row_order(x) is not None:  # the index that the mask counts by is that of a contiguous tensor
+        x = x.contiguous()
+    y, s, mean, rstd = _forward(x, residual, weight, bias, eps, 0.0, kind == "layer", False, config, seed, p)
+    return y, s, rstd.new_empty(0) if mean is None else mean, rstd

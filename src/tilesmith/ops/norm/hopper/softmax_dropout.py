@@ -1,0 +1,480 @@
+"""softmax_dropout of wide rows on Hopper, in Gluon: as hopper.py; the gradient draws again what the forward dropped."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith.device.alignment import aligned
+from tilesmith.device.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
+from tilesmith.device.gluon.dropout import drawn_here, drawn_in_turn, drawn_part, dropped_part
+from tilesmith.device.gluon.rows import (
+    LINE,
+    MOST_PARTS,
+    PLAIN,
+    PartsConfig,
+    apart,
+    bring,
+    fitted,
+    of_warps,
+    open_mail,
+    packed,
+    part_numbers,
+    parted,
+    parts_flags,
+    parts_grid,
+    raw,
+    received,
+    ring,
+    scratch,
+    send,
+    unpacked,
+    widened,
+)
+from tilesmith.device.gluon.rows_held import (
+    HELD_CHOICES,
+    HeldConfig,
+    columns,
+    flat,
+    held,
+    held_fit,
+    held_flags,
+    held_grid,
+    lines_after,
+    open_room,
+    part_of,
+    row_of,
+    swap,
+    values,
+    values_again,
+    warps_of_row,
+    words_of,
+)
+from tilesmith.device.gluon.shim import barriers, bulk_load, fence, gl, gluon, reinterpret, wait
+from tilesmith.device.rows import rows
+from tilesmith.device.triton.philox import load_key
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.norm.hopper.softmax import (
+    LOG2E,
+    LOWEST,
+    between_tops,
+    relative_weight,
+    row_dims,
+    rows_refused,
+    slope_and_base,
+)
+
+_LINE = gl.constexpr(LINE)
+_HIDDEN = gl.constexpr(-0x7F0080)  # two values of bf16: -inf
+
+
+@gluon.jit
+def higher(x, y):
+    return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def softmax_dropout_fwd_parts_kernel(
+    x_desc, y_ptr, top_ptr, total_ptr, seed_ptr, num_rows, cols, num_groups, scale, drop_below, keep_scale,
+    PARTS: gl.constexpr, POSITIVE: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr, EVEN: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """y of a program's parts of rows. What a thread has of a row is relative to its own maximum until the row's is
+    known: one power of two for each value. The row's maximum and sum are stored, too; with seed_ptr y is dropped
+    out."""
+    group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    FUSED: gl.constexpr = x_desc.dtype.primitive_bitwidth == 16
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    col = part * WIDTH + gl.arange(0, WIDTH, LANES)
+    inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
+    xs = ring(SLOTS, WIDTH, x_desc.dtype)
+    full = barriers(SLOTS, 1)
+    found, also_found = scratch(), scratch()
+    fence()
+    mail = open_mail()
+    key = load_key(seed_ptr) if seed_ptr is not None else None
+    mine = (num_rows - group + num_groups - 1) // num_groups
+    for i in range(SLOTS):
+        bring(x_desc, None, None, xs, xs, xs, full, i, group, num_groups, mine, part, WIDTH)
+    power = LOG2E
+    if POSITIVE:  # the maximum of x is then that of scale · x
+        power = scale * LOG2E
+    for i in range(mine):
+        slot = i % SLOTS
+        wait(full.index(slot), i // SLOTS % 2)
+        x = raw(xs, slot, WIDTH)
+        z = widened(x, x_desc.dtype, WIDTH)
+        if not POSITIVE:
+            z *= scale
+        if not EVEN:
+            z = gl.where(inside, z, float("-inf"))
+        z = gl.reshape(z, [WIDTH // (256 * WARPS), WARPS, 32, 8])
+        if POSITIVE and EVEN and x_desc.dtype == gl.bfloat16:  # two values at once
+            x = gl.reshape(x, [WIDTH // (256 * WARPS), WARPS, 32, 4])
+            pairs = gl.reduce(gl.reduce(x, 3, higher), 0, higher)
+            low, high = apart(pairs, gl.bfloat16)
+            tops = gl.maximum(low, high)
+            tops = gl.convert_layout(tops, gl.SliceLayout(0, gl.SliceLayout(3, z.type.layout)), assert_trivial=True)
+        else:
+            tops = gl.max(gl.max(z, 3), 0)
+        tops = gl.maximum(tops, LOWEST)  # not -inf, from which -inf cannot be subtracted
+        weights = relative_weight(z, gl.expand_dims(gl.expand_dims(tops, 0), 3), power, FUSED)
+        top = gl.max(tops, 1)
+        factors = between_tops(tops, gl.expand_dims(top, 1), power, FUSED)
+        found.store(top)
+        also_found.store(gl.sum(gl.sum(gl.sum(weights, 3), 0) * factors, 1))
+        warp_tops = of_warps(found)
+        top = gl.max(warp_tops, 0)
+        send(mail, i, part, top, gl.sum(of_warps(also_found) * between_tops(warp_tops, top, power, FUSED), 0), PARTS)
+        # all warps have read the slot: their sums are in
+        bring(x_desc, None, None, xs, xs, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
+        row = (group + i * num_groups).to(gl.int64)
+        if seed_ptr is not None:  # while the others' mail is on its way
+            words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
+        every_top, totals = received(mail, i, PARTS)
+        every_top = gl.where(part_numbers() < PARTS, every_top, LOWEST)
+        row_top = gl.max(every_top, 0)
+        total = gl.sum(totals * between_tops(every_top, row_top, power, FUSED), 0)
+        if part == 0:
+            gl.store(top_ptr + row, row_top * scale if POSITIVE else row_top)
+            gl.store(total_ptr + row, total)
+        over_total = 1.0 / total
+        if seed_ptr is not None:
+            over_total *= keep_scale
+        factors = between_tops(tops, row_top, power, FUSED) * over_total
+        y = weights * gl.expand_dims(gl.expand_dims(factors, 0), 3)
+        y = gl.convert_layout(gl.reshape(y, [WIDTH]), LANES, assert_trivial=True).to(y_ptr.dtype.element_ty)
+        if seed_ptr is not None:
+            y = dropped_part(packed(y, WIDTH), words, drop_below, y_ptr.dtype.element_ty, WIDTH, RARE)
+            y = unpacked(y, y_ptr.dtype.element_ty, WIDTH)
+        gl.store(y_ptr + row * cols + col, y, mask=inside)
+
+
+@gluon.jit
+def _tile(slots, c, CHUNKS: gl.constexpr):
+    """A chunk of a part in shared memory, two bf16 a word: a line of LINE neighbours a warp."""
+    return reinterpret(slots.index(0), gl.int32, [CHUNKS, gl.num_warps() * (_LINE // 2)], PLAIN).index(c)
+
+
+@gluon.jit
+def _scores(slots, c, CHUNKS: gl.constexpr):
+    """A chunk in fp32 [warps, 32, 8]."""
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    return gl.reshape(values(_tile(slots, c, CHUNKS).load(WORDS), gl.bfloat16), [gl.num_warps(), 32, 8])
+
+
+@gluon.jit
+def top_of_pairs(most):
+    """The maximum of what each thread has, fp32 [warps, 32], of two bf16 a word."""
+    most = gl.reduce(gl.reshape(most, [gl.num_warps(), 32, 4]), 2, higher)
+    low, high = apart(most, gl.bfloat16)
+    return gl.maximum(low, high)
+
+
+@gluon.jit
+def _store_chunks(
+    slots, y_ptr, key, first, shown, left, slope, base, factor, drop_below,
+    CHUNKS: gl.constexpr, GRAIN: gl.constexpr, FOLDED: gl.constexpr, DROPS: gl.constexpr, SHORT: gl.constexpr,
+    RARE: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """y of the first chunks of a part. FOLDED: `base` has the factor in it."""
+    Y: gl.constexpr = y_ptr.dtype.element_ty
+    WIDTH: gl.constexpr = gl.num_warps() * _LINE
+    col = columns(0, 0, 1)
+    for start in range(0, shown, GRAIN):
+        for grain in gl.static_range(GRAIN):
+            c = start + grain
+            weights = gl.exp2(_scores(slots, c, CHUNKS) * slope - base)
+            if not FOLDED:
+                weights *= factor
+            y = words_of(weights, Y)
+            if DROPS:
+                y = dropped_part(y, drawn_in_turn(key, first, c, WIDTH, SHORT), drop_below, Y, WIDTH, RARE)
+            mask = None if EVEN else c * WIDTH + col < left
+            gl.store(y_ptr + first + c * WIDTH + col, unpacked(y, Y, WIDTH), mask=mask)
+
+
+@gluon.jit
+def softmax_dropout_fwd_whole_parts_kernel(
+    x_desc, y_ptr, top_ptr, total_ptr, seed_ptr, cols, scale, drop_below, keep_scale,
+    PARTS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
+    GRAIN: gl.constexpr,
+):  # fmt: skip
+    """y of a part of a row of bf16, with a positive scale; a program ends with its row, as those of rows_held_gluon.
+
+    What a row needs is that others of its multiprocessor are on their way while it draws. So it lies in shared memory,
+    read three times, and y's exponentials are made twice, GRAIN chunks at once. (H200, 65,536 columns, of the copy
+    rate: 0.95; with weights in registers and bits drawn chunk by chunk 0.85, with all bits drawn while the row is on
+    its way 0.74; by `softmax_dropout_fwd_parts_kernel` 0.85, drawing before or behind its mail alike. Without a draw
+    weights in registers give 0.97. Programs that stay, the next row on its way while they draw, have 0.84 at 4,096 and
+    0.85 at 8,192 columns, where these have 0.96.)
+    """
+    row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = WARPS * _LINE
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    slots = ring(1, CHUNKS * WIDTH, x_desc.dtype)
+    full = barriers(1, 1)
+    fence()
+    bulk_load(x_desc, [row, part * (CHUNKS * WARPS), 0], full.index(0), slots.index(0))
+    room = open_room(PARTS)
+    key = load_key(seed_ptr) if seed_ptr is not None else None
+    power = scale * LOG2E
+    left = cols - part * (CHUNKS * WIDTH)
+    shown = CHUNKS
+    if not EVEN:
+        shown = gl.minimum((left + (GRAIN * WIDTH - 1)) // (GRAIN * WIDTH) * GRAIN, CHUNKS)
+    wait(full.index(0), 0)
+    if not EVEN:  # -inf beyond the last column
+        word = 2 * gl.arange(0, WIDTH // 2, WORDS)
+        for c in range(shown - GRAIN, shown):
+            tile = _tile(slots, c, CHUNKS)
+            tile.store(gl.where(c * WIDTH + word < left, tile.load(WORDS), _HIDDEN))
+    most = gl.full([WIDTH // 2], _HIDDEN, gl.int32, WORDS)
+    for start in range(0, shown, GRAIN):
+        for grain in gl.static_range(GRAIN):
+            most = higher(most, _tile(slots, start + grain, CHUNKS).load(WORDS))
+    total = gl.reshape(values(gl.full([WIDTH // 2], 0, gl.int32, WORDS), gl.bfloat16), [WARPS, 32, 8])
+    tops = gl.convert_layout(top_of_pairs(most), gl.SliceLayout(2, total.type.layout), assert_trivial=True)
+    tops = gl.maximum(tops, LOWEST)  # not -inf, from which -inf cannot be subtracted
+    for start in range(0, shown, GRAIN):
+        for grain in gl.static_range(GRAIN):
+            total += relative_weight(_scores(slots, start + grain, CHUNKS), gl.expand_dims(tops, 2), power, True)
+    top = gl.max(tops, 1)
+    found = gl.sum(gl.sum(total, 2) * between_tops(tops, gl.expand_dims(top, 1), power, True), 1)
+    every_top, totals = swap(room, part, top, found, PARTS)
+    every_top = gl.where(warps_of_row(PARTS) < PARTS * WARPS, every_top, LOWEST)
+    row_top = gl.max(every_top, 0)
+    row_total = gl.sum(totals * between_tops(every_top, row_top, power, True), 0)
+    if part == 0:
+        gl.store(top_ptr + row, row_top * scale)
+        gl.store(total_ptr + row, row_total)
+    factor = keep_scale * (1.0 / row_total)
+    first = row.to(gl.int64) * cols + part * (CHUNKS * WIDTH)
+    slope, base = slope_and_base(row_top, power)
+    DROPS: gl.constexpr = seed_ptr is not None
+    if gl.abs(base) < 256.0:  # a product less: the factor joins a number whose rounding is nothing in 16 bits
+        _store_chunks(
+            slots, y_ptr, key, first, shown, left, slope, base - gl.log2(factor), factor, drop_below,
+            CHUNKS, GRAIN, True, DROPS, SHORT, RARE, EVEN,
+        )  # fmt: skip
+    else:
+        _store_chunks(
+            slots, y_ptr, key, first, shown, left, slope, base, factor, drop_below,
+            CHUNKS, GRAIN, False, DROPS, SHORT, RARE, EVEN,
+        )  # fmt: skip
+
+
+@gluon.jit
+def exponentials(x, top, scale, FUSED: gl.constexpr):
+    """exp(scale · x - top). FUSED: by one product and sum, as `_weights` of triton.py, which says why it may be."""
+    if FUSED:
+        base = gl.where(gl.abs(top) > 2e38, 1e-30, LOG2E)
+        weights = gl.exp2(x * (scale * base) - top * base)
+    else:
+        weights = gl.exp2((x * scale - top) * LOG2E)
+    return weights
+
+
+@gluon.jit
+def softmax_dropout_bwd_parts_kernel(
+    x_ptr, dy_ptr, top_ptr, seed_ptr, dx_ptr, cols, x_stride, dy_stride, scale, drop_below, keep_scale,
+    PARTS: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr,
+):  # fmt: skip
+    """dx of a part of a row, by the sums of y and of y · dy; y is made of x but for the factor that makes its sum
+    1. Bits are drawn while x and dy are on their way."""
+    row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    X: gl.constexpr = x_ptr.dtype.element_ty
+    DY: gl.constexpr = dy_ptr.dtype.element_ty
+    FUSED: gl.constexpr = X.primitive_bitwidth == 16
+    WIDTH: gl.constexpr = gl.num_warps() * _LINE
+    xs = part_of(row_of(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    dys = part_of(row_of(dy_ptr, row, dy_stride), part, cols, CHUNKS, EVEN)
+    room = open_room(PARTS)
+    key = load_key(seed_ptr) if seed_ptr is not None else None
+    top = gl.load(top_ptr + row)
+    first = row.to(gl.int64) * cols + part * (CHUNKS * WIDTH)
+    draws = ()
+    if seed_ptr is not None:
+        for c in gl.static_range(CHUNKS):
+            draws += (drawn_here(key, first + c * WIDTH, WIDTH, SHORT),)
+    ys, kept = (), ()
+    total = gl.zeros_like(values(xs[0], X))
+    dot = gl.zeros_like(total)
+    for c in gl.static_range(CHUNKS):
+        y = exponentials(values(xs[c], X), top, scale, FUSED)
+        if not EVEN:
+            y = gl.where(lines_after(part, cols, CHUNKS) > c * gl.num_warps(), y, 0.0)
+        dy = dys[c]
+        if seed_ptr is not None:
+            dy = dropped_part(dy, draws[c], drop_below, DY, WIDTH, RARE)
+        total += y
+        dot += y * values(dy, DY)
+        ys += (y,)
+        kept += (dy,)
+    dots, totals = swap(room, part, gl.sum(dot, 1), gl.sum(total, 1), PARTS)
+    over_total = 1.0 / gl.sum(totals, 0)
+    mean = gl.sum(dots, 0) * over_total
+    factor = over_total * scale * keep_scale
+    for c in gl.static_range(CHUNKS):
+        dy = values_again(kept[c], DY)
+        dx = ys[c] * (dy * factor - mean * factor) if FUSED else ys[c] * (dy - mean) * factor
+        dx = flat(dx).to(dx_ptr.dtype.element_ty)
+        col = columns(part, c, CHUNKS)
+        gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx, mask=None if EVEN else col < cols)
+
+
+def _reasons(call: Any) -> list[str]:
+    return rows_refused(call, call.x, LEAST_HELD - 1 if call.x.dtype == torch.bfloat16 else ABOVE)
+
+
+def _vjp_reasons(call: Any) -> list[str]:
+    return rows_refused(call, call.x, ABOVE)
+
+
+def _held(dtype: torch.dtype, scale: float) -> bool:
+    """Whether `softmax_dropout_fwd_whole_parts_kernel` serves such rows."""
+    return dtype == torch.bfloat16 and scale > 0.0
+
+
+def _forward_dims(x: Tensor, scale: float) -> dict[str, int]:
+    return row_dims(x) | ({"held": 1} if _held(x.dtype, scale) else {})
+
+
+ABOVE = 8192  # columns: what one program of Triton's can hold
+LEAST_HELD = 4096
+CHOICES = {"width": (8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
+
+
+def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+    """Held: 64 columns a thread, unrolled, and registers for as many programs as shared memory has room for. H200,
+    bf16, 2**27 values, by a script, of the copy rate at 4,096 to 131,072 columns: 0.96 (Triton's 0.95), 0.96, 0.95,
+    0.96, 0.95 and, with 128 columns a thread in a loop, 0.94 (unrolled, 64: 0.92); in loops up to 65,536 0.95, in parts
+    of 8,192 columns 0.86 there. Softmax without a dropout: 0.97 to 0.98.
+
+    Loops serve rows that do not fill their parts, too, and leave out chunks beyond the last column: at 5,120, 12,288,
+    20,480 and 36,864 columns 0.94, 0.95, 0.80 and 0.81 (Triton's 0.46 at 5,120; then, as below, 0.87, 0.80, 0.76).
+
+    Others: few warps, which wait little for each other, with 64 or 128 columns a thread. H200, bf16, 2**27 values, of
+    the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 0.90, 0.85, 0.85 and 0.86; swept twice by Triton's
+    0.78, 0.70, 0.64 and 0.61. By a script: in parts of 8,192 columns and 8 warps of 32 columns a thread 0.82 at 16,384,
+    0.76 at 65,536 and 0.72 at 131,072."""
+    cols = dims["cols"]
+    if "held" in dims:
+        width = next_power_of_2(cols) if cols < 16_384 else 16_384 if -cols % 16_384 * 8 <= cols else 8192
+        if cols % width == 0 and cols <= 65_536:
+            config = PartsConfig(width, 1, width // 2048, 5, 48 if width > 8192 else 0)
+        else:
+            config = PartsConfig(width, 1, 2 if cols < 8192 else 4, 6, 0)
+        return _forward_fit(config, dims, arch, dtype)
+    if dims["bytes"] > 2:
+        return fitted(dims, arch, PartsConfig(8192, 0, 8, 2, 128))
+    if cols <= MOST_PARTS * 2048:
+        return fitted(dims, arch, PartsConfig(2048, 0, 1, 16, 128))
+    if cols <= MOST_PARTS * 4096:
+        return fitted(dims, arch, PartsConfig(8192, 0, 4, 4, 128))
+    return fitted(dims, arch, PartsConfig(16_384, 0, 4, 2, 255))
+
+
+def _forward_fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
+    """`config`, of rows that are held with parts of an even number of chunks, of which a cluster can hold a row."""
+    if "held" in dims:
+        least = max(2 * config.num_warps * LINE, cdiv(dims["cols"], MOST_PARTS))
+        config = config._replace(width=next_power_of_2(max(config.width, least)))
+    return config
+
+
+def _held_flags(cols: int, parts: int, chunks: int, config: PartsConfig) -> dict[str, Any]:
+    """Chunks that are worked on at once: all, or so many that few lie beyond the last column."""
+    even = cols == parts * config.width
+    grain = 4 if parts <= 2 and cols % (4 * config.num_warps * LINE) == 0 else 2
+    grain = chunks if even and chunks <= 8 else min(chunks, grain)
+    flags = {"PARTS": parts, "EVEN": even, "CHUNKS": chunks, "GRAIN": grain}
+    flags |= {"num_warps": config.num_warps, "cluster": parts}
+    return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags
+
+
+def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
+    """H200, bf16, 2**27 values, by a script, of the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 1.02,
+    1.00, 0.97 and 0.98; by programs that stay (rows_gluon) 0.94, 0.93, 0.94 and 0.96; swept twice by Triton's 0.79,
+    0.66, 0.62 and 0.50. At 65,536 with 64 registers and y made twice 0.98, which spills."""
+    return held(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
+
+
+@register_kernel("softmax_dropout", backend="hopper", rank=25, rejects=_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda x, seed, p, scale, causal: _forward_dims(x, scale),
+        default=_forward_default,
+        choices=CHOICES,
+        fit=_forward_fit,
+    )
+)
+def softmax_dropout(
+    x: Tensor,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    scale: float = 1.0,
+    causal: bool = False,
+    *,
+    config: PartsConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, top and total of `softmax_dropout`."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    x = rows(x)
+    count, cols = x.shape
+    if count and _held(x.dtype, scale):
+        parts, chunks = cdiv(cols, config.width), config.width // (config.num_warps * LINE)
+        launch(
+            softmax_dropout_fwd_whole_parts_kernel, (count * parts,),
+            parted(x, config.width), out, top, total, kernel_seed(seed, p), cols, scale, *kernel_numbers(p),
+            **parts_dropout_flags(count, cols, p), **_held_flags(cols, parts, chunks, config),
+        )  # fmt: skip
+    elif count:
+        groups, parts = parts_grid(x, config)
+        launch(
+            softmax_dropout_fwd_parts_kernel, (groups * parts,),
+            parted(x, config.width), out, top, total, kernel_seed(seed, p), count, cols, groups, scale,
+            *kernel_numbers(p), POSITIVE=scale > 0.0, **parts_dropout_flags(count, cols, p),
+            **parts_flags(cols, parts, config),
+        )  # fmt: skip
+    return out, top, total
+
+
+@register_kernel("softmax_dropout_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@optimize_kernel(
+    space=Space(
+        dims=lambda dout, x, seed, top, total, p, scale, causal: row_dims(x, dout),
+        default=_backward_default,
+        choices=HELD_CHOICES,
+        fit=held_fit,
+    )
+)
+def softmax_dropout_vjp(
+    dout: Tensor,
+    x: Tensor,
+    seed: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    p: float,
+    scale: float,
+    causal: bool,
+    *,
+    config: HeldConfig,
+) -> Tensor:
+    """dx of `softmax_dropout`."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dout, x = rows(dout), rows(x)
+    count, cols = x.shape
+    if count:
+        programs, parts = held_grid(x, config)
+        (x, x_stride), (dout, dout_stride) = aligned(x), aligned(dout)
+        launch(
+            softmax_dropout_bwd_parts_kernel, (programs,),
+            x, dout, top.contiguous(), kernel_seed(seed, p), dx, cols, x_stride, dout_stride, scale, *kernel_numbers(p),
+            **parts_dropout_flags(count, cols, p), **held_flags(cols, parts, config),
+        )  # fmt: skip
+    return dx

@@ -1,0 +1,1 @@
+"""Hopper kernels of the rotary family, in Gluon."""
