@@ -30,9 +30,9 @@ def _quick(monkeypatch):
     monkeypatch.setattr(run, "measure", lambda calls, device, rounds: measure(calls, device, rounds=2, budget_ms=0.1))
 
 
-def test_every_op_has_an_axis():
-    assert [op for op in FORWARD if not sweep.axes(op)] == []
-    assert sorted(sweep_inputs.INPUTS) == FORWARD
+def test_what_can_be_swept_is_an_op_with_an_axis():
+    assert [op for op in sweep_inputs.INPUTS if not sweep.axes(op)] == []
+    assert set(sweep_inputs.INPUTS) <= set(FORWARD)
     assert "rms_norm" in sweep.swept("columns")
     assert "attention" not in sweep.swept("vocabulary")
 
