@@ -1,8 +1,10 @@
-"""All arguments of the losses that work in chunks as one named tuple, for functions that take them all."""
+"""All arguments of a loss as one named tuple, for its checks, fakes and launchers."""
 
 from tilesmith.engine.arguments import together
 from tilesmith.ops.loss import preference_reference, reference
 
+cross_entropy_arguments = together(reference.cross_entropy)
+cross_entropy_vjp_arguments = together(reference.cross_entropy_vjp)
 linear_cross_entropy_arguments = together(reference.linear_cross_entropy)
 linear_cross_entropy_vjp_arguments = together(reference.linear_cross_entropy_vjp)
 linear_preference_arguments = together(preference_reference.linear_preference)

@@ -1,9 +1,9 @@
 """What the arguments of the losses must be: errors that name the argument, before anything is launched."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+
+from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -36,24 +36,10 @@ def check_cross_entropy(
     check_terms("cross_entropy", label_smoothing, z_loss, softcap, reduction)
 
 
-def check_linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
-    grad_mask: Sequence[bool] | None,
-) -> None:
+@linear_cross_entropy_arguments
+def check_linear_cross_entropy(call) -> None:
     """The same for `linear_cross_entropy`."""
+    x, weight, bias, mode, grad_mask = call.x, call.weight, call.bias, call.mode, call.grad_mask
     for name, value in (("x", x), ("weight", weight), ("bias", bias)):
         if value is None:
             continue
@@ -78,9 +64,9 @@ def check_linear_cross_entropy(
     classes = weight.shape[0]
     if bias is not None and bias.shape != (classes,):
         raise ValueError(f"linear_cross_entropy: bias has shape {tuple(bias.shape)}; it must be [{classes}]")
-    if chunk_tokens < 0:
+    if call.chunk_tokens < 0:
         raise ValueError(
-            f"linear_cross_entropy: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more"
+            f"linear_cross_entropy: chunk_tokens is {call.chunk_tokens}; it must be 0 (the library chooses) or more"
         )
     if mode not in MODES:
         raise ValueError(
@@ -93,9 +79,9 @@ def check_linear_cross_entropy(
         raise ValueError(
             f"linear_cross_entropy: grad_mask is {list(grad_mask)}; it must have 3 entries: x, weight, bias"
         )
-    check_tokens("linear_cross_entropy", "x", x, target)
-    check_class_weight("linear_cross_entropy", "class_weight", class_weight, x, classes)
-    check_terms("linear_cross_entropy", label_smoothing, z_loss, softcap, reduction)
+    check_tokens("linear_cross_entropy", "x", x, call.target)
+    check_class_weight("linear_cross_entropy", "class_weight", call.class_weight, x, classes)
+    check_terms("linear_cross_entropy", call.label_smoothing, call.z_loss, call.softcap, call.reduction)
 
 
 def check_tokens(op: str, name: str, x: Tensor, target: Tensor) -> None:

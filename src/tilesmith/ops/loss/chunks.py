@@ -159,8 +159,16 @@ def linear_cross_entropy_vjp(steps: LogitSteps, call) -> tuple[Tensor, Tensor, T
         return scaled(partial(steps.scale, divisors=call.divisors), call, saved)
     return recomputed(
         steps, call.dloss, x, weight, call.target, bias, dense(call.class_weight), call.lse, call.divisors,
-        _terms(call), call.reduction, call.chunk_tokens, call.accumulate_fp32, call.mode, wanted,
+        _terms(call), call.reduction, Chunking(call.chunk_tokens, call.accumulate_fp32, call.mode), wanted,
     )  # fmt: skip
+
+
+class Chunking(NamedTuple):
+    """What a caller says of the chunks: their tokens (0: the library chooses), how sums are kept, `mode` of the op."""
+
+    chunk_tokens: int
+    accumulate_fp32: bool
+    mode: str
 
 
 def recomputed(
@@ -175,12 +183,11 @@ def recomputed(
     divisors: Tensor,
     terms: Terms,
     reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
+    chunking: Chunking,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients from the logits computed again."""
+    chunk_tokens, accumulate_fp32, mode = chunking
     dtypes = gradient_dtypes(x, weight, bias)
     labels, lse = row_values(target), lse.reshape(-1)
     dloss = dloss.reshape(-1) if reduction == "none" else dloss.expand(labels.shape)

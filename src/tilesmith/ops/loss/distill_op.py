@@ -12,6 +12,14 @@ from tilesmith.engine import Op
 from tilesmith.ops.loss import distill_reference as reference
 from tilesmith.ops.loss import distill_sharding as sharding
 from tilesmith.ops.loss.checks import FLOATS, INTEGERS
+from tilesmith.ops.loss.distill_arguments import (
+    jsd_vjp_arguments,
+    kl_div_vjp_arguments,
+    linear_distillation_arguments,
+    linear_distillation_vjp_arguments,
+    tvd_arguments,
+    tvd_vjp_arguments,
+)
 from tilesmith.ops.loss.op import LossWithGradients
 from tilesmith.ops.loss.reference import saved_dtype
 
@@ -34,16 +42,9 @@ def _fake_kl(x: Tensor, target: Tensor, reduction: str, log_target: bool, eps: f
     return _fake_loss(x, target, reduction)
 
 
-def _fake_kl_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    target: Tensor,
-    reduction: str,
-    log_target: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
-    return _fake_gradients(x, target, output_mask)
+@kl_div_vjp_arguments
+def _fake_kl_vjp(call) -> tuple[Tensor, Tensor]:
+    return _fake_gradients(call.x, call.target, call.output_mask)
 
 
 def _fake_gradients(x: Tensor, target: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
@@ -57,66 +58,28 @@ def _fake_jsd(
     return _fake_loss(x, target, reduction), x.new_empty(0 if labels is None else (), dtype=_acc(x, target))
 
 
-def _fake_jsd_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None,
-    count: Tensor,
-    beta: float,
-    ignore_index: int,
-    reduction: str,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
-    return _fake_gradients(x, target, output_mask)
+@jsd_vjp_arguments
+def _fake_jsd_vjp(call) -> tuple[Tensor, Tensor]:
+    return _fake_gradients(call.x, call.target, call.output_mask)
 
 
-def _fake_tvd(
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    grad_mask: Sequence[bool] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    signs = (*x.shape[:-1], -(-x.shape[-1] // reference.SIGNS)) if any(grad_mask or ()) else 0
-    return *_fake_jsd(x, target, labels, 0.5, ignore_index, reduction), x.new_empty(signs, dtype=torch.int16)
+@tvd_arguments
+def _fake_tvd(call) -> tuple[Tensor, Tensor, Tensor]:
+    x = call.x
+    loss, count = _fake_jsd(x, call.target, call.labels, 0.5, call.ignore_index, call.reduction)
+    signs = (*x.shape[:-1], -(-x.shape[-1] // reference.SIGNS)) if any(call.grad_mask or ()) else 0
+    return loss, count, x.new_empty(signs, dtype=torch.int16)
 
 
-def _fake_tvd_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None,
-    count: Tensor,
-    signs: Tensor,
-    reduction: str,
-    ignore_index: int,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
-    return _fake_gradients(x, target, output_mask)
+@tvd_vjp_arguments
+def _fake_tvd_vjp(call) -> tuple[Tensor, Tensor]:
+    return _fake_gradients(call.x, call.target, call.output_mask)
 
 
-def _fake_linear(
-    x: Tensor,
-    weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    target: Tensor | None,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    soft_weight: float,
-    hard_weight: float,
-    ignore_index: int,
-    teacher_probs: bool,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    grad_mask: Sequence[bool] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    mask = reference.gradients_now(grad_mask)
+@linear_distillation_arguments
+def _fake_linear(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, weight = call.x, call.weight
+    mask = reference.gradients_now(call.grad_mask)
     return (
         x.new_empty((), dtype=_acc(x)),
         x.new_empty(2, dtype=_acc(x)),
@@ -126,33 +89,10 @@ def _fake_linear(
     )
 
 
-def _fake_linear_vjp(
-    dloss: Tensor | None,
-    dparts: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    target: Tensor | None,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    x_grad: Tensor,
-    weight_grad: Tensor,
-    bias_grad: Tensor,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    soft_weight: float,
-    hard_weight: float,
-    ignore_index: int,
-    teacher_probs: bool,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    output_mask: Sequence[bool],
-    overwrite: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = (x, weight, weight[:, 0] if bias is None else bias)
-    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, output_mask))
+@linear_distillation_vjp_arguments
+def _fake_linear_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = (call.x, call.weight, call.weight[:, 0] if call.bias is None else call.bias)
+    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, call.output_mask))
     return dx, dweight, dbias
 
 
@@ -171,16 +111,11 @@ def _check_jsd(
         raise ValueError(f"jsd: beta is {beta}; it must be between 0 and 1")
 
 
-def _check_tvd(
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    grad_mask: Sequence[bool] | None,
-) -> None:
-    _check_distributions("tvd", x, target, reduction)
-    _check_labels("tvd", "labels", labels, x)
+@tvd_arguments
+def _check_tvd(call) -> None:
+    grad_mask = call.grad_mask
+    _check_distributions("tvd", call.x, call.target, call.reduction)
+    _check_labels("tvd", "labels", call.labels, call.x)
     if grad_mask is not None and len(grad_mask) != 2:
         raise ValueError(f"tvd: grad_mask is {list(grad_mask)}; it must have 2 entries: x, target")
 
@@ -210,28 +145,13 @@ def _check_labels(op: str, name: str, labels: Tensor | None, x: Tensor) -> None:
         raise ValueError(f"{op}: {name} is on {labels.device}, x on {x.device}; move them to one device")
 
 
-def _check_linear(
-    x: Tensor,
-    weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    target: Tensor | None,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    soft_weight: float,
-    hard_weight: float,
-    ignore_index: int,
-    teacher_probs: bool,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    grad_mask: Sequence[bool] | None,
-) -> None:
+@linear_distillation_arguments
+def _check_linear(call) -> None:
+    x, weight, grad_mask = call.x, call.weight, call.grad_mask
+    teacher_weight, teacher_bias = call.teacher_weight, call.teacher_bias
     op = "linear_distillation"
-    beside = {"teacher": teacher, "teacher_weight": teacher_weight, "bias": bias, "teacher_bias": teacher_bias}
-    for name, value in {"x": x, "weight": weight, **beside}.items():
+    for name in ("x", "weight", "teacher", "teacher_weight", "bias", "teacher_bias"):
+        value = getattr(call, name)
         if value is not None and value.dtype not in FLOATS:
             raise TypeError(f"{op}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served")
         if value is not None and value.device != x.device:
@@ -243,25 +163,26 @@ def _check_linear(
             f"{op}: weight has shape {tuple(weight.shape)}; for this x it must be [V, {x.shape[-1]}], V at least 1"
         )
     classes = weight.shape[0]
-    _check_teacher(op, x, teacher, teacher_weight, classes)
-    for name, value in (("bias", bias), ("teacher_bias", teacher_bias)):
+    _check_teacher(op, x, call.teacher, teacher_weight, classes)
+    for name, value in (("bias", call.bias), ("teacher_bias", teacher_bias)):
         if value is not None and value.shape != (classes,):
             raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it must be [{classes}]")
-    _check_labels(op, "target", target, x)
-    if teacher_probs and teacher_weight is not None:
+    _check_labels(op, "target", call.target, x)
+    if call.teacher_probs and teacher_weight is not None:
         raise ValueError(f"{op}: teacher_probs says that teacher holds probabilities; pass them without teacher_weight")
-    if target is None and hard_weight:
-        raise ValueError(f"{op}: hard_weight is {hard_weight}, but there is no target; pass labels, or 0")
+    if call.target is None and call.hard_weight:
+        raise ValueError(f"{op}: hard_weight is {call.hard_weight}, but there is no target; pass labels, or 0")
     if teacher_weight is None and teacher_bias is not None:
         raise ValueError(f"{op}: teacher_bias is given without teacher_weight; add it to the teacher's logits")
-    if divergence not in DIVERGENCES:
-        raise ValueError(f"{op}: divergence is {divergence!r}; it must be one of {', '.join(map(repr, DIVERGENCES))}")
-    if not 0 <= beta <= 1:
-        raise ValueError(f"{op}: beta is {beta}; it must be between 0 and 1")
-    if not temperature > 0:
-        raise ValueError(f"{op}: temperature is {temperature}; it must be above 0")
-    if chunk_tokens < 0:
-        raise ValueError(f"{op}: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more")
+    if call.divergence not in DIVERGENCES:
+        known = ", ".join(map(repr, DIVERGENCES))
+        raise ValueError(f"{op}: divergence is {call.divergence!r}; it must be one of {known}")
+    if not 0 <= call.beta <= 1:
+        raise ValueError(f"{op}: beta is {call.beta}; it must be between 0 and 1")
+    if not call.temperature > 0:
+        raise ValueError(f"{op}: temperature is {call.temperature}; it must be above 0")
+    if call.chunk_tokens < 0:
+        raise ValueError(f"{op}: chunk_tokens is {call.chunk_tokens}; it must be 0 (the library chooses) or more")
     if grad_mask is not None and len(grad_mask) != 3:
         raise ValueError(f"{op}: grad_mask is {list(grad_mask)}; it must have 3 entries: x, weight, bias")
 

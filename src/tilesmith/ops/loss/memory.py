@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.memory import FEWEST_ROWS, GB, Need, active, computed_in, held, workspaces
+from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 from tilesmith.ops.loss.chunks import (
     budget,
     classes_per_block,
@@ -17,23 +18,8 @@ from tilesmith.ops.loss.chunks import (
 from tilesmith.ops.loss.reference import summed_dtype
 
 
-def linear_cross_entropy_need(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
-    grad_mask: Sequence[bool] | None,
-) -> Need:
+@linear_cross_entropy_arguments
+def linear_cross_entropy_need(call) -> Need:
     """The need of a call with its backward, if autograd will ask for one. For N tokens in chunks of C, K features, V
     classes, e bytes an element of x, w of weight, s of the sum of its gradient (4, or for accumulate_fp32=False w, but
     4 for fp16), 24·N always for losses, lse and what reduces them, and where x and weight require gradients:
@@ -48,7 +34,8 @@ def linear_cross_entropy_need(
     A weight of another dtype than x, or an x that is not contiguous, costs a copy. On a CPU each chunk is swept in
     fp32, in blocks that are not counted.
     """
-    tokens, classes = target.numel(), weight.shape[0]
+    x, weight = call.x, call.weight
+    tokens, classes = call.target.numel(), weight.shape[0]
     dtype = computed_in(x)
     acc = torch.promote_types(dtype, torch.float32)
     copies = 0 if x.is_contiguous() and x.dtype == dtype else x.numel() * dtype.itemsize
@@ -57,21 +44,21 @@ def linear_cross_entropy_need(
     row = classes * dtype.itemsize
     if dtype == torch.bfloat16 and x.device.type == "cuda":
         row += -(-classes // 256) * acc.itemsize
-    wanted = _wanted(grad_mask, x, weight, bias)
+    wanted = _wanted(call.grad_mask, x, weight, call.bias)
     if not any(wanted):
         return Need(tokens, fixed + tokens * row, fixed, row)
     dx = x.numel() * dtype.itemsize if wanted[0] else 0
     dweight = held(weight) if wanted[1] else 0
-    if reduction != "none" and mode == "keep":
+    if call.reduction != "none" and call.mode == "keep":
         need = fixed + tokens * row + dweight + x.numel() * dtype.itemsize
         return Need(tokens, need, need)
-    if reduction != "none" and mode != "recompute":
-        kept = dx + (weight.numel() * summed_dtype(weight, accumulate_fp32).itemsize if wanted[1] else 0)
+    if call.reduction != "none" and call.mode != "recompute":
+        kept = dx + (weight.numel() * summed_dtype(weight, call.accumulate_fp32).itemsize if wanted[1] else 0)
         backward = fixed + kept + dx + dweight
         return Need(tokens, max(fixed + kept + tokens * row, backward), fixed + kept, row, least=backward)
     result, other = (dx, dweight) if tokens <= classes and wanted[1] else (dweight, dx)
     summed = x.numel() if result is dx else weight.numel()
-    if wanted[0 if result is dx else 1] and result < summed * acc.itemsize and (result is dx or accumulate_fp32):
+    if wanted[0 if result is dx else 1] and result < summed * acc.itemsize and (result is dx or call.accumulate_fp32):
         base, least = summed * acc.itemsize, summed * acc.itemsize + result
     else:
         base = least = result

@@ -5,7 +5,7 @@ Legend: V classes (the vocabulary), K features of a token, C tokens of a chunk; 
 
 import inspect
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,12 @@ from tilesmith.engine.memory import ChunkedOp
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.sharding import distributed
 from tilesmith.ops.loss import checks, reference, sharded
+from tilesmith.ops.loss.arguments import (
+    cross_entropy_arguments,
+    cross_entropy_vjp_arguments,
+    linear_cross_entropy_arguments,
+    linear_cross_entropy_vjp_arguments,
+)
 from tilesmith.ops.loss.memory import chosen_mode, described_mode, linear_cross_entropy_need
 
 
@@ -24,18 +30,9 @@ def _acc(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _fake(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_loss(logits, target, reduction)
+@cross_entropy_arguments
+def _fake(call) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_loss(call.logits, call.target, call.reduction)
 
 
 def _fake_loss(x: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,79 +40,29 @@ def _fake_loss(x: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, Tenso
     return loss, x.new_empty(target.shape, dtype=_acc(x)), x.new_empty(2 if reduction == "mean" else 0, dtype=_acc(x))
 
 
-def _fake_vjp(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    divisors: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    output_mask: Sequence[bool],
-) -> Tensor:
-    return logits.new_empty(logits.shape if output_mask[0] else 0)
+@cross_entropy_vjp_arguments
+def _fake_vjp(call) -> Tensor:
+    return call.logits.new_empty(call.logits.shape if call.output_mask[0] else 0)
 
 
-def _fake_linear(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
-    grad_mask: Sequence[bool] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    mask = reference.gradients_now(grad_mask, reduction, mode)
-    keeps = reference.keeps_logit_grad(grad_mask, reduction, mode)
+@linear_cross_entropy_arguments
+def _fake_linear(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, weight, reduction = call.x, call.weight, call.reduction
+    mask = reference.gradients_now(call.grad_mask, reduction, call.mode)
+    keeps = reference.keeps_logit_grad(call.grad_mask, reduction, call.mode)
     return (
-        *_fake_loss(x, target, reduction),
+        *_fake_loss(x, call.target, reduction),
         x.new_empty(x.shape if mask[0] else 0),
-        weight.new_empty(weight.shape if mask[1] else 0, dtype=reference.summed_dtype(weight, accumulate_fp32)),
+        weight.new_empty(weight.shape if mask[1] else 0, dtype=reference.summed_dtype(weight, call.accumulate_fp32)),
         x.new_empty(weight.shape[0] if mask[2] else 0, dtype=_acc(x)),
-        x.new_empty((*target.shape, weight.shape[0]) if keeps else 0),
+        x.new_empty((*call.target.shape, weight.shape[0]) if keeps else 0),
     )
 
 
-def _fake_linear_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    lse: Tensor,
-    divisors: Tensor,
-    x_grad: Tensor,
-    weight_grad: Tensor,
-    bias_grad: Tensor,
-    logit_grad: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    mode: str,
-    output_mask: Sequence[bool],
-    overwrite: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = (x, weight, weight[:, 0] if bias is None else bias)
-    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, output_mask))
+@linear_cross_entropy_vjp_arguments
+def _fake_linear_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = (call.x, call.weight, call.weight[:, 0] if call.bias is None else call.bias)
+    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, call.output_mask))
     return dx, dweight, dbias
 
 

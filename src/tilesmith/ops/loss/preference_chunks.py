@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.rows import row_values
-from tilesmith.ops.loss.chunks import Chunks, LogitSteps, recomputed, scaled
+from tilesmith.ops.loss.chunks import Chunking, Chunks, LogitSteps, recomputed, scaled
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.preference_reference import gradients_now, token_grads
 from tilesmith.ops.loss.reference import Terms, already_computed, saved_dtype
@@ -79,7 +79,7 @@ def linear_preference_vjp(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tens
         return scaled(partial(steps.scale, divisors=none), call, saved)
     return recomputed(
         steps, token_grads(call.dloss, call.dlog_probs, call.token_grad), x, weight, call.target, bias, None, call.lse,
-        none, _terms(call), "none", call.chunk_tokens, call.accumulate_fp32, "", call.output_mask,
+        none, _terms(call), "none", Chunking(call.chunk_tokens, call.accumulate_fp32, ""), call.output_mask,
     )  # fmt: skip
 
 

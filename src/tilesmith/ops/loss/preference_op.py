@@ -3,14 +3,13 @@
 Legend: B sequences, T tokens of a sequence, K features of a token, V classes (the vocabulary).
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.ops.loss import preference_reference as reference
 from tilesmith.ops.loss import sharded
+from tilesmith.ops.loss.arguments import linear_preference_arguments, linear_preference_vjp_arguments
 from tilesmith.ops.loss.checks import FLOATS, INTEGERS
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.op import LossWithGradients, linear_cross_entropy
@@ -19,26 +18,12 @@ from tilesmith.ops.loss.reference import saved_dtype
 NAME = "linear_preference"
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    sequences: Tensor,
-    formula: str,
-    options: Sequence[float],
-    bias: Tensor | None,
-    tokens: Tensor | None,
-    ignore_index: int,
-    scale: float,
-    softcap: float,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    recompute: bool,
-    grad_mask: Sequence[bool] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@linear_preference_arguments
+def _fake(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, weight = call.x, call.weight
     acc = torch.promote_types(x.dtype, torch.float32)
-    mask = reference.gradients_now(grad_mask, recompute)
-    per_token = (x.new_empty(target.shape, dtype=acc) for _ in range(3))
+    mask = reference.gradients_now(call.grad_mask, call.recompute)
+    per_token = (x.new_empty(call.target.shape, dtype=acc) for _ in range(3))
     return (
         x.new_empty((), dtype=acc),
         *per_token,
@@ -48,55 +33,23 @@ def _fake(
     )
 
 
-def _fake_vjp(
-    dloss: Tensor | None,
-    dlog_probs: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    token_grad: Tensor,
-    x_grad: Tensor,
-    weight_grad: Tensor,
-    bias_grad: Tensor,
-    ignore_index: int,
-    scale: float,
-    softcap: float,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    output_mask: Sequence[bool],
-    overwrite: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = (x, weight, weight[:, 0] if bias is None else bias)
-    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, output_mask))
+@linear_preference_vjp_arguments
+def _fake_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = (call.x, call.weight, call.weight[:, 0] if call.bias is None else call.bias)
+    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, call.output_mask))
     return dx, dweight, dbias
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    sequences: Tensor,
-    formula: str,
-    options: Sequence[float],
-    bias: Tensor | None,
-    tokens: Tensor | None,
-    ignore_index: int,
-    scale: float,
-    softcap: float,
-    chunk_tokens: int,
-    accumulate_fp32: bool,
-    recompute: bool,
-    grad_mask: Sequence[bool] | None,
-) -> None:
+@linear_preference_arguments
+def _check(call) -> None:
+    x, weight, target, formula, grad_mask = call.x, call.weight, call.target, call.formula, call.grad_mask
     rule = FORMULAS.get(formula)
     if rule is None:
         raise ValueError(f"{NAME}: formula is {formula!r}; it must be one of {', '.join(sorted(FORMULAS))}")
     fields = rule.options._fields
-    if len(options) != len(fields):
+    if len(call.options) != len(fields):
         raise ValueError(
-            f"{NAME}: options has {len(options)} values; {formula!r} has {len(fields)}: {', '.join(fields)}"
+            f"{NAME}: options has {len(call.options)} values; {formula!r} has {len(fields)}: {', '.join(fields)}"
         )
     if x.ndim != 3 or x.shape[2] == 0:
         raise ValueError(f"{NAME}: x has shape {tuple(x.shape)}; it must be [B, T, K] with K of at least 1")
@@ -110,12 +63,13 @@ def _check(
         )
     if target.dtype not in INTEGERS:
         raise TypeError(f"{NAME}: target has dtype {target.dtype}; it must hold labels, int64 or int32")
-    shapes = {"target": (target, x.shape[:2]), "bias": (bias, weight.shape[:1])}
+    shapes = {"target": (target, x.shape[:2]), "bias": (call.bias, weight.shape[:1])}
     for name, (value, shape) in shapes.items():
         if value is not None and value.shape != shape:
             raise ValueError(f"{NAME}: {name} has shape {tuple(value.shape)}; it must be {tuple(shape)}")
-    _check_beside(x, sequences, tokens, formula)
-    for name, value in (("x", x), ("weight", weight), ("bias", bias), ("sequences", sequences), ("tokens", tokens)):
+    _check_beside(x, call.sequences, call.tokens, formula)
+    for name in ("x", "weight", "bias", "sequences", "tokens"):
+        value = getattr(call, name)
         if value is not None and value.dtype not in FLOATS:
             raise TypeError(
                 f"{NAME}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served"
@@ -124,10 +78,10 @@ def _check(
             raise ValueError(f"{NAME}: {name} is on {value.device}, x on {x.device}; move them to one device")
     if target.device != x.device:
         raise ValueError(f"{NAME}: target is on {target.device}, x on {x.device}; move them to one device")
-    if chunk_tokens < 0:
-        raise ValueError(f"{NAME}: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more")
-    if not softcap >= 0:
-        raise ValueError(f"{NAME}: softcap is {softcap}; it must be 0 (none) or more")
+    if call.chunk_tokens < 0:
+        raise ValueError(f"{NAME}: chunk_tokens is {call.chunk_tokens}; it must be 0 (the library chooses) or more")
+    if not call.softcap >= 0:
+        raise ValueError(f"{NAME}: softcap is {call.softcap}; it must be 0 (none) or more")
     if grad_mask is not None and len(grad_mask) != 3:
         raise ValueError(f"{NAME}: grad_mask is {list(grad_mask)}; it must have 3 entries: x, weight, bias")
 

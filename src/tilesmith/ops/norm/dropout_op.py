@@ -7,25 +7,19 @@ from tilesmith.device.dropout import check_dropout, seed_for
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import probability
 from tilesmith.ops.norm import dropout_reference, op
+from tilesmith.ops.norm.arguments import dropout_add_norm_arguments
 
 KERNELS = {"triton": "tilesmith.ops.norm.triton.dropout", "hopper": "tilesmith.ops.norm.hopper.dropout"}
 FORWARD = {**KERNELS, "hopper_staying": "tilesmith.ops.norm.hopper.persistent"}
 KINDS = ("layer", "rms")
 
 
-def _fake(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    kind: str,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.promote_types(residual.dtype, torch.float32))
-    mean = torch.empty_like(rstd) if kind == "layer" else rstd.new_empty(0)
-    return x.new_empty(x.shape), residual.new_empty(x.shape), mean, rstd
+@dropout_add_norm_arguments
+def _fake(call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = call.x
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.promote_types(call.residual.dtype, torch.float32))
+    mean = torch.empty_like(rstd) if call.kind == "layer" else rstd.new_empty(0)
+    return x.new_empty(x.shape), call.residual.new_empty(x.shape), mean, rstd
 
 
 def _fake_vjp(

@@ -13,6 +13,12 @@ from tilesmith.device.rows import empty_row_values, empty_rows, row_order
 from tilesmith.engine import Op
 from tilesmith.engine.arguments import small
 from tilesmith.ops.norm import reference
+from tilesmith.ops.norm.arguments import (
+    add_layer_norm_vjp_arguments,
+    add_rms_norm_vjp_arguments,
+    layer_norm_vjp_arguments,
+    rms_norm_vjp_arguments,
+)
 
 TRITON = {"triton": "tilesmith.ops.norm.triton.norm", "hopper": "tilesmith.ops.norm.hopper.norm"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable.norm"}
@@ -52,47 +58,24 @@ def _fake_gradients(x: Tensor, vectors: Sequence[Tensor | None], output_mask: Se
     return dx, *(v.new_empty(v.shape) if wants else x.new_empty(0) for v, wants in zip(vectors, wanted))
 
 
-def _fake_rms_norm_vjp(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, output_mask: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    return _fake_gradients(x, (weight,), output_mask)
+@rms_norm_vjp_arguments
+def _fake_rms_norm_vjp(call) -> tuple[Tensor, ...]:
+    return _fake_gradients(call.x, (call.weight,), call.output_mask)
 
 
-def _fake_layer_norm_vjp(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return _fake_gradients(x, (weight, bias), output_mask)
+@layer_norm_vjp_arguments
+def _fake_layer_norm_vjp(call) -> tuple[Tensor, ...]:
+    return _fake_gradients(call.x, (call.weight, call.bias), call.output_mask)
 
 
-def _fake_add_rms_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return _fake_gradients(s, (weight,), output_mask)
+@add_rms_norm_vjp_arguments
+def _fake_add_rms_norm_vjp(call) -> tuple[Tensor, ...]:
+    return _fake_gradients(call.s, (call.weight,), call.output_mask)
 
 
-def _fake_add_layer_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return _fake_gradients(s, (weight, bias), output_mask)
+@add_layer_norm_vjp_arguments
+def _fake_add_layer_norm_vjp(call) -> tuple[Tensor, ...]:
+    return _fake_gradients(call.s, (call.weight, call.bias), call.output_mask)
 
 
 def _check_rows(op: str, x: Tensor, eps: float) -> None:

@@ -7,6 +7,7 @@ from tilesmith.device import portable
 from tilesmith.engine import Op
 from tilesmith.engine.sharding import spread
 from tilesmith.ops.rotary import norm_reference, op
+from tilesmith.ops.rotary.arguments import rms_norm_rope_arguments
 
 NAME = "rms_norm_rope"
 TRITON = {"triton": "tilesmith.ops.rotary.triton.norm", "hopper": "tilesmith.ops.rotary.hopper.norm"}
@@ -36,39 +37,25 @@ def _fake_like(x: Tensor) -> Tensor:
     return torch.empty_like(x) if x.ndim == 4 else x.new_empty(x.shape)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    interleaved: bool,
-    norm_dim: str,
-    eps: float,
-    weight_offset: float,
-    casting: str,
-) -> None:
-    op.check_rotation(NAME, q, k, cos, sin, positions, offsets, cu_seqlens, offset)
+@rms_norm_rope_arguments
+def _check(call) -> None:
+    q, k, norm_dim = call.q, call.k, call.norm_dim
+    op.check_rotation(NAME, q, k, call.cos, call.sin, call.positions, call.offsets, call.cu_seqlens, call.offset)
     if q.shape[-1] == 0:
         raise ValueError(f"{NAME}: q has shape {tuple(q.shape)}; D must be at least 1")
     if norm_dim not in NORM_DIMS:
         raise ValueError(f"{NAME}: norm_dim is {norm_dim!r}; it must be 'head' or 'row'")
-    if casting not in CASTINGS:
-        raise ValueError(f"{NAME}: casting is {casting!r}; it must be 'fp32' or 'llama'")
-    if not eps >= 0:
-        raise ValueError(f"{NAME}: eps is {eps}; it must be 0 or more")
+    if call.casting not in CASTINGS:
+        raise ValueError(f"{NAME}: casting is {call.casting!r}; it must be 'fp32' or 'llama'")
+    if not call.eps >= 0:
+        raise ValueError(f"{NAME}: eps is {call.eps}; it must be 0 or more")
     if norm_dim == "row" and 0 in (q.shape[1], 1 if k is None else k.shape[1]):
         raise ValueError(f"{NAME}: norm_dim is 'row', but q or k has no heads; there is nothing to normalise")
-    if k is None and k_weight is not None:
+    if k is None and call.k_weight is not None:
         raise ValueError(f"{NAME}: k_weight is given without k")
-    _check_weight("q_weight", q_weight, q, norm_dim)
+    _check_weight("q_weight", call.q_weight, q, norm_dim)
     if k is not None:
-        _check_weight("k_weight", k_weight, k, norm_dim)
+        _check_weight("k_weight", call.k_weight, k, norm_dim)
 
 
 def _check_weight(name: str, weight: Tensor | None, x: Tensor, norm_dim: str) -> None:

@@ -7,6 +7,7 @@ from tilesmith.device import portable
 from tilesmith.engine import register_kernel
 from tilesmith.kernels.fused_ops import HeadsNormRoPEConfig, create_heads_norm_rope_kernel
 from tilesmith.ops.rotary import reference
+from tilesmith.ops.rotary.arguments import rms_norm_rope_arguments
 from tilesmith.runtime import subgroup_of
 
 
@@ -53,29 +54,16 @@ def _reasons(call) -> list[str]:
 
 
 @register_kernel("rms_norm_rope", backend="portable", rank=portable.RANK, rejects=_reasons)
-def rms_norm_rope(
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    offsets: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    offset: int = 0,
-    interleaved: bool = False,
-    norm_dim: str = "head",
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:
+@rms_norm_rope_arguments
+def rms_norm_rope(call) -> tuple[Tensor, Tensor]:
     """A launch for q and one for k; the angles of tokens that are not simply counted are gathered beforehand."""
+    q, cos, sin, offset = call.q, call.cos, call.sin, call.offset
     tokens = q.shape[2]
-    if cos.ndim == 2 and positions is None and offsets is None and cu_seqlens is None:
+    if cos.ndim == 2 and call.positions is None and call.offsets is None and call.cu_seqlens is None:
         cos, sin = cos[offset : offset + tokens], sin[offset : offset + tokens]
     else:
-        cos, sin = reference._angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
+        cos, sin = reference._angles(q, cos, sin, call.positions, call.offsets, call.cu_seqlens, offset)
     angles = [portable.aligned(x.float().reshape(-1, x.shape[-1])) for x in (cos, sin)]
-    rest = (*angles, interleaved, norm_dim, eps, weight_offset, casting)
-    return _norm_rope(q, q_weight, *rest), q.new_empty(0) if k is None else _norm_rope(k, k_weight, *rest)
+    rest = (*angles, call.interleaved, call.norm_dim, call.eps, call.weight_offset, call.casting)
+    k_out = q.new_empty(0) if call.k is None else _norm_rope(call.k, call.k_weight, *rest)
+    return _norm_rope(q, call.q_weight, *rest), k_out

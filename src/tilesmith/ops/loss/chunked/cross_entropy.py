@@ -1,6 +1,6 @@
 """The losses in plain PyTorch, block by block in place, on any device; linear_cross_entropy in one pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -8,7 +8,12 @@ from torch import Tensor
 
 from tilesmith.engine import register_kernel
 from tilesmith.ops.loss import chunks
-from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments, linear_cross_entropy_vjp_arguments
+from tilesmith.ops.loss.arguments import (
+    cross_entropy_arguments,
+    cross_entropy_vjp_arguments,
+    linear_cross_entropy_arguments,
+    linear_cross_entropy_vjp_arguments,
+)
 from tilesmith.ops.loss.reduction import (
     check_labels,
     divisors_of,
@@ -24,53 +29,33 @@ ACCELERATOR_BLOCK = 2**24
 
 
 @register_kernel("cross_entropy", backend="chunked", rank=10)
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-) -> tuple[Tensor, Tensor, Tensor]:
+@cross_entropy_arguments
+def cross_entropy(call) -> tuple[Tensor, Tensor, Tensor]:
     """Each block of rows is copied once and swept while it is in the cache."""
+    logits, target, ignore_index = call.logits, call.target, call.ignore_index
     check_labels(target, logits.shape[-1], ignore_index)
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    terms = Terms(ignore_index, call.label_smoothing, call.z_loss, call.scale, call.softcap)
     losses = logits.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
     lse = torch.empty_like(losses)
-    divisors = divisors_of(target, weight, ignore_index, logits.shape[-1], losses.dtype, reduction)
+    divisors = divisors_of(target, call.weight, ignore_index, logits.shape[-1], losses.dtype, call.reduction)
     rows = logits.reshape(-1, logits.shape[-1])
-    _forward(rows, target.reshape(-1), weight, losses.view(-1), lse.view(-1), divisors, terms, "", copied=True)
-    return reduce_losses(losses, lse, divisors, z_loss, reduction), lse, divisors
+    _forward(rows, target.reshape(-1), call.weight, losses.view(-1), lse.view(-1), divisors, terms, "", copied=True)
+    return reduce_losses(losses, lse, divisors, call.z_loss, call.reduction), lse, divisors
 
 
 @register_kernel("cross_entropy_vjp", backend="chunked", rank=10)
-def cross_entropy_vjp(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    divisors: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    output_mask: Sequence[bool],
-) -> Tensor:
+@cross_entropy_vjp_arguments
+def cross_entropy_vjp(call) -> Tensor:
     """A copy of the logits becomes their gradient, block by block."""
-    if not output_mask[0]:
+    dloss, logits = call.dloss, call.logits
+    if not call.output_mask[0]:
         return logits.new_empty(0)
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    terms = Terms(call.ignore_index, call.label_smoothing, call.z_loss, call.scale, call.softcap)
     dlogits = logits.clone(memory_format=torch.contiguous_format)
-    labels = target.reshape(-1)
-    dloss = dloss.reshape(-1) if reduction == "none" else dloss.expand(labels.shape)
+    labels = call.target.reshape(-1)
+    dloss = dloss.reshape(-1) if call.reduction == "none" else dloss.expand(labels.shape)
     rows = dlogits.view(-1, logits.shape[-1])
-    _backward(rows, labels, weight, lse.reshape(-1), dloss, divisors, terms, 0, rows.shape[1])
+    _backward(rows, labels, call.weight, call.lse.reshape(-1), dloss, call.divisors, terms, 0, rows.shape[1])
     return dlogits
 
 

@@ -1,6 +1,5 @@
 """Launchers of cross-entropy in Triton, their configurations and what they refuse."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from tilesmith.device.rows import dense, row_values
 from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.loss.arguments import cross_entropy_arguments, cross_entropy_vjp_arguments
 from tilesmith.ops.loss.reference import Terms
 from tilesmith.ops.loss.token_sums import reduce_tokens
 from tilesmith.ops.loss.triton.cross_entropy_kernels import (
@@ -233,58 +233,36 @@ CROSS_ENTROPY_VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWE
 
 @register_kernel("cross_entropy", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=CROSS_ENTROPY_SPACE)
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-    *,
-    config: LossConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@cross_entropy_arguments
+def cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
     """One program a row or a tile of rows, then one launch for the sums."""
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    weight, labels = dense(weight), row_values(target)
-    losses = logits.new_empty(target.shape, dtype=torch.float32)
+    logits, weight = call.logits, call.weight
+    terms = Terms(call.ignore_index, call.label_smoothing, call.z_loss, call.scale, call.softcap)
+    weight, labels = dense(weight), row_values(call.target)
+    losses = logits.new_empty(call.target.shape, dtype=torch.float32)
     lse = torch.empty_like(losses)
-    whole = reduction != "none"
+    whole = call.reduction != "none"
     forward(config, rows_of(logits), labels, weight, losses, lse, None, terms, not whole, "")
     if not whole:
         return losses, lse, losses.new_empty(0)
-    loss, divisors = reduce_tokens(losses, lse, labels, weight, logits.shape[-1], terms, reduction == "mean")
+    loss, divisors = reduce_tokens(losses, lse, labels, weight, logits.shape[-1], terms, call.reduction == "mean")
     return loss, lse, divisors
 
 
 @register_kernel("cross_entropy_vjp", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=CROSS_ENTROPY_VJP_SPACE)
-def cross_entropy_vjp(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    divisors: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    reduction: str,
-    output_mask: Sequence[bool],
-    *,
-    config: LossConfig,
-) -> Tensor:
+@cross_entropy_vjp_arguments
+def cross_entropy_vjp(call, *, config: LossConfig) -> Tensor:
     """One program a block of a row, or a tile of rows: logits are read once, their gradient written once."""
-    if not output_mask[0]:
+    dloss, logits = call.dloss, call.logits
+    if not call.output_mask[0]:
         return logits.new_empty(0)
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
+    terms = Terms(call.ignore_index, call.label_smoothing, call.z_loss, call.scale, call.softcap)
     dlogits = logits.new_empty(logits.shape)
+    dloss = dloss.reshape(-1) if dloss.ndim else dloss
+    divisors = call.divisors if call.reduction == "mean" else None
     backward(
-        config, rows_of(logits), dlogits, row_values(target), dense(weight),
-        lse.reshape(-1), dloss.reshape(-1) if dloss.ndim else dloss, divisors if reduction == "mean" else None, terms,
+        config, rows_of(logits), dlogits, row_values(call.target), dense(call.weight), call.lse.reshape(-1), dloss,
+        divisors, terms,
     )  # fmt: skip
     return dlogits

@@ -10,7 +10,16 @@ from torch import Tensor
 from tilesmith.device.rows import row_values, rows
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.loss import distill_chunks as chunks
-from tilesmith.ops.loss.distill_arguments import linear_distillation_arguments, linear_distillation_vjp_arguments
+from tilesmith.ops.loss.distill_arguments import (
+    jsd_arguments,
+    jsd_vjp_arguments,
+    kl_div_arguments,
+    kl_div_vjp_arguments,
+    linear_distillation_arguments,
+    linear_distillation_vjp_arguments,
+    tvd_arguments,
+    tvd_vjp_arguments,
+)
 from tilesmith.ops.loss.distill_chunks import Distance, DistanceSteps
 from tilesmith.ops.loss.distill_reference import SIGNS, divisor_of
 from tilesmith.ops.loss.triton.distill_kernels import (
@@ -86,7 +95,7 @@ def _backward(
     return dx, dtarget
 
 
-def _signed(
+def _from_signs(
     dloss: Tensor, x: Tensor, target: Tensor, labels: Tensor | None, count: Tensor | None, signs: Tensor,
     ignore_index: int, divisor: float, output_mask: Sequence[bool], config: DistanceConfig,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -245,118 +254,74 @@ LINEAR_VJP_SPACE = Space(dims=_dims_linear_vjp, default=_default_linear, choices
 
 @register_kernel("kl_div", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=SPACE)
-def kl_div(
-    x: Tensor,
-    target: Tensor,
-    reduction: str = "mean",
-    log_target: bool = False,
-    eps: float = 1e-10,
-    *,
-    config: DistanceConfig,
-) -> Tensor:
+@kl_div_arguments
+def kl_div(call, *, config: DistanceConfig) -> Tensor:
     """One launch for the elements or their partial sums."""
-    out = _forward(x, target, None, reduction, _kl_kind(log_target, x, target), 0.0, eps, 0, config)
+    x, reduction = call.x, call.reduction
+    out = _forward(x, call.target, None, reduction, _kl_kind(call.log_target, x, call.target), 0.0, call.eps, 0, config)
     return out if reduction in ("none", "sum") else out / divisor_of(x, reduction)
 
 
 @register_kernel("kl_div_vjp", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=VJP_SPACE)
-def kl_div_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    target: Tensor,
-    reduction: str,
-    log_target: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-    *,
-    config: DistanceConfig,
-) -> tuple[Tensor, Tensor]:
+@kl_div_vjp_arguments
+def kl_div_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     """One launch; x is read only for the target's gradient."""
-    divisor = 1 if reduction == "none" else max(1, divisor_of(x, reduction))
-    kind = _kl_kind(log_target, x, target)
-    return _backward(dloss, x, target, None, None, kind, 0.0, eps, 0, divisor, output_mask, config)
+    x = call.x
+    divisor = 1 if call.reduction == "none" else max(1, divisor_of(x, call.reduction))
+    kind = _kl_kind(call.log_target, x, call.target)
+    return _backward(call.dloss, x, call.target, None, None, kind, 0.0, call.eps, 0, divisor, call.output_mask, config)
 
 
 @register_kernel("jsd", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=JSD_SPACE)
-def jsd(
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None = None,
-    beta: float = 0.5,
-    ignore_index: int = -100,
-    reduction: str = "batchmean",
-    *,
-    config: DistanceConfig,
-) -> tuple[Tensor, Tensor]:
+@jsd_arguments
+def jsd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     """One launch for the elements or their partial sums; rows that do not count are not read."""
+    x, labels, kind = call.x, call.labels, _jsd_kind(call.beta, call.x, call.target)
     flat = None if labels is None else row_values(labels)
-    out = _forward(x, target, flat, reduction, _jsd_kind(beta, x, target), beta, 0.0, ignore_index, config)
-    return _mean(out, x, labels, reduction, ignore_index)
+    out = _forward(x, call.target, flat, call.reduction, kind, call.beta, 0.0, call.ignore_index, config)
+    return _mean(out, x, labels, call.reduction, call.ignore_index)
 
 
 @register_kernel("jsd_vjp", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=VJP_SPACE)
-def jsd_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None,
-    count: Tensor,
-    beta: float,
-    ignore_index: int,
-    reduction: str,
-    output_mask: Sequence[bool],
-    *,
-    config: DistanceConfig,
-) -> tuple[Tensor, Tensor]:
+@jsd_vjp_arguments
+def jsd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     """One launch, from the inputs alone."""
-    flat, divisor = None if labels is None else row_values(labels), _divisor(x, labels, reduction)
-    counted, kind = _counted(count, labels, reduction), _jsd_kind(beta, x, target)
-    return _backward(dloss, x, target, flat, counted, kind, beta, 0.0, ignore_index, divisor, output_mask, config)
+    x, labels = call.x, call.labels
+    flat, divisor = None if labels is None else row_values(labels), _divisor(x, labels, call.reduction)
+    counted, kind = _counted(call.count, labels, call.reduction), _jsd_kind(call.beta, x, call.target)
+    given = call.dloss, x, call.target, flat, counted
+    return _backward(*given, kind, call.beta, 0.0, call.ignore_index, divisor, call.output_mask, config)
 
 
 @register_kernel("tvd", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=SPACE)
-def tvd(
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None = None,
-    reduction: str = "batchmean",
-    ignore_index: int = -100,
-    grad_mask: Sequence[bool] | None = None,
-    *,
-    config: DistanceConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@tvd_arguments
+def tvd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor]:
     """As `jsd`; where a gradient will be asked for, with the signs of the differences."""
-    flat, wanted = None if labels is None else row_values(labels), any(grad_mask or ())
+    x, labels = call.x, call.labels
+    flat, wanted = None if labels is None else row_values(labels), any(call.grad_mask or ())
     signs = x.new_empty((*x.shape[:-1], cdiv(x.shape[-1], SIGNS)) if wanted else 0, dtype=torch.int16)
-    out = _forward(x, target, flat, reduction, "total", 0.0, 0.0, ignore_index, config, signs if wanted else None)
-    return *_mean(out, x, labels, reduction, ignore_index), signs
+    out = _forward(
+        x, call.target, flat, call.reduction, "total", 0.0, 0.0, call.ignore_index, config, signs if wanted else None
+    )
+    return *_mean(out, x, labels, call.reduction, call.ignore_index), signs
 
 
 @register_kernel("tvd_vjp", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=SIGNED_SPACE)
-def tvd_vjp(
-    dloss: Tensor,
-    x: Tensor,
-    target: Tensor,
-    labels: Tensor | None,
-    count: Tensor,
-    signs: Tensor,
-    reduction: str,
-    ignore_index: int,
-    output_mask: Sequence[bool],
-    *,
-    config: DistanceConfig,
-) -> tuple[Tensor, Tensor]:
+@tvd_vjp_arguments
+def tvd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     """One launch, from the signs where they were saved, else from the inputs."""
-    flat, divisor = None if labels is None else row_values(labels), _divisor(x, labels, reduction)
-    counted = _counted(count, labels, reduction)
-    if signs.numel():
-        return _signed(dloss, x, target, flat, counted, signs, ignore_index, divisor, output_mask, config)
-    return _backward(dloss, x, target, flat, counted, "total", 0.0, 0.0, ignore_index, divisor, output_mask, config)
+    x, labels = call.x, call.labels
+    flat, divisor = None if labels is None else row_values(labels), _divisor(x, labels, call.reduction)
+    counted = _counted(call.count, labels, call.reduction)
+    given = call.dloss, x, call.target, flat, counted
+    if call.signs.numel():
+        return _from_signs(*given, call.signs, call.ignore_index, divisor, call.output_mask, config)
+    return _backward(*given, "total", 0.0, 0.0, call.ignore_index, divisor, call.output_mask, config)
 
 
 @register_kernel("linear_distillation", backend="triton", rank=20, rejects=_linear_reasons)

@@ -1,6 +1,6 @@
 """dropout_add_norm of wide rows on Hopper: hopper.py, with x dropped out on its way in and dx on its way out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,8 +8,13 @@ from torch import Tensor
 
 from tilesmith.device.gluon.rows import NARROWEST, PartsConfig, fitted
 from tilesmith.device.gluon.rows_held import HELD_CHOICES, HeldConfig, held, held_fit
-from tilesmith.device.rows import row_order
 from tilesmith.engine import Space, optimize_kernel, register_kernel
+from tilesmith.ops.norm.arguments import (
+    dropout_add_norm_arguments,
+    dropout_add_norm_vjp_arguments,
+    gradient_of,
+    norm_of,
+)
 from tilesmith.ops.norm.hopper import norm as norms
 
 
@@ -39,22 +44,10 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConf
         fit=held_fit,
     )
 )
-def dropout_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    seed: Tensor | None = None,
-    p: float = 0.0,
-    kind: str = "layer",
-    eps: float = 1e-5,
-    *,
-    config: HeldConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dropout_add_norm_arguments
+def dropout_add_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean and rstd of `dropout_add_norm`."""
-    if row_order(x) is not None:  # the index that the mask counts by is that of a contiguous tensor
-        x = x.contiguous()
-    y, s, mean, rstd = norms.forward(x, residual, weight, bias, eps, 0.0, kind == "layer", False, config, seed, p)
+    y, s, mean, rstd = norms.forward(norm_of(call), config)
     return y, s, rstd.new_empty(0) if mean is None else mean, rstd
 
 
@@ -114,25 +107,10 @@ def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, kind: str) -> dic
         choices=norms.CHOICES,
     )
 )
-def dropout_add_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    p: float,
-    kind: str,
-    output_mask: Sequence[bool],
-    *,
-    config: PartsConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dropout_add_norm_vjp_arguments
+def dropout_add_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dresidual, dweight and dbias of `dropout_add_norm`."""
-    dx = s.new_empty(s.shape, dtype=dy.dtype)
-    mean = mean if kind == "layer" else None
-    dresidual, dweight, dbias = norms.backward(
-        dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask[1:], config, dx, seed, p, config.max_registers > 128
-    )
-    return dx, dresidual, dweight, dbias
+    dx = call.s.new_empty(call.s.shape, dtype=call.dy.dtype)
+    early = config.max_registers > 128
+    found = norms.backward(gradient_of(call), config, dx, call.seed, call.p, early)
+    return dx, *found

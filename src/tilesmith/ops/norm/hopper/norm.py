@@ -1,6 +1,6 @@
 """Norms of wide rows on Hopper, in Gluon: parts of rows in registers, each read from memory once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,20 @@ from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order
 from tilesmith.device.triton.column_sums import add_partials
 from tilesmith.device.triton.philox import load_key
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.ops.norm.arguments import (
+    Norm,
+    NormGradient,
+    add_layer_norm_arguments,
+    add_layer_norm_vjp_arguments,
+    add_rms_norm_arguments,
+    add_rms_norm_vjp_arguments,
+    gradient_of,
+    layer_norm_arguments,
+    layer_norm_vjp_arguments,
+    norm_of,
+    rms_norm_arguments,
+    rms_norm_vjp_arguments,
+)
 
 LINES = gl.constexpr(LINE)
 
@@ -293,36 +307,22 @@ def norm_bwd_parts_kernel(
         gl.store(dbias_ptr + group.to(gl.int64) * cols + col, dbias, mask=inside)
 
 
-def forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    center: bool,
-    llama: bool,
-    config: HeldConfig,
-    seed: Tensor | None = None,
-    p: float = 0.0,
-) -> tuple[Tensor | None, ...]:
-    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. offset: added to the weight;
-    llama: x · rstd is rounded before that multiplies it. seed, p: of the dropout of x before it is added to the
-    residual."""
-    (x, residual), outputs = rows_and_outputs(x, residual, center)
+def forward(norm: Norm, config: HeldConfig) -> tuple[Tensor | None, ...]:
+    """(y, s, mean, rstd); s is None without a residual, mean is None for RMS norm."""
+    (x, residual), outputs = rows_and_outputs(norm.x, norm.residual, norm.center)
     y, s, mean, rstd = outputs
     count, cols = x.shape
     if count:
         programs, parts = held_grid(x, config)
         x, x_stride = aligned(x)
         residual, residual_stride = (None, 0) if residual is None else aligned(residual)
-        weight, bias = aligned_vector(weight), aligned_vector(bias)
-        dropout = dropout_arguments(seed, p, count, cols)
+        weight, bias = aligned_vector(norm.weight), aligned_vector(norm.bias)
+        dropout = dropout_arguments(norm.seed, norm.p, count, cols)
         launch(
             norm_fwd_parts_kernel, (programs,), x, residual, weight, bias, y, s, mean, rstd,
-            cols, x_stride, residual_stride, eps, offset or None,
-            CENTER=center, LLAMA=llama, AHEAD=1 if config.num_warps >= 16 else 2, **held_flags(cols, parts, config),
-            **dropout,
+            cols, x_stride, residual_stride, norm.eps, norm.offset or None,
+            CENTER=norm.center, LLAMA=norm.llama, AHEAD=1 if config.num_warps >= 16 else 2,
+            **held_flags(cols, parts, config), **dropout,
         )  # fmt: skip
     return outputs
 
@@ -350,24 +350,16 @@ def rows_and_outputs(
 
 
 def backward(
-    dy: Tensor,
-    ds: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    output_mask: Sequence[bool],
+    norm: NormGradient,
     config: PartsConfig,
     dropped: Tensor | None = None,
     seed: Tensor | None = None,
     p: float = 0.0,
     early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), the last two empty where `output_mask` says they are not needed. x: what was normalised;
-    ds: its gradient from elsewhere, or None; offset: added to the weight. dropped: room for the gradient of what was
-    dropped out by `seed` and `p`; early: as the kernel's EARLY."""
+    """(dx, dweight, dbias), the last two empty where they are not wanted; dx always is, and dy is given. dropped: where
+    the gradient of what was dropped out by `seed` and `p` goes; early: as the kernel's EARLY."""
+    dy, ds, x, weight, bias, mean, rstd, offset, output_mask = norm
     order = row_order(x)
     dx = empty_rows(x, order)
     x, dy = rows(x, order), rows(dy, order)
@@ -507,17 +499,10 @@ CHOICES = {"width": (4096, 8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4
         fit=held_fit,
     )
 )
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "fp32",
-    *,
-    config: HeldConfig,
-) -> tuple[Tensor, Tensor]:
+@rms_norm_arguments
+def rms_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor]:
     """y and rstd of `rms_norm`."""
-    y, _, _, rstd = forward(x, None, weight, None, eps, offset, False, casting == "llama", config)
+    y, _, _, rstd = forward(norm_of(call), config)
     return y, rstd
 
 
@@ -529,18 +514,10 @@ def rms_norm(
         choices=CHOICES,
     )
 )
-def rms_norm_vjp(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    output_mask: Sequence[bool],
-    *,
-    config: PartsConfig,
-) -> tuple[Tensor, Tensor]:
+@rms_norm_vjp_arguments
+def rms_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
     """dx and dweight of `rms_norm`."""
-    return backward(dy, None, x, weight, None, None, rstd, offset, (*output_mask, False), config)[:2]
+    return backward(gradient_of(call), config)[:2]
 
 
 @register_kernel("layer_norm", backend="hopper", rank=25, rejects=_reasons)
@@ -552,11 +529,10 @@ def rms_norm_vjp(
         fit=held_fit,
     )
 )
-def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: HeldConfig
-) -> tuple[Tensor, Tensor, Tensor]:
+@layer_norm_arguments
+def layer_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd of `layer_norm`."""
-    y, _, mean, rstd = forward(x, None, weight, bias, eps, 0.0, True, False, config)
+    y, _, mean, rstd = forward(norm_of(call), config)
     return y, mean, rstd
 
 
@@ -568,19 +544,10 @@ def layer_norm(
         choices=CHOICES,
     )
 )
-def layer_norm_vjp(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    output_mask: Sequence[bool],
-    *,
-    config: PartsConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@layer_norm_vjp_arguments
+def layer_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias of `layer_norm`."""
-    return backward(dy, None, x, weight, bias, mean, rstd, 0.0, output_mask, config)
+    return backward(gradient_of(call), config)
 
 
 @register_kernel("add_rms_norm", backend="hopper", rank=25, rejects=_reasons)
@@ -592,18 +559,10 @@ def layer_norm_vjp(
         fit=held_fit,
     )
 )
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "fp32",
-    *,
-    config: HeldConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@add_rms_norm_arguments
+def add_rms_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor]:
     """y, s and rstd of `add_rms_norm`."""
-    y, s, _, rstd = forward(x, residual, weight, None, eps, offset, False, casting == "llama", config)
+    y, s, _, rstd = forward(norm_of(call), config)
     return y, s, rstd
 
 
@@ -615,19 +574,10 @@ def add_rms_norm(
         choices=CHOICES,
     )
 )
-def add_rms_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    output_mask: Sequence[bool],
-    *,
-    config: PartsConfig,
-) -> tuple[Tensor, Tensor]:
+@add_rms_norm_vjp_arguments
+def add_rms_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
     """dresidual and dweight of `add_rms_norm`."""
-    return backward(dy, ds, s, weight, None, None, rstd, offset, (*output_mask, False), config)[:2]
+    return backward(gradient_of(call), config)[:2]
 
 
 @register_kernel("add_layer_norm", backend="hopper", rank=25, rejects=_reasons)
@@ -639,17 +589,10 @@ def add_rms_norm_vjp(
         fit=held_fit,
     )
 )
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    config: HeldConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@add_layer_norm_arguments
+def add_layer_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean and rstd of `add_layer_norm`."""
-    return forward(x, residual, weight, bias, eps, 0.0, True, False, config)
+    return forward(norm_of(call), config)
 
 
 @register_kernel("add_layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
@@ -660,17 +603,7 @@ def add_layer_norm(
         choices=CHOICES,
     )
 )
-def add_layer_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    output_mask: Sequence[bool],
-    *,
-    config: PartsConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@add_layer_norm_vjp_arguments
+def add_layer_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
     """dresidual, dweight and dbias of `add_layer_norm`."""
-    return backward(dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask, config)
+    return backward(gradient_of(call), config)

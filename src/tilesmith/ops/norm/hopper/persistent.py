@@ -28,9 +28,18 @@ from tilesmith.device.gluon.rows import (
 )
 from tilesmith.device.gluon.rows_dynamic import draw, parts_of_row, tell, told, told_number
 from tilesmith.device.gluon.shim import barriers, fence, gl, gluon, reinterpret, wait
-from tilesmith.device.rows import dense, row_order
+from tilesmith.device.rows import dense
 from tilesmith.device.triton.philox import load_key
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.norm.arguments import (
+    Norm,
+    add_layer_norm_arguments,
+    add_rms_norm_arguments,
+    dropout_add_norm_arguments,
+    layer_norm_arguments,
+    norm_of,
+    rms_norm_arguments,
+)
 from tilesmith.ops.norm.hopper import norm as norms
 from tilesmith.ops.norm.hopper.norm import rounded
 
@@ -164,32 +173,19 @@ def staying_norm_fwd_parts_kernel(
         i += 1
 
 
-def _forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    center: bool,
-    llama: bool,
-    config: PartsConfig,
-    seed: Tensor | None = None,
-    p: float = 0.0,
-) -> tuple[Tensor | None, ...]:
-    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`. The other arguments are those of
-    `norms.forward`."""
-    (x, residual), outputs = norms.rows_and_outputs(x, residual, center)
+def _forward(norm: Norm, config: PartsConfig) -> tuple[Tensor | None, ...]:
+    """(y, s, mean, rstd); s is None without a residual, mean is None for RMS norm."""
+    (x, residual), outputs = norms.rows_and_outputs(norm.x, norm.residual, norm.center)
     count, cols = x.shape
     if count:
         groups, parts = parts_grid(x, config)
-        dropout = norms.dropout_arguments(seed, p, count, cols)
+        dropout = norms.dropout_arguments(norm.seed, norm.p, count, cols)
         launch(
             staying_norm_fwd_parts_kernel, (groups * parts,),
             parted(x, config.width), None if residual is None else parted(residual, config.width),
-            dense(weight), dense(bias), *outputs, counter(x.device),
-            count, cols, groups, eps, offset or None, CENTER=center, LLAMA=llama, **parts_flags(cols, parts, config),
-            **dropout,
+            dense(norm.weight), dense(norm.bias), *outputs, counter(x.device),
+            count, cols, groups, norm.eps, norm.offset or None, CENTER=norm.center, LLAMA=norm.llama,
+            **parts_flags(cols, parts, config), **dropout,
         )  # fmt: skip
     return outputs
 
@@ -233,17 +229,10 @@ def _fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.d
         fit=_fit,
     )
 )
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "fp32",
-    *,
-    config: PartsConfig,
-) -> tuple[Tensor, Tensor]:
+@rms_norm_arguments
+def rms_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
     """y and rstd of `rms_norm`."""
-    y, _, _, rstd = _forward(x, None, weight, None, eps, offset, False, casting == "llama", config)
+    y, _, _, rstd = _forward(norm_of(call), config)
     return y, rstd
 
 
@@ -253,11 +242,10 @@ def rms_norm(
         dims=lambda x, weight, bias, eps: norms.row_dims(x, x), default=_default, choices=norms.CHOICES, fit=_fit
     )
 )
-def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: PartsConfig
-) -> tuple[Tensor, Tensor, Tensor]:
+@layer_norm_arguments
+def layer_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd of `layer_norm`."""
-    y, _, mean, rstd = _forward(x, None, weight, bias, eps, 0.0, True, False, config)
+    y, _, mean, rstd = _forward(norm_of(call), config)
     return y, mean, rstd
 
 
@@ -270,18 +258,10 @@ def layer_norm(
         fit=_fit,
     )
 )
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "fp32",
-    *,
-    config: PartsConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@add_rms_norm_arguments
+def add_rms_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
     """y, s and rstd of `add_rms_norm`."""
-    y, s, _, rstd = _forward(x, residual, weight, None, eps, offset, False, casting == "llama", config)
+    y, s, _, rstd = _forward(norm_of(call), config)
     return y, s, rstd
 
 
@@ -294,17 +274,10 @@ def add_rms_norm(
         fit=_fit,
     )
 )
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    config: PartsConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@add_layer_norm_arguments
+def add_layer_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean and rstd of `add_layer_norm`."""
-    return _forward(x, residual, weight, bias, eps, 0.0, True, False, config)
+    return _forward(norm_of(call), config)
 
 
 def _dropout_reasons(call: Any) -> list[str]:
@@ -336,20 +309,8 @@ def _dropout_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> 
         fit=_fit,
     )
 )
-def dropout_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    seed: Tensor | None = None,
-    p: float = 0.0,
-    kind: str = "layer",
-    eps: float = 1e-5,
-    *,
-    config: PartsConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dropout_add_norm_arguments
+def dropout_add_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean and rstd of `dropout_add_norm`."""
-    if row_order(x) is not None:  # the index that the mask counts by is that of a contiguous tensor
-        x = x.contiguous()
-    y, s, mean, rstd = _forward(x, residual, weight, bias, eps, 0.0, kind == "layer", False, config, seed, p)
+    y, s, mean, rstd = _forward(norm_of(call), config)
     return y, s, rstd.new_empty(0) if mean is None else mean, rstd

@@ -1,7 +1,5 @@
 """Portable kernels of the norm family."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -9,6 +7,20 @@ from tilesmith.device import portable
 from tilesmith.device.rows import empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.engine import register_kernel
 from tilesmith.kernels.fused_ops import NormConfig, NormVjpConfig, create_norm_kernel, create_norm_vjp_kernel
+from tilesmith.ops.norm.arguments import (
+    Norm,
+    NormGradient,
+    add_layer_norm_arguments,
+    add_layer_norm_vjp_arguments,
+    add_rms_norm_arguments,
+    add_rms_norm_vjp_arguments,
+    gradient_of,
+    layer_norm_arguments,
+    layer_norm_vjp_arguments,
+    norm_of,
+    rms_norm_arguments,
+    rms_norm_vjp_arguments,
+)
 from tilesmith.runtime import backend_of, subgroup_of
 
 
@@ -22,17 +34,9 @@ def _threads(kind: str, columns: int, residual: Tensor | None, cuda: bool) -> in
     return 512 if cuda and kind == "layer" and residual is not None and threads == 1024 else threads
 
 
-def _norm(
-    kind: str,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting: str = "fp32",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _norm(norm: Norm, casting: str = "fp32") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, s, mean, rstd); s is empty without a residual, mean for an RMS norm."""
+    kind, x, residual, weight = "layer" if norm.center else "rms", norm.x, norm.residual, norm.weight
     order, nothing = row_order(x), x.new_empty(0)
     y = empty_rows(x, order)
     s = nothing if residual is None else empty_rows(x, order, residual.dtype)
@@ -40,7 +44,7 @@ def _norm(
     rstd = empty_row_values(x, order, torch.float32)
     if x.numel() == 0:
         return y, s, mean, rstd
-    given = {"x": rows(x, order), "residual": residual, "weight": weight, "bias": bias}
+    given = {"x": rows(x, order), "residual": residual, "weight": weight, "bias": norm.bias}
     if residual is not None:
         given["residual"] = rows(residual, order)
     count, columns = given["x"].shape
@@ -66,9 +70,9 @@ def _norm(
         tensors["sum"] = rows(s, order)
     if kind == "layer":
         tensors["mean"] = row_values(mean, order)
-    scalars = {"rows": count, "eps": eps, **steps}
+    scalars = {"rows": count, "eps": norm.eps, **steps}
     if kind == "rms" and weight is not None:
-        scalars["offset"] = offset
+        scalars["offset"] = norm.offset
     portable.launch(create_norm_kernel(config), config.grid(count), tensors, scalars)
     return y, s, mean, rstd
 
@@ -90,43 +94,34 @@ def _add_layer_reasons(call) -> list[str]:
 
 
 @register_kernel("rms_norm", backend="portable", rank=portable.RANK, rejects=_rms_reasons)
-def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting: str = "fp32"
-) -> tuple[Tensor, Tensor]:
+@rms_norm_arguments
+def rms_norm(call) -> tuple[Tensor, Tensor]:
     """A row stays in registers up to 65,536 columns (fp32: 32,768), as below; a wider one is read twice."""
-    y, _, _, rstd = _norm("rms", x, None, weight, None, eps, offset, casting)
+    y, _, _, rstd = _norm(norm_of(call), call.casting)
     return y, rstd
 
 
 @register_kernel("layer_norm", backend="portable", rank=portable.RANK, rejects=_layer_reasons)
-def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> tuple[Tensor, Tensor, Tensor]:
+@layer_norm_arguments
+def layer_norm(call) -> tuple[Tensor, Tensor, Tensor]:
     """The mean, then the deviation around it."""
-    y, _, mean, rstd = _norm("layer", x, None, weight, bias, eps)
+    y, _, mean, rstd = _norm(norm_of(call))
     return y, mean, rstd
 
 
 @register_kernel("add_rms_norm", backend="portable", rank=portable.RANK, rejects=_add_rms_reasons)
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "fp32",
-) -> tuple[Tensor, Tensor, Tensor]:
+@add_rms_norm_arguments
+def add_rms_norm(call) -> tuple[Tensor, Tensor, Tensor]:
     """As rms_norm, of the rounded sum."""
-    y, s, _, rstd = _norm("rms", x, residual, weight, None, eps, offset, casting)
+    y, s, _, rstd = _norm(norm_of(call), call.casting)
     return y, s, rstd
 
 
 @register_kernel("add_layer_norm", backend="portable", rank=portable.RANK, rejects=_add_layer_reasons)
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@add_layer_norm_arguments
+def add_layer_norm(call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As layer_norm, of the rounded sum."""
-    return _norm("layer", x, residual, weight, bias, eps)
+    return _norm(norm_of(call))
 
 
 _GROUPS = {"rms": 512, "layer": 384}
@@ -134,20 +129,10 @@ _GROUPS = {"rms": 512, "layer": 384}
 384 and 512: layer norm 82, 96 and 79 %; RMS norm with 256 and 512: 82 and 101 %."""
 
 
-def _norm_vjp(
-    kind: str,
-    dy: Tensor | None,
-    ds: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    output_mask: Sequence[bool],
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _norm_vjp(norm: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), empty where not wanted: sums over rows in two steps, in a fixed order."""
-    wants_dx, wants_weight, wants_bias = (*output_mask, False)[:3]
+    dy, ds, x, weight, bias, mean, rstd, offset, (wants_dx, wants_weight, wants_bias) = norm
+    kind = "rms" if mean is None else "layer"
     order, nothing = row_order(x), x.new_empty(0)
     dx = empty_rows(x, order) if wants_dx else nothing
     if x.numel() == 0 or dy is None or not (wants_dx or wants_weight or wants_bias):
@@ -204,52 +189,29 @@ def _add_layer_vjp_reasons(call) -> list[str]:
 
 
 @register_kernel("rms_norm_vjp", backend="portable", rank=portable.RANK, rejects=_rms_vjp_reasons)
-def rms_norm_vjp(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, output_mask: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
+@rms_norm_vjp_arguments
+def rms_norm_vjp(call) -> tuple[Tensor, Tensor]:
     """One pass over x and dy (two beyond 8,192 columns of f32, 16,384 of 16 bits), then a sum over the workgroups'
     parts of dweight."""
-    return _norm_vjp("rms", dy, None, x, weight, None, rstd, offset, output_mask)[:2]
+    return _norm_vjp(gradient_of(call))[:2]
 
 
 @register_kernel("layer_norm_vjp", backend="portable", rank=portable.RANK, rejects=_layer_vjp_reasons)
-def layer_norm_vjp(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+@layer_norm_vjp_arguments
+def layer_norm_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
     """As rms_norm_vjp."""
-    return _norm_vjp("layer", dy, None, x, weight, mean, rstd, 0.0, output_mask, bias)
+    return _norm_vjp(gradient_of(call))
 
 
 @register_kernel("add_rms_norm_vjp", backend="portable", rank=portable.RANK, rejects=_add_rms_vjp_reasons)
-def add_rms_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
+@add_rms_norm_vjp_arguments
+def add_rms_norm_vjp(call) -> tuple[Tensor, Tensor]:
     """As rms_norm_vjp, with the gradient of s added."""
-    return _norm_vjp("rms", dy, ds, s, weight, None, rstd, offset, output_mask)[:2]
+    return _norm_vjp(gradient_of(call))[:2]
 
 
 @register_kernel("add_layer_norm_vjp", backend="portable", rank=portable.RANK, rejects=_add_layer_vjp_reasons)
-def add_layer_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+@add_layer_norm_vjp_arguments
+def add_layer_norm_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
     """As layer_norm_vjp, with the gradient of s added."""
-    return _norm_vjp("layer", dy, ds, s, weight, mean, rstd, 0.0, output_mask, bias)
+    return _norm_vjp(gradient_of(call))

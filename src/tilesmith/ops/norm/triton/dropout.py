@@ -1,14 +1,19 @@
 """dropout_add_norm in Triton: the norm kernels of triton.py, with x dropped out on its way in and dx on its way out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilesmith.device.dropout import dropout_flags, kernel_numbers, kernel_seed
-from tilesmith.device.rows import row_order
 from tilesmith.engine import Space, optimize_kernel, register_kernel
+from tilesmith.ops.norm.arguments import (
+    dropout_add_norm_arguments,
+    dropout_add_norm_vjp_arguments,
+    gradient_of,
+    norm_of,
+)
 from tilesmith.ops.norm.triton import norm as norms
 
 
@@ -43,23 +48,11 @@ def _reasons(call: Any) -> list[str]:
         choices=norms.FORWARD_CHOICES,
     )
 )
-def dropout_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    seed: Tensor | None = None,
-    p: float = 0.0,
-    kind: str = "layer",
-    eps: float = 1e-5,
-    *,
-    config: norms.ForwardConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dropout_add_norm_arguments
+def dropout_add_norm(call, *, config: norms.ForwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean and rstd of `dropout_add_norm`."""
-    if row_order(x) is not None:  # the index that the mask counts by is that of a contiguous tensor
-        x = x.contiguous()
-    dropout = _dropout(seed, p, x)
-    y, s, mean, rstd = norms._forward(x, residual, weight, bias, eps, 0.0, kind == "layer", False, config, **dropout)
+    norm = norm_of(call)
+    y, s, mean, rstd = norms.forward(norm, config, **_dropout(norm.seed, norm.p, norm.x))
     return y, s, rstd.new_empty(0) if mean is None else mean, rstd
 
 
@@ -88,31 +81,18 @@ def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | 
         choices=norms.BACKWARD_CHOICES,
     )
 )
-def dropout_add_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    p: float,
-    kind: str,
-    output_mask: Sequence[bool],
-    *,
-    config: norms.BackwardConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dropout_add_norm_vjp_arguments
+def dropout_add_norm_vjp(call, *, config: norms.BackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dresidual, dweight and dbias of `dropout_add_norm`."""
-    wants_dx, wants_dresidual, wants_dweight, wants_dbias = output_mask
-    dx = s.new_empty(s.shape, dtype=s.dtype if dy is None else dy.dtype) if wants_dx else None
+    norm, s = gradient_of(call), call.s
+    wants_dx, wants_dresidual, wants_dweight, wants_dbias = call.output_mask
+    dx = s.new_empty(s.shape, dtype=s.dtype if norm.dy is None else norm.dy.dtype) if wants_dx else None
     dresidual = s.new_empty(s.shape) if wants_dx or wants_dresidual else None
-    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if wants_dweight else None
-    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if wants_dbias else None
-    if dy is None:  # only s was used
-        dy = torch.zeros_like(s)
-    dropout = {} if dx is None else {"dropped_ptr": dx, **_dropout(seed, p, s)}
-    mean = mean if kind == "layer" else None
-    norms._launch_backward(dy, ds, s, weight, mean, rstd, 0.0, dresidual, dweight, dbias, None, config, **dropout)
+    dweight = torch.empty_like(norm.weight, memory_format=torch.contiguous_format) if wants_dweight else None
+    dbias = torch.empty_like(norm.bias, memory_format=torch.contiguous_format) if wants_dbias else None
+    if norm.dy is None:  # only s was used
+        norm = norm._replace(dy=torch.zeros_like(s))
+    dropout = {} if dx is None else {"dropped_ptr": dx, **_dropout(call.seed, call.p, s)}
+    norms.launch_backward(norm, (dresidual, dweight, dbias), None, config, **dropout)
     found = (dx, dresidual if wants_dresidual else None, dweight, dbias)
     return tuple(s.new_empty(0) if t is None else t for t in found)

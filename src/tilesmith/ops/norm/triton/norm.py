@@ -1,6 +1,6 @@
 """Launchers of the norms in Triton, their configurations and what they refuse."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,20 @@ from torch import Tensor
 from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.device.triton.column_sums import add_partials, partial_rows
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.norm.arguments import (
+    Norm,
+    NormGradient,
+    add_layer_norm_arguments,
+    add_layer_norm_vjp_arguments,
+    add_rms_norm_arguments,
+    add_rms_norm_vjp_arguments,
+    gradient_of,
+    layer_norm_arguments,
+    layer_norm_vjp_arguments,
+    norm_of,
+    rms_norm_arguments,
+    rms_norm_vjp_arguments,
+)
 from tilesmith.ops.norm.triton.norm_kernels import (
     norm_bwd_kernel,
     norm_bwd_rows_kernel,
@@ -51,21 +65,10 @@ def _blocks(cols: int, config: ForwardConfig | BackwardConfig) -> tuple[int, int
     return max(1, config.tile // width), width
 
 
-def _forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    center: bool,
-    llama: bool,
-    config: ForwardConfig,
-    statistics: bool = True,
-    **dropout: Any,
-) -> tuple[Tensor | None, ...]:
-    """(y, s, mean, rstd); s is None without a residual, mean is None unless `center`, both are without `statistics`:
-    stored, they take 3 % of the time at 64 columns. dropout: its kernel arguments."""
+def forward(norm: Norm, config: ForwardConfig, statistics: bool = True, **dropout: Any) -> tuple[Tensor | None, ...]:
+    """(y, s, mean, rstd); s is None without a residual, mean is None for RMS norm. Without `statistics` mean and rstd
+    are None: storing them takes 3 % of the time at 64 columns. dropout: its kernel arguments."""
+    x, residual, weight, bias, eps, offset, center, llama, *_ = norm
     order = row_order(x)
     y = empty_rows(x, order)
     s = None if residual is None else empty_rows(x, order, residual.dtype)
@@ -86,49 +89,33 @@ def _forward(
     return y, s, mean, rstd
 
 
-def _backward(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    output_mask: Sequence[bool],
-    config: BackwardConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), each empty where `output_mask` says it is not needed. With mean: of layer norm."""
-    order = row_order(x)
-    dx = empty_rows(x, order) if output_mask[0] else None
-    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if output_mask[1] else None
-    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if output_mask[2] else None
-    if dy is None:
+def _backward(norm: NormGradient, config: BackwardConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias), each empty where `output_mask` says it is not needed."""
+    x, ds, order = norm.x, norm.ds, row_order(norm.x)
+    dx = empty_rows(x, order) if norm.output_mask[0] else None
+    dweight = torch.empty_like(norm.weight, memory_format=torch.contiguous_format) if norm.output_mask[1] else None
+    dbias = torch.empty_like(norm.bias, memory_format=torch.contiguous_format) if norm.output_mask[2] else None
+    if norm.dy is None:
         for sums in (dweight, dbias):
             if sums is not None:
                 sums.zero_()
         if dx is not None:
             dx.zero_() if ds is None else dx.copy_(ds)
     else:
-        _launch_backward(dy, ds, x, weight, mean, rstd, offset, dx, dweight, dbias, order, config)
+        launch_backward(norm, (dx, dweight, dbias), order, config)
     return tuple(x.new_empty(0) if t is None else t for t in (dx, dweight, dbias))
 
 
-def _launch_backward(
-    dy: Tensor,
-    ds: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
+def launch_backward(
+    norm: NormGradient,
+    outs: tuple[Tensor | None, Tensor | None, Tensor | None],
     order: tuple[int, ...] | None,
     config: BackwardConfig,
     **dropout: Any,
 ) -> None:
+    """Fill outs = (dx, dweight, dbias), of which those that are not wanted are None. order: of the rows in memory."""
+    dy, ds, x, weight, _, mean, rstd, offset, _ = norm
+    dx, dweight, dbias = outs
     x, dy = rows(x, order), rows(dy, order)
     ds = None if ds is None or dx is None else rows(ds, order)
     weight, rstd = dense(weight), row_values(rstd, order)
@@ -271,18 +258,10 @@ BACKWARD_CHOICES = {
         choices=FORWARD_CHOICES,
     )
 )
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "fp32",
-    *,
-    config: ForwardConfig,
-    hidden: bool = True,
-) -> tuple[Tensor, Tensor]:
+@rms_norm_arguments
+def rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
     """y and rstd of `rms_norm`."""
-    y, _, _, rstd = _forward(x, None, weight, None, eps, offset, False, casting == "llama", config, hidden)
+    y, _, _, rstd = forward(norm_of(call), config, hidden)
     return y, rstd
 
 
@@ -294,19 +273,10 @@ def rms_norm(
         choices=BACKWARD_CHOICES,
     )
 )
-def rms_norm_vjp(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    output_mask: Sequence[bool],
-    *,
-    config: BackwardConfig,
-) -> tuple[Tensor, Tensor]:
+@rms_norm_vjp_arguments
+def rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
     """dx and dweight of `rms_norm`."""
-    mask = (*output_mask, False)
-    return _backward(dy, None, x, weight, None, None, rstd, offset, mask, config)[:2]
+    return _backward(gradient_of(call), config)[:2]
 
 
 @register_kernel("layer_norm", backend="triton", rank=20, rejects=_reasons)
@@ -319,17 +289,10 @@ def rms_norm_vjp(
         choices=FORWARD_CHOICES,
     )
 )
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    config: ForwardConfig,
-    hidden: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+@layer_norm_arguments
+def layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd of `layer_norm`."""
-    y, _, mean, rstd = _forward(x, None, weight, bias, eps, 0.0, True, False, config, hidden)
+    y, _, mean, rstd = forward(norm_of(call), config, hidden)
     return y, mean, rstd
 
 
@@ -341,19 +304,10 @@ def layer_norm(
         choices=BACKWARD_CHOICES,
     )
 )
-def layer_norm_vjp(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    output_mask: Sequence[bool],
-    *,
-    config: BackwardConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@layer_norm_vjp_arguments
+def layer_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias of `layer_norm`."""
-    return _backward(dy, None, x, weight, bias, mean, rstd, 0.0, output_mask, config)
+    return _backward(gradient_of(call), config)
 
 
 @register_kernel("add_rms_norm", backend="triton", rank=20, rejects=_reasons)
@@ -364,19 +318,10 @@ def layer_norm_vjp(
         choices=FORWARD_CHOICES,
     )
 )
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "fp32",
-    *,
-    config: ForwardConfig,
-    hidden: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+@add_rms_norm_arguments
+def add_rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """y, s and rstd of `add_rms_norm`."""
-    y, s, _, rstd = _forward(x, residual, weight, None, eps, offset, False, casting == "llama", config, hidden)
+    y, s, _, rstd = forward(norm_of(call), config, hidden)
     return y, s, rstd
 
 
@@ -388,20 +333,10 @@ def add_rms_norm(
         choices=BACKWARD_CHOICES,
     )
 )
-def add_rms_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    output_mask: Sequence[bool],
-    *,
-    config: BackwardConfig,
-) -> tuple[Tensor, Tensor]:
+@add_rms_norm_vjp_arguments
+def add_rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
     """dresidual and dweight of `add_rms_norm`."""
-    mask = (*output_mask, False)
-    return _backward(dy, ds, s, weight, None, None, rstd, offset, mask, config)[:2]
+    return _backward(gradient_of(call), config)[:2]
 
 
 @register_kernel("add_layer_norm", backend="triton", rank=20, rejects=_reasons)
@@ -412,18 +347,10 @@ def add_rms_norm_vjp(
         choices=FORWARD_CHOICES,
     )
 )
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    config: ForwardConfig,
-    hidden: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@add_layer_norm_arguments
+def add_layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, s, mean and rstd of `add_layer_norm`."""
-    return _forward(x, residual, weight, bias, eps, 0.0, True, False, config, hidden)
+    return forward(norm_of(call), config, hidden)
 
 
 @register_kernel("add_layer_norm_vjp", backend="triton", rank=20, rejects=_reasons)
@@ -434,17 +361,7 @@ def add_layer_norm(
         choices=BACKWARD_CHOICES,
     )
 )
-def add_layer_norm_vjp(
-    dy: Tensor | None,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    output_mask: Sequence[bool],
-    *,
-    config: BackwardConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@add_layer_norm_vjp_arguments
+def add_layer_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Tensor]:
     """dresidual, dweight and dbias of `add_layer_norm`."""
-    return _backward(dy, ds, s, weight, bias, mean, rstd, 0.0, output_mask, config)
+    return _backward(gradient_of(call), config)

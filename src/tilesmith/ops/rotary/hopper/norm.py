@@ -11,6 +11,7 @@ from tilesmith.device.gluon.shim import TensorDescriptor, gl
 from tilesmith.device.triton.column_sums import add_partials
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.rotary.arguments import rms_norm_rope_arguments, rms_norm_rope_vjp_arguments
 from tilesmith.ops.rotary.hopper.norm_backward import norm_rope_bwd_tiles_kernel
 from tilesmith.ops.rotary.hopper.norm_forward import norm_rope_fwd_rows_kernel
 from tilesmith.ops.rotary.rows import row_stride, rows_grid
@@ -220,28 +221,12 @@ LOOP_CHOICES = {**CHOICES, "num_warps": (1, 2, 4, 8), "slots": (1, 2, 3), "per_s
 
 @register_kernel("rms_norm_rope", backend="hopper", rank=25, rejects=_forward_reasons)
 @optimize_kernel(space=Space(default=_forward_default, dims=lambda q, k, *rest: _dims(q, k, rest[9]), choices=CHOICES))
-def rms_norm_rope(
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    offsets: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    offset: int = 0,
-    interleaved: bool = False,
-    norm_dim: str = "head",
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    casting: str = "fp32",
-    *,
-    config: TilesConfig,
-) -> tuple[Tensor, Tensor]:
+@rms_norm_rope_arguments
+def rms_norm_rope(call, *, config: TilesConfig) -> tuple[Tensor, Tensor]:
     """One launch for q and k, each with programs of its own."""
-    where = _Where(cos, sin, positions, offsets, offset)
-    given = [(x, weight) for x, weight in ((q, q_weight), (k, k_weight)) if x is not None]
+    q = call.q
+    where = _Where(call.cos, call.sin, call.positions, call.offsets, call.offset)
+    given = [(x, weight) for x, weight in ((q, call.q_weight), (call.k, call.k_weight)) if x is not None]
     sides = [_side(x, True, config) for x, _ in given]
     outs = [torch.empty_like(x) for x, _ in given]
     group = max(side.tokens for side in sides)
@@ -264,8 +249,8 @@ def rms_norm_rope(
         flags["EVEN"] = flags["EVEN"] and num_tokens % group == 0
         launch(
             norm_rope_fwd_rows_kernel, (cdiv(num_tokens, group) * each, *rows_grid(batch)),
-            *first, *second, *where.arguments(), batch, num_tokens, eps, weight_offset or None,
-            LLAMA=casting == "llama", **flags,
+            *first, *second, *where.arguments(), batch, num_tokens, call.eps, call.weight_offset or None,
+            LLAMA=call.casting == "llama", **flags,
         )  # fmt: skip
     return outs[0], outs[1] if len(outs) > 1 else q.new_empty(0)
 
@@ -279,32 +264,14 @@ def rms_norm_rope(
         fit=_fit,
     )
 )
-def rms_norm_rope_vjp(
-    dq_out: Tensor | None,
-    dk_out: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    interleaved: bool,
-    norm_dim: str,
-    eps: float,
-    weight_offset: float,
-    output_mask: Sequence[bool],
-    *,
-    config: TilesConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@rms_norm_rope_vjp_arguments
+def rms_norm_rope_vjp(call, *, config: TilesConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch for q and k, each with programs of its own, then one for the sums of partial rows."""
-    row, where = norm_dim == "row", _Where(cos, sin, positions, offsets, offset)
+    q = call.q
+    row, where = call.norm_dim == "row", _Where(call.cos, call.sin, call.positions, call.offsets, call.offset)
     given = [
-        (dq_out, q, aligned_vector(q_weight), output_mask[2]),
-        (dk_out, k, aligned_vector(k_weight), output_mask[3]),
+        (call.dq_out, q, aligned_vector(call.q_weight), call.output_mask[2]),
+        (call.dk_out, call.k, aligned_vector(call.k_weight), call.output_mask[3]),
     ]
     sides = [None if x is None or not x.numel() else _side(x, row, config) for _, x, _, _ in given]
     programs = _programs(q, sides, config)
@@ -325,7 +292,7 @@ def rms_norm_rope_vjp(
         first, second = [*arguments, absent][:2]
         launch(
             norm_rope_bwd_tiles_kernel, (_grid(sides, programs),), *first, *second, *where.arguments(),
-            q.shape[2], eps, weight_offset or None,
+            q.shape[2], call.eps, call.weight_offset or None,
             ROW=row, SLOTS=config.slots, **_flags(where, q.shape[3], sides, dx, config),
         )  # fmt: skip
     add_partials(tuple(partials), tuple(dweights))

@@ -1,6 +1,5 @@
 """Launchers of rms_norm_rope in Triton: one launch norms and rotates q and k; one takes both gradients."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from tilesmith.device.rows import dense
 from tilesmith.device.triton.column_sums import add_partials, partial_rows, starts_early
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.rotary.arguments import rms_norm_rope_arguments, rms_norm_rope_vjp_arguments
 from tilesmith.ops.rotary.rows import row_stride, rows_grid
 from tilesmith.ops.rotary.triton.norm_kernels import rms_norm_rope_bwd_kernel, rms_norm_rope_fwd_kernel
 from tilesmith.ops.rotary.triton.rope import (
@@ -237,32 +237,16 @@ LOOP_CHOICES = {**CHOICES, "steps": (1, 2, 4), "num_stages": (1, 2, 3, 4), "prog
 
 @register_kernel("rms_norm_rope", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=Space(default=_forward_default, dims=lambda q, k, *_: _size(q, k), choices=CHOICES))
-def rms_norm_rope(
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    offsets: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    offset: int = 0,
-    interleaved: bool = False,
-    norm_dim: str = "head",
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    casting: str = "fp32",
-    *,
-    config: NormRopeConfig,
-) -> tuple[Tensor, Tensor]:
+@rms_norm_rope_arguments
+def rms_norm_rope(call, *, config: NormRopeConfig) -> tuple[Tensor, Tensor]:
     """Launch over (row, block of tokens, block of heads of q and k); apart where q and k are not of one kind."""
-    row, numbers = norm_dim == "row", (eps, weight_offset)
+    q, k = call.q, call.k
+    row, numbers = call.norm_dim == "row", (call.eps, call.weight_offset)
     outs = torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
-    weights = dense(q_weight), dense(k_weight)
-    where = _Where(cos, sin, positions, offsets, cu_seqlens, offset, interleaved)
-    rest = where, row, numbers, casting == "llama", config
-    if _together(q_weight, k, k_weight, row):
+    weights = dense(call.q_weight), dense(call.k_weight)
+    where = _Where(call.cos, call.sin, call.positions, call.offsets, call.cu_seqlens, call.offset, call.interleaved)
+    rest = where, row, numbers, call.casting == "llama", config
+    if _together(call.q_weight, k, call.k_weight, row):
         _norm_rotate(q, k, weights, outs, *rest)
     else:
         for x, weight, out in zip((q, k), weights, outs):
@@ -275,33 +259,16 @@ def rms_norm_rope(
 @optimize_kernel(
     space=Space(default=_backward_default, dims=lambda dq_out, dk_out, q, k, *_: _size(q, k), choices=LOOP_CHOICES)
 )
-def rms_norm_rope_vjp(
-    dq_out: Tensor | None,
-    dk_out: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    interleaved: bool,
-    norm_dim: str,
-    eps: float,
-    weight_offset: float,
-    output_mask: Sequence[bool],
-    *,
-    config: NormRopeConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@rms_norm_rope_vjp_arguments
+def rms_norm_rope_vjp(call, *, config: NormRopeConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch for q and k where they are of one kind and want the same, then one sum for each weight."""
-    row, numbers = norm_dim == "row", (eps, weight_offset)
-    where = _Where(cos, sin, positions, offsets, cu_seqlens, offset, interleaved)
+    q = call.q
+    row, numbers = call.norm_dim == "row", (call.eps, call.weight_offset)
+    where = _Where(call.cos, call.sin, call.positions, call.offsets, call.cu_seqlens, call.offset, call.interleaved)
     sides: list[_Side | None] = []
-    given = zip((dq_out, dk_out), (q, k), (q_weight, k_weight), output_mask[:2], output_mask[2:])
-    for dout, x, weight, wants_x, wants_weight in given:
+    given = zip((call.dq_out, call.dk_out), (q, call.k), (call.q_weight, call.k_weight))
+    for i, (dout, x, weight) in enumerate(given):
+        wants_x, wants_weight = call.output_mask[i], call.output_mask[i + 2]
         if dout is None or x is None or not (wants_x or wants_weight):
             sides.append(None)
         else:
@@ -310,7 +277,7 @@ def rms_norm_rope_vjp(
     partials: list[Tensor | None] = [None, None]
     first, second = sides
     alike = first and second and (first.dx is None, first.sums) == (second.dx is None, second.sums)
-    if alike and _together(q_weight, k, k_weight, row):
+    if alike and _together(call.q_weight, call.k, call.k_weight, row):
         partials = _differentiate(first, second, where, row, numbers, config)
     else:
         for i, side in enumerate(sides):

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.rotary.arguments import rope_arguments, rope_vjp_arguments
 from tilesmith.ops.rotary.rows import row_stride, rows_grid
 
 # integers that change from call to call, which no address is a multiple of
@@ -279,39 +280,16 @@ ROPE_VJP_SPACE = Space(default=_default, dims=_vjp_dims, choices=CHOICES)
 
 @register_kernel("rope", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=ROPE_SPACE)
-def rope(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    offsets: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    offset: int = 0,
-    interleaved: bool = False,
-    *,
-    config: RopeConfig,
-) -> tuple[Tensor, Tensor]:
+@rope_arguments
+def rope(call, *, config: RopeConfig) -> tuple[Tensor, Tensor]:
     """Launch over (row, block of tokens, block of heads of q and k)."""
-    return _rotate(q, k, cos, sin, positions, offsets, cu_seqlens, offset, interleaved, False, config)
+    return _rotate(*call, False, config)
 
 
 @register_kernel("rope_vjp", backend="triton", rank=20, rejects=_vjp_reasons)
 @optimize_kernel(space=ROPE_VJP_SPACE)
-def rope_vjp(
-    dq_out: Tensor | None,
-    dk_out: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    interleaved: bool,
-    output_mask: Sequence[bool],
-    *,
-    config: RopeConfig,
-) -> tuple[Tensor, Tensor]:
+@rope_vjp_arguments
+def rope_vjp(call, *, config: RopeConfig) -> tuple[Tensor, Tensor]:
     """The same launch with opposite angles."""
-    dq_out, dk_out = _wanted(dq_out, dk_out, output_mask)
-    return _rotate(dq_out, dk_out, cos, sin, positions, offsets, cu_seqlens, offset, interleaved, True, config)
+    wanted = _wanted(call.dq_out, call.dk_out, call.output_mask)
+    return _rotate(*wanted, *call[2:-1], True, config)
