@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilesmith.device.alignment import aligned, aligned_vector, bulk_strides, for_bulk, in_units
+from tilesmith.device.alignment import aligned, aligned_vector, is_16_byte_aligned, tma_strides, tma_view
 
 
 def _memory(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:
@@ -49,9 +49,9 @@ UNITS = {torch.float8_e4m3fn: 16, torch.bfloat16: 8, torch.float32: 4, torch.flo
 def test_what_does_not_suit_is_copied_and_nothing_else(case):
     build, by_units, by_bulk = CASES[case]
     x = build()
-    assert in_units(x) == by_units
-    assert (bulk_strides(x) is not None) == by_bulk
-    found, strides = for_bulk(x)
+    assert is_16_byte_aligned(x) == by_units
+    assert (tma_strides(x) is not None) == by_bulk
+    found, strides = tma_view(x)
     assert (found is x) == by_bulk
     _check(found, strides, x)
 
@@ -69,10 +69,10 @@ def test_a_unit_is_16_bytes_of_any_dtype(dtype):
     unit = UNITS[dtype]
     x = _memory(4, 5 * unit, dtype=dtype)
     for columns, suits in ((slice(unit, None), True), (slice(unit // 2, -unit // 2), False)):
-        assert in_units(x[:, columns]) == suits
+        assert is_16_byte_aligned(x[:, columns]) == suits
     apart = _memory(4, 3 * unit // 2, dtype=dtype)
-    assert not in_units(apart[:, :unit]) and in_units(apart[::2, :unit])
-    _check(*for_bulk(apart[:, :unit]), apart[:, :unit])
+    assert not is_16_byte_aligned(apart[:, :unit]) and is_16_byte_aligned(apart[::2, :unit])
+    _check(*tma_view(apart[:, :unit]), apart[:, :unit])
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if CASES[name][0]().ndim == 2])
@@ -90,4 +90,4 @@ def test_vectors_without_gaps_from_a_unit_on_are_not_copied():
     assert aligned_vector(None) is None and aligned_vector(x) is x
     for vector in (apart, off):
         found = aligned_vector(vector)
-        assert in_units(found) and torch.equal(found, vector)
+        assert is_16_byte_aligned(found) and torch.equal(found, vector)

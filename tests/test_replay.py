@@ -242,7 +242,7 @@ def test_every_launch_has_a_counter_of_its_own():
     wanted = torch.nn.functional.rms_norm(x, x.shape[1:], eps=1e-6)
 
     def norm():
-        with use(rms_norm="hopper_staying"):
+        with use(rms_norm="hopper_persistent"):
             return ops.rms_norm(x)
 
     for _ in range(4):  # the third call is a replay

@@ -82,18 +82,18 @@ def test_a_tile_too_large_for_an_arch_is_refused_with_the_numbers(op):
     [
         ("hopper", {"chunks": 1, "num_warps": 4}, {"chunks": 16, "num_warps": 8}),
         ("hopper", {"width": 8192}, {"chunks": 8, "num_warps": 8}),
-        ("hopper_staying", {"width": 2048}, {"width": 8192, "num_warps": 8}),
-        ("hopper_staying", {"width": 16_384, "slots": 16}, {"width": 16_384, "slots": 2}),
-        ("hopper_staying", {"chunks": 8}, {"num_warps": 8}),
+        ("hopper_persistent", {"width": 2048}, {"width": 8192, "num_warps": 8}),
+        ("hopper_persistent", {"width": 16_384, "slots": 16}, {"width": 16_384, "slots": 2}),
+        ("hopper_persistent", {"chunks": 8}, {"num_warps": 8}),
     ],
 )
 def test_what_is_pinned_for_wide_rows_is_launched_or_refused(backend, refused, served, monkeypatch):
     from tilesmith.ops.norm.hopper import norm as hopper
-    from tilesmith.ops.norm.hopper import persistent as hopper_staying
+    from tilesmith.ops.norm.hopper import persistent as hopper_persistent
 
     kernel = ops_by_name()["layer_norm"].kernel(backend)
     configure, launched = kernel.fn.configure, []
-    for module in (hopper, hopper_staying):
+    for module in (hopper, hopper_persistent):
         monkeypatch.setattr(module, "launch", lambda *args, **named: launched.append(named))
     x, vector = torch.zeros(2, 131_072, dtype=torch.bfloat16), torch.ones(131_072, dtype=torch.bfloat16)
     args = (x, vector, vector, 1e-5)

@@ -1,7 +1,7 @@
-"""Tensors that are moved 16 bytes at a time: whether base and strides suit that, or a copy of them that does.
+"""Tensors for 16-byte vector accesses and for TMA: whether base address and strides suit them, and copies that do.
 
-Neighbours along the last dim are neighbours in memory, and all else begins at multiples of 16 bytes. The stride of a
-dim of size 1 is never used, and may be anything.
+Neighbours along the last dim must be neighbours in memory, and every other stride a multiple of 16 bytes. The stride of
+a dim of size 1 is never used and may be anything.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 
-def in_units(x: Tensor) -> bool:
-    """Whether vectors of 16 bytes can be read and written from wherever a line of x, along its last dim, begins."""
+def is_16_byte_aligned(x: Tensor) -> bool:
+    """Whether every line of x along its last dim begins at a multiple of 16 bytes, so that 16-byte vectors can be
+    loaded and stored from there."""
     if x.data_ptr() % 16:
         return False
     unit = 16 // x.element_size()
@@ -21,10 +22,10 @@ def in_units(x: Tensor) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
-def bulk_strides(x: Tensor) -> list[int] | None:
-    """Strides by which the tensor memory accelerator takes x, or None where it does not: as `in_units`, and no dim is
-    expanded, with a stride of 0. Those of dims of size 1 must be legal too, and are one unit here."""
-    if not in_units(x):
+def tma_strides(x: Tensor) -> list[int] | None:
+    """The strides of x for a TMA descriptor, or None where TMA cannot take x: it must be `is_16_byte_aligned`, and no
+    dim may be expanded (stride 0). The stride of a dim of size 1 must be legal too; it is one 16-byte unit here."""
+    if not is_16_byte_aligned(x):
         return None
     unit = 16 // x.element_size()
     strides = [s if n > 1 else unit for n, s in zip(x.shape, x.stride())]
@@ -34,22 +35,23 @@ def bulk_strides(x: Tensor) -> list[int] | None:
     return strides
 
 
-def for_bulk(x: Tensor) -> tuple[Tensor, list[int]]:
-    """x, or a contiguous copy of it, whose lines must fill whole 16 bytes, and its `bulk_strides`."""
-    strides = bulk_strides(x)
+def tma_view(x: Tensor) -> tuple[Tensor, list[int]]:
+    """x and its `tma_strides`; a contiguous copy of x where it has none. The lines of a copy must fill whole 16-byte
+    units."""
+    strides = tma_strides(x)
     if strides is None:
         x = x.clone(memory_format=torch.contiguous_format)
-        strides = bulk_strides(x)
+        strides = tma_strides(x)
     return x, strides
 
 
 def aligned(x: Tensor) -> tuple[Tensor, int]:
-    """x [M, N], or a copy of it where its rows are not `in_units`, and how many units a row is from the next."""
-    if not in_units(x):
+    """x [M, N], copied where it is not `is_16_byte_aligned`, and the distance between its rows in units of 16 bytes."""
+    if not is_16_byte_aligned(x):
         x = x.clone(memory_format=torch.contiguous_format)
     return x, x.stride(0) * x.element_size() // 16
 
 
 def aligned_vector(x: Tensor | None) -> Tensor | None:
-    """x [N], or a copy of it where it is not `in_units`."""
-    return x if x is None or in_units(x) else x.clone(memory_format=torch.contiguous_format)
+    """x [N], copied where it is not `is_16_byte_aligned`."""
+    return x if x is None or is_16_byte_aligned(x) else x.clone(memory_format=torch.contiguous_format)

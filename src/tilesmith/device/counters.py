@@ -1,4 +1,4 @@
-"""Counters that programs of a launch draw their work from."""
+"""Work counters in global memory, from which the CTAs of a persistent kernel fetch their next tile."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from torch import Tensor
 
 from tilesmith.engine.recording import each_time
 
-_COUNTERS = 1024  # launches of one device that may be in flight at once
+_COUNTERS = 1024  # how many launches may be in flight on a device at once
 _rings: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 _turn = itertools.count()
 
 
-def counter(device: torch.device, numbers: int = 4) -> Tensor:
-    """Zeros (so many, int32) that a launch counts up and sets back, others at each launch."""
+def work_counter(device: torch.device, numbers: int = 4) -> Tensor:
+    """Zeros, `numbers` of them in int32: the work counters of one launch of a persistent kernel, which resets them
+    before it ends. Each launch gets other ones."""
     return each_time(partial(_counter, device, numbers))
 
 
 def _counter(device: torch.device, numbers: int) -> Tensor:
-    """Launches on several streams have each their own; so has one in a CUDA graph, which may run at any time."""
-    # on a CPU kernels are interpreted or only compiled
+    """Launches on different streams must not share a counter, and neither may a launch captured in a CUDA graph, which
+    may run at any time."""
+    # on a CPU kernels are interpreted or only compiled, one launch at a time
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.zeros(numbers, dtype=torch.int32, device=device)
     module = torch.get_device_module(device)
@@ -31,5 +33,5 @@ def _counter(device: torch.device, numbers: int) -> Tensor:
     if ring is None:
         zeros = torch.zeros(_COUNTERS, numbers, dtype=torch.int32, device=device)
         ring = _rings[index, numbers] = zeros.unbind()
-        module.synchronize(device)  # once in a process: other streams may be the first to use their zeros
+        module.synchronize(device)  # once per process: another stream may use the counters first
     return ring[next(_turn) % _COUNTERS]

@@ -1,4 +1,4 @@
-"""What every op with a dropout accepts, and how its kernels are told: the seed tensor, p, and the numbers made of p."""
+"""What all ops with dropout share on the host: the checks of seed and p, and the numbers that kernels take."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +25,9 @@ def check_dropout(op: str, x: Tensor, seed: Tensor | None, p: float) -> None:
 
 
 def seed_for(op: Op, before: Sequence[Any], seed: Tensor | None, p: float, *after: Any) -> Tensor | None:
-    """The given seed, else, where p needs one, one drawn from the default generator of the tensors' device. The
-    arguments of `op` before the seed and after p are checked first: a call that is refused draws nothing."""
+    """The given seed; where p needs one and none is given, one drawn from the default generator of the tensors' device.
+    The arguments of `op` before the seed and after p are checked first, so that a call that raises leaves the generator
+    as it was."""
     if seed is not None or p == 0.0:
         return seed
     op.check(*before, None, 0.0, *after)
@@ -34,21 +35,21 @@ def seed_for(op: Op, before: Sequence[Any], seed: Tensor | None, p: float, *afte
 
 
 def kernel_seed(seed: Tensor | None, p: float) -> Tensor | None:
-    """The seed as kernels read it, its two numbers side by side; None where nothing is dropped."""
+    """The seed as kernels load it, (seed, offset) contiguous; None where nothing is dropped."""
     return None if seed is None or p == 0.0 else seed.contiguous()
 
 
 def kernel_numbers(p: float) -> tuple[int, float]:
-    """(drop_below, keep_scale) for `dropout_triton`: the threshold in the upper half of a word, as a signed int, and
-    the factor of what is kept."""
+    """(drop_below, keep_scale), as `device.triton.dropout` takes them: the threshold in the upper 16 bits of a signed
+    32-bit integer, and the factor of the elements that are kept."""
     below = philox.threshold(p) << 16
     return below - 2**32 if below >= 2**31 else below, philox.keep_scale(p)
 
 
 def dropout_flags(rows: int, cols: int, element_size: int) -> dict[str, int]:
-    """LANES and SHORT of `philox_triton.random_bits` for a contiguous tensor [rows, cols]: neighbours that one thread
-    draws for, as many as 16 bytes hold where a row has so many and rows start at a multiple of them, else 1; whether
-    counters fit 32 bits."""
+    """LANES and SHORT of `device.triton.philox.random_bits` for a contiguous tensor [rows, cols]. LANES: how many
+    neighbours one thread generates bits for, which is as many as 16 bytes hold if rows have so many columns and begin
+    at multiples of them, else 1. SHORT: whether Philox counters fit in 32 bits."""
     lanes = 16 // element_size
     while lanes >= 4 and (cols < lanes or (rows > 1 and cols % lanes)):
         lanes //= 2
@@ -56,11 +57,11 @@ def dropout_flags(rows: int, cols: int, element_size: int) -> dict[str, int]:
 
 
 def _short(rows: int, cols: int) -> bool:
-    """Whether all counters of a tensor [rows, cols] fit 32 bits."""
+    """Whether every Philox counter of a tensor [rows, cols] fits in 32 bits."""
     return rows * cols <= 2**35
 
 
 def parts_dropout_flags(rows: int, cols: int, p: float) -> dict[str, bool]:
-    """SHORT and RARE of the functions in `dropout_gluon`: whether counters fit 32 bits; whether the threshold, as an
-    fp16, is a number."""
+    """SHORT and RARE of the functions in `device.gluon.dropout`: whether counters fit in 32 bits, and whether the
+    threshold, read as an fp16, is finite."""
     return {"SHORT": _short(rows, cols), "RARE": philox.threshold(p) < 0x7C00}

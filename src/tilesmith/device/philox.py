@@ -1,8 +1,8 @@
-"""Philox4x32-10 in plain PyTorch: the random bits that every dropout of the library draws, on every backend.
+"""Philox4x32-10 in plain PyTorch: the random bits of every dropout in the library, on every backend.
 
-An element's 16 bits depend on nothing but the seed tensor and the element's linear index, so a backward, another tile
-shape or another device draws the same ones. Why 16: docs/adr/0006-sixteen-random-bits.md. Source: Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3" (SC 2011); known-answer vectors in the Random123 distribution.
+The 16 bits of an element depend only on the seed tensor and on the element's linear index. A backward, another tile
+shape or another device therefore generates the same bits. Why 16: docs/adr/0006-sixteen-random-bits.md. Source: Salmon
+et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); known-answer vectors in the Random123 distribution.
 """
 
 import math
@@ -23,18 +23,18 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """The least number of 16 bits that is kept at drop probability `p`: round(p * 2**16), at most 2**16 - 1."""
+    """The smallest 16-bit number that is kept at drop probability `p`: round(p * 2**16), at most 2**16 - 1."""
     return min(round(p * 2**16), 2**16 - 1)
 
 
 def keep_scale(p: float) -> float:
-    """The factor of what is kept: the inverse of the probability with which `threshold` keeps it, not of 1 - p, so that
-    the expectation is the value itself."""
+    """The factor of the elements that are kept: the inverse of the probability with which `threshold` keeps one. That
+    is not exactly 1 / (1 - p), so that the expectation is exact."""
     return 2**16 / (2**16 - threshold(p))
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """The four uint32 words of Philox4x32-10 for each counter, as int64 tensors. Words in and out lie in [0, 2**32)."""
+    """The four uint32 outputs of Philox4x32-10 for each counter, as int64 tensors with values in [0, 2**32)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -46,7 +46,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low word of the 64-bit product of two 32-bit words, in int64 arithmetic that never leaves 63 bits."""
+    """The high and low 32 bits of the product of two 32-bit numbers, in int64 arithmetic that never needs more than 63
+    bits."""
     low = a * (b & 0xFFFF)
     middle = a * (b >> 16) + (low >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -75,7 +76,7 @@ def keep_mask(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
     return torch.cat(pieces)[:count].view(shape)
 
 
-def drop(value: Tensor, seed: Tensor, p: float) -> Tensor:
+def dropout(value: Tensor, seed: Tensor, p: float) -> Tensor:
     """`value` times `keep_scale` where `keep_mask` keeps it; 0 elsewhere."""
     return torch.where(keep_mask(seed, tuple(value.shape), p), value * keep_scale(p), 0)
 

@@ -65,7 +65,7 @@ _NEEDS: dict[str, Callable[[torch.device, bool], str | None]] = {
     "hopper_cluster": _needs_hopper,
     "hopper_causal": _needs_hopper,
     "hopper_fp8": _needs_hopper,
-    "hopper_staying": _needs_hopper,
+    "hopper_persistent": _needs_hopper,
     "dequantised": _needs_other_kernels,
 }
 

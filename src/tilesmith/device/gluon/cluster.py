@@ -1,17 +1,16 @@
-"""Clusters of programs (sm_90): how many there is room for, and the shared memory of the others, for which the Gluon of
-Triton 3.6 has no name.
+"""Thread block clusters (sm_90): how many fit the device, and distributed shared memory (DSMEM), for which the Gluon of
+Triton 3.6 has no API.
 
-The device starts a cluster as a whole or not at all, so that its programs may wait for each other. A program that has
-opened a room may be sent numbers by any program of its cluster that has waited for all of them to do so (each by its
-number in the cluster). A program that is sent something ends when all of it has come: nobody writes to the memory of
-one that is gone.
+The device starts all CTAs of a cluster or none, so they may wait for each other. Once a CTA has reserved its part with
+`open_dsmem`, any CTA of the cluster that has passed `cluster_wait` may store into it, naming it by its rank in the
+cluster. A CTA must not end before everything stored to it has arrived.
 """
 
 from functools import cache
 
 import torch
 
-from tilesmith.device.gluon.shim import gl, gluon, reserve
+from tilesmith.device.gluon.shim import gl, gluon, reserve_smem
 from tilesmith.hardware.detect import arch_of
 
 HEAD = 16  # bytes of a room before the first number: a barrier, and what keeps numbers in vectors
@@ -24,9 +23,9 @@ def _nothing_kernel():
 
 
 @cache
-def clusters_of(device: torch.device, parts: int, per_sm: int) -> int:
-    """How many clusters of `parts` programs the device has room for, `per_sm` programs to a multiprocessor. A cluster
-    stays within a group of multiprocessors (GPC), whose sizes differ from one to the next: the driver is asked."""
+def resident_clusters(device: torch.device, parts: int, per_sm: int) -> int:
+    """How many clusters of `parts` CTAs the device can run at once, with `per_sm` CTAs on a multiprocessor. A cluster
+    stays within one GPC, and GPCs differ in size, so the driver is asked."""
     arch = arch_of(device)
     if device.type != "cuda" or parts == 1:
         return max(1, arch.sms * per_sm // parts)
@@ -40,10 +39,11 @@ def clusters_of(device: torch.device, parts: int, per_sm: int) -> int:
 
 
 @gluon.jit
-def open_room(BYTES: gl.constexpr, LINE: gl.constexpr):
-    """Room for what this program will be sent, exactly BYTES, a multiple of 8, behind a barrier which is over when they
-    have come: its address, from which the first number is HEAD bytes on. The cluster hears that this program has begun
-    (`await_cluster`). LINE: as in `reserve`; tiles want lines of 1,024 bytes, other bulk copies lines of 128."""
+def open_dsmem(BYTES: gl.constexpr, LINE: gl.constexpr):
+    """Reserve BYTES of shared memory (a multiple of 8) that other CTAs of the cluster will write to, behind an mbarrier
+    that completes when all BYTES have arrived. Returns the address; the first number lies HEAD bytes further on. The
+    cluster is told that this CTA has started (`cluster_wait`). LINE: as in `reserve_smem`; TMA tiles need lines of
+    1,024 bytes, other bulk copies lines of 128."""
     BEGIN: gl.constexpr = f"""{{
         .reg .pred p;
         .reg .b32 thread;
@@ -54,12 +54,12 @@ def open_room(BYTES: gl.constexpr, LINE: gl.constexpr):
         @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {BYTES};
         barrier.cluster.arrive.relaxed.aligned;
         }}"""
-    return reserve(_HEAD + BYTES, LINE, BEGIN)
+    return reserve_smem(_HEAD + BYTES, LINE, BEGIN)
 
 
 @gluon.jit
-def await_cluster():
-    """Wait until all programs of the cluster have opened their rooms. Once in a kernel, by all of its threads."""
+def cluster_wait():
+    """Wait until every CTA of the cluster has called `open_dsmem`. Once in a kernel, by all threads."""
     gl.inline_asm_elementwise(
         "barrier.cluster.wait.acquire.aligned; mov.u32 $0, $1;",
         "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
@@ -68,8 +68,8 @@ def await_cluster():
 
 @gluon.constexpr_function
 def _sending(width):
-    """Assembly that sends so many neighbours. Its operands are, of each of them: a result, the address, the program,
-    the barrier, the number. All but the last are those of the first."""
+    """PTX of st.async for `width` neighbours. Its operands are, for each of them: a result, the address, the CTA, the
+    barrier and the number; of the address, CTA and barrier only the first is used."""
     numbers = ", ".join(f"${4 * width + i}" for i in range(width))
     results = " ".join(f"mov.b32 ${i}, to;" for i in range(width))
     return f"""{{
@@ -87,9 +87,10 @@ def _operands(width):
 
 
 @gluon.jit
-def send(barrier, to, program, x, WIDTH: gl.constexpr):
-    """Send x, fp32, to places in the rooms of programs of the cluster. barrier, to: addresses in this program's memory,
-    which are the same in the others'. to, program: of each number, of which a thread has WIDTH neighbours (2 or 4)."""
+def store_dsmem(barrier, to, program, x, WIDTH: gl.constexpr):
+    """Store x, fp32, into the shared memory of other CTAs of the cluster (st.async). barrier, to: addresses in this
+    CTA's shared memory, which are the same in the others. to, program: for each number; a thread has WIDTH neighbours
+    (2 or 4)."""
     ASM: gl.constexpr = _sending(WIDTH)
     OPERANDS: gl.constexpr = _operands(WIDTH)
     gl.inline_asm_elementwise(
@@ -99,8 +100,8 @@ def send(barrier, to, program, x, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def send_pair(barrier, to, program, a, b):
-    """Send two fp32 of each row, which all threads of a warp have, as `send`: the warp's first thread sends them."""
+def store_dsmem_pair(barrier, to, program, a, b):
+    """As `store_dsmem`, for two fp32 values per row that all threads of a warp hold; lane 0 stores them."""
     gl.inline_asm_elementwise(
         """{
         .reg .b32 to, its_barrier;
@@ -119,8 +120,9 @@ def send_pair(barrier, to, program, a, b):
 
 
 @gluon.jit
-def await_room(barrier):
-    """Wait until all that this program is sent, or what bulk copies bring it, has come: the first time of a barrier."""
+def dsmem_wait(barrier):
+    """Wait until everything that other CTAs store here, or that bulk copies bring, has arrived: the first phase of the
+    barrier."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -134,7 +136,7 @@ def await_room(barrier):
 
 
 @gluon.jit
-def read_room(at):
-    """The fp32 numbers at addresses of this program's room."""
+def load_dsmem(at):
+    """Load fp32 numbers from addresses in this CTA's part of the cluster's shared memory."""
     found = gl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
     return found.to(gl.float32, bitcast=True)

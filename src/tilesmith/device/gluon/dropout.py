@@ -1,14 +1,14 @@
-"""Dropout inside Gluon kernels that work on parts of rows: which elements of a part survive."""
+"""Dropout inside Gluon kernels that work on parts of rows: random bits, and zeros where they drop an element."""
 
-from tilesmith.device.gluon.rows import opaque, packed, unpacked
+from tilesmith.device.gluon.rows import optimization_barrier, pack, unpack
 from tilesmith.device.gluon.shim import gl, gluon
 from tilesmith.device.triton.philox import random_words
 
 
 @gluon.jit
-def drawn_part(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
-    """The random bits of the WIDTH neighbours from the int64 linear index `first` on, a multiple of 8, for
-    `dropped_part`: two to a word, 8 neighbours a thread, for which it makes one Philox call. key: from `load_key`.
+def random_part(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
+    """Random bits for the WIDTH neighbours from the linear index `first` on (int64, a multiple of 8), as `dropout_part`
+    takes them: two 16-bit numbers per 32-bit word, 8 neighbours per thread from one Philox call. key: from `load_key`.
     SHORT: as in `random_words`."""
     GROUPS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
@@ -18,15 +18,15 @@ def drawn_part(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
 
 
 @gluon.jit
-def drawn_here(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
-    """`drawn_part`, drawn at this place of the program: else the compiler would gather the draws of all parts where the
-    last one is needed, or the first, as suits the addresses."""
-    return opaque(drawn_part(key, first, WIDTH, SHORT))
+def random_part_here(key, first, WIDTH: gl.constexpr, SHORT: gl.constexpr):
+    """`random_part`, generated at this place of the kernel. Otherwise the compiler would move the Philox calls of all
+    parts to where the last or the first one is needed."""
+    return optimization_barrier(random_part(key, first, WIDTH, SHORT))
 
 
 @gluon.jit
 def _multiply(a, b: gl.constexpr):
-    """High and low word of the product of a 32-bit word and a number."""
+    """The high and low 32 bits of the product of a 32-bit word and a constant."""
     return gl.inline_asm_elementwise(
         f"{{ .reg .b64 both; mul.wide.u32 both, $2, {b}; mov.b64 {{$1, $0}}, both; }}", "=r,=r,r", [a],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
@@ -34,10 +34,10 @@ def _multiply(a, b: gl.constexpr):
 
 
 @gluon.jit
-def words_in_loop(key, c0, c1):
-    """`random_words` of the low and high words of counters (0: none needs more than 32 bits), in a loop: there the
-    compiler keeps the factors of 64-bit products in registers, and adds to each product that of their upper halves,
-    which is 0 (of 118 instructions for 8 elements 21)."""
+def philox_in_loop(key, c0, c1):
+    """`random_words` for use in a loop; c0 and c1 are the low and high words of the counters (c1 = 0: none needs more
+    than 32 bits). In a loop the compiler keeps the factors of 64-bit products in registers and adds to each product
+    that of their upper halves, which is 0: 21 of 118 instructions for 8 elements."""
     k0, k1 = key[0].to(gl.int32), (key[0] >> 32).to(gl.int32)
     c2, c3 = key[1].to(gl.int32), (key[1] >> 32).to(gl.int32)
     for _ in gl.static_range(10):
@@ -50,8 +50,8 @@ def words_in_loop(key, c0, c1):
 
 
 @gluon.jit
-def drawn_in_turn(key, first, turn, WIDTH: gl.constexpr, SHORT: gl.constexpr):
-    """`drawn_here` of the turn-th WIDTH neighbours from `first` on, in a loop."""
+def random_part_in_loop(key, first, turn, WIDTH: gl.constexpr, SHORT: gl.constexpr):
+    """`random_part_here` for the turn-th WIDTH neighbours from `first` on, for use in a loop."""
     GROUPS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     group = gl.arange(0, WIDTH // 8, GROUPS)
@@ -60,18 +60,18 @@ def drawn_in_turn(key, first, turn, WIDTH: gl.constexpr, SHORT: gl.constexpr):
     else:
         counter = (first >> 3) + turn * (WIDTH // 8) + group
         c0, c1 = counter.to(gl.int32), (counter >> 32).to(gl.int32)
-    c0, c1, c2, c3 = words_in_loop(key, c0, c1)
+    c0, c1, c2, c3 = philox_in_loop(key, c0, c1)
     words = gl.reshape(gl.join(gl.join(c0, c2), gl.join(c1, c3)), [WIDTH // 2])
-    return opaque(gl.convert_layout(words, WORDS, assert_trivial=True))
+    return optimization_barrier(gl.convert_layout(words, WORDS, assert_trivial=True))
 
 
 @gluon.jit
-def dropped_part(values, words, drop_below, dtype: gl.constexpr, WIDTH: gl.constexpr, RARE: gl.constexpr):
-    """A part of `dtype` as `rows_gluon.raw` returns it, with 0 where `words` drop. drop_below: from
+def dropout_part(values, words, drop_below, dtype: gl.constexpr, WIDTH: gl.constexpr, RARE: gl.constexpr):
+    """A part as `rows.load_packed` returns it, in `dtype`, with 0 for the elements that `words` drop. drop_below: from
     `dropout.kernel_numbers`. RARE: from `dropout.parts_dropout_flags`.
 
-    RARE, of 16 bits: the lower one of bits and threshold is the threshold where a value is kept; as floats of 16 bits,
-    of which none is a NaN or a zero of another sign, two of them are compared at once: 3 instructions, else 5.
+    RARE, for 16-bit types: an element is kept where min(bits, threshold) equals the threshold. As the threshold is
+    finite when read as an fp16, two of these comparisons take one packed instruction: 3 instructions per pair, else 5.
     """
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     least = drop_below.to(gl.uint32, bitcast=True)
@@ -87,6 +87,6 @@ def dropped_part(values, words, drop_below, dtype: gl.constexpr, WIDTH: gl.const
         )  # fmt: skip
     else:
         bits = gl.convert_layout(gl.reshape(gl.join(words << 16, words), [WIDTH]), LANES, assert_trivial=True)
-        values = unpacked(values, dtype, WIDTH)
-        values = packed(gl.where(bits >= least, values, gl.full([WIDTH], 0.0, dtype, LANES)), WIDTH)
+        values = unpack(values, dtype, WIDTH)
+        values = pack(gl.where(bits >= least, values, gl.full([WIDTH], 0.0, dtype, LANES)), WIDTH)
     return values

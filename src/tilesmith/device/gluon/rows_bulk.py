@@ -1,24 +1,24 @@
-"""Rows in shared memory, brought and taken away by bulk copies of as many bytes as are asked for, in Gluon.
+"""Rows in shared memory, loaded and stored by bulk copies (cp.async.bulk) of any size, in Gluon.
 
-A program has one row, as those of rows_held_gluon, in chunks of 8 neighbours a thread. Loops over chunks are not
-unrolled: what a thread holds does not grow with the row, and a row of which only a part is seen costs that part.
+A CTA has one row, as in `rows_held`, in chunks of 8 neighbours per thread. Loops over chunks are not unrolled, so that
+register use does not grow with the row, and a row of which only a part is needed costs only that part.
 
-Written for the Gluon of Triton 3.6, which copies only tiles of one size and has no name for an address in shared
-memory: the row's own is reserved here, beside what Gluon allocates, and read and written by these functions alone.
+Written for the Gluon of Triton 3.6, which copies only tiles of one size and cannot express an address in shared memory.
+The memory of the row is therefore reserved here, beside Gluon's own allocations, and only these functions access it.
 """
 
 from tilesmith.device.gluon.cluster import HEAD
 from tilesmith.device.gluon.rows import LINE
-from tilesmith.device.gluon.shim import gl, gluon, reserve
+from tilesmith.device.gluon.shim import gl, gluon, reserve_smem
 
 _LINE, _HEAD = gl.constexpr(LINE), gl.constexpr(HEAD)
-MOST_BYTES = 48 * 1024 - 512  # of rows in what PTX lets a program reserve
+MOST_BYTES = 48 * 1024 - 512  # of rows: what PTX lets a CTA declare statically, less the head
 
 
 @gluon.jit
-def open_rows(BYTES: gl.constexpr):
-    """(the address of a barrier and, HEAD bytes on, of room for `rows_held_gluon.swap` without a cluster; that of BYTES
-    for rows). The barrier completes when the bytes that `bring_rows` asks for are there."""
+def open_smem_rows(BYTES: gl.constexpr):
+    """(the address of an mbarrier, followed HEAD bytes later by the memory of `rows_held.exchange` without a cluster;
+    the address of BYTES for rows). The mbarrier completes when the bytes that `bulk_load_rows` copies have arrived."""
     ROWS: gl.constexpr = (_HEAD + 8 * gl.num_warps() + 127) // 128 * 128
     BEGIN: gl.constexpr = """{
         .reg .pred p;
@@ -28,14 +28,15 @@ def open_rows(BYTES: gl.constexpr):
         @p mbarrier.init.shared::cta.b64 [$0], 1;
         @p fence.mbarrier_init.release.cluster;
         }"""
-    room = reserve(ROWS + BYTES, 128, BEGIN)
+    room = reserve_smem(ROWS + BYTES, 128, BEGIN)
     return room, room + ROWS
 
 
 @gluon.jit
-def bring_rows(room, at, ptr, other_at, other_ptr, size):
-    """Start to copy `size` bytes, a multiple of 16 and not 0, from ptr to the address `at`, and from other_ptr, if it
-    is one, to other_at. All threads meet: they may wait for it from here."""
+def bulk_load_rows(room, at, ptr, other_at, other_ptr, size):
+    """Start bulk copies of `size` bytes, a positive multiple of 16, from ptr to the smem address `at`, and, if
+    other_ptr is given, from there to other_at. Includes a CTA-wide barrier, after which any thread may wait for the
+    copies."""
     if other_ptr is None:
         gl.inline_asm_elementwise(
             """{
@@ -69,9 +70,9 @@ def bring_rows(room, at, ptr, other_at, other_ptr, size):
 
 
 @gluon.jit
-def take_row(at, ptr, size):
-    """Start to copy `size` bytes, a multiple of 16, from the address `at` to ptr, when all threads have written theirs;
-    nothing if it is below 1."""
+def bulk_store_row(at, ptr, size):
+    """After all threads have written their part of the row at the smem address `at`, start a bulk copy of `size` bytes,
+    a multiple of 16, from there to ptr; none if size is below 1."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -90,8 +91,9 @@ def take_row(at, ptr, size):
 
 
 @gluon.jit
-def finish_rows(room):
-    """Wait until all that `take_row` copies has been read: only then may a program end."""
+def bulk_store_wait(room):
+    """Wait until everything that `bulk_store_row` copies has been read from shared memory; a CTA must not end before
+    that."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group.read 0; mov.b32 $0, $1;", "=r,r", [room], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -106,8 +108,8 @@ def _own(at, chunk):
 
 
 @gluon.jit
-def words_at(at, chunk):
-    """A chunk of the row at an address, two values of 16 bits a word, as `rows_held_gluon.part_of` returns them."""
+def load_chunk(at, chunk):
+    """A chunk of the row at an address, two 16-bit values per word, as `rows_held.load_part` returns them."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     a, b, c, d = gl.inline_asm_elementwise(
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [_own(at, chunk)],
@@ -118,8 +120,8 @@ def words_at(at, chunk):
 
 
 @gluon.jit
-def put_words(at, chunk, words):
-    """Write a chunk of the row at an address."""
+def store_chunk(at, chunk, words):
+    """Store a chunk of the row at an address."""
     own = _own(at, chunk)
     even, odd = gl.split(gl.reshape(words, [32 * gl.num_warps(), 2, 2]))
     a, c = gl.split(even)
@@ -134,8 +136,8 @@ def put_words(at, chunk, words):
 
 
 @gluon.jit
-def put_zeros(at, chunk):
-    """Write zeros."""
+def store_zeros(at, chunk):
+    """Store a chunk of zeros."""
     gl.inline_asm_elementwise(
         "st.shared.v4.b32 [$1], {0, 0, 0, 0}; mov.b32 $0, $1;", "=r,r", [_own(at, chunk)],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -143,11 +145,11 @@ def put_zeros(at, chunk):
 
 
 @gluon.jit
-def hide(at, chunk, end, PAIR: gl.constexpr):
-    """Write the two values of 16 bits that are PAIR, again and again, in a chunk of a row, from column `end` on."""
+def fill_beyond(at, chunk, end, PAIR: gl.constexpr):
+    """Overwrite a chunk of a row from column `end` on with PAIR, a word of two 16-bit values."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
-    words = words_at(at, chunk)
+    words = load_chunk(at, chunk)
     col = chunk * WIDTH + 2 * gl.arange(0, WIDTH // 2, WORDS)
     half = gl.where(col < end, (words & 0xFFFF) | (PAIR & -65536), PAIR)
-    put_words(at, chunk, gl.where(col + 1 < end, words, half))
+    store_chunk(at, chunk, gl.where(col + 1 < end, words, half))

@@ -1,23 +1,24 @@
-"""Rows that clusters of programs draw, in Gluon: one that stays works on the next row that nobody has.
+"""Dynamic scheduling of rows over persistent clusters of CTAs, in Gluon: each cluster fetches its next row from a work
+counter.
 
-Rows dealt out beforehand end together only if all programs are equally fast, and they are not: memory is farther from
-some, and those of a cluster wait for the slowest at each row. (H200, RMS norm of 65,536 and 131,072 columns, of the
-copy rate: 0.90 and 0.93 dealt out, 0.97 and 0.98 drawn.)
+With a static schedule all clusters end together only if they are equally fast. They are not: some are farther from
+memory, and the CTAs of a cluster wait for the slowest at each row. (H200, RMS norm of 65,536 and 131,072 columns, share
+of the copy rate: 0.90 and 0.93 with a static schedule, 0.97 and 0.98 with a dynamic one.)
 
-The first program of a cluster draws, ahead of time, and tells the others the number along with what it found of a row:
-in the tags of the mail of rows_gluon, 16 bits in each, where another 16 tell the turn that the mail is of.
+The first CTA of a cluster fetches the number ahead of time and sends it to the others together with what it found of a
+row: in the tags of the messages of `device.gluon.rows`, 16 bits in each tag, beside 16 bits that identify the turn.
 
 Written for the Gluon of Triton 3.6.
 """
 
-from tilesmith.device.gluon.rows import letter, read_mail
+from tilesmith.device.gluon.rows import mailbox_entry, read_mailbox
 from tilesmith.device.gluon.shim import gl, gluon
 
 
 @gluon.jit
-def draw(counter, part, last):
-    """The next number of `counter`, a pointer, in the first thread of the cluster's first program; anything in others.
-    Who draws `last` sets the counter back."""
+def next_tile(counter, part, last):
+    """The next number from the work counter `counter` (a pointer), in the first thread of the cluster's first CTA;
+    undefined in others. Whoever gets `last` resets the counter."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 thread;
@@ -35,9 +36,9 @@ def draw(counter, part, last):
 
 
 @gluon.jit
-def tell(mail, i, part, a, b, number, PARTS: gl.constexpr):
-    """Tell all programs of the cluster what this one found in its i-th turn, two fp32, and, from the first, the number
-    that `draw` gave."""
+def send_with_tile(mail, i, part, a, b, number, PARTS: gl.constexpr):
+    """Send what this CTA found in its i-th turn, two fp32, to all CTAs of the cluster; the first CTA's message also
+    carries the number that `next_tile` returned."""
     gl.inline_asm_elementwise(
         f"""{{
         .reg .b32 to, number, low, high;
@@ -55,7 +56,7 @@ def tell(mail, i, part, a, b, number, PARTS: gl.constexpr):
         }}""",
         "=&r,r,r,r,r,r",
         [
-            letter(mail, i, part),
+            mailbox_entry(mail, i, part),
             a.to(gl.int32, bitcast=True), b.to(gl.int32, bitcast=True), i + 1, number,
         ],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -64,8 +65,8 @@ def tell(mail, i, part, a, b, number, PARTS: gl.constexpr):
 
 @gluon.jit
 def parts_of_row(PARTS: gl.constexpr):
-    """The numbers of a row's parts, and others beyond them, in the layout of what `told` returns: of few parts fewer
-    than a warp has threads, so that sums take fewer steps."""
+    """The numbers of a row's parts, and others beyond them, in the layout of what `receive_with_tile` returns. For few
+    parts these are fewer than the threads of a warp, so that reductions take fewer steps."""
     MOST: gl.constexpr = 1 if PARTS == 1 else 2 if PARTS == 2 else 4 if PARTS <= 4 else 8 if PARTS <= 8 else 16
     return gl.arange(0, MOST, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
@@ -80,16 +81,16 @@ _OF_OTHER_TURNS = gl.constexpr(
 
 
 @gluon.jit
-def told(mail, i, PARTS: gl.constexpr):
-    """What all programs of the cluster found in their i-th turn, when it is there: two fp32, 0 beyond PARTS, the same
-    in every warp."""
-    return read_mail(mail, i, parts_of_row(PARTS), PARTS, _OF_OTHER_TURNS)
+def receive_with_tile(mail, i, PARTS: gl.constexpr):
+    """What all CTAs of the cluster found in their i-th turn, once it has arrived: two fp32, 0 beyond PARTS, the same in
+    every warp."""
+    return read_mailbox(mail, i, parts_of_row(PARTS), PARTS, _OF_OTHER_TURNS)
 
 
 @gluon.jit
-def told_number(mail, i):
-    """The number that came with the mail of the i-th turn. Each thread looks for itself: that others of its warp have
-    seen the mail says nothing of what it will read."""
+def received_tile(mail, i):
+    """The number that arrived with the messages of the i-th turn. Each thread checks for itself: that other threads of
+    the warp have seen the message does not make it visible to this one."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b64 one, other;
@@ -104,6 +105,6 @@ def told_number(mail, i):
         setp.ne.u32 p, low, $2;
         @p bra again;
         }""",
-        "=&r,r,r", [letter(mail, i, 0), ((i + 1) & 65535) * 65537],
+        "=&r,r,r", [mailbox_entry(mail, i, 0), ((i + 1) & 65535) * 65537],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Rows in the registers of a program, or of a cluster of programs that swap what they find of their parts, in Gluon.
+"""Rows held in registers by one CTA, or by a cluster of CTAs that exchange partial sums through DSMEM, in Gluon.
 
-A program reads its part of one row, all of it at once, and ends when that is written. The device starts the next one
-where there is room: some read while others write, and no multiprocessor is bound to a number of rows. Programs that
-stay for every so-many-th row (rows_gluon) pay where they keep what all rows need, as sums. (H200, 65,536 columns, ncu:
-multiprocessors are active in 0.91 of the cycles here, of softmax, and were in 0.82 there, of RMS norm.)
+A CTA loads its part of one row at once and ends when the result is stored. The device then starts the next CTA: some
+load while others store, and no multiprocessor is tied to a number of rows. Persistent CTAs (`device.gluon.rows`) pay
+off where they keep what all rows need, such as sums over rows. (H200, 65,536 columns, ncu: multiprocessors are active
+in 0.91 of the cycles here, for softmax, and in 0.82 there, for RMS norm.)
 
 Written for the Gluon of Triton 3.6.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.gluon import cluster as cluster_gluon
-from tilesmith.device.gluon.rows import LINE, MOST_PARTS, opaque, packed, widened
-from tilesmith.device.gluon.shim import gl, gluon, reserve
+from tilesmith.device.gluon.rows import LINE, MOST_PARTS, optimization_barrier, pack, unpack_fp32
+from tilesmith.device.gluon.shim import gl, gluon, reserve_smem
 from tilesmith.engine import cdiv
 
 _LINE, _HEAD = gl.constexpr(LINE), gl.constexpr(cluster_gluon.HEAD)
@@ -24,25 +24,25 @@ _LINE, _HEAD = gl.constexpr(LINE), gl.constexpr(cluster_gluon.HEAD)
 
 @gluon.jit
 def columns(part, chunk: gl.constexpr, CHUNKS: gl.constexpr):
-    """Of a chunk of a part: a line of LINE neighbours a warp."""
+    """The columns of a chunk of a part: one line of LINE neighbours per warp."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     return (part * CHUNKS + chunk) * WIDTH + gl.arange(0, WIDTH, LANES)
 
 
 @gluon.jit
-def part_of(row_ptr, part, cols, CHUNKS: gl.constexpr, EVEN: gl.constexpr):
-    """All chunks of a part of a row."""
-    return further((), row_ptr, part, cols, CHUNKS, CHUNKS, EVEN)
+def load_part(row_ptr, part, cols, CHUNKS: gl.constexpr, EVEN: gl.constexpr):
+    """Load all chunks of a part of a row."""
+    return load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, EVEN)
 
 
 @gluon.jit
-def further(
+def load_chunks(
     chunks, row_ptr, part, cols, NUMBER: gl.constexpr, CHUNKS: gl.constexpr, EVEN: gl.constexpr,
     BEYOND: gl.constexpr = 0,
 ):  # fmt: skip
-    """The first chunks of a part of a row and the next ones, until they are NUMBER, or all, for `values`; of 16 bits
-    two values a word, and the word BEYOND the last column. They are on their way from here, in this order."""
+    """Load further chunks of a part of a row until there are NUMBER of them, or all, as `chunk_fp32` takes them: 16-bit
+    values packed two per word, and the word BEYOND past the last column. The loads are issued here, in this order."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
     PER_WORD: gl.constexpr = 32 // row_ptr.dtype.element_ty.primitive_bitwidth
     WORDS: gl.constexpr = gl.BlockedLayout([8 // PER_WORD], [32], [gl.num_warps()], [0])
@@ -58,38 +58,38 @@ def further(
 
 
 @gluon.jit
-def values(words, dtype: gl.constexpr):
-    """A chunk in fp32, a line a warp."""
+def chunk_fp32(words, dtype: gl.constexpr):
+    """A chunk in fp32, one line per warp."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
-    return gl.reshape(widened(words, dtype, WIDTH), [gl.num_warps(), _LINE])
+    return gl.reshape(unpack_fp32(words, dtype, WIDTH), [gl.num_warps(), _LINE])
 
 
 @gluon.jit
-def values_again(words, dtype: gl.constexpr):
-    """`values` for a second use of words (`opaque`)."""
+def chunk_fp32_again(words, dtype: gl.constexpr):
+    """`chunk_fp32` for a second use of the same words (`optimization_barrier`)."""
     if dtype.primitive_bitwidth == 16:
-        words = opaque(words)
-    return values(words, dtype)
+        words = optimization_barrier(words)
+    return chunk_fp32(words, dtype)
 
 
 @gluon.jit
-def flat(lines):
-    """Lines of warps as they lie in `columns`."""
+def flatten_lines(lines):
+    """Lines of warps, in the layout of `columns`."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     return gl.convert_layout(gl.reshape(lines, [WIDTH]), LANES, assert_trivial=True)
 
 
 @gluon.jit
-def words_of(lines, dtype: gl.constexpr):
-    """fp32 lines, rounded, as `part_of` returns them."""
+def pack_lines(lines, dtype: gl.constexpr):
+    """fp32 lines, rounded to `dtype` and packed as `load_part` returns them."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
-    return packed(flat(lines).to(dtype), WIDTH)
+    return pack(flatten_lines(lines).to(dtype), WIDTH)
 
 
 @gluon.jit
 def warps_of_row(PARTS: gl.constexpr):
-    """The numbers of a row's warps, and others beyond them: in the layout of what `swap` returns."""
+    """The numbers of a row's warps, over all CTAs, and others beyond them: in the layout of what `exchange` returns."""
     MOST: gl.constexpr = 1 if PARTS == 1 else 2 if PARTS == 2 else 4 if PARTS <= 4 else 8 if PARTS <= 8 else 16
     EACH: gl.constexpr = max(1, MOST * gl.num_warps() // 32)
     return gl.arange(0, 32 * EACH, gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
@@ -97,7 +97,7 @@ def warps_of_row(PARTS: gl.constexpr):
 
 @gluon.jit
 def columns_of_warps(cols, PARTS: gl.constexpr, CHUNKS: gl.constexpr):
-    """How many columns each warp of a row has, fp32."""
+    """How many columns each warp of a row holds, fp32."""
     WARPS: gl.constexpr = gl.num_warps()
     warp = warps_of_row(PARTS)
     after_first = cols // _LINE - (warp // WARPS) * (CHUNKS * WARPS) - warp % WARPS
@@ -106,7 +106,7 @@ def columns_of_warps(cols, PARTS: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def own_warp():
+def warp_ids():
     """The number of each warp, int32 [warps]."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     return gl.arange(0, gl.num_warps(), gl.SliceLayout(1, LINES))
@@ -114,25 +114,25 @@ def own_warp():
 
 @gluon.jit
 def lines_after(part, cols, CHUNKS: gl.constexpr):
-    """How many lines of a row begin with a part's first line of each warp, int32 [warps, 1]; may be below 1."""
-    return cols // _LINE - part * (CHUNKS * gl.num_warps()) - gl.expand_dims(own_warp(), 1)
+    """How many lines of a row begin at or after each warp's first line of a part, int32 [warps, 1]; may be below 1."""
+    return cols // _LINE - part * (CHUNKS * gl.num_warps()) - gl.expand_dims(warp_ids(), 1)
 
 
 @gluon.jit
-def open_room(PARTS: gl.constexpr):
-    """The address of shared memory for two numbers of each warp of a row, behind room for a barrier, which completes
-    when they are there; one program needs none."""
+def open_exchange(PARTS: gl.constexpr):
+    """The address of shared memory for two numbers from each warp of a row, behind an mbarrier that completes when they
+    have arrived; a row of one CTA needs no mbarrier."""
     BYTES: gl.constexpr = 8 * PARTS * gl.num_warps()
     if PARTS > 1:
-        room = cluster_gluon.open_room(BYTES, 128)
+        room = cluster_gluon.open_dsmem(BYTES, 128)
     else:
-        room = reserve(_HEAD + BYTES, 128, "")
+        room = reserve_smem(_HEAD + BYTES, 128, "")
     return room
 
 
 @gluon.jit
-def swap(room, part, a, b, PARTS: gl.constexpr):
-    """Two numbers of each warp, fp32 [warps], told to all programs of the row: those of all of the row's warps, 0
+def exchange(room, part, a, b, PARTS: gl.constexpr):
+    """Send two numbers of each warp, fp32 [warps], to all CTAs of the row; returns those of all of the row's warps, 0
     beyond them, the same in every warp. Once in a kernel, by all of its warps."""
     WARPS: gl.constexpr = gl.num_warps()
     TELL: gl.constexpr = (
@@ -179,7 +179,7 @@ def swap(room, part, a, b, PARTS: gl.constexpr):
 
 
 class HeldConfig(NamedTuple):
-    """chunks: how often a thread has 8 neighbours of a part. max_registers: of a thread; 0 leaves it to the
+    """chunks: how many times 8 neighbours of a part a thread holds. max_registers: per thread; 0 leaves it to the
     compiler."""
 
     chunks: int
@@ -187,9 +187,10 @@ class HeldConfig(NamedTuple):
     max_registers: int
 
 
-def held(cols: int, size: int, chunks: int, num_warps: int, max_registers: int) -> HeldConfig:
-    """A configuration for rows of `cols` columns of `size` bytes: up to `chunks` of 16 bits, half of 32, but so many
-    that 8 programs hold a row (more find room in fewer multiprocessors), and no more than parts of one size need."""
+def held_config(cols: int, size: int, chunks: int, num_warps: int, max_registers: int) -> HeldConfig:
+    """A configuration for rows of `cols` columns of `size` bytes: up to `chunks` chunks of 16-bit values, half as many
+    of 32-bit ones. There are enough chunks that 8 CTAs hold a row, since larger clusters fit fewer multiprocessors, and
+    no more than equal parts need."""
     line = num_warps * LINE
     chunks = max(1, chunks * 2 // size, cdiv(cols, 8 * line))
     chunks = cdiv(cols, cdiv(cols, chunks * line) * line)
@@ -197,13 +198,13 @@ def held(cols: int, size: int, chunks: int, num_warps: int, max_registers: int) 
 
 
 def held_grid(x: Tensor, config: HeldConfig) -> tuple[int, int]:
-    """(programs, parts) for the rows of x [M, N]."""
+    """(CTAs, parts) for the rows of x [M, N]."""
     parts = cdiv(x.shape[1], config.chunks * config.num_warps * LINE)
     return x.shape[0] * parts, parts
 
 
 def held_fit(config: HeldConfig, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
-    """`config` with so many chunks that a cluster can hold a row."""
+    """`config` with enough chunks that a cluster can hold a row."""
     least = cdiv(dims["cols"], MOST_PARTS * config.num_warps * LINE)
     return config._replace(chunks=max(config.chunks, least))
 
@@ -212,14 +213,14 @@ HELD_CHOICES = {"chunks": (2, 4, 8), "num_warps": (4, 8, 16), "max_registers": (
 
 
 def held_flags(cols: int, parts: int, config: HeldConfig) -> dict[str, Any]:
-    """What a kernel for rows of `cols` columns in so many parts is compiled and launched with."""
+    """The constexpr and launch arguments of a kernel for rows of `cols` columns in `parts` parts."""
     even = cols == parts * config.chunks * config.num_warps * LINE
     flags = {"PARTS": parts, "CHUNKS": config.chunks, "EVEN": even, "num_warps": config.num_warps, "cluster": parts}
     return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags
 
 
 @gluon.jit
-def row_of(ptr, row, stride):
-    """Where a row begins; stride: of rows, in 16 bytes."""
+def row_pointer(ptr, row, stride):
+    """The address of a row; stride: between rows, in units of 16 bytes."""
     UNIT: gl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     return ptr + row.to(gl.int64) * stride * UNIT

@@ -1,7 +1,7 @@
 """The names of Gluon (Triton's explicit dialect) that change between Triton releases, under one roof.
 
 Kernels take these from here and everything else from `gl`. When a release renames one, only this file
-changes. They were run with Triton 3.6 and compile with 3.7, 3.8 and 3.9, which removed names that 3.6 has.
+has to change. The kernels were run with Triton 3.6 and compile with 3.7, 3.8 and 3.9, which removed names that 3.6 has.
 """
 
 import math
@@ -26,63 +26,64 @@ from triton.language.core import _aggregate as aggregate
 __all__ = [
     "TensorDescriptor",
     "aggregate",
-    "arrive",
-    "await_launcher",
-    "await_number",
-    "barrier_pair",
-    "barriers",
-    "bulk_add",
-    "bulk_finish",
-    "bulk_load",
-    "bulk_store",
-    "bulk_wait",
-    "expect",
-    "fence",
-    "fetch",
-    "follow",
+    "mbarrier_arrive",
+    "grid_dependency_wait",
+    "wait_acquire",
+    "mbarrier_pair",
+    "mbarriers",
+    "tma_add",
+    "tma_store_complete",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "mbarrier_expect",
+    "fence_async",
+    "tma_copy",
+    "acquire_or_wait",
     "gl",
     "gluon",
     "launch_dependents",
-    "load_row",
-    "meet",
-    "mma",
-    "mma_wait",
-    "powers",
-    "publish",
+    "cp_async_row",
+    "named_barrier",
+    "wgmma",
+    "wgmma_wait",
+    "exp2",
+    "store_release",
     "reinterpret",
-    "reserve",
-    "seen",
-    "thread_barrier",
-    "tile_in",
-    "tiles_of",
-    "wait",
-    "warp_mma",
+    "reserve_smem",
+    "acquired",
+    "syncthreads",
+    "smem_tile",
+    "smem_tiles",
+    "mbarrier_wait",
+    "mma_sync",
 ]
 
-mma = warpgroup_mma
-mma_wait = warpgroup_mma_wait
-warp_mma = mma_v2  # of single warps, operands in registers
-fence = fence_async_shared
-wait = mbarrier.wait
-arrive = mbarrier.arrive
-expect = mbarrier.expect
-fetch = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+wgmma = warpgroup_mma
+wgmma_wait = warpgroup_mma_wait
+mma_sync = mma_v2  # of single warps, operands in registers
+fence_async = fence_async_shared
+mbarrier_wait = mbarrier.wait
+mbarrier_arrive = mbarrier.arrive
+mbarrier_expect = mbarrier.expect
+tma_copy = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 _row_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
-bulk_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
-bulk_wait = tma.store_wait
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of all threads of a program
+tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+tma_store_wait = tma.store_wait
+syncthreads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of all threads of a program
 
 
 @builtin
-def bulk_add(desc, coord, src, _semantic=None):
-    """Add a tile in shared memory to the tensor behind `desc`; the public API of 3.6 has no name for it."""
+def tma_add(desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to the tensor behind `desc` (TMA reduction); the public API of 3.6 has no name for
+    it."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @gluon.jit
-def barriers(number: gl.constexpr, count: gl.constexpr):
-    """Barriers in shared memory that complete a phase at `count` arrivals."""
+def mbarriers(number: gl.constexpr, count: gl.constexpr):
+    """mbarriers in shared memory, each of which completes a phase at `count` arrivals."""
     found = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(found.index(i), count=count)
@@ -90,9 +91,9 @@ def barriers(number: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def barrier_pair(number: gl.constexpr, count: gl.constexpr):
-    """Two arrays of such barriers. Triton lets all threads meet between two that it makes in one array, so that one
-    after another in turn takes half the time."""
+def mbarrier_pair(number: gl.constexpr, count: gl.constexpr):
+    """Two arrays of mbarriers. Triton puts a CTA-wide barrier between two initialisations in one array; alternating
+    between two arrays takes half the time."""
     first = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     second = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
@@ -102,16 +103,16 @@ def barrier_pair(number: gl.constexpr, count: gl.constexpr):
 
 
 @builtin
-def tiles_of(number, desc, times=1, _semantic=None):
-    """Room in shared memory for `number` of the tiles that a descriptor moves, or of tiles with `times` its rows."""
+def smem_tiles(number, desc, times=1, _semantic=None):
+    """Shared memory for `number` tiles of a TMA descriptor, or for tiles of `times` as many rows."""
     *outer, rows, cols = desc.block_type.shape
     shape = [_unwrap(number), *outer, rows * _unwrap(times), cols]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout, _semantic=_semantic)
 
 
 @builtin
-def tile_in(room, desc, which=0, _semantic=None):
-    """One of the tiles that a descriptor moves, by its number, in room in shared memory."""
+def smem_tile(room, desc, which=0, _semantic=None):
+    """One tile of a TMA descriptor, selected by its index, within a piece of shared memory."""
     block = [_unwrap(n) for n in desc.block_type.shape]
     number = math.prod(_unwrap(n) for n in room.shape) // math.prod(block)
     tiles = reinterpret(room, desc.dtype, [number, *block], desc.layout, _semantic=_semantic)
@@ -119,24 +120,27 @@ def tile_in(room, desc, which=0, _semantic=None):
 
 
 @gluon.jit
-def bulk_load(desc, coord, barrier, tile):
-    """Start to load a tile; `barrier` gets one arrival, and the phase is over when the tile is there."""
+def tma_load(desc, coord, barrier, tile):
+    """Start a TMA load of a tile. `barrier` receives one arrival, and its phase completes when the tile is in shared
+    memory."""
     mbarrier.expect(barrier, desc.block_type.nbytes)
-    fetch(desc, coord, barrier, tile)
+    tma_copy(desc, coord, barrier, tile)
 
 
 @gluon.jit
-def load_row(pointers, barrier, row):
-    """Start to load a row of numbers, one a thread; `barrier` gets an arrival of each thread when its own is there."""
+def cp_async_row(pointers, barrier, row):
+    """Start a cp.async load of a row, one element per thread; `barrier` receives one arrival from each thread once its
+    element has arrived."""
     _row_load(row, pointers)
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
-def reserve(BYTES: gl.constexpr, LINE: gl.constexpr, BEGIN: gl.constexpr):
-    """The address of BYTES of shared memory, for what Gluon has no name for: memory that other programs of the cluster
-    write to, or bulk copies of any size. They lie before what Gluon allocates and fill lines of LINE bytes, where that
-    wants to begin. BEGIN: PTX that all threads run first, where $0 is the address. Once in a kernel."""
+def reserve_smem(BYTES: gl.constexpr, LINE: gl.constexpr, BEGIN: gl.constexpr):
+    """The address of BYTES of shared memory for what Gluon cannot express: memory that other CTAs of the cluster write
+    to (DSMEM), or bulk copies of any size. It lies before Gluon's own allocations and fills whole lines of LINE bytes,
+    where those want to begin. BEGIN: PTX that all threads run first, in which $0 is the address. At most once in a
+    kernel."""
     FILLED: gl.constexpr = (BYTES + LINE - 1) // LINE * LINE
     return gl.inline_asm_elementwise(
         f""".shared .align {LINE} .b8 tilesmith_reserved[{FILLED}];
@@ -148,7 +152,7 @@ def reserve(BYTES: gl.constexpr, LINE: gl.constexpr, BEGIN: gl.constexpr):
 
 @builtin
 def reinterpret(tile, dtype, shape, layout, _semantic=None):
-    """The same shared memory, seen as another type and shape."""
+    """The same shared memory, seen as another dtype, shape and layout."""
     see_as = getattr(tile, "reinterpret", None) or tile._reinterpret
     return see_as(dtype, shape, layout, _semantic=_semantic)
 
@@ -159,18 +163,20 @@ def _barrier(what, threads):
 
 
 @gluon.jit
-def meet(WHAT: gl.constexpr, number, THREADS: gl.constexpr = 256):
-    """A named barrier of two consumers, or of so many threads; Triton itself uses numbers up to 1 + partitions. WHAT:
-    "sync" waits for the others, "arrive" only tells them. Unlike `arrive`, which Triton puts between two barriers of
-    its partition, it keeps nobody waiting. Not `bar.` in PTX, which is for an instruction that all threads of a block
-    execute, whereas each consumer has its own; ptxas makes the same barrier of both, but synccheck objects."""
+def named_barrier(WHAT: gl.constexpr, number, THREADS: gl.constexpr = 256):
+    """A named barrier (bar.sync / bar.arrive) of two consumer warpgroups, or of THREADS threads. Triton itself uses the
+    numbers up to 1 + partitions. WHAT: "sync" waits for the others, "arrive" only signals. Unlike `mbarrier_arrive`,
+    which Triton places between two barriers of its partition, this does not stop other warps. The PTX is `barrier.`,
+    not `bar.`: the latter is for instructions that all threads of a CTA execute, and synccheck objects though ptxas
+    generates the same code for both."""
     ASM: gl.constexpr = _barrier(WHAT, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def launch_dependents():
-    """The next kernel of the stream, if it was launched to wait for this one on the device, may start."""
+    """Programmatic dependent launch: let the next kernel of the stream start, if it was launched to wait for this one
+    on the device."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, $1;",
         "=r,r",
@@ -182,25 +188,28 @@ def launch_dependents():
 
 
 @gluon.jit
-def await_launcher():
-    """Wait until the kernel before this one in the stream, which let it start early, is over."""
+def grid_dependency_wait():
+    """Programmatic dependent launch: wait until the kernel before this one in the stream has ended
+    (griddepcontrol.wait)."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def bulk_finish():
-    """Wait until all that this thread has stored or added in bulk is in memory (`bulk_wait`: is read)."""
+def tma_store_complete():
+    """Wait until all TMA stores and reductions of this thread are visible in global memory; `tma_store_wait` only waits
+    until their source has been read."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def await_number(pointer, number):
-    """Wait until memory holds `number`, and so what was done before it was published. The vote keeps warps together:
-    without it ptxas takes uniform registers from the whole kernel, which then spills 600 bytes."""
+def wait_acquire(pointer, number):
+    """Spin until global memory holds `number`, with acquire semantics: what was done before `store_release` is then
+    visible. The vote keeps a warp together; without it ptxas takes uniform registers from the whole kernel, which then
+    spills 600 bytes."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -218,8 +227,9 @@ def await_number(pointer, number):
 
 
 @gluon.jit
-def publish(pointer, number):
-    """Write a number for other programs, after all that this warp, the only one of its partition, has done."""
+def store_release(pointer, number):
+    """Store a number for other CTAs with release semantics, after all that this warp, the only one of its partition,
+    has done."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; fence.proxy.async.global; st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
         "=r,l,r", [pointer.to(gl.int64), gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,
@@ -227,8 +237,8 @@ def publish(pointer, number):
 
 
 @gluon.jit
-def seen(pointer, number):
-    """Whether memory holds `number`, and so what was done before it was published (`await_number`)."""
+def acquired(pointer, number):
+    """Whether global memory holds `number`, with acquire semantics as in `wait_acquire`, without waiting."""
     found = gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -245,9 +255,9 @@ def seen(pointer, number):
 
 
 @gluon.jit
-def follow(pointer, number):
-    """Wait until the first to come has published `number`: True; or be the first, where memory held 0 and now holds 1:
-    False."""
+def acquire_or_wait(pointer, number):
+    """The first CTA to come takes the lock, where memory held 0 and now holds 1, and gets False. Every other waits
+    until the first has stored `number`, and gets True."""
     follows = gl.inline_asm_elementwise(
         """{
         .reg .pred p, mine;
@@ -273,9 +283,9 @@ def follow(pointer, number):
     return follows == 1
 
 
-def _power(out: int, by_hand: bool) -> str:
+def _exp2_ptx(out: int, emulated: bool) -> str:
     x = out + 4
-    if not by_hand:
+    if not emulated:
         return f"ex2.approx.ftz.f32 ${out}, ${x};"
     return f"""
         max.f32 x, ${x}, 0fC2FC0000;
@@ -292,14 +302,14 @@ def _power(out: int, by_hand: bool) -> str:
         mov.b32 ${out}, a;"""
 
 
-_POWERS = gl.constexpr(
-    "{ .reg .f32 x, y, n; .reg .b32 a, b;" + " ".join(_power(i, by_hand=i == 1) for i in range(4)) + "}"
+_EXP2 = gl.constexpr(
+    "{ .reg .f32 x, y, n; .reg .b32 a, b;" + " ".join(_exp2_ptx(i, emulated=i == 1) for i in range(4)) + "}"
 )
 
 
 @gluon.jit
-def powers(x):
-    """2 to the power of x in fp32, below -126 of -126. One in four by products and sums, as the unit for powers makes
-    16 a cycle: 2^n (the bits of the exponent) times a polynomial of degree 3 between -1/2 and 1/2, relative error
-    7.5e-5."""
-    return gl.inline_asm_elementwise(_POWERS, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
+def exp2(x):
+    """2^x in fp32; below -126 that of -126. The special function unit (MUFU) does 16 a cycle, so one exponential in
+    four is emulated: 2^n, as bits of the exponent, times a polynomial of degree 3 on [-1/2, 1/2], with a relative error
+    of 7.5e-5."""
+    return gl.inline_asm_elementwise(_EXP2, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)

@@ -355,7 +355,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 
 def _dropout(seed: Tensor, p: Tensor, dropout_p: float) -> Tensor:
     """The factor of each probability: 0 or 1 / (1 - dropout_p)."""
-    return philox.drop(torch.ones_like(p), seed, dropout_p)
+    return philox.dropout(torch.ones_like(p), seed, dropout_p)
 
 
 def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -61,7 +61,7 @@ def bias_dropout_residual_vjp(
 def _dropped(x: Tensor, bias: Tensor | None, seed: Tensor | None, p: float) -> Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(acc) if bias is None else x.to(acc) + bias.to(acc)
-    return wide if p == 0.0 else philox.drop(wide, seed, p)
+    return wide if p == 0.0 else philox.dropout(wide, seed, p)
 
 
 def _dropped_vjp(

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.device.counters import counter
+from tilesmith.device.counters import work_counter
 from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import cdiv, launch, next_power_of_2
 from tilesmith.ops.loss.reduction import reduce_losses
@@ -124,7 +124,8 @@ def reduce_tokens(
     programs = max(1, cdiv(count, span))
     launch(
         _sum_kernel, (programs,), losses, lse, target, weight,
-        target.new_empty(programs * 4, dtype=torch.float32), counter(target.device), loss, divisors if mean else None,
+        target.new_empty(programs * 4, dtype=torch.float32), work_counter(target.device), loss,
+        divisors if mean else None,
         count, span, cols, terms.ignore_index, terms.z_loss,
         MEAN=mean, Z=terms.z_loss != 0, BLOCK=SUM_BLOCK, PROGRAMS=next_power_of_2(programs), num_warps=4,
         **chained(target.device),

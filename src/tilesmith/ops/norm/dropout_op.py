@@ -10,7 +10,7 @@ from tilesmith.ops.norm import dropout_reference, op
 from tilesmith.ops.norm.arguments import dropout_add_norm_arguments
 
 KERNELS = {"triton": "tilesmith.ops.norm.triton.dropout", "hopper": "tilesmith.ops.norm.hopper.dropout"}
-FORWARD = {**KERNELS, "hopper_staying": "tilesmith.ops.norm.hopper.persistent"}
+FORWARD = {**KERNELS, "hopper_persistent": "tilesmith.ops.norm.hopper.persistent"}
 KINDS = ("layer", "rms")
 
 

@@ -39,7 +39,7 @@ def dropout_add_norm(
     """
     dropped = x.to(torch.promote_types(residual.dtype, torch.float32))
     if p > 0.0:
-        dropped = philox.drop(dropped, seed, p)
+        dropped = philox.dropout(dropped, seed, p)
     s = (dropped + residual).to(residual.dtype).contiguous()
     if kind == "rms":
         y, rstd = reference._rms(s, x.dtype, weight, eps, 0.0, "fp32")
@@ -74,7 +74,7 @@ def dropout_add_norm_vjp(
         both, dweight, dbias = reference._layer_vjp(dy, ds, s, weight, bias, mean, rstd, inner)
     dx, dresidual = s.new_empty(0), s.new_empty(0)
     if wants_dx:
-        dx = philox.drop(both, seed, p) if p > 0.0 else both.clone()
+        dx = philox.dropout(both, seed, p) if p > 0.0 else both.clone()
         dx = dx.to(s.dtype if dy is None else dy.dtype).contiguous()
     if wants_dresidual:
         dresidual = both.to(s.dtype).contiguous()

@@ -22,7 +22,7 @@ from tilesmith.ops.norm.arguments import (
 
 TRITON = {"triton": "tilesmith.ops.norm.triton.norm", "hopper": "tilesmith.ops.norm.hopper.norm"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable.norm"}
-FORWARD = {**EVERYWHERE, "hopper_staying": "tilesmith.ops.norm.hopper.persistent"}
+FORWARD = {**EVERYWHERE, "hopper_persistent": "tilesmith.ops.norm.hopper.persistent"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CASTINGS = ("fp32", "llama")
 

@@ -60,7 +60,7 @@ def softmax_dropout(
     total = weights.sum(-1, keepdim=True)
     out = _hidden_zero(weights / total, visible)
     if p > 0.0:
-        out = philox.drop(out, seed, p)
+        out = philox.dropout(out, seed, p)
     return out.to(x.dtype).contiguous(), top.squeeze(-1).contiguous(), total.squeeze(-1).contiguous()
 
 
@@ -73,7 +73,7 @@ def softmax_dropout_vjp(
     y = _hidden_zero(weights / total.unsqueeze(-1), visible)
     dy = _hidden_zero(_wide(dout), visible)
     if p > 0.0:
-        dy = philox.drop(dy, seed, p)
+        dy = philox.dropout(dy, seed, p)
     return _pull(dy, y, scale, visible).to(x.dtype).contiguous()
 
 

@@ -16,33 +16,33 @@ The kernels of one backward are launched so that each may start while the one be
 """
 
 from tilesmith.device.gluon.shim import (
+    acquire_or_wait,
+    acquired,
     aggregate,
-    arrive,
-    await_launcher,
-    await_number,
-    barriers,
-    bulk_add,
-    bulk_finish,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    fence,
-    follow,
+    cp_async_row,
+    exp2,
+    fence_async,
     gl,
     gluon,
+    grid_dependency_wait,
     launch_dependents,
-    load_row,
-    meet,
-    mma,
-    mma_wait,
-    powers,
-    publish,
+    mbarrier_arrive,
+    mbarrier_wait,
+    mbarriers,
+    named_barrier,
     reinterpret,
-    seen,
-    thread_barrier,
-    tile_in,
-    tiles_of,
-    wait,
+    smem_tile,
+    smem_tiles,
+    store_release,
+    syncthreads,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_store_complete,
+    tma_store_wait,
+    wait_acquire,
+    wgmma,
+    wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.backward_block import (
     HALVES,
@@ -296,12 +296,12 @@ def announce(ticket, turn, walk, start, k_place, kv_head, first, blocks, rises):
 def load_pair(k_desc, v_desc, there, k, v, full, turn, LATE: gl.constexpr):
     """A tile's keys and values, which are given back one by one, or LATE together."""
     if turn > 0:
-        meet("sync", KEYS_READ, 288)
-    bulk_load(k_desc, there, full.index(0), k)
+        named_barrier("sync", KEYS_READ, 288)
+    tma_load(k_desc, there, full.index(0), k)
     if not LATE:
         if turn > 0:
-            meet("sync", VALUES_READ, 288)
-    bulk_load(v_desc, there, full.index(1), v)
+            named_barrier("sync", VALUES_READ, 288)
+    tma_load(v_desc, there, full.index(1), v)
 
 
 @gluon.jit
@@ -314,7 +314,7 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
     one's that meets the block, + 1; RING: how many keys the tiles have that are to come, + 1). A box has a warp of its
     own: a block's turn, its addition and the word to the next tile take about as long as the products of a block, and
     nobody waits for them as long as two."""
-    await_launcher()
+    grid_dependency_wait()
     ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -356,28 +356,28 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                     here = turns_ptr + place + block
                     if ORDERED:
                         if follows:
-                            await_number(here, left + 129)
+                            wait_acquire(here, left + 129)
                     else:
-                        follows = seen(here, STORED)
-                    meet("sync", PARKED + BOX, 288)
+                        follows = acquired(here, STORED)
+                    named_barrier("sync", PARKED + BOX, 288)
                     if not ORDERED:
                         if not follows:  # asked only now: who is the first must not keep others waiting
-                            follows = follow(here, STORED)
+                            follows = acquire_or_wait(here, STORED)
                     for c in gl.static_range(2):
                         parked = reinterpret(parking.index(BOX * 2 + c), gl.float32, [ROWS, 256], dq_desc.layout)
                         there = [(place + block) * (2 * ROWS) + c * ROWS, 0]
                         if follows:
-                            bulk_add(dq_desc, there, parked)
+                            tma_add(dq_desc, there, parked)
                         else:
-                            bulk_store(dq_desc, there, parked)
-                    bulk_wait(0)
-                    arrive(dq_empty.index(BOX))
+                            tma_store(dq_desc, there, parked)
+                    tma_store_wait(0)
+                    mbarrier_arrive(dq_empty.index(BOX))
                     if ORDERED:
-                        bulk_finish()
-                        publish(here, left + 1)
+                        tma_store_complete()
+                        store_release(here, left + 1)
                     elif not follows:
-                        bulk_finish()
-                        publish(here, STORED)
+                        tma_store_complete()
+                        store_release(here, STORED)
                 count += 1
             place += q_blocks
         turn += 1
@@ -412,7 +412,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     second = gl.to_tensor(0)
     if SHARED:
         numbers = undivided + shares
-    await_launcher()
+    grid_dependency_wait()
     launch_dependents()  # not before: the kernel behind reads what the one before has set to 0
     if whole.ORDERED and whole.DYNAMIC:
         number = _draw(counter, numbers, True)
@@ -481,11 +481,11 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 s = count % walk.STAGES
                 row = place + block + member * whole.q_blocks
                 if count >= walk.STAGES:
-                    meet("sync", READ + s, 288)
-                bulk_load(q_desc, there, q_full.index(s), q.index(s))
-                load_row(lse_ptr + row * BQ + lane, q_full.index(s), lse.index(s))
-                bulk_load(dout_desc, there, dout_full.index(s), dout.index(s))
-                load_row(delta_ptr + row * BQ + lane, dout_full.index(s), delta.index(s))
+                    named_barrier("sync", READ + s, 288)
+                tma_load(q_desc, there, q_full.index(s), q.index(s))
+                cp_async_row(lse_ptr + row * BQ + lane, q_full.index(s), lse.index(s))
+                tma_load(dout_desc, there, dout_full.index(s), dout.index(s))
+                cp_async_row(delta_ptr + row * BQ + lane, dout_full.index(s), delta.index(s))
                 if walk.LIST_Q == 0 and count == before_tile:
                     load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE)
                 if walk.DYNAMIC:
@@ -529,25 +529,25 @@ def _write(C: gl.constexpr, ticket, turn, count, dk, dv, dk_desc, dv_desc, parki
     kv_head = ticket.read(turn, KV_HEAD)
     start = ticket.read(turn, START) + C * 64
     ticket.give_back(turn)
-    bulk_wait(0)
+    tma_store_wait(0)
     if THROUGH_DS:
-        parked_dk = tile_in(ds, dk_desc, (count & 1) * 4 + C * 2)
-        parked_dv = tile_in(ds, dv_desc, (count & 1) * 4 + C * 2 + 1)
+        parked_dk = smem_tile(ds, dk_desc, (count & 1) * 4 + C * 2)
+        parked_dv = smem_tile(ds, dv_desc, (count & 1) * 4 + C * 2 + 1)
     else:
-        wait(dq_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
-        parked_dk = tile_in(parking.index((count & 1) * 2 + C), dk_desc)
+        mbarrier_wait(dq_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
+        parked_dk = smem_tile(parking.index((count & 1) * 2 + C), dk_desc)
     parked_dk.reshape([64, D]).store(dk.to(dtype))
-    fence()
-    bulk_store(dk_desc, at(place, kv_head, start, PACKED), parked_dk)
+    fence_async()
+    tma_store(dk_desc, at(place, kv_head, start, PACKED), parked_dk)
     if not THROUGH_DS:
         other = count + 1
-        wait(dq_empty.index(other & 1), ((other >> 1) & 1) ^ 1)
-        parked_dv = tile_in(parking.index((other & 1) * 2 + C), dv_desc)
+        mbarrier_wait(dq_empty.index(other & 1), ((other >> 1) & 1) ^ 1)
+        parked_dv = smem_tile(parking.index((other & 1) * 2 + C), dv_desc)
     parked_dv.reshape([64, D]).store(dv.to(dtype))
-    fence()
-    bulk_store(dv_desc, at(place, kv_head, start, PACKED), parked_dv)
+    fence_async()
+    tma_store(dv_desc, at(place, kv_head, start, PACKED), parked_dv)
     if THROUGH_DS:
-        thread_barrier()  # of the consumer; else Triton puts one before each block's ds
+        syncthreads()  # of the consumer; else Triton puts one before each block's ds
 
 
 @gluon.jit
@@ -591,18 +591,18 @@ def _block(
         k_cols = k_cols.slice(C * COLS, COLS, dim=1)
     q_tile = q.index(s).reshape([BQ, D])
     dout_tile = dout.index(s).reshape([BQ, D])
-    wait(q_full.index(s), phase)
-    s_made = mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    wait(dout_full.index(s), phase)
-    dp_made = mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier_wait(q_full.index(s), phase)
+    s_made = wgmma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier_wait(dout_full.index(s), phase)
+    dp_made = wgmma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     row_lse = row_of(lse.index(s), BQ)
     if drop is not None:
         bits = kept_queries(drop, BQ)
-    score = mma_wait(1, deps=[s_made])
+    score = wgmma_wait(1, deps=[s_made])
     if SOFTCAP:
         score = bend(score * inner)
     p = score * outer - row_lse[None, :]
-    p = powers(p) if BQ == 128 else gl.exp2(p)
+    p = exp2(p) if BQ == 128 else gl.exp2(p)
     if MASKED:
         p = hide(p, edge, window, limit, LEFT, RIGHT, TAIL)
     dropped = p
@@ -612,11 +612,11 @@ def _block(
     # of 128 queries the registers have no room for these numbers before (spills; 4k causal 474 and 506 TFLOP/s)
     if BQ == 64:
         row_delta = row_of(delta.index(s), BQ)
-    dp = mma_wait(0, deps=[dp_made])
+    dp = wgmma_wait(0, deps=[dp_made])
     if BQ == 128:
         row_delta = row_of(delta.index(s), BQ)
     if last:
-        meet("arrive", VALUES_READ, 288)
+        named_barrier("arrive", VALUES_READ, 288)
     if drop is not None:
         d_score = dropped * dp - p * row_delta[None, :]
     else:
@@ -626,30 +626,30 @@ def _block(
     d_score = d_score.to(dtype)
     if THROUGH_DS:
         if first:  # dk and dv of the tile before, which are written from there
-            bulk_wait(0)
+            tma_store_wait(0)
     ds_tile = ds.index(count & 1)
     ds_operand = gl.convert_layout(d_score, P)
     # keys side by side: stored the other way round, it spills 60 bytes at head dim 64
     ds_tile.slice(C * 64, 64, dim=1).permute((1, 0)).store(d_score)
     if BQ == 128:
         ds_tile = ds_tile.slice(C * 64, 64, dim=0)
-    dv_made = mma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
-    fence()
+    dv_made = wgmma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
+    fence_async()
     if first:
         if not THROUGH_DS:  # these are written from where dq will be left
-            bulk_wait(0)
+            tma_store_wait(0)
     else:
-        meet("arrive", PARKED + (1 - (count & 1)), 288)
-    meet("sync", HALVES)
-    dq_made = mma(ds_tile, k_cols, zero_dq, use_acc=False, is_async=True)
-    dv, p_operand = mma_wait(1, deps=[dv_made, p_operand])
-    dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
-    dq = mma_wait(1, deps=[dq_made])
+        named_barrier("arrive", PARKED + (1 - (count & 1)), 288)
+    named_barrier("sync", HALVES)
+    dq_made = wgmma(ds_tile, k_cols, zero_dq, use_acc=False, is_async=True)
+    dv, p_operand = wgmma_wait(1, deps=[dv_made, p_operand])
+    dk_made = wgmma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
+    dq = wgmma_wait(1, deps=[dq_made])
     if last:
-        meet("arrive", KEYS_READ, 288)
+        named_barrier("arrive", KEYS_READ, 288)
     park(C, dq, dq_desc, parking, dq_empty, count)
-    dk, ds_operand = mma_wait(0, deps=[dk_made, ds_operand])
-    meet("arrive", READ + s, 288)
+    dk, ds_operand = wgmma_wait(0, deps=[dk_made, ds_operand])
+    named_barrier("arrive", READ + s, 288)
     return dk, dv
 
 
@@ -696,8 +696,8 @@ def _consume(
             if TAIL:
                 border = gl.where(limit < 64, blocks if ORDERED else 0, border)
             border = gl.minimum(border, blocks)
-        wait(kv_full.index(0), turn & 1)
-        wait(kv_full.index(1), turn & 1)
+        mbarrier_wait(kv_full.index(0), turn & 1)
+        mbarrier_wait(kv_full.index(1), turn & 1)
         step = BQ if ORDERED else -BQ
         if ALTERNATES:
             step = gl.where(ticket.read(turn, TURN) > 0, BQ, -BQ)
@@ -739,13 +739,13 @@ def _consume(
         if LATE:
             if count != begin:
                 last_dq(C, count - 1, ds, k, dq_desc, parking, dq_empty, BQ, D)
-            meet("arrive", KEYS_READ, 288)
+            named_barrier("arrive", KEYS_READ, 288)
         elif blocks == 0:
-            meet("arrive", KEYS_READ, 288)
-            meet("arrive", VALUES_READ, 288)
+            named_barrier("arrive", KEYS_READ, 288)
+            named_barrier("arrive", VALUES_READ, 288)
         if count != begin:
-            fence()
-            meet("arrive", PARKED + (1 - (count & 1)), 288)
+            fence_async()
+            named_barrier("arrive", PARKED + (1 - (count & 1)), 288)
         if dropout is not None:
             dv *= drop.scale
         slot = gl.to_tensor(-1)
@@ -758,7 +758,7 @@ def _consume(
                    _through_ds(BQ, D, LEFT, RIGHT))  # fmt: skip
         turn += 1
         ticket.take(turn)
-    bulk_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit(
@@ -801,20 +801,20 @@ def attention_dkv_kernel(
         GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, ALTERNATES, WOVEN, BQ, 128, D, STAGES, LIST_Q,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = tiles_of(STAGES, q_desc)
-    dout = tiles_of(STAGES, q_desc)
-    k = tiles_of(1, k_desc)
-    v = tiles_of(1, k_desc)
+    q = smem_tiles(STAGES, q_desc)
+    dout = smem_tiles(STAGES, q_desc)
+    k = smem_tiles(1, k_desc)
+    v = smem_tiles(1, k_desc)
     ds = gl.allocate_shared_memory(dtype, [2, BQ, 128], gl.NVMMASharedLayout(128, 16, 2))
-    parking = tiles_of(4, dk_desc, BQ // 64)
+    parking = smem_tiles(4, dk_desc, BQ // 64)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     ticket = tickets(4, 10)
-    kv_full = barriers(2, 1)
-    q_full = barriers(STAGES, 33)  # the tile, and 32 threads for the row of numbers
-    dout_full = barriers(STAGES, 33)
-    dq_empty = barriers(2, 1)
-    fence()
+    kv_full = mbarriers(2, 1)
+    q_full = mbarriers(STAGES, 33)  # the tile, and 32 threads for the row of numbers
+    dout_full = mbarriers(STAGES, 33)
+    dq_empty = mbarriers(2, 1)
+    fence_async()
     parts = (ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty)
     window = left + right if RIGHT else left
     sizes = tokens, keys, kv_heads, right

@@ -3,7 +3,17 @@ late, beside the scores of the block behind it; and what all blocks have in comm
 for dq, the barriers.
 """
 
-from tilesmith.device.gluon.shim import bulk_wait, fence, gl, gluon, meet, mma, mma_wait, reinterpret, wait
+from tilesmith.device.gluon.shim import (
+    fence_async,
+    gl,
+    gluon,
+    mbarrier_wait,
+    named_barrier,
+    reinterpret,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
+)
 from tilesmith.ops.attn.hopper.forward import before, holds
 
 # named barriers: a tile's keys and its values are read; both halves of ds are there; a tile of queries is read, by its
@@ -59,7 +69,7 @@ def park(C: gl.constexpr, dq, dq_desc, parking, dq_empty, job):
     """Leave a block's dq to the warp that adds it, in the order of the registers: a thread stores 16 bytes at once. It
     is told behind the fence of the next block's ds, or the tile's last one."""
     box = job & 1
-    wait(dq_empty.index(box), ((job >> 1) & 1) ^ 1)
+    mbarrier_wait(dq_empty.index(box), ((job >> 1) & 1) ^ 1)
     ROWS: gl.constexpr = dq.shape[1] // 4
     x = gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2])
     x = gl.permute(x, (3, 0, 2, 4, 1, 5))
@@ -72,14 +82,14 @@ def _start_dq(C: gl.constexpr, count, ds, k, BQ: gl.constexpr, D: gl.constexpr):
     """Ask for a consumer's half of the columns of a block's dq."""
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
     k_cols = k.index(count >> 30).reshape([128, D]).slice(C * (D // 2), D // 2, dim=1)  # 0, as in `late_block`
-    return mma(ds.index(count & 1), k_cols, gl.zeros([BQ, D // 2], gl.float32, DQ), use_acc=False, is_async=True)
+    return wgmma(ds.index(count & 1), k_cols, gl.zeros([BQ, D // 2], gl.float32, DQ), use_acc=False, is_async=True)
 
 
 @gluon.jit
 def last_dq(C: gl.constexpr, count, ds, k, dq_desc, parking, dq_empty, BQ: gl.constexpr, D: gl.constexpr):
     """dq of a tile's last block."""
-    meet("sync", HALF + (count & 1) * 4 + 1 - C)
-    dq = mma_wait(0, deps=[_start_dq(C, count, ds, k, BQ, D)])
+    named_barrier("sync", HALF + (count & 1) * 4 + 1 - C)
+    dq = wgmma_wait(0, deps=[_start_dq(C, count, ds, k, BQ, D)])
     park(C, dq, dq_desc, parking, dq_empty, count)
 
 
@@ -110,35 +120,35 @@ def late_block(
     q_tile = q.index(s).reshape([BQ, D])
     dout_tile = dout.index(s).reshape([BQ, D])
     previous = count - 1
-    wait(q_full.index(s), phase)
-    s_made = mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier_wait(q_full.index(s), phase)
+    s_made = wgmma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not first:
-        meet("sync", HALF + (previous & 1) * 4 + 1 - C)
+        named_barrier("sync", HALF + (previous & 1) * 4 + 1 - C)
     dq_made = _start_dq(C, previous, ds, k, BQ, D)
     row_lse = row_of(lse.index(s), BQ)
-    score, dq = mma_wait(0, deps=[s_made, dq_made])
+    score, dq = wgmma_wait(0, deps=[s_made, dq_made])
     if not first:
         park(C, dq, dq_desc, parking, dq_empty, previous)
-    wait(dout_full.index(s), phase)
-    dp_made = mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier_wait(dout_full.index(s), phase)
+    dp_made = wgmma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     p = gl.exp2(score * outer - row_lse[None, :])
     if LEFT or RIGHT or TAIL:
         p = hide(p, edge, window, limit, LEFT, RIGHT, TAIL)
     p_operand = gl.convert_layout(p.to(dtype), P)
-    dv_made = mma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
+    dv_made = wgmma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
     row_delta = row_of(delta.index(s), BQ)
-    dp = mma_wait(1, deps=[dp_made])
+    dp = wgmma_wait(1, deps=[dp_made])
     d_score = (p * (dp - row_delta[None, :])).to(dtype)
     ds_operand = gl.convert_layout(d_score, P)
     ds.index(count & 1).slice(C * 64, 64, dim=1).permute((1, 0)).store(d_score)
-    dv, p_operand = mma_wait(0, deps=[dv_made, p_operand])
-    dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
-    fence()
-    meet("arrive", HALF + (count & 1) * 4 + C)
+    dv, p_operand = wgmma_wait(0, deps=[dv_made, p_operand])
+    dk_made = wgmma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
+    fence_async()
+    named_barrier("arrive", HALF + (count & 1) * 4 + C)
     if first:  # dk and dv of the tile before, which are written from where dq will be left
-        bulk_wait(0)
+        tma_store_wait(0)
     else:
-        meet("arrive", PARKED + (previous & 1), 288)
-    dk, ds_operand = mma_wait(0, deps=[dk_made, ds_operand])
-    meet("arrive", READ + s, 288)
+        named_barrier("arrive", PARKED + (previous & 1), 288)
+    dk, ds_operand = wgmma_wait(0, deps=[dk_made, ds_operand])
+    named_barrier("arrive", READ + s, 288)
     return dk, dv

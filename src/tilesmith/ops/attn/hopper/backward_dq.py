@@ -6,18 +6,18 @@ of log 2.
 """
 
 from tilesmith.device.gluon.shim import (
-    arrive,
-    barriers,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    fence,
+    fence_async,
     gl,
     gluon,
-    mma,
-    mma_wait,
-    tiles_of,
-    wait,
+    mbarrier_arrive,
+    mbarrier_wait,
+    mbarriers,
+    smem_tiles,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.forward import LN2, Walk, before, bend, holds, tickets
 from tilesmith.ops.attn.hopper.tile_offset import corner
@@ -38,16 +38,16 @@ def _produce(parts, q_desc, k_desc, v_desc, dout_desc, counter, table):
         for j in range(blocks):
             first = begin + (blocks - 1 - j) * 64
             kv_corner = corner(k_place, kv_head, first, keys, walk.PACKED)
-            wait(k_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
-            bulk_load(k_desc, kv_corner, k_full.index(count & 1), k.index(count & 1))
+            mbarrier_wait(k_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
+            tma_load(k_desc, kv_corner, k_full.index(count & 1), k.index(count & 1))
             if j == 0:
                 for c in gl.static_range(2):
                     q_corner = corner(q_place, head, start + c * 64, tokens, walk.PACKED)
-                    wait(q_empty.index(c), (turn & 1) ^ 1)
-                    bulk_load(q_desc, q_corner, q_full.index(c), q.index(c))
-                    bulk_load(dout_desc, q_corner, q_full.index(2 + c), dout.index(c))
-            wait(v_empty.index(0), (count & 1) ^ 1)
-            bulk_load(v_desc, kv_corner, v_full.index(0), v.index(0))
+                    mbarrier_wait(q_empty.index(c), (turn & 1) ^ 1)
+                    tma_load(q_desc, q_corner, q_full.index(c), q.index(c))
+                    tma_load(dout_desc, q_corner, q_full.index(2 + c), dout.index(c))
+            mbarrier_wait(v_empty.index(0), (count & 1) ^ 1)
+            tma_load(v_desc, kv_corner, v_full.index(0), v.index(0))
             count += 1
         number = tickets.draw(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
@@ -85,8 +85,8 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
         # the block whose keys all of these queries see: from `whole_begin` on, up to `whole_end`
         whole_end = walk.end(start)
         whole_begin = walk.begin(gl.minimum(start + 63, tokens - 1))
-        wait(q_full.index(C), turn & 1)
-        wait(q_full.index(2 + C), turn & 1)
+        mbarrier_wait(q_full.index(C), turn & 1)
+        mbarrier_wait(q_full.index(2 + C), turn & 1)
         for j in range(blocks):
             first = begin + (blocks - 1 - j) * 64
             s = count & 1
@@ -96,18 +96,18 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
             dout_tile = dout.index(C + none).reshape([64, D])
             v_tile = v.index(none).reshape([64, D])
             k_tile = k.index(s).reshape([64, D])
-            wait(k_full.index(s), (count >> 1) & 1)
-            s_made = mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-            wait(v_full.index(0), count & 1)
-            dp_made = mma(dout_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-            score = mma_wait(1, deps=[s_made])
+            mbarrier_wait(k_full.index(s), (count >> 1) & 1)
+            s_made = wgmma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            mbarrier_wait(v_full.index(0), count & 1)
+            dp_made = wgmma(dout_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            score = wgmma_wait(1, deps=[s_made])
             if SOFTCAP:
                 score = bend(score * inner)
             p = gl.exp2(score * outer - row_lse[:, None])
             if SOFTCAP:
                 p = p * (1.0 - score * score)
-            dp = mma_wait(0, deps=[dp_made])
-            arrive(v_empty.index(0))
+            dp = wgmma_wait(0, deps=[dp_made])
+            mbarrier_arrive(v_empty.index(0))
             d_score = p * (dp - row_delta[:, None])
             crossed = first + 64 > whole_end
             if walk.LEFT:
@@ -123,15 +123,15 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
                     word = word & ~before((walk.begin(queries) - first)[:, None], cols)
                 d_score = gl.where(holds(word, cols), d_score, 0.0)
             ds_operand = gl.convert_layout(d_score.to(dtype), P)
-            dq_made = mma(ds_operand, k_tile, dq, use_acc=True, is_async=True)
-            dq, ds_operand = mma_wait(0, deps=[dq_made, ds_operand])
-            arrive(k_empty.index(s))
+            dq_made = wgmma(ds_operand, k_tile, dq, use_acc=True, is_async=True)
+            dq, ds_operand = wgmma_wait(0, deps=[dq_made, ds_operand])
+            mbarrier_arrive(k_empty.index(s))
             count += 1
         q.index(C).reshape([64, D]).store((dq * factor).to(dtype))  # the queries are read
-        fence()
-        bulk_store(dq_desc, corner(q_place, head, start, tokens, walk.PACKED), q.index(C))
-        bulk_wait(0)
-        arrive(q_empty.index(C))
+        fence_async()
+        tma_store(dq_desc, corner(q_place, head, start, tokens, walk.PACKED), q.index(C))
+        tma_store_wait(0)
+        mbarrier_arrive(q_empty.index(C))
         number = tickets.drawn(turn, tiles, whole.DYNAMIC)
         turn += 1
 
@@ -151,18 +151,18 @@ def attention_dq_wide_kernel(
         tokens, keys, heads, blocks, rows, section, left, right, group, gl.to_tensor(1), gl.to_tensor(0),
         LEFT, RIGHT, False, DYNAMIC, PACKED, 128, 64, D, D, 2, 2, 1, 0,
     )  # fmt: skip
-    q = tiles_of(2, q_desc)
-    dout = tiles_of(2, q_desc)
-    k = tiles_of(2, k_desc)
-    v = tiles_of(1, k_desc)
+    q = smem_tiles(2, q_desc)
+    dout = smem_tiles(2, q_desc)
+    k = smem_tiles(2, k_desc)
+    v = smem_tiles(1, k_desc)
     ticket = tickets(2, 1)
-    q_full = barriers(4, 1)
-    q_empty = barriers(2, 1)
-    k_full = barriers(2, 1)
-    k_empty = barriers(2, 2)
-    v_full = barriers(1, 1)
-    v_empty = barriers(1, 2)
-    fence()
+    q_full = mbarriers(4, 1)
+    q_empty = mbarriers(2, 1)
+    k_full = mbarriers(2, 1)
+    k_empty = mbarriers(2, 2)
+    v_full = mbarriers(1, 1)
+    v_empty = mbarriers(1, 2)
+    fence_async()
     parts = (walk, ticket, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [

@@ -6,19 +6,19 @@ other one through shared memory. dq has a kernel of its own (`hopper_backward_dq
 """
 
 from tilesmith.device.gluon.shim import (
-    arrive,
-    barriers,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    fence,
+    cp_async_row,
+    fence_async,
     gl,
     gluon,
-    load_row,
-    mma,
-    mma_wait,
-    tiles_of,
-    wait,
+    mbarrier_arrive,
+    mbarrier_wait,
+    mbarriers,
+    smem_tiles,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.backward import (
     BLOCKS,
@@ -38,10 +38,10 @@ from tilesmith.ops.attn.hopper.tile_offset import at, corner
 @gluon.jit
 def _load_pair(k_desc, v_desc, there, k, v, full, empty, turn):
     """A tile's keys and values."""
-    wait(empty.index(0), (turn & 1) ^ 1)
-    bulk_load(k_desc, there, full.index(0), k)
-    wait(empty.index(1), (turn & 1) ^ 1)
-    bulk_load(v_desc, there, full.index(1), v)
+    mbarrier_wait(empty.index(0), (turn & 1) ^ 1)
+    tma_load(k_desc, there, full.index(0), k)
+    mbarrier_wait(empty.index(1), (turn & 1) ^ 1)
+    tma_load(v_desc, there, full.index(1), v)
 
 
 @gluon.jit
@@ -68,13 +68,13 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 block = blocks - 1 - i
                 there = corner(q_place, head + member, walk.q_begin + (first + block) * 64, walk.tokens, walk.PACKED)
                 s = count % walk.STAGES
-                wait(q_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
-                bulk_load(q_desc, there, q_full.index(s), q.index(s))
-                load_row(lse_ptr + (place + block) * 64 + lane, q_full.index(s), lse.index(s))
+                mbarrier_wait(q_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
+                tma_load(q_desc, there, q_full.index(s), q.index(s))
+                cp_async_row(lse_ptr + (place + block) * 64 + lane, q_full.index(s), lse.index(s))
                 if member + i == 0:
                     _load_pair(k_desc, v_desc, k_corner, k, v, kv_full, kv_empty, turn)
-                bulk_load(dout_desc, there, dout_full.index(s), dout.index(s))
-                load_row(delta_ptr + (place + block) * 64 + lane, dout_full.index(s), delta.index(s))
+                tma_load(dout_desc, there, dout_full.index(s), dout.index(s))
+                cp_async_row(delta_ptr + (place + block) * 64 + lane, dout_full.index(s), delta.index(s))
                 count += 1
             place += whole.q_blocks
         if whole.DYNAMIC:
@@ -111,17 +111,17 @@ def _values(
         limit = ticket.read(turn, LIMIT)
         dv = gl.zeros([64, D], gl.float32, DKV)
         zero = gl.zeros([64, 64], gl.float32, SCORES)
-        wait(kv_full.index(0), turn & 1)
+        mbarrier_wait(kv_full.index(0), turn & 1)
         for _ in range(GROUP):
             for i in range(blocks):
                 s = count % STAGES
                 phase = (count // STAGES) & 1
                 q_tile = q.index(s).reshape([64, D])
                 dout_tile = dout.index(s).reshape([64, D])
-                wait(q_full.index(s), phase)
-                s_made = mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier_wait(q_full.index(s), phase)
+                s_made = wgmma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
                 row_lse = lse.index(s).load(gl.SliceLayout(0, SCORES))
-                score = mma_wait(0, deps=[s_made])
+                score = wgmma_wait(0, deps=[s_made])
                 if SOFTCAP:
                     score = bend(score * inner)
                 p = gl.exp2(score * outer - row_lse[None, :])
@@ -131,23 +131,23 @@ def _values(
                 if SOFTCAP:
                     p = p * (1.0 - score * score)
                 box = count & 1
-                wait(p_empty.index(box), ((count >> 1) & 1) ^ 1)
+                mbarrier_wait(p_empty.index(box), ((count >> 1) & 1) ^ 1)
                 p_box.index(box).store(p.to(dtype))
-                arrive(p_full.index(box))
-                wait(dout_full.index(s), phase)
-                dv_made = mma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
-                dv, p_operand = mma_wait(0, deps=[dv_made, p_operand])
-                arrive(q_empty.index(s))
+                mbarrier_arrive(p_full.index(box))
+                mbarrier_wait(dout_full.index(s), phase)
+                dv_made = wgmma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
+                dv, p_operand = wgmma_wait(0, deps=[dv_made, p_operand])
+                mbarrier_arrive(q_empty.index(s))
                 count += 1
         place = ticket.read(turn, KEYS_AT)
         kv_head = ticket.read(turn, KV_HEAD)
         start = ticket.read(turn, START)
         ticket.give_back(turn)
         k_tile.store(dv.to(dtype))  # the keys are read
-        fence()
-        bulk_store(dv_desc, at(place, kv_head, start, PACKED), k)
-        bulk_wait(0)
-        arrive(kv_empty.index(0))
+        fence_async()
+        tma_store(dv_desc, at(place, kv_head, start, PACKED), k)
+        tma_store_wait(0)
+        mbarrier_arrive(kv_empty.index(0))
         turn += 1
         ticket.take(turn)
 
@@ -171,36 +171,36 @@ def _keys(
         blocks = ticket.read(turn, BLOCKS)
         dk = gl.zeros([64, D], gl.float32, DKV)
         zero = gl.zeros([64, 64], gl.float32, SCORES)
-        wait(kv_full.index(1), turn & 1)
+        mbarrier_wait(kv_full.index(1), turn & 1)
         for _ in range(GROUP):
             for i in range(blocks):
                 s = count % STAGES
                 phase = (count // STAGES) & 1
                 q_tile = q.index(s).reshape([64, D])
                 dout_tile = dout.index(s).reshape([64, D])
-                wait(dout_full.index(s), phase)
-                dp_made = mma(v_tile, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier_wait(dout_full.index(s), phase)
+                dp_made = wgmma(v_tile, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
                 row_delta = delta.index(s).load(gl.SliceLayout(0, SCORES))
-                dp = mma_wait(0, deps=[dp_made])
+                dp = wgmma_wait(0, deps=[dp_made])
                 box = count & 1
-                wait(p_full.index(box), (count >> 1) & 1)
+                mbarrier_wait(p_full.index(box), (count >> 1) & 1)
                 p = p_box.index(box).load(SCORES)
-                arrive(p_empty.index(box))
+                mbarrier_arrive(p_empty.index(box))
                 ds_operand = gl.convert_layout((p.to(gl.float32) * (dp - row_delta[None, :])).to(dtype), P)
-                wait(q_full.index(s), phase)
-                dk_made = mma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
-                dk, ds_operand = mma_wait(0, deps=[dk_made, ds_operand])
-                arrive(q_empty.index(s))
+                mbarrier_wait(q_full.index(s), phase)
+                dk_made = wgmma(ds_operand, q_tile, dk, use_acc=True, is_async=True)
+                dk, ds_operand = wgmma_wait(0, deps=[dk_made, ds_operand])
+                mbarrier_arrive(q_empty.index(s))
                 count += 1
         place = ticket.read(turn, KEYS_AT)
         kv_head = ticket.read(turn, KV_HEAD)
         start = ticket.read(turn, START)
         ticket.give_back(turn)
         v_tile.store((dk * scale).to(dtype))  # the values are read
-        fence()
-        bulk_store(dk_desc, at(place, kv_head, start, PACKED), v)
-        bulk_wait(0)
-        arrive(kv_empty.index(1))
+        fence_async()
+        tma_store(dk_desc, at(place, kv_head, start, PACKED), v)
+        tma_store_wait(0)
+        mbarrier_arrive(kv_empty.index(1))
         turn += 1
         ticket.take(turn)
 
@@ -226,21 +226,21 @@ def attention_dkv_wide_kernel(
         gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, False, False, 64, 64, D, STAGES, 0,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = tiles_of(STAGES, q_desc)
-    dout = tiles_of(STAGES, q_desc)
-    k = tiles_of(1, k_desc).index(0)
-    v = tiles_of(1, k_desc).index(0)
+    q = smem_tiles(STAGES, q_desc)
+    dout = smem_tiles(STAGES, q_desc)
+    k = smem_tiles(1, k_desc).index(0)
+    v = smem_tiles(1, k_desc).index(0)
     p_box = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
     ticket = tickets(2, 6)
-    kv_full = barriers(2, 1)
-    kv_empty = barriers(2, 1)
-    q_full = barriers(STAGES, 129)  # the tile, and 128 threads for the row of numbers
-    q_empty = barriers(STAGES, 2)
-    dout_full = barriers(STAGES, 129)
-    swap = (p_box, barriers(2, 1), barriers(2, 1))
-    fence()
+    kv_full = mbarriers(2, 1)
+    kv_empty = mbarriers(2, 1)
+    q_full = mbarriers(STAGES, 129)  # the tile, and 128 threads for the row of numbers
+    q_empty = mbarriers(STAGES, 2)
+    dout_full = mbarriers(STAGES, 129)
+    swap = (p_box, mbarriers(2, 1), mbarriers(2, 1))
+    fence_async()
     parts = (ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full)
     window = left + right if RIGHT else left
     gl.warp_specialize(

@@ -9,7 +9,7 @@ many run at a time, so `decode`'s kernel combines them: 16 tokens on 8 x 8k keys
 
 from torch import Tensor
 
-from tilesmith.device.gluon.shim import await_launcher, gl, gluon
+from tilesmith.device.gluon.shim import gl, gluon, grid_dependency_wait
 from tilesmith.engine import launch
 from tilesmith.engine.launch import next_power_of_2
 from tilesmith.hardware.detect import arch_of
@@ -34,7 +34,7 @@ def attention_combine_few_kernel(
     batch = head // heads
     head -= batch * heads
     out_at = batch.to(gl.int64) * out_row + head.to(gl.int64) * out_head + token.to(gl.int64) * out_token
-    await_launcher()
+    grid_dependency_wait()
     lse = gl.where(split < splits, gl.load(part_lse_ptr + at), float("-inf"))
     part_at = part_out_ptr + (at[:, None] * DIM_V + column[None, :])
     if DIM_V == DV:

@@ -13,28 +13,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.device.alignment import in_units
+from tilesmith.device.alignment import is_16_byte_aligned
 from tilesmith.device.gluon.cluster import (
     HEAD,
-    await_cluster,
-    await_room,
-    clusters_of,
-    open_room,
-    read_room,
-    send,
-    send_pair,
+    cluster_wait,
+    dsmem_wait,
+    load_dsmem,
+    open_dsmem,
+    resident_clusters,
+    store_dsmem,
+    store_dsmem_pair,
 )  # fmt: skip
 from tilesmith.device.gluon.shim import (
-    barrier_pair,
-    bulk_load,
-    fence,
+    fence_async,
     gl,
     gluon,
     launch_dependents,
-    thread_barrier,
-    tiles_of,
-    wait,
-    warp_mma,
+    mbarrier_pair,
+    mbarrier_wait,
+    mma_sync,
+    smem_tiles,
+    syncthreads,
+    tma_load,
 )  # fmt: skip
 from tilesmith.device.rows import dense
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
@@ -113,7 +113,7 @@ def _of_warps(top, total, acc, R: gl.constexpr):
     tops.store(_first_rows(top, R))
     totals.store(_first_rows(total, R))
     accs.store(_first_rows(acc, R))
-    thread_barrier()
+    syncthreads()
     return _together(tops.load(gl.SliceLayout(2, OWN)), totals.load(gl.SliceLayout(2, OWN)), accs.load(OWN))
 
 
@@ -128,12 +128,12 @@ def _of_cluster(top, total, acc, room, full, part, PARTS: gl.constexpr, OWNERS: 
     column = gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout))[None, :]
     owner = row // EACH
     slot = part * EACH + row % EACH
-    await_cluster()
+    cluster_wait()
     to = (room + slot * (DV * 4))[:, None] + column * 4
-    send(full, to, owner[:, None] + column * 0, acc, min(4, DV // 32))
-    send_pair(full, room + STATS + slot * 8, owner, top, total)
+    store_dsmem(full, to, owner[:, None] + column * 0, acc, min(4, DV // 32))
+    store_dsmem_pair(full, room + STATS + slot * 8, owner, top, total)
     if part < OWNERS:  # nobody sends anything to the others
-        await_room(full)
+        dsmem_wait(full)
     # a thread has all parts of a column
     WARPS: gl.constexpr = gl.num_warps()
     ACROSS: gl.constexpr = min(WARPS, DV // 32)
@@ -142,15 +142,15 @@ def _of_cluster(top, total, acc, room, full, part, PARTS: gl.constexpr, OWNERS: 
     its = gl.arange(0, PARTS, gl.SliceLayout(1, ALL_ROW))[:, None] * EACH
     its = its + gl.arange(0, EACH, gl.SliceLayout(0, ALL_ROW))[None, :]
     columns = gl.arange(0, DV, gl.SliceLayout(0, gl.SliceLayout(1, ALL)))[None, None, :]
-    top = read_room(room + STATS + its * 8)
-    total = read_room(room + STATS + its * 8 + 4)
-    return _together(top, total, read_room(room + gl.expand_dims(its, 2) * (DV * 4) + columns * 4))
+    top = load_dsmem(room + STATS + its * 8)
+    total = load_dsmem(room + STATS + its * 8 + 4)
+    return _together(top, total, load_dsmem(room + gl.expand_dims(its, 2) * (DV * 4) + columns * 4))
 
 
 @gluon.jit
 def _load(desc, full, tiles, s, place, kv_head, key, length, LENGTHS: gl.constexpr):
     """Start to load a tile of keys or values. place: of the batch row (`corner`)."""
-    bulk_load(desc, corner(place, kv_head, key, length, LENGTHS), full.index(s), tiles.index(s))
+    tma_load(desc, corner(place, kv_head, key, length, LENGTHS), full.index(s), tiles.index(s))
 
 
 @gluon.jit(do_not_specialize=["lse_split", "tokens", "keys", "kv_heads", "between_k", "between_v", "left", "right"])
@@ -173,10 +173,10 @@ def attention_cluster_kernel(
     B: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
     STAT: gl.constexpr = gl.SliceLayout(2, SCORES)
     ROW: gl.constexpr = gl.SliceLayout(0, STAT)
-    k = tiles_of(STAGES, k_desc)
-    v = tiles_of(STAGES, v_desc)
-    k_full, v_full = barrier_pair(STAGES, 1)
-    fence()
+    k = smem_tiles(STAGES, k_desc)
+    v = smem_tiles(STAGES, v_desc)
+    k_full, v_full = mbarrier_pair(STAGES, 1)
+    fence_async()
     share = gl.program_id(0)
     part = share % PARTS
     split = share // PARTS
@@ -201,7 +201,7 @@ def attention_cluster_kernel(
             _load(v_desc, v_full, v, i, v_place, kv_head, begin + i * BN, length, LENGTHS)
     OWNERS: gl.constexpr = min(R, PARTS)
     if PARTS > 1:
-        room_full = open_room(R // OWNERS * PARTS * (DV * 4 + 8), 1024)
+        room_full = open_dsmem(R // OWNERS * PARTS * (DV * 4 + 8), 1024)
         room = room_full + _HEAD
 
     # each warp has all queries
@@ -230,12 +230,12 @@ def attention_cluster_kernel(
         s = j % STAGES
         phase = (j // STAGES) & 1
         key = begin + j * BN
-        wait(k_full.index(s), phase)
-        qk = warp_mma(
+        mbarrier_wait(k_full.index(s), phase)
+        qk = mma_sync(
             q, k.index(s).reshape([W, N, D]).permute((0, 2, 1)).load(B), gl.zeros([W, 16, N], gl.float32, SCORES)
         )
         if j + STAGES < blocks:
-            thread_barrier()
+            syncthreads()
             _load(k_desc, k_full, k, s, k_place, kv_head, key + STAGES * BN, length, LENGTHS)
         if SOFTCAP:
             qk = bend(qk * inner)
@@ -248,13 +248,13 @@ def attention_cluster_kernel(
         total = total * decay + gl.sum(p, 2)
         top = new_top
         acc = acc * gl.expand_dims(decay, 2)
-        wait(v_full.index(s), phase)
-        acc = warp_mma(gl.convert_layout(p.to(v.dtype), A), v.index(s).reshape([W, N, DV]).load(B), acc)
+        mbarrier_wait(v_full.index(s), phase)
+        acc = mma_sync(gl.convert_layout(p.to(v.dtype), A), v.index(s).reshape([W, N, DV]).load(B), acc)
         if j + STAGES < blocks:
-            thread_barrier()
+            syncthreads()
             _load(v_desc, v_full, v, s, v_place, kv_head, key + STAGES * BN, length, LENGTHS)
 
-    thread_barrier()  # what follows takes the place of the tiles
+    syncthreads()  # what follows takes the place of the tiles
     top, total, acc = _of_warps(top, total, acc, R)
     first = 0
     if PARTS > 1:
@@ -344,7 +344,7 @@ def attention(call, *, config: ClusterConfig) -> tuple[Tensor, Tensor]:
     if keys == 0:
         lse.copy_(lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.to(lse.dtype)[:, None])
         return out.zero_(), lse
-    if not in_units(q):
+    if not is_16_byte_aligned(q):
         q = q.clone(memory_format=torch.contiguous_format)
     sinks, kv_lengths = dense(call.sinks), dense(call.kv_lengths)
     group, bounded = heads // kv_heads, kv_lengths is not None
@@ -385,7 +385,7 @@ def division(heads: int, blocks: int, sms: int, device: torch.device) -> tuple[i
     126.9; 16 of 8k keys in clusters of 4 22.3, split 23.0; 32 and 64 in clusters of 2 37.5 and 66.9, split 37.5 and
     68.0.
     """
-    parts = next((n for n in (16, 8, 4, 2) if clusters_of(device, n, 1) >= heads), 1)
+    parts = next((n for n in (16, 8, 4, 2) if resident_clusters(device, n, 1) >= heads), 1)
     if parts == 16 and blocks > 32:
         return 1, 1 << (max(1, min(sms // heads, blocks // 2)).bit_length() - 1)
     return min(parts, next_power_of_2(blocks)), 1

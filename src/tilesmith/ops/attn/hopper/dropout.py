@@ -9,7 +9,7 @@ A warpgroup of its own that draws a block ahead and leaves the bits in shared me
 which all calls take in step, 820 and 1,512.
 """
 
-from tilesmith.device.gluon.dropout import words_in_loop
+from tilesmith.device.gluon.dropout import philox_in_loop
 from tilesmith.device.gluon.shim import aggregate, gl, gluon
 
 
@@ -66,7 +66,7 @@ class Dropout:
         low, high = counter.to(gl.int32), 0
         if not self.SHORT:
             high = (counter >> 32).to(gl.int32)
-        words = words_in_loop((self.seed, self.offset), low, high)
+        words = philox_in_loop((self.seed, self.offset), low, high)
         found = low * 0
         for k in gl.static_range(4):
             here = 0x00010001 << (gl.to_tensor(place) + k * STEP)

@@ -8,20 +8,20 @@ Scores live in units of log 2.
 
 from tilesmith.device.gluon.shim import (
     aggregate,
-    arrive,
-    barriers,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    fence,
+    fence_async,
     gl,
     gluon,
     launch_dependents,
-    meet,
-    mma,
-    mma_wait,
-    tiles_of,
-    wait,
+    mbarrier_arrive,
+    mbarrier_wait,
+    mbarriers,
+    named_barrier,
+    smem_tiles,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.dropout import dropped, kept_keys, load_dropout
 from tilesmith.ops.attn.hopper.tile_offset import corner
@@ -226,19 +226,19 @@ class Tickets:
 
     @gluon.jit
     def open(self, turn):
-        wait(self.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        mbarrier_wait(self.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
 
     @gluon.jit
     def close(self, turn):
-        arrive(self.full.index(turn & 1))
+        mbarrier_arrive(self.full.index(turn & 1))
 
     @gluon.jit
     def take(self, turn):
-        wait(self.full.index(turn & 1), (turn >> 1) & 1)
+        mbarrier_wait(self.full.index(turn & 1), (turn >> 1) & 1)
 
     @gluon.jit
     def give_back(self, turn):
-        arrive(self.empty.index(turn & 1))
+        mbarrier_arrive(self.empty.index(turn & 1))
 
     @gluon.jit
     def draw(self, turn, counter, tiles, DYNAMIC: gl.constexpr):
@@ -266,7 +266,7 @@ class Tickets:
 def tickets(consumers: gl.constexpr, numbers: gl.constexpr):
     """Empty tickets in shared memory."""
     box = gl.allocate_shared_memory(gl.int32, [2 * numbers, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Tickets(box, barriers(2, 1), barriers(2, consumers), numbers)
+    return Tickets(box, mbarriers(2, 1), mbarriers(2, consumers), numbers)
 
 
 @gluon.jit
@@ -296,17 +296,17 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
             s = count % walk.STAGES
             phase = (count // walk.STAGES) & 1
             kv_corner = corner(k_place, kv_head, first, keys, walk.PACKED)
-            wait(k_empty.index(s), phase ^ 1)
-            bulk_load(k_desc, kv_corner, k_full.index(s), k.index(s))
+            mbarrier_wait(k_empty.index(s), phase ^ 1)
+            tma_load(k_desc, kv_corner, k_full.index(s), k.index(s))
             if j == 0:
                 for c in gl.static_range(walk.CONSUMERS):
                     box = turn % walk.Q_STAGES * walk.CONSUMERS + c
-                    wait(q_empty.index(box), ((turn // walk.Q_STAGES) & 1) ^ 1)
+                    mbarrier_wait(q_empty.index(box), ((turn // walk.Q_STAGES) & 1) ^ 1)
                     q_corner = corner(q_place, head + c * other, start + c * apart, tokens, walk.PACKED)
-                    bulk_load(q_desc, q_corner, q_full.index(box), q.index(box))
+                    tma_load(q_desc, q_corner, q_full.index(box), q.index(box))
             t = count % walk.V_STAGES
-            wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
-            bulk_load(v_desc, kv_corner, v_full.index(t), v.index(t))
+            mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
+            tma_load(v_desc, kv_corner, v_full.index(t), v.index(t))
             count += 1
         number = tickets.draw(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
@@ -405,15 +405,15 @@ def _pass(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty
     for i in range(blocks):
         if TURNS:
             if i > 0:
-                meet("sync", TURN + C)
-                meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
+                named_barrier("sync", TURN + C)
+                named_barrier("arrive", TURN + (C + 1) % walk.CONSUMERS)
         s = count % walk.STAGES
         phase = (count // walk.STAGES) & 1
-        wait(k_full.index(s), phase)
-        arrive(k_empty.index(s))
+        mbarrier_wait(k_full.index(s), phase)
+        mbarrier_arrive(k_empty.index(s))
         t = count % walk.V_STAGES
-        wait(v_full.index(t), (count // walk.V_STAGES) & 1)
-        arrive(v_empty.index(t))
+        mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
+        mbarrier_arrive(v_empty.index(t))
         count += 1
     return count
 
@@ -429,15 +429,15 @@ def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, 
     zero = gl.zeros([64, KEYS], gl.float32, SCORES)
     if walk.TURNS and walk.SKIP:
         if taken:
-            meet("sync", TURN + C)
-    qk = mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            named_barrier("sync", TURN + C)
+    qk = wgmma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     if walk.TURNS and walk.SKIP:
         if taken:
-            meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
+            named_barrier("arrive", TURN + (C + 1) % walk.CONSUMERS)
     if drop is not None:
         kept = kept_keys(drop, first, KEYS)
-    qk = mma_wait(0, deps=[qk])
-    arrive(k_empty)
+    qk = wgmma_wait(0, deps=[qk])
+    mbarrier_arrive(k_empty)
     if half is not None:
         # a branch without products: ptxas 12.8 may make addresses that both ways of one need in one way alone
         ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -484,17 +484,17 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, walk.BN, 16])
     zero = gl.zeros([64, walk.BN], gl.float32, SCORES)
     if walk.TURNS:
-        meet("sync", TURN + C)
-    wait(k_full, k_phase)
-    qk_made = mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    wait(v_full, v_phase)
-    acc_made = mma(p, v_tile, acc, use_acc=True, is_async=True)
+        named_barrier("sync", TURN + C)
+    mbarrier_wait(k_full, k_phase)
+    qk_made = wgmma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier_wait(v_full, v_phase)
+    acc_made = wgmma(p, v_tile, acc, use_acc=True, is_async=True)
     if walk.TURNS:
-        meet("arrive", TURN + (C + 1) % walk.CONSUMERS)
+        named_barrier("arrive", TURN + (C + 1) % walk.CONSUMERS)
     if drop is not None:
         kept = kept_keys(drop, first, walk.BN)
-    qk = mma_wait(1, deps=[qk_made])
-    arrive(k_empty)
+    qk = wgmma_wait(1, deps=[qk_made])
+    mbarrier_arrive(k_empty)
     if SOFTCAP:
         qk = bend(qk * inner)
     if EDGE:
@@ -507,10 +507,10 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     decay = gl.exp2(top - base)
     total = total * decay + gl.sum(new, 1)
     if drop is None:
-        acc = mma_wait(0, deps=[acc_made])
+        acc = wgmma_wait(0, deps=[acc_made])
     else:  # the product reads p from registers, which no draw must take before
-        acc, p = mma_wait(0, deps=[acc_made, p])
-    arrive(v_empty)
+        acc, p = wgmma_wait(0, deps=[acc_made, p])
+    mbarrier_arrive(v_empty)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     new = pack(new, q_tile.dtype)
     if drop is not None:
@@ -538,7 +538,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
     number = gl.program_id(0)
     tiles = whole.tiles()
     if whole.TURNS and C == whole.CONSUMERS - 1:
-        meet("arrive", TURN)
+        named_barrier("arrive", TURN)
     while number < tiles:
         start, head, tokens, keys, q_place, k_place = whole.tile(number, table)
         start, apart, other = whole.placed(start, head, tokens)
@@ -566,9 +566,9 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
 
         box = turn % walk.Q_STAGES * walk.CONSUMERS + C
         q_tile = q.index(box).reshape([64, D])
-        wait(q_full.index(box), (turn // walk.Q_STAGES) & 1)
+        mbarrier_wait(q_full.index(box), (turn // walk.Q_STAGES) & 1)
         s = count % walk.STAGES
-        wait(k_full.index(s), (count // walk.STAGES) & 1)
+        mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
         k_tile = k.index(s).reshape([BN, D])
         first = walk.key(begin, blocks, 0, entry, lists, indices)
         met = 1
@@ -641,10 +641,10 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                     )  # fmt: skip
 
         if not SHARED:
-            arrive(q_empty.index(box))
+            mbarrier_arrive(q_empty.index(box))
         t = count % walk.V_STAGES
-        wait(v_full.index(t), (count // walk.V_STAGES) & 1)
-        acc_made = mma(unpack(p, dtype, P), v.index(t).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+        mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
+        acc_made = wgmma(unpack(p, dtype, P), v.index(t).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
         factor, lse = finish(top, total, head, sinks_ptr)
         if dropout is not None:
@@ -654,23 +654,23 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         else:
             row = (q_place * walk.heads + head).to(gl.int64) * tokens
         gl.store(lse_ptr + row + queries, lse, mask=queries < tokens)
-        acc = mma_wait(0, deps=[acc_made])
-        arrive(v_empty.index(t))
+        acc = wgmma_wait(0, deps=[acc_made])
+        mbarrier_arrive(v_empty.index(t))
         if walk.SKIP and walk.LEFT:
             count = _pass(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
         acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
         if not SHARED:
-            bulk_wait(0)
+            tma_store_wait(0)
         tile = out.index(C)
         tile.reshape([64, DV]).store(acc.to(dtype))
-        fence()
-        bulk_store(out_desc, corner(q_place, head, start, tokens, walk.PACKED), tile)
+        fence_async()
+        tma_store(out_desc, corner(q_place, head, start, tokens, walk.PACKED), tile)
         if SHARED:
-            bulk_wait(0)
-            arrive(q_empty.index(box))
+            tma_store_wait(0)
+            mbarrier_arrive(q_empty.index(box))
         number = tickets.drawn(turn, tiles, walk.DYNAMIC)
         turn += 1
-    bulk_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit(
@@ -704,20 +704,20 @@ def attention_fwd_kernel(
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF,
         V_STAGES, DIVIDED,
     )  # fmt: skip
-    q = tiles_of(Q_STAGES * CONSUMERS, q_desc)
-    k = tiles_of(STAGES, k_desc)
-    v = tiles_of(V_STAGES, v_desc)
+    q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
+    k = smem_tiles(STAGES, k_desc)
+    v = smem_tiles(V_STAGES, v_desc)
     out = q
     if not SHARED:
-        out = tiles_of(CONSUMERS, out_desc)
+        out = smem_tiles(CONSUMERS, out_desc)
     ticket = tickets(CONSUMERS, 1)
-    q_full = barriers(Q_STAGES * CONSUMERS, 1)
-    q_empty = barriers(Q_STAGES * CONSUMERS, 1)
-    k_full = barriers(STAGES, 1)
-    k_empty = barriers(STAGES, CONSUMERS)
-    v_full = barriers(V_STAGES, 1)
-    v_empty = barriers(V_STAGES, CONSUMERS)
-    fence()
+    q_full = mbarriers(Q_STAGES * CONSUMERS, 1)
+    q_empty = mbarriers(Q_STAGES * CONSUMERS, 1)
+    k_full = mbarriers(STAGES, 1)
+    k_empty = mbarriers(STAGES, CONSUMERS)
+    v_full = mbarriers(V_STAGES, 1)
+    v_empty = mbarriers(V_STAGES, CONSUMERS)
+    fence_async()
     parts = (walk, ticket, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
         OWN: gl.constexpr = 240 if PER_SM == 1 else 104

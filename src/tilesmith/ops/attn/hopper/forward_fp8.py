@@ -17,19 +17,19 @@ visible block to the first. What 8 bits change:
 """
 
 from tilesmith.device.gluon.shim import (
-    arrive,
-    barriers,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    fence,
+    fence_async,
     gl,
     gluon,
-    mma,
-    mma_wait,
+    mbarrier_arrive,
+    mbarrier_wait,
+    mbarriers,
     reinterpret,
-    tiles_of,
-    wait,
+    smem_tiles,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.forward import LN2, NOTHING, Walk, tickets
 
@@ -55,15 +55,15 @@ def _produce(parts, q_desc, k_desc, v_desc, counter):
             first = (blocks - 1 - j) * walk.BN
             s = count % walk.STAGES
             phase = (count // walk.STAGES) & 1
-            wait(k_empty.index(s), phase ^ 1)
-            bulk_load(k_desc, (batch, kv_head, first // 4, 0, 0), k_full.index(s), k_halves.index(2 * s))
-            bulk_load(k_desc, (batch, kv_head, first // 4, 2, 0), k_full.index(s), k_halves.index(2 * s + 1))
+            mbarrier_wait(k_empty.index(s), phase ^ 1)
+            tma_load(k_desc, (batch, kv_head, first // 4, 0, 0), k_full.index(s), k_halves.index(2 * s))
+            tma_load(k_desc, (batch, kv_head, first // 4, 2, 0), k_full.index(s), k_halves.index(2 * s + 1))
             if j == 0:
                 for c in gl.static_range(walk.CONSUMERS):
-                    wait(q_empty.index(c), (turn & 1) ^ 1)
-                    bulk_load(q_desc, (batch, head, start + c * 64, 0), q_full.index(c), q.index(c))
-            wait(v_empty.index(s), phase ^ 1)
-            bulk_load(v_desc, (batch, kv_head, 0, first), v_full.index(s), v.index(s))
+                    mbarrier_wait(q_empty.index(c), (turn & 1) ^ 1)
+                    tma_load(q_desc, (batch, head, start + c * 64, 0), q_full.index(c), q.index(c))
+            mbarrier_wait(v_empty.index(s), phase ^ 1)
+            tma_load(v_desc, (batch, kv_head, 0, first), v_full.index(s), v.index(s))
             count += 1
         number = tickets.draw(turn, counter, tiles, walk.DYNAMIC)
         turn += 1
@@ -172,13 +172,13 @@ def _consume(
             k_next = gl.load(k_at + gl.maximum(blocks - 2, 0) * k_steps[2])
             v_next = gl.load(v_at + gl.maximum(blocks - 2, 0) * v_steps[2])
 
-        wait(q_full.index(C), turn & 1)
+        mbarrier_wait(q_full.index(C), turn & 1)
         q_tile = q.index(C).reshape([64, D]).load(gl.DotOperandLayout(0, SCORES, 4))
         s = count % walk.STAGES
-        wait(k_full.index(s), (count // walk.STAGES) & 1)
-        qk = mma(q_tile, k.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-        qk = mma_wait(0, deps=[qk])
-        arrive(k_empty.index(s))
+        mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
+        qk = wgmma(q_tile, k.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        qk = wgmma_wait(0, deps=[qk])
+        mbarrier_arrive(k_empty.index(s))
         if not walk.WHOLE:
             qk = _hide(qk, walk, queries, (blocks - 1) * BN)
         factor = q_factor * k_factor
@@ -209,14 +209,14 @@ def _consume(
                         k_next = gl.load(k_at + gl.maximum(blocks - 2 - j, 0) * k_steps[2])
                         v_next = gl.load(v_at + gl.maximum(blocks - 2 - j, 0) * v_steps[2])
                     p_operand = unpack(p, P)
-                    wait(k_full.index(s), (count // walk.STAGES) & 1)
-                    qk_made = mma(q_tile, k.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-                    wait(v_full.index(behind), v_phase)
+                    mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
+                    qk_made = wgmma(q_tile, k.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    mbarrier_wait(v_full.index(behind), v_phase)
                     v_tile = v.index(behind).reshape([DV, BN]).permute((1, 0))
-                    made = mma(p_operand, v_tile, acc, use_acc=True, is_async=True)
-                    sums = mma(p_operand, ones.permute((1, 0)), none, use_acc=False, is_async=True)
-                    qk = mma_wait(2, deps=[qk_made])
-                    arrive(k_empty.index(s))
+                    made = wgmma(p_operand, v_tile, acc, use_acc=True, is_async=True)
+                    sums = wgmma(p_operand, ones.permute((1, 0)), none, use_acc=False, is_async=True)
+                    qk = wgmma_wait(2, deps=[qk_made])
+                    mbarrier_arrive(k_empty.index(s))
                     if phase != 1:
                         qk = _hide(qk, walk, queries, (blocks - 1 - j) * BN)
                     factor = q_factor * k_factor
@@ -230,36 +230,36 @@ def _consume(
                     sum_decay = gl.convert_layout(decay, SUMS_ROW)[:, None]
                     if BLOCKS:
                         decay = decay * (v_before / v_factor)
-                    made, sums = mma_wait(0, deps=[made, sums])
+                    made, sums = wgmma_wait(0, deps=[made, sums])
                     total = (total + sums) * sum_decay
-                    arrive(v_empty.index(behind))
+                    mbarrier_arrive(v_empty.index(behind))
                     acc = made * gl.convert_layout(decay, OUT_ROW)[:, None]
                     p = pack(new)
 
-        arrive(q_empty.index(C))
+        mbarrier_arrive(q_empty.index(C))
         s = count % walk.STAGES
-        wait(v_full.index(s), (count // walk.STAGES) & 1)
+        mbarrier_wait(v_full.index(s), (count // walk.STAGES) & 1)
         v_tile = v.index(s).reshape([DV, BN]).permute((1, 0))
         p_operand = unpack(p, P)
-        made = mma(p_operand, v_tile, acc, use_acc=True, is_async=True)
-        sums = mma(p_operand, ones.permute((1, 0)), none, use_acc=False, is_async=True)
-        acc, sums = mma_wait(0, deps=[made, sums])
+        made = wgmma(p_operand, v_tile, acc, use_acc=True, is_async=True)
+        sums = wgmma(p_operand, ones.permute((1, 0)), none, use_acc=False, is_async=True)
+        acc, sums = wgmma_wait(0, deps=[made, sums])
         total = gl.convert_layout(gl.max(total + sums, 1), ROW)
         count += 1
         dead = total == 0.0
         total = gl.where(dead, 1.0, total)
         lse = gl.where(dead, NOTHING, ((START - mark) * UNITS + (gl.log2(total) - BITS)) * LN2)
         gl.store(lse_ptr + (batch * walk.heads + head).to(gl.int64) * tokens + queries, lse, mask=queries < tokens)
-        arrive(v_empty.index(s))
+        mbarrier_arrive(v_empty.index(s))
         acc = acc * gl.convert_layout(v_factor / total, OUT_ROW)[:, None]
-        bulk_wait(0)
+        tma_store_wait(0)
         tile = out.index(C)
         tile.reshape([64, DV]).store(acc.to(out.dtype))
-        fence()
-        bulk_store(out_desc, (batch, head, start, 0), tile)
+        fence_async()
+        tma_store(out_desc, (batch, head, start, 0), tile)
         number = tickets.drawn(turn, tiles, walk.DYNAMIC)
         turn += 1
-    bulk_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens", "keys", "heads", "blocks", "rows", "section", "right", "group"])
@@ -278,23 +278,23 @@ def attention_fp8_fwd_kernel(
         False, RIGHT, WHOLE, DYNAMIC, False, 128, BN, D, DV, 2, STAGES, 1, 0,
     )  # fmt: skip
     KEYS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=D, element_bitwidth=8, rank=2)
-    q = tiles_of(2, q_desc)
-    k_halves = tiles_of(2 * STAGES, k_desc)
+    q = smem_tiles(2, q_desc)
+    k_halves = smem_tiles(2 * STAGES, k_desc)
     k = reinterpret(k_halves, gl.float8e4nv, [STAGES, BN, D], KEYS)
-    v = tiles_of(STAGES, v_desc)
-    out = tiles_of(2, out_desc)
+    v = smem_tiles(STAGES, v_desc)
+    out = smem_tiles(2, out_desc)
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, BN], gl.NVMMASharedLayout(128, 8, rank=2))
     # the code of 1: of two numbers that ptxas converts to codes and doubles to four, it leaves two out
     code = gl.full([8, BN], 0x38, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
     ones.store(code.to(gl.float8e4nv, bitcast=True))
     ticket = tickets(2, 1)
-    q_full = barriers(2, 1)
-    q_empty = barriers(2, 1)
-    k_full = barriers(STAGES, 2)
-    k_empty = barriers(STAGES, 2)
-    v_full = barriers(STAGES, 1)
-    v_empty = barriers(STAGES, 2)
-    fence()
+    q_full = mbarriers(2, 1)
+    q_empty = mbarriers(2, 1)
+    k_full = mbarriers(STAGES, 2)
+    k_empty = mbarriers(STAGES, 2)
+    v_full = mbarriers(STAGES, 1)
+    v_empty = mbarriers(STAGES, 2)
+    fence_async()
     parts = (walk, ticket, q, k_halves, k, v, ones, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilesmith.device.alignment import for_bulk
+from tilesmith.device.alignment import tma_view
 from tilesmith.device.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
 from tilesmith.device.gluon.shim import TensorDescriptor, gl
 from tilesmith.engine.launch import cdiv, next_power_of_2
@@ -146,7 +146,7 @@ def columns_of(x: Tensor) -> int:
 def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, columns: int = 0) -> TensorDescriptor:
     """x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows of `heads` heads, and of all columns or
     so many; of a copy, where its strides do not suit it. packed: coordinates are those of `hopper_corner.corner`."""
-    x, strides = for_bulk(x)
+    x, strides = tma_view(x)
     shape, block = list(x.shape), [1, heads, rows, columns or columns_of(x)]
     if packed:
         _, head, token, _ = strides

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.device.counters import counter
+from tilesmith.device.counters import work_counter
 from tilesmith.device.gluon.shim import TensorDescriptor, gl
 from tilesmith.device.rows import dense
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
@@ -182,7 +182,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
         descriptor(q, block_m, packed), descriptor(k, block_n, packed), descriptor(v, block_n, packed),
         descriptor(dout, block_m, packed),
     )  # fmt: skip
-    order = counter(q.device) if dynamic else None, table
+    order = work_counter(q.device) if dynamic else None, table
     sizes = (
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, batch * kv_heads, heads_at_once, left, right,
     )  # fmt: skip
@@ -223,7 +223,7 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
         dynamic = programs < tiles
         launch(
             attention_dq_wide_kernel, (programs,), *inputs, descriptor(dq, 64, packed), lse, token_delta,
-            counter(q.device) if dynamic else None, table, tokens, keys, heads, blocks, batch * heads,
+            work_counter(q.device) if dynamic else None, table, tokens, keys, heads, blocks, batch * heads,
             section(k, heads, arch, alike=False), left, right, heads // kv_heads, *factors,
             LEFT=has_left, RIGHT=has_right, DYNAMIC=dynamic, D=wide, SOFTCAP=call.softcap > 0.0, num_warps=4,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.device.counters import counter
+from tilesmith.device.counters import work_counter
 from tilesmith.device.rows import dense
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.engine.launch import cdiv
@@ -178,7 +178,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
         launch(
             attention_window_kernel, (programs,),
             *(descriptor(x, 64) for x in (q, k, v, out)), lse, dense(call.sinks),
-            counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
+            work_counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
             section(k, heads, arch, alike), left, right, heads // k.shape[1], run, *score_factors(call),
             DYNAMIC=dynamic, D=wide, DV=value_wide, STAGES=max(config.stages, 4), Q_STAGES=config.q_stages,
             SOFTCAP=call.softcap > 0.0, num_warps=4,
@@ -199,7 +199,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     aligned = tokens % tile == (keys - tokens) % tile == 0 and config.consumers < 4 and config.block_n == 128
     if undivided:
         launch(
-            attention_fwd_kernel, (programs,), *descriptors, lse, sinks, counter(q.device) if dynamic else None,
+            attention_fwd_kernel, (programs,), *descriptors, lse, sinks, work_counter(q.device) if dynamic else None,
             table, lists, indices, *sizes, left, right, heads // k.shape[1], list_share, list_rows, *factors,
             LEFT=has_left, DYNAMIC=dynamic, Q_STAGES=config.q_stages, LIST_K=call.block_k if has_lists else 0,
             HALF=aligned and call.causal and not (has_left or packed or has_lists), PER_SM=per_sm,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilesmith.device.alignment import bulk_strides, for_bulk
-from tilesmith.device.counters import counter
+from tilesmith.device.alignment import tma_strides, tma_view
+from tilesmith.device.counters import work_counter
 from tilesmith.device.gluon.shim import TensorDescriptor, gl
 from tilesmith.engine import launch, register_kernel
 from tilesmith.engine.launch import cdiv
@@ -81,7 +81,7 @@ def attention(call) -> tuple[Tensor, Tensor]:
         attention_fp8_fwd_kernel,
         (programs,),
         _queries(q), _keys(k), _values(v), descriptor(out, 64), lse, q_scale, k_scale, v_scale, q_steps, k_steps,
-        v_steps, counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
+        v_steps, work_counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
         section(k, heads, arch, not right), 0, heads // k.shape[1], factor / UNITS.value,
         RIGHT=right, WHOLE=not right and keys % _BLOCK == 0, DYNAMIC=dynamic, Q_BLOCKS=q_blocks,
         BLOCKS=k_blocks or v_blocks, BN=_BLOCK, D=_columns(q), DV=_columns(v), STAGES=_STAGES,
@@ -109,7 +109,7 @@ def _tiles(x: Tensor, shape: list[int], strides: list[int], block: list[int]) ->
 
 def _queries(q: Tensor) -> TensorDescriptor:
     """q [B, H, T, D] in tiles of 64 rows; of a copy, where its strides do not suit the accelerator."""
-    q, strides = for_bulk(q)
+    q, strides = tma_view(q)
     return _tiles(q, list(q.shape), strides, [1, 1, 64, _columns(q)])
 
 
@@ -118,11 +118,11 @@ def _keys(k: Tensor) -> TensorDescriptor:
     the accelerator or memory ends inside the last 4 rows."""
     batch, kv_heads, keys, dim = k.shape
     fours = cdiv(keys, 4)
-    strides = bulk_strides(k)
+    strides = tma_strides(k)
     if strides is None or k.storage_offset() + _end(k.shape, strides, 4 * fours) > k.untyped_storage().nbytes():
         room = k.new_empty(batch, kv_heads, 4 * fours, dim)
         room[:, :, :keys].copy_(k)
-        k, strides = room, bulk_strides(room)
+        k, strides = room, tma_strides(room)
     row, head, token, _ = strides
     return _tiles(
         k, [batch, kv_heads, fours, 4, dim], [row, head, 4 * token, token, 1], [1, 1, _BLOCK // 4, 2, _columns(k)]
@@ -140,8 +140,8 @@ def _values(v: Tensor) -> TensorDescriptor:
     not suit the accelerator."""
     keys = v.shape[2]
     v = v.transpose(2, 3)
-    strides = bulk_strides(v)
+    strides = tma_strides(v)
     if strides is None:
         room = v.new_empty(*v.shape[:3], cdiv(keys, 16) * 16)[..., :keys]
-        v, strides = room.copy_(v), bulk_strides(room)
+        v, strides = room.copy_(v), tma_strides(room)
     return _tiles(v, list(v.shape), strides, [1, 1, 64 if v.shape[2] <= 64 else 128, _BLOCK])

@@ -8,22 +8,22 @@ two warpgroups of their own, and queries behind a power of two of each row: to b
 
 from tilesmith.device.gluon.shim import (
     aggregate,
-    arrive,
-    barrier_pair,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    expect,
-    fence,
-    fetch,
+    fence_async,
     gl,
     gluon,
     launch_dependents,
-    mma,
-    mma_wait,
+    mbarrier_arrive,
+    mbarrier_expect,
+    mbarrier_pair,
+    mbarrier_wait,
     reinterpret,
-    tiles_of,
-    wait,
+    smem_tiles,
+    tma_copy,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.forward import NOTHING, Walk, before, bend, finish, holds, pack, unpack
 from tilesmith.ops.attn.hopper.tile_offset import corner
@@ -142,7 +142,7 @@ class Shares:
         """Start to load tile `s` of keys or values, in pieces where its pages are smaller."""
         if self.PAGE:
             PIECES: gl.constexpr = self.walk.BN // self.PIECE
-            expect(barrier, self.walk.BN * COLUMNS * 2)
+            mbarrier_expect(barrier, self.walk.BN * COLUMNS * 2)
             WIDTH: gl.constexpr = COLUMNS if PIECES == 1 else 64
             for i in gl.static_range(PIECES):
                 at = key + i * self.PIECE
@@ -151,19 +151,19 @@ class Shares:
                 far, place, head, row, _ = corner(pages[i] * between + held, kv_head, at - first, held, True)
                 for c in gl.static_range(COLUMNS // WIDTH):
                     piece = (s * (COLUMNS // WIDTH) + c) * PIECES + i
-                    fetch(desc, (far, place, head, row, c * WIDTH), barrier, tiles.index(piece))
+                    tma_copy(desc, (far, place, head, row, c * WIDTH), barrier, tiles.index(piece))
         else:
             place = batch
             if self.LENGTHS:
                 place = batch * between + keys
-            bulk_load(desc, corner(place, kv_head, key, keys, self.LENGTHS), barrier, tiles.index(s))
+            tma_load(desc, corner(place, kv_head, key, keys, self.LENGTHS), barrier, tiles.index(s))
 
 
 @gluon.jit
 def _load_queries(shares, q_desc, q_full, q, c: gl.constexpr, tile, batch, kv_head):
     """Start to load unit c of a tile."""
     head, token = shares.unit(tile * shares.walk.CONSUMERS + c)
-    bulk_load(q_desc, (batch, kv_head * shares.GROUP + head, token, 0), q_full.index(c), q.index(c))
+    tma_load(q_desc, (batch, kv_head * shares.GROUP + head, token, 0), q_full.index(c), q.index(c))
 
 
 @gluon.jit
@@ -199,16 +199,16 @@ def _produce(shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_p
             phase = (count // walk.STAGES) & 1
             pages = ahead
             ahead = shares.pages(pages_ptr, batch, key - walk.BN, walk.keys)
-            wait(k_empty.index(s), phase ^ 1)
+            mbarrier_wait(k_empty.index(s), phase ^ 1)
             shares.load(
                 k_desc, k_full.index(s), k_pieces, s, shares.between_k, pages, batch, kv_head, key, walk.keys, walk.D
             )
             if BEGUN == 0:
                 if j == 0:
                     for c in gl.static_range(walk.CONSUMERS):
-                        wait(q_empty.index(c), (turn & 1) ^ 1)
+                        mbarrier_wait(q_empty.index(c), (turn & 1) ^ 1)
                         _load_queries(shares, q_desc, q_full, q, c, tile, batch, kv_head)
-            wait(v_empty.index(s), phase ^ 1)
+            mbarrier_wait(v_empty.index(s), phase ^ 1)
             shares.load(
                 v_desc, v_full.index(s), v_pieces, s, shares.between_v, pages, batch, kv_head, key, walk.keys, walk.DV
             )
@@ -231,15 +231,15 @@ def _widen(shares, small, small_full, small_empty, wide, full, empty, lengths_pt
         for j in range(found[6]):
             s = count % whole.STAGES
             phase = (count // whole.STAGES) & 1
-            wait(small_full.index(s), phase)
+            mbarrier_wait(small_full.index(s), phase)
             x = small.index(s).reshape([ROWS, COLUMNS]).load(LANES)
-            fence()  # the next load overwrites it
-            arrive(small_empty.index(s))
+            fence_async()  # the next load overwrites it
+            mbarrier_arrive(small_empty.index(s))
             x = x.to(wide.dtype)
-            wait(empty.index(s), phase ^ 1)
+            mbarrier_wait(empty.index(s), phase ^ 1)
             wide.index(s).store(x)
-            fence()
-            arrive(full.index(s))
+            fence_async()
+            mbarrier_arrive(full.index(s))
             count += 1
         number += step
 
@@ -252,7 +252,7 @@ def _halve(q_tile, LAYOUT: gl.constexpr):
     size = gl.exp2(gl.floor(gl.log2(gl.maximum(gl.max(gl.abs(x), 1), 1e-30))))
     half = reinterpret(q_tile, gl.float16, q_tile.shape, q_tile.layout)
     half.store((x / size[:, None]).to(gl.float16))
-    fence()
+    fence_async()
     return half, gl.convert_layout(size, LAYOUT)
 
 
@@ -329,15 +329,15 @@ def _consume(
         zero = gl.zeros([64, BN], gl.float32, SCORES)
 
         q_tile = q.index(C).reshape([64, D])
-        wait(q_full.index(C), turn & 1)
+        mbarrier_wait(q_full.index(C), turn & 1)
         if SMALL:
             q_tile, size = _halve(q_tile, ROW)
             size *= _factor(k_scale, kv_head, batch)
         s = count % walk.STAGES
-        wait(k_full.index(s), (count // walk.STAGES) & 1)
-        qk = mma(q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-        qk = mma_wait(0, deps=[qk])
-        arrive(k_empty.index(s))
+        mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
+        qk = wgmma(q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+        qk = wgmma_wait(0, deps=[qk])
+        mbarrier_arrive(k_empty.index(s))
         if SMALL:
             qk = qk * size[:, None]
         if SOFTCAP:
@@ -371,14 +371,14 @@ def _consume(
                     v_phase = (count // walk.STAGES) & 1
                     count += 1
                     s = count % walk.STAGES
-                    wait(k_full.index(s), (count // walk.STAGES) & 1)
-                    qk_made = mma(
+                    mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
+                    qk_made = wgmma(
                         q_tile, k.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True
                     )
-                    wait(v_full.index(behind), v_phase)
-                    acc_made = mma(p_half, v.index(behind).reshape([BN, DV]), acc, use_acc=True, is_async=True)
-                    qk = mma_wait(1, deps=[qk_made])
-                    arrive(k_empty.index(s))
+                    mbarrier_wait(v_full.index(behind), v_phase)
+                    acc_made = wgmma(p_half, v.index(behind).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+                    qk = wgmma_wait(1, deps=[qk_made])
+                    mbarrier_arrive(k_empty.index(s))
                     if SMALL:
                         qk = qk * size[:, None]
                     if SOFTCAP:
@@ -393,36 +393,36 @@ def _consume(
                     decay = gl.exp2(top - base)
                     total = total * decay + gl.sum(new, 1)
                     top = new_top
-                    acc = mma_wait(0, deps=[acc_made])
-                    arrive(v_empty.index(behind))
+                    acc = wgmma_wait(0, deps=[acc_made])
+                    mbarrier_arrive(v_empty.index(behind))
                     acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
                     p = pack(new, dtype)
 
         if not SHARED:
-            arrive(q_empty.index(C))
+            mbarrier_arrive(q_empty.index(C))
         s = count % walk.STAGES
-        wait(v_full.index(s), (count // walk.STAGES) & 1)
-        acc_made = mma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+        mbarrier_wait(v_full.index(s), (count // walk.STAGES) & 1)
+        acc_made = wgmma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
         of = shares, (split, kv_head, batch), (first_head, start, row, queries)
         factor = _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
-        acc = mma_wait(0, deps=[acc_made])
-        arrive(v_empty.index(s))
+        acc = wgmma_wait(0, deps=[acc_made])
+        mbarrier_arrive(v_empty.index(s))
         if SMALL:
             factor *= _factor(v_scale, kv_head, batch)
         acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
         if not SHARED:
-            bulk_wait(0)
+            tma_store_wait(0)
         box = out.index(C)
         box.reshape([64, DV]).store(acc.to(q.dtype))
-        fence()
-        bulk_store(out_desc, (split * batches + batch, kv_head * shares.GROUP + first_head, start, 0), box)
+        fence_async()
+        tma_store(out_desc, (split * batches + batch, kv_head * shares.GROUP + first_head, start, 0), box)
         if SHARED:
-            bulk_wait(0)
-            arrive(q_empty.index(C))
+            tma_store_wait(0)
+            mbarrier_arrive(q_empty.index(C))
         turn += 1
         number += step
-    bulk_wait(0)
+    tma_store_wait(0)
     if CHAINED:
         # Not before: its programs would all find room on the few multiprocessors without one of these, which took
         # 1 token on 8k keys 3 us (H200).
@@ -459,13 +459,13 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
     total = gl.zeros([64], gl.float32, ROW)
 
     q_tile = q.index(C).reshape([64, D])
-    wait(q_full.index(C), 0)
-    wait(k_full.index(0), 0)
-    qk_made = mma(q_tile, k.index(0).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier_wait(q_full.index(C), 0)
+    mbarrier_wait(k_full.index(0), 0)
+    qk_made = wgmma(q_tile, k.index(0).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
     for j in range(blocks):
         s = j % walk.STAGES
-        qk = mma_wait(0, deps=[qk_made])
-        arrive(k_empty.index(s))
+        qk = wgmma_wait(0, deps=[qk_made])
+        mbarrier_arrive(k_empty.index(s))
         first = begin + (blocks - 1 - j) * BN
         if SOFTCAP:
             qk = bend(qk * inner)
@@ -479,24 +479,24 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
         top = new_top
         acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
         p_half = unpack(pack(p, dtype), dtype, P)
-        wait(v_full.index(s), (j // walk.STAGES) & 1)
-        acc_made = mma(p_half, v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+        mbarrier_wait(v_full.index(s), (j // walk.STAGES) & 1)
+        acc_made = wgmma(p_half, v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         following = (j + 1) % walk.STAGES
-        wait(k_full.index(following), ((j + 1) // walk.STAGES) & 1, pred=j + 1 < blocks)
+        mbarrier_wait(k_full.index(following), ((j + 1) // walk.STAGES) & 1, pred=j + 1 < blocks)
         k_tile = k.index(following).reshape([BN, D]).permute((1, 0))
-        qk_made = mma(q_tile, k_tile, zero, use_acc=False, is_async=True)
-        acc = mma_wait(1, deps=[acc_made])
-        arrive(v_empty.index(s))
+        qk_made = wgmma(q_tile, k_tile, zero, use_acc=False, is_async=True)
+        acc = wgmma_wait(1, deps=[acc_made])
+        mbarrier_arrive(v_empty.index(s))
 
-    qk = mma_wait(0, deps=[qk_made])
+    qk = wgmma_wait(0, deps=[qk_made])
     of = shares, (split, kv_head, batch), (first_head, start, row, queries)
     factor = _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
     acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
     box = out.index(C)
     box.reshape([64, DV]).store(acc.to(q.dtype))
-    fence()
-    bulk_store(out_desc, (split * batches + batch, kv_head * shares.GROUP + first_head, start, 0), box)
-    bulk_wait(0)
+    fence_async()
+    tma_store(out_desc, (split * batches + batch, kv_head * shares.GROUP + first_head, start, 0), box)
+    tma_store_wait(0)
     if CHAINED:
         launch_dependents()  # not before: as above
 
@@ -529,36 +529,36 @@ def attention_shares_kernel(
         walk, kv_heads, tiles, splits, inverse, row_pages, between_k, between_v,
         GROUP, HEADS, 64 // HEADS, LENGTHS, PAGE, PIECE, ALONE,
     )  # fmt: skip
-    q = tiles_of(CONSUMERS, q_desc)
-    k_pieces = tiles_of(STAGES * (BN // PIECE) * (D // (D if PIECE == BN else 64)), k_desc)
-    v_pieces = tiles_of(STAGES * (BN // PIECE) * (DV // (DV if PIECE == BN else 64)), v_desc)
+    q = smem_tiles(CONSUMERS, q_desc)
+    k_pieces = smem_tiles(STAGES * (BN // PIECE) * (D // (D if PIECE == BN else 64)), k_desc)
+    v_pieces = smem_tiles(STAGES * (BN // PIECE) * (DV // (DV if PIECE == BN else 64)), v_desc)
     k, v = k_pieces, v_pieces
     if PAGE:
         # pieces of 64 columns lie as they do in a tile: all rows of 64 columns, then those of the next
         WHOLE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         k = reinterpret(k_pieces, k_desc.dtype, [STAGES, BN, D], WHOLE)
         v = reinterpret(v_pieces, v_desc.dtype, [STAGES, BN, DV], WHOLE)
-    q_full, q_empty = barrier_pair(CONSUMERS, 1)
-    k_full, v_full = barrier_pair(STAGES, 1)
+    q_full, q_empty = mbarrier_pair(CONSUMERS, 1)
+    k_full, v_full = mbarrier_pair(STAGES, 1)
     SMALL: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     if SMALL:
         TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         k = gl.allocate_shared_memory(gl.float16, [STAGES, BN, D], TILE)
         v = gl.allocate_shared_memory(gl.float16, [STAGES, BN, DV], TILE)
-        k8_full, v8_full = barrier_pair(STAGES, 1)
-        k8_empty, v8_empty = barrier_pair(STAGES, 1)
+        k8_full, v8_full = mbarrier_pair(STAGES, 1)
+        k8_empty, v8_empty = mbarrier_pair(STAGES, 1)
     if ALONE:
         # H200, 64/8 heads of 128 on 8k keys: asked for so, and without divisions of integers, 8 tokens take 16.1 us for
         # 17.3, 16 tokens 19.0 for 20.0; the first load is on its way after 820 cycles for 2,050, of 16 tokens 1,590
         # for 3,180
-        fence()
+        fence_async()
         _begin(shares, q, k, v, q_full, k_full, v_full, q_desc, k_desc, v_desc, lengths_ptr)
-    k_empty, v_empty = barrier_pair(STAGES, CONSUMERS)
-    fence()
+    k_empty, v_empty = mbarrier_pair(STAGES, CONSUMERS)
+    fence_async()
     SHARED: gl.constexpr = D == DV and not APART  # out takes the place of q
     out = q
     if not SHARED:
-        out = tiles_of(CONSUMERS, out_desc)
+        out = smem_tiles(CONSUMERS, out_desc)
     parts = (q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     pieces = (k_pieces, v_pieces)
     if SMALL:

@@ -8,23 +8,23 @@ too. Who comes last for a tile puts its parts together, always in the same order
 
 from torch import Tensor
 
-from tilesmith.device.counters import counter
+from tilesmith.device.counters import work_counter
 from tilesmith.device.gluon.shim import (
     aggregate,
-    arrive,
-    await_launcher,
-    barriers,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    fence,
+    fence_async,
     gl,
     gluon,
-    meet,
-    mma,
-    mma_wait,
-    tiles_of,
-    wait,
+    grid_dependency_wait,
+    mbarrier_arrive,
+    mbarrier_wait,
+    mbarriers,
+    named_barrier,
+    smem_tiles,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
 )
 from tilesmith.engine import launch
 from tilesmith.engine.launch import cdiv
@@ -147,20 +147,20 @@ def _produce(deal, parts, q_desc, k_desc, v_desc, LATE: gl.constexpr):
         for j in range(blocks):
             place = (batch, head // walk.group, (begin - first + blocks - 1 - j) * walk.BN, 0)
             s = count % walk.STAGES
-            wait(k_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
-            bulk_load(k_desc, place, k_full.index(s), k.index(s))
+            mbarrier_wait(k_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
+            tma_load(k_desc, place, k_full.index(s), k.index(s))
             if j == 0:
                 for c in gl.static_range(walk.CONSUMERS):
-                    wait(q_empty.index(c), (turn & 1) ^ 1)
-                    bulk_load(q_desc, (batch, head, start + c * 64, 0), q_full.index(c), q.index(c))
+                    mbarrier_wait(q_empty.index(c), (turn & 1) ^ 1)
+                    tma_load(q_desc, (batch, head, start + c * 64, 0), q_full.index(c), q.index(c))
             t = count % walk.V_STAGES
-            wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
-            bulk_load(v_desc, place, v_full.index(t), v.index(t))
+            mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
+            tma_load(v_desc, place, v_full.index(t), v.index(t))
             count += 1
         begin += blocks
         turn += 1
     if LATE:  # else the stream would go on before the whole rounds are over
-        await_launcher()
+        grid_dependency_wait()
 
 
 @gluon.jit
@@ -179,7 +179,7 @@ def _join(C: gl.constexpr, deal, acc, top, total, tile, blocks, first, steps, pa
     gl.store(slot + cell, acc)
     gl.store(slot + 64 * DV + row, top)
     gl.store(slot + 64 * DV + 64 + row, total)
-    meet("sync", _JOIN + C, 128)
+    named_barrier("sync", _JOIN + C, 128)
     met_ptr += tile * CONSUMERS + C
     complete = gl.atomic_add(met_ptr, blocks, sem="acq_rel", scope="gpu") + blocks == steps
     if complete:
@@ -225,7 +225,7 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     if walk.TURNS and C == walk.CONSUMERS - 1:
-        meet("arrive", TURN)
+        named_barrier("arrive", TURN)
     while begin < end:
         tile, start, head, batch, first, steps = deal.tile(begin)
         blocks = gl.minimum(end, first + steps) - begin
@@ -235,9 +235,9 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
         key = (behind - 1) * BN
         acc = gl.zeros([64, DV], gl.float32, OUT)
         q_tile = q.index(C).reshape([64, D])
-        wait(q_full.index(C), turn & 1)
+        mbarrier_wait(q_full.index(C), turn & 1)
         s = count % walk.STAGES
-        wait(k_full.index(s), (count // walk.STAGES) & 1)
+        mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
         top, total, p = first_block(
             C, walk, q_tile, k.index(s).reshape([BN, D]), k_empty.index(s), False, queries, key, inner, scale, SOFTCAP
         )
@@ -264,13 +264,13 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
                         (k_empty.index(s), v_empty.index(t)), p_half, acc, total, top, queries, key, inner, scale,
                         phase == 0, SOFTCAP,
                     )  # fmt: skip
-        arrive(q_empty.index(C))
+        mbarrier_arrive(q_empty.index(C))
         t = count % walk.V_STAGES
-        wait(v_full.index(t), (count // walk.V_STAGES) & 1)
-        acc_made = mma(unpack(p, dtype, P), v.index(t).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+        mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
+        acc_made = wgmma(unpack(p, dtype, P), v.index(t).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
-        acc = mma_wait(0, deps=[acc_made])
-        arrive(v_empty.index(t))
+        acc = wgmma_wait(0, deps=[acc_made])
+        mbarrier_arrive(v_empty.index(t))
         complete = blocks == steps
         if not complete:
             acc, top, total, complete = _join(C, deal, acc, top, total, tile, blocks, first, steps, parts_ptr, met_ptr)
@@ -279,14 +279,14 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
             row = (batch * walk.heads + head).to(gl.int64) * walk.tokens
             gl.store(lse_ptr + row + queries, lse, mask=queries < walk.tokens)
             acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
-            bulk_wait(0)
+            tma_store_wait(0)
             tile_out = out.index(C)
             tile_out.reshape([64, DV]).store(acc.to(dtype))
-            fence()
-            bulk_store(out_desc, (batch, head, start, 0), tile_out)
+            fence_async()
+            tma_store(out_desc, (batch, head, start, 0), tile_out)
         begin += blocks
         turn += 1
-    bulk_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens", "keys", "heads", "blocks", "rows", "section", "group", "undivided", "right"])
@@ -306,17 +306,17 @@ def attention_fwd_shares_kernel(
         False, RIGHT, WHOLE, False, False, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, 1, 0, False, V_STAGES,
     )  # fmt: skip
     deal = _dealt(walk, undivided)
-    q = tiles_of(CONSUMERS, q_desc)
-    k = tiles_of(STAGES, k_desc)
-    v = tiles_of(V_STAGES, v_desc)
-    out = tiles_of(CONSUMERS, out_desc)
-    q_full = barriers(CONSUMERS, 1)
-    q_empty = barriers(CONSUMERS, 1)
-    k_full = barriers(STAGES, 1)
-    k_empty = barriers(STAGES, CONSUMERS)
-    v_full = barriers(V_STAGES, 1)
-    v_empty = barriers(V_STAGES, CONSUMERS)
-    fence()
+    q = smem_tiles(CONSUMERS, q_desc)
+    k = smem_tiles(STAGES, k_desc)
+    v = smem_tiles(V_STAGES, v_desc)
+    out = smem_tiles(CONSUMERS, out_desc)
+    q_full = mbarriers(CONSUMERS, 1)
+    q_empty = mbarriers(CONSUMERS, 1)
+    k_full = mbarriers(STAGES, 1)
+    k_empty = mbarriers(STAGES, CONSUMERS)
+    v_full = mbarriers(V_STAGES, 1)
+    v_empty = mbarriers(V_STAGES, CONSUMERS)
+    fence_async()
     parts = (q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -359,6 +359,6 @@ def launch_shares(
     parts = lse.new_empty(consumers * (shares + blocks * rows - undivided), 64 * (kinds["DV"] + 2))
     launch(
         attention_fwd_shares_kernel, (shares,), *descriptors, lse, sinks, parts,
-        counter(lse.device, consumers * arch.sms), *sizes, undivided, right, *factors, LATE=undivided > 0, num_warps=4,
-        **({"launch_pdl": True} if undivided else {}), **kinds,
+        work_counter(lse.device, consumers * arch.sms), *sizes, undivided, right, *factors,
+        LATE=undivided > 0, num_warps=4, **({"launch_pdl": True} if undivided else {}), **kinds,
     )  # fmt: skip

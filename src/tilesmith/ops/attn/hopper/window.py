@@ -7,18 +7,18 @@ head: of each tile's boxes the next one needs the two last, which stay. Scores l
 """
 
 from tilesmith.device.gluon.shim import (
-    arrive,
-    barriers,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    fence,
+    fence_async,
     gl,
     gluon,
-    mma,
-    mma_wait,
-    tiles_of,
-    wait,
+    mbarrier_arrive,
+    mbarrier_wait,
+    mbarriers,
+    smem_tiles,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.forward import NOTHING, Walk, bend, finish, hide, tickets
 from tilesmith.ops.attn.hopper.tile_offset import corner
@@ -50,16 +50,16 @@ def _produce(parts, walk, run, q_desc, k_desc, v_desc, counter):
             new = gl.where(i == 0, 0, 2)  # the two first boxes of a tile are the two last of the one before
             for b in range(new, boxes):
                 s = (count + b) % walk.STAGES
-                wait(k_empty.index(s), (((count + b) // walk.STAGES) & 1) ^ 1)
-                bulk_load(k_desc, corner(batch, kv_head, first + b * 64, 0, False), k_full.index(s), k.index(s))
+                mbarrier_wait(k_empty.index(s), (((count + b) // walk.STAGES) & 1) ^ 1)
+                tma_load(k_desc, corner(batch, kv_head, first + b * 64, 0, False), k_full.index(s), k.index(s))
             for c in gl.static_range(walk.CONSUMERS):
                 box = tile % walk.Q_STAGES * walk.CONSUMERS + c
-                wait(q_empty.index(box), ((tile // walk.Q_STAGES) & 1) ^ 1)
-                bulk_load(q_desc, corner(batch, head, start + c * 64, 0, False), q_full.index(box), q.index(box))
+                mbarrier_wait(q_empty.index(box), ((tile // walk.Q_STAGES) & 1) ^ 1)
+                tma_load(q_desc, corner(batch, head, start + c * 64, 0, False), q_full.index(box), q.index(box))
             for b in range(new, boxes):
                 s = (count + b) % walk.STAGES
-                wait(v_empty.index(s), (((count + b) // walk.STAGES) & 1) ^ 1)
-                bulk_load(v_desc, corner(batch, kv_head, first + b * 64, 0, False), v_full.index(s), v.index(s))
+                mbarrier_wait(v_empty.index(s), (((count + b) // walk.STAGES) & 1) ^ 1)
+                tma_load(v_desc, corner(batch, kv_head, first + b * 64, 0, False), v_full.index(s), v.index(s))
             count += walk.CONSUMERS
             first += walk.BM
             start += walk.BM
@@ -73,17 +73,17 @@ def _produce(parts, walk, run, q_desc, k_desc, v_desc, counter):
 def _give_back(empty, count, last, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
     """The boxes of a tile that the next one does not meet; of a run's last tile, all."""
     for b in gl.static_range(CONSUMERS):
-        arrive(empty.index((count + b) % STAGES))
+        mbarrier_arrive(empty.index((count + b) % STAGES))
     if last:
-        arrive(empty.index((count + CONSUMERS) % STAGES))
-        arrive(empty.index((count + CONSUMERS + 1) % STAGES))
+        mbarrier_arrive(empty.index((count + CONSUMERS) % STAGES))
+        mbarrier_arrive(empty.index((count + CONSUMERS + 1) % STAGES))
 
 
 @gluon.jit
 def box_of(tiles, full, count, STAGES: gl.constexpr, COLS: gl.constexpr):
     """A box of 64 rows, once it is there."""
     s = count % STAGES
-    wait(full.index(s), (count // STAGES) & 1)
+    mbarrier_wait(full.index(s), (count // STAGES) & 1)
     return tiles.index(s).reshape([64, COLS])
 
 
@@ -121,18 +121,18 @@ def _consume(C: gl.constexpr, parts, walk, run, out_desc, lse_ptr, sinks_ptr, in
             zero = gl.zeros([64, 64], gl.float32, SCORES)
             box = tile % walk.Q_STAGES * walk.CONSUMERS + C
             q_tile = q.index(box).reshape([64, D])
-            wait(q_full.index(box), (tile // walk.Q_STAGES) & 1)
+            mbarrier_wait(q_full.index(box), (tile // walk.Q_STAGES) & 1)
             low_k = box_of(k, k_full, count + C, walk.STAGES, D)
-            low_made = mma(q_tile, low_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+            low_made = wgmma(q_tile, low_k.permute((1, 0)), zero, use_acc=False, is_async=True)
             mid_k = box_of(k, k_full, count + C + 1, walk.STAGES, D)
-            mid_made = mma(q_tile, mid_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+            mid_made = wgmma(q_tile, mid_k.permute((1, 0)), zero, use_acc=False, is_async=True)
             high_k = box_of(k, k_full, count + C + 2, walk.STAGES, D)
-            high_made = mma(q_tile, high_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-            low = _scores(mma_wait(2, deps=[low_made]), walk, queries, start, first, inner, SOFTCAP)
-            mid = _scores(mma_wait(1, deps=[mid_made]), walk, queries, start, first + 64, inner, SOFTCAP)
-            high = mma_wait(0, deps=[high_made])
+            high_made = wgmma(q_tile, high_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+            low = _scores(wgmma_wait(2, deps=[low_made]), walk, queries, start, first, inner, SOFTCAP)
+            mid = _scores(wgmma_wait(1, deps=[mid_made]), walk, queries, start, first + 64, inner, SOFTCAP)
+            high = wgmma_wait(0, deps=[high_made])
             _give_back(k_empty, count, i == many - 1, walk.CONSUMERS, walk.STAGES)
-            arrive(q_empty.index(box))
+            mbarrier_arrive(q_empty.index(box))
             high = _scores(high, walk, queries, start, first + 128, inner, SOFTCAP)
             top = gl.maximum(gl.maximum(gl.max(low, 1), gl.max(mid, 1)), gl.max(high, 1)) * scale
             base = gl.where(top == NOTHING, 0.0, top)[:, None]
@@ -140,31 +140,31 @@ def _consume(C: gl.constexpr, parts, walk, run, out_desc, lse_ptr, sinks_ptr, in
             total = gl.sum(low, 1)
             low_v = box_of(v, v_full, count + C, walk.STAGES, DV)
             acc = gl.zeros([64, DV], gl.float32, OUT)
-            made = mma(gl.convert_layout(low.to(dtype), P), low_v, acc, use_acc=False, is_async=True)
+            made = wgmma(gl.convert_layout(low.to(dtype), P), low_v, acc, use_acc=False, is_async=True)
             mid = gl.exp2(mid * scale - base)
             total += gl.sum(mid, 1)
             mid_v = box_of(v, v_full, count + C + 1, walk.STAGES, DV)
-            made = mma(gl.convert_layout(mid.to(dtype), P), mid_v, made, use_acc=True, is_async=True)
+            made = wgmma(gl.convert_layout(mid.to(dtype), P), mid_v, made, use_acc=True, is_async=True)
             high = gl.exp2(high * scale - base)
             total += gl.sum(high, 1)
             high_v = box_of(v, v_full, count + C + 2, walk.STAGES, DV)
-            made = mma(gl.convert_layout(high.to(dtype), P), high_v, made, use_acc=True, is_async=True)
+            made = wgmma(gl.convert_layout(high.to(dtype), P), high_v, made, use_acc=True, is_async=True)
             factor, lse = finish(top, total, head, sinks_ptr)
             gl.store(lse_ptr + row + queries, lse, mask=queries < walk.tokens)
-            acc = mma_wait(0, deps=[made])
+            acc = wgmma_wait(0, deps=[made])
             _give_back(v_empty, count, i == many - 1, walk.CONSUMERS, walk.STAGES)
             acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
-            bulk_wait(0)
+            tma_store_wait(0)
             out.index(C).reshape([64, DV]).store(acc.to(dtype))
-            fence()
-            bulk_store(out_desc, corner(batch, head, start, 0, False), out.index(C))
+            fence_async()
+            tma_store(out_desc, corner(batch, head, start, 0, False), out.index(C))
             count += walk.CONSUMERS
             start += walk.BM
             tile += 1
         count += 2
         number = tickets.drawn(turn, tiles, walk.DYNAMIC)
         turn += 1
-    bulk_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens", "keys", "heads", "blocks", "rows", "section", "left", "right", "group", "run"])
@@ -182,18 +182,18 @@ def attention_window_kernel(
         tokens, keys, heads, blocks, rows, section, left, right, group, gl.to_tensor(1), gl.to_tensor(0),
         True, True, False, DYNAMIC, False, CONSUMERS * 64, 64, D, DV, CONSUMERS, STAGES, Q_STAGES, 0,
     )  # fmt: skip
-    q = tiles_of(Q_STAGES * CONSUMERS, q_desc)
-    k = tiles_of(STAGES, k_desc)
-    v = tiles_of(STAGES, v_desc)
-    out = tiles_of(CONSUMERS, out_desc)
+    q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
+    k = smem_tiles(STAGES, k_desc)
+    v = smem_tiles(STAGES, v_desc)
+    out = smem_tiles(CONSUMERS, out_desc)
     ticket = tickets(CONSUMERS, 1)
-    q_full = barriers(Q_STAGES * CONSUMERS, 1)
-    q_empty = barriers(Q_STAGES * CONSUMERS, 1)
-    k_full = barriers(STAGES, 1)
-    k_empty = barriers(STAGES, CONSUMERS)
-    v_full = barriers(STAGES, 1)
-    v_empty = barriers(STAGES, CONSUMERS)
-    fence()
+    q_full = mbarriers(Q_STAGES * CONSUMERS, 1)
+    q_empty = mbarriers(Q_STAGES * CONSUMERS, 1)
+    k_full = mbarriers(STAGES, 1)
+    k_empty = mbarriers(STAGES, CONSUMERS)
+    v_full = mbarriers(STAGES, 1)
+    v_empty = mbarriers(STAGES, CONSUMERS)
+    fence_async()
     parts = (ticket, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [

@@ -12,22 +12,22 @@ live in units of log 2.
 
 from torch import Tensor
 
-from tilesmith.device.counters import counter
+from tilesmith.device.counters import work_counter
 from tilesmith.device.gluon.shim import (
-    arrive,
-    barriers,
-    bulk_load,
-    bulk_store,
-    bulk_wait,
-    fence,
+    cp_async_row,
+    fence_async,
     gl,
     gluon,
-    load_row,
-    mma,
-    mma_wait,
+    mbarrier_arrive,
+    mbarrier_wait,
+    mbarriers,
     reinterpret,
-    tiles_of,
-    wait,
+    smem_tiles,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
 )
 from tilesmith.engine import launch
 from tilesmith.engine.launch import cdiv
@@ -49,7 +49,7 @@ def _first(walk, number, run, size):
 
 @gluon.jit
 def _produce(
-    parts, sizes, q_begin, q_desc, dout_desc, k_desc, v_desc, rows_ptr, row_size, plane, counter,
+    parts, sizes, q_begin, q_desc, dout_desc, k_desc, v_desc, rows_ptr, row_size, plane, work_counter,
     V_STAGES: gl.constexpr,
 ):  # fmt: skip
     tickets, q, dout, numbers, k, v, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _ = parts
@@ -70,23 +70,23 @@ def _produce(
             b = step - 2
             if b >= 0:
                 s = (count + b) % walk.Q_STAGES
-                wait(q_empty.index(s), (((count + b) // walk.Q_STAGES) & 1) ^ 1)
+                mbarrier_wait(q_empty.index(s), (((count + b) // walk.Q_STAGES) & 1) ^ 1)
                 there = corner(batch, head, first + b * 64, 0, False)
-                bulk_load(q_desc, there, q_full.index(s), q.index(s))
-                bulk_load(dout_desc, there, q_full.index(s), dout.index(s))
+                tma_load(q_desc, there, q_full.index(s), q.index(s))
+                tma_load(dout_desc, there, q_full.index(s), dout.index(s))
                 query = gl.minimum(first + b * 64 + place, walk.tokens - 1) - q_begin
-                load_row(rows_ptr + row + (query + (lane >> 6) * plane), q_full.index(s), numbers.index(s))
+                cp_async_row(rows_ptr + row + (query + (lane >> 6) * plane), q_full.index(s), numbers.index(s))
             if step < many + 2:
                 # before the first key there are none, which the accelerator fills with zeros
                 there = corner(batch, head, start + b * 64, 0, False)
                 s = (count + step) % walk.STAGES
-                wait(k_empty.index(s), (((count + step) // walk.STAGES) & 1) ^ 1)
-                bulk_load(k_desc, there, k_full.index(s), k.index(s))
+                mbarrier_wait(k_empty.index(s), (((count + step) // walk.STAGES) & 1) ^ 1)
+                tma_load(k_desc, there, k_full.index(s), k.index(s))
                 s = (count + step) % V_STAGES
-                wait(v_empty.index(s), (((count + step) // V_STAGES) & 1) ^ 1)
-                bulk_load(v_desc, there, v_full.index(s), v.index(s))
+                mbarrier_wait(v_empty.index(s), (((count + step) // V_STAGES) & 1) ^ 1)
+                tma_load(v_desc, there, v_full.index(s), v.index(s))
         count += many + 2
-        number = tickets.draw(turn, counter, tiles, walk.DYNAMIC)
+        number = tickets.draw(turn, work_counter, tiles, walk.DYNAMIC)
         turn += 1
 
 
@@ -94,19 +94,19 @@ def _produce(
 def _leave(x, desc, tile, batch, head, start):
     """Write 64 rows of a gradient, from a tile whose own rows nobody needs any more."""
     tile.reshape([x.shape[0], x.shape[1]]).store(x.to(tile.dtype))
-    fence()
-    bulk_store(desc, corner(batch, head, start, 0, False), tile)
+    fence_async()
+    tma_store(desc, corner(batch, head, start, 0, False), tile)
 
 
 @gluon.jit
 def _give_back(block, many, count, ds_count, ds_empty, k_empty, v_empty, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
                DS_STAGES: gl.constexpr):  # fmt: skip
     """What a block's gradients were written from, once they are read."""
-    bulk_wait(0)
-    arrive(v_empty.index((count + block) % V_STAGES))
+    tma_store_wait(0)
+    mbarrier_arrive(v_empty.index((count + block) % V_STAGES))
     if (block > 0) & (block <= many):
-        arrive(ds_empty.index((ds_count + block - 1) % DS_STAGES))
-        arrive(k_empty.index((count + block - 1) % STAGES))
+        mbarrier_arrive(ds_empty.index((ds_count + block - 1) % DS_STAGES))
+        mbarrier_arrive(k_empty.index((count + block - 1) % STAGES))
 
 
 @gluon.jit
@@ -163,17 +163,17 @@ def _consume(
                 q_tile = box_of(q, q_full, count + b, walk.Q_STAGES, D)
                 dout_tile = dout.index(s).reshape([64, D])
                 zero = gl.zeros([64, 64], gl.float32, SCORES)
-                s_made = mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                dp_made = mma(v_tile, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                s_made = wgmma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                dp_made = wgmma(v_tile, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
                 if LATE and (i == 0) & (block > 1):
                     _give_back(block - 2, many, count, ds_count, ds_empty, k_empty, v_empty, walk.STAGES, V_STAGES,
                                DS_STAGES)  # fmt: skip
-                score = mma_wait(1, deps=[s_made])
+                score = wgmma_wait(1, deps=[s_made])
                 row_lse = row_of(numbers.index(2 * s), 64)
                 if SOFTCAP:
                     score = bend(score * inner)
                 p = gl.exp2(_hide(score * outer - row_lse[None, :], walk, key, first + b * 64))
-                dp = mma_wait(0, deps=[dp_made])
+                dp = wgmma_wait(0, deps=[dp_made])
                 row_delta = row_of(numbers.index(2 * s + 1), 64)
                 d_score = p * (dp - row_delta[None, :])
                 if SOFTCAP:
@@ -182,44 +182,44 @@ def _consume(
                 d_half = d_score.to(dtype)
                 if b < many:
                     box = (ds_count + b) % DS_STAGES
-                    wait(ds_empty.index(box), (((ds_count + b) // DS_STAGES) & 1) ^ 1)
+                    mbarrier_wait(ds_empty.index(box), (((ds_count + b) // DS_STAGES) & 1) ^ 1)
                     ds.index(box * 3 + i).store(d_half)
-                    fence()
-                    arrive(ds_full.index(box))
+                    fence_async()
+                    mbarrier_arrive(ds_full.index(box))
                 ds_half = gl.convert_layout(d_half, P)
-                dv = mma(p_half, dout_tile, dv, use_acc=True, is_async=True)
-                dk = mma(ds_half, q_tile, dk, use_acc=True, is_async=True)
-                dk, dv, p_half, ds_half = mma_wait(0, deps=[dk, dv, p_half, ds_half])
-                arrive(q_empty.index(s))
+                dv = wgmma(p_half, dout_tile, dv, use_acc=True, is_async=True)
+                dk = wgmma(ds_half, q_tile, dk, use_acc=True, is_async=True)
+                dk, dv, p_half, ds_half = wgmma_wait(0, deps=[dk, dv, p_half, ds_half])
+                mbarrier_arrive(q_empty.index(s))
                 if block == many + 1:  # for the blocks behind the run's last one
                     if i > 0:
-                        arrive(q_empty.index(s))
+                        mbarrier_arrive(q_empty.index(s))
                     if i > 1:
-                        arrive(q_empty.index(s))
-            arrive(k_empty.index((count + block) % walk.STAGES))
+                        mbarrier_arrive(q_empty.index(s))
+            mbarrier_arrive(k_empty.index((count + block) % walk.STAGES))
             v_room = v.index((count + block) % V_STAGES)
             if (block > 0) & (block <= many):
                 # dq of the box of queries before the last one, of whose three blocks of keys this is the middle one
                 job = ds_count + block - 1
                 box = job % DS_STAGES
-                wait(ds_full.index(box), (job // DS_STAGES) & 1)
+                mbarrier_wait(ds_full.index(box), (job // DS_STAGES) & 1)
                 dq = gl.zeros([64, D], gl.float32, DKV)
                 for e in gl.static_range(3):
                     k_met = box_of(k, k_full, count + block + 1 - e, walk.STAGES, D)
-                    dq = mma(ds.index(box * 3 + e).permute((1, 0)), k_met, dq, use_acc=e > 0, is_async=True)
+                    dq = wgmma(ds.index(box * 3 + e).permute((1, 0)), k_met, dq, use_acc=e > 0, is_async=True)
                 if block > 1:
                     _leave(dv, dv_desc, v_room, batch, head, key)
-                dq = mma_wait(0, deps=[dq])
+                dq = wgmma_wait(0, deps=[dq])
                 if block == many:
-                    arrive(k_empty.index((count + block) % walk.STAGES))
-                    arrive(k_empty.index((count + block + 1) % walk.STAGES))
+                    mbarrier_arrive(k_empty.index((count + block) % walk.STAGES))
+                    mbarrier_arrive(k_empty.index((count + block + 1) % walk.STAGES))
                 _leave(dq * factor, dq_desc, dq_tiles.index((box * 3 * 64 + D - 64) // D), batch, head,
                        first + (block - 1) * 64)  # fmt: skip
                 if block > 1:
                     _leave(dk * factor, dk_desc, k.index((count + block - 1) % walk.STAGES), batch, head, key)
             elif block > 1:
                 _leave(dv, dv_desc, v_room, batch, head, key)
-                bulk_wait(0)
+                tma_store_wait(0)
                 _leave(dk * factor, dk_desc, v_room, batch, head, key)
             if not LATE or block + walk.CONSUMERS > many + 1:
                 _give_back(block, many, count, ds_count, ds_empty, k_empty, v_empty, walk.STAGES, V_STAGES,
@@ -228,7 +228,7 @@ def _consume(
         ds_count += many
         number = tickets.drawn(turn, tiles, walk.DYNAMIC)
         turn += 1
-    bulk_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit(
@@ -238,7 +238,7 @@ def _consume(
     ]
 )  # fmt: skip
 def attention_window_vjp_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, rows_ptr, counter,
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, rows_ptr, work_counter,
     tokens, keys, heads, blocks, rows, section, left, right, run, q_begin, size, row_size, plane,
     inner, outer, factor,
     DYNAMIC: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -259,28 +259,28 @@ def attention_window_vjp_kernel(
         tokens, keys, heads, blocks, rows, section, left, right, one, one, gl.to_tensor(0),
         True, True, False, DYNAMIC, False, 64, 64, D, D, CONSUMERS, K_STAGES, Q_STAGES, 0,
     )  # fmt: skip
-    q = tiles_of(Q_STAGES, q_desc)
-    dout = tiles_of(Q_STAGES, q_desc)
-    k = tiles_of(K_STAGES, k_desc)
-    v = tiles_of(V_STAGES, k_desc)
+    q = smem_tiles(Q_STAGES, q_desc)
+    dout = smem_tiles(Q_STAGES, q_desc)
+    k = smem_tiles(K_STAGES, k_desc)
+    v = smem_tiles(V_STAGES, k_desc)
     ds = gl.allocate_shared_memory(dtype, [3 * DS_STAGES, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
     numbers = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ticket = tickets(CONSUMERS, 1)
-    q_full = barriers(Q_STAGES, 130)  # two boxes, and 128 threads for the row of numbers
-    q_empty = barriers(Q_STAGES, 3)
-    k_full = barriers(K_STAGES, 1)
-    k_empty = barriers(K_STAGES, 2)
-    v_full = barriers(V_STAGES, 1)
-    v_empty = barriers(V_STAGES, 1)
-    ds_full = barriers(DS_STAGES, 3)
-    ds_empty = barriers(DS_STAGES, 1)
-    fence()
+    q_full = mbarriers(Q_STAGES, 130)  # two boxes, and 128 threads for the row of numbers
+    q_empty = mbarriers(Q_STAGES, 3)
+    k_full = mbarriers(K_STAGES, 1)
+    k_empty = mbarriers(K_STAGES, 2)
+    v_full = mbarriers(V_STAGES, 1)
+    v_empty = mbarriers(V_STAGES, 1)
+    ds_full = mbarriers(DS_STAGES, 3)
+    ds_empty = mbarriers(DS_STAGES, 1)
+    fence_async()
     parts = (ticket, q, dout, numbers, k, v, ds, q_full, q_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty)
     sizes = (walk, run, size)
     gl.warp_specialize(
         [
             (_produce, (parts, sizes, q_begin, q_desc, dout_desc, k_desc, v_desc, rows_ptr, row_size, plane,
-                        counter, V_STAGES)),
+                        work_counter, V_STAGES)),
             (_consume, (0, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor, V_STAGES, DS_STAGES,
                         SOFTCAP)),
             (_consume, (1, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor, V_STAGES, DS_STAGES,
@@ -303,7 +303,7 @@ def window_gradients(q, k, v, dout, rows: Tensor, window, q_begin: int, factors,
     programs = min(arch.sms, runs)
     launch(
         attention_window_vjp_kernel, (programs,), *(descriptor(x, 64) for x in (q, k, v, dout, *gradients)), rows,
-        counter(q.device) if programs < runs else None, tokens, keys, heads, blocks, batch * heads,
+        work_counter(q.device) if programs < runs else None, tokens, keys, heads, blocks, batch * heads,
         section(k, heads, arch, alike=False), *window, run, q_begin, size, rows.shape[2],
         rows.shape[1] * rows.shape[2], *factors, DYNAMIC=programs < runs, D=columns_of(q), Q_STAGES=stages,
         SOFTCAP=factors[0] > 0.0, num_warps=4,

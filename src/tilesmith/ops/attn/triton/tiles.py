@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilesmith.device.alignment import bulk_strides
+from tilesmith.device.alignment import tma_strides
 from tilesmith.device.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.device.rows import dense
 from tilesmith.device.triton.dropout import keep_tile
@@ -433,7 +433,7 @@ def tile_count(size: int, block: int, list_size: int) -> int:
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
     """A descriptor of x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows, where x allows one."""
-    strides = bulk_strides(x)
+    strides = tma_strides(x)
     if strides is None or x.numel() == 0:
         return None
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, _padded(x.shape[3])])

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilesmith.device.alignment import bulk_strides
+from tilesmith.device.alignment import tma_strides
 from tilesmith.device.rows import dense, rows
 from tilesmith.device.triton.activations import activate, gradient
 from tilesmith.device.triton.column_sums import partial_rows, sum_partials
@@ -267,7 +267,7 @@ def _described(x: Tensor, height: int, width: int) -> tuple[TensorDescriptor, bo
     """A descriptor of x [R, C] in tiles, or of its transpose with True; None where neither is legal."""
     turned = x.stride(1) != 1 and x.stride(0) == 1
     view, tile = (x.t(), [width, height]) if turned else (x, [height, width])
-    strides = bulk_strides(view)
+    strides = tma_strides(view)
     if strides is None or x.numel() == 0 or (view.shape[0] > 1 and strides[0] < view.shape[1]):
         return None
     return TensorDescriptor(view, list(view.shape), strides, tile), turned

@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.device.gluon.matmul import COLS, halves, product_of_tiles, put, suits, tiles
+from tilesmith.device.gluon.matmul import (
+    COLS,
+    matmul_arguments,
+    persistent_matmul,
+    split_columns,
+    store_half_tile,
+    tma_accepts,
+)
 from tilesmith.device.gluon.shim import gl, gluon
 from tilesmith.engine import cdiv, launch
 from tilesmith.ops.loss.chunks import Chunks, add_product
@@ -64,13 +71,13 @@ def _write_powers(
     acc, row, col, out_desc, tile, references_ptr, sums_ptr, rows, cols, power, EVEN: gl.constexpr
 ):  # fmt: skip
     """One half is on its way to memory while the powers of the other are taken."""
-    left, right = halves(acc)
+    left, right = split_columns(acc)
     powers, total = _powers_of(left, row, col, references_ptr, rows, cols, power, EVEN)
-    put(powers, row, col, out_desc, tile)
+    store_half_tile(powers, row, col, out_desc, tile)
     powers, more = _powers_of(right, row, col + _COLS // 2, references_ptr, rows, cols, power, EVEN)
     index = row + gl.arange(0, 64, total.type.layout)
     gl.store(sums_ptr + (col // _COLS).to(gl.int64) * rows + index, total + more, mask=index < rows)
-    put(powers, row, col + _COLS // 2, out_desc, tile)
+    store_half_tile(powers, row, col + _COLS // 2, out_desc, tile)
 
 
 @gluon.jit
@@ -91,7 +98,7 @@ def powers_tiles_kernel(
     if again_ptr is not None:
         tiles_m *= gl.load(again_ptr)
     extra = (references_ptr, sums_ptr, rows, cols, power, EVEN)
-    product_of_tiles(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _write_powers)
+    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _write_powers)
 
 
 @gluon.jit
@@ -101,7 +108,7 @@ def maxima_tiles_kernel(
     """The largest score of each row whose factor is inf into its reference, which is -inf."""
     extra = (references_ptr, factors_ptr, rows, cols, power)
     tiles_m *= gl.load(again_ptr)
-    product_of_tiles(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _write_maxima)
+    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _write_maxima)
 
 
 @triton.jit
@@ -118,7 +125,7 @@ def scale_rows_kernel(x_ptr, factors_ptr, hidden, BLOCK: tl.constexpr):
 @triton.jit
 def settle_rows_kernel(
     sums_ptr, scores_ptr, references_ptr, again_ptr, x_ptr, target_ptr, class_weight_ptr, e_ptr, losses_ptr,
-    lse_ptr, factors_ptr, scaled_ptr, rows, tiles, x_stride, hidden, classes, ignore_index, scale,
+    lse_ptr, factors_ptr, scaled_ptr, rows, matmul_arguments, x_stride, hidden, classes, ignore_index, scale,
     AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Losses and lse from sums [tiles, C]; e at the label; factors, and x times them. Where a sum is too large, the
@@ -129,10 +136,10 @@ def settle_rows_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     found = tl.zeros([TILES, ROWS], tl.float32)
-    for start in range(0, tiles, TILES):
+    for start in range(0, matmul_arguments, TILES):
         tile = start + tl.arange(0, TILES)
         at = tile.to(tl.int64)[:, None] * rows + row[None, :]
-        found += tl.load(sums_ptr + at, mask=(tile < tiles)[:, None] & there[None, :], other=0.0)
+        found += tl.load(sums_ptr + at, mask=(tile < matmul_arguments)[:, None] & there[None, :], other=0.0)
     total = tl.sum(found, 0)
     target = tl.load(target_ptr + row, mask=there, other=ignore_index).to(tl.int64)
     counted, valid = target != ignore_index, (target >= 0) & (target < classes)
@@ -167,7 +174,7 @@ def settle_rows_kernel(
 
 
 def reasons(x: Tensor, bias: Tensor | None, dx: bool, z_loss: float) -> list[str]:
-    """Why `gradients` is not for a call, wherever its matrices lie (`suits`). dx: whether x asks for a gradient."""
+    """Why `gradients` does not serve a call, wherever its matrices lie (`tma_accepts`). dx: is x's gradient wanted."""
     found = []
     if x.dtype != torch.bfloat16:
         found.append(f"x is {str(x.dtype).removeprefix('torch.')}, not bfloat16")
@@ -185,7 +192,7 @@ def reasons(x: Tensor, bias: Tensor | None, dx: bool, z_loss: float) -> list[str
 def suit(chunks: Chunks, terms: Terms) -> bool:
     """Whether `gradients` is for these chunks."""
     plain = not reasons(chunks.x, chunks.bias, chunks.mask[0], terms.z_loss)
-    return plain and suits(chunks.x, chunks.weight)
+    return plain and tma_accepts(chunks.x, chunks.weight)
 
 
 def gradients(
@@ -210,7 +217,7 @@ def gradients(
         x, weight, target, scores, references, x.stride(0), weight.stride(0), hidden, classes, terms.ignore_index,
         power, BLOCK=1024, num_warps=4,
     )  # fmt: skip
-    programs, product = tiles(x, weight, e)
+    programs, product = matmul_arguments(x, weight, e)
     sizes = rows, classes, power
 
     def take_powers(flag: Tensor | None) -> None:

@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.device.gluon.rows import LINE, MOST_PARTS, no_room
+from tilesmith.device.gluon.rows import LINE, MOST_PARTS, cluster_refused
 from tilesmith.device.gluon.rows_held import (
     HELD_CHOICES,
     HeldConfig,
+    chunk_fp32,
     columns,
-    flat,
-    further,
-    held,
+    exchange,
+    flatten_lines,
+    held_config,
     held_fit,
     held_flags,
     held_grid,
-    open_room,
-    row_of,
-    swap,
-    values,
+    load_chunks,
+    open_exchange,
+    row_pointer,
     warps_of_row,
 )
-from tilesmith.device.gluon.shim import gl, gluon, thread_barrier
+from tilesmith.device.gluon.shim import gl, gluon, syncthreads
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.loss import chunks
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
@@ -62,7 +62,7 @@ def _tops(words, dtype: gl.constexpr, CHUNKS: gl.constexpr):
             most = gl.inline_asm_elementwise(
                 f"max.{KIND} $0, $1, $2;", "=r,r,r", [most, words[c]], dtype=gl.int32, is_pure=True, pack=1
             )
-    return gl.max(gl.reshape(values(most, dtype), [gl.num_warps(), 32, 8]), 2)
+    return gl.max(gl.reshape(chunk_fp32(most, dtype), [gl.num_warps(), 32, 8]), 2)
 
 
 @gluon.jit
@@ -77,9 +77,9 @@ def loss_grad_parts_kernel(
     row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     DTYPE: gl.constexpr = logits_ptr.dtype.element_ty
     WIDTH: gl.constexpr = gl.num_warps() * 256
-    room = open_room(PARTS)
-    row_ptr = row_of(logits_ptr, row, stride)
-    words = further((), row_ptr, part, cols, CHUNKS, CHUNKS, EVEN, _least(DTYPE))
+    room = open_exchange(PARTS)
+    row_ptr = row_pointer(logits_ptr, row, stride)
+    words = load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, EVEN, _least(DTYPE))
     target = gl.load(target_ptr + row).to(gl.int64)
     counted = target != ignore_index
     valid = (target >= 0) & (target < cols)
@@ -88,7 +88,7 @@ def loss_grad_parts_kernel(
     chosen = 0.0
     if owns:
         chosen = gl.load(row_ptr + label).to(gl.float32)
-        thread_barrier()  # before another thread writes there
+        syncthreads()  # before another thread writes there
     label_weight = 1.0
     if weight_ptr is not None:
         label_weight = gl.load(weight_ptr + label).to(gl.float32)
@@ -105,13 +105,13 @@ def loss_grad_parts_kernel(
     tops = gl.maximum(_tops(words, DTYPE, CHUNKS), LOWEST)  # not -inf, from which -inf cannot be subtracted
     powers, total = (), 0.0
     for c in gl.static_range(CHUNKS):
-        x = gl.reshape(values(words[c], DTYPE), [gl.num_warps(), 32, 8])
+        x = gl.reshape(chunk_fp32(words[c], DTYPE), [gl.num_warps(), 32, 8])
         p = gl.exp2((x - gl.expand_dims(tops, 2)) * power)
         total += p
         powers += (p,)
     top = gl.max(tops, 1)
     found = gl.sum(gl.sum(total, 2) * gl.exp2((tops - gl.expand_dims(top, 1)) * power), 1)
-    every_top, totals = swap(room, part, top, found, PARTS)
+    every_top, totals = exchange(room, part, top, found, PARTS)
     every_top = gl.where(warps_of_row(PARTS) < PARTS * gl.num_warps(), every_top, LOWEST)
     row_top = gl.max(every_top, 0)
     more = gl.log2(gl.sum(totals * gl.exp2((every_top - row_top) * power), 0))  # lse - top, in base 2
@@ -129,7 +129,7 @@ def loss_grad_parts_kernel(
         col = columns(part, c, CHUNKS)
         mask = None if EVEN else col < cols
         if counted:
-            gl.store(row_ptr + col, flat(powers[c] * factors).to(DTYPE), mask=mask)
+            gl.store(row_ptr + col, flatten_lines(powers[c] * factors).to(DTYPE), mask=mask)
         else:
             gl.store(row_ptr + col, gl.zeros_like(col).to(DTYPE), mask=mask)
     if owns & counted:  # by the thread that has just written there
@@ -169,7 +169,7 @@ def _reasons(call: Any) -> list[str]:
             f"there are {call.classes} classes; more than {NARROW}, where Triton's kernel is slower, up to {WIDEST}, "
             "and multiples of 16 are served"
         )
-    return reasons or no_room(call.x.device, call.classes)
+    return reasons or cluster_refused(call.x.device, call.classes)
 
 
 NARROW, WIDEST = 4096, MOST_PARTS * 16_384
@@ -184,7 +184,7 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConf
     0.96, 0.95, 0.97, 0.86 and 0.94; Triton's 0.40, 0.71, 0.78, 0.69, 0.69 and 0.67."""
     cols, widest = dims["cols"], 8 * 8 * LINE
     if cols <= 8 * widest:
-        return held(cols, dims["bytes"], 8, 8, 80)  # three programs a multiprocessor
+        return held_config(cols, dims["bytes"], 8, 8, 80)  # three programs a multiprocessor
     return HeldConfig(cdiv(cols, cdiv(cols, widest) * 8 * LINE), 8, 0)  # more programs, not more registers
 
 

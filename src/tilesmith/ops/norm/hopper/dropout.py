@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.gluon.rows import NARROWEST, PartsConfig, fitted
-from tilesmith.device.gluon.rows_held import HELD_CHOICES, HeldConfig, held, held_fit
+from tilesmith.device.gluon.rows_held import HELD_CHOICES, HeldConfig, held_config, held_fit
 from tilesmith.engine import Space, optimize_kernel, register_kernel
 from tilesmith.ops.norm.arguments import (
     dropout_add_norm_arguments,
@@ -28,11 +28,11 @@ ABOVE = 2048  # columns; up to there Triton's kernels are as fast
 def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
     """H200, bf16, of the copy rate (Triton's) at 4,096, 8,192, 16,384, 32,768 and 65,536 columns: layer norm 0.97
     (0.94), 0.97 (0.95), 0.97 (0.96), 0.97 and 0.95, RMS norm 0.97 (0.97), 0.97 (0.96), 0.96 (0.96), 0.96 (0.92) and
-    0.96. Wider rows of 16 bits are for hopper_staying."""
+    0.96. Wider rows of 16 bits are for hopper_persistent."""
     cols, size = dims["cols"], dims["size"]
     if cols <= 8192:
-        return held(cols, size, 6 if cols <= 6144 else 4, 4, 0)
-    return held(cols, size, 4, 8 if cols <= 65_536 else 16, 64)
+        return held_config(cols, size, 6 if cols <= 6144 else 4, 4, 0)
+    return held_config(cols, size, 4, 8 if cols <= 65_536 else 16, 64)
 
 
 @register_kernel("dropout_add_norm", backend="hopper", rank=25, rejects=_reasons)

@@ -8,53 +8,53 @@ from torch import Tensor
 
 from tilesmith.device.alignment import aligned, aligned_vector
 from tilesmith.device.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
-from tilesmith.device.gluon.dropout import drawn_here, drawn_part, dropped_part
+from tilesmith.device.gluon.dropout import dropout_part, random_part, random_part_here
 from tilesmith.device.gluon.rows import (
     MOST_PARTS,
     NARROWEST,
     PartsConfig,
-    add_up,
-    added_up,
-    bring,
+    cluster_refused,
     fitted,
-    no_room,
-    opaque,
-    open_mail,
-    packed,
-    parted,
+    load_packed,
+    open_mailbox,
+    optimization_barrier,
+    pack,
     parts_flags,
     parts_grid,
-    raw,
-    received,
-    ring,
-    scratch,
-    send,
-    unpacked,
-    widened,
+    prefetch_next,
+    receive_from_cluster,
+    send_to_cluster,
+    smem_ring,
+    store_warp_sums,
+    sum_of_warps,
+    tma_parts,
+    unpack,
+    unpack_fp32,
+    warp_scratch,
     width_refused,
 )
 from tilesmith.device.gluon.rows_held import (
     HELD_CHOICES,
     LINE,
     HeldConfig,
+    chunk_fp32,
+    chunk_fp32_again,
     columns,
     columns_of_warps,
-    flat,
-    further,
-    held,
+    exchange,
+    flatten_lines,
+    held_config,
     held_fit,
     held_flags,
     held_grid,
     lines_after,
-    open_room,
-    part_of,
-    row_of,
-    swap,
-    values,
-    values_again,
-    words_of,
+    load_chunks,
+    load_part,
+    open_exchange,
+    pack_lines,
+    row_pointer,
 )
-from tilesmith.device.gluon.shim import barriers, fence, gl, gluon, wait
+from tilesmith.device.gluon.shim import fence_async, gl, gluon, mbarrier_wait, mbarriers
 from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.device.triton.column_sums import add_partials
 from tilesmith.device.triton.philox import load_key
@@ -90,7 +90,7 @@ def vector_of(ptr, part, cols, WIDTH: gl.constexpr):
     """A part of weight or bias, 0 beyond the last column, for `vector_again`: of 16 bits two values a word."""
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
-    return packed(gl.load(ptr + col, mask=col < cols, other=0.0), WIDTH)
+    return pack(gl.load(ptr + col, mask=col < cols, other=0.0), WIDTH)
 
 
 @gluon.jit
@@ -99,8 +99,8 @@ def vector_again(vector, ptr, WIDTH: gl.constexpr):
     the loop over rows, does not see that it is the same in each."""
     DTYPE: gl.constexpr = ptr.dtype.element_ty
     if DTYPE.primitive_bitwidth == 16:
-        vector = opaque(vector)
-    return widened(vector, DTYPE, WIDTH)
+        vector = optimization_barrier(vector)
+    return unpack_fp32(vector, DTYPE, WIDTH)
 
 
 @gluon.jit
@@ -119,34 +119,34 @@ def norm_fwd_parts_kernel(
     row, part = (gl.program_id(0) // PARTS).to(gl.int64), gl.program_id(0) % PARTS
     NORMED: gl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
-    room = open_room(PARTS)
+    room = open_exchange(PARTS)
     key = load_key(seed_ptr) if seed_ptr is not None else None
-    parts = part_of(row_of(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    parts = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
     if s_ptr is not None:
-        residual = part_of(row_of(residual_ptr, row, residual_stride), part, cols, CHUNKS, EVEN)
+        residual = load_part(row_pointer(residual_ptr, row, residual_stride), part, cols, CHUNKS, EVEN)
         sums, drawn = (), ()
         if seed_ptr is not None:
             for c in gl.static_range(CHUNKS):
                 first = row * cols + (part * CHUNKS + c) * (WARPS * LINES)
-                drawn += (drawn_here(key, first, WARPS * LINES, SHORT),)
+                drawn += (random_part_here(key, first, WARPS * LINES, SHORT),)
         for c in gl.static_range(CHUNKS):
             x = parts[c]
             if seed_ptr is not None:
-                x = dropped_part(x, drawn[c], drop_below, x_ptr.dtype.element_ty, WARPS * LINES, RARE)
-            s = values(x, x_ptr.dtype.element_ty)
+                x = dropout_part(x, drawn[c], drop_below, x_ptr.dtype.element_ty, WARPS * LINES, RARE)
+            s = chunk_fp32(x, x_ptr.dtype.element_ty)
             if seed_ptr is not None:
                 s *= keep_scale
-            s += values(residual[c], residual_ptr.dtype.element_ty)
+            s += chunk_fp32(residual[c], residual_ptr.dtype.element_ty)
             col = columns(part, c, CHUNKS)
-            gl.store(s_ptr + row * cols + col, flat(s).to(NORMED), mask=None if EVEN else col < cols)
-            sums += (words_of(s, NORMED),)
+            gl.store(s_ptr + row * cols + col, flatten_lines(s).to(NORMED), mask=None if EVEN else col < cols)
+            sums += (pack_lines(s, NORMED),)
         parts = sums
     after = lines_after(part, cols, CHUNKS)
-    squares = gl.zeros_like(values(parts[0], NORMED))
+    squares = gl.zeros_like(chunk_fp32(parts[0], NORMED))
     total = squares
-    pivot = gl.expand_dims(gl.sum(values(parts[0], NORMED), 1) * (1.0 / LINES), 1)
+    pivot = gl.expand_dims(gl.sum(chunk_fp32(parts[0], NORMED), 1) * (1.0 / LINES), 1)
     for c in gl.static_range(CHUNKS):
-        value = values(parts[c], NORMED)
+        value = chunk_fp32(parts[c], NORMED)
         if CENTER:
             value -= pivot
             if not EVEN:
@@ -155,21 +155,21 @@ def norm_fwd_parts_kernel(
         squares += value * value
     weights, biases = (), ()
     if weight_ptr is not None:
-        weights = further(weights, weight_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+        weights = load_chunks(weights, weight_ptr, part, cols, AHEAD, CHUNKS, EVEN)
     if bias_ptr is not None:
-        biases = further(biases, bias_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+        biases = load_chunks(biases, bias_ptr, part, cols, AHEAD, CHUNKS, EVEN)
     found = gl.sum(squares, 1)
     each_col = 1.0 / cols
     if CENTER:
         own_columns = gl.minimum(gl.maximum((after + (WARPS - 1)) // WARPS, 1), CHUNKS) * LINES
         summed = gl.sum(total, 1)
         excess = summed / gl.sum(own_columns, 1).to(gl.float32)
-        means, spreads = swap(room, part, gl.sum(pivot, 1) + excess, found - summed * excess, PARTS)
+        means, spreads = exchange(room, part, gl.sum(pivot, 1) + excess, found - summed * excess, PARTS)
         widths = columns_of_warps(cols, PARTS, CHUNKS)
         mean = gl.sum(means * widths, 0) * each_col
         spreads += widths * (means - mean) * (means - mean)
     else:
-        spreads, _ = swap(room, part, found, found, PARTS)
+        spreads, _ = exchange(room, part, found, found, PARTS)
     rstd = gl.rsqrt(gl.maximum(gl.sum(spreads, 0) * each_col, 0.0) + eps)
     if part == 0:
         gl.store(rstd_ptr + row, rstd)
@@ -177,26 +177,28 @@ def norm_fwd_parts_kernel(
             gl.store(mean_ptr + row, mean)
     for c in gl.static_range(CHUNKS):
         if weight_ptr is not None:
-            weights = further(weights, weight_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+            weights = load_chunks(weights, weight_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
         if bias_ptr is not None:
-            biases = further(biases, bias_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
-        value = values_again(parts[c], NORMED)
+            biases = load_chunks(biases, bias_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+        value = chunk_fp32_again(parts[c], NORMED)
         if CENTER:
             value -= mean
         value *= rstd
         if LLAMA:
             value = rounded(value, y_ptr)
         if weight_ptr is not None:
-            factor = values(weights[c], weight_ptr.dtype.element_ty)
+            factor = chunk_fp32(weights[c], weight_ptr.dtype.element_ty)
             if offset is not None:
                 factor += offset
             if LLAMA and weight_ptr.dtype == y_ptr.dtype:
                 factor = rounded(factor, weight_ptr)
             value *= factor
         if bias_ptr is not None:
-            value += values(biases[c], bias_ptr.dtype.element_ty)
+            value += chunk_fp32(biases[c], bias_ptr.dtype.element_ty)
         col = columns(part, c, CHUNKS)
-        gl.store(y_ptr + row * cols + col, flat(value).to(y_ptr.dtype.element_ty), mask=None if EVEN else col < cols)
+        gl.store(
+            y_ptr + row * cols + col, flatten_lines(value).to(y_ptr.dtype.element_ty), mask=None if EVEN else col < cols
+        )
 
 
 @gluon.jit
@@ -215,20 +217,20 @@ def norm_bwd_parts_kernel(
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
     inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    xs, dys = ring(SLOTS, WIDTH, x_desc.dtype), ring(SLOTS, WIDTH, dy_desc.dtype)
+    xs, dys = smem_ring(SLOTS, WIDTH, x_desc.dtype), smem_ring(SLOTS, WIDTH, dy_desc.dtype)
     dss = xs
     DS_TYPE: gl.constexpr = x_desc.dtype if ds_desc is None else ds_desc.dtype
     if ds_desc is not None:
-        dss = ring(SLOTS, WIDTH, DS_TYPE)
-    full = barriers(SLOTS, 1)
-    found, also_found = scratch(), scratch()
-    fence()
+        dss = smem_ring(SLOTS, WIDTH, DS_TYPE)
+    full = mbarriers(SLOTS, 1)
+    found, also_found = warp_scratch(), warp_scratch()
+    fence_async()
     if PARTS > 1:
-        mail = open_mail()
+        mail = open_mailbox()
     key = load_key(seed_ptr) if seed_ptr is not None else None
     mine = (num_rows - group + num_groups - 1) // num_groups
     for i in range(SLOTS):
-        bring(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i, group, num_groups, mine, part, WIDTH)
+        prefetch_next(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i, group, num_groups, mine, part, WIDTH)
     if weight_ptr is not None:
         weight = vector_of(weight_ptr, part, cols, WIDTH)
     each_col = 1.0 / cols
@@ -241,11 +243,11 @@ def norm_bwd_parts_kernel(
     for i in range(mine):
         slot = i % SLOTS
         row = (group + i * num_groups).to(gl.int64)
-        wait(full.index(slot), i // SLOTS % 2)
-        x, dy = raw(xs, slot, WIDTH), raw(dys, slot, WIDTH)
+        mbarrier_wait(full.index(slot), i // SLOTS % 2)
+        x, dy = load_packed(xs, slot, WIDTH), load_packed(dys, slot, WIDTH)
         if ds_desc is not None:
-            ds = raw(dss, slot, WIDTH)
-        xhat, grad = widened(x, x_desc.dtype, WIDTH), widened(dy, dy_desc.dtype, WIDTH)
+            ds = load_packed(dss, slot, WIDTH)
+        xhat, grad = unpack_fp32(x, x_desc.dtype, WIDTH), unpack_fp32(dy, dy_desc.dtype, WIDTH)
         if CENTER:
             xhat -= mean
             if not EVEN:
@@ -263,41 +265,41 @@ def norm_bwd_parts_kernel(
             if offset is not None:
                 factor += offset
             grad *= factor
-        add_up(grad * xhat, found, WIDTH)
+        store_warp_sums(grad * xhat, found, WIDTH)
         if CENTER:
-            add_up(grad, also_found, WIDTH)
+            store_warp_sums(grad, also_found, WIDTH)
         if ds_desc is not None:
-            fence()  # no sum waits for ds
-        dot = added_up(found)
+            fence_async()  # no sum waits for ds
+        dot = sum_of_warps(found)
         total = dot
         if CENTER:
-            total = added_up(also_found)
+            total = sum_of_warps(also_found)
         if PARTS > 1:
-            send(mail, i, part, dot, total, PARTS)
+            send_to_cluster(mail, i, part, dot, total, PARTS)
         # all warps have read the slot: their sums are in
-        bring(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
+        prefetch_next(x_desc, dy_desc, ds_desc, xs, dys, dss, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
         if CENTER:
             # no sooner: ptxas moves it to a uniform register where it likes, and waited for it before sums were sent
             mean = gl.load(mean_ptr + next_row)
         if EARLY and seed_ptr is not None:
-            words = drawn_here(key, row * cols + part * WIDTH, WIDTH, SHORT)
+            words = random_part_here(key, row * cols + part * WIDTH, WIDTH, SHORT)
         if PARTS > 1:
-            dots, totals = received(mail, i, PARTS)
+            dots, totals = receive_from_cluster(mail, i, PARTS)
             dot, total = gl.sum(dots, 0), gl.sum(totals, 0)
         grad -= xhat * (dot * each_col)
         if CENTER:
             grad -= total * each_col
         grad *= own_rstd
         if ds_desc is not None:
-            grad += widened(ds, DS_TYPE, WIDTH)
+            grad += unpack_fp32(ds, DS_TYPE, WIDTH)
         gl.store(dx_ptr + row * cols + col, grad.to(dx_ptr.dtype.element_ty), mask=inside)
         if dropped_ptr is not None:
             DROPPED: gl.constexpr = dropped_ptr.dtype.element_ty
             if seed_ptr is not None:
                 if not EARLY:
-                    words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
-                dropped = packed((grad * keep_scale).to(DROPPED), WIDTH)
-                dropped = unpacked(dropped_part(dropped, words, drop_below, DROPPED, WIDTH, RARE), DROPPED, WIDTH)
+                    words = random_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
+                dropped = pack((grad * keep_scale).to(DROPPED), WIDTH)
+                dropped = unpack(dropout_part(dropped, words, drop_below, DROPPED, WIDTH, RARE), DROPPED, WIDTH)
             else:
                 dropped = grad.to(DROPPED)
             gl.store(dropped_ptr + row * cols + col, dropped, mask=inside)
@@ -371,7 +373,8 @@ def backward(
     if count:
         launch(
             norm_bwd_parts_kernel, (groups * parts,),
-            parted(x, config.width), parted(dy, config.width), None if ds is None else parted(ds, config.width),
+            tma_parts(x, config.width), tma_parts(dy, config.width),
+            None if ds is None else tma_parts(ds, config.width),
             dense(weight), mean, row_values(rstd, order), dx, *sums,
             count, cols, groups, offset or None, dropped, kernel_seed(seed, p), *kernel_numbers(p),
             **parts_dropout_flags(count, cols, p), EARLY=early and parts > 1, **parts_flags(cols, parts, config),
@@ -389,7 +392,7 @@ def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
         if getattr(facts, "dtype", None) not in (None, torch.float16, torch.bfloat16, torch.float32)
     ]
     reasons += width_refused(cols, more_than)
-    return reasons or no_room(call.rstd.device if hasattr(call, "rstd") else call.x.device, cols)
+    return reasons or cluster_refused(call.rstd.device if hasattr(call, "rstd") else call.x.device, cols)
 
 
 def _reasons(call: Any) -> list[str]:
@@ -431,7 +434,7 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
     RMS norm at 2,560, 3,072 and 5,120 0.96 (0.84), 0.96 (0.90) and 0.99 (0.94), at 4,096 0.96 (0.97); from 8,192 to
     32,768 Triton's is as fast. With a residual, at 16,384 and 32,768: RMS norm 0.98 (0.98) and 0.99 (0.92), layer norm
     0.98 (0.96) and 0.98 (0.90), at 8,192 0.99 (0.97); RMS norm at 65,536 0.98 (0.86). Wider rows are for
-    hopper_staying."""
+    hopper_persistent."""
     cols, size = dims["cols"], dims["size"]
     added = dims["bytes"] > size
     if cols <= 4096:
@@ -442,7 +445,7 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
         chunks, warps, registers = 4, 16, 64
     else:
         chunks, warps, registers = (8, 8, 80) if center or cols > 65_536 else (8, 4, 80)
-    return held(cols, size, chunks, warps, registers)
+    return held_config(cols, size, chunks, warps, registers)
 
 
 def backward_default(

@@ -6,28 +6,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.device.counters import counter
-from tilesmith.device.gluon.dropout import drawn_here, dropped_part
+from tilesmith.device.counters import work_counter
+from tilesmith.device.gluon.dropout import dropout_part, random_part_here
 from tilesmith.device.gluon.rows import (
     MOST_PARTS,
     PLAIN,
     PartsConfig,
-    add_up,
-    added_up,
-    bring_row,
     fitted,
-    open_mail,
-    packed,
-    parted,
+    load_packed,
+    open_mailbox,
+    pack,
     parts_flags,
     parts_grid,
-    raw,
-    ring,
-    scratch,
-    widened,
+    prefetch_row,
+    smem_ring,
+    store_warp_sums,
+    sum_of_warps,
+    tma_parts,
+    unpack_fp32,
+    warp_scratch,
 )
-from tilesmith.device.gluon.rows_dynamic import draw, parts_of_row, tell, told, told_number
-from tilesmith.device.gluon.shim import barriers, fence, gl, gluon, reinterpret, wait
+from tilesmith.device.gluon.rows_dynamic import (
+    next_tile,
+    parts_of_row,
+    receive_with_tile,
+    received_tile,
+    send_with_tile,
+)
+from tilesmith.device.gluon.shim import fence_async, gl, gluon, mbarrier_wait, mbarriers, reinterpret
 from tilesmith.device.rows import dense
 from tilesmith.device.triton.philox import load_key
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
@@ -64,8 +70,8 @@ def _vector(ptr, col, inside):
 
 
 @gluon.jit
-def staying_norm_fwd_parts_kernel(
-    x_desc, residual_desc, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, counter,
+def persistent_norm_fwd_kernel(
+    x_desc, residual_desc, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, work_counter,
     num_rows, cols, num_groups, eps, offset,
     PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
     SLOTS: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
@@ -80,23 +86,23 @@ def staying_norm_fwd_parts_kernel(
     NORMED: gl.constexpr = X if residual_desc is None else s_ptr.dtype.element_ty
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
     inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    xs = ring(SLOTS, WIDTH, X)
+    xs = smem_ring(SLOTS, WIDTH, X)
     residuals = xs
     if residual_desc is not None:
-        residuals = ring(SLOTS, WIDTH, residual_desc.dtype)
-    full = barriers(SLOTS, 1)
-    found, also_found = scratch(), scratch()
-    fence()
-    mail = open_mail()
+        residuals = smem_ring(SLOTS, WIDTH, residual_desc.dtype)
+    full = mbarriers(SLOTS, 1)
+    found, also_found = warp_scratch(), warp_scratch()
+    fence_async()
+    mail = open_mailbox()
     rows = ()
     for turn in gl.static_range(SLOTS):
         dealt = group + turn * num_groups
         if dealt < num_rows:
-            bring_row(x_desc, residual_desc, None, xs, residuals, xs, full, turn, dealt, part, WIDTH)
+            prefetch_row(x_desc, residual_desc, None, xs, residuals, xs, full, turn, dealt, part, WIDTH)
         rows += (dealt,)
     # one number for each row, and one for each cluster that is not used
     last = num_rows + num_groups - 1
-    number = draw(counter, part, last)
+    number = next_tile(work_counter, part, last)
     # in fp32, which takes registers that 64 columns a thread leave: two instructions fewer for each value
     if weight_ptr is not None:
         weight = _vector(weight_ptr, col, inside)
@@ -115,20 +121,20 @@ def staying_norm_fwd_parts_kernel(
         slot = i % SLOTS
         row = rows[0].to(gl.int64)
         if seed_ptr is not None:
-            words = drawn_here(key, row * cols + part * WIDTH, WIDTH, SHORT)
-        wait(full.index(slot), i // SLOTS % 2)
-        x = raw(xs, slot, WIDTH)
+            words = random_part_here(key, row * cols + part * WIDTH, WIDTH, SHORT)
+        mbarrier_wait(full.index(slot), i // SLOTS % 2)
+        x = load_packed(xs, slot, WIDTH)
         if residual_desc is not None:
             if seed_ptr is not None:
-                x = dropped_part(x, words, drop_below, X, WIDTH, RARE)
-            s = widened(x, X, WIDTH)
+                x = dropout_part(x, words, drop_below, X, WIDTH, RARE)
+            s = unpack_fp32(x, X, WIDTH)
             if seed_ptr is not None:
                 s *= keep_scale
-            s += widened(raw(residuals, slot, WIDTH), residual_desc.dtype, WIDTH)
+            s += unpack_fp32(load_packed(residuals, slot, WIDTH), residual_desc.dtype, WIDTH)
             s = s.to(NORMED)
             gl.store(s_ptr + row * cols + col, s, mask=inside)
-            x = packed(s, WIDTH)
-        value = widened(x, NORMED, WIDTH)
+            x = pack(s, WIDTH)
+        value = unpack_fp32(x, NORMED, WIDTH)
         if CENTER:
             pivot = _pivot(xs, slot, WIDTH)
             if residual_desc is not None:
@@ -136,20 +142,20 @@ def staying_norm_fwd_parts_kernel(
             value -= pivot
             if not EVEN:
                 value = gl.where(inside, value, 0.0)
-            add_up(value, found, WIDTH)
-        add_up(value * value, also_found, WIDTH)
-        squares = added_up(also_found)
+            store_warp_sums(value, found, WIDTH)
+        store_warp_sums(value * value, also_found, WIDTH)
+        squares = sum_of_warps(also_found)
         if CENTER:
-            total = added_up(found)
+            total = sum_of_warps(found)
             excess = total * each_of_own
-            tell(mail, i, part, pivot + excess, squares - total * excess, number, PARTS)
+            send_with_tile(mail, i, part, pivot + excess, squares - total * excess, number, PARTS)
         else:
-            tell(mail, i, part, squares, squares, number, PARTS)
-        number = draw(counter, part, last)
-        means, spreads = told(mail, i, PARTS)
-        to_come = told_number(mail, i) + SLOTS * num_groups
+            send_with_tile(mail, i, part, squares, squares, number, PARTS)
+        number = next_tile(work_counter, part, last)
+        means, spreads = receive_with_tile(mail, i, PARTS)
+        to_come = received_tile(mail, i) + SLOTS * num_groups
         if to_come < num_rows:  # all warps have read the slot: their sums are in
-            bring_row(x_desc, residual_desc, None, xs, residuals, xs, full, slot, to_come, part, WIDTH)
+            prefetch_row(x_desc, residual_desc, None, xs, residuals, xs, full, slot, to_come, part, WIDTH)
         if CENTER:
             mean = gl.sum(means * widths, 0) * each_col
             spreads += widths * (means - mean) * (means - mean)
@@ -181,9 +187,9 @@ def _forward(norm: Norm, config: PartsConfig) -> tuple[Tensor | None, ...]:
         groups, parts = parts_grid(x, config)
         dropout = norms.dropout_arguments(norm.seed, norm.p, count, cols)
         launch(
-            staying_norm_fwd_parts_kernel, (groups * parts,),
-            parted(x, config.width), None if residual is None else parted(residual, config.width),
-            dense(norm.weight), dense(norm.bias), *outputs, counter(x.device),
+            persistent_norm_fwd_kernel, (groups * parts,),
+            tma_parts(x, config.width), None if residual is None else tma_parts(residual, config.width),
+            dense(norm.weight), dense(norm.bias), *outputs, work_counter(x.device),
             count, cols, groups, norm.eps, norm.offset or None, CENTER=norm.center, LLAMA=norm.llama,
             **parts_flags(cols, parts, config), **dropout,
         )  # fmt: skip
@@ -220,7 +226,7 @@ def _fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.d
     return config._replace(slots=min(config.slots, fitted(dims, arch, config).slots))
 
 
-@register_kernel("rms_norm", backend="hopper_staying", rank=27, rejects=_reasons)
+@register_kernel("rms_norm", backend="hopper_persistent", rank=27, rejects=_reasons)
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: norms.row_dims(x, x),
@@ -236,7 +242,7 @@ def rms_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-@register_kernel("layer_norm", backend="hopper_staying", rank=27, rejects=_reasons)
+@register_kernel("layer_norm", backend="hopper_persistent", rank=27, rejects=_reasons)
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, bias, eps: norms.row_dims(x, x), default=_default, choices=norms.CHOICES, fit=_fit
@@ -249,7 +255,7 @@ def layer_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
     return y, mean, rstd
 
 
-@register_kernel("add_rms_norm", backend="hopper_staying", rank=27, rejects=_reasons)
+@register_kernel("add_rms_norm", backend="hopper_persistent", rank=27, rejects=_reasons)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, eps, offset, casting: norms.row_dims(x, x, residual),
@@ -265,7 +271,7 @@ def add_rms_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
     return y, s, rstd
 
 
-@register_kernel("add_layer_norm", backend="hopper_staying", rank=27, rejects=_reasons)
+@register_kernel("add_layer_norm", backend="hopper_persistent", rank=27, rejects=_reasons)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, eps: norms.row_dims(x, x, residual),
@@ -300,7 +306,7 @@ def _dropout_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> 
     return fitted(dims, arch, halves if dims["size"] == 2 else PartsConfig(8192, 0, 8, 1, 255))
 
 
-@register_kernel("dropout_add_norm", backend="hopper_staying", rank=27, rejects=_dropout_reasons)
+@register_kernel("dropout_add_norm", backend="hopper_persistent", rank=27, rejects=_dropout_reasons)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms.row_dims(x, x, residual),

@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.alignment import aligned
-from tilesmith.device.gluon.rows import no_room, width_refused
+from tilesmith.device.gluon.rows import cluster_refused, width_refused
 from tilesmith.device.gluon.rows_held import (
     HELD_CHOICES,
     HeldConfig,
+    chunk_fp32,
+    chunk_fp32_again,
     columns,
-    flat,
-    held,
+    exchange,
+    flatten_lines,
+    held_config,
     held_fit,
     held_flags,
     held_grid,
     lines_after,
-    open_room,
-    part_of,
-    row_of,
-    swap,
-    values,
-    values_again,
+    load_part,
+    open_exchange,
+    row_pointer,
     warps_of_row,
 )
 from tilesmith.device.gluon.shim import gl, gluon
@@ -91,14 +91,14 @@ def softmax_fwd_parts_kernel(
     row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     FUSED: gl.constexpr = DTYPE.primitive_bitwidth == 16
-    room = open_room(PARTS)
-    words = part_of(row_of(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    room = open_exchange(PARTS)
+    words = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
     power = LOG2E
     if POSITIVE:  # the maximum of x is then that of scale · x
         power = scale * LOG2E
     zs = ()
     for c in gl.static_range(CHUNKS):
-        z = values(words[c], DTYPE)
+        z = chunk_fp32(words[c], DTYPE)
         if not POSITIVE:
             z *= scale
         if not EVEN:
@@ -116,14 +116,14 @@ def softmax_fwd_parts_kernel(
         weights += (weight,)
     top = gl.max(tops, 1)
     found = gl.sum(gl.sum(total, 2) * between_tops(tops, gl.expand_dims(top, 1), power, FUSED), 1)
-    every_top, totals = swap(room, part, top, found, PARTS)
+    every_top, totals = exchange(room, part, top, found, PARTS)
     every_top = gl.where(warps_of_row(PARTS) < PARTS * gl.num_warps(), every_top, LOWEST)
     row_top = gl.max(every_top, 0)
     over_total = 1.0 / gl.sum(totals * between_tops(every_top, row_top, power, FUSED), 0)
     factors = gl.expand_dims(between_tops(tops, row_top, power, FUSED) * over_total, 2)
     for c in gl.static_range(CHUNKS):
         col = columns(part, c, CHUNKS)
-        y = flat(weights[c] * factors).to(y_ptr.dtype.element_ty)
+        y = flatten_lines(weights[c] * factors).to(y_ptr.dtype.element_ty)
         gl.store(y_ptr + row.to(gl.int64) * cols + col, y, mask=None if EVEN else col < cols)
 
 
@@ -137,22 +137,22 @@ def softmax_bwd_parts_kernel(
     Y: gl.constexpr = y_ptr.dtype.element_ty
     DY: gl.constexpr = dy_ptr.dtype.element_ty
     FUSED: gl.constexpr = DY.primitive_bitwidth == 16
-    room = open_room(PARTS)
-    ys = part_of(row_of(y_ptr, row, y_stride), part, cols, CHUNKS, EVEN)
-    dys = part_of(row_of(dy_ptr, row, dy_stride), part, cols, CHUNKS, EVEN)
-    total = values(ys[0], Y)
-    dot = total * values(dys[0], DY)
+    room = open_exchange(PARTS)
+    ys = load_part(row_pointer(y_ptr, row, y_stride), part, cols, CHUNKS, EVEN)
+    dys = load_part(row_pointer(dy_ptr, row, dy_stride), part, cols, CHUNKS, EVEN)
+    total = chunk_fp32(ys[0], Y)
+    dot = total * chunk_fp32(dys[0], DY)
     for c in gl.static_range(1, CHUNKS):
-        y = values(ys[c], Y)
+        y = chunk_fp32(ys[c], Y)
         total += y
-        dot += y * values(dys[c], DY)
-    dots, totals = swap(room, part, gl.sum(dot, 1), gl.sum(total, 1), PARTS)
+        dot += y * chunk_fp32(dys[c], DY)
+    dots, totals = exchange(room, part, gl.sum(dot, 1), gl.sum(total, 1), PARTS)
     mean = gl.sum(dots, 0) * (1.0 / gl.sum(totals, 0))
     for c in gl.static_range(CHUNKS):
         col = columns(part, c, CHUNKS)
-        y, dy = values_again(ys[c], Y), values_again(dys[c], DY)
+        y, dy = chunk_fp32_again(ys[c], Y), chunk_fp32_again(dys[c], DY)
         dx = y * (dy * scale - mean * scale) if FUSED else y * (dy - mean) * scale
-        dx = flat(dx).to(dx_ptr.dtype.element_ty)
+        dx = flatten_lines(dx).to(dx_ptr.dtype.element_ty)
         gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx, mask=None if EVEN else col < cols)
 
 
@@ -171,7 +171,7 @@ def rows_refused(call: Any, read: Any, more_than: int) -> list[str]:
     reasons += width_refused(read.cols, more_than)
     if call.causal:
         reasons.append("causal: whole rows are read")
-    return reasons or no_room(read.device, read.cols)
+    return reasons or cluster_refused(read.device, read.cols)
 
 
 FORWARD_ABOVE, BACKWARD_ABOVE = 4096, 4096  # columns; up to there Triton's kernels are as fast
@@ -186,13 +186,13 @@ def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> 
     """H200, bf16, 2**27 values, by a script, of the copy rate at 5,120, 8,192, 16,384, 32,768, 65,536 and 131,072
     columns: 0.99, 0.99, 0.98, 0.98, 0.98 and 0.98; Triton's 0.96, 0.99, 0.99, 0.92, 0.85 and 0.71."""
     warps, chunks = (4, 8) if dims["cols"] <= 8192 else (16, 4) if dims["cols"] <= 16_384 else (8, 8)
-    return held(dims["cols"], dims["bytes"], chunks, warps, 0)
+    return held_config(dims["cols"], dims["bytes"], chunks, warps, 0)
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
     """H200, bf16, 2**27 values, by a script, of the copy rate at 8,192 to 131,072 columns: 1.03 to 1.05, as two of its
     three tensors are read; Triton's 1.05, 0.98, 0.87, 0.79 and 0.69."""
-    return held(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
+    return held_config(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
 
 
 @register_kernel("softmax", backend="hopper", rank=25, rejects=_reasons)

@@ -8,21 +8,21 @@ from torch import Tensor
 
 from tilesmith.device.alignment import aligned
 from tilesmith.device.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
-from tilesmith.device.gluon.cluster import await_room
-from tilesmith.device.gluon.dropout import drawn_in_turn, dropped_part
+from tilesmith.device.gluon.cluster import dsmem_wait
+from tilesmith.device.gluon.dropout import dropout_part, random_part_in_loop
 from tilesmith.device.gluon.rows import LINE
 from tilesmith.device.gluon.rows_bulk import (
     MOST_BYTES,
-    bring_rows,
-    finish_rows,
-    hide,
-    open_rows,
-    put_words,
-    put_zeros,
-    take_row,
-    words_at,
+    bulk_load_rows,
+    bulk_store_row,
+    bulk_store_wait,
+    fill_beyond,
+    load_chunk,
+    open_smem_rows,
+    store_chunk,
+    store_zeros,
 )
-from tilesmith.device.gluon.rows_held import row_of, swap, values, warps_of_row, words_of
+from tilesmith.device.gluon.rows_held import chunk_fp32, exchange, pack_lines, row_pointer, warps_of_row
 from tilesmith.device.gluon.shim import gl, gluon
 from tilesmith.device.rows import empty_rows, row_order, row_steps, rows
 from tilesmith.device.triton.philox import load_key
@@ -65,8 +65,8 @@ def _shown(value, chunk, end, other):
 
 @gluon.jit
 def _scores(at, chunk, end, scale, X: gl.constexpr, POSITIVE: gl.constexpr):
-    """A chunk of x, fp32 [warps, 32, 8], that `hide` has made -inf from `end` on; or of scale · x."""
-    z = values(words_at(at, chunk), X)
+    """A chunk of x, fp32 [warps, 32, 8], that `fill_beyond` has made -inf from `end` on; or of scale · x."""
+    z = chunk_fp32(load_chunk(at, chunk), X)
     if not POSITIVE:
         z = _shown(z * scale, chunk, end, float("-inf"))
     return gl.reshape(z, [gl.num_warps(), 32, 8])
@@ -84,26 +84,26 @@ def softmax_dropout_fwd_causal_parts_kernel(
     Y: gl.constexpr = y_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = WARPS * _LINE
-    room, at = open_rows(CHUNKS * WIDTH * 2)
+    room, at = open_smem_rows(CHUNKS * WIDTH * 2)
     end = _end(row, cols, tokens, inner)
     seen = (gl.maximum(end, 0) + WIDTH - 1) // WIDTH
     if end > 0:
-        bring_rows(room, at, row_of(x_ptr, row, x_stride), None, None, (end + 7) // 8 * 16)
+        bulk_load_rows(room, at, row_pointer(x_ptr, row, x_stride), None, None, (end + 7) // 8 * 16)
     for c in range(seen, CHUNKS):
-        put_zeros(at, c)
+        store_zeros(at, c)
     first = row.to(gl.int64) * cols
     if end > 0:
         key = load_key(seed_ptr) if seed_ptr is not None else None
-        await_room(room)
-        total = gl.reshape(values(_no_words(), X), [WARPS, 32, 8])
+        dsmem_wait(room)
+        total = gl.reshape(chunk_fp32(_no_words(), X), [WARPS, 32, 8])
         tops = gl.full([WARPS, 32], LOWEST, gl.float32, gl.SliceLayout(2, total.type.layout))
         power = LOG2E
         if POSITIVE:  # the maximum of x is then that of scale · x, of two values at once
             power = scale * LOG2E
-            hide(at, seen - 1, end, _HIDDEN)
+            fill_beyond(at, seen - 1, end, _HIDDEN)
             most = _no_words() + _HIDDEN
             for c in range(seen):
-                most = higher(most, words_at(at, c))
+                most = higher(most, load_chunk(at, c))
             tops = gl.maximum(gl.convert_layout(top_of_pairs(most), tops.type.layout, assert_trivial=True), tops)
         else:
             for c in range(seen):
@@ -114,7 +114,7 @@ def softmax_dropout_fwd_causal_parts_kernel(
         top = gl.max(tops, 1)
         found = gl.sum(gl.sum(total, 2) * between_tops(tops, gl.expand_dims(top, 1), power, True), 1)
         if WARPS > 1:
-            top, found = swap(room, 0, top, found, 1)
+            top, found = exchange(room, 0, top, found, 1)
             top = gl.where(warps_of_row(1) < WARPS, top, LOWEST)
         row_top = gl.max(top, 0)
         row_total = gl.sum(found * between_tops(top, row_top, power, True), 0)
@@ -126,16 +126,16 @@ def softmax_dropout_fwd_causal_parts_kernel(
             factor *= keep_scale
         for c in range(seen):
             z = _scores(at, c, end, scale, X, POSITIVE)
-            y = words_of(relative_weight(z, row_top, power, True) * factor, Y)
+            y = pack_lines(relative_weight(z, row_top, power, True) * factor, Y)
             if seed_ptr is not None:
-                y = dropped_part(y, drawn_in_turn(key, first, c, WIDTH, SHORT), drop_below, Y, WIDTH, RARE)
-            put_words(at, c, y)
-        hide(at, seen - 1, end, 0)  # a row of -inf has a sum of 0
+                y = dropout_part(y, random_part_in_loop(key, first, c, WIDTH, SHORT), drop_below, Y, WIDTH, RARE)
+            store_chunk(at, c, y)
+        fill_beyond(at, seen - 1, end, 0)  # a row of -inf has a sum of 0
     elif top_ptr is not None:
         gl.store(top_ptr + row, float("-inf"))
         gl.store(total_ptr + row, 0.0)
-    take_row(at, y_ptr + first, cols * 2)
-    finish_rows(room)
+    bulk_store_row(at, y_ptr + first, cols * 2)
+    bulk_store_wait(room)
 
 
 @gluon.jit
@@ -149,48 +149,48 @@ def softmax_dropout_bwd_causal_parts_kernel(
     X: gl.constexpr = x_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = WARPS * _LINE
-    room, at = open_rows(CHUNKS * WIDTH * 4)
+    room, at = open_smem_rows(CHUNKS * WIDTH * 4)
     dy_at = at + CHUNKS * WIDTH * 2
     end = _end(row, cols, tokens, 1)
     seen = (gl.maximum(end, 0) + WIDTH - 1) // WIDTH
     if end > 0:
-        x_row, dy_row = row_of(x_ptr, row, x_stride), row_of(dy_ptr, row, dy_stride)
-        bring_rows(room, at, x_row, dy_at, dy_row, (end + 7) // 8 * 16)
+        x_row, dy_row = row_pointer(x_ptr, row, x_stride), row_pointer(dy_ptr, row, dy_stride)
+        bulk_load_rows(room, at, x_row, dy_at, dy_row, (end + 7) // 8 * 16)
     for c in range(seen, CHUNKS):
-        put_zeros(at, c)
+        store_zeros(at, c)
     first = row.to(gl.int64) * cols
-    take_row(at + seen * (2 * WIDTH), dx_ptr + first + seen * WIDTH, (cols - seen * WIDTH) * 2)
+    bulk_store_row(at + seen * (2 * WIDTH), dx_ptr + first + seen * WIDTH, (cols - seen * WIDTH) * 2)
     if end > 0:
         key = load_key(seed_ptr) if seed_ptr is not None else None
         top = gl.load(top_ptr + row)
-        await_room(room)
+        dsmem_wait(room)
         if POSITIVE:
-            hide(at, seen - 1, end, _HIDDEN)
-        hide(dy_at, seen - 1, end, 0)
-        total = values(_no_words(), X)
+            fill_beyond(at, seen - 1, end, _HIDDEN)
+        fill_beyond(dy_at, seen - 1, end, 0)
+        total = chunk_fp32(_no_words(), X)
         dot = total
         for c in range(seen):
-            y = exponentials(values(words_at(at, c), X), top, scale, True)
-            dy = words_at(dy_at, c)
+            y = exponentials(chunk_fp32(load_chunk(at, c), X), top, scale, True)
+            dy = load_chunk(dy_at, c)
             if seed_ptr is not None:
-                dy = dropped_part(dy, drawn_in_turn(key, first, c, WIDTH, SHORT), drop_below, X, WIDTH, RARE)
-                put_words(dy_at, c, dy)
+                dy = dropout_part(dy, random_part_in_loop(key, first, c, WIDTH, SHORT), drop_below, X, WIDTH, RARE)
+                store_chunk(dy_at, c, dy)
             if not POSITIVE:
                 y = _shown(y, c, end, 0.0)
             total += y
-            dot += y * values(dy, X)
+            dot += y * chunk_fp32(dy, X)
         dot, total = gl.sum(dot, 1), gl.sum(total, 1)
         if WARPS > 1:
-            dot, total = swap(room, 0, dot, total, 1)
+            dot, total = exchange(room, 0, dot, total, 1)
         over_total = 1.0 / gl.sum(total, 0)
         mean = gl.sum(dot, 0) * over_total
         factor = over_total * scale * keep_scale
         for c in range(seen):
-            y = exponentials(values(words_at(at, c), X), top, scale, True)
-            put_words(at, c, words_of(y * (values(words_at(dy_at, c), X) * factor - mean * factor), X))
-        hide(at, seen - 1, end, 0)
-    take_row(at, dx_ptr + first, gl.minimum(seen * WIDTH, cols) * 2)
-    finish_rows(room)
+            y = exponentials(chunk_fp32(load_chunk(at, c), X), top, scale, True)
+            store_chunk(at, c, pack_lines(y * (chunk_fp32(load_chunk(dy_at, c), X) * factor - mean * factor), X))
+        fill_beyond(at, seen - 1, end, 0)
+    bulk_store_row(at, dx_ptr + first, gl.minimum(seen * WIDTH, cols) * 2)
+    bulk_store_wait(room)
 
 
 ABOVE = 1024  # columns

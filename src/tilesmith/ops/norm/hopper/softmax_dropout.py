@@ -8,50 +8,50 @@ from torch import Tensor
 
 from tilesmith.device.alignment import aligned
 from tilesmith.device.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
-from tilesmith.device.gluon.dropout import drawn_here, drawn_in_turn, drawn_part, dropped_part
+from tilesmith.device.gluon.dropout import dropout_part, random_part, random_part_here, random_part_in_loop
 from tilesmith.device.gluon.rows import (
     LINE,
     MOST_PARTS,
     PLAIN,
     PartsConfig,
-    apart,
-    bring,
     fitted,
-    of_warps,
-    open_mail,
-    packed,
-    part_numbers,
-    parted,
+    load_packed,
+    load_warp_values,
+    open_mailbox,
+    pack,
+    part_ids,
     parts_flags,
     parts_grid,
-    raw,
-    received,
-    ring,
-    scratch,
-    send,
-    unpacked,
-    widened,
+    prefetch_next,
+    receive_from_cluster,
+    send_to_cluster,
+    smem_ring,
+    split_fp32,
+    tma_parts,
+    unpack,
+    unpack_fp32,
+    warp_scratch,
 )
 from tilesmith.device.gluon.rows_held import (
     HELD_CHOICES,
     HeldConfig,
+    chunk_fp32,
+    chunk_fp32_again,
     columns,
-    flat,
-    held,
+    exchange,
+    flatten_lines,
+    held_config,
     held_fit,
     held_flags,
     held_grid,
     lines_after,
-    open_room,
-    part_of,
-    row_of,
-    swap,
-    values,
-    values_again,
+    load_part,
+    open_exchange,
+    pack_lines,
+    row_pointer,
     warps_of_row,
-    words_of,
 )
-from tilesmith.device.gluon.shim import barriers, bulk_load, fence, gl, gluon, reinterpret, wait
+from tilesmith.device.gluon.shim import fence_async, gl, gluon, mbarrier_wait, mbarriers, reinterpret, tma_load
 from tilesmith.device.rows import rows
 from tilesmith.device.triton.philox import load_key
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
@@ -89,23 +89,23 @@ def softmax_dropout_fwd_parts_kernel(
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
     inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
-    xs = ring(SLOTS, WIDTH, x_desc.dtype)
-    full = barriers(SLOTS, 1)
-    found, also_found = scratch(), scratch()
-    fence()
-    mail = open_mail()
+    xs = smem_ring(SLOTS, WIDTH, x_desc.dtype)
+    full = mbarriers(SLOTS, 1)
+    found, also_found = warp_scratch(), warp_scratch()
+    fence_async()
+    mail = open_mailbox()
     key = load_key(seed_ptr) if seed_ptr is not None else None
     mine = (num_rows - group + num_groups - 1) // num_groups
     for i in range(SLOTS):
-        bring(x_desc, None, None, xs, xs, xs, full, i, group, num_groups, mine, part, WIDTH)
+        prefetch_next(x_desc, None, None, xs, xs, xs, full, i, group, num_groups, mine, part, WIDTH)
     power = LOG2E
     if POSITIVE:  # the maximum of x is then that of scale · x
         power = scale * LOG2E
     for i in range(mine):
         slot = i % SLOTS
-        wait(full.index(slot), i // SLOTS % 2)
-        x = raw(xs, slot, WIDTH)
-        z = widened(x, x_desc.dtype, WIDTH)
+        mbarrier_wait(full.index(slot), i // SLOTS % 2)
+        x = load_packed(xs, slot, WIDTH)
+        z = unpack_fp32(x, x_desc.dtype, WIDTH)
         if not POSITIVE:
             z *= scale
         if not EVEN:
@@ -114,7 +114,7 @@ def softmax_dropout_fwd_parts_kernel(
         if POSITIVE and EVEN and x_desc.dtype == gl.bfloat16:  # two values at once
             x = gl.reshape(x, [WIDTH // (256 * WARPS), WARPS, 32, 4])
             pairs = gl.reduce(gl.reduce(x, 3, higher), 0, higher)
-            low, high = apart(pairs, gl.bfloat16)
+            low, high = split_fp32(pairs, gl.bfloat16)
             tops = gl.maximum(low, high)
             tops = gl.convert_layout(tops, gl.SliceLayout(0, gl.SliceLayout(3, z.type.layout)), assert_trivial=True)
         else:
@@ -125,16 +125,23 @@ def softmax_dropout_fwd_parts_kernel(
         factors = between_tops(tops, gl.expand_dims(top, 1), power, FUSED)
         found.store(top)
         also_found.store(gl.sum(gl.sum(gl.sum(weights, 3), 0) * factors, 1))
-        warp_tops = of_warps(found)
+        warp_tops = load_warp_values(found)
         top = gl.max(warp_tops, 0)
-        send(mail, i, part, top, gl.sum(of_warps(also_found) * between_tops(warp_tops, top, power, FUSED), 0), PARTS)
+        send_to_cluster(
+            mail,
+            i,
+            part,
+            top,
+            gl.sum(load_warp_values(also_found) * between_tops(warp_tops, top, power, FUSED), 0),
+            PARTS,
+        )
         # all warps have read the slot: their sums are in
-        bring(x_desc, None, None, xs, xs, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
+        prefetch_next(x_desc, None, None, xs, xs, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
         row = (group + i * num_groups).to(gl.int64)
         if seed_ptr is not None:  # while the others' mail is on its way
-            words = drawn_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
-        every_top, totals = received(mail, i, PARTS)
-        every_top = gl.where(part_numbers() < PARTS, every_top, LOWEST)
+            words = random_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
+        every_top, totals = receive_from_cluster(mail, i, PARTS)
+        every_top = gl.where(part_ids() < PARTS, every_top, LOWEST)
         row_top = gl.max(every_top, 0)
         total = gl.sum(totals * between_tops(every_top, row_top, power, FUSED), 0)
         if part == 0:
@@ -147,8 +154,8 @@ def softmax_dropout_fwd_parts_kernel(
         y = weights * gl.expand_dims(gl.expand_dims(factors, 0), 3)
         y = gl.convert_layout(gl.reshape(y, [WIDTH]), LANES, assert_trivial=True).to(y_ptr.dtype.element_ty)
         if seed_ptr is not None:
-            y = dropped_part(packed(y, WIDTH), words, drop_below, y_ptr.dtype.element_ty, WIDTH, RARE)
-            y = unpacked(y, y_ptr.dtype.element_ty, WIDTH)
+            y = dropout_part(pack(y, WIDTH), words, drop_below, y_ptr.dtype.element_ty, WIDTH, RARE)
+            y = unpack(y, y_ptr.dtype.element_ty, WIDTH)
         gl.store(y_ptr + row * cols + col, y, mask=inside)
 
 
@@ -162,14 +169,14 @@ def _tile(slots, c, CHUNKS: gl.constexpr):
 def _scores(slots, c, CHUNKS: gl.constexpr):
     """A chunk in fp32 [warps, 32, 8]."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    return gl.reshape(values(_tile(slots, c, CHUNKS).load(WORDS), gl.bfloat16), [gl.num_warps(), 32, 8])
+    return gl.reshape(chunk_fp32(_tile(slots, c, CHUNKS).load(WORDS), gl.bfloat16), [gl.num_warps(), 32, 8])
 
 
 @gluon.jit
 def top_of_pairs(most):
     """The maximum of what each thread has, fp32 [warps, 32], of two bf16 a word."""
     most = gl.reduce(gl.reshape(most, [gl.num_warps(), 32, 4]), 2, higher)
-    low, high = apart(most, gl.bfloat16)
+    low, high = split_fp32(most, gl.bfloat16)
     return gl.maximum(low, high)
 
 
@@ -189,11 +196,11 @@ def _store_chunks(
             weights = gl.exp2(_scores(slots, c, CHUNKS) * slope - base)
             if not FOLDED:
                 weights *= factor
-            y = words_of(weights, Y)
+            y = pack_lines(weights, Y)
             if DROPS:
-                y = dropped_part(y, drawn_in_turn(key, first, c, WIDTH, SHORT), drop_below, Y, WIDTH, RARE)
+                y = dropout_part(y, random_part_in_loop(key, first, c, WIDTH, SHORT), drop_below, Y, WIDTH, RARE)
             mask = None if EVEN else c * WIDTH + col < left
-            gl.store(y_ptr + first + c * WIDTH + col, unpacked(y, Y, WIDTH), mask=mask)
+            gl.store(y_ptr + first + c * WIDTH + col, unpack(y, Y, WIDTH), mask=mask)
 
 
 @gluon.jit
@@ -215,18 +222,18 @@ def softmax_dropout_fwd_whole_parts_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = WARPS * _LINE
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    slots = ring(1, CHUNKS * WIDTH, x_desc.dtype)
-    full = barriers(1, 1)
-    fence()
-    bulk_load(x_desc, [row, part * (CHUNKS * WARPS), 0], full.index(0), slots.index(0))
-    room = open_room(PARTS)
+    slots = smem_ring(1, CHUNKS * WIDTH, x_desc.dtype)
+    full = mbarriers(1, 1)
+    fence_async()
+    tma_load(x_desc, [row, part * (CHUNKS * WARPS), 0], full.index(0), slots.index(0))
+    room = open_exchange(PARTS)
     key = load_key(seed_ptr) if seed_ptr is not None else None
     power = scale * LOG2E
     left = cols - part * (CHUNKS * WIDTH)
     shown = CHUNKS
     if not EVEN:
         shown = gl.minimum((left + (GRAIN * WIDTH - 1)) // (GRAIN * WIDTH) * GRAIN, CHUNKS)
-    wait(full.index(0), 0)
+    mbarrier_wait(full.index(0), 0)
     if not EVEN:  # -inf beyond the last column
         word = 2 * gl.arange(0, WIDTH // 2, WORDS)
         for c in range(shown - GRAIN, shown):
@@ -236,7 +243,7 @@ def softmax_dropout_fwd_whole_parts_kernel(
     for start in range(0, shown, GRAIN):
         for grain in gl.static_range(GRAIN):
             most = higher(most, _tile(slots, start + grain, CHUNKS).load(WORDS))
-    total = gl.reshape(values(gl.full([WIDTH // 2], 0, gl.int32, WORDS), gl.bfloat16), [WARPS, 32, 8])
+    total = gl.reshape(chunk_fp32(gl.full([WIDTH // 2], 0, gl.int32, WORDS), gl.bfloat16), [WARPS, 32, 8])
     tops = gl.convert_layout(top_of_pairs(most), gl.SliceLayout(2, total.type.layout), assert_trivial=True)
     tops = gl.maximum(tops, LOWEST)  # not -inf, from which -inf cannot be subtracted
     for start in range(0, shown, GRAIN):
@@ -244,7 +251,7 @@ def softmax_dropout_fwd_whole_parts_kernel(
             total += relative_weight(_scores(slots, start + grain, CHUNKS), gl.expand_dims(tops, 2), power, True)
     top = gl.max(tops, 1)
     found = gl.sum(gl.sum(total, 2) * between_tops(tops, gl.expand_dims(top, 1), power, True), 1)
-    every_top, totals = swap(room, part, top, found, PARTS)
+    every_top, totals = exchange(room, part, top, found, PARTS)
     every_top = gl.where(warps_of_row(PARTS) < PARTS * WARPS, every_top, LOWEST)
     row_top = gl.max(every_top, 0)
     row_total = gl.sum(totals * between_tops(every_top, row_top, power, True), 0)
@@ -290,38 +297,38 @@ def softmax_dropout_bwd_parts_kernel(
     DY: gl.constexpr = dy_ptr.dtype.element_ty
     FUSED: gl.constexpr = X.primitive_bitwidth == 16
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
-    xs = part_of(row_of(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
-    dys = part_of(row_of(dy_ptr, row, dy_stride), part, cols, CHUNKS, EVEN)
-    room = open_room(PARTS)
+    xs = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    dys = load_part(row_pointer(dy_ptr, row, dy_stride), part, cols, CHUNKS, EVEN)
+    room = open_exchange(PARTS)
     key = load_key(seed_ptr) if seed_ptr is not None else None
     top = gl.load(top_ptr + row)
     first = row.to(gl.int64) * cols + part * (CHUNKS * WIDTH)
     draws = ()
     if seed_ptr is not None:
         for c in gl.static_range(CHUNKS):
-            draws += (drawn_here(key, first + c * WIDTH, WIDTH, SHORT),)
+            draws += (random_part_here(key, first + c * WIDTH, WIDTH, SHORT),)
     ys, kept = (), ()
-    total = gl.zeros_like(values(xs[0], X))
+    total = gl.zeros_like(chunk_fp32(xs[0], X))
     dot = gl.zeros_like(total)
     for c in gl.static_range(CHUNKS):
-        y = exponentials(values(xs[c], X), top, scale, FUSED)
+        y = exponentials(chunk_fp32(xs[c], X), top, scale, FUSED)
         if not EVEN:
             y = gl.where(lines_after(part, cols, CHUNKS) > c * gl.num_warps(), y, 0.0)
         dy = dys[c]
         if seed_ptr is not None:
-            dy = dropped_part(dy, draws[c], drop_below, DY, WIDTH, RARE)
+            dy = dropout_part(dy, draws[c], drop_below, DY, WIDTH, RARE)
         total += y
-        dot += y * values(dy, DY)
+        dot += y * chunk_fp32(dy, DY)
         ys += (y,)
         kept += (dy,)
-    dots, totals = swap(room, part, gl.sum(dot, 1), gl.sum(total, 1), PARTS)
+    dots, totals = exchange(room, part, gl.sum(dot, 1), gl.sum(total, 1), PARTS)
     over_total = 1.0 / gl.sum(totals, 0)
     mean = gl.sum(dots, 0) * over_total
     factor = over_total * scale * keep_scale
     for c in gl.static_range(CHUNKS):
-        dy = values_again(kept[c], DY)
+        dy = chunk_fp32_again(kept[c], DY)
         dx = ys[c] * (dy * factor - mean * factor) if FUSED else ys[c] * (dy - mean) * factor
-        dx = flat(dx).to(dx_ptr.dtype.element_ty)
+        dx = flatten_lines(dx).to(dx_ptr.dtype.element_ty)
         col = columns(part, c, CHUNKS)
         gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx, mask=None if EVEN else col < cols)
 
@@ -400,7 +407,7 @@ def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) ->
     """H200, bf16, 2**27 values, by a script, of the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 1.02,
     1.00, 0.97 and 0.98; by programs that stay (rows_gluon) 0.94, 0.93, 0.94 and 0.96; swept twice by Triton's 0.79,
     0.66, 0.62 and 0.50. At 65,536 with 64 registers and y made twice 0.98, which spills."""
-    return held(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
+    return held_config(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
 
 
 @register_kernel("softmax_dropout", backend="hopper", rank=25, rejects=_reasons)
@@ -430,14 +437,14 @@ def softmax_dropout(
         parts, chunks = cdiv(cols, config.width), config.width // (config.num_warps * LINE)
         launch(
             softmax_dropout_fwd_whole_parts_kernel, (count * parts,),
-            parted(x, config.width), out, top, total, kernel_seed(seed, p), cols, scale, *kernel_numbers(p),
+            tma_parts(x, config.width), out, top, total, kernel_seed(seed, p), cols, scale, *kernel_numbers(p),
             **parts_dropout_flags(count, cols, p), **_held_flags(cols, parts, chunks, config),
         )  # fmt: skip
     elif count:
         groups, parts = parts_grid(x, config)
         launch(
             softmax_dropout_fwd_parts_kernel, (groups * parts,),
-            parted(x, config.width), out, top, total, kernel_seed(seed, p), count, cols, groups, scale,
+            tma_parts(x, config.width), out, top, total, kernel_seed(seed, p), count, cols, groups, scale,
             *kernel_numbers(p), POSITIVE=scale > 0.0, **parts_dropout_flags(count, cols, p),
             **parts_flags(cols, parts, config),
         )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.device.alignment import aligned_vector, for_bulk
+from tilesmith.device.alignment import aligned_vector, tma_view
 from tilesmith.device.gluon.shim import TensorDescriptor, gl
 from tilesmith.device.triton.column_sums import add_partials
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
@@ -92,7 +92,7 @@ def _grid(sides: Sequence[_Side | None], programs: Sequence[int]) -> int:
 
 def _described(x: Tensor, side: _Side) -> TensorDescriptor:
     """x [B, H, T, D] as [B, T, H, D] for the tensor memory accelerator, in tiles."""
-    x, (row, head, token, last) = for_bulk(x)
+    x, (row, head, token, last) = tma_view(x)
     x = x.transpose(1, 2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * x.element_size(), rank=4)
     tile = [1, side.tokens, side.heads * side.steps, x.shape[3]]
@@ -240,7 +240,7 @@ def rms_norm_rope(call, *, config: TilesConfig) -> tuple[Tensor, Tensor]:
             aligned_vector(weight),
             words.shape[1],
         )
-        for words, weight, out in ((for_bulk(x)[0], weight, out) for (x, weight), out in zip(given, outs))
+        for words, weight, out in ((tma_view(x)[0], weight, out) for (x, weight), out in zip(given, outs))
     ]
     first, second = [*arguments, (None, 0, 0, 0, None, 0, 0, 0, None, 0)][:2]
     batch, _, num_tokens, dim = q.shape

@@ -2,17 +2,17 @@
 device kernel, in Gluon."""
 
 from tilesmith.device.gluon.shim import (
-    barriers,
-    expect,
-    fence,
-    fetch,
+    fence_async,
     gl,
     gluon,
     launch_dependents,
+    mbarrier_expect,
+    mbarrier_wait,
+    mbarriers,
     reinterpret,
-    thread_barrier,
-    tiles_of,
-    wait,
+    smem_tiles,
+    syncthreads,
+    tma_copy,
 )
 from tilesmith.ops.rotary.hopper.norm_heads import (
     added,
@@ -38,9 +38,9 @@ def _tile(slots, slot, TOKENS: gl.constexpr, HEADS: gl.constexpr, D: gl.constexp
 def _bring(x_desc, dy_desc, xs, dys, full, slot, row, token, head):
     """Start to copy the tiles at a token and a head to a slot."""
     at = [row, token, head, 0]
-    expect(full.index(slot), x_desc.block_type.nbytes + dy_desc.block_type.nbytes)
-    fetch(x_desc, at, full.index(slot), xs.index(slot))
-    fetch(dy_desc, at, full.index(slot), dys.index(slot))
+    mbarrier_expect(full.index(slot), x_desc.block_type.nbytes + dy_desc.block_type.nbytes)
+    tma_copy(x_desc, at, full.index(slot), xs.index(slot))
+    tma_copy(dy_desc, at, full.index(slot), dys.index(slot))
 
 
 @gluon.jit
@@ -79,12 +79,12 @@ def _backward_side(
     LINES: gl.constexpr = step_layout(P, TOKENS, HEADS, gl.num_warps(), ROW, 8)
     WORDS: gl.constexpr = step_layout(P, TOKENS, HEADS, gl.num_warps(), ROW, 4)
     DX: gl.constexpr = dx_ptr.dtype.element_ty
-    xs, dys = tiles_of(SLOTS, x_desc), tiles_of(SLOTS, dy_desc)
+    xs, dys = smem_tiles(SLOTS, x_desc), smem_tiles(SLOTS, dy_desc)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     room = gl.allocate_shared_memory(gl.float32, [TOKENS, gl.num_warps() // TOKENS if ROW else 1], PLAIN)
     also_room = gl.allocate_shared_memory(gl.float32, [TOKENS, gl.num_warps() // TOKENS if ROW else 1], PLAIN)
-    full = barriers(SLOTS, 1)
-    fence()
+    full = mbarriers(SLOTS, 1)
+    fence_async()
     head_block, program = program % head_blocks, program // head_blocks
     head0 = head_block * (HEADS * STEPS)
     mine = (tiles - program + programs - 1) // programs
@@ -116,7 +116,7 @@ def _backward_side(
     at = wide(token, FAR) * dx_token + wide(head, FAR) * dx_head + pair
     for i in range(mine):
         slot = i % SLOTS
-        wait(full.index(slot), i // SLOTS % 2)
+        mbarrier_wait(full.index(slot), i // SLOTS % 2)
         x_tile = _tile(xs, slot, TOKENS, HEADS * STEPS, 2 * P)
         dy_tile = _tile(dys, slot, TOKENS, HEADS * STEPS, 2 * P)
         own_cos, own_sin = cos.to(gl.float32), sin.to(gl.float32)
@@ -139,7 +139,7 @@ def _backward_side(
             post(dots, also_room, TOKENS)
             spread, dot = sum_row(room, TOKENS, LINES), sum_row(also_room, TOKENS, LINES)
         elif gl.num_warps() > 1:
-            thread_barrier()
+            syncthreads()
         # all warps have read the slot
         if i + SLOTS < mine:
             far = far_block * TOKENS

@@ -1,7 +1,7 @@
 """rms_norm_rope on Hopper where all heads of a token are normalised together: device kernel, in Gluon."""
 
-from tilesmith.device.gluon.rows import opaque
-from tilesmith.device.gluon.shim import gl, gluon, thread_barrier
+from tilesmith.device.gluon.rows import optimization_barrier
+from tilesmith.device.gluon.shim import gl, gluon, syncthreads
 from tilesmith.ops.rotary.hopper.norm_heads import (
     added,
     load_angles,
@@ -55,7 +55,7 @@ def _norm_rope_row(
     nothing = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     nothing.store(gl.full([32], 0, gl.int32, ONE))
-    thread_barrier()
+    syncthreads()
     zero = gl.max(nothing.load(ONE), 0)
     squares = None
     for step in gl.static_range(STEPS):
@@ -66,7 +66,10 @@ def _norm_rope_row(
     cos, sin = cos.to(gl.float32), sin.to(gl.float32)
     y_ptr += row * y_row + first.to(gl.int64) * y_token
     for step in gl.static_range(STEPS):
-        x1, x2 = widened(opaque(parts[step][0]), Y, P, LINES), widened(opaque(parts[step][1]), Y, P, LINES)
+        x1, x2 = (
+            widened(optimization_barrier(parts[step][0]), Y, P, LINES),
+            widened(optimization_barrier(parts[step][1]), Y, P, LINES),
+        )
         x1, x2 = x1 * rstd, x2 * rstd
         if LLAMA:
             x1, x2 = rounded(x1, Y), rounded(x2, Y)

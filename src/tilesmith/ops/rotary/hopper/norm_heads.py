@@ -1,6 +1,6 @@
 """rms_norm_rope on Hopper: lines of heads in registers, their sums, angles and weights; device functions, in Gluon."""
 
-from tilesmith.device.gluon.rows import apart
+from tilesmith.device.gluon.rows import split_fp32
 from tilesmith.device.gluon.shim import gl, gluon
 
 # A tile is [tokens, heads, features] of q or of k, worked on in steps of fewer heads and by halves of a line, the D
@@ -59,7 +59,7 @@ def sum_row(room, TOKENS: gl.constexpr, LINES: gl.constexpr):
 def widened(words, dtype: gl.constexpr, P: gl.constexpr, LINES: gl.constexpr):
     """Halves of lines in fp32."""
     if words.dtype == gl.int32:
-        low, high = apart(words, dtype)
+        low, high = split_fp32(words, dtype)
         whole = gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1], P])
         return gl.convert_layout(whole, LINES, assert_trivial=True)
     else:
