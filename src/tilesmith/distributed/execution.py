@@ -1,0 +1,389 @@
+"""Runs a schedule: the forward and the gradients of context-parallel attention on the ranks of this process.
+
+Tensors are [B, heads, T, D]; what travels is their view [T, B, heads, D], of which a run of tokens is one block of
+memory. All functions take and return a tensor for each rank of this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith import ops
+from tilesmith.distributed.kernels import Kernel, Terms
+from tilesmith.distributed.layout import joined
+from tilesmith.distributed.pieces import Call
+from tilesmith.distributed.ring import Parcel, Ring
+from tilesmith.distributed.schedule import Schedule, Stage, Transfer
+
+Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
+NO_KEYS = float("-inf")  # lse of a row that sees no key
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One call of context-parallel attention on the ranks of this process; terms: of each of them."""
+
+    ring: Ring
+    schedule: Schedule
+    kernel: Kernel
+    terms: Mapping[int, Terms]
+
+
+def forward(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
+    """out [B, H, T, Dv] and lse [B, H, T] of each rank's q, k and v."""
+    within = _regrouped(work, shards)
+    found = _attend(work, within)
+    if work.schedule.degree == 1:
+        return found
+    moved = {r: (out, lse.unsqueeze(-1)) for r, (out, lse) in found.items()}
+    heads = {r: shards[r][0].shape[1] for r in shards}
+    back = _returned(work, work.schedule.q_moves, moved, heads, "heads of the results", (0.0, NO_KEYS))
+    return {r: (out, lse.squeeze(-1)) for r, (out, lse) in back.items()}
+
+
+def backward(work: Work, shards: Shards, results: Shards, slopes: Mapping[int, Sequence[Tensor | None]]) -> Any:
+    """(dq, dk, dv, dsinks or None) of each rank. shards: its q, k and v; results: out and lse; slopes: dout and dlse,
+    None for one without a gradient."""
+    schedule, asks = work.schedule, {r: work.terms[r].sinks is not None for r in shards}
+    tensors = {r: (*results[r], *slopes[r]) for r in shards}
+    if schedule.degree > 1:
+        with_lse = {}
+        for r, (out, lse, dout, dlse) in tensors.items():
+            moved = [out, lse.unsqueeze(-1), dout]
+            with_lse[r] = moved + ([] if dlse is None else [dlse.unsqueeze(-1)])
+        arrived = _gathered(work, schedule.q_moves, with_lse, "heads of the gradients")
+        tensors = {r: (x[0], x[1].squeeze(-1), x[2], x[3].squeeze(-1) if len(x) > 3 else None) for r, x in arrived.items()}
+    within = _regrouped(work, shards)
+    gradients = _gradients(work, within, tensors)
+    dsinks = {r: _dsinks(work, r, tensors[r]) if asks[r] else None for r in shards}
+    if schedule.degree > 1:
+        heads = {r: shards[r][0].shape[1] for r in shards}
+        kv_heads = {r: shards[r][1].shape[1] for r in shards}
+        dq = _returned(work, schedule.q_moves, {r: g[:1] for r, g in gradients.items()}, heads, "heads of dq")
+        dkv = _returned(work, schedule.kv_moves, {r: g[1:] for r, g in gradients.items()}, kv_heads, "heads of dk, dv")
+        gradients = {r: (*dq[r], *dkv[r]) for r in shards}
+    return {r: (*gradients[r], dsinks[r]) for r in shards}
+
+
+def _regrouped(work: Work, shards: Shards) -> Shards:
+    """q, k and v with a group's tokens and a rank's heads."""
+    if work.schedule.degree == 1:
+        return shards
+    q = _gathered(work, work.schedule.q_moves, {r: x[:1] for r, x in shards.items()}, "heads of q")
+    kv = _gathered(work, work.schedule.kv_moves, {r: x[1:] for r, x in shards.items()}, "heads of k and v")
+    return {r: (*q[r], *kv[r]) for r in shards}
+
+
+def _gathered(work: Work, moves: Sequence[Transfer], shards: Shards, step: str) -> dict[int, list[Tensor]]:
+    """What the moves bring each rank, as [B, heads, tokens of the group, D]."""
+    heads = {move.target: move.heads[1] - move.heads[0] for move in moves}
+    into = {}
+    for r, tensors in shards.items():
+        count, tokens = heads.get(r, 0), work.schedule.tokens(r)
+        into[r] = [x.new_empty(tokens, x.shape[0], count, x.shape[3]) for x in tensors]
+    sent = {r: [_by_token(x) for x in tensors] for r, tensors in shards.items()}
+    work.ring.wait(work.ring.post(_parcels(work.ring, moves, sent, into), step))
+    return {r: [_by_head(x) for x in tensors] for r, tensors in into.items()}
+
+
+def _returned(
+    work: Work, moves: Sequence[Transfer], tensors: Shards, heads: Mapping[int, int], step: str,
+    fill: Sequence[float] = (0.0, 0.0),
+) -> dict[int, list[Tensor]]:  # fmt: skip
+    """The reverse of `_gathered`; a head that several ranks held gets their sum, in fp32. fill: of padding."""
+    posted, landing = _post_back(work, moves, tensors, step)
+    work.ring.wait(posted)
+    replicas = {move.target: move.heads[1] - move.heads[0] for move in moves}
+    found = {}
+    for r, held in tensors.items():
+        several = work.schedule.degree * replicas.get(r, 0) > heads[r]
+        dtypes = [torch.float32 if several and x.dtype.itemsize < 4 else x.dtype for x in held]
+        value = [0.0] * len(held) if several else fill
+        found[r] = [
+            x.new_full((work.schedule.layout.local, x.shape[0], heads[r], x.shape[3]), value[i], dtype=dtypes[i])
+            for i, x in enumerate(held)
+        ]
+        for move, arrived in landing:
+            if move.source == r:
+                for total, x in zip(found[r], arrived):
+                    place = total[move.at : move.at + move.tokens, :, slice(*move.heads)]
+                    place.add_(x) if several else place.copy_(x)
+        found[r] = [_by_head(total).to(x.dtype) for total, x in zip(found[r], held)]
+    return found
+
+
+def _parcels(ring: Ring, moves: Sequence[Transfer], sent: Shards, into: Shards) -> list[Parcel]:
+    """Parcels of the moves that begin or end in this process; tensors by token."""
+    parcels = []
+    for move in moves:
+        here, there = move.source in ring.ranks, move.target in ring.ranks
+        if not (here or there):
+            continue
+        many = len(sent[move.source] if here else into[move.target])
+        for i in range(many):
+            give = take = None
+            if here:
+                give = sent[move.source][i][move.at : move.at + move.tokens]
+                give = give if move.heads is None else give[:, :, move.heads[0] : move.heads[1]]
+            if there:
+                take = into[move.target][i][move.to : move.to + move.tokens]
+            parcels.append(Parcel(move.source, move.target, give, take))
+    return parcels
+
+
+Landing = list[tuple[Transfer, list[Tensor]]]
+
+
+def _post_back(
+    work: Work, moves: Sequence[Transfer], given: Shards, step: str
+) -> tuple[Any, Landing]:
+    """Begin to send what ranks computed for others' tokens back to them."""
+    ring, parcels, landing = work.ring, [], []
+    sent = {r: [_by_token(x) for x in tensors] for r, tensors in given.items()}
+    for move in moves:
+        here, there = move.target in ring.ranks, move.source in ring.ranks
+        if not (here or there):
+            continue
+        arriving = []
+        for i, like in enumerate(sent[move.source if there else move.target]):
+            give = sent[move.target][i][move.to : move.to + move.tokens] if here else None
+            take = None
+            if there:
+                many = like.shape[2] if move.heads is None else move.heads[1] - move.heads[0]
+                take = like.new_empty(move.tokens, like.shape[1], many, like.shape[3])
+                arriving.append(take)
+            parcels.append(Parcel(move.target, move.source, give, take))
+        if there:
+            landing.append((move, arriving))
+    return ring.post(parcels, step), landing
+
+
+class _Rows:
+    """The results of some of a rank's keys after another's, row by row.
+
+    Rows that one call answers keep its result; others are merged. The sum is kept in fp32 where rows have more than two
+    answers, so that rounding does not grow with the number of ranks.
+    """
+
+    def __init__(self, q: Tensor, value_dim: int, calls: Sequence[Call]):
+        self.q, self.value_dim = q, value_dim
+        self.whole = len(calls) == 1 and (calls[0].q, calls[0].tokens) == (0, q.shape[2])
+        many = _most([(call.q, call.q + call.tokens) for call in calls]) > 2
+        small = q.dtype in (torch.float16, torch.bfloat16)
+        self.dtype = torch.float32 if many and small else q.dtype
+        self.filled: list[tuple[int, int]] = []
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def take(self, call: Call, out: Tensor, lse: Tensor) -> None:
+        """Add the result of a call."""
+        if self.whole:
+            self.out, self.lse = out, lse
+            return
+        if self.out is None:
+            self._make(out)
+        for start, stop, new in _split(call.q, call.q + call.tokens, self.filled):
+            rows, part = slice(start, stop), slice(start - call.q, stop - call.q)
+            mine, theirs = out[:, :, part].to(self.dtype), lse[:, :, part]
+            if not new:
+                mine, theirs = ops.merge_attention(self.out[:, :, rows], self.lse[:, :, rows], mine, theirs)
+            self.out[:, :, rows], self.lse[:, :, rows] = mine, theirs
+        self.filled = _with(self.filled, (call.q, call.q + call.tokens))
+
+    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out in q's dtype and lse; sinks: one more logit of each head, if no call had it."""
+        if self.out is None:
+            self._make(None)
+        out, lse = self.out, self.lse
+        if sinks is not None and not self.whole:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+            share = torch.where(total > NO_KEYS, torch.exp(lse - total), 0.0)
+            out, lse = out * share.unsqueeze(-1).to(out.dtype), total
+        return out.to(self.q.dtype), lse
+
+    def _make(self, like: Tensor | None) -> None:
+        """Rows that no call answers are 0, their lse -inf."""
+        q = self.q
+        shape = (*q.shape[:3], self.value_dim)
+        tokens_first = q.stride(1) < q.stride(2) if like is None else like.stride(1) < like.stride(2)
+        if tokens_first:
+            out = q.new_zeros(shape[0], shape[2], shape[1], shape[3], dtype=self.dtype).transpose(1, 2)
+        else:
+            out = q.new_zeros(shape, dtype=self.dtype)
+        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.out, self.lse = out, q.new_full(shape[:3], NO_KEYS, dtype=accumulator)
+
+
+def _attend(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
+    stages = work.schedule.stages
+    rows = {r: _Rows(q, v.shape[3], [c for s in stages for c in s.calls[r]]) for r, (q, _, v) in shards.items()}
+    terms = {r: _of_rank(work, r) for r in shards}
+    index = dict.fromkeys(shards, 0)
+
+    def compute(stage: Stage, keys: Shards) -> None:
+        for r, (q, _, _) in shards.items():
+            for call in stage.calls[r]:
+                some = terms[r].of(call, stage.held[r], index[r])
+                if rows[r].whole:
+                    some = replace(some, sinks=terms[r].sinks)
+                index[r] += 1
+                rows[r].take(call, *work.kernel.forward(*_cut(call, q, *keys[r]), call, some))
+
+    _through(work, shards, compute)
+    return {r: rows[r].result(terms[r].sinks) for r in shards}
+
+
+def _through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys") -> None:
+    """Run `compute` on each stage's keys while those of the next travel."""
+    stages = work.schedule.stages
+    own = {r: tensors[1:3] for r, tensors in shards.items()}
+    sent = {r: [_by_token(x) for x in tensors] for r, tensors in own.items()}
+    keys, pending = own, None
+    for i, stage in enumerate(stages):
+        if pending is not None:
+            work.ring.wait(pending[0])
+            keys = {r: [_by_head(x) for x in tensors] for r, tensors in pending[1].items()}
+            pending = None
+        if i + 1 < len(stages):
+            pending = _fetch(work, stages[i + 1], sent, f"{what}, step {i + 1} of {len(stages) - 1}")
+        compute(stage, keys)
+
+
+def _fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict[int, list[Tensor]]]:
+    into = {}
+    for r, tensors in sent.items():
+        tokens = sum(stop - start for start, stop in stage.held[r])
+        into[r] = [x.new_empty(tokens, *x.shape[1:]) for x in tensors]
+    return work.ring.post(_parcels(work.ring, stage.transfers, sent, into), step), into
+
+
+def _gradients(work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor | None]]) -> dict[int, list[Tensor]]:
+    stages = work.schedule.stages
+    sums = {r: [_Sum(x, _adds(stages, r)) for x in tensors] for r, tensors in shards.items()}
+    terms = {r: _of_rank(work, r) for r in shards}
+    index = dict.fromkeys(shards, 0)
+    landing: list[tuple[Any, Landing]] = []
+
+    def compute(stage: Stage, keys: Shards) -> None:
+        theirs = {}
+        for r, (q, _, _) in shards.items():
+            out, lse, dout, dlse = results[r]
+            dkv = sums[r][1:] if not stage.transfers else [_Sum(x, len(stage.calls[r])) for x in keys[r]]
+            for call in stage.calls[r]:
+                some = terms[r].of(call, stage.held[r], index[r])
+                index[r] += 1
+                rows = slice(call.q, call.q + call.tokens)
+                slope = None if dlse is None else dlse[:, :, rows].contiguous()
+                dq, dk, dv = work.kernel.backward(
+                    dout[:, :, rows], slope, *_cut(call, q, *keys[r]), out[:, :, rows], lse[:, :, rows].contiguous(),
+                    call, some,
+                )  # fmt: skip
+                sums[r][0].add(dq, call.q)
+                dkv[0].add(dk, call.k)
+                dkv[1].add(dv, call.k)
+            theirs[r] = [x.total() for x in dkv] if stage.transfers else []
+        if stage.transfers:
+            landing.append(_post_back(work, stage.transfers, theirs, "gradients of keys"))
+
+    _through(work, shards, compute, "keys for gradients")
+    for posted, parts in landing:
+        work.ring.wait(posted)
+        for move, tensors in parts:
+            for total, x in zip(sums[move.source][1:], tensors):
+                total.add(_by_head(x), move.at)
+    return {r: [x.total() for x in each] for r, each in sums.items()}
+
+
+class _Sum:
+    """A gradient from several calls: in fp32 if there are more than two parts, else rounded once by their one addition."""
+
+    def __init__(self, like: Tensor, parts: int):
+        self.like, self.value = like, None
+        small = like.dtype in (torch.float16, torch.bfloat16)
+        self.dtype = torch.float32 if small and parts > 2 else like.dtype
+        self.filled: list[tuple[int, int]] = []
+
+    def add(self, x: Tensor, at: int) -> None:
+        """Add x [B, heads, T, D] to the tokens from `at`."""
+        whole = (at, x.shape[2]) == (0, self.like.shape[2])
+        if self.value is None and whole:
+            self.value = x.to(self.dtype)
+        else:
+            if self.value is None:
+                self.value = torch.zeros_like(self.like, dtype=self.dtype)
+            self.value[:, :, at : at + x.shape[2]].add_(x)
+
+    def total(self) -> Tensor:
+        """The sum, zeros where nothing was added."""
+        return torch.zeros_like(self.like) if self.value is None else self.value.to(self.like.dtype)
+
+
+def _adds(stages: Sequence[Stage], rank: int) -> int:
+    """How many parts the gradients of a rank may have."""
+    mine = sum(len(stage.calls[rank]) for stage in stages)
+    return max(mine, 1 + sum(move.source == rank for stage in stages for move in stage.transfers))
+
+
+def _dsinks(work: Work, rank: int, result: Sequence[Tensor | None]) -> Tensor:
+    """The gradient of all sinks by a rank's rows, zero for heads that it does not have."""
+    out, lse, dout, dlse = result
+    whole = work.terms[rank].sinks
+    sinks = _of_rank(work, rank).sinks.to(lse.dtype)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    share = torch.where(lse > NO_KEYS, torch.exp(sinks[None, :, None] - lse), 0.0)
+    found = torch.zeros_like(whole, dtype=lse.dtype)
+    first, last = (0, len(whole)) if work.schedule.degree == 1 else work.schedule.q_heads[rank]
+    found[first:last] = -(share * delta).sum((0, 2))
+    return found.to(whole.dtype)
+
+
+def _of_rank(work: Work, rank: int) -> Terms:
+    terms = work.terms[rank]
+    return terms if work.schedule.degree == 1 else terms.of_heads(work.schedule.q_heads[rank])
+
+
+def _cut(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, keys = slice(call.q, call.q + call.tokens), slice(call.k, call.k + call.keys)
+    return q[:, :, rows], k[:, :, keys], v[:, :, keys]
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[B, heads, T, D] as [T, B, heads, D]."""
+    return x.permute(2, 0, 1, 3)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    return x.permute(1, 2, 0, 3)
+
+
+def _most(spans: Sequence[tuple[int, int]]) -> int:
+    """The most spans that one token lies in."""
+    ends = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
+    most = here = 0
+    for _, change in ends:
+        here += change
+        most = max(most, here)
+    return most
+
+
+def _split(start: int, stop: int, filled: Sequence[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+    """[start, stop) in parts that lie within `filled` (ascending) or outside of it; True for outside."""
+    found = []
+    for begin, end in filled:
+        low, high = max(start, begin), min(stop, end)
+        if low < high:
+            if start < low:
+                found.append((start, low, True))
+            found.append((low, high, False))
+            start = high
+    return found + ([(start, stop, True)] if start < stop else [])
+
+
+def _with(filled: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[tuple[int, int]]:
+    return list(joined(sorted([*filled, span])))

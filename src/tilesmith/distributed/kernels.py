@@ -1,0 +1,184 @@
+"""The attention that ranks run on their pieces: this library's, or cuDNN's for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilesmith import ops
+from tilesmith.distributed.layout import Range
+from tilesmith.distributed.pieces import Call
+from tilesmith.distributed.schedule import HeadRange
+from tilesmith.ops.attn.op import attention_vjp
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What makes scores and hides keys on one rank, beside the schedule.
+
+    bias, mask: [B|1, H|1, T, S]: a rank's queries with all keys of the sequence in their order. q_documents [B, T],
+    k_documents [B, S]: ids likewise. alibi [H], sinks [H]. seed: of this rank's dropout.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    alibi: Tensor | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    q_documents: Tensor | None = None
+    k_documents: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    deterministic: bool = False
+
+    def of_heads(self, heads: HeadRange) -> Terms:
+        """For some of the query heads."""
+        first, last = heads
+        alibi, sinks = (None if x is None else x[..., first:last] for x in (self.alibi, self.sinks))
+        return replace(self, alibi=alibi, sinks=sinks)
+
+    def of(self, call: Call, held: Sequence[Range], index: int) -> Terms:
+        """For one call, the index-th of its rank, on keys that hold these ranges of the sequence."""
+        rows = slice(call.q, call.q + call.tokens)
+        bias, mask = (None if x is None else _columns(_rows(x, rows), call, held) for x in (self.bias, self.mask))
+        q_documents = None if self.q_documents is None else self.q_documents[:, rows].contiguous()
+        k_documents = None if self.k_documents is None else _columns(self.k_documents, call, held).contiguous()
+        seed = None if self.seed is None else self.seed + torch.tensor([index, 0], device=self.seed.device)
+        return replace(
+            self, sinks=None, bias=bias, mask=mask, q_documents=q_documents, k_documents=k_documents, seed=seed
+        )
+
+
+class Kernel(Protocol):
+    """Attention over some keys and its gradients, given out and lse over all keys."""
+
+    name: str
+
+    def rejects(self, call: Call, terms: Terms) -> str | None:
+        """Why it cannot serve a call; None if it can."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
+        """out and lse of q [B, H, T, D] over k and v [B, G, S, D]."""
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
+        terms: Terms,
+    ) -> Gradients:  # fmt: skip
+        """Gradients of q, k and v by these keys' share."""
+
+
+class Ours:
+    """`ops.attention` and its gradient."""
+
+    name = "tilesmith"
+
+    def rejects(self, call: Call, terms: Terms) -> str | None:
+        """It serves everything."""
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
+        """As the protocol says; terms.sinks are part of the softmax here."""
+        packed = _packed(call, q.device)
+        mask, score = _mask_and_score(call, terms)
+        return ops.attention(
+            q, k, v, mask, score, sinks=terms.sinks, dropout_p=terms.dropout_p, seed=terms.seed,
+            deterministic=terms.deterministic, **packed,
+        )  # fmt: skip
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
+        terms: Terms,
+    ) -> Gradients:  # fmt: skip
+        """As the protocol says."""
+        mask, score = _mask_and_score(call, terms)
+        named = dict.fromkeys(attention_vjp.parameters)
+        named |= {"causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0, "dropout_p": terms.dropout_p}
+        named |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "block_q": 0, "block_k": 0, "seed": terms.seed}
+        named |= {**mask.lower(), **score.lower(), **_packed(call, q.device), "deterministic": terms.deterministic}
+        named |= {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        dq, dk, dv, *_ = attention_vjp(**named | {"output_mask": [True, True, True, False, False]})
+        return dq, dk, dv
+
+
+class Cudnn:
+    """cuDNN's attention through ATen, so that schedules can be compared with the same kernel inside."""
+
+    name = "cudnn"
+
+    def rejects(self, call: Call, terms: Terms) -> str | None:
+        """It serves full and square causal calls of unpacked sequences."""
+        if call.cu_q or call.left >= 0 or (call.right >= 0 and (call.right, call.tokens) != (0, call.keys)):
+            return "only full and square causal calls are served"
+        asked = [terms.alibi, terms.bias, terms.mask, terms.q_documents, terms.sinks]
+        if terms.softcap or terms.dropout_p or any(x is not None for x in asked):
+            return "softcap, dropout, sinks, ALiBi, biases, masks and documents are not served"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
+        """As the protocol says."""
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, call.right == 0, False, scale=terms.scale
+        )
+        return out, lse.squeeze(-1) if lse.ndim == 4 else lse
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
+        terms: Terms,
+    ) -> Gradients:  # fmt: skip
+        """As the protocol says; it knows no gradient of lse."""
+        if dlse is not None:
+            raise ValueError("context_parallel_attention: kernel 'cudnn' has no gradient of lse; use 'tilesmith'")
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.unsqueeze(-1), unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0,
+            call.right == 0, scale=terms.scale,
+        )  # fmt: skip
+
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Ours(), Cudnn())}
+
+
+def _mask_and_score(call: Call, terms: Terms) -> tuple[ops.Mask, ops.Score]:
+    causal = call.right == 0
+    sides = call.left, -1 if causal else call.right
+    documents = None if terms.q_documents is None else (terms.q_documents, terms.k_documents)
+    mask = ops.Mask(causal, None if sides == (-1, -1) else sides, documents=documents, dense=terms.mask)
+    return mask, ops.Score(terms.scale, terms.softcap, terms.alibi, terms.bias)
+
+
+def _packed(call: Call, device: torch.device) -> dict[str, Tensor | int]:
+    if not call.cu_q:
+        return {}
+    longest = [max(b - a for a, b in zip(cu, cu[1:])) for cu in (call.cu_q, call.cu_k)]
+    starts = {"cu_seqlens_q": _starts(call.cu_q, device), "cu_seqlens_k": _starts(call.cu_k, device)}
+    return {**starts, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+
+
+@lru_cache(maxsize=512)
+def _starts(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    return x if x.shape[-2] == 1 else x[..., rows, :]
+
+
+def _columns(x: Tensor, call: Call, held: Sequence[Range]) -> Tensor:
+    """The keys of a call, by their place in the sequence, out of the last dim of x."""
+    if x.shape[-1] == 1:
+        return x
+    parts, at = [], 0
+    for start, stop in held:
+        low, high = max(call.k, at), min(call.k + call.keys, at + stop - start)
+        if low < high:
+            parts.append(x[..., start + low - at : start + high - at])
+        at += stop - start
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -1,0 +1,184 @@
+"""Which rank holds which tokens of a sequence."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.arguments import size as checked_size
+
+Range = tuple[int, int]  # first token, and the one behind the last
+_LOADS = (1, 2, 4, 8, 16, 32)  # blocks of a rank that `Layout.balanced` tries
+_EVEN = 1.03  # load of the busiest rank over the mean at which it looks no further
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tokens of each rank, as ranges of the whole sequence.
+
+    tokens: real tokens of the sequence. ranges: of each rank, ascending and disjoint; a rank's local tensor holds them
+    one after another. local: tokens of every rank's local tensor; what the ranges leave is padding, at the end.
+    """
+
+    tokens: int
+    ranges: tuple[tuple[Range, ...], ...]
+    local: int
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranges)
+
+    @classmethod
+    def contiguous(cls, tokens: int, size: int) -> Layout:
+        """Rank r holds the r-th of `size` equal parts: for attention without causality, and for windows."""
+        return cls._dealt(tokens, size, [[r] for r in range(size)])
+
+    @classmethod
+    def zigzag(cls, tokens: int, size: int) -> Layout:
+        """Rank r holds parts r and 2 * size - 1 - r of 2 * size equal ones, so that causal attention is as much work on
+        each rank. torch's context parallel calls it head-tail and has the same order."""
+        return cls._dealt(tokens, size, [[r, 2 * size - 1 - r] for r in range(size)])
+
+    @classmethod
+    def balanced(cls, cu_seqlens: Sequence[int] | Tensor, size: int, tokens: int | None = None) -> Layout:
+        """Equal numbers of tokens and about equal causal work on each rank, for documents that lie one after another.
+
+        cu_seqlens: [N + 1] starts of the documents and the end of the last. tokens: of the sequence, the end of the
+        last document if None. The sequence is cut into blocks, which go in descending order of work to the rank with
+        the least so far (longest processing time first); with as few blocks as leave the busiest rank within 3 % of the
+        mean, since each block of a document costs a call of the kernel.
+        """
+        starts = boundaries(cu_seqlens)
+        tokens = starts[-1] if tokens is None else checked_size("Layout.balanced", "tokens", tokens, starts[-1])
+        checked_size("Layout.balanced", "size", size)
+        best = None
+        for count in _LOADS:
+            if best is not None and count * size > max(tokens, 1):
+                break
+            width = max(1, -(-tokens // (size * count)))
+            loads = [causal_pairs(starts, (i * width, (i + 1) * width)) for i in range(size * count)]
+            dealt = _longest_first(loads, size)
+            worst = max(sum(loads[i] for i in blocks) for blocks in dealt)
+            if best is None or worst < best[0]:
+                best = worst, dealt
+            if worst * size <= _EVEN * sum(loads):
+                break
+        return cls._dealt(tokens, size, best[1])
+
+    @classmethod
+    def _dealt(cls, tokens: int, size: int, dealt: Sequence[Sequence[int]]) -> Layout:
+        """Rank r holds the blocks dealt[r], all of one width."""
+        checked_size("Layout", "tokens", tokens, 0)
+        checked_size("Layout", "size", size)
+        width = -(-tokens // sum(map(len, dealt)))
+        held = [[(min(i * width, tokens), min((i + 1) * width, tokens)) for i in sorted(blocks)] for blocks in dealt]
+        ranges = tuple(joined(each) for each in held)
+        return cls(tokens, ranges, width * max(map(len, dealt)))
+
+    def grouped(self, members: Sequence[Sequence[int]]) -> Layout:
+        """The layout whose rank i holds what `members[i]` hold together."""
+        ranges = tuple(joined(sorted(span for r in group for span in self.ranges[r])) for group in members)
+        return Layout(self.tokens, ranges, max((length(each) for each in ranges), default=0))
+
+    def positions(self, rank: int, fill: int = 0) -> Tensor:
+        """The place in the sequence of each local token, int64 [local]; `fill` for padding."""
+        found = torch.full((self.local,), fill, dtype=torch.int64)
+        at = 0
+        for start, stop in self.ranges[rank]:
+            found[at : at + stop - start] = torch.arange(start, stop)
+            at += stop - start
+        return found
+
+    def shard(self, x: Tensor, rank: int, dim: int = 1, fill: float = 0) -> Tensor:
+        """What `rank` holds of x, whose `dim` are the tokens of the sequence; padding is `fill`.
+
+        Differentiable. Raises ValueError where x has another number of tokens.
+        """
+        if x.shape[dim] != self.tokens:
+            raise ValueError(f"Layout.shard: x has {x.shape[dim]} tokens in dim {dim}, the layout {self.tokens}")
+        parts = [x.narrow(dim, start, stop - start) for start, stop in self.ranges[rank]]
+        missing = self.local - length(self.ranges[rank])
+        if missing or not parts:
+            shape = list(x.shape)
+            shape[dim] = missing
+            parts.append(x.new_full(shape, fill))
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole sequence from the local tensors of all ranks, without padding."""
+        if len(shards) != self.size or any(x.shape[dim] != self.local for x in shards):
+            raise ValueError(
+                f"Layout.unshard: shards must be {self.size} tensors of {self.local} tokens in dim {dim}, got "
+                f"{[list(x.shape) for x in shards]}"
+            )
+        parts = []
+        for x, ranges in zip(shards, self.ranges):
+            for at, (start, stop) in zip(offsets(ranges), ranges):
+                parts.append((start, x.narrow(dim, at, stop - start).to(shards[0].device)))
+        if not parts:
+            return shards[0].narrow(dim, 0, 0)
+        return torch.cat([x for _, x in sorted(parts, key=lambda part: part[0])], dim)
+
+
+def joined(spans: Iterable[Range]) -> tuple[Range, ...]:
+    """Ascending spans, with those that touch or overlap made one and empty ones left out."""
+    found: list[Range] = []
+    for start, stop in spans:
+        if stop <= start:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def length(ranges: Iterable[Range]) -> int:
+    """Tokens in all ranges."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def offsets(ranges: Sequence[Range]) -> list[int]:
+    """Where each range begins when they lie one after another."""
+    return list(accumulate((stop - start for start, stop in ranges), initial=0))[:-1]
+
+
+def boundaries(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
+    """cu_seqlens as Python ints. Raises ValueError unless they ascend from 0."""
+    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    if len(values) < 2 or values[0] != 0 or any(b < a for a, b in zip(values, values[1:])):
+        raise ValueError(f"cu_seqlens must hold documents + 1 >= 2 ascending numbers from 0, got {values[:8]}")
+    return tuple(values)
+
+
+def causal_pairs(starts: Sequence[int], span: Range) -> int:
+    """Pairs of a query in `span` and a key that it sees, where each document sees itself causally."""
+    found = 0
+    for i in range(max(0, bisect_right(starts, span[0]) - 1), len(starts) - 1):
+        begin, end = starts[i], starts[i + 1]
+        if begin >= span[1]:
+            break
+        first, last = max(begin, span[0]), min(end, span[1])
+        if first < last:
+            found += (last - first) * (first - begin + last - begin + 1) // 2
+    return found
+
+
+def _longest_first(loads: Sequence[int], size: int) -> list[list[int]]:
+    """Equally many blocks for each of `size` ranks, each block in descending order to the least busy one with room."""
+    room = len(loads) // size
+    dealt: list[list[int]] = [[] for _ in range(size)]
+    ranks = [(0, r) for r in range(size)]
+    for block in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
+        load, r = heapq.heappop(ranks)
+        dealt[r].append(block)
+        if len(dealt[r]) < room:
+            heapq.heappush(ranks, (load + loads[block], r))
+    return dealt

@@ -1,0 +1,239 @@
+"""What a rank computes, as calls of attention on ranges of its queries and of keys: pure functions of a layout and a mask.
+
+A span is a run of tokens of one document with its place in a buffer. A piece is a span of queries with a span of keys,
+cut to what can see each other. Pieces that one call of the kernel can serve are made one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from tilesmith.distributed.layout import Range
+
+FAR = 1 << 62  # an unlimited side of a window
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What of its document a query sees: `left` keys before it and `right` keys behind it; FAR is unlimited."""
+
+    left: int = FAR
+    right: int = FAR
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, stop) of the sequence, of document `document`, at `at` in a buffer."""
+
+    start: int
+    stop: int
+    at: int
+    document: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Queries [q, q + tokens) of a buffer with keys [k, k + keys) of another.
+
+    left, right: the window, aligned bottom right as attention aligns it: the last query and the last key meet.
+    """
+
+    q: int
+    tokens: int
+    k: int
+    keys: int
+    left: int
+    right: int
+
+    @property
+    def full(self) -> bool:
+        """Whether every query sees every key."""
+        return self.left >= self.keys - 1 and self.right >= self.tokens - 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention: its ranges of queries and keys, its window (-1 is unlimited), and boundaries if packed.
+
+    cu_q, cu_k: starts of the packed pieces within the ranges, and the end; empty for one piece.
+    """
+
+    q: int
+    tokens: int
+    k: int
+    keys: int
+    left: int = -1
+    right: int = -1
+    cu_q: tuple[int, ...] = ()
+    cu_k: tuple[int, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        if not self.cu_q:
+            return _pairs(self.tokens, self.keys, self.left, self.right)
+        sizes = zip(self.cu_q, self.cu_q[1:], self.cu_k, self.cu_k[1:])
+        return sum(_pairs(b - a, d - c, self.left, self.right) for a, b, c, d in sizes)
+
+
+def spans(ranges: Sequence[Range], starts: Sequence[int], at: int = 0) -> list[Span]:
+    """The ranges cut at the documents' boundaries, one after another in a buffer from `at`; tokens behind the last
+    document are left out but have their place."""
+    found, document = [], 0
+    for begin, end in ranges:
+        document = 0 if document and starts[document] > begin else document
+        while document + 1 < len(starts) - 1 and starts[document + 1] <= begin:
+            document += 1
+        here = document
+        while here < len(starts) - 1 and starts[here] < end:
+            start, stop = max(begin, starts[here]), min(end, starts[here + 1])
+            if start < stop:
+                found.append(Span(start, stop, at + start - begin, here))
+            here += 1
+        at += end - begin
+    return found
+
+
+def pieces(queries: Iterable[Span], keys: Iterable[Span], sight: Sight) -> list[Piece]:
+    """The pieces of all queries with all keys, in the order of the queries."""
+    of_document: dict[int, list[Span]] = {}
+    for span in keys:
+        of_document.setdefault(span.document, []).append(span)
+    found = []
+    for query in queries:
+        for key in of_document.get(query.document, ()):
+            piece = _piece(query, key, sight)
+            if piece is not None:
+                found.append(piece)
+    return found
+
+
+def seen(queries: Iterable[Span], keys: Iterable[Span], sight: Sight) -> list[Range]:
+    """The ranges of tokens among `keys` that some query sees, in any order."""
+    found = []
+    keys = list(keys)
+    for query in queries:
+        for key in keys:
+            if key.document == query.document:
+                _, _, start, stop = _cut(query, key, sight)
+                if start < stop:
+                    found.append((start, stop))
+    return found
+
+
+def calls(found: Sequence[Piece]) -> tuple[Call, ...]:
+    """The pieces as few calls: pieces that are one rectangle or one triangle together become one piece, and pieces
+    whose queries and keys follow one another become documents of one packed call."""
+    merged = _merged(sorted(found, key=lambda piece: (piece.q, piece.k)))
+    groups: list[_Group] = []
+    for piece in merged:
+        if not any(group.takes(piece) for group in reversed(groups)):
+            groups.append(_Group(piece))
+    return tuple(group.call() for group in groups)
+
+
+def _cut(query: Span, key: Span, sight: Sight) -> tuple[int, int, int, int]:
+    """First and last query and key that see something of the other."""
+    q_start, q_stop, k_start, k_stop = query.start, query.stop, key.start, key.stop
+    k_start, k_stop = max(k_start, q_start - sight.left), min(k_stop, q_stop + sight.right)
+    q_start, q_stop = max(q_start, k_start - sight.right), min(q_stop, k_stop + sight.left)
+    return (q_start, q_stop, k_start, k_stop) if q_start < q_stop else (0, 0, 0, 0)
+
+
+def _piece(query: Span, key: Span, sight: Sight) -> Piece | None:
+    q_start, q_stop, k_start, k_stop = _cut(query, key, sight)
+    if q_start >= q_stop or k_start >= k_stop:
+        return None
+    # attention lets the last query and the last key meet, which stand q_stop - k_stop apart
+    behind = q_stop - k_stop
+    left = FAR if sight.left >= FAR else sight.left - behind
+    right = FAR if sight.right >= FAR else sight.right + behind
+    q, k = query.at + q_start - query.start, key.at + k_start - key.start
+    return Piece(q, q_stop - q_start, k, k_stop - k_start, left, right)
+
+
+def _merged(ordered: Sequence[Piece]) -> list[Piece]:
+    found: list[Piece] = []
+    for piece in ordered:
+        found.append(piece)
+        while len(found) > 1:
+            one = _joined(found[-2], found[-1])
+            if one is None:
+                break
+            found[-2:] = [one]
+    return found
+
+
+def _joined(a: Piece, b: Piece) -> Piece | None:
+    """One piece that says the same as a and b, if there is one."""
+    if (a.q, a.tokens) == (b.q, b.tokens) and b.k == a.k + a.keys and a.full:
+        if b.full:
+            return replace(a, keys=a.keys + b.keys, left=FAR, right=FAR)
+        if b.left >= b.keys - 1:  # the keys of b end the row, and only they are cut
+            return replace(b, k=a.k, keys=a.keys + b.keys, left=FAR)
+    if b.q != a.q + a.tokens or b.k != a.k:
+        return None
+    if a.keys == b.keys and a.full and b.full:
+        return replace(a, tokens=a.tokens + b.tokens, left=FAR, right=FAR)
+    # a triangle that goes on: b sees the keys of a and its own, which no query of a sees
+    unlimited = a.left >= a.keys - 1 and b.left >= b.keys - 1
+    if unlimited and b.keys > a.keys and a.right == b.right == 0 and b.keys - a.keys == b.tokens:
+        return Piece(a.q, a.tokens + b.tokens, a.k, b.keys, FAR, 0)
+    return None
+
+
+class _Group:
+    """Pieces that one call serves, and the window that suits all of them."""
+
+    def __init__(self, piece: Piece):
+        self.pieces = [piece]
+        self.left = None if piece.left >= piece.keys - 1 else piece.left
+        self.right = None if piece.right >= piece.tokens - 1 else piece.right
+
+    def takes(self, piece: Piece) -> bool:
+        """Add a piece, if its queries and keys follow those that are here and it fits their window."""
+        last = self.pieces[-1]
+        if (piece.q, piece.k) != (last.q + last.tokens, last.k + last.keys):
+            return False
+        left = _agreed(self.left, piece.left, piece.keys, [p.keys for p in self.pieces])
+        right = _agreed(self.right, piece.right, piece.tokens, [p.tokens for p in self.pieces])
+        if left is False or right is False:
+            return False
+        self.left, self.right = left, right
+        self.pieces.append(piece)
+        return True
+
+    def call(self) -> Call:
+        first, last = self.pieces[0], self.pieces[-1]
+        left, right = (-1 if side is None else side for side in (self.left, self.right))
+        cu_q = cu_k = ()
+        if len(self.pieces) > 1:
+            cu_q = tuple(accumulate((p.tokens for p in self.pieces), initial=0))
+            cu_k = tuple(accumulate((p.keys for p in self.pieces), initial=0))
+        tokens, keys = last.q + last.tokens - first.q, last.k + last.keys - first.k
+        return Call(first.q, tokens, first.k, keys, left, right, cu_q, cu_k)
+
+
+def _agreed(side: int | None, asked: int, length: int, lengths: Sequence[int]) -> int | None | bool:
+    """The limit that serves those that have `side` and one more piece; None is no limit, False that there is none."""
+    if asked >= length - 1:  # the piece is not limited: any limit that reaches across it will do
+        return side if side is None or side >= length - 1 else False
+    if side is None:
+        return asked if all(asked >= n - 1 for n in lengths) else False
+    return side if side == asked else False
+
+
+def _pairs(tokens: int, keys: int, left: int, right: int) -> int:
+    found = 0
+    if left < 0 and right < 0:
+        return tokens * keys
+    if left < 0 and right == 0 and tokens <= keys:
+        return tokens * (keys - tokens) + tokens * (tokens + 1) // 2
+    for i in range(tokens):
+        place = i + keys - tokens
+        low = 0 if left < 0 else max(0, place - left)
+        high = keys if right < 0 else min(keys, place + right + 1)
+        found += max(0, high - low)
+    return found

@@ -1,0 +1,198 @@
+"""How tensors travel between ranks: the `Ring` protocol, over torch.distributed or within one process."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Signature = Mapping[str, Any]  # what must be the same on all ranks, by name
+
+
+class RingError(RuntimeError):
+    """A transfer or a comparison that did not come about; the message names the rank, its peer and the step."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A tensor on its way. give: on the rank `source`, any strides; take: on the rank `target`, contiguous, the same
+    shape. None where the other side is elsewhere."""
+
+    source: int
+    target: int
+    give: Tensor | None
+    take: Tensor | None
+
+
+class Ring(Protocol):
+    """Transport between `size` ranks, of which `ranks` live in this process.
+
+    Parcels between two ranks arrive in the order in which both post them.
+    """
+
+    size: int
+    ranks: tuple[int, ...]
+
+    def post(self, parcels: Sequence[Parcel], step: str) -> Any:
+        """Begin to move parcels that this process sends or receives; what `wait` takes."""
+
+    def wait(self, posted: Any) -> None:
+        """Let what this process computes next come after the parcels' arrival. Raises RingError."""
+
+    def agree(self, signatures: Mapping[int, Signature], step: str) -> None:
+        """Compare signatures of all ranks. Raises ValueError naming ranks and the first name that differs, on all."""
+
+
+class LocalRing:
+    """Ranks that all live in this process: one device each, or parts of one.
+
+    devices: where each rank's tensors are.
+    """
+
+    def __init__(self, devices: Sequence[torch.device | str] | int):
+        if isinstance(devices, int):
+            devices = ["cpu"] * devices
+        if not devices:
+            raise ValueError("LocalRing: devices must name at least one device, got none")
+        self.devices = tuple(torch.device(device) for device in devices)
+        self.size = len(self.devices)
+        self.ranks = tuple(range(self.size))
+
+    def post(self, parcels: Sequence[Parcel], step: str) -> None:
+        """Copy; between devices the copies are queued behind what fills them."""
+        for parcel in parcels:
+            parcel.take.copy_(parcel.give, non_blocking=True)
+
+    def wait(self, posted: None) -> None:
+        """Nothing is under way."""
+
+    def agree(self, signatures: Mapping[int, Signature], step: str) -> None:
+        """As the protocol says."""
+        compare(signatures, step)
+
+
+class ProcessGroupRing:
+    """The ranks of a process group of torch.distributed (NCCL, gloo), one in this process.
+
+    timeout: seconds that a rank may keep the others waiting. Signatures are compared through the CPU: over the group
+    itself if it serves CPU tensors, else over a gloo group of the same ranks that is made at the first comparison.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0):
+        if not dist.is_initialized():
+            raise RuntimeError("ProcessGroupRing: torch.distributed is not initialised: call init_process_group first")
+        self.group = dist.group.WORLD if group is None else group
+        self.size = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        self.ranks = (self.rank,)
+        self.timeout = datetime.timedelta(seconds=timeout)
+        self._everyone = dist.get_process_group_ranks(self.group)
+        self._side: dist.ProcessGroup | None = None
+
+    def post(self, parcels: Sequence[Parcel], step: str) -> tuple[str, list[tuple[int, Any]], list[Tensor]]:
+        """Post sends and receives together, so that no order of them can block."""
+        operations, peers, kept = [], [], []
+        for parcel in parcels:
+            if parcel.source == parcel.target == self.rank:
+                parcel.take.copy_(parcel.give)
+            elif parcel.source == self.rank:
+                kept.append(parcel.give.contiguous())
+                operations.append(self._operation(dist.isend, kept[-1], parcel.target))
+                peers.append(parcel.target)
+            elif parcel.target == self.rank:
+                kept.append(parcel.take)
+                operations.append(self._operation(dist.irecv, parcel.take, parcel.source))
+                peers.append(parcel.source)
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as problem:
+            raise RingError(f"rank {self.rank}: {step} with ranks {sorted(set(peers))} failed: {problem}") from problem
+        # backends that move a batch at once give back one handle
+        return step, list(zip(peers if len(works) == len(peers) else [-1] * len(works), works)), kept
+
+    def wait(self, posted: tuple[str, list[tuple[int, Any]], list[Tensor]]) -> None:
+        """As the protocol says; gloo's transfers are waited for, NCCL's only by the stream."""
+        step, works, kept = posted
+        for peer, work in works:
+            self._finish(work, step, peer, timed=kept[0].device.type == "cpu")
+
+    def agree(self, signatures: Mapping[int, Signature], step: str) -> None:
+        """As the protocol says. Each rank sends its signature to each other one, so a missing one has a name."""
+        if self.size == 1:
+            return
+        side = self._side_channel()
+        mine = json.dumps(signatures[self.rank]).encode()
+        if len(mine) > _ROOM - 4:
+            raise ValueError(f"rank {self.rank}: {step}: a signature of {len(mine)} bytes does not fit {_ROOM - 4}")
+        packed = len(mine).to_bytes(4, "little") + mine
+        sent = torch.frombuffer(bytearray(packed.ljust(_ROOM, b"\0")), dtype=torch.uint8)
+        others = [r for r in range(self.size) if r != self.rank]
+        arrived = {r: torch.empty(_ROOM, dtype=torch.uint8) for r in others}
+        works = []
+        for r in others:
+            try:
+                works.append((r, dist.irecv(arrived[r], self._everyone[r], side, tag=_TAG)))
+                works.append((r, dist.isend(sent, self._everyone[r], side, tag=_TAG)))
+            except RuntimeError as problem:
+                raise self._lost(step, r, problem) from problem
+        for r, work in works:
+            self._finish(work, step, r, timed=True)
+        found = {self.rank: json.loads(mine)}
+        for r, x in arrived.items():
+            raw = bytes(x.numpy())
+            found[r] = json.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
+        compare(found, step)
+
+    def _operation(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self._everyone[peer], self.group)
+
+    def _finish(self, work: Any, step: str, peer: int, timed: bool) -> None:
+        """timed: the host waits, at most for the time limit; else only the device's stream does."""
+        began = time.monotonic()
+        try:
+            done = work.wait(self.timeout) if timed else work.wait()
+        except RuntimeError as problem:
+            raise self._lost(step, peer, problem, time.monotonic() - began) from problem
+        if done is False:
+            raise self._lost(step, peer, "it is late", time.monotonic() - began)
+
+    def _lost(self, step: str, peer: int, problem: object, waited: float = 0.0) -> RingError:
+        who = "its peers" if peer < 0 else f"rank {peer}"
+        return RingError(
+            f"rank {self.rank}: {step}: {who} did not answer ({waited:.1f} s, limit "
+            f"{self.timeout.total_seconds():g} s); it has died, stalled or made another call: {problem}"
+        )
+
+    def _side_channel(self) -> dist.ProcessGroup:
+        if self._side is None:
+            backend = dist.get_backend(self.group)
+            if "gloo" in backend:
+                self._side = self.group
+            else:
+                self._side = dist.new_group(
+                    self._everyone, backend="gloo", timeout=self.timeout, use_local_synchronization=True
+                )
+        return self._side
+
+
+_ROOM = 2048  # bytes of a signature on its way
+_TAG = 7919
+
+
+def compare(signatures: Mapping[int, Signature], step: str) -> None:
+    """Raise ValueError naming the first name whose values differ, and the ranks that have each value."""
+    ranks = sorted(signatures)
+    for name in signatures[ranks[0]]:  # rank 0's order, so that all ranks name the same one
+        values: dict[str, list[int]] = {}
+        for r in ranks:
+            values.setdefault(repr(signatures[r].get(name)), []).append(r)
+        if len(values) > 1:
+            told = "; ".join(f"{value} on rank {', '.join(map(str, who))}" for value, who in values.items())
+            raise ValueError(f"{step}: {name} must be the same on all ranks, got {told}")

@@ -1,0 +1,160 @@
+"""A schedule of one context-parallel attention: which tokens travel between which ranks, and what each rank computes.
+
+The sequence is shared out over groups of ranks, and within a group over heads. A group of one rank is a ring or an
+all-gather, one group of all ranks is Ulysses, what lies between is a hybrid of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tilesmith.distributed.layout import Layout, Range, joined, length, offsets
+from tilesmith.distributed.pieces import Call, Sight, calls, pieces, seen, spans
+
+HeadRange = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`tokens` tokens of rank `source`, from its place `at`, into place `to` of a buffer of rank `target`.
+
+    heads: those of the source's tensor that travel; all if None.
+    """
+
+    source: int
+    target: int
+    at: int
+    to: int
+    tokens: int
+    heads: HeadRange | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Keys that arrive together and the calls that use them; one entry for each rank.
+
+    transfers: what brings the keys, none for a rank's own. held: the ranges of the sequence in each rank's buffer.
+    """
+
+    transfers: tuple[Transfer, ...]
+    held: tuple[tuple[Range, ...], ...]
+    calls: tuple[tuple[Call, ...], ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """layout: how callers hold the sequence. groups: how groups of `degree` ranks hold it together. q_moves, kv_moves:
+    how tokens and heads come to be exchanged within groups, none if degree is 1. kv_heads: of each rank, which kv heads
+    it works on, and q_heads likewise. stages: the first has each rank's own keys."""
+
+    layout: Layout
+    groups: Layout
+    degree: int
+    q_moves: tuple[Transfer, ...]
+    kv_moves: tuple[Transfer, ...]
+    q_heads: tuple[HeadRange, ...]
+    kv_heads: tuple[HeadRange, ...]
+    stages: tuple[Stage, ...]
+
+    def tokens(self, rank: int) -> int:
+        """Tokens in a rank's buffers while it computes."""
+        return self.layout.local if self.degree == 1 else length(self.groups.ranges[rank // self.degree])
+
+    def pairs(self, rank: int) -> int:
+        """Pairs of a query and a key that a rank computes, of each of its heads."""
+        return sum(call.pairs for stage in self.stages for call in stage.calls[rank])
+
+
+@lru_cache(maxsize=256)
+def schedule(
+    layout: Layout, starts: tuple[int, ...], sight: Sight, degree: int, steps: bool, heads: int, kv_heads: int
+) -> Schedule:
+    """The schedule of one call.
+
+    starts: boundaries of the documents. degree: ranks of a group, which share heads. steps: whether keys come from one
+    group at a time, so that memory does not grow with the number of groups, or from all at once.
+    Raises ValueError where heads cannot be shared out (`shared_heads`).
+    """
+    groups = [range(first, first + degree) for first in range(0, layout.size, degree)]
+    held = layout.grouped(groups) if degree > 1 else layout
+    shared = [shared_heads(heads, kv_heads, degree, rank % degree) for rank in range(layout.size)]
+    q_moves, kv_moves = (
+        _head_moves(layout, held, groups, [each[i] for each in shared]) if degree > 1 else () for i in (0, 1)
+    )
+    q_heads, kv_shared = (tuple(each[i] for each in shared) for i in (0, 1))
+    return Schedule(
+        layout, held, degree, q_moves, kv_moves, q_heads, kv_shared, _stages(held, starts, sight, degree, steps)
+    )
+
+
+def shared_heads(heads: int, kv_heads: int, degree: int, slot: int) -> tuple[HeadRange, HeadRange]:
+    """Query heads and kv heads of rank `slot` of a group of `degree`; kv heads are replicated where there are fewer.
+
+    Raises ValueError where the query heads do not divide, or a rank's would read parts of several kv heads.
+    """
+    mine, group = heads // degree, heads // kv_heads
+    if heads % degree or (mine % group and group % mine):
+        raise ValueError(
+            f"{heads} query heads over {kv_heads} kv heads cannot be shared out over {degree} ranks: each rank needs as "
+            "many query heads, whole groups of them or parts of one; choose mode 'allgather' or 'ring', or another "
+            "degree for 'hybrid'"
+        )
+    first = slot * mine
+    return (first, first + mine), (first // group, (first + mine - 1) // group + 1)
+
+
+def _head_moves(
+    layout: Layout, held: Layout, groups: Sequence[range], heads: Sequence[HeadRange]
+) -> tuple[Transfer, ...]:
+    moves = []
+    for group, ranges in zip(groups, held.ranges):
+        place = dict(zip(ranges, offsets(ranges)))
+        for source in group:
+            own = layout.ranges[source]
+            for (start, stop), at in zip(own, offsets(own)):
+                begin, to = next((r[0], o) for r, o in place.items() if r[0] <= start and stop <= r[1])
+                for target in group:
+                    moves.append(Transfer(source, target, at, to + start - begin, stop - start, heads[target]))
+    return tuple(moves)
+
+
+def _stages(held: Layout, starts: tuple[int, ...], sight: Sight, degree: int, steps: bool) -> tuple[Stage, ...]:
+    size = held.size
+    own = [spans(ranges, starts) for ranges in held.ranges]
+    first = Stage((), _each(held.ranges, degree), _each([calls(pieces(x, x, sight)) for x in own], degree))
+    found = [first]
+    sources = [[[(r - t) % size] for r in range(size)] for t in range(1, size)]
+    if not steps and size > 1:
+        sources = [[[s for s in range(size) if s != r] for r in range(size)]]
+    for asked in sources:
+        moves, buffers, work = [], [], []
+        for r in range(size):
+            arriving = sorted(
+                (*span, s) for s in asked[r] for span in joined(sorted(seen(own[r], own[s], sight))) if span
+            )
+            moves += _fetches(held, r, arriving, degree)
+            buffers.append(joined((start, stop) for start, stop, _ in arriving))
+            work.append(calls(pieces(own[r], spans(buffers[-1], starts), sight)))
+        if moves:
+            found.append(Stage(tuple(moves), _each(buffers, degree), _each(work, degree)))
+    return tuple(found)
+
+
+def _fetches(held: Layout, target: int, arriving: Sequence[tuple[int, int, int]], degree: int) -> list[Transfer]:
+    moves, to = [], 0
+    for start, stop, source in arriving:
+        ranges = held.ranges[source]
+        for at, (begin, end) in zip(offsets(ranges), ranges):
+            if begin <= start and stop <= end:
+                for slot in range(degree):
+                    places = at + start - begin, to, stop - start
+                    moves.append(Transfer(source * degree + slot, target * degree + slot, *places))
+        to += stop - start
+    return moves
+
+
+def _each(of_groups: Sequence, degree: int) -> tuple:
+    """What groups have, for each of their ranks."""
+    return tuple(value for value in of_groups for _ in range(degree))
