@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from tilesmith.distributed.layout import Layout, boundaries
 from tilesmith.distributed.pieces import FAR, Sight
 from tilesmith.distributed.ring import LocalRing, Parcel, ProcessGroupRing, Ring
 from tilesmith.distributed.schedule import Schedule, schedule
-from tilesmith.ops import philox
-from tilesmith.ops.arguments import probability
+from tilesmith.device import philox
+from tilesmith.engine.argument_checks import probability
 from tilesmith.ops.attn.checks import check_shapes
 
 MODES = ("auto", "allgather", "ulysses", "ring", "hybrid")
@@ -30,6 +31,7 @@ Group = dist.ProcessGroup | DeviceMesh | Ring | None
 Shards = Tensor | Sequence[Tensor]
 
 
+@torch.compiler.disable(reason="ranks compare their calls and exchange tokens")
 def context_parallel_attention(
     q: Shards,
     k: Shards,
@@ -56,8 +58,9 @@ def context_parallel_attention(
     ranks if None.
 
     mask, score, sinks, dropout_p, deterministic: as of `ops.attention`, with positions of the whole sequence. The mask
-    may be causal and have a window; its `documents` are ids [B, T] of this rank's tokens; `dense` and the score's
-    `bias`, without a gradient, are rows of this rank's queries and columns of the whole sequence's keys in their order.
+    may be causal and have a window; its `documents` are ids [B, T] of this rank's tokens, or a pair for queries and
+    keys; `dense` and the score's `bias`, without a gradient, are rows of this rank's queries and columns of the whole
+    sequence's keys in their order. With a `LocalRing` they are of the whole sequence.
     cu_seqlens [N + 1]: B is 1 and the sequence holds N documents, which do not see each other.
 
     layout: which tokens a rank holds: a `Layout`, or "zigzag" or "contiguous" of size * T tokens. What a layout leaves
@@ -104,7 +107,7 @@ def context_parallel_attention(
     terms = _terms(ring, shards, placed, mask, score, sinks, dropout_p, deterministic)
     work = Work(ring, plan, KERNELS[kernel], terms)
     for r in ring.ranks:
-        _refuse_kernel(work, r)
+        _refuse_kernel(work, r, shards[r][0])
     flat = _Attention.apply(work, sinks, *(x for r in ring.ranks for x in shards[r]))
     if local:
         return flat[0], flat[1]
@@ -152,15 +155,13 @@ def ring_of(group: Group, timeout: float = 600.0) -> Ring:
         if not dist.is_initialized():
             raise RuntimeError(f"{NAME}: group is None and torch.distributed is not initialised; give a LocalRing")
         group = dist.group.WORLD
-    key = group, timeout
-    if key not in _RINGS:
-        for old in [k for k in _RINGS if k[0].name() == "destroyed"]:
-            del _RINGS[old]
-        _RINGS[key] = ProcessGroupRing(group, timeout)
-    return _RINGS[key]
+    rings = _RINGS.setdefault(group, {})
+    if timeout not in rings:
+        rings[timeout] = ProcessGroupRing(group, timeout)
+    return rings[timeout]
 
 
-_RINGS: dict[tuple[dist.ProcessGroup, float], ProcessGroupRing] = {}
+_RINGS: WeakKeyDictionary[dist.ProcessGroup, dict[float, ProcessGroupRing]] = WeakKeyDictionary()
 
 
 class _Attention(torch.autograd.Function):
@@ -272,13 +273,14 @@ def _refuse(mask: ops.Mask, score: ops.Score, shards: Mapping, layout: Layout, s
             f"{NAME}: cu_seqlens ends at {starts[-1]} and q has {shards[ring.ranks[0]][0].shape[0]} rows; packed "
             f"documents are one row of at most {layout.tokens} tokens, those of the layout"
         )
-    if isinstance(mask.documents, tuple):
-        raise ValueError(f"{NAME}: Mask(documents=...) must be one tensor: a rank's queries and keys are the same tokens")
-    if len(ring.ranks) > 1 and any(x is not None for x in (mask.documents, mask.dense, score.bias)):
-        raise ValueError(
-            f"{NAME}: Mask(documents, dense) and Score(bias) are of one rank's tokens; with a LocalRing use cu_seqlens"
-        )
-    tokens = shards[ring.ranks[0]][0].shape[2]
+    batch, _, tokens, _ = shards[ring.ranks[0]][0].shape
+    tokens = layout.tokens if len(ring.ranks) > 1 else tokens
+    for ids in _pair(mask.documents):
+        if tuple(ids.shape) != (batch, tokens) or ids.dtype != torch.int32:
+            raise ValueError(
+                f"{NAME}: Mask(documents=...) must be int32 [{batch}, {tokens}], ids of this rank's tokens, got "
+                f"{ids.dtype} {list(ids.shape)}"
+            )
     for name, x in (("Mask(dense=...)", mask.dense), ("Score(bias=...)", score.bias)):
         if x is not None and (x.shape[-1] not in (1, layout.tokens) or x.ndim > 1 and x.shape[-2] not in (1, tokens)):
             raise ValueError(
@@ -291,10 +293,10 @@ def _refuse(mask: ops.Mask, score: ops.Score, shards: Mapping, layout: Layout, s
         raise ValueError(f"{NAME}: Score(alibi=...) gets no gradient; detach it")
 
 
-def _refuse_kernel(work: Work, rank: int) -> None:
+def _refuse_kernel(work: Work, rank: int, q: Tensor) -> None:
     for stage in work.schedule.stages:
         for call in stage.calls[rank]:
-            why = work.kernel.rejects(call, work.terms[rank])
+            why = work.kernel.rejects(q, call, work.terms[rank])
             if why:
                 raise ValueError(f"{NAME}: kernel {work.kernel.name!r} cannot serve this call: {why}")
 
@@ -340,7 +342,8 @@ def _plan(shards: Mapping, layout: Layout, starts: Any, sight: Sight, decision: 
     q, k, _ = next(iter(shards.values()))
     whole = starts or (0, layout.tokens)
     try:
-        return schedule(layout, whole, sight, decision.degree, decision.mode == "ring", q.shape[1], k.shape[1])
+        many = q.shape[1], k.shape[1], q.shape[0] == 1
+        return schedule(layout, whole, sight, decision.degree, decision.mode == "ring", *many)
     except ValueError as problem:
         raise ValueError(f"{NAME}: mode {decision.mode!r}: {problem}") from None
 
@@ -352,8 +355,11 @@ def _terms(
     q = shards[ring.ranks[0]][0]
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"{NAME}: sinks must be [{q.shape[1]}], one for each query head, got {list(sinks.shape)}")
-    bias, dense = (None if x is None else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape)) for x in (score.bias, mask.dense))
-    documents = None if mask.documents is None else _documents(ring, layout, mask.documents, q)
+    planes = [None if x is None else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape)) for x in (score.bias, mask.dense)]
+    q_ids, k_ids = _pair(mask.documents) or (None, None)
+    several = len(ring.ranks) > 1
+    if k_ids is not None and not several:
+        k_ids = _gathered_ids(ring, layout, k_ids)
     found = {}
     for r in ring.ranks:
         device = shards[r][0].device
@@ -361,24 +367,31 @@ def _terms(
         if dropout_p > 0.0:
             # ranks whose generators agree must still drop differently
             seed = philox.draw_seed(device) + torch.tensor([(r + 1) << 20, 0], device=device)
+        bias, dense, ids = *planes, q_ids
+        if several:
+            bias, dense = (_rows_of(x, layout, r) for x in planes)
+            ids = None if q_ids is None else layout.shard(q_ids, r, 1)
+        bias, dense, ids, keys = (None if x is None else x.to(device) for x in (bias, dense, ids, k_ids))
         found[r] = Terms(
             scale=score.scale, softcap=score.softcap, alibi=None if score.alibi is None else score.alibi.to(device),
             sinks=None if sinks is None else sinks.detach().to(device), bias=bias, mask=dense,
-            q_documents=mask.documents, k_documents=documents, dropout_p=dropout_p, seed=seed,
+            q_documents=ids, k_documents=keys, dropout_p=dropout_p, seed=seed,
             deterministic=deterministic,
         )  # fmt: skip
     return found
 
 
-def _documents(ring: Ring, layout: Layout, documents: Tensor, q: Tensor) -> Tensor:
+def _pair(documents: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    return () if documents is None else documents if isinstance(documents, tuple) else (documents, documents)
+
+
+def _rows_of(x: Tensor | None, layout: Layout, rank: int) -> Tensor | None:
+    return x if x is None or x.shape[-2] == 1 else layout.shard(x, rank, 2)
+
+
+def _gathered_ids(ring: Ring, layout: Layout, ids: Tensor) -> Tensor:
     """The ids of all tokens [B, S] from those of this rank's."""
-    if tuple(documents.shape) != (q.shape[0], q.shape[2]) or documents.dtype != torch.int32:
-        raise ValueError(
-            f"{NAME}: Mask(documents=...) must be int32 [{q.shape[0]}, {q.shape[2]}], ids of this rank's tokens, got "
-            f"{documents.dtype} {list(documents.shape)}"
-        )
-    me = ring.ranks[0]
-    mine = documents.contiguous()
+    me, mine = ring.ranks[0], ids.contiguous()
     parts = [mine if r == me else torch.empty_like(mine) for r in range(layout.size)]
     parcels = [Parcel(me, r, mine, None) for r in range(layout.size) if r != me]
     parcels += [Parcel(r, me, None, parts[r]) for r in range(layout.size) if r != me]

@@ -123,9 +123,8 @@ def degrees(problem: Problem) -> list[tuple[str, int, bool]]:
 def estimate(problem: Problem, machine: Machine, mode: str, degree: int, steps: bool) -> Estimate:
     """The cost of one mode, or why it cannot be."""
     try:
-        plan = schedule(
-            problem.layout, problem.starts, problem.sight, degree, steps, problem.heads, problem.kv_heads
-        )
+        many = problem.heads, problem.kv_heads, problem.batch == 1
+        plan = schedule(problem.layout, problem.starts, problem.sight, degree, steps, *many)
     except ValueError as problem_with:
         return Estimate(mode, degree, refused=str(problem_with))
     times = [_rank_times(problem, machine, plan, rank) for rank in range(problem.layout.size)]

@@ -6,6 +6,7 @@ memory. All functions take and return a tensor for each rank of this process.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +18,12 @@ from tilesmith import ops
 from tilesmith.distributed.kernels import Kernel, Terms
 from tilesmith.distributed.layout import joined
 from tilesmith.distributed.pieces import Call
-from tilesmith.distributed.ring import Parcel, Ring
+from tilesmith.distributed.ring import Parcel, Ring, RingError
 from tilesmith.distributed.schedule import Schedule, Stage, Transfer
 
 Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
 NO_KEYS = float("-inf")  # lse of a row that sees no key
+SMALL = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ def backward(work: Work, shards: Shards, results: Shards, slopes: Mapping[int, S
         kv_heads = {r: shards[r][1].shape[1] for r in shards}
         dq = _returned(work, schedule.q_moves, {r: g[:1] for r, g in gradients.items()}, heads, "heads of dq")
         dkv = _returned(work, schedule.kv_moves, {r: g[1:] for r, g in gradients.items()}, kv_heads, "heads of dk, dv")
-        gradients = {r: (*dq[r], *dkv[r]) for r in shards}
+        gradients = {r: [g.to(x.dtype) for g, x in zip((*dq[r], *dkv[r]), shards[r])] for r in shards}
     return {r: (*gradients[r], dsinks[r]) for r in shards}
 
 
@@ -113,7 +115,7 @@ def _returned(
                 for total, x in zip(found[r], arrived):
                     place = total[move.at : move.at + move.tokens, :, slice(*move.heads)]
                     place.add_(x) if several else place.copy_(x)
-        found[r] = [_by_head(total).to(x.dtype) for total, x in zip(found[r], held)]
+        found[r] = [_by_head(total) for total in found[r]]
     return found
 
 
@@ -170,12 +172,11 @@ class _Rows:
     answers, so that rounding does not grow with the number of ranks.
     """
 
-    def __init__(self, q: Tensor, value_dim: int, calls: Sequence[Call]):
+    def __init__(self, q: Tensor, value_dim: int, calls: Sequence[Call], partial: torch.dtype):
         self.q, self.value_dim = q, value_dim
         self.whole = len(calls) == 1 and (calls[0].q, calls[0].tokens) == (0, q.shape[2])
         many = _most([(call.q, call.q + call.tokens) for call in calls]) > 2
-        small = q.dtype in (torch.float16, torch.bfloat16)
-        self.dtype = torch.float32 if many and small else q.dtype
+        self.dtype = torch.float32 if many and partial in SMALL else partial
         self.filled: list[tuple[int, int]] = []
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
@@ -221,7 +222,10 @@ class _Rows:
 
 def _attend(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
     stages = work.schedule.stages
-    rows = {r: _Rows(q, v.shape[3], [c for s in stages for c in s.calls[r]]) for r, (q, _, v) in shards.items()}
+    rows = {
+        r: _Rows(q, v.shape[3], [c for s in stages for c in s.calls[r]], work.kernel.partial(q))
+        for r, (q, _, v) in shards.items()
+    }
     terms = {r: _of_rank(work, r) for r in shards}
     index = dict.fromkeys(shards, 0)
 
@@ -251,7 +255,13 @@ def _through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None
             pending = None
         if i + 1 < len(stages):
             pending = _fetch(work, stages[i + 1], sent, f"{what}, step {i + 1} of {len(stages) - 1}")
-        compute(stage, keys)
+        try:
+            compute(stage, keys)
+        except BaseException:
+            if pending is not None:  # the other ranks' transfers end, and so do ours, before their memory is given up
+                with contextlib.suppress(RingError):
+                    work.ring.wait(pending[0])
+            raise
 
 
 def _fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict[int, list[Tensor]]]:
@@ -264,7 +274,8 @@ def _fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict
 
 def _gradients(work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor | None]]) -> dict[int, list[Tensor]]:
     stages = work.schedule.stages
-    sums = {r: [_Sum(x, _adds(stages, r)) for x in tensors] for r, tensors in shards.items()}
+    partial = {r: work.kernel.partial(q) for r, (q, _, _) in shards.items()}
+    sums = {r: [_Sum(x, _adds(stages, r), partial[r]) for x in tensors] for r, tensors in shards.items()}
     terms = {r: _of_rank(work, r) for r in shards}
     index = dict.fromkeys(shards, 0)
     landing: list[tuple[Any, Landing]] = []
@@ -273,7 +284,9 @@ def _gradients(work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor
         theirs = {}
         for r, (q, _, _) in shards.items():
             out, lse, dout, dlse = results[r]
-            dkv = sums[r][1:] if not stage.transfers else [_Sum(x, len(stage.calls[r])) for x in keys[r]]
+            dkv = sums[r][1:]
+            if stage.transfers:
+                dkv = [_Sum(x, len(stage.calls[r]), partial[r]) for x in keys[r]]
             for call in stage.calls[r]:
                 some = terms[r].of(call, stage.held[r], index[r])
                 index[r] += 1
@@ -286,7 +299,7 @@ def _gradients(work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor
                 sums[r][0].add(dq, call.q)
                 dkv[0].add(dk, call.k)
                 dkv[1].add(dv, call.k)
-            theirs[r] = [x.total() for x in dkv] if stage.transfers else []
+            theirs[r] = [x.total(partial[r]) for x in dkv] if stage.transfers else []
         if stage.transfers:
             landing.append(_post_back(work, stage.transfers, theirs, "gradients of keys"))
 
@@ -296,16 +309,17 @@ def _gradients(work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor
         for move, tensors in parts:
             for total, x in zip(sums[move.source][1:], tensors):
                 total.add(_by_head(x), move.at)
-    return {r: [x.total() for x in each] for r, each in sums.items()}
+    # what goes back to other ranks' heads keeps its digits until there
+    kept = work.schedule.degree > 1
+    return {r: [x.total(partial[r] if kept else x.like.dtype) for x in each] for r, each in sums.items()}
 
 
 class _Sum:
     """A gradient from several calls: in fp32 if there are more than two parts, else rounded once by their one addition."""
 
-    def __init__(self, like: Tensor, parts: int):
-        self.like, self.value = like, None
-        small = like.dtype in (torch.float16, torch.bfloat16)
-        self.dtype = torch.float32 if small and parts > 2 else like.dtype
+    def __init__(self, like: Tensor, parts: int, partial: torch.dtype):
+        self.like, self.partial, self.value = like, partial, None
+        self.dtype = torch.float32 if partial in SMALL and parts > 2 else partial
         self.filled: list[tuple[int, int]] = []
 
     def add(self, x: Tensor, at: int) -> None:
@@ -318,9 +332,9 @@ class _Sum:
                 self.value = torch.zeros_like(self.like, dtype=self.dtype)
             self.value[:, :, at : at + x.shape[2]].add_(x)
 
-    def total(self) -> Tensor:
+    def total(self, dtype: torch.dtype) -> Tensor:
         """The sum, zeros where nothing was added."""
-        return torch.zeros_like(self.like) if self.value is None else self.value.to(self.like.dtype)
+        return torch.zeros_like(self.like, dtype=dtype) if self.value is None else self.value.to(dtype)
 
 
 def _adds(stages: Sequence[Stage], rank: int) -> int:

@@ -62,7 +62,10 @@ class Kernel(Protocol):
 
     name: str
 
-    def rejects(self, call: Call, terms: Terms) -> str | None:
+    def partial(self, x: Tensor) -> torch.dtype:
+        """The dtype of its results for inputs like x."""
+
+    def rejects(self, q: Tensor, call: Call, terms: Terms) -> str | None:
         """Why it cannot serve a call; None if it can."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -80,7 +83,12 @@ class Ours:
 
     name = "tilesmith"
 
-    def rejects(self, call: Call, terms: Terms) -> str | None:
+    def partial(self, x: Tensor) -> torch.dtype:
+        """fp32 on a CPU, whose reference computes in it; the kernels of GPUs round what they compute in fp32."""
+        small = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if small else x.dtype
+
+    def rejects(self, q: Tensor, call: Call, terms: Terms) -> str | None:
         """It serves everything."""
         return None
 
@@ -88,6 +96,7 @@ class Ours:
         """As the protocol says; terms.sinks are part of the softmax here."""
         packed = _packed(call, q.device)
         mask, score = _mask_and_score(call, terms)
+        q, k, v = (x.to(self.partial(x)) for x in (q, k, v))
         return ops.attention(
             q, k, v, mask, score, sinks=terms.sinks, dropout_p=terms.dropout_p, seed=terms.seed,
             deterministic=terms.deterministic, **packed,
@@ -99,6 +108,7 @@ class Ours:
     ) -> Gradients:  # fmt: skip
         """As the protocol says."""
         mask, score = _mask_and_score(call, terms)
+        dout, q, k, v, out = (x.to(self.partial(x)) for x in (dout, q, k, v, out))
         named = dict.fromkeys(attention_vjp.parameters)
         named |= {"causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0, "dropout_p": terms.dropout_p}
         named |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "block_q": 0, "block_k": 0, "seed": terms.seed}
@@ -113,8 +123,14 @@ class Cudnn:
 
     name = "cudnn"
 
-    def rejects(self, call: Call, terms: Terms) -> str | None:
-        """It serves full and square causal calls of unpacked sequences."""
+    def partial(self, x: Tensor) -> torch.dtype:
+        """As its inputs."""
+        return x.dtype
+
+    def rejects(self, q: Tensor, call: Call, terms: Terms) -> str | None:
+        """It serves full and square causal calls of unpacked sequences on CUDA devices."""
+        if q.device.type != "cuda":
+            return f"q is on {q.device}, not on a CUDA device"
         if call.cu_q or call.left >= 0 or (call.right >= 0 and (call.right, call.tokens) != (0, call.keys)):
             return "only full and square causal calls are served"
         asked = [terms.alibi, terms.bias, terms.mask, terms.q_documents, terms.sinks]

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tilesmith.ops.arguments import size as checked_size
+from tilesmith.engine.argument_checks import size as checked_size
 
 Range = tuple[int, int]  # first token, and the one behind the last
 _LOADS = (1, 2, 4, 8, 16, 32)  # blocks of a rank that `Layout.balanced` tries

@@ -123,13 +123,13 @@ def seen(queries: Iterable[Span], keys: Iterable[Span], sight: Sight) -> list[Ra
     return found
 
 
-def calls(found: Sequence[Piece]) -> tuple[Call, ...]:
+def calls(found: Sequence[Piece], pack: bool = True) -> tuple[Call, ...]:
     """The pieces as few calls: pieces that are one rectangle or one triangle together become one piece, and pieces
-    whose queries and keys follow one another become documents of one packed call."""
+    whose queries and keys follow one another become documents of one packed call, if `pack`: it has one batch row."""
     merged = _merged(sorted(found, key=lambda piece: (piece.q, piece.k)))
     groups: list[_Group] = []
     for piece in merged:
-        if not any(group.takes(piece) for group in reversed(groups)):
+        if not (pack and any(group.takes(piece) for group in reversed(groups))):
             groups.append(_Group(piece))
     return tuple(group.call() for group in groups)
 

@@ -69,12 +69,20 @@ class Schedule:
 
 @lru_cache(maxsize=256)
 def schedule(
-    layout: Layout, starts: tuple[int, ...], sight: Sight, degree: int, steps: bool, heads: int, kv_heads: int
+    layout: Layout,
+    starts: tuple[int, ...],
+    sight: Sight,
+    degree: int,
+    steps: bool,
+    heads: int,
+    kv_heads: int,
+    pack: bool = True,
 ) -> Schedule:
     """The schedule of one call.
 
     starts: boundaries of the documents. degree: ranks of a group, which share heads. steps: whether keys come from one
-    group at a time, so that memory does not grow with the number of groups, or from all at once.
+    group at a time, so that memory does not grow with the number of groups, or from all at once. pack: whether a call
+    may hold several documents, as calls of one batch row can.
     Raises ValueError where heads cannot be shared out (`shared_heads`).
     """
     groups = [range(first, first + degree) for first in range(0, layout.size, degree)]
@@ -85,7 +93,7 @@ def schedule(
     )
     q_heads, kv_shared = (tuple(each[i] for each in shared) for i in (0, 1))
     return Schedule(
-        layout, held, degree, q_moves, kv_moves, q_heads, kv_shared, _stages(held, starts, sight, degree, steps)
+        layout, held, degree, q_moves, kv_moves, q_heads, kv_shared, _stages(held, starts, sight, degree, steps, pack)
     )
 
 
@@ -120,10 +128,12 @@ def _head_moves(
     return tuple(moves)
 
 
-def _stages(held: Layout, starts: tuple[int, ...], sight: Sight, degree: int, steps: bool) -> tuple[Stage, ...]:
+def _stages(
+    held: Layout, starts: tuple[int, ...], sight: Sight, degree: int, steps: bool, pack: bool
+) -> tuple[Stage, ...]:
     size = held.size
     own = [spans(ranges, starts) for ranges in held.ranges]
-    first = Stage((), _each(held.ranges, degree), _each([calls(pieces(x, x, sight)) for x in own], degree))
+    first = Stage((), _each(held.ranges, degree), _each([calls(pieces(x, x, sight), pack) for x in own], degree))
     found = [first]
     sources = [[[(r - t) % size] for r in range(size)] for t in range(1, size)]
     if not steps and size > 1:
@@ -136,7 +146,7 @@ def _stages(held: Layout, starts: tuple[int, ...], sight: Sight, degree: int, st
             )
             moves += _fetches(held, r, arriving, degree)
             buffers.append(joined((start, stop) for start, stop, _ in arriving))
-            work.append(calls(pieces(own[r], spans(buffers[-1], starts), sight)))
+            work.append(calls(pieces(own[r], spans(buffers[-1], starts), sight), pack))
         if moves:
             found.append(Stage(tuple(moves), _each(buffers, degree), _each(work, degree)))
     return tuple(found)

@@ -1,0 +1,141 @@
+"""RingAttentionLayer: self-attention over sequences whose tokens several devices hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+from tilesmith.distributed import Layout, context_parallel_attention, ring_of
+from tilesmith.distributed.attention import Group
+from tilesmith.engine.argument_checks import size, tensor
+
+
+class RingAttentionLayer(nn.Module):
+    """out_proj(attention(qkv_proj(hidden_states))), exact, without a T x T matrix.
+
+    d_model features in num_heads heads. max_sequence_length: of the whole sequence; a longer one is refused. device: of
+    the parameters, the first GPU if None and there is one. group: a process group, DeviceMesh or Ring of
+    torch.distributed whose ranks hold the sequence by tokens (`tilesmith.distributed.Layout.zigzag` if `causal`, else
+    contiguous); None: this process holds all of it. mode: as of `context_parallel_attention`. causal: no key behind a
+    query. Nothing is dropped and no positions are added. Raises ValueError where num_heads does not divide d_model.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        max_sequence_length: int = 1_000_000,
+        device: torch.device | str | None = None,
+        *,
+        group: Group = None,
+        mode: str = "ring",
+        causal: bool = False,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        sizes = {"d_model": d_model, "num_heads": num_heads, "max_sequence_length": max_sequence_length}
+        for name, value in sizes.items():
+            size("RingAttentionLayer", name, value)
+        if d_model % num_heads:
+            raise ValueError(f"RingAttentionLayer: num_heads is {num_heads}, which does not divide d_model, {d_model}")
+        self.d_model, self.num_heads, self.max_sequence_length = d_model, num_heads, max_sequence_length
+        self.group, self.mode, self.causal = group, mode, causal
+        if device is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias, device, dtype)
+        self.out_proj = nn.Linear(d_model, d_model, bias, device, dtype)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, layout: Layout | None = None
+    ) -> Tensor:
+        """hidden_states [B, N, d_model] to [B, N, d_model]; with a group, of this rank's N tokens.
+
+        attention_mask: [B, N] or [B, 1, 1, N], of the keys; or [B|1, H|1, N, S], this rank's queries and the keys of
+        the whole sequence in their order. Bool or integers: True, or other than 0, may be attended. Floating: added to
+        the scores; over several ranks [B, N] and [B, 1, 1, N] then hold only 0 and what hides a key (at most half of the
+        dtype's lowest number). A query that may attend to nothing gets 0 from the attention. layout: which tokens this rank holds, if
+        not an equal share. Raises ValueError for a sequence over max_sequence_length, and for other masks.
+        """
+        tensor("RingAttentionLayer", "hidden_states", hidden_states)
+        if hidden_states.ndim != 3 or hidden_states.shape[2] != self.d_model:
+            raise ValueError(
+                f"RingAttentionLayer: hidden_states must be [batch, tokens, {self.d_model}], got "
+                f"{list(hidden_states.shape)}"
+            )
+        ring = None if self.group is None else ring_of(self.group)
+        local = hidden_states.shape[1]
+        tokens = layout.tokens if layout is not None else local * (1 if ring is None else ring.size)
+        if tokens > self.max_sequence_length:
+            raise ValueError(
+                f"RingAttentionLayer: the sequence has {tokens} tokens; max_sequence_length is "
+                f"{self.max_sequence_length}"
+            )
+        q, k, v = (x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1))
+        mask, score = attention_terms("RingAttentionLayer", attention_mask, q, tokens, self.causal)
+        if ring is None:
+            out, _ = ops.attention(q, k, v, mask, score)
+        else:
+            named = "zigzag" if self.causal else "contiguous"
+            out, _ = context_parallel_attention(q, k, v, ring, mask, score, mode=self.mode, layout=layout or named)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def extra_repr(self) -> str:
+        return f"{self.d_model}, num_heads={self.num_heads}, max_sequence_length={self.max_sequence_length}"
+
+
+def create_ring_attention(
+    d_model: int, num_heads: int, max_sequence_length: int = 1_000_000, device: torch.device | None = None
+) -> RingAttentionLayer:
+    """A `RingAttentionLayer`.
+
+    d_model: features. num_heads: heads, which divide d_model. max_sequence_length: tokens of the longest sequence that
+    `forward` takes. device: of the parameters; the first GPU if None and there is one.
+    """
+    return RingAttentionLayer(d_model, num_heads, max_sequence_length, device)
+
+
+def attention_terms(
+    name: str, attention_mask: Tensor | None, q: Tensor, keys: int, causal: bool
+) -> tuple[ops.Mask, ops.Score]:
+    """The Mask and Score of an `attention_mask` as layers take it, for queries q [B, H, N, D] and so many keys."""
+    if attention_mask is None:
+        return ops.Mask(causal=causal), ops.Score()
+    tensor(name, "attention_mask", attention_mask)
+    batch, heads, tokens, _ = q.shape
+    if attention_mask.device != q.device:
+        raise ValueError(
+            f"{name}: attention_mask is on {attention_mask.device}, hidden_states on {q.device}; move them to one device"
+        )
+    shape = tuple(attention_mask.shape)
+    whole = tokens == keys and attention_mask.is_floating_point()
+    if whole and len(shape) == 2:
+        attention_mask, shape = attention_mask[:, None, None, :], (shape[0], 1, 1, shape[1])
+    if not whole and shape in ((batch, tokens), (batch, 1, 1, tokens)):
+        seen = _seen(name, attention_mask.reshape(batch, tokens))
+        ids = torch.where(seen, 0, -1).int()
+        return ops.Mask(causal=causal, documents=(torch.zeros_like(ids), ids)), ops.Score()
+    plane = (batch, heads, tokens, keys)
+    if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, plane)) or shape[3] != keys:
+        raise ValueError(
+            f"{name}: attention_mask must be [{batch}, {tokens}], [{batch}, 1, 1, {tokens}] or broadcast to "
+            f"{list(plane)}, got {list(shape)}"
+        )
+    if attention_mask.is_floating_point():
+        bias = attention_mask if attention_mask.dtype == q.dtype else attention_mask.float()
+        return ops.Mask(causal=causal), ops.Score(bias=bias)
+    return ops.Mask(causal=causal, dense=attention_mask != 0), ops.Score()
+
+
+def _seen(name: str, mask: Tensor) -> Tensor:
+    """Which keys may be attended, bool [B, N]."""
+    if not mask.is_floating_point():
+        return mask != 0
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    if not bool((hidden | (mask == 0)).all()):
+        raise ValueError(
+            f"{name}: a floating attention_mask of the keys must hold 0 and the lowest number of its dtype, or -inf; give "
+            "other numbers as [batch, heads, tokens, keys]"
+        )
+    return ~hidden

@@ -1,0 +1,271 @@
+"""What ranks check of context parallelism: every mode equals one process, and faults have names. Run by
+test_context_parallel.py in one spawn."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tilesmith import ops
+from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention
+
+STARTS = (0, 5, 5, 17, 29)
+
+
+def whole(q, k, v, mask, score, sinks=None, cu_seqlens=None):
+    """One process's results."""
+    packed = {}
+    if cu_seqlens is not None:
+        starts = torch.tensor(cu_seqlens, dtype=torch.int32)
+        packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    return ops.attention(q, k, v, mask, score, sinks=sinks, **packed)
+
+
+def inputs(tokens, heads=4, kv_heads=2, dim=8, dtype=torch.float64, batch=1):
+    return [
+        torch.randn(batch, h, tokens, dim, dtype=dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+def gathered(layout, x, group):
+    shards = [torch.empty_like(x) for _ in range(layout.size)]
+    dist.all_gather(shards, x.detach().contiguous(), group=group)
+    return layout.unshard(shards, 2)
+
+
+def agree_with_whole(mesh, mask, score, layout, mode, *, cu_seqlens=None, with_sinks=False, **more):
+    """Values and gradients of one mode against one process."""
+    tensors = inputs(layout.tokens, batch=1 if cu_seqlens else 2)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if with_sinks else None
+    out, lse = whole(*tensors, mask, score, sinks, cu_seqlens)
+    dout, dlse = torch.randn_like(out), torch.where(lse > float("-inf"), torch.randn_like(lse), 0.0)
+    asked = tensors + ([sinks] if with_sinks else [])
+    exact = torch.autograd.grad((out, lse), asked, (dout, dlse))
+    rank, group = mesh.get_rank(), mesh.get_group() if mesh.ndim == 1 else None
+    mine = [layout.shard(x.detach(), rank, 2).requires_grad_() for x in tensors]
+    got, got_lse = context_parallel_attention(
+        *mine, mesh, mask, score, mode=mode, layout=layout, cu_seqlens=cu_seqlens, sinks=sinks, **more
+    )
+    slopes = [layout.shard(dout, rank, 2), layout.shard(dlse, rank, 2)]
+    grads = torch.autograd.grad((got, got_lse), mine + asked[3:], slopes)
+    torch.testing.assert_close(gathered(layout, got, group), out.detach())
+    torch.testing.assert_close(gathered(layout, got_lse, group), lse.detach())
+    for g, e in zip(grads, exact[:3]):
+        torch.testing.assert_close(gathered(layout, g, group), e)
+    if with_sinks:
+        total = grads[3].clone()
+        dist.all_reduce(total, group=group)
+        torch.testing.assert_close(total, exact[3])
+    padding = slice(sum(b - a for a, b in layout.ranges[rank]), None)
+    assert not any(x[:, :, padding].any() for x in (got, *grads[:3]))
+
+
+def check_modes(mesh):
+    """Each mode, with an uneven number of tokens."""
+    size = mesh.size()
+    zigzag, contiguous = Layout.zigzag(29, size), Layout.contiguous(29, size)
+    for mode in ("allgather", "ring", "ulysses", "auto"):
+        agree_with_whole(mesh, ops.Mask(causal=True), ops.Score(), zigzag, mode)
+    agree_with_whole(mesh, ops.Mask(), ops.Score(scale=0.3), contiguous, "ring", with_sinks=True)
+    agree_with_whole(mesh, ops.Mask(causal=True, window=4), ops.Score(softcap=2.0), contiguous, "allgather")
+    agree_with_whole(mesh, ops.Mask(causal=True, window=4), ops.Score(), zigzag, "ring", with_sinks=True)
+    agree_with_whole(mesh, ops.Mask(causal=True), ops.Score(alibi=torch.rand(4)), zigzag, "ulysses")
+
+
+def check_documents(mesh):
+    layout = Layout.balanced(STARTS, mesh.size())
+    for mode in ("allgather", "ring", "ulysses"):
+        agree_with_whole(mesh, ops.Mask(causal=True), ops.Score(), layout, mode, cu_seqlens=STARTS, with_sinks=True)
+    agree_with_whole(mesh, ops.Mask(causal=True, window=3), ops.Score(), layout, "allgather", cu_seqlens=STARTS)
+
+
+def check_ids_biases_and_dense_masks(mesh):
+    """A rank's rows of them; document ids are gathered."""
+    layout, rank = Layout.zigzag(16, mesh.size()), mesh.get_rank()
+    q, k, v = (x.detach() for x in inputs(16))
+    ids, bias = torch.randint(3, (1, 16), dtype=torch.int32), torch.randn(1, 4, 16, 16, dtype=torch.float64)
+    dense = torch.rand(1, 1, 16, 16) < 0.7
+    expected, _ = ops.attention(q, k, v, ops.Mask(causal=True, documents=ids, dense=dense), ops.Score(bias=bias))
+    shard = layout.shard
+    mask = ops.Mask(causal=True, documents=shard(ids, rank, 1), dense=shard(dense, rank, 2))
+    mine = [shard(x, rank, 2) for x in (q, k, v)]
+    for mode in ("allgather", "ring"):
+        out, _ = context_parallel_attention(*mine, mesh, mask, ops.Score(bias=shard(bias, rank, 2)), mode=mode)
+        torch.testing.assert_close(out, shard(expected, rank, 2))
+    with pytest.raises(ValueError, match="mode 'ulysses' cannot serve this call: a dense mask"):
+        context_parallel_attention(*mine, mesh, mask, mode="ulysses")
+
+
+def check_hybrid(mesh):
+    """Heads within pairs of ranks, keys among pairs; also told by a mesh of two dims."""
+    if mesh.size() < 4:
+        return
+    layout = Layout.zigzag(29, 4)
+    agree_with_whole(mesh, ops.Mask(causal=True), ops.Score(), layout, "hybrid", degree=2, with_sinks=True)
+    two = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "sp"))
+    q, k, v = (x.detach() for x in inputs(29))
+    expected, _ = ops.attention(q, k, v, ops.Mask(causal=True))
+    mine = [layout.shard(x, mesh.get_rank(), 2) for x in (q, k, v)]
+    out, _ = context_parallel_attention(*mine, two, ops.Mask(causal=True), mode="hybrid", layout=layout)
+    torch.testing.assert_close(out, layout.shard(expected, mesh.get_rank(), 2))
+
+
+def check_errors_do_not_grow(mesh):
+    """fp32 and bf16 against fp64: at most 1.2 times the error of one process."""
+    layout, rank = Layout.zigzag(256, mesh.size()), mesh.get_rank()
+    for dtype in (torch.float32, torch.bfloat16):
+        rounded = [x.detach().to(dtype).requires_grad_() for x in inputs(256, dim=16)]
+        exact = [x.detach().double().requires_grad_() for x in rounded]
+        dout = torch.randn(1, 4, 256, 16).to(dtype)
+        mask, found = ops.Mask(causal=True), {}
+        for name, tensors in (("exact", exact), ("one", rounded)):
+            out, _ = ops.attention(*tensors, mask)
+            found[name] = [out, *torch.autograd.grad(out, tensors, dout.to(out.dtype))]
+        mine = [layout.shard(x.detach(), rank, 2).requires_grad_() for x in rounded]
+        for mode in ("allgather", "ring", "ulysses"):
+            out, _ = context_parallel_attention(*mine, mesh, mask, mode=mode)
+            many = [out, *torch.autograd.grad(out, mine, layout.shard(dout, rank, 2))]
+            for x, one, true in zip(many, found["one"], found["exact"]):
+                x = gathered(layout, x, mesh.get_group()).double()
+                error, budget = (x - true).square().mean().sqrt(), (one.double() - true).square().mean().sqrt()
+                assert error <= 1.2 * budget + 1e-9, (dtype, mode, error, budget)
+
+
+def check_same_bits(mesh):
+    layout, rank = Layout.zigzag(64, mesh.size()), mesh.get_rank()
+    mine = [layout.shard(x.detach().float(), rank, 2).requires_grad_() for x in inputs(64)]
+    for mode in ("allgather", "ring"):
+        runs = []
+        for _ in range(2):
+            out, lse = context_parallel_attention(*mine, mesh, ops.Mask(causal=True), mode=mode, deterministic=True)
+            runs.append([out, lse, *torch.autograd.grad(out.sum(), mine)])
+        assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def check_dropout(mesh):
+    """Ranks with one seed drop differently; the gradient drops what the forward dropped."""
+    layout, rank = Layout.zigzag(32, mesh.size()), mesh.get_rank()
+    v = torch.eye(32, dtype=torch.float64).expand(1, 2, 32, 32).contiguous()
+    q = torch.zeros(1, 2, 32, 8, dtype=torch.float64)
+    mine = [layout.shard(x, rank, 2).requires_grad_() for x in (q, q, v)]
+    torch.manual_seed(3)
+    out, _ = context_parallel_attention(*mine, mesh, mode="allgather", dropout_p=0.5)
+    p = gathered(layout, out, mesh.get_group())
+    assert 0.4 < (p > 0).double().mean() < 0.6
+    rows = p.flatten(0, 2) > 0
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows)  # no two rows, and no two ranks, drop alike
+    (dv,) = torch.autograd.grad(out.sum(), mine[2])
+    torch.testing.assert_close(gathered(layout, dv, mesh.get_group())[..., 0], p.sum(2))
+
+
+def check_checkpointing_and_compile(mesh):
+    from torch.utils.checkpoint import checkpoint
+
+    layout, rank = Layout.zigzag(16, mesh.size()), mesh.get_rank()
+    weight = torch.randn(8, 8, requires_grad=True)
+    mine = [layout.shard(x.detach().float(), rank, 2) for x in inputs(16)]
+
+    def block(q, k, v):
+        out, _ = context_parallel_attention(q @ weight, k, v, mesh, ops.Mask(causal=True), layout=layout)
+        return (out @ weight).square().sum()
+
+    expected = torch.autograd.grad(block(*mine), weight)[0]
+    for run in (lambda *x: checkpoint(block, *x, use_reentrant=False), torch.compile(block, backend="aot_eager")):
+        torch.testing.assert_close(torch.autograd.grad(run(*mine), weight)[0], expected)
+
+
+def check_full_sharding(mesh):
+    """A layer under FSDP2: the mean over ranks of gradients is that of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = torch.nn.Linear(16, 48, bias=False)
+
+        def forward(self, x, group, layout):
+            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            if group is None:
+                return ops.attention(q, k, v, ops.Mask(causal=True))[0]
+            return context_parallel_attention(q, k, v, group, ops.Mask(causal=True), layout=layout)[0]
+
+    layer, x = Layer(), torch.randn(2, 14, 16)
+    layout = Layout.zigzag(14, mesh.size())
+    parallel = copy.deepcopy(layer)
+    layer(x, None, None).square().sum().backward()
+    fully_shard(parallel, mesh=mesh)
+    parallel(layout.shard(x, mesh.get_rank()), mesh, layout).square().sum().backward()
+    grad = parallel.qkv.weight.grad.full_tensor() * mesh.size()
+    torch.testing.assert_close(grad, layer.qkv.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def check_disagreement(mesh):
+    """Every rank hears of it at once, also at a later call, and can go on."""
+    rank, last = mesh.get_rank(), mesh.size() - 1
+    odd = rank == last
+    good = [torch.randn(1, 4, 8, 8) for _ in range(3)]
+    call = lambda q, k, v, mask=ops.Mask(causal=True), **more: context_parallel_attention(  # noqa: E731
+        q, k, v, mesh, mask, **more
+    )
+    short = [x[:, :, :6] for x in good]
+    few = [good[0], good[1][:, :2], good[2][:, :2]]
+    cases = {
+        r"q\.shape": lambda: call(*(short if odd else good)),
+        r"q\.dtype": lambda: call(*(x.bfloat16() if odd else x for x in good)),
+        r"k\.shape": lambda: call(*(few if odd else good)),
+        "mode": lambda: call(*good, mode="ring" if odd else "allgather"),
+        "causal": lambda: call(*good, mask=ops.Mask(causal=not odd)),
+        "cu_seqlens": lambda: call(*good, cu_seqlens=(0, 8 if odd else 4, 8 * mesh.size())),
+        "layout": lambda: call(*good, layout="contiguous" if odd else "zigzag"),
+    }
+    for field, run in cases.items():
+        call(*good)
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=rf"{field} must be the same on all ranks, got .* on rank {last}"):
+            run()
+        assert time.monotonic() - began < 5
+    call(*good)
+
+
+def check_refusals(mesh):
+    """The same words on every rank, before anything is sent."""
+    x, odd = torch.randn(1, 6, 8, 8), torch.randn(1, 3, 8, 8)
+    causal = ops.Mask(causal=True)
+    for match, run in {
+        "mode must be one of": lambda: context_parallel_attention(x, x, x, mesh, mode="rings"),
+        "kernel must be one of": lambda: context_parallel_attention(x, x, x, mesh, kernel="flash"),
+        "layout must be a Layout, 'zigzag'": lambda: context_parallel_attention(x, x, x, mesh, layout="stripes"),
+        "an even number of tokens": lambda: context_parallel_attention(*[x[:, :, :7]] * 3, mesh),
+        "3 query heads over 3 kv heads cannot": lambda: context_parallel_attention(odd, odd, odd, mesh, mode="ulysses"),
+        "'hybrid' needs degree": lambda: context_parallel_attention(x, x, x, mesh, mode="hybrid"),
+        "only 'ulysses' serves it": lambda: context_parallel_attention(
+            x, x, x, mesh, causal, ops.Score(alibi=torch.rand(6)), mode="ring"
+        ),
+        "prefix=...": lambda: context_parallel_attention(
+            x, x, x, mesh, ops.Mask(prefix=torch.ones(1, dtype=torch.int32))
+        ),
+        "gets no gradient over ranks": lambda: context_parallel_attention(
+            x, x, x, mesh, score=ops.Score(bias=torch.zeros(8, 8 * mesh.size(), requires_grad=True))
+        ),
+        "kernel 'cudnn' cannot serve this call: q is on cpu": lambda: context_parallel_attention(
+            x, x, x, mesh, kernel="cudnn"
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            run()
+    with pytest.raises(TypeError, match="group must be a process group"):
+        context_parallel_attention(x, x, x, "cuda")
+
+
+def check_a_stalled_rank(mesh):
+    """Last of all: what comes after it on the group is lost."""
+    ring, x = ProcessGroupRing(mesh.get_group(), timeout=1.0), torch.randn(1, 2, 8, 8)
+    if mesh.get_rank() == mesh.size() - 1:
+        time.sleep(2.5)
+        return
+    began = time.monotonic()
+    with pytest.raises(RingError, match=rf"forward: rank {mesh.size() - 1} did not answer .*limit 1 s"):
+        context_parallel_attention(x, x, x, ring)
+    assert time.monotonic() - began < 2.4

@@ -1,0 +1,188 @@
+"""Context parallelism: gloo ranks run the checks of sharded_context.py in one spawn; schedules, layouts and local rings
+run here."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from test_sharding import run_checks
+from tilesmith import ops
+from tilesmith.distributed import Layout, LocalRing, Machine, context_parallel_attention, explain_context_parallel
+from tilesmith.distributed.layout import causal_pairs, length
+from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, calls, pieces, spans
+from tilesmith.distributed.schedule import schedule, shared_heads
+
+gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+
+FOUR = ("modes", "documents", "hybrid", "disagreement", "errors")
+
+
+@gloo
+@pytest.mark.parametrize("size, only", [(2, ()), (4, FOUR)])
+def test_ranks(tmp_path, size, only):
+    told = run_checks(tmp_path, size, only, modules=("sharded_context",))
+    assert not any("FAILED" in one for one in told), "\n".join(told)
+
+
+LAYOUTS = [
+    (Layout.zigzag(29, 4), (0, 29)),
+    (Layout.contiguous(29, 3), (0, 29)),
+    (Layout.zigzag(3, 4), (0, 3)),  # some ranks hold nothing
+    (Layout.balanced((0, 3, 3, 20, 29), 4), (0, 3, 3, 20, 29)),
+    (Layout.zigzag(24, 2), (0, 7, 20)),  # tokens behind the last document
+]
+
+
+@pytest.mark.parametrize("layout, starts", LAYOUTS)
+@pytest.mark.parametrize("sight", [Sight(right=0), Sight(), Sight(4, 0), Sight(3, 5), Sight(0, 0)])
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_schedule_sees_each_pair_once(layout, starts, sight, steps):
+    """And nothing else; only keys that somebody sees travel."""
+    degree = 2 if layout.size == 4 and not steps else 1
+    plan = schedule(layout, starts, sight, degree, steps, 2, 2)
+    seen = torch.zeros(layout.tokens, layout.tokens, dtype=torch.int64)
+    for rank in range(0, layout.size, degree):
+        rows = torch.cat([torch.arange(*span) for span in (*plan.groups.ranges[rank // degree], (0, 0))])
+        for stage in plan.stages:
+            columns = torch.cat([torch.arange(*span) for span in (*stage.held[rank], (0, 0))])
+            for call in stage.calls[rank]:
+                places = rows[call.q : call.q + call.tokens, None], columns[None, call.k : call.k + call.keys]
+                seen[places] += _visible(call)
+            used = torch.zeros(len(columns), dtype=torch.bool)
+            for call in stage.calls[rank]:
+                used[call.k : call.k + call.keys] |= _visible(call).any(0)
+            assert used.all() or not stage.transfers
+    packed = {"cu_seqlens_q": torch.tensor(starts), "cu_seqlens_k": torch.tensor(starts)}
+    mask = ops.Mask(window=tuple(-1 if side == FAR else side for side in (sight.left, sight.right)))
+    expected = mask.materialize(layout.tokens, layout.tokens, **packed)[0, 0]
+    assert torch.equal(seen, expected.long())
+
+
+def _visible(call: Call):
+    mask = ops.Mask(window=(call.left, call.right))
+    packed = {}
+    if call.cu_q:
+        packed = {"cu_seqlens_q": torch.tensor(call.cu_q), "cu_seqlens_k": torch.tensor(call.cu_k)}
+    found = mask.materialize(call.tokens, call.keys, **packed)[0, 0]
+    assert int(found.sum()) == call.pairs
+    return found.long()
+
+
+def test_causal_zigzag_is_two_calls():
+    """A square causal call of its own keys, and a full one of each other rank's."""
+    layout = Layout.zigzag(64, 4)
+    plan = schedule(layout, (0, 64), Sight(right=0), 1, True, 1, 1)
+    assert len(plan.stages) == 4
+    for rank in range(4):
+        assert plan.stages[0].calls[rank] == (Call(0, 16, 0, 16, -1, 0),)
+        for step, stage in enumerate(plan.stages[1:], 1):
+            source = (rank - step) % 4
+            assert stage.calls[rank] == ((Call(0, 16, 0, 8) if source < rank else Call(8, 8, 0, 16)),)
+    loads = {plan.pairs(rank) for rank in range(4)}
+    assert max(loads) - min(loads) == 0
+
+
+def test_windows_fetch_only_neighbours():
+    plan = schedule(Layout.contiguous(400, 4), (0, 400), Sight(16, 0), 1, False, 1, 1)
+    moves = plan.stages[1].transfers
+    assert [(m.source, m.target, m.tokens) for m in moves] == [(0, 1, 16), (1, 2, 16), (2, 3, 16)]
+
+
+def test_pieces_become_few_calls():
+    """Documents of one rank are one packed call."""
+    starts = (0, 3, 8, 20)
+    own = spans(((0, 20),), starts)
+    assert calls(pieces(own, own, Sight(right=0))) == (Call(0, 20, 0, 20, -1, 0, starts, starts),)
+    assert calls([Piece(0, 4, 0, 8, FAR, FAR), Piece(4, 4, 0, 8, FAR, FAR)]) == (Call(0, 8, 0, 8),)
+
+
+def test_layouts():
+    x = torch.arange(29 * 2).view(1, 29, 2)
+    for layout, _ in LAYOUTS[:4]:
+        x = torch.arange(layout.tokens * 2).view(1, layout.tokens, 2)
+        shards = [layout.shard(x, rank, fill=-1) for rank in range(layout.size)]
+        assert {s.shape[1] for s in shards} == {layout.local}
+        assert torch.equal(layout.unshard(shards), x)
+        for rank, shard in enumerate(shards):
+            held = length(layout.ranges[rank])
+            assert torch.equal(shard[0, :held, 0] // 2, layout.positions(rank)[:held])
+            assert (shard[0, held:] == -1).all()
+    with pytest.raises(ValueError, match="x has 7 tokens in dim 1, the layout 29"):
+        LAYOUTS[0][0].shard(torch.zeros(1, 7), 0)
+    with pytest.raises(ValueError, match="ascending numbers from 0"):
+        Layout.balanced((0, 5, 3), 2)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_documents_are_balanced(size):
+    """A few long documents among short ones: the busiest rank within 10 % of the mean."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(60, generator=generator) * 1.2 + 6).exp().long().clamp(16, 16384)
+    starts = (0, *lengths.cumsum(0).tolist())
+    layout = Layout.balanced(starts, size)
+    loads = [sum(causal_pairs(starts, span) for span in ranges) for ranges in layout.ranges]
+    assert sum(loads) == sum(n * (n + 1) // 2 for n in lengths.tolist())
+    assert max(loads) * size <= 1.10 * sum(loads)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses"])
+def test_a_local_ring(size, mode):
+    """Shards of one process: GQA, padding, sinks, a batch."""
+    layout, mask = Layout.zigzag(37, size), ops.Mask(causal=True)
+    q, k, v = (torch.randn(2, h, 37, 8, dtype=torch.float64).requires_grad_() for h in (8, 2, 2))
+    sinks = torch.randn(8, dtype=torch.float64).requires_grad_()
+    out, lse = ops.attention(q, k, v, mask, sinks=sinks)
+    slopes = torch.randn_like(out), torch.randn_like(lse)
+    exact = torch.autograd.grad((out, lse), (q, k, v, sinks), slopes)
+    shards = [[layout.shard(x, rank, 2) for rank in range(size)] for x in (q, k, v)]
+    outs, lses = context_parallel_attention(*shards, LocalRing(size), mask, mode=mode, layout=layout, sinks=sinks)
+    found = layout.unshard(outs, 2), layout.unshard(lses, 2)
+    torch.testing.assert_close(found, (out, lse))
+    for g, e in zip(torch.autograd.grad(found, (q, k, v, sinks), slopes), exact):
+        torch.testing.assert_close(g, e)
+
+
+def test_rows_that_see_nothing():
+    """Empty documents, ranks without a visible key and NaN in what nobody sees."""
+    starts = (0, 0, 4, 4)
+    layout = Layout.contiguous(16, 4)  # three ranks hold tokens behind the last document
+    q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64) for _ in range(3))
+    k[:, :, 4:], v[:, :, 4:] = float("nan"), float("nan")
+    shards = [[layout.shard(x, rank, 2).requires_grad_() for rank in range(4)] for x in (q, k, v)]
+    for mode in ("allgather", "ring", "hybrid"):
+        outs, lses = context_parallel_attention(
+            *shards, LocalRing(4), ops.Mask(causal=True), mode=mode, degree=2, layout=layout, cu_seqlens=starts
+        )
+        out, lse = layout.unshard(outs, 2), layout.unshard(lses, 2)
+        expected = ops.attention(*(x[:, :, :4] for x in (q, k, v)), ops.Mask(causal=True))
+        torch.testing.assert_close((out[:, :, :4], lse[:, :, :4]), expected)
+        assert not out[:, :, 4:].any() and (lse[:, :, 4:] == float("-inf")).all()
+        grads = torch.autograd.grad(out.sum(), [x for each in shards for x in each])
+        assert all(g.isfinite().all() for g in grads)
+
+
+def test_shared_heads():
+    assert shared_heads(8, 2, 4, 1) == ((2, 4), (0, 1))
+    assert shared_heads(8, 8, 4, 3) == ((6, 8), (6, 8))
+    for heads, kv_heads, degree in ((6, 6, 4), (12, 4, 2 * 3), (24, 8, 4)):
+        with pytest.raises(ValueError, match=f"{heads} query heads over {kv_heads} kv heads cannot be shared out"):
+            for slot in range(degree):
+                shared_heads(heads, kv_heads, degree, slot)
+
+
+def test_the_choice_says_why():
+    machine = Machine("model", 6e14, 1e-5, 4.8e12)
+    said = explain_context_parallel(65536, 8, heads=32, kv_heads=8, mask=ops.Mask(causal=True), machine=machine)
+    named = {(e.mode, e.degree) for e in said.estimates}
+    assert named == {("allgather", 1), ("ring", 1), ("ulysses", 8), ("hybrid", 2), ("hybrid", 4)}
+    assert said.mode in str(said) and "the least" in said.reason
+    best = min(e.seconds for e in said.estimates if not e.refused)
+    assert next(e for e in said.estimates if (e.mode, e.degree) == (said.mode, said.degree)).seconds == best
+    # keys of 8M tokens do not fit an eighth of a GPU
+    tight = Machine("small", 6e14, 1e-5, 4.8e12, memory=10**9)
+    said = explain_context_parallel(1 << 20, 8, heads=32, kv_heads=8, mask=ops.Mask(causal=True), machine=tight)
+    assert said.mode in ("ring", "ulysses") and "GB" in said.reason
+    refused = explain_context_parallel(4096, 8, heads=6, machine=machine)
+    assert "cannot be shared out" in str(refused)
