@@ -24,9 +24,7 @@ def whole(q, k, v, mask, score, sinks=None, cu_seqlens=None):
 
 
 def inputs(tokens, heads=4, kv_heads=2, dim=8, dtype=torch.float64, batch=1):
-    return [
-        torch.randn(batch, h, tokens, dim, dtype=dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)
-    ]
+    return [torch.randn(batch, h, tokens, dim, dtype=dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)]
 
 
 def gathered(layout, x, group):
@@ -206,9 +204,10 @@ def check_disagreement(mesh):
     rank, last = mesh.get_rank(), mesh.size() - 1
     odd = rank == last
     good = [torch.randn(1, 4, 8, 8) for _ in range(3)]
-    call = lambda q, k, v, mask=ops.Mask(causal=True), **more: context_parallel_attention(  # noqa: E731
-        q, k, v, mesh, mask, **more
-    )
+
+    def call(q, k, v, causal=True, **more):
+        return context_parallel_attention(q, k, v, mesh, ops.Mask(causal=causal), **more)
+
     short = [x[:, :, :6] for x in good]
     few = [good[0], good[1][:, :2], good[2][:, :2]]
     cases = {
@@ -216,7 +215,7 @@ def check_disagreement(mesh):
         r"q\.dtype": lambda: call(*(x.bfloat16() if odd else x for x in good)),
         r"k\.shape": lambda: call(*(few if odd else good)),
         "mode": lambda: call(*good, mode="ring" if odd else "allgather"),
-        "causal": lambda: call(*good, mask=ops.Mask(causal=not odd)),
+        "causal": lambda: call(*good, causal=not odd),
         "cu_seqlens": lambda: call(*good, cu_seqlens=(0, 8 if odd else 4, 8 * mesh.size())),
         "layout": lambda: call(*good, layout="contiguous" if odd else "zigzag"),
     }

@@ -75,7 +75,9 @@ class ContextParallelAttention(nn.Module):
                 f"ContextParallelAttention: hidden_states must be [batch, tokens, {self.d_model}], got "
                 f"{list(hidden_states.shape)}"
             )
-        q, k, v = (x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1))
+        q, k, v = (
+            x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1)
+        )
         local = isinstance(self.ring, LocalRing)
         whole = q.shape[2] * (1 if local else self.context_parallel_size) if tokens is None else tokens
         layout = self.layout(whole)

@@ -54,8 +54,9 @@ class RingAttentionLayer(nn.Module):
 
         attention_mask: [B, N] or [B, 1, 1, N], of the keys; or [B|1, H|1, N, S], this rank's queries and the keys of
         the whole sequence in their order. Bool or integers: True, or other than 0, may be attended. Floating: added to
-        the scores; over several ranks [B, N] and [B, 1, 1, N] then hold only 0 and what hides a key (at most half of the
-        dtype's lowest number). A query that may attend to nothing gets 0 from the attention. layout: which tokens this rank holds, if
+        the scores; over several ranks [B, N] and [B, 1, 1, N] then hold only 0 and what hides a key (at most half of
+        the dtype's lowest number). A query that may attend to nothing gets 0 from the attention. layout: which tokens
+        this rank holds, if
         not an equal share. Raises ValueError for a sequence over max_sequence_length, and for other masks.
         """
         tensor("RingAttentionLayer", "hidden_states", hidden_states)
@@ -72,7 +73,9 @@ class RingAttentionLayer(nn.Module):
                 f"RingAttentionLayer: the sequence has {tokens} tokens; max_sequence_length is "
                 f"{self.max_sequence_length}"
             )
-        q, k, v = (x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1))
+        q, k, v = (
+            x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1)
+        )
         mask, score = attention_terms("RingAttentionLayer", attention_mask, q, tokens, self.causal)
         if ring is None:
             out, _ = ops.attention(q, k, v, mask, score)
@@ -106,7 +109,8 @@ def attention_terms(
     batch, heads, tokens, _ = q.shape
     if attention_mask.device != q.device:
         raise ValueError(
-            f"{name}: attention_mask is on {attention_mask.device}, hidden_states on {q.device}; move them to one device"
+            f"{name}: attention_mask is on {attention_mask.device}, hidden_states on {q.device}; move them to one "
+            "device"
         )
     shape = tuple(attention_mask.shape)
     whole = tokens == keys and attention_mask.is_floating_point()
@@ -135,7 +139,7 @@ def _seen(name: str, mask: Tensor) -> Tensor:
     hidden = mask <= torch.finfo(mask.dtype).min / 2
     if not bool((hidden | (mask == 0)).all()):
         raise ValueError(
-            f"{name}: a floating attention_mask of the keys must hold 0 and the lowest number of its dtype, or -inf; give "
-            "other numbers as [batch, heads, tokens, keys]"
+            f"{name}: a floating attention_mask of the keys must hold 0 and the lowest number of its dtype, or -inf; "
+            "give other numbers as [batch, heads, tokens, keys]"
         )
     return ~hidden

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilesmith import ops
 from tilesmith.bench.document import document, save
 from tilesmith.bench.run import reason
-from tilesmith.distributed import Layout, context_parallel_attention
+from tilesmith.distributed import Layout, ProcessGroupRing, context_parallel_attention
 from tilesmith.distributed.layout import boundaries, causal_pairs
 from tilesmith.engine import use
 
 SUBJECT = "context-parallel"
 BACKWARD = 3.5  # FLOPs of forward and backward over those of the forward
+HEAD_START = 10.0  # microseconds
+LONG = 1 << 18  # tokens from which a run takes a second
 KEEP = 1.15  # a provider this much slower than the best is timed twice, not five times
 Step = Callable[[], Any]
 
@@ -92,13 +95,15 @@ def problems(device: torch.device) -> list[Problem]:
     """Those of the results; tiny ones on a CPU, where only the path is tried."""
     if device.type == "cpu":
         return [Problem("causal", 64, 2, 2, 16), Problem("window", 64, 2, 1, 16, window=8, sinks=True)]
-    found = [Problem("causal", n * 1024, h, g) for n in (16, 64, 256) for h, g in ((16, 16), (32, 8))]
-    found += [
+    causal = {n: [Problem("causal", n * 1024, h, g) for h, g in ((16, 16), (32, 8))] for n in (16, 64, 256)}
+    return [
+        *causal[16],
+        *causal[64],
         Problem("packed", 65536, lengths=documents_of(65536)),
         Problem("window 4096", 65536, window=4095),
         Problem("window 128, sinks", 65536, 32, 8, window=127, sinks=True),
+        *causal[256],
     ]
-    return found
 
 
 def run(
@@ -134,7 +139,8 @@ def run(
             found["rows"].append({"case": name, "error": f"not begun within {limit:g} s"})
             continue
         progress(name)
-        found["rows"] += _timed(problem, name, device, dtype, rounds, only, progress)
+        behind = _behind(problem, found["rows"])
+        found["rows"] += _timed(problem, name, device, dtype, rounds, only, progress, behind)
         so_far(found)
     return found
 
@@ -163,15 +169,21 @@ def _sinks(problem: Problem, device: torch.device, dtype: torch.dtype) -> Tensor
     return torch.linspace(-1, 1, problem.heads, device=device, dtype=dtype).requires_grad_()
 
 
-def _ours(problem: Problem, mode: str, kernel: str = "tilesmith") -> Callable[..., Tensor]:
+def _ours(problem: Problem, mode: str, kernel: str = "tilesmith", head_start: float = 0.0) -> Callable[..., Tensor]:
     layout = problem.layout(dist.get_world_size())
+    ring = _ring(dist.group.WORLD, head_start)
 
     def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return context_parallel_attention(
-            q, k, v, None, problem.mask, mode=mode, layout=layout, cu_seqlens=problem.starts, sinks=sinks, kernel=kernel
+            q, k, v, ring, problem.mask, mode=mode, layout=layout, cu_seqlens=problem.starts, sinks=sinks, kernel=kernel
         )[0]
 
     return call
+
+
+@lru_cache(maxsize=8)
+def _ring(group: dist.ProcessGroup, head_start: float) -> ProcessGroupRing:
+    return ProcessGroupRing(group, head_start=head_start)
 
 
 def _torchs(problem: Problem, method: str, backend: SDPBackend, expand: bool = False) -> Callable[..., Tensor]:
@@ -200,7 +212,12 @@ def _torchs(problem: Problem, method: str, backend: SDPBackend, expand: bool = F
 
 
 def _providers(problem: Problem) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    found = {f"tilesmith {mode}": (lambda m=mode: _ours(problem, m)) for mode in ("allgather", "ring", "ulysses")}
+    modes = (
+        ("allgather", "ulysses") if dist.get_world_size() == 2 else ("allgather", "ring", "ulysses")
+    )  # the same on 2
+    found = {f"tilesmith {mode}": (lambda m=mode: _ours(problem, m)) for mode in modes}
+    if _device().type == "cuda":
+        found["tilesmith allgather, head start"] = lambda: _ours(problem, "allgather", head_start=HEAD_START)
     if not (problem.window or problem.lengths):
         for mode in ("allgather", "ulysses"):
             found[f"tilesmith {mode}, cudnn inside"] = lambda m=mode: _ours(problem, m, "cudnn")
@@ -208,7 +225,9 @@ def _providers(problem: Problem) -> dict[str, Callable[[], Callable[..., Tensor]
             for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
                 found[f"torch {method}, {name}"] = lambda m=method, b=backend: _torchs(problem, m, b)
                 if problem.heads != problem.kv_heads:
-                    found[f"torch {method}, {name}, expanded"] = lambda m=method, b=backend: _torchs(problem, m, b, True)
+                    found[f"torch {method}, {name}, expanded"] = lambda m=method, b=backend: _torchs(
+                        problem, m, b, True
+                    )
     return found
 
 
@@ -225,8 +244,9 @@ def _step(call: Callable[..., Tensor], inputs: Sequence[Tensor], sinks: Tensor |
 
 
 def _timed(
-    problem: Problem, name: str, device: torch.device, dtype: torch.dtype, rounds: int, only: Sequence[str], progress
-) -> list[dict[str, Any]]:
+    problem: Problem, name: str, device: torch.device, dtype: torch.dtype, rounds: int, only: Sequence[str], progress,
+    behind: dict[str, str],
+) -> list[dict[str, Any]]:  # fmt: skip
     size, rank = dist.get_world_size(), dist.get_rank()
     layout = problem.layout(size)
     mine = [layout.shard(x, rank, 2) for x in _whole(problem, device, dtype)]
@@ -238,12 +258,16 @@ def _timed(
     for provider, make in _providers(problem).items():
         if only and not any(part in provider for part in only):
             continue
+        if provider in behind:
+            rows.append({**head, "provider": provider, "error": behind[provider]})
+            continue
         progress(f"{name}: {provider}, first run")
+        before = _memory(device)
         step, why = _first(make, inputs, sinks, dout, device)
         if step is None:
             rows.append({**head, "provider": provider, "error": why})
         else:
-            peaks[provider] = _peak(step, device)
+            peaks[provider] = _peak(device) - before
             steps[provider] = step
     single = _one_gpu(problem, device, dtype, size)
     if single is not None and not only:
@@ -282,7 +306,9 @@ def _one_gpu(problem: Problem, device: torch.device, dtype: torch.dtype, size: i
     alone = replace(problem, tokens=max(tokens, 16))
     *inputs, dout = _whole(alone, device, dtype)
     inputs = [x.requires_grad_() for x in inputs]
-    return _step(lambda q, k, v, s: ops.attention(q, k, v, alone.mask, sinks=s)[0], inputs, _sinks(alone, device, dtype), dout)
+    return _step(
+        lambda q, k, v, s: ops.attention(q, k, v, alone.mask, sinks=s)[0], inputs, _sinks(alone, device, dtype), dout
+    )
 
 
 def _rounds(steps: dict[str, Step], device: torch.device, rounds: int) -> dict[str, list[float]]:
@@ -299,16 +325,15 @@ def _rounds(steps: dict[str, Step], device: torch.device, rounds: int) -> dict[s
 
 
 def _seconds(step: Step, device: torch.device) -> float:
-    step()  # finds the clocks that it causes, and fills the allocator
     _synchronize(device)
     dist.barrier()
     began = time.perf_counter()
-    step()
+    step()  # untimed if it is short: it finds the clocks that it causes, and fills the allocator
     _synchronize(device)
     once = _slowest(time.perf_counter() - began, device)
-    times = max(1, min(10, int(0.05 / once)))
-    if times == 1:
+    if once > 0.4:
         return once
+    times = max(1, min(10, int(0.05 / once)))
     dist.barrier()
     began = time.perf_counter()
     for _ in range(times):
@@ -328,16 +353,34 @@ def _late(began: float, limit: float, device: torch.device) -> bool:
     return _slowest(time.monotonic() - began, device) > limit
 
 
-def _peak(step: Step, device: torch.device) -> int:
-    """Bytes that a step takes beyond what was there."""
+def _memory(device: torch.device) -> int:
+    """Bytes in use; from here on the most are counted."""
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _behind(problem: Problem, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Providers that were far behind with a quarter of the tokens, where each run takes a second and more."""
+    if problem.tokens < LONG:
+        return {}
+    alike = [
+        row for row in rows
+        if "us" in row and row["case"].startswith(problem.name + ",") and row.get("tokens") == problem.tokens // 4
+        and (row["heads"], row["kv_heads"]) == (problem.heads, problem.kv_heads)
+    ]  # fmt: skip
+    best = min((row["us"] for row in alike), default=0.0)
+    return {
+        row["provider"]: f"not measured: {row['us'] / best:.2f} times the best at {row['tokens']} tokens"
+        for row in alike
+        if row["us"] > 1.3 * best
+    }
 
 
 def _synchronize(device: torch.device) -> None:
@@ -435,6 +478,7 @@ def _distance(x: Tensor, exact: Tensor) -> float:
 def process_group() -> Iterator[int]:
     """The default group that torchrun describes, for as long as the block runs; the rank."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # or attention's programs come before NCCL's; for everyone
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
         torch.cuda.set_device(local)

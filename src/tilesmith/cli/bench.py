@@ -19,7 +19,10 @@ RESULTS = Path("benchmarks/results")
 
 def command(
     what: Annotated[
-        list[str] | None, typer.Argument(help="Ops; or all, model, host; or a saved sweep, which --plot draws.")
+        list[str] | None,
+        typer.Argument(
+            help="Ops; or all, model, host; context-parallel under torchrun; or a saved sweep, which --plot draws."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
@@ -55,7 +58,10 @@ def command(
         _fill(readme, out)
         return
     if not what:
-        refuse("name what to measure: an op, all, model or host")
+        refuse("name what to measure: an op, all, model, host or context-parallel")
+    if "context-parallel" in what:
+        _ranks(what, rounds, limit, tuple(filter(None, against.split(","))), case or (), out if save else None)
+        return
     if plot is not None:
         needs("matplotlib", "bench", "--plot")
     results = [Path(name) for name in what if name.endswith(".json")]
@@ -116,6 +122,35 @@ def _host(measure: dict[str, Any]) -> dict[str, Any]:
         return host.run(**measure)
     except ValueError as problem:
         refuse(str(problem))
+
+
+def _ranks(what: list[str], rounds: int, limit: float, only: tuple, cases: list[str] | tuple, out: Path | None) -> None:
+    """Context parallelism: this process is one rank of torchrun's, and the first one tells."""
+    import os
+
+    if len(what) > 1:
+        refuse("context-parallel is measured alone")
+    if "LOCAL_RANK" not in os.environ:
+        refuse(
+            "context-parallel is measured by several processes: torchrun --nproc-per-node 2 --no-python tilesmith "
+            "bench context-parallel"
+        )
+    from tilesmith.bench import context_parallel
+    from tilesmith.bench.document import save as write
+
+    count = os.environ.get("LOCAL_WORLD_SIZE", "?")
+    line = f"torchrun --nproc-per-node {count} --no-python tilesmith {shlex.join(sys.argv[1:])}"
+    with context_parallel.process_group() as rank:
+        told = (lambda step: console.print(step, style="dim")) if rank == 0 else (lambda step: None)
+        kept = (lambda found: write(found, out, keep=bool(cases))) if rank == 0 and out else (lambda found: None)
+        found = context_parallel.run(
+            command=line, rounds=rounds, only=only, cases=cases, limit=limit, progress=told, so_far=kept
+        )
+        if rank == 0:
+            kept(found)
+            for row in (row for row in found["rows"] if "error_over_one_gpu" in row):
+                console.print(f"{row['case']}, {row['provider']}: error over one GPU's {row['error_over_one_gpu']}")
+            _show(found)
 
 
 def _plot(document: dict[str, Any], folder: Path) -> None:

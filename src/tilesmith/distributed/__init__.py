@@ -21,6 +21,7 @@ _HOMES = {
     "ProcessGroupRing": "tilesmith.distributed.ring",
     "Ring": "tilesmith.distributed.ring",
     "RingError": "tilesmith.distributed.ring",
+    "SharedSequence": "tilesmith.distributed.sequence",
 }
 __all__ = list(_HOMES)
 

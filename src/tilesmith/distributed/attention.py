@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith import ops
+from tilesmith.device import philox
 from tilesmith.distributed import cost
 from tilesmith.distributed.execution import Work, backward, forward
 from tilesmith.distributed.kernels import KERNELS, Terms
 from tilesmith.distributed.layout import Layout, boundaries
 from tilesmith.distributed.pieces import FAR, Sight
-from tilesmith.distributed.ring import LocalRing, Parcel, ProcessGroupRing, Ring
+from tilesmith.distributed.ring import Parcel, ProcessGroupRing, Ring
 from tilesmith.distributed.schedule import Schedule, schedule
-from tilesmith.device import philox
 from tilesmith.engine.argument_checks import probability
 from tilesmith.ops.attn.checks import check_shapes
 
@@ -74,8 +74,8 @@ def context_parallel_attention(
     ranks is the whole. Partial results are merged, and gradients added, in fp32. Keys travel with as many heads as k
     has, and only those that some query of the receiver sees. Raises ValueError or TypeError for what does not fit
     together, on every rank also where ranks disagree about shapes, dtypes, modes or numbers; `RingError` naming rank
-    and step where a rank dies or stalls. Sources: Liu et al., "Ring Attention with Blockwise Transformers", 2023; Jacobs
-    et al., "DeepSpeed Ulysses", 2023; Fang and Zhao, "USP: A Unified Sequence Parallelism Approach", 2024.
+    and step where a rank dies or stalls. Sources: Liu et al., "Ring Attention with Blockwise Transformers", 2023;
+    Jacobs     et al., "DeepSpeed Ulysses", 2023; Fang and Zhao, "USP: A Unified Sequence Parallelism Approach", 2024.
     """
     ring = ring_of(group, timeout)
     local = isinstance(q, Tensor)
@@ -130,8 +130,8 @@ def explain_context_parallel(
 ) -> cost.Decision:
     """Which mode "auto" takes for such a call, why, and what the model says of every mode.
 
-    tokens: of the whole sequence; size: ranks; the other sizes are those of q and k. machine: the model's facts, those of
-    `device` if None. Nothing is run.
+    tokens: of the whole sequence; size: ranks; the other sizes are those of q and k. machine: the model's facts, those
+    of `device` if None. Nothing is run.
     """
     placed = getattr(Layout, layout)(tokens, size) if isinstance(layout, str) else layout
     starts = (0, placed.tokens) if cu_seqlens is None else boundaries(cu_seqlens)
@@ -186,9 +186,7 @@ class _Attention(torch.autograd.Function):
         shards = dict(zip(ranks, _by(3, saved[: 3 * len(ranks)])))
         results = dict(zip(ranks, _by(2, saved[3 * len(ranks) :])))
         given = dict(zip(ranks, _by(2, slopes)))
-        work.ring.agree(
-            {r: {"pass": "backward", "dlse": given[r][1] is not None} for r in ranks}, f"{NAME}, backward"
-        )
+        work.ring.agree({r: {"pass": "backward", "dlse": given[r][1] is not None} for r in ranks}, f"{NAME}, backward")
         filled = {r: (torch.zeros_like(results[r][0]) if d is None else d, dl) for r, (d, dl) in given.items()}
         found = backward(work, shards, results, filled)
         dsinks = None
@@ -213,7 +211,9 @@ def _shards(ring: Ring, *each: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]
                 raise TypeError(f"{NAME}: {name} must be a tensor, got {type(x).__name__}")
         check_shapes(NAME, q, k, v)
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"{NAME}: a rank's queries and keys are the same tokens; got {q.shape[2]} and {k.shape[2]}")
+            raise ValueError(
+                f"{NAME}: a rank's queries and keys are the same tokens; got {q.shape[2]} and {k.shape[2]}"
+            )
         for name, x in (("k", k), ("v", v)):
             if x.dtype != q.dtype:
                 raise TypeError(f"{NAME}: {name} has dtype {x.dtype} and q {q.dtype}; give q, k and v one dtype")
@@ -282,7 +282,7 @@ def _refuse(mask: ops.Mask, score: ops.Score, shards: Mapping, layout: Layout, s
                 f"{ids.dtype} {list(ids.shape)}"
             )
     for name, x in (("Mask(dense=...)", mask.dense), ("Score(bias=...)", score.bias)):
-        if x is not None and (x.shape[-1] not in (1, layout.tokens) or x.ndim > 1 and x.shape[-2] not in (1, tokens)):
+        if x is not None and (x.shape[-1] not in (1, layout.tokens) or (x.ndim > 1 and x.shape[-2] not in (1, tokens))):
             raise ValueError(
                 f"{NAME}: {name} must be [..., {tokens}, {layout.tokens}]: this rank's queries, all keys; got "
                 f"{list(x.shape)}"

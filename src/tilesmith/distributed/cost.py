@@ -89,7 +89,9 @@ class Estimate:
         name = f"{self.mode} {self.degree}" if self.mode == "hybrid" else self.mode
         if self.refused:
             return f"{name}: no, {self.refused}"
-        return f"{name}: {self.seconds * 1e3:.3g} ms, receives {self.sent / 1e6:.3g} MB, holds {self.memory / 1e6:.3g} MB"
+        return (
+            f"{name}: {self.seconds * 1e3:.3g} ms, receives {self.sent / 1e6:.3g} MB, holds {self.memory / 1e6:.3g} MB"
+        )
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def choose(problem: Problem, machine: Machine, barred: dict[str, str] | None = N
     if not able:
         raise ValueError("context_parallel_attention: no mode serves this call: " + "; ".join(map(str, found)))
     fitting = [one for one in able if not machine.memory or one.memory <= machine.memory]
-    best = min(fitting or able, key=lambda one: (one.seconds if fitting else one.memory))
+    best = min(fitting or able, key=lambda one: one.seconds if fitting else one.memory)
     reason = f"{best.seconds * 1e3:.3g} ms by the model of {machine.name}, the least"
     if len(fitting) < len(able):
         reason += f" of those whose keys take at most {machine.memory / 1e9:.3g} GB" if fitting else " memory"

@@ -59,7 +59,9 @@ def backward(work: Work, shards: Shards, results: Shards, slopes: Mapping[int, S
             moved = [out, lse.unsqueeze(-1), dout]
             with_lse[r] = moved + ([] if dlse is None else [dlse.unsqueeze(-1)])
         arrived = _gathered(work, schedule.q_moves, with_lse, "heads of the gradients")
-        tensors = {r: (x[0], x[1].squeeze(-1), x[2], x[3].squeeze(-1) if len(x) > 3 else None) for r, x in arrived.items()}
+        tensors = {
+            r: (x[0], x[1].squeeze(-1), x[2], x[3].squeeze(-1) if len(x) > 3 else None) for r, x in arrived.items()
+        }
     within = _regrouped(work, shards)
     gradients = _gradients(work, within, tensors)
     dsinks = {r: _dsinks(work, r, tensors[r]) if asks[r] else None for r in shards}
@@ -141,9 +143,7 @@ def _parcels(ring: Ring, moves: Sequence[Transfer], sent: Shards, into: Shards) 
 Landing = list[tuple[Transfer, list[Tensor]]]
 
 
-def _post_back(
-    work: Work, moves: Sequence[Transfer], given: Shards, step: str
-) -> tuple[Any, Landing]:
+def _post_back(work: Work, moves: Sequence[Transfer], given: Shards, step: str) -> tuple[Any, Landing]:
     """Begin to send what ranks computed for others' tokens back to them."""
     ring, parcels, landing = work.ring, [], []
     sent = {r: [_by_token(x) for x in tensors] for r, tensors in given.items()}
@@ -315,7 +315,7 @@ def _gradients(work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor
 
 
 class _Sum:
-    """A gradient from several calls: in fp32 if there are more than two parts, else rounded once by their one addition."""
+    """A gradient from several calls: in fp32 if it has more than two parts, else rounded once, by their addition."""
 
     def __init__(self, like: Tensor, parts: int, partial: torch.dtype):
         self.like, self.partial, self.value = like, partial, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -173,7 +174,7 @@ def _mask_and_score(call: Call, terms: Terms) -> tuple[ops.Mask, ops.Score]:
 def _packed(call: Call, device: torch.device) -> dict[str, Tensor | int]:
     if not call.cu_q:
         return {}
-    longest = [max(b - a for a, b in zip(cu, cu[1:])) for cu in (call.cu_q, call.cu_k)]
+    longest = [max(b - a for a, b in pairwise(cu)) for cu in (call.cu_q, call.cu_k)]
     starts = {"cu_seqlens_q": _starts(call.cu_q, device), "cu_seqlens_k": _starts(call.cu_k, device)}
     return {**starts, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
 

@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -153,7 +153,7 @@ def offsets(ranges: Sequence[Range]) -> list[int]:
 def boundaries(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
     """cu_seqlens as Python ints. Raises ValueError unless they ascend from 0."""
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    if len(values) < 2 or values[0] != 0 or any(b < a for a, b in zip(values, values[1:])):
+    if len(values) < 2 or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ValueError(f"cu_seqlens must hold documents + 1 >= 2 ascending numbers from 0, got {values[:8]}")
     return tuple(values)
 

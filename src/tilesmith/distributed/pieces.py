@@ -1,4 +1,4 @@
-"""What a rank computes, as calls of attention on ranges of its queries and of keys: pure functions of a layout and a mask.
+"""What a rank computes, as calls of attention on ranges of its queries and of keys: functions of a layout and a mask.
 
 A span is a run of tokens of one document with its place in a buffer. A piece is a span of queries with a span of keys,
 cut to what can see each other. Pieces that one call of the kernel can serve are made one call.
@@ -216,7 +216,7 @@ class _Group:
         return Call(first.q, tokens, first.k, keys, left, right, cu_q, cu_k)
 
 
-def _agreed(side: int | None, asked: int, length: int, lengths: Sequence[int]) -> int | None | bool:
+def _agreed(side: int | None, asked: int, length: int, lengths: Sequence[int]) -> int | bool | None:
     """The limit that serves those that have `side` and one more piece; None is no limit, False that there is none."""
     if asked >= length - 1:  # the piece is not limited: any limit that reaches across it will do
         return side if side is None or side >= length - 1 else False

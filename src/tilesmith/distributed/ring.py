@@ -81,18 +81,20 @@ class LocalRing:
 class ProcessGroupRing:
     """The ranks of a process group of torch.distributed (NCCL, gloo), one in this process.
 
-    timeout: seconds that a rank may keep the others waiting. Signatures are compared through the CPU: over the group
-    itself if it serves CPU tensors, else over a gloo group of the same ranks that is made at the first comparison.
+    timeout: seconds that a rank may keep the others waiting. head_start: microseconds for which kernels on a GPU wait
+    after transfers are posted, so that NCCL's find multiprocessors before attention takes them all. Signatures are
+    compared through the CPU: over the group itself if it is gloo's, else over a gloo group of the same ranks that is
+    made at the first comparison.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0):
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0, head_start: float = 0.0):
         if not dist.is_initialized():
             raise RuntimeError("ProcessGroupRing: torch.distributed is not initialised: call init_process_group first")
         self.group = dist.group.WORLD if group is None else group
         self.size = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
         self.ranks = (self.rank,)
-        self.timeout = datetime.timedelta(seconds=timeout)
+        self.timeout, self.head_start = datetime.timedelta(seconds=timeout), head_start
         self._everyone = dist.get_process_group_ranks(self.group)
         self._side: dist.ProcessGroup | None = None
 
@@ -114,6 +116,8 @@ class ProcessGroupRing:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as problem:
             raise RingError(f"rank {self.rank}: {step} with ranks {sorted(set(peers))} failed: {problem}") from problem
+        if self.head_start and kept and kept[0].is_cuda:
+            torch.cuda._sleep(int(self.head_start * _CYCLES))
         # backends that move a batch at once give back one handle
         return step, list(zip(peers if len(works) == len(peers) else [-1] * len(works), works)), kept
 
@@ -184,6 +188,7 @@ class ProcessGroupRing:
 
 _ROOM = 2048  # bytes of a signature on its way
 _TAG = 7919
+_CYCLES = 1800  # of a GPU in a microsecond, about
 
 
 def compare(signatures: Mapping[int, Signature], step: str) -> None:

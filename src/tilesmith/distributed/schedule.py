@@ -105,7 +105,7 @@ def shared_heads(heads: int, kv_heads: int, degree: int, slot: int) -> tuple[Hea
     mine, group = heads // degree, heads // kv_heads
     if heads % degree or (mine % group and group % mine):
         raise ValueError(
-            f"{heads} query heads over {kv_heads} kv heads cannot be shared out over {degree} ranks: each rank needs as "
+            f"{heads} query heads over {kv_heads} kv heads cannot be shared out over {degree} ranks: each needs as "
             "many query heads, whole groups of them or parts of one; choose mode 'allgather' or 'ring', or another "
             "degree for 'hybrid'"
         )

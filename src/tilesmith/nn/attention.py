@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,15 @@ from tilesmith.engine.argument_checks import number, probability, size, tensor
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import RotaryEmbedding
+
+
+class SharedSequence(Protocol):
+    """A sequence whose tokens several ranks hold, as `tilesmith.distributed.SharedSequence` is one."""
+
+    positions: Tensor  # of this rank's tokens in their documents, [1, T]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, score: ops.Score, dropout_p: float) -> Tensor:
+        """`ops.attention`'s first result for this rank's queries and the keys of all ranks."""
 
 
 class Attention(nn.Module):
@@ -74,12 +85,14 @@ class Attention(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
+        sequence: SharedSequence | None = None,
     ) -> Tensor:
         """x [B, T, C] to [B, T, C].
 
         cu_seqlens: [N + 1] int32: B is 1 and the row holds N documents, which do not see each other. cache: x are the
         next tokens of its rows, whose keys and values go to `layer` of it (without gradients); cache.lengths is not
-        advanced.
+        advanced. sequence: x are those of a sequence's tokens that this rank holds, and it attends for all of them;
+        it excludes the other two.
         """
         tensor("Attention", "x", x)
         if x.ndim != 3 or x.shape[2] != self.hidden_size:
@@ -90,8 +103,13 @@ class Attention(nn.Module):
             raise ValueError(
                 "Attention: cu_seqlens and cache exclude each other: rows of a cache are one document each"
             )
+        if sequence is not None and not (cu_seqlens is None and cache is None):
+            raise ValueError("Attention: sequence excludes cu_seqlens, which it has of its own, and cache")
         q, k, v = self._heads(x)
-        if cache is not None:
+        if sequence is not None:
+            q, k = rotary(q, k, positions=sequence.positions)
+            out = sequence.attend(q, k, v, self.mask, self.score, self.dropout if self.training else 0.0)
+        elif cache is not None:
             out = self._attend_cached(q, k, v, rotary, cache, layer)
         else:
             q, k = rotary(q, k, cu_seqlens=cu_seqlens)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import number, probability, size, tensor
-from tilesmith.nn.attention import Attention
+from tilesmith.nn.attention import Attention, SharedSequence
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.mlp import GatedMLP
 from tilesmith.nn.norm import RMSNorm
@@ -100,13 +100,14 @@ class DecoderBlock(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
+        sequence: SharedSequence | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(x, residual) to the next block's: the stream is their sum, which the next norm takes. residual None is 0."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotary, cu_seqlens=cu_seqlens, cache=cache, layer=layer)
+        x = self.self_attn(x, rotary, cu_seqlens=cu_seqlens, cache=cache, layer=layer, sequence=sequence)
         x, residual = self.post_attention_layernorm.add(self._dropped(x), residual)
         return self._dropped(self.mlp(x)), residual
 
@@ -167,20 +168,27 @@ class Decoder(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
+        sequence: SharedSequence | None = None,
     ) -> Tensor:
         """Logits [B, T, vocab_size] of tokens [B, T] or, with labels, their mean cross-entropy, a scalar.
 
         labels: [B, T]: labels[b, t] is what tokens[b, t] should predict, so usually tokens[b, t + 1]; -100 is left
-        out. The loss is computed in chunks of tokens, so that the logits are never whole in memory. cu_seqlens: see
-        `Attention`. cache: tokens continue its rows, and it is advanced by T tokens.
+        out. The loss is computed in chunks of tokens, so that the logits are never whole in memory. cu_seqlens and
+        sequence: see `Attention`; with a sequence the mean is over this rank's labels. cache: tokens continue its rows,
+        and it is advanced by T tokens.
         """
-        x = self.hidden_states(tokens, cu_seqlens=cu_seqlens, cache=cache)
+        x = self.hidden_states(tokens, cu_seqlens=cu_seqlens, cache=cache, sequence=sequence)
         if labels is None:
             return self.logits(x)
         return ops.linear_cross_entropy(x, self.output_weight, labels, softcap=self.config.logit_softcap)
 
     def hidden_states(
-        self, tokens: Tensor, *, cu_seqlens: Tensor | None = None, cache: KVCache | None = None
+        self,
+        tokens: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+        sequence: SharedSequence | None = None,
     ) -> Tensor:
         """What the output projection reads, [B, T, C]. Arguments as of `forward`.
 
@@ -194,11 +202,15 @@ class Decoder(nn.Module):
         if cache is not None and cache.lengths.shape[0] != tokens.shape[0]:
             raise ValueError(f"Decoder: tokens has {tokens.shape[0]} rows, cache {cache.lengths.shape[0]}")
         limit = self.config.max_positions
+        if sequence is not None and int(sequence.positions.max()) >= limit:
+            raise ValueError(f"sequence has position {int(sequence.positions.max())}; max_positions is {limit}")
         if cu_seqlens is None and tokens.shape[1] > limit:
             raise ValueError(f"tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}")
         x, residual = self.embed_tokens(tokens), None
         for i, block in enumerate(self.layers):
-            x, residual = block(x, residual, self.rotary, cu_seqlens=cu_seqlens, cache=cache, layer=i)
+            x, residual = block(
+                x, residual, self.rotary, cu_seqlens=cu_seqlens, cache=cache, layer=i, sequence=sequence
+            )
         if cache is not None:
             cache.lengths.add_(tokens.shape[1])
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]

@@ -1,0 +1,301 @@
+"""`shard_sequence`: a transformers model whose sequences the ranks of a mesh share."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilesmith import ops
+from tilesmith.distributed import Layout, Ring, context_parallel_attention, ring_of
+from tilesmith.distributed.attention import MODES
+from tilesmith.distributed.layout import boundaries
+from tilesmith.models.attention_masks import KeyMask, _rule
+from tilesmith.models.attention_modules import computes_mask, uses_interface
+from tilesmith.rewrite import original_class
+
+NAME = "tilesmith_sequence"  # among transformers' attention functions
+_BATCH = "tilesmith_batch"  # the argument that models hand through to their attention
+_GRADIENTS = ("mean", "sum")
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}  # their angles depend on the longest position that a rank sees
+_NO_LABEL = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """How the ranks hold one batch. starts: boundaries of packed documents; ids: of queries and keys otherwise."""
+
+    layout: Layout
+    starts: tuple[int, ...] | None = None
+    ids: tuple[Tensor, Tensor] | None = None
+
+
+class Sharding:
+    """What a sharded model remembers; `remove` makes it the model that it was."""
+
+    def __init__(self, ring: Ring, mode: str, gradients: str):
+        self.ring, self.mode, self.gradients = ring, mode, gradients
+        self.batch: Batch | None = None
+        self.removals: list[Any] = []
+
+    def __deepcopy__(self, memo: dict) -> Sharding:
+        return self  # process groups cannot be copied; a copied model lives on the same ranks
+
+    def remove(self) -> None:
+        """Take the hooks off and give the model its attention back."""
+        for undo in self.removals:
+            undo()
+        self.removals.clear()
+
+
+def shard_sequence(
+    model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup | Ring, *, mode: str = "auto", gradients: str = "mean"
+) -> nn.Module:
+    """Let the ranks of `mesh` share each sequence of a transformers model, in place; returns the model.
+
+        tilesmith.shard_sequence(model, mesh["cp"])
+        loss = model(input_ids=ids, labels=labels).loss  # the same whole batch on every rank of the mesh
+
+    Every rank gives whole batches; the model computes this rank's tokens: `input_ids` or `inputs_embeds`,
+    `position_ids`, `labels` and `attention_mask` [B, S] are sharded before its first layer, and its attention becomes
+    `context_parallel_attention` (`mode` is that function's). Tokens lie in zigzag, those of packed documents by their
+    work. A row is packed where `cu_seq_lens_q` says so or `position_ids` begin again. Causality, windows, soft caps and
+    sinks are the model's own; padding is not attended.
+
+    The loss is the mean over the labels of the whole batch, the same number on all ranks; `logits` and hidden states
+    are of this rank's tokens (`model_sharding(model).batch.layout`). gradients: "mean": the mean over the ranks
+    of each parameter's gradient is the whole gradient, as data parallel wrappers (FSDP2, DDP) take it; "sum": their
+    sum.
+    What a model adds to its loss beside the labels' is added as each rank has it.
+
+    Raises ValueError for models whose layers see other tokens than through attention (linear attention, convolutions),
+    whose angles depend on the length, or whose attention does not go through transformers' interface; at a call for
+    caches, dense masks and labels that are not of tokens.
+    """
+    transformers = _transformers()
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"shard_sequence: model must be a transformers model, got {type(model).__name__}")
+    if mode not in MODES:
+        raise ValueError(f"shard_sequence: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if gradients not in _GRADIENTS:
+        raise ValueError(f"shard_sequence: gradients must be 'mean' or 'sum', got {gradients!r}")
+    if model_sharding(model) is not None:
+        raise ValueError("shard_sequence: the model is sharded already; model_sharding(model).remove() undoes it")
+    _refuse_model(model)
+    ring = ring_of(mesh)
+    if len(ring.ranks) != 1:
+        raise ValueError("shard_sequence: mesh must have one rank in this process; a LocalRing has all of them")
+    sharding = Sharding(ring, mode, gradients)
+    transformers.AttentionInterface.register(NAME, attention_forward)
+    transformers.AttentionMaskInterface.register(NAME, _mask)
+    before = {id(m.config): (m.config, m.config._attn_implementation) for m in model.modules() if _has_config(m)}
+    model.set_attn_implementation(NAME)
+    for module in model.modules():
+        if module is model or uses_interface(module):
+            module.__dict__["_tilesmith_sharding"] = sharding
+            sharding.removals.append(lambda m=module: m.__dict__.pop("_tilesmith_sharding", None))
+    for config, implementation in before.values():
+        sharding.removals.append(lambda c=config, i=implementation: setattr(c, "_attn_implementation_internal", i))
+    sharding.removals += [
+        model.register_forward_pre_hook(_before, with_kwargs=True).remove,
+        model.register_forward_hook(_after, with_kwargs=True).remove,
+    ]
+    return model
+
+
+def model_sharding(model: nn.Module) -> Sharding | None:
+    """What `shard_sequence` made of a model; None if nothing."""
+    return model.__dict__.get("_tilesmith_sharding")
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: KeyMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it, over the tokens of all ranks; query, key and value are those of a rank."""
+    if position_bias is not None or not (attention_mask is None or isinstance(attention_mask, KeyMask)):
+        raise ValueError(f"shard_sequence: {type(module).__name__} gives its attention biases or masks of its own")
+    sharding = module.__dict__["_tilesmith_sharding"]
+    batch = kwargs.get(_BATCH) or sharding.batch
+    if attention_mask is None:
+        causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
+    else:
+        causal, window = attention_mask.causal, attention_mask.window
+    out, _ = context_parallel_attention(
+        query,
+        key,
+        value,
+        sharding.ring,
+        ops.Mask(causal=causal, window=window, documents=batch.ids),
+        ops.Score(scale=scaling, softcap=softcap or 0.0),
+        mode=sharding.mode,
+        layout=batch.layout,
+        cu_seqlens=batch.starts,
+        sinks=s_aux,
+        dropout_p=dropout,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable(reason="reads the model's mask function")
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function: Any = None, device: Any = "cpu", **given: Any
+) -> KeyMask:
+    """The mask function of transformers: what a layer sees of the whole sequence. What it makes of a rank's positions,
+    which jump, is not listened to: documents come with the batch."""
+    from transformers.masking_utils import causal_mask_function
+
+    rule = _rule(mask_function or causal_mask_function)
+    if rule is None or q_length != kv_length:
+        raise ValueError("shard_sequence: the model makes a mask other than causality, a window, padding or documents")
+    shape = batch_size, 1, q_length, kv_length
+    return KeyMask(shape, torch.device(device), rule.causal, rule.window)
+
+
+def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Shard a batch: what the model is called with."""
+    named = dict(zip(_parameters(type(model)), args)) | kwargs
+    sharding = model_sharding(model)
+    ring = sharding.ring
+    if named.get("past_key_values") is not None:
+        raise ValueError("shard_sequence: past_key_values is given; sharded models compute whole sequences")
+    name = next((n for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
+    if name is None:
+        raise ValueError("shard_sequence: give input_ids or inputs_embeds by name or in the model's order")
+    tokens = named[name]
+    rows, length = tokens.shape[:2]
+    positions = named.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device)[None]
+    batch = _batch(named, positions, rows, length, ring.size, model)
+    rank = ring.ranks[0]
+    shard = lambda x, fill=0: batch.layout.shard(x, rank, 1, fill)  # noqa: E731
+    ids = None if batch.ids is None else tuple(shard(x, -1) for x in batch.ids)
+    sharding.batch = batch = Batch(batch.layout, batch.starts, ids)
+    named |= {name: shard(tokens), "position_ids": shard(positions), "use_cache": False, _BATCH: batch}
+    for given in ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        named.pop(given, None)
+    if named.get("labels") is not None or named.get("shift_labels") is not None:
+        named |= _labels(named, rows, length, shard, model)
+    return (), named
+
+
+def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
+    """The loss of the whole batch: its value from all ranks, its gradient from this one's tokens."""
+    sharding, loss = model_sharding(model), getattr(out, "loss", None)
+    if loss is None or kwargs.get("labels") is None:
+        return out
+    ring = sharding.ring
+    total = loss.detach().clone()
+    if ring.size > 1:
+        dist.all_reduce(total, group=ring.group)
+    mine = loss * (ring.size if sharding.gradients == "mean" else 1)
+    out.loss = mine + (total - mine.detach())
+    return out
+
+
+def _batch(named: dict[str, Any], positions: Tensor, rows: int, length: int, size: int, model: nn.Module) -> Batch:
+    padding = named.get("attention_mask")
+    if padding is not None and padding.ndim != 2:
+        raise ValueError(
+            f"shard_sequence: attention_mask must be [batch, tokens], got {list(padding.shape)}; dense masks are not "
+            "sharded"
+        )
+    if padding is not None and tuple(padding.shape) != (rows, length):
+        raise ValueError(f"shard_sequence: attention_mask must be [{rows}, {length}], got {list(padding.shape)}")
+    padding = None if padding is None or bool(padding.bool().all()) else padding.bool()
+    given = named.get("cu_seq_lens_q")
+    begins = positions[:, 1:] != positions[:, :-1] + 1
+    if padding is None and (given is not None or (positions.shape[0] == 1 and rows == 1)):
+        if given is None:
+            places = (begins[0].nonzero().flatten() + 1).tolist()
+            starts = (0, *places, length) if places else None
+        else:
+            starts = boundaries(given)
+        if starts is not None:
+            return Batch(Layout.balanced(starts, size, length), starts)
+        begins = begins[:, :0]
+    causal = getattr(model.config, "is_causal", True) and not getattr(model.config, "is_encoder_decoder", False)
+    layout = (Layout.zigzag if causal else Layout.contiguous)(length, size)
+    if padding is None and not bool(begins.any()):
+        return Batch(layout)
+    # documents or padding of several rows: ids, as padding in the middle of a row cannot be cut out
+    changes = nn.functional.pad(begins if padding is None else torch.zeros_like(begins), (1, 0))
+    queries = changes.cumsum(1).int().expand(rows, length)
+    keys = queries if padding is None else torch.where(padding, queries, -1)
+    return Batch(layout, None, (queries.contiguous(), keys.contiguous()))
+
+
+def _labels(named: dict[str, Any], rows: int, length: int, shard: Any, model: nn.Module) -> dict[str, Any]:
+    """Labels shifted before they are sharded, since a rank's last token predicts another rank's."""
+    if "shift_labels" not in inspect.signature(model.loss_function).parameters:
+        raise ValueError(
+            f"shard_sequence: the loss of {type(model).__name__} takes no shift_labels; it is not that of a causal "
+            "language model. Leave labels out and compute it from the logits of each rank"
+        )
+    shifted = named.get("shift_labels")
+    if shifted is None:
+        shifted = nn.functional.pad(named["labels"][..., 1:], (0, 1), value=_NO_LABEL)
+    if tuple(shifted.shape) != (rows, length):
+        raise ValueError(f"shard_sequence: labels must be [{rows}, {length}], got {list(shifted.shape)}")
+    count = named.get("num_items_in_batch")
+    count = (shifted != _NO_LABEL).sum() if count is None else count
+    mine = shard(shifted, _NO_LABEL)
+    return {"labels": mine, "shift_labels": mine, "num_items_in_batch": count}
+
+
+def _parameters(kind: type) -> list[str]:
+    return list(inspect.signature(original_class(kind).forward).parameters)[1:]
+
+
+def _has_config(module: nn.Module) -> bool:
+    return hasattr(module.__dict__.get("config"), "_attn_implementation")
+
+
+def _refuse_model(model: nn.Module) -> None:
+    sites = [m for m in model.modules() if uses_interface(m)]
+    if not sites:
+        raise ValueError(f"shard_sequence: no module of {type(model).__name__} uses transformers' attention interface")
+    own = next((original_class(type(m)).__name__ for m in sites if computes_mask(original_class(type(m)))), None)
+    if own is not None:
+        raise ValueError(f"shard_sequence: {own} edits its masks, which are not whole on a rank")
+    config = model.config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS
+    if others:
+        raise ValueError(f"shard_sequence: layers of kind {', '.join(sorted(others))} are not sharded by tokens")
+    convolution = next((n for n, m in model.named_modules() if isinstance(m, nn.Conv1d)), None)
+    if convolution is not None:
+        raise ValueError(f"shard_sequence: {convolution} is a convolution over tokens, which is not sharded")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError("shard_sequence: models of encoder and decoder are not served")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {each.get("rope_type") for each in rope.values() if isinstance(each, dict)}
+    if kinds & _LENGTH_DEPENDENT:
+        kind = (kinds & _LENGTH_DEPENDENT).pop()
+        raise ValueError(f"shard_sequence: rope_type {kind!r} depends on the longest position, which ranks see apart")
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+
+        _ = transformers.AttentionMaskInterface
+    except (ImportError, AttributeError) as problem:
+        raise ImportError("shard_sequence needs transformers 5 or later: pip install 'transformers>=5'") from problem
+    return transformers

@@ -1,0 +1,133 @@
+"""What GPUs check of context parallelism, by `torchrun --nproc-per-node 2 tests/nccl_context.py`: values in bf16,
+disagreement and stalls over NCCL, and torch's context parallel with our kernels inside."""
+
+import sys
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+import tilesmith
+from tilesmith import ops
+from tilesmith.bench.context_parallel import process_group
+from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention
+
+CAUSAL = ops.Mask(causal=True)
+
+
+def inputs(tokens, heads=(8, 2, 2), dim=128):
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(1, h, tokens, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for h in heads]
+
+
+def close(x, expected):
+    error = (x.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 0.02, float(error)
+
+
+def check_modes():
+    """Uneven numbers of tokens, grouped heads, softcap."""
+    layout, rank = Layout.zigzag(4097, dist.get_world_size()), dist.get_rank()
+    whole = [x.requires_grad_() for x in inputs(4097)]
+    score = ops.Score(softcap=20.0)
+    out, _ = ops.attention(*whole, CAUSAL, score)
+    dout = torch.randn_like(out)
+    dist.broadcast(dout, 0)
+    exact = torch.autograd.grad(out, whole, dout)
+    mine = [layout.shard(x.detach(), rank, 2).requires_grad_() for x in whole]
+    held = sum(b - a for a, b in layout.ranges[rank])
+    for mode in ("allgather", "ring", "ulysses", "auto"):
+        got, _ = context_parallel_attention(*mine, None, CAUSAL, score, mode=mode, layout=layout)
+        close(got, layout.shard(out, rank, 2))
+        for g, e in zip(torch.autograd.grad(got, mine, layout.shard(dout, rank, 2)), exact):
+            close(g, layout.shard(e, rank, 2))
+            assert not g[:, :, held:].any()
+
+
+def check_compile():
+    layout, rank = Layout.zigzag(2048, dist.get_world_size()), dist.get_rank()
+    mine = [layout.shard(x, rank, 2).requires_grad_() for x in inputs(2048)]
+    call = lambda q, k, v: context_parallel_attention(q * 2, k, v, None, CAUSAL, layout=layout)[0] * 2  # noqa: E731
+    expected = torch.autograd.grad(call(*mine).sum(), mine)
+    for g, e in zip(torch.autograd.grad(torch.compile(call)(*mine).sum(), mine), expected):
+        close(g, e)
+
+
+def check_torchs_context_parallel():
+    """F.scaled_dot_product_attention inside of it runs our kernels."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
+
+    tilesmith.register_for_sdpa()
+    layout, rank = Layout.zigzag(2048, dist.get_world_size()), dist.get_rank()
+    whole = [x.requires_grad_() for x in inputs(2048, (8, 8, 8))]
+    out, _ = ops.attention(*whole, CAUSAL)
+    dout = torch.randn_like(out)
+    dist.broadcast(dout, 0)
+    exact = torch.autograd.grad(out, whole, dout)
+    mine = [layout.shard(x.detach(), rank, 2).requires_grad_() for x in whole]
+    mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
+    activate_flash_attention_impl("tilesmith")
+    with context_parallel(mesh), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        got = F.scaled_dot_product_attention(*mine, is_causal=True)
+        grads = torch.autograd.grad(got, mine, layout.shard(dout, rank, 2))
+    close(got, layout.shard(out, rank, 2))
+    for g, e in zip(grads, exact):
+        close(g, layout.shard(e, rank, 2))
+
+
+def check_disagreement():
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    q, k, v = inputs(1024)
+    context_parallel_attention(q, k, v, None, CAUSAL)
+    for field, call in {
+        "q.shape": lambda: context_parallel_attention(
+            *[x[:, :, : 512 if rank == last else 1024] for x in (q, k, v)], None, CAUSAL
+        ),
+        "causal": lambda: context_parallel_attention(q, k, v, None, ops.Mask(causal=rank != last)),
+    }.items():
+        began = time.monotonic()
+        try:
+            call()
+        except ValueError as problem:
+            assert field in str(problem) and f"on rank {last}" in str(problem), problem
+            assert time.monotonic() - began < 5
+        else:
+            raise AssertionError(f"{field}: nothing was raised")
+    context_parallel_attention(q, k, v, None, CAUSAL)
+
+
+def check_a_stalled_rank():
+    ring = ProcessGroupRing(timeout=3.0)
+    q, k, v = inputs(1024)
+    context_parallel_attention(q, k, v, ring, CAUSAL)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(6)
+        return
+    try:
+        context_parallel_attention(q, k, v, ring, CAUSAL)
+    except RingError as problem:
+        assert "forward: rank 1 did not answer" in str(problem), problem
+    else:
+        raise AssertionError("nothing was raised")
+
+
+def main() -> None:
+    with process_group() as rank:
+        for name, check in list(globals().items()):
+            if name.startswith("check_"):
+                began = time.monotonic()
+                told = "ok"
+                try:
+                    check()
+                except Exception:
+                    told = traceback.format_exc()
+                torch.cuda.synchronize()
+                sys.stdout.write(f"rank {rank} {name}: {time.monotonic() - began:.1f} s {told}\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What ranks check of whole models: `shard_sequence` on transformers models, and torch's own context parallel with our
+attention inside. Run by test_context_parallel.py."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tilesmith import ops
+from tilesmith.distributed import Layout
+
+VOCABULARY = 128
+
+
+def _loss_and_gradients(model, **inputs):
+    model.zero_grad()
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_models_of_transformers(mesh):
+    """Loss and gradients of whole batches, plain, padded and packed, are those of one process; also checkpointed."""
+    pytest.importorskip("transformers")
+    from optimize_models import build
+    from tilesmith.models import model_sharding, shard_sequence
+
+    ids = torch.randint(VOCABULARY, (2, 13))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, 10:], mask[1, :2] = 0, 0
+    labels[1, 2] = -100  # padding would predict it, and what padding attends is nobody's promise
+    positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
+    batches = {
+        "plain": {"input_ids": ids, "labels": labels},
+        "padded": {"input_ids": ids, "labels": torch.where(mask.bool(), labels, -100), "attention_mask": mask},
+        "packed": {"input_ids": ids[:1], "labels": labels[:1], "position_ids": positions},
+    }
+    for family in ("llama", "gemma2", "gpt_oss"):
+        model = build(family)
+        sharded = shard_sequence(copy.deepcopy(model), mesh)
+        model.set_attn_implementation("eager")
+        for name, batch in batches.items():
+            if (family, name) == ("gpt_oss", "packed"):
+                continue  # transformers gives its mask no positions: eager attention sees across documents
+            for checkpointed in (False, True) if (family, name) == ("llama", "packed") else (False,):
+                if checkpointed:
+                    sharded.train()
+                    sharded.gradient_checkpointing_enable({"use_reentrant": False})
+                loss, exact = _loss_and_gradients(model, **batch)
+                found, grads = _loss_and_gradients(sharded, **batch)
+                torch.testing.assert_close(found, loss, msg=lambda text, n=name, f=family: f"{f} {n}: {text}")
+                assert grads.keys() == exact.keys()
+                for key, grad in grads.items():
+                    dist.all_reduce(grad, group=mesh.get_group())
+                    torch.testing.assert_close(
+                        grad / mesh.size(), exact[key], rtol=1e-3, atol=2e-5, msg=f"{name} {key}"
+                    )
+        model_sharding(sharded).remove()
+        sharded.set_attn_implementation("eager")
+        torch.testing.assert_close(sharded.eval()(**batches["plain"]).loss, model.eval()(**batches["plain"]).loss)
+
+
+def check_models_that_are_refused(mesh):
+    pytest.importorskip("transformers")
+    import transformers
+
+    from optimize_models import SIZES, build
+    from tilesmith.models import shard_sequence
+
+    model = shard_sequence(build("llama"), mesh)
+    ids = torch.randint(VOCABULARY, (1, 8))
+    with pytest.raises(ValueError, match="is sharded already"):
+        shard_sequence(model, mesh)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\]"):
+        model(input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8))
+    with pytest.raises(ValueError, match="past_key_values is given"):
+        model(input_ids=ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="gradients must be 'mean' or 'sum'"):
+        shard_sequence(build("llama"), mesh, gradients="max")
+    with pytest.raises(TypeError, match="must be a transformers model"):
+        shard_sequence(torch.nn.Linear(2, 2), mesh)
+    bert = shard_sequence(build("bert"), mesh)
+    with pytest.raises(ValueError, match="takes no shift_labels"):
+        bert(input_ids=ids, labels=ids)
+    config = transformers.LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    )
+    with pytest.raises(ValueError, match="rope_type 'dynamic' depends on the longest position"):
+        shard_sequence(transformers.LlamaForCausalLM(config), mesh)
+
+
+def check_torchs_context_parallel_with_our_kernels(mesh):
+    """torch's ring calls the operators that `register_for_sdpa` replaces, here for CPU tensors: lse, max_q, philox."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+
+    from tilesmith.models.sdpa import _Activation
+
+    activated = _Activation("CPU")
+    try:
+        layout, rank = Layout.zigzag(16, mesh.size()), mesh.get_rank()
+        q, k, v = (torch.randn(2, 4, 16, 8).requires_grad_() for _ in range(3))
+        out, lse = ops.attention(q, k, v, ops.Mask(causal=True))
+        dout = torch.randn_like(out)
+        exact = torch.autograd.grad(out, (q, k, v), dout)
+        shard = lambda x: layout.shard(x.detach(), rank, 2)  # noqa: E731
+        mine = [shard(x) for x in (q, k, v)]
+        for method in ("allgather", "alltoall"):
+            torchs.set_rotate_method(method)
+            got, got_lse, cum_q, cum_k, max_q, max_k, seed, offset, *_ = (
+                torchs._scaled_dot_product_ring_flash_attention(mesh, *mine, is_causal=True)
+            )
+            torch.testing.assert_close(got, shard(out))
+            torch.testing.assert_close(got_lse.view_as(shard(lse)), shard(lse))
+            grads = torchs._scaled_dot_product_ring_flash_attention_backward(
+                mesh, shard(dout), *mine, got, got_lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset
+            )
+            for g, e in zip(grads, exact):
+                torch.testing.assert_close(g, shard(e))
+    finally:
+        torchs.set_rotate_method("allgather")
+        activated.remove()
