@@ -1,27 +1,32 @@
 """Context parallelism: gloo ranks run the checks of sharded_context.py in one spawn; schedules, layouts and local rings
 run here."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from test_sharding import run_checks
 from tilesmith import ops
+from tilesmith.bench import context_parallel_model
 from tilesmith.distributed import Layout, LocalRing, Machine, context_parallel_attention, explain_context_parallel
 from tilesmith.distributed.layout import causal_pairs, length
 from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, calls, pieces, spans
 from tilesmith.distributed.schedule import schedule, shared_heads
 
+ROOT = Path(__file__).parents[1]
 gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 
-FOUR = ("modes", "documents", "hybrid", "disagreement", "errors")
+FOUR = ("modes", "documents", "hybrid", "disagreement", "errors")  # of the checks, by parts of their names
 
 
 @gloo
 @pytest.mark.parametrize("size, only", [(2, ()), (4, FOUR)])
 def test_ranks(tmp_path, size, only):
-    told = run_checks(tmp_path, size, only, modules=("sharded_context",))
+    told = run_checks(tmp_path, size, only, modules=("sharded_sequences", "sharded_context"))
     assert not any("FAILED" in one for one in told), "\n".join(told)
 
 
@@ -186,3 +191,19 @@ def test_the_choice_says_why():
     assert said.mode in ("ring", "ulysses") and "GB" in said.reason
     refused = explain_context_parallel(4096, 8, heads=6, machine=machine)
     assert "cannot be shared out" in str(refused)
+
+
+def test_the_guide_runs(capsys):
+    """The Python blocks of docs/guides/long-context.md, but those marked as not run."""
+    text = (ROOT / "docs/guides/long-context.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"(<!-- not run -->\n)?```python\n(.*?)```", text, re.DOTALL)
+    assert sum(not skipped for skipped, _ in blocks) == 3
+    exec("\n".join(code for skipped, code in blocks if not skipped), {})
+    assert "allgather: " in capsys.readouterr().out
+
+
+def test_the_table_of_the_model():
+    """docs/context-parallel-model.md is what the model says; some rows, since all of them take seconds."""
+    text = (ROOT / "docs/context-parallel-model.md").read_text(encoding="utf-8")
+    for heads in context_parallel_model.HEADS:
+        assert context_parallel_model.row(8, 1 << 16, *heads) in text

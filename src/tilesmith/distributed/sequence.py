@@ -20,12 +20,12 @@ class SharedSequence:
     """What a `Decoder` and a training loop need to know of a sequence that ranks share.
 
         sequence = SharedSequence(tokens.shape[1], group)
-        loss = sequence.mean(decoder(sequence.shard(tokens), mine := sequence.shard(labels, IGNORED),
-                                     sequence=sequence), mine)
+        mine = sequence.shard(labels, -100)
+        loss = sequence.mean(decoder(sequence.shard(tokens), mine, sequence=sequence), mine)
 
-    tokens: of the whole sequence. group, mode, timeout: as of `context_parallel_attention`. cu_seqlens [N + 1]: it holds
-    documents, which do not see each other and have positions of their own. layout: which rank holds what; zigzag, or
-    documents by their work, if None. device: of `positions`. positions: of this rank's tokens, int64 [1, T]; 0 for
+    tokens: of the whole sequence. group, mode, timeout: as of `context_parallel_attention`. cu_seqlens [N + 1]: it
+    holds documents, which do not see each other and have positions of their own. layout: which rank holds what; zigzag,
+    or documents by their work, if None. device: of `positions`. positions: of this rank's tokens, int64 [1, T]; 0 for
     padding.
     """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilesmith.engine.memory import computed_in
 from tilesmith.ops.gemm.products import add_weight_gradient, column_sums, product
 from tilesmith.ops.loss import checks
-from tilesmith.ops.loss.chunked.cross_entropy import cross_entropy as chunked
+from tilesmith.ops.loss.chunked import cross_entropy as chunked
 from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads, undivided_token_grads
 from tilesmith.ops.loss.reference import Terms
 from tilesmith.ops.loss.vocabulary import Part, exchange, logit_grads, part_of, refuse_twice, token_losses

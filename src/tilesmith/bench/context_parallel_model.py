@@ -1,0 +1,75 @@
+"""The cost model of context parallelism as a table: what "auto" takes on 8 and 64 GPUs.
+
+`python -m tilesmith.bench.context_parallel_model` prints docs/context-parallel-model.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from tilesmith.distributed import Decision, Layout
+from tilesmith.distributed.cost import MACHINES, Problem, choose
+from tilesmith.distributed.pieces import Sight
+
+SIZES = (8, 64)
+TOKENS = tuple(1 << n for n in (16, 18, 20, 23))
+HEADS = ((32, 8), (16, 16))
+MEMORY = 17 * 10**9  # bytes for others' keys: an eighth of an H200
+COLUMNS = ("allgather", "ring", "ulysses", "hybrid")
+
+
+def decision(tokens: int, size: int, heads: int, kv_heads: int) -> Decision:
+    """The model's choice for causal attention at head dim 128 in bf16, 8 GPUs to a host."""
+    machine = replace(MACHINES["sm90"], memory=MEMORY)
+    layout, sight = Layout.zigzag(tokens, size), Sight(right=0)
+    return choose(Problem(layout, (0, tokens), sight, 1, heads, kv_heads, 128), machine)
+
+
+def page() -> str:
+    """The table as Markdown."""
+    machine = MACHINES["sm90"]
+    lines = [
+        "# What context parallelism should cost",
+        "",
+        "Milliseconds of forward and backward of one layer's causal attention by the model of",
+        "`tilesmith.distributed.cost`: head dim 128, bf16, hosts of 8 H200s. Not measured. The constants: the kernel's",
+        f"rate {machine.rate / 1e12:g} TFLOP/s, {machine.ramp * 1e6:g} µs a call; between the GPUs of a host",
+        f"{machine.link.bandwidth / 1e9:g} GB/s and {machine.link.latency * 1e6:g} µs, between hosts "
+        f"{machine.network.bandwidth / 1e9:g} GB/s and {machine.network.latency * 1e6:g} µs a",
+        f'GPU. Others\' keys may take {MEMORY / 1e9:g} GB. Bold is what `mode="auto"` takes; of hybrids the best degree '
+        "is shown;",
+        "– cannot be, and a number in brackets does not fit.",
+        "",
+        "| GPUs | tokens | heads | " + " | ".join(COLUMNS) + " |",
+        "| --: | --: | :-- | " + " | ".join("--:" for _ in COLUMNS) + " |",
+    ]
+    for size in SIZES:
+        for tokens in TOKENS:
+            for heads, kv_heads in HEADS:
+                lines.append(row(size, tokens, heads, kv_heads))
+    return "\n".join(lines) + "\n"
+
+
+def row(size: int, tokens: int, heads: int, kv_heads: int) -> str:
+    """One line of the table."""
+    found = decision(tokens, size, heads, kv_heads)
+    cells = [_cell(found, mode) for mode in COLUMNS]
+    return f"| {size} | {tokens:,} | {heads}/{kv_heads} | " + " | ".join(cells) + " |"
+
+
+def _cell(found: Decision, mode: str) -> str:
+    able = [one for one in found.estimates if one.mode == mode and not one.refused]
+    if not able:
+        return "–"
+    fitting = [one for one in able if one.memory <= MEMORY]
+    best = min(fitting or able, key=lambda one: one.seconds)
+    text = f"{best.seconds * 1e3:,.2f}" if best.seconds < 1 else f"{best.seconds * 1e3:,.0f}"
+    text += f" ({best.degree})" if mode == "hybrid" else ""
+    if not fitting:
+        return f"[{text}]"
+    return f"**{text}**" if mode == found.mode else text
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
