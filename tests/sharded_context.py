@@ -199,6 +199,29 @@ def check_full_sharding(mesh):
     torch.testing.assert_close(grad, layer.qkv.weight.grad, rtol=1e-4, atol=1e-5)
 
 
+def check_layers(mesh):
+    """The layers on this rank's tokens, with a key mask, against one process; with a DeviceMesh and without."""
+    from tilesmith.attention.context_parallel import ContextParallelAttention
+    from tilesmith.attention.ring import RingAttentionLayer
+
+    rank, size = mesh.get_rank(), mesh.size()
+    x, keep = torch.randn(2, 13, 16), torch.rand(2, 13) < 0.7
+    for causal in (False, True):
+        alone = RingAttentionLayer(16, 4, causal=causal, device="cpu")
+        expected = alone(x, keep)
+        layout = (Layout.zigzag if causal else Layout.contiguous)(13, size)
+        ring = RingAttentionLayer(16, 4, causal=causal, device="cpu", group=mesh)
+        ring.load_state_dict(alone.state_dict())
+        mine = [layout.shard(x, rank), layout.shard(keep, rank)]
+        held = sum(b - a for a, b in layout.ranges[rank])
+        torch.testing.assert_close(ring(*mine, layout=layout)[:, :held], layout.shard(expected, rank)[:, :held])
+        for where in (mesh, None):
+            parallel = ContextParallelAttention(16, 4, size, where, causal=causal)
+            parallel.load_state_dict(alone.state_dict())
+            found = parallel(parallel.shard(x), parallel.shard(keep), tokens=13)
+            torch.testing.assert_close(found[:, :held], layout.shard(expected, rank)[:, :held])
+
+
 def check_disagreement(mesh):
     """Every rank hears of it at once, also at a later call, and can go on."""
     rank, last = mesh.get_rank(), mesh.size() - 1

@@ -113,13 +113,13 @@ def attention_terms(
             "device"
         )
     shape = tuple(attention_mask.shape)
-    whole = tokens == keys and attention_mask.is_floating_point()
-    if whole and len(shape) == 2:
-        attention_mask, shape = attention_mask[:, None, None, :], (shape[0], 1, 1, shape[1])
-    if not whole and shape in ((batch, tokens), (batch, 1, 1, tokens)):
-        seen = _seen(name, attention_mask.reshape(batch, tokens))
-        ids = torch.where(seen, 0, -1).int()
-        return ops.Mask(causal=causal, documents=(torch.zeros_like(ids), ids)), ops.Score()
+    if shape in ((batch, tokens), (batch, 1, 1, tokens)):
+        seen = _seen(name, attention_mask.reshape(batch, tokens), tokens < keys)
+        if seen is not None:
+            ids = torch.where(seen, 0, -1).int()
+            return ops.Mask(causal=causal, documents=(torch.zeros_like(ids), ids)), ops.Score()
+        attention_mask = attention_mask.reshape(batch, 1, 1, tokens)
+        shape = tuple(attention_mask.shape)
     plane = (batch, heads, tokens, keys)
     if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, plane)) or shape[3] != keys:
         raise ValueError(
@@ -132,14 +132,16 @@ def attention_terms(
     return ops.Mask(causal=causal, dense=attention_mask != 0), ops.Score()
 
 
-def _seen(name: str, mask: Tensor) -> Tensor:
-    """Which keys may be attended, bool [B, N]."""
+def _seen(name: str, mask: Tensor, sharded: bool) -> Tensor | None:
+    """Which keys may be attended, bool [B, N]; None for numbers that are to be added."""
     if not mask.is_floating_point():
         return mask != 0
     hidden = mask <= torch.finfo(mask.dtype).min / 2
-    if not bool((hidden | (mask == 0)).all()):
-        raise ValueError(
-            f"{name}: a floating attention_mask of the keys must hold 0 and the lowest number of its dtype, or -inf; "
-            "give other numbers as [batch, heads, tokens, keys]"
-        )
-    return ~hidden
+    if bool((hidden | (mask == 0)).all()):
+        return ~hidden
+    if not sharded:
+        return None
+    raise ValueError(
+        f"{name}: over ranks a floating attention_mask of the keys must hold 0 and the lowest number of its dtype, or "
+        "-inf; give other numbers as [batch, heads, tokens, keys]"
+    )

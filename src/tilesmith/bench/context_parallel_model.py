@@ -37,8 +37,8 @@ def page() -> str:
         f"rate {machine.rate / 1e12:g} TFLOP/s, {machine.ramp * 1e6:g} µs a call; between the GPUs of a host",
         f"{machine.link.bandwidth / 1e9:g} GB/s and {machine.link.latency * 1e6:g} µs, between hosts "
         f"{machine.network.bandwidth / 1e9:g} GB/s and {machine.network.latency * 1e6:g} µs a",
-        f'GPU. Others\' keys may take {MEMORY / 1e9:g} GB. Bold is what `mode="auto"` takes; of hybrids the best degree '
-        "is shown;",
+        f'GPU. Others\' keys may take {MEMORY / 1e9:g} GB. Bold is what `mode="auto"` takes; of hybrids the best '
+        "degree is shown;",
         "– cannot be, and a number in brackets does not fit.",
         "",
         "| GPUs | tokens | heads | " + " | ".join(COLUMNS) + " |",

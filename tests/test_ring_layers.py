@@ -1,0 +1,76 @@
+"""RingAttentionLayer and ContextParallelAttention in one process; over ranks sharded_context.py checks them."""
+
+import pytest
+import torch
+
+from tilesmith import ops
+from tilesmith.attention.context_parallel import ContextParallelAttention, create_context_parallel_attention
+from tilesmith.attention.ring import RingAttentionLayer, create_ring_attention
+from tilesmith.nn import AttentionLayer
+
+LOWEST = torch.finfo(torch.float64).min
+
+
+def _masks():
+    """Each form of a mask, and what it means as a bool [B, 1, T|1, T] or as something added."""
+    keep = torch.ones(2, 13, dtype=torch.bool)
+    keep[0, 10:] = keep[1, :2] = False
+    plane = keep[:, None, None]
+    hidden = torch.zeros(2, 1, 1, 13, dtype=torch.float64).masked_fill(~plane, LOWEST)
+    added = torch.randn(2, 1, 13, 13, dtype=torch.float64)
+    added[..., 5] = float("-inf")
+    dense = torch.rand(1, 4, 13, 13) < 0.5
+    return {
+        "none": (None, None, None),
+        "keys": (keep, plane, None),
+        "integers": (keep.long(), plane, None),
+        "keys as a plane": (plane, plane, None),
+        "added to keys": (hidden, plane, None),
+        "added": (added, None, added),
+        "dense": (dense, dense, None),
+    }
+
+
+@pytest.mark.parametrize("name", _masks())
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks(name, causal):
+    """Both layers against the plain one, with the gradient."""
+    ring = RingAttentionLayer(32, 4, causal=causal, device="cpu").double()
+    parallel = ContextParallelAttention(32, 4, 3, ["cpu"] * 3, causal=causal).double()
+    parallel.load_state_dict(ring.state_dict())
+    x = torch.randn(2, 13, 32, dtype=torch.float64)
+    given, dense, bias = _masks()[name]
+    q, k, v = (y.unflatten(2, (4, 8)).transpose(1, 2) for y in ring.qkv_proj(x).chunk(3, -1))
+    out, _ = ops.attention(q, k, v, ops.Mask(causal=causal, dense=dense), ops.Score(bias=bias))
+    expected = ring.out_proj(out.transpose(1, 2).flatten(2))
+    exact = torch.autograd.grad(expected.square().sum(), ring.qkv_proj.weight)
+    for layer in (ring, parallel):
+        found = layer(x, given)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), layer.qkv_proj.weight), exact)
+
+
+def test_factories():
+    layer = create_ring_attention(32, 4, max_sequence_length=16, device=torch.device("cpu"))
+    assert isinstance(layer, RingAttentionLayer) and layer(torch.randn(1, 16, 32)).shape == (1, 16, 32)
+    with pytest.raises(ValueError, match="the sequence has 17 tokens; max_sequence_length is 16"):
+        layer(torch.randn(1, 17, 32))
+    parallel = create_context_parallel_attention(32, 4, 2, device_mesh=[torch.device("cpu")] * 2)
+    assert isinstance(parallel, ContextParallelAttention) and parallel(torch.randn(1, 5, 32)).shape == (1, 5, 32)
+    assert layer.state_dict().keys() == AttentionLayer(32, 4).state_dict().keys()
+
+
+def test_refusals():
+    layer = create_ring_attention(32, 4, device=torch.device("cpu"))
+    x = torch.randn(2, 6, 32)
+    for call, match in (
+        (lambda: create_ring_attention(30, 4), "num_heads is 4, which does not divide d_model, 30"),
+        (lambda: create_ring_attention(32, 4, max_sequence_length=0), "max_sequence_length must be at least 1"),
+        (lambda: layer(x[0]), r"hidden_states must be \[batch, tokens, 32\]"),
+        (lambda: layer(x, torch.ones(2, 5, dtype=torch.bool)), r"attention_mask must be \[2, 6\]"),
+        (lambda: create_context_parallel_attention(32, 4, 3, ["cpu"] * 2), "is 3; device_mesh has 2 devices"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    with pytest.raises(TypeError, match="device_mesh must be a list of devices or a DeviceMesh"):
+        create_context_parallel_attention(32, 4, 2, "cpu")
