@@ -306,9 +306,26 @@ class PartsConfig(NamedTuple):
     max_registers: int
 
 
+def ctas_of_row(parts: int, cols: int) -> str:
+    """In words: how a row of `cols` columns is held by `parts` CTAs."""
+    held = "one CTA holds" if parts == 1 else f"a cluster of {parts} CTAs holds"
+    return f"{held} a row of {cols} columns"
+
+
+def parts_of(cols: int, config: PartsConfig) -> int:
+    """How many CTAs work on a row of `cols` columns."""
+    return cdiv(cols, config.width)
+
+
+def parts_tells(kernel: str, cols: int, config: PartsConfig) -> list[str]:
+    """What `explain` says of a persistent kernel whose rows arrive by TMA in a ring buffer."""
+    ring = f"{config.slots} pipeline stage{'s' * (config.slots > 1)}"
+    return [f"{kernel}: {ctas_of_row(parts_of(cols, config), cols)}; persistent CTAs, rows arrive by TMA in {ring}"]
+
+
 def parts_grid(x: Tensor, config: PartsConfig) -> tuple[int, int]:
     """(groups, parts) for the rows of x [M, N]: how many rows are worked on at once, and by how many CTAs each."""
-    parts = cdiv(x.shape[1], config.width)
+    parts = parts_of(x.shape[1], config)
     return max(1, min(x.shape[0], resident_clusters(x.device, parts, config.per_sm))), parts
 
 

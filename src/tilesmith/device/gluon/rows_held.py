@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.gluon import cluster as cluster_gluon
-from tilesmith.device.gluon.rows import LINE, MOST_PARTS, optimization_barrier, pack, unpack_fp32
+from tilesmith.device.gluon.rows import LINE, MOST_PARTS, ctas_of_row, optimization_barrier, pack, unpack_fp32
 from tilesmith.device.gluon.shim import gl, gluon, reserve_smem
 from tilesmith.engine import cdiv
 
@@ -197,10 +197,20 @@ def held_config(cols: int, size: int, chunks: int, num_warps: int, max_registers
     return HeldConfig(chunks, num_warps, max_registers if size <= 2 else 0)
 
 
+def held_parts(cols: int, config: HeldConfig) -> int:
+    """How many CTAs hold a row of `cols` columns."""
+    return cdiv(cols, config.chunks * config.num_warps * LINE)
+
+
 def held_grid(x: Tensor, config: HeldConfig) -> tuple[int, int]:
     """(CTAs, parts) for the rows of x [M, N]."""
-    parts = cdiv(x.shape[1], config.chunks * config.num_warps * LINE)
+    parts = held_parts(x.shape[1], config)
     return x.shape[0] * parts, parts
+
+
+def held_tells(kernel: str, cols: int, config: HeldConfig) -> list[str]:
+    """What `explain` says of a kernel that holds rows in registers."""
+    return [f"{kernel}: {ctas_of_row(held_parts(cols, config), cols)} in registers, read once"]
 
 
 def held_fit(config: HeldConfig, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:

@@ -8,8 +8,18 @@ from torch import Tensor
 from tilesmith.engine import register_kernel
 from tilesmith.ops.elementwise import op as gate
 from tilesmith.ops.gemm import chunks
-from tilesmith.ops.gemm.products import activated_product, gradients, near, product
-from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat, keeps_pre
+from tilesmith.ops.gemm.arguments import linear_act_vjp_arguments
+from tilesmith.ops.gemm.products import (
+    PreActivation,
+    activated_product,
+    epilogue_tells,
+    gradients,
+    near,
+    pre_activation,
+    pre_activation_tells,
+    product,
+)
+from tilesmith.ops.gemm.reference import flat, keeps_pre
 from tilesmith.ops.norm import op as norm
 
 
@@ -41,7 +51,14 @@ def linear_vjp(
     return gradients(flat(dy), x, weight, bias, output_mask)
 
 
-@register_kernel("linear_act", backend="aten", rank=10)
+@register_kernel(
+    "linear_act",
+    backend="aten",
+    rank=10,
+    tells=lambda x, weight, bias, activation, keep_pre: epilogue_tells(
+        x, activation, bool(keep_pre) and keeps_pre(activation)
+    ),
+)
 def linear_act(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu", keep_pre: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -56,26 +73,23 @@ def linear_act(
     return y.view(shape), nothing
 
 
-@register_kernel("linear_act_vjp", backend="aten", rank=10)
-def linear_act_vjp(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    pre: Tensor,
-    activation: str,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+@register_kernel(
+    "linear_act_vjp",
+    backend="aten",
+    rank=10,
+    tells=linear_act_vjp_arguments(pre_activation_tells),
+)
+@linear_act_vjp_arguments
+def linear_act_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
     """Our elementwise op, then the products of a linear layer."""
-    if activation in FROM_OUTPUT:
-        dz = _activated_vjp(flat(dy), flat(y), activation, True)
-    elif activation == "none":
-        dz = flat(dy)
-    else:
-        kept = flat(pre) if pre.shape == dy.shape else product(flat(x), weight, bias)
-        dz = _activated_vjp(flat(dy), kept, activation, False)
-    return gradients(dz, x, weight, bias, output_mask)
+    dy, x, weight, bias, source = call.dy, call.x, call.weight, call.bias, pre_activation(call)
+    dz = flat(dy)
+    if source is PreActivation.OUTPUT:
+        dz = _activated_vjp(dz, flat(call.y), call.activation, True)
+    elif source is not PreActivation.NONE:
+        kept = flat(call.pre) if source is PreActivation.KEPT else product(flat(x), weight, bias)
+        dz = _activated_vjp(dz, kept, call.activation, False)
+    return gradients(dz, x, weight, bias, call.output_mask)
 
 
 @register_kernel("norm_linear", backend="aten", rank=10)
@@ -130,7 +144,14 @@ def norm_linear_vjp(
     return dx, dweight, dbias, dnorm_weight, dnorm_bias
 
 
-@register_kernel("memory_efficient_linear", backend="aten", rank=10)
+@register_kernel(
+    "memory_efficient_linear",
+    backend="aten",
+    rank=10,
+    tells=lambda x, weight, bias, activation, chunk_rows: (
+        chunks.chunk_tells(x, weight, activation, chunk_rows) + epilogue_tells(x, activation)
+    ),
+)
 def memory_efficient_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", chunk_rows: int = 0
 ) -> Tensor:
@@ -138,7 +159,14 @@ def memory_efficient_linear(
     return chunks.forward(STEPS, x, weight, bias, activation, chunk_rows)
 
 
-@register_kernel("memory_efficient_linear_vjp", backend="aten", rank=10)
+@register_kernel(
+    "memory_efficient_linear_vjp",
+    backend="aten",
+    rank=10,
+    tells=lambda dy, x, weight, bias, activation, chunk_rows, output_mask: chunks.chunk_tells(
+        x, weight, activation, chunk_rows
+    ),
+)
 def memory_efficient_linear_vjp(
     dy: Tensor,
     x: Tensor,

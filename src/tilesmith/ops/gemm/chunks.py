@@ -97,9 +97,20 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
     return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
 
+def _chunk_size(rows: int, outputs: int, itemsize: int, device: torch.device, activation: str, chunk_rows: int) -> int:
+    """Rows of a chunk. Without an activation nothing is recomputed, so one chunk has them all."""
+    if chunk_rows or activation == "none":
+        return chunk_rows or rows
+    return rows_per_chunk(rows, outputs, itemsize, device.type == "cpu")
+
+
+def chunk_tells(x: Tensor, weight: Tensor, activation: str, chunk_rows: int) -> list[str]:
+    """What `explain` says of the chunks of a call of `memory_efficient_linear` or its backward."""
+    rows = flat(x).shape[0]
+    size = max(1, _chunk_size(rows, weight.shape[0], x.element_size(), x.device, activation, chunk_rows))
+    return [f"{-(-rows // size)} chunk(s) of up to {size} rows: their pre-activations are in memory at a time"]
+
+
 def _chunks(out: Tensor, activation: str, chunk_rows: int) -> Iterator[slice]:
-    rows, outputs = out.shape
-    size = chunk_rows or rows
-    if not chunk_rows and activation != "none":
-        size = rows_per_chunk(rows, outputs, out.element_size(), out.device.type == "cpu")
+    rows, size = out.shape[0], _chunk_size(*out.shape, out.element_size(), out.device, activation, chunk_rows)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, max(1, size)))

@@ -1,11 +1,13 @@
 """Products of a linear layer and its gradients by the device's own library (cuBLAS, hipBLASLt, MKL), on [M, K] rows."""
 
 from collections.abc import Sequence
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilesmith.ops.gemm.reference import flat
+from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat
 
 
 def near(x: Tensor) -> Tensor:
@@ -30,8 +32,7 @@ def activated_product(
     There is one for relu, which relu_squared squares in place, and one for gelu_tanh (PyTorch's on a CPU computes the
     other gelu), which is exact to about 11 bits, so it serves the 16-bit dtypes only.
     """
-    served = activation in ("relu", "relu_squared") or (activation == "gelu_tanh" and _takes_gelu(x))
-    if not served or x.device.type != "cuda" or x.numel() == 0:  # without features cuBLASLt is not asked
+    if not has_epilogue(x, activation):
         return None
     x = near(x)
     start = x.new_zeros(weight.shape[0]) if bias is None else bias.to(x.dtype)
@@ -39,6 +40,46 @@ def activated_product(
     where = {} if out is None else {"out": out}
     y = torch._addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu, **where)
     return y.square_() if activation == "relu_squared" else y
+
+
+def has_epilogue(x: Tensor, activation: str) -> bool:
+    """Whether `activated_product` serves x: cuBLASLt has an epilogue for the activation. It is not called without
+    features."""
+    served = activation in ("relu", "relu_squared") or (activation == "gelu_tanh" and _takes_gelu(x))
+    return served and x.device.type == "cuda" and x.numel() > 0
+
+
+def epilogue_tells(x: Tensor, activation: str, kept: bool = False) -> list[str]:
+    """What `explain` says of where an activation is applied."""
+    if activation == "none":
+        return []
+    if not kept and has_epilogue(x, activation):
+        return [f"{activation} is applied in the epilogue of cuBLASLt's matmul"]
+    why = "its input is kept" if kept else "the library has no epilogue for it here"
+    return [f"{activation} is an elementwise pass of its own: {why}"]
+
+
+class PreActivation(Enum):
+    """What the backward of `linear_act` differentiates the activation at."""
+
+    OUTPUT = "the output, which is enough for this activation"
+    KEPT = "the pre-activation, which the forward kept"
+    RECOMPUTED = "the pre-activation, computed again by a matmul"
+    NONE = "nothing: there is no activation"
+
+
+def pre_activation(call: Any) -> PreActivation:
+    """Which one serves a call of `linear_act_vjp`."""
+    if call.activation == "none":
+        return PreActivation.NONE
+    if call.activation in FROM_OUTPUT:
+        return PreActivation.OUTPUT
+    return PreActivation.KEPT if call.pre.shape == call.dy.shape else PreActivation.RECOMPUTED
+
+
+def pre_activation_tells(call: Any) -> list[str]:
+    """What `explain` says of it."""
+    return [f"the activation is differentiated at {pre_activation(call).value}"]
 
 
 def gradients(

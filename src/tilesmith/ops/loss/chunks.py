@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
@@ -148,15 +149,39 @@ def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tenso
     return loss, lse.view(target.shape), divisors, *chunks.gradients(), logit_grad
 
 
+class GradientSource(Enum):
+    """What the backward of a loss of a linear layer makes the gradients of."""
+
+    LOGIT_GRADIENT = "matmuls of the logits' gradient, which the forward kept"
+    SAVED = "the gradients that the forward computed, times that of the loss"
+    RECOMPUTED = "logits computed again, chunk by chunk"
+
+
+def gradient_source(call) -> GradientSource:
+    """Which source serves a call of the vjp of linear_cross_entropy, linear_preference or linear_distillation."""
+    logit_grad, beside = getattr(call, "logit_grad", None), getattr(call, "dlog_probs", getattr(call, "dparts", None))
+    if logit_grad is not None and logit_grad.shape == (*call.target.shape, call.weight.shape[0]):
+        return GradientSource.LOGIT_GRADIENT
+    saved = call.x_grad, call.weight_grad, call.bias_grad
+    if beside is None and already_computed(call.x, call.weight, call.bias, saved, call.output_mask):
+        return GradientSource.SAVED
+    return GradientSource.RECOMPUTED
+
+
+def source_tells(call) -> list[str]:
+    """What `explain` says of the source of a call's gradients."""
+    return [f"the gradients come from {gradient_source(call).value}"]
+
+
 def linear_cross_entropy_vjp(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tensor]:
     """The backward op's outputs: from the logits' gradient, or the saved gradients times the loss's, or from the logits
     computed again."""
     x, weight, bias, wanted = call.x, call.weight, call.bias, call.output_mask
-    if call.logit_grad.shape == (*call.target.shape, weight.shape[0]):
+    source = gradient_source(call)
+    if source is GradientSource.LOGIT_GRADIENT:
         return _from_logit_grad(steps, call.dloss, x, weight, call.logit_grad, gradient_dtypes(x, weight, bias), wanted)
-    saved = call.x_grad, call.weight_grad, call.bias_grad
-    if already_computed(x, weight, bias, saved, wanted):
-        return scaled(partial(steps.scale, divisors=call.divisors), call, saved)
+    if source is GradientSource.SAVED:
+        return scaled(partial(steps.scale, divisors=call.divisors), call)
     return recomputed(
         steps, call.dloss, x, weight, call.target, bias, dense(call.class_weight), call.lse, call.divisors,
         _terms(call), call.reduction, Chunking(call.chunk_tokens, call.accumulate_fp32, call.mode), wanted,
@@ -216,8 +241,9 @@ def gradient_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[tor
     return x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
 
 
-def scaled(scale: Callable[..., Tensor], call, saved: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def scaled(scale: Callable[..., Tensor], call) -> tuple[Tensor, ...]:
     """The gradients saved along with a loss times the loss's own, of those that a call wants."""
+    saved = call.x_grad, call.weight_grad, call.bias_grad
     dtypes = gradient_dtypes(call.x, call.weight, call.bias)
     return tuple(
         scale(grad, call.dloss, dtype=dtype, over=call.overwrite) if wanted else grad.new_empty(0, dtype=dtype)

@@ -7,9 +7,18 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.rows import row_values
-from tilesmith.ops.loss.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, FEWEST_TOKENS, Chunks, gradient_dtypes, scaled
+from tilesmith.ops.loss.chunks import (
+    ACCELERATOR_BUDGET,
+    CPU_BUDGET,
+    FEWEST_TOKENS,
+    Chunks,
+    GradientSource,
+    gradient_dtypes,
+    gradient_source,
+    scaled,
+)
 from tilesmith.ops.loss.distill_reference import gradients_now, part_grads
-from tilesmith.ops.loss.reference import already_computed, saved_dtype
+from tilesmith.ops.loss.reference import saved_dtype
 
 
 def tokens_per_chunk(tokens: int, classes: int, hidden: int, itemsize: int, on_cpu: bool) -> int:
@@ -70,9 +79,8 @@ def linear_distillation(steps: DistanceSteps, call) -> tuple[Tensor, Tensor, Ten
 def linear_distillation_vjp(steps: DistanceSteps, call) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, or new ones from the logits computed again."""
     x, weight, bias, distance = call.x, call.weight, call.bias, Distance.of(call)
-    saved = call.x_grad, call.weight_grad, call.bias_grad
-    if call.dparts is None and already_computed(x, weight, bias, saved, call.output_mask):
-        return scaled(steps.scale, call, saved)
+    if gradient_source(call) is GradientSource.SAVED:
+        return scaled(steps.scale, call)
     chunks = _chunks(call, tuple(call.output_mask), weight.dtype)
     upstream = part_grads(call.dloss, call.dparts, distance.soft, distance.hard).contiguous()
     _walk(steps, chunks, call, distance, upstream, True)

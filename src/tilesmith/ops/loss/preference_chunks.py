@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.rows import row_values
-from tilesmith.ops.loss.chunks import Chunking, Chunks, LogitSteps, recomputed, scaled
+from tilesmith.ops.loss.chunks import Chunking, Chunks, GradientSource, LogitSteps, gradient_source, recomputed, scaled
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.preference_reference import gradients_now, token_grads
-from tilesmith.ops.loss.reference import Terms, already_computed, saved_dtype
+from tilesmith.ops.loss.reference import Terms, saved_dtype
 
 
 def sequences_per_chunk(units: int, tokens: int, classes: int, hidden: int) -> int:
@@ -74,9 +74,8 @@ def linear_preference(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tensor, 
 def linear_preference_vjp(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's; where they do not serve, those of the tokens' cross-entropies."""
     x, weight, bias, none = call.x, call.weight, call.bias, call.lse.new_empty(0)
-    saved = call.x_grad, call.weight_grad, call.bias_grad
-    if call.dlog_probs is None and already_computed(x, weight, bias, saved, call.output_mask):
-        return scaled(partial(steps.scale, divisors=none), call, saved)
+    if gradient_source(call) is GradientSource.SAVED:
+        return scaled(partial(steps.scale, divisors=none), call)
     return recomputed(
         steps, token_grads(call.dloss, call.dlog_probs, call.token_grad), x, weight, call.target, bias, None, call.lse,
         none, _terms(call), "none", Chunking(call.chunk_tokens, call.accumulate_fp32, ""), call.output_mask,

@@ -390,7 +390,22 @@ def add_relu_vjp(dout: Tensor, out: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, out, None, "of_relu", (True, False), config)[0]
 
 
-@register_kernel("bias_gelu", backend="triton", rank=20, rejects=_bias_reasons)
+def _bias_gelu_tells(bias: Tensor | None, backward: bool) -> list[str]:
+    """Which kernel serves a call, by whether there is a bias."""
+    way = "bwd" if backward else "fwd"
+    if bias is None:
+        return [f"_gate_{way}_kernel: without a bias the elements are one flat vector"]
+    told = "its gradient is summed in partial rows" if backward else "tiles of rows share it"
+    return [f"_biased_{way}_kernel: with a bias; {told}"]
+
+
+@register_kernel(
+    "bias_gelu",
+    backend="triton",
+    rank=20,
+    rejects=_bias_reasons,
+    tells=lambda x, bias, approximate: _bias_gelu_tells(bias, False),
+)
 @optimize_kernel(space=BIASED_SPACE)
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, config: StripConfig) -> Tensor:
     activation = _gelu_name(approximate, x)
@@ -409,7 +424,13 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", 
     return out
 
 
-@register_kernel("bias_gelu_vjp", backend="triton", rank=20, rejects=_bias_reasons)
+@register_kernel(
+    "bias_gelu_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_bias_reasons,
+    tells=lambda dout, x, bias, *_: _bias_gelu_tells(bias, True),
+)
 @optimize_kernel(space=STRIP_SPACE)
 def bias_gelu_vjp(
     dout: Tensor,

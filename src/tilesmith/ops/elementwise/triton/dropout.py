@@ -236,6 +236,14 @@ RESIDUAL_SPACE = Space(default=_residual_default, dims=_dims, choices=FORWARD_CH
 BACKWARD_SPACE = Space(default=_backward_default, dims=_dims, choices=BACKWARD_CHOICES)
 
 
+def _vjp_tells(call_mask: Sequence[bool]) -> list[str]:
+    """Which kernel serves a backward, by whether the bias wants a gradient."""
+    wants_dx, wants_dbias = call_mask
+    if wants_dbias:
+        return ["_bias_dropout_bwd_kernel: the bias's gradient is summed in partial rows, in the same pass"]
+    return ["_bias_dropout_kernel: the same dropout of the gradient"] if wants_dx else ["no kernel: nothing is wanted"]
+
+
 @register_kernel("bias_dropout", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=FORWARD_SPACE)
 def bias_dropout(
@@ -244,7 +252,13 @@ def bias_dropout(
     return _forward(x, None, bias, seed, p, config)
 
 
-@register_kernel("bias_dropout_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "bias_dropout_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda dout, bias, seed, p, output_mask: _vjp_tells(output_mask),
+)
 @optimize_kernel(space=BACKWARD_SPACE)
 def bias_dropout_vjp(
     dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool], *, config: DropConfig
@@ -266,7 +280,13 @@ def bias_dropout_residual(
     return _forward(x, residual, bias, seed, p, config)
 
 
-@register_kernel("bias_dropout_residual_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "bias_dropout_residual_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda dout, bias, seed, p, output_mask: _vjp_tells(output_mask),
+)
 @optimize_kernel(space=BACKWARD_SPACE)
 def bias_dropout_residual_vjp(
     dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool], *, config: DropConfig

@@ -17,8 +17,17 @@ from tilesmith.device.triton.column_sums import partial_rows, sum_partials
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.gemm import chunks
-from tilesmith.ops.gemm.products import column_sums, gradients, product
-from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat, keeps_pre
+from tilesmith.ops.gemm.arguments import linear_act_vjp_arguments
+from tilesmith.ops.gemm.products import (
+    PreActivation,
+    column_sums,
+    epilogue_tells,
+    gradients,
+    pre_activation,
+    pre_activation_tells,
+    product,
+)
+from tilesmith.ops.gemm.reference import flat, keeps_pre
 
 
 @triton.jit
@@ -202,8 +211,8 @@ def _activation_bwd_kernel(
 
 
 class GemmConfig(NamedTuple):
-    """Tile of the output and step along the sum; tiles walked down before the next column; whether the programs, one
-    an SM, walk over tiles; whether tiles travel by the tensor memory accelerator."""
+    """block_m, block_n, block_k: the tile. group_m: tiles along M before the next column of tiles. persistent: one CTA
+    per SM walks over tiles. bulk: tiles are loaded and stored by TMA where it takes the operands."""
 
     block_m: int
     block_n: int
@@ -240,12 +249,11 @@ def _gemm(
         return out, pre
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     stages, kept = config.num_stages, out if pre is None else pre
-    tiles = [None]
-    if config.bulk and k > 0:
-        written = (_described(t, block_m, block_n // 2) for t in (out, kept))
-        tiles = [_described(a, block_m, block_k), _described(b, block_k, block_n), *written]
-    bulk = all(t is not None and not t[1] for t in tiles[2:]) and None not in tiles
-    descs, turned = zip(*tiles) if bulk else ((None,) * 4, (False,) * 4)
+    bulk = config.bulk and _tma_refused(a, b, (out, kept)) is None
+    descs, turned = (None,) * 4, (False,) * 4
+    if bulk:
+        stored = (_described(t, block_m, block_n // 2) for t in (out, kept))
+        descs, turned = zip(_described(a, block_m, block_k), _described(b, block_k, block_n), *stored)
     if not bulk and block_n == 256:  # pointers beside the sums of so wide a tile spill
         block_n = 128
     if bulk and out.element_size() == 4:  # an fp32 tile that waits for its copy takes the room of a step of the sum
@@ -263,14 +271,48 @@ def _gemm(
     return out, pre
 
 
-def _described(x: Tensor, height: int, width: int) -> tuple[TensorDescriptor, bool] | None:
-    """A descriptor of x [R, C] in tiles, or of its transpose with True; None where neither is legal."""
-    turned = x.stride(1) != 1 and x.stride(0) == 1
-    view, tile = (x.t(), [width, height]) if turned else (x, [height, width])
+def _turned(x: Tensor) -> bool:
+    """Whether x [R, C] lies in memory column by column, so that a descriptor is one of its transpose."""
+    return x.stride(1) != 1 and x.stride(0) == 1
+
+
+def _has_descriptor(x: Tensor) -> bool:
+    """Whether TMA takes x [R, C] or its transpose."""
+    view = x.t() if _turned(x) else x
     strides = tma_strides(view)
-    if strides is None or x.numel() == 0 or (view.shape[0] > 1 and strides[0] < view.shape[1]):
-        return None
-    return TensorDescriptor(view, list(view.shape), strides, tile), turned
+    return strides is not None and x.numel() > 0 and not (view.shape[0] > 1 and strides[0] < view.shape[1])
+
+
+def _described(x: Tensor, height: int, width: int) -> tuple[TensorDescriptor, bool]:
+    """A descriptor of x [R, C] in tiles, or of its transpose with True."""
+    turned = _turned(x)
+    view, tile = (x.t(), [width, height]) if turned else (x, [height, width])
+    return TensorDescriptor(view, list(view.shape), tma_strides(view), tile), turned
+
+
+def _tma_refused(a: Tensor, b: Tensor, stored: Sequence[Tensor]) -> str | None:
+    """Why TMA does not load a and b and store the outputs; None where it does."""
+    if a.shape[1] == 0:
+        return "there is nothing to sum over"
+    if not (_has_descriptor(a) and _has_descriptor(b)):
+        return "the strides or the address of an operand are no multiples of 16 bytes"
+    if not all(_has_descriptor(t) and not _turned(t) for t in stored):
+        return "rows of the output do not begin at multiples of 16 bytes"
+    return None
+
+
+def _gemm_tells(a: Tensor, b: Tensor, config: GemmConfig, dtype: torch.dtype | None = None) -> list[str]:
+    """What `explain` says of a · b."""
+    schedule = "persistent CTAs" if config.persistent else "one CTA for each tile"
+    if not config.bulk:
+        return [f"_gemm_kernel: {schedule}; tiles are loaded through pointers"]
+    out = torch.empty(a.shape[0], b.shape[1], dtype=dtype or a.dtype, device="meta")
+    why = _tma_refused(a, b, (out,))
+    return [f"_gemm_kernel: {schedule}; tiles are loaded " + (f"through pointers: {why}" if why else "by TMA")]
+
+
+def _linear_tells(x: Tensor, weight: Tensor, *_: object, config: GemmConfig) -> list[str]:
+    return _gemm_tells(flat(x), weight.to(x.dtype).t(), config)
 
 
 def _linear(
@@ -398,7 +440,13 @@ SWEEP_VJP_SPACE = Space(dims=_dims_vjp, default=_default_sweep, choices=STRIPS)
 BELOW_LIBRARY = 5
 
 
-@register_kernel("matmul", backend="triton", rank=BELOW_LIBRARY, rejects=_reasons)
+@register_kernel(
+    "matmul",
+    backend="triton",
+    rank=BELOW_LIBRARY,
+    rejects=_reasons,
+    tells=lambda a, b, *, config: _gemm_tells(flat(a), b, config),
+)
 @optimize_kernel(space=MATMUL_SPACE)
 def matmul(a: Tensor, b: Tensor, *, config: GemmConfig) -> Tensor:
     return _gemm(flat(a), b, None, config)[0].view(*a.shape[:-1], b.shape[1])
@@ -414,7 +462,7 @@ def matmul_vjp(
     return da, _gemm(flat(a).t(), dy, None, config)[0] if output_mask[1] else b.new_empty(0)
 
 
-@register_kernel("linear", backend="triton", rank=BELOW_LIBRARY, rejects=_reasons)
+@register_kernel("linear", backend="triton", rank=BELOW_LIBRARY, rejects=_reasons, tells=_linear_tells)
 @optimize_kernel(space=LINEAR_SPACE)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: GemmConfig) -> Tensor:
     return _linear(x, weight, bias, config)[0]
@@ -436,7 +484,7 @@ def linear_vjp(
     return dx, dweight, dbias
 
 
-@register_kernel("linear_act", backend="triton", rank=BELOW_LIBRARY, rejects=_reasons)
+@register_kernel("linear_act", backend="triton", rank=BELOW_LIBRARY, rejects=_reasons, tells=_linear_tells)
 @optimize_kernel(space=LINEAR_SPACE)
 def linear_act(
     x: Tensor,
@@ -451,28 +499,30 @@ def linear_act(
     return y, x.new_empty((*x.shape[:-1], 0)) if pre is None else pre
 
 
-@register_kernel("linear_act_vjp", backend="triton", rank=20, rejects=_sweep_reasons)
+@register_kernel(
+    "linear_act_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_sweep_reasons,
+    tells=linear_act_vjp_arguments(pre_activation_tells),
+)
 @optimize_kernel(space=SWEEP_VJP_SPACE)
-def linear_act_vjp(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    pre: Tensor,
-    activation: str,
-    output_mask: Sequence[bool],
-    *,
-    config: SweepConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+@linear_act_vjp_arguments
+def linear_act_vjp(call, *, config: SweepConfig) -> tuple[Tensor, Tensor, Tensor]:
     """One pass for the activation and the bias, then the library's products."""
-    if activation == "none":
-        return gradients(flat(dy), x, weight, bias, output_mask)
-    from_output, kept = activation in FROM_OUTPUT, pre.shape == dy.shape
-    z = flat(y) if from_output else flat(pre) if kept else product(flat(x), weight, bias)
+    dy, x, weight, bias, output_mask, source = (
+        flat(call.dy), call.x, call.weight, call.bias, call.output_mask, pre_activation(call),
+    )  # fmt: skip
+    if source is PreActivation.NONE:
+        return gradients(dy, x, weight, bias, output_mask)
+    if source is PreActivation.RECOMPUTED:
+        z = product(flat(x), weight, bias)
+    else:
+        z = flat(call.y if source is PreActivation.OUTPUT else call.pre)
     dz, sums = _activation_gradient(
-        flat(dy), z, activation, output_mask[2], config, from_output=from_output, in_place=not (from_output or kept)
-    )
+        dy, z, call.activation, output_mask[2], config,
+        from_output=source is PreActivation.OUTPUT, in_place=source is PreActivation.RECOMPUTED,
+    )  # fmt: skip
     dx, dweight, dbias = gradients(dz, x, weight, bias, (*output_mask[:2], False))
     return dx, dweight, dbias if sums is None else sums.to(bias.dtype)
 
@@ -513,7 +563,15 @@ def norm_linear(
     return y, mean, rstd
 
 
-@register_kernel("memory_efficient_linear", backend="triton", rank=20, rejects=_sweep_reasons)
+@register_kernel(
+    "memory_efficient_linear",
+    backend="triton",
+    rank=20,
+    rejects=_sweep_reasons,
+    tells=lambda x, weight, bias, activation, chunk_rows: (
+        chunks.chunk_tells(x, weight, activation, chunk_rows) + epilogue_tells(x, activation)
+    ),
+)
 @optimize_kernel(space=SWEEP_SPACE)
 def memory_efficient_linear(
     x: Tensor,
@@ -528,7 +586,15 @@ def memory_efficient_linear(
     return chunks.forward(_steps(config), x, weight, bias, activation, chunk_rows)
 
 
-@register_kernel("memory_efficient_linear_vjp", backend="triton", rank=20, rejects=_sweep_reasons)
+@register_kernel(
+    "memory_efficient_linear_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_sweep_reasons,
+    tells=lambda dy, x, weight, bias, activation, chunk_rows, output_mask: chunks.chunk_tells(
+        x, weight, activation, chunk_rows
+    ),
+)
 @optimize_kernel(space=SWEEP_VJP_SPACE)
 def memory_efficient_linear_vjp(
     dy: Tensor,

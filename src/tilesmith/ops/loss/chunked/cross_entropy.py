@@ -67,7 +67,12 @@ def linear_cross_entropy(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, 
     return chunks.linear_cross_entropy(STEPS, call)
 
 
-@register_kernel("linear_cross_entropy_vjp", backend="chunked", rank=10)
+@register_kernel(
+    "linear_cross_entropy_vjp",
+    backend="chunked",
+    rank=10,
+    tells=linear_cross_entropy_vjp_arguments(chunks.source_tells),
+)
 @linear_cross_entropy_vjp_arguments
 def linear_cross_entropy_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, products of the logits', or a walk with the logits computed again."""

@@ -6,6 +6,7 @@ from torch import Tensor
 from tilesmith.engine import register_kernel
 from tilesmith.ops.loss import distill_chunks as chunks
 from tilesmith.ops.loss.chunked.cross_entropy import ACCELERATOR_BLOCK, CPU_BLOCK, STEPS
+from tilesmith.ops.loss.chunks import source_tells
 from tilesmith.ops.loss.distill_arguments import linear_distillation_arguments, linear_distillation_vjp_arguments
 from tilesmith.ops.loss.distill_chunks import Distance, DistanceSteps
 from tilesmith.ops.loss.distill_reference import logit_grads, token_parts
@@ -21,7 +22,12 @@ def linear_distillation(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return chunks.linear_distillation(DISTANCE_STEPS, call)
 
 
-@register_kernel("linear_distillation_vjp", backend="chunked", rank=10)
+@register_kernel(
+    "linear_distillation_vjp",
+    backend="chunked",
+    rank=10,
+    tells=linear_distillation_vjp_arguments(source_tells),
+)
 @linear_distillation_vjp_arguments
 def linear_distillation_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
     """The saved gradients times the loss's, or the same walk with the logits computed again."""

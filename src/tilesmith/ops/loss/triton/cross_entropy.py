@@ -89,6 +89,25 @@ def _merged(logits: Tensor) -> list[tuple[int, int]]:
     return dims
 
 
+def in_registers(cols: int, config: LossConfig) -> bool:
+    """Whether a CTA holds whole rows of logits; else an online softmax walks over blocks of a row."""
+    return config.block >= cols
+
+
+def forward_tells(cols: int, config: LossConfig) -> list[str]:
+    """Which forward serves rows of `cols` classes."""
+    if in_registers(cols, config):
+        return [f"cross_entropy_row_kernel: {config.rows} x {cols} logits are held in registers"]
+    return [f"cross_entropy_online_kernel: an online softmax over rows of {cols} logits, in blocks of {config.block}"]
+
+
+def backward_tells(cols: int, config: LossConfig) -> list[str]:
+    """Which backward serves rows of `cols` classes."""
+    if in_registers(cols, config):
+        return [f"cross_entropy_row_vjp_kernel: {config.rows} x {cols} logits are held in registers"]
+    return [f"cross_entropy_online_vjp_kernel: a CTA has one block of {config.block} of a row's {cols} logits"]
+
+
 def _weight_sum(weight: Tensor | None, terms: Terms) -> Tensor | None:
     return weight.sum(dtype=torch.float32) if weight is not None and terms.label_smoothing else None
 
@@ -117,7 +136,7 @@ def forward(
     }  # fmt: skip
     tensors = (rows.logits, target, weight, _weight_sum(weight, terms), divisors, losses, lse)
     numbers = (rows.cols, rows.stride, rows.outer, rows.inner, *terms)
-    if config.block >= rows.cols:
+    if in_registers(rows.cols, config):
         grid = (cdiv(rows.count, config.rows),)
         options |= {"PLAIN": terms.scale == 1 and not terms.softcap, "ROWS": config.rows}
         launch(cross_entropy_row_kernel, grid, *tensors, rows.count, *numbers, **options)
@@ -154,7 +173,7 @@ def backward(
     tensors = (rows.logits, out, target, weight, _weight_sum(weight, terms), lse, dloss, divisors)
     numbers = (rows.stride, rows.outer, rows.inner, dloss.stride(0) if dloss.ndim else 0, *terms)
     columns = (rows.cols, first_class, classes or rows.cols)
-    if config.block >= rows.cols:
+    if in_registers(rows.cols, config):
         grid = (cdiv(rows.count, config.rows),)
         launch(
             cross_entropy_row_vjp_kernel, grid, *tensors, rows.count, *columns, *numbers, ROWS=config.rows, **options
@@ -231,7 +250,13 @@ CROSS_ENTROPY_SPACE = Space(dims=_dims, default=_default, choices={**SWEEPS, "nu
 CROSS_ENTROPY_VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWEEPS)
 
 
-@register_kernel("cross_entropy", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "cross_entropy",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda logits, *_, config: forward_tells(logits.shape[-1], config),
+)
 @optimize_kernel(space=CROSS_ENTROPY_SPACE)
 @cross_entropy_arguments
 def cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +274,13 @@ def cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
     return loss, lse, divisors
 
 
-@register_kernel("cross_entropy_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "cross_entropy_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda dloss, logits, *_, config: backward_tells(logits.shape[-1], config),
+)
 @optimize_kernel(space=CROSS_ENTROPY_VJP_SPACE)
 @cross_entropy_vjp_arguments
 def cross_entropy_vjp(call, *, config: LossConfig) -> Tensor:

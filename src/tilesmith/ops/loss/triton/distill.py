@@ -10,6 +10,7 @@ from torch import Tensor
 from tilesmith.device.rows import row_values, rows
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.loss import distill_chunks as chunks
+from tilesmith.ops.loss.chunks import source_tells
 from tilesmith.ops.loss.distill_arguments import (
     jsd_arguments,
     jsd_vjp_arguments,
@@ -134,6 +135,20 @@ def _coarse(*inputs: Tensor) -> str:
     return "_coarse" if inputs and all(t.element_size() == 2 for t in inputs) else ""
 
 
+def _formula_tells(kernel: str, kind: str) -> list[str]:
+    """Which formula of a distance serves inputs of these dtypes."""
+    if kind.endswith("_coarse"):
+        return [f"{kernel}: the inputs have 16 bits, so minimax polynomials replace exp and log ({kind})"]
+    return [f"{kernel}: exp and log of fp32 precision ({kind})"]
+
+
+def _tvd_tells(call, *, config: DistanceConfig) -> list[str]:
+    """Where the gradient of a total variation distance comes from."""
+    if call.signs.numel():
+        return ["total_variation_bwd_kernel: from the signs of the differences, which the forward kept"]
+    return ["distance_bwd_kernel: from the inputs, as the forward kept no signs"]
+
+
 def _mean(total: Tensor, x: Tensor, labels: Tensor | None, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
     """(the reduced loss, the number of rows that count), from the sum."""
     count = total.new_empty(0) if labels is None else (labels != ignore_index).sum().clamp(min=1).to(total.dtype)
@@ -252,7 +267,15 @@ LINEAR_SPACE = Space(dims=_dims_linear, default=_default_linear, choices=CHOICES
 LINEAR_VJP_SPACE = Space(dims=_dims_linear_vjp, default=_default_linear, choices=CHOICES)
 
 
-@register_kernel("kl_div", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "kl_div",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda x, target, reduction, log_target, eps: _formula_tells(
+        "distance_fwd_kernel", _kl_kind(log_target, x, target)
+    ),
+)
 @optimize_kernel(space=SPACE)
 @kl_div_arguments
 def kl_div(call, *, config: DistanceConfig) -> Tensor:
@@ -262,7 +285,15 @@ def kl_div(call, *, config: DistanceConfig) -> Tensor:
     return out if reduction in ("none", "sum") else out / divisor_of(x, reduction)
 
 
-@register_kernel("kl_div_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "kl_div_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda dloss, x, target, reduction, log_target, *_: _formula_tells(
+        "distance_bwd_kernel", _kl_kind(log_target, x, target)
+    ),
+)
 @optimize_kernel(space=VJP_SPACE)
 @kl_div_vjp_arguments
 def kl_div_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
@@ -273,7 +304,13 @@ def kl_div_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     return _backward(call.dloss, x, call.target, None, None, kind, 0.0, call.eps, 0, divisor, call.output_mask, config)
 
 
-@register_kernel("jsd", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "jsd",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda x, target, labels, beta, *_: _formula_tells("distance_fwd_kernel", _jsd_kind(beta, x, target)),
+)
 @optimize_kernel(space=JSD_SPACE)
 @jsd_arguments
 def jsd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
@@ -284,7 +321,15 @@ def jsd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     return _mean(out, x, labels, call.reduction, call.ignore_index)
 
 
-@register_kernel("jsd_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "jsd_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda dloss, x, target, labels, count, beta, *_: _formula_tells(
+        "distance_bwd_kernel", _jsd_kind(beta, x, target)
+    ),
+)
 @optimize_kernel(space=VJP_SPACE)
 @jsd_vjp_arguments
 def jsd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
@@ -310,7 +355,7 @@ def tvd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor]:
     return *_mean(out, x, labels, call.reduction, call.ignore_index), signs
 
 
-@register_kernel("tvd_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("tvd_vjp", backend="triton", rank=20, rejects=_reasons, tells=tvd_vjp_arguments(_tvd_tells))
 @optimize_kernel(space=SIGNED_SPACE)
 @tvd_vjp_arguments
 def tvd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
@@ -332,7 +377,13 @@ def linear_distillation(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor
     return chunks.linear_distillation(_steps(config), call)
 
 
-@register_kernel("linear_distillation_vjp", backend="triton", rank=20, rejects=_linear_reasons)
+@register_kernel(
+    "linear_distillation_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_linear_reasons,
+    tells=linear_distillation_vjp_arguments(source_tells),
+)
 @optimize_kernel(space=LINEAR_VJP_SPACE)
 @linear_distillation_vjp_arguments
 def linear_distillation_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,15 @@ from torch import Tensor
 from tilesmith.engine import Space, optimize_kernel, register_kernel
 from tilesmith.ops.loss import chunks
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments, linear_cross_entropy_vjp_arguments
-from tilesmith.ops.loss.triton.cross_entropy import SWEEPS, LossConfig, default_vjp, held, stages_of, warps_of
+from tilesmith.ops.loss.triton.cross_entropy import (
+    SWEEPS,
+    LossConfig,
+    default_vjp,
+    forward_tells,
+    held,
+    stages_of,
+    warps_of,
+)
 from tilesmith.ops.loss.triton.logit_steps import steps
 
 
@@ -39,7 +47,13 @@ SPACE = Space(dims=_dims, default=_default, choices={**SWEEPS, "num_stages": (1,
 VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWEEPS)
 
 
-@register_kernel("linear_cross_entropy", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "linear_cross_entropy",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda x, weight, *_, config: forward_tells(weight.shape[0], config),
+)
 @optimize_kernel(space=SPACE)
 @linear_cross_entropy_arguments
 def linear_cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -47,7 +61,13 @@ def linear_cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, T
     return chunks.linear_cross_entropy(steps(config), call)
 
 
-@register_kernel("linear_cross_entropy_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "linear_cross_entropy_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=linear_cross_entropy_vjp_arguments(chunks.source_tells),
+)
 @optimize_kernel(space=VJP_SPACE)
 @linear_cross_entropy_vjp_arguments
 def linear_cross_entropy_vjp(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:

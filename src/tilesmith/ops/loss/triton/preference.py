@@ -6,7 +6,9 @@ from torch import Tensor
 from tilesmith.engine import Space, optimize_kernel, register_kernel
 from tilesmith.ops.loss import preference_chunks
 from tilesmith.ops.loss.arguments import linear_preference_arguments, linear_preference_vjp_arguments
-from tilesmith.ops.loss.triton.cross_entropy import CROSS_ENTROPY_SPACE, LossConfig
+from tilesmith.ops.loss.chunks import source_tells
+from tilesmith.ops.loss.preference_reference import gradients_now
+from tilesmith.ops.loss.triton.cross_entropy import CROSS_ENTROPY_SPACE, LossConfig, backward_tells, forward_tells
 from tilesmith.ops.loss.triton.logit_steps import steps
 
 
@@ -26,7 +28,15 @@ SPACE = Space(dims=_dims, default=CROSS_ENTROPY_SPACE.default, choices=CROSS_ENT
 VJP_SPACE = Space(dims=_dims_vjp, default=CROSS_ENTROPY_SPACE.default, choices=CROSS_ENTROPY_SPACE.choices)
 
 
-@register_kernel("linear_preference", backend="triton", rank=20, rejects=_reasons)
+@linear_preference_arguments
+def _tells(call, *, config: LossConfig) -> list[str]:
+    """Which kernels read a chunk's logits; gradients are taken while the chunk is in memory, if at all."""
+    classes = call.weight.shape[0]
+    now = any(gradients_now(call.grad_mask, call.recompute))
+    return forward_tells(classes, config) + (backward_tells(classes, config) if now else [])
+
+
+@register_kernel("linear_preference", backend="triton", rank=20, rejects=_reasons, tells=_tells)
 @optimize_kernel(space=SPACE)
 @linear_preference_arguments
 def linear_preference(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -34,7 +44,13 @@ def linear_preference(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tens
     return preference_chunks.linear_preference(steps(config), call)
 
 
-@register_kernel("linear_preference_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "linear_preference_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=linear_preference_vjp_arguments(source_tells),
+)
 @optimize_kernel(space=VJP_SPACE)
 @linear_preference_vjp_arguments
 def linear_preference_vjp(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:

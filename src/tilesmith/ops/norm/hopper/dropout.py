@@ -35,7 +35,13 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConf
     return held_config(cols, size, 4, 8 if cols <= 65_536 else 16, 64)
 
 
-@register_kernel("dropout_add_norm", backend="hopper", rank=25, rejects=_reasons)
+@register_kernel(
+    "dropout_add_norm",
+    backend="hopper",
+    rank=25,
+    rejects=_reasons,
+    tells=dropout_add_norm_arguments(norms.forward_tells),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms.row_dims(x, x, residual),
@@ -99,7 +105,13 @@ def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, kind: str) -> dic
     return {**norms.row_dims(s, dy, ds, s), "sums": 2 if kind == "layer" else 1}
 
 
-@register_kernel("dropout_add_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@register_kernel(
+    "dropout_add_norm_vjp",
+    backend="hopper",
+    rank=25,
+    rejects=_vjp_reasons,
+    tells=dropout_add_norm_vjp_arguments(norms.backward_tells),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, bias, seed, mean, rstd, p, kind, output_mask: _vjp_dims(dy, ds, s, kind),

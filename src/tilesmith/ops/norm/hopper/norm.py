@@ -21,6 +21,7 @@ from tilesmith.device.gluon.rows import (
     pack,
     parts_flags,
     parts_grid,
+    parts_tells,
     prefetch_next,
     receive_from_cluster,
     send_to_cluster,
@@ -47,6 +48,7 @@ from tilesmith.device.gluon.rows_held import (
     held_fit,
     held_flags,
     held_grid,
+    held_tells,
     lines_after,
     load_chunks,
     load_part,
@@ -395,6 +397,16 @@ def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
     return reasons or cluster_refused(call.rstd.device if hasattr(call, "rstd") else call.x.device, cols)
 
 
+def forward_tells(call, *, config: HeldConfig) -> list[str]:
+    """How a forward divides its rows."""
+    return held_tells("norm_fwd_parts_kernel", call.x.shape[-1], config)
+
+
+def backward_tells(call, *, config: PartsConfig) -> list[str]:
+    """How a backward divides its rows."""
+    return parts_tells("norm_bwd_parts_kernel", gradient_of(call).x.shape[-1], config)
+
+
 def _reasons(call: Any) -> list[str]:
     cols, added = call.x.cols, hasattr(call, "residual")
     # Triton's tiles are a power of two wide: other rows leave lanes idle
@@ -493,7 +505,7 @@ def slotted(config: PartsConfig, slots: int) -> PartsConfig:
 CHOICES = {"width": (4096, 8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
 
 
-@register_kernel("rms_norm", backend="hopper", rank=25, rejects=_reasons)
+@register_kernel("rms_norm", backend="hopper", rank=25, rejects=_reasons, tells=rms_norm_arguments(forward_tells))
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: row_dims(x, x),
@@ -509,7 +521,9 @@ def rms_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-@register_kernel("rms_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@register_kernel(
+    "rms_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons, tells=rms_norm_vjp_arguments(backward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, x, weight, rstd, offset, output_mask: row_dims(x, dy, x),
@@ -523,7 +537,7 @@ def rms_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
     return backward(gradient_of(call), config)[:2]
 
 
-@register_kernel("layer_norm", backend="hopper", rank=25, rejects=_reasons)
+@register_kernel("layer_norm", backend="hopper", rank=25, rejects=_reasons, tells=layer_norm_arguments(forward_tells))
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, bias, eps: row_dims(x, x),
@@ -539,7 +553,9 @@ def layer_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor]:
     return y, mean, rstd
 
 
-@register_kernel("layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@register_kernel(
+    "layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons, tells=layer_norm_vjp_arguments(backward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, x, weight, bias, mean, rstd, output_mask: row_dims(x, dy, x),
@@ -553,7 +569,9 @@ def layer_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor
     return backward(gradient_of(call), config)
 
 
-@register_kernel("add_rms_norm", backend="hopper", rank=25, rejects=_reasons)
+@register_kernel(
+    "add_rms_norm", backend="hopper", rank=25, rejects=_reasons, tells=add_rms_norm_arguments(forward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, eps, offset, casting: row_dims(x, x, residual),
@@ -569,7 +587,13 @@ def add_rms_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor]:
     return y, s, rstd
 
 
-@register_kernel("add_rms_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@register_kernel(
+    "add_rms_norm_vjp",
+    backend="hopper",
+    rank=25,
+    rejects=_vjp_reasons,
+    tells=add_rms_norm_vjp_arguments(backward_tells),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, rstd, offset, output_mask: row_dims(s, dy, ds, s),
@@ -583,7 +607,9 @@ def add_rms_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
     return backward(gradient_of(call), config)[:2]
 
 
-@register_kernel("add_layer_norm", backend="hopper", rank=25, rejects=_reasons)
+@register_kernel(
+    "add_layer_norm", backend="hopper", rank=25, rejects=_reasons, tells=add_layer_norm_arguments(forward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, eps: row_dims(x, x, residual),
@@ -598,7 +624,13 @@ def add_layer_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor,
     return forward(norm_of(call), config)
 
 
-@register_kernel("add_layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@register_kernel(
+    "add_layer_norm_vjp",
+    backend="hopper",
+    rank=25,
+    rejects=_vjp_reasons,
+    tells=add_layer_norm_vjp_arguments(backward_tells),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, bias, mean, rstd, output_mask: row_dims(s, dy, ds, s),

@@ -18,6 +18,7 @@ from tilesmith.device.gluon.rows import (
     pack,
     parts_flags,
     parts_grid,
+    parts_tells,
     prefetch_row,
     smem_ring,
     store_warp_sums,
@@ -196,6 +197,14 @@ def _forward(norm: Norm, config: PartsConfig) -> tuple[Tensor | None, ...]:
     return outputs
 
 
+def _tells(call, *, config: PartsConfig) -> list[str]:
+    """How a forward divides its rows, and how they are scheduled."""
+    return [
+        *parts_tells("persistent_norm_fwd_kernel", call.x.shape[-1], config),
+        "clusters fetch their next row from a work counter",
+    ]
+
+
 def _reasons(call: Any) -> list[str]:
     return norms.rows_refused(call, call.x.cols, ABOVE[hasattr(call, "residual"), hasattr(call, "bias")])
 
@@ -226,7 +235,7 @@ def _fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.d
     return config._replace(slots=min(config.slots, fitted(dims, arch, config).slots))
 
 
-@register_kernel("rms_norm", backend="hopper_persistent", rank=27, rejects=_reasons)
+@register_kernel("rms_norm", backend="hopper_persistent", rank=27, rejects=_reasons, tells=rms_norm_arguments(_tells))
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: norms.row_dims(x, x),
@@ -242,7 +251,9 @@ def rms_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-@register_kernel("layer_norm", backend="hopper_persistent", rank=27, rejects=_reasons)
+@register_kernel(
+    "layer_norm", backend="hopper_persistent", rank=27, rejects=_reasons, tells=layer_norm_arguments(_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, bias, eps: norms.row_dims(x, x), default=_default, choices=norms.CHOICES, fit=_fit
@@ -255,7 +266,9 @@ def layer_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
     return y, mean, rstd
 
 
-@register_kernel("add_rms_norm", backend="hopper_persistent", rank=27, rejects=_reasons)
+@register_kernel(
+    "add_rms_norm", backend="hopper_persistent", rank=27, rejects=_reasons, tells=add_rms_norm_arguments(_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, eps, offset, casting: norms.row_dims(x, x, residual),
@@ -271,7 +284,9 @@ def add_rms_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
     return y, s, rstd
 
 
-@register_kernel("add_layer_norm", backend="hopper_persistent", rank=27, rejects=_reasons)
+@register_kernel(
+    "add_layer_norm", backend="hopper_persistent", rank=27, rejects=_reasons, tells=add_layer_norm_arguments(_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, eps: norms.row_dims(x, x, residual),
@@ -306,7 +321,13 @@ def _dropout_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> 
     return fitted(dims, arch, halves if dims["size"] == 2 else PartsConfig(8192, 0, 8, 1, 255))
 
 
-@register_kernel("dropout_add_norm", backend="hopper_persistent", rank=27, rejects=_dropout_reasons)
+@register_kernel(
+    "dropout_add_norm",
+    backend="hopper_persistent",
+    rank=27,
+    rejects=_dropout_reasons,
+    tells=dropout_add_norm_arguments(_tells),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms.row_dims(x, x, residual),

@@ -20,6 +20,7 @@ from tilesmith.device.gluon.rows_held import (
     held_fit,
     held_flags,
     held_grid,
+    held_tells,
     lines_after,
     load_part,
     open_exchange,
@@ -195,7 +196,13 @@ def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) ->
     return held_config(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
 
 
-@register_kernel("softmax", backend="hopper", rank=25, rejects=_reasons)
+@register_kernel(
+    "softmax",
+    backend="hopper",
+    rank=25,
+    rejects=_reasons,
+    tells=lambda x, scale, causal, *, config: held_tells("softmax_fwd_parts_kernel", x.shape[-1], config),
+)
 @optimize_kernel(
     space=Space(dims=lambda x, scale, causal: row_dims(x), default=_forward_default, choices=HELD_CHOICES, fit=held_fit)
 )
@@ -213,7 +220,13 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: Held
     return y
 
 
-@register_kernel("softmax_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@register_kernel(
+    "softmax_vjp",
+    backend="hopper",
+    rank=25,
+    rejects=_vjp_reasons,
+    tells=lambda dy, y, scale, causal, *, config: held_tells("softmax_bwd_parts_kernel", y.shape[-1], config),
+)
 @optimize_kernel(
     space=Space(dims=lambda dy, y, *_: row_dims(y, dy), default=_backward_default, choices=HELD_CHOICES, fit=held_fit)
 )

@@ -14,6 +14,7 @@ from tilesmith.device.gluon.rows import (
     MOST_PARTS,
     PLAIN,
     PartsConfig,
+    ctas_of_row,
     fitted,
     load_packed,
     load_warp_values,
@@ -22,6 +23,8 @@ from tilesmith.device.gluon.rows import (
     part_ids,
     parts_flags,
     parts_grid,
+    parts_of,
+    parts_tells,
     prefetch_next,
     receive_from_cluster,
     send_to_cluster,
@@ -44,6 +47,7 @@ from tilesmith.device.gluon.rows_held import (
     held_fit,
     held_flags,
     held_grid,
+    held_tells,
     lines_after,
     load_part,
     open_exchange,
@@ -410,7 +414,22 @@ def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) ->
     return held_config(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
 
 
-@register_kernel("softmax_dropout", backend="hopper", rank=25, rejects=_reasons)
+def _tells(x: Tensor, scale: float, config: PartsConfig) -> list[str]:
+    """Which of the two forwards serves x."""
+    cols = x.shape[-1]
+    if _held(x.dtype, scale):
+        parts = ctas_of_row(parts_of(cols, config), cols)
+        return [f"softmax_dropout_fwd_whole_parts_kernel: {parts} in shared memory, loaded by TMA"]
+    return parts_tells("softmax_dropout_fwd_parts_kernel", cols, config)
+
+
+@register_kernel(
+    "softmax_dropout",
+    backend="hopper",
+    rank=25,
+    rejects=_reasons,
+    tells=lambda x, seed, p, scale, causal, *, config: _tells(x, scale, config),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, seed, p, scale, causal: _forward_dims(x, scale),
@@ -434,7 +453,7 @@ def softmax_dropout(
     x = rows(x)
     count, cols = x.shape
     if count and _held(x.dtype, scale):
-        parts, chunks = cdiv(cols, config.width), config.width // (config.num_warps * LINE)
+        parts, chunks = parts_of(cols, config), config.width // (config.num_warps * LINE)
         launch(
             softmax_dropout_fwd_whole_parts_kernel, (count * parts,),
             tma_parts(x, config.width), out, top, total, kernel_seed(seed, p), cols, scale, *kernel_numbers(p),
@@ -451,7 +470,13 @@ def softmax_dropout(
     return out, top, total
 
 
-@register_kernel("softmax_dropout_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@register_kernel(
+    "softmax_dropout_vjp",
+    backend="hopper",
+    rank=25,
+    rejects=_vjp_reasons,
+    tells=lambda dout, x, *_, config: held_tells("softmax_dropout_bwd_parts_kernel", x.shape[-1], config),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dout, x, seed, top, total, p, scale, causal: row_dims(x, dout),

@@ -40,7 +40,13 @@ def _reasons(call: Any) -> list[str]:
     return norms._reasons(call._replace(seed=None))
 
 
-@register_kernel("dropout_add_norm", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "dropout_add_norm",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=dropout_add_norm_arguments(norms.forward_tells),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms._dims(x, x, residual, weight, bias),
@@ -73,7 +79,13 @@ def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | 
     return {**norms._dims(s, dy, ds, s, weight), "sums": 2 if kind == "layer" else 1}
 
 
-@register_kernel("dropout_add_norm_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "dropout_add_norm_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=dropout_add_norm_vjp_arguments(norms.backward_tells),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, bias, seed, mean, rstd, p, kind, output_mask: _vjp_dims(dy, ds, s, weight, kind),

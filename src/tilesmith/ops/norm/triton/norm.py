@@ -57,12 +57,50 @@ MAX_HELD = 32_768  # columns; registers spill before that, and compiling wider t
 SWEEP = 4_096  # columns of a block of the pass that finds the means of wide rows, by 8 warps of 32 lanes
 
 
-def _blocks(cols: int, config: ForwardConfig | BackwardConfig) -> tuple[int, int]:
-    """(block_rows, block_cols); block_cols < cols: the wide kernels."""
+class RowPlan(NamedTuple):
+    """How rows of `cols` columns are divided into blocks."""
+
+    cols: int
+    block_rows: int
+    block_cols: int
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether a block has whole rows, which are then read once; else a row is read twice, block by block."""
+        return self.block_cols >= self.cols
+
+
+def row_plan(cols: int, config: ForwardConfig | BackwardConfig) -> RowPlan:
+    """The blocks of a configuration."""
     width = config.block_cols
     if not width or width >= cols:
         width = next_power_of_2(cols) if cols <= MAX_HELD else 8192
-    return max(1, config.tile // width), width
+    return RowPlan(cols, max(1, config.tile // width), width)
+
+
+def forward_tells(call, *, config: ForwardConfig) -> list[str]:
+    """Which kernel a forward launches, and why."""
+    plan = row_plan(call.x.shape[-1], config)
+    if plan.in_registers:
+        return [f"norm_fwd_kernel: blocks of {plan.block_rows} x {plan.cols} are held in registers and read once"]
+    return [
+        f"norm_fwd_wide_kernel: rows of {plan.cols} columns are read twice, in blocks of {plan.block_cols}: statistics "
+        "first, then the output"
+    ]
+
+
+def backward_tells(call, *, config: BackwardConfig) -> list[str]:
+    """Which kernels a backward launches, and why."""
+    norm = gradient_of(call)
+    if norm.dy is None and "seed" not in call._fields:
+        return ["no kernel: y has no gradient, so that of the residual is a copy of ds"]
+    plan = row_plan(norm.x.shape[-1], config)
+    if plan.in_registers:
+        return [f"norm_bwd_kernel: blocks of {plan.block_rows} x {plan.cols} are held in registers and read once"]
+    told = [f"norm_bwd_kernel: CTAs work on {plan.block_cols} columns of rows of {plan.cols}"]
+    if norm.output_mask[0]:
+        told.insert(0, f"norm_bwd_rows_kernel: the means over whole rows, which blocks of {plan.block_cols} lack")
+    return told
 
 
 def forward(norm: Norm, config: ForwardConfig, statistics: bool = True, **dropout: Any) -> tuple[Tensor | None, ...]:
@@ -76,13 +114,14 @@ def forward(norm: Norm, config: ForwardConfig, statistics: bool = True, **dropou
     rstd = empty_row_values(x, order, torch.float32) if statistics else None
     x2, residual2 = rows(x, order), None if residual is None else rows(residual, order)
     count, cols = x2.shape
-    block_rows, block_cols = _blocks(cols, config)
+    plan = row_plan(cols, config)
+    block_rows, block_cols = plan.block_rows, plan.block_cols
     if count:
         tensors = (x2, residual2, dense(weight), dense(bias), y, s, mean, rstd)
         numbers = (count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset)
         flags = {"CENTER": center, "LLAMA": llama, "EVEN": cols % block_cols == 0, "BLOCK_COLS": block_cols}
         flags |= {"num_warps": config.num_warps, **dropout}
-        if block_cols < cols:
+        if not plan.in_registers:
             launch(norm_fwd_wide_kernel, (count,), *tensors, *numbers, STAGES=config.num_stages, **flags)
         else:
             launch(norm_fwd_kernel, (cdiv(count, block_rows),), *tensors, *numbers, BLOCK_ROWS=block_rows, **flags)
@@ -121,9 +160,10 @@ def launch_backward(
     weight, rstd = dense(weight), row_values(rstd, order)
     mean = None if mean is None else row_values(mean, order)
     count, cols = x.shape
-    block_rows, block_cols = _blocks(cols, config)
+    plan = row_plan(cols, config)
+    block_rows, block_cols = plan.block_rows, plan.block_cols
     dot = total = None
-    if block_cols < cols and dx is not None and count:
+    if not plan.in_registers and dx is not None and count:
         dot = x.new_empty(count, dtype=torch.float32)
         total = None if mean is None else torch.empty_like(dot)
         launch(
@@ -250,7 +290,7 @@ BACKWARD_CHOICES = {
 }
 
 
-@register_kernel("rms_norm", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("rms_norm", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_arguments(forward_tells))
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: _dims(x, x, weight),
@@ -265,7 +305,9 @@ def rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tenso
     return y, rstd
 
 
-@register_kernel("rms_norm_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "rms_norm_vjp", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_vjp_arguments(backward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, x, weight, rstd, offset, output_mask: _dims(x, dy, x, weight),
@@ -279,7 +321,7 @@ def rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
     return _backward(gradient_of(call), config)[:2]
 
 
-@register_kernel("layer_norm", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("layer_norm", backend="triton", rank=20, rejects=_reasons, tells=layer_norm_arguments(forward_tells))
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, bias, eps: _dims(x, x, weight, bias),
@@ -296,7 +338,9 @@ def layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Ten
     return y, mean, rstd
 
 
-@register_kernel("layer_norm_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "layer_norm_vjp", backend="triton", rank=20, rejects=_reasons, tells=layer_norm_vjp_arguments(backward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, x, weight, bias, mean, rstd, output_mask: _dims(x, dy, x, weight),
@@ -310,7 +354,9 @@ def layer_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Ten
     return _backward(gradient_of(call), config)
 
 
-@register_kernel("add_rms_norm", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "add_rms_norm", backend="triton", rank=20, rejects=_reasons, tells=add_rms_norm_arguments(forward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, eps, offset, casting: _dims(x, x, residual, weight),
@@ -325,7 +371,9 @@ def add_rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[T
     return y, s, rstd
 
 
-@register_kernel("add_rms_norm_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "add_rms_norm_vjp", backend="triton", rank=20, rejects=_reasons, tells=add_rms_norm_vjp_arguments(backward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, rstd, offset, output_mask: _dims(s, dy, ds, s, weight),
@@ -339,7 +387,9 @@ def add_rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
     return _backward(gradient_of(call), config)[:2]
 
 
-@register_kernel("add_layer_norm", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "add_layer_norm", backend="triton", rank=20, rejects=_reasons, tells=add_layer_norm_arguments(forward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, residual, weight, bias, eps: _dims(x, x, residual, weight, bias),
@@ -353,7 +403,13 @@ def add_layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple
     return forward(norm_of(call), config, hidden)
 
 
-@register_kernel("add_layer_norm_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "add_layer_norm_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=add_layer_norm_vjp_arguments(backward_tells),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, ds, s, weight, bias, mean, rstd, output_mask: _dims(s, dy, ds, s, weight),

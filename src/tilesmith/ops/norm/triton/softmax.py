@@ -341,6 +341,27 @@ class SoftmaxConfig(NamedTuple):
 MAX_HELD = 32_768  # columns; compiling wider tiles takes minutes, and they spill
 
 
+def _block_cols(cols: int, config: SoftmaxConfig) -> int:
+    """Columns of a block. As many as a row has, or more: rows are held in registers; fewer: they are read twice."""
+    if not config.block_cols or config.block_cols >= cols:
+        return next_power_of_2(cols) if cols <= MAX_HELD else 8192
+    return config.block_cols
+
+
+def _tells(kernels: tuple[Any, Any], x: Tensor, causal: bool, config: SoftmaxConfig) -> list[str]:
+    """Which of `kernels`, as `_launch` takes them, serves x."""
+    cols, (held, wide) = x.shape[-1], kernels
+    width = _block_cols(cols, config)
+    if width >= cols:
+        block_rows = max(1, config.tile // width)
+        return [f"{held.__name__}: blocks of {block_rows} x {cols} are held in registers and read once"]
+    online = "an online softmax" if kernels is FORWARD else "the sums"
+    told = (
+        f"{wide.__name__}: rows of {cols} columns are read twice, in blocks of {width}: {online} first, then the output"
+    )
+    return [told + ("; blocks beyond the diagonal are not read" if causal else "")]
+
+
 def _launch(
     kernels: tuple[Any, Any], tensors: tuple, numbers: tuple, causal: bool, config: SoftmaxConfig, **flags: bool
 ) -> None:
@@ -349,9 +370,7 @@ def _launch(
     if not count:
         return
     held, wide = kernels
-    width = config.block_cols
-    if not width or width >= cols:
-        width = next_power_of_2(cols) if cols <= MAX_HELD else 8192
+    width = _block_cols(cols, config)
     flags |= {"CAUSAL": causal, "BLOCK_COLS": width, "num_warps": config.num_warps}
     if config.max_registers:
         flags["maxnreg"] = config.max_registers
@@ -456,7 +475,13 @@ CHOICES = {
 FORWARD, BACKWARD = (_softmax_fwd_kernel, _softmax_fwd_wide_kernel), (_softmax_bwd_kernel, _softmax_bwd_wide_kernel)
 
 
-@register_kernel("softmax", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "softmax",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda x, scale, causal, *, config: _tells(FORWARD, x, causal, config),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, scale, causal: _dims(x, causal),
@@ -474,7 +499,13 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: Soft
     return y
 
 
-@register_kernel("softmax_vjp", backend="triton", rank=20, rejects=_vjp_reasons)
+@register_kernel(
+    "softmax_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_vjp_reasons,
+    tells=lambda dy, y, scale, causal, *, config: _tells(BACKWARD, y, causal, config),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dy, y, scale, causal: _dims(y, causal),
@@ -492,7 +523,13 @@ def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool, *, config: So
     return dx
 
 
-@register_kernel("softmax_dropout", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "softmax_dropout",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda x, seed, p, scale, causal, *, config: _tells(FORWARD, x, causal, config),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, seed, p, scale, causal: _dims(x, causal),
@@ -518,7 +555,13 @@ def softmax_dropout(
     return out, top, total
 
 
-@register_kernel("softmax_dropout_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "softmax_dropout_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=lambda dout, x, seed, top, total, p, scale, causal, *, config: _tells(BACKWARD, x, causal, config),
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dout, x, seed, top, total, p, scale, causal: _dims(x, causal),

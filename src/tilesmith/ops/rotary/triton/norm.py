@@ -90,6 +90,46 @@ def _together(q_weight: Tensor | None, k: Tensor | None, k_weight: Tensor | None
     return k is not None and not row and kinds[0] == kinds[1]
 
 
+def _launch_tells(q_weight: Tensor | None, k: Tensor | None, k_weight: Tensor | None, row: bool) -> str:
+    """Why one launch serves q and k, or each has one."""
+    if k is None:
+        return "one launch, for q"
+    if _together(q_weight, k, k_weight, row):
+        return "one launch for q and k, which share their angles"
+    why = "rows of all heads are normalised" if row else "their weights differ in dtype, or one has none"
+    return f"one launch for q and one for k: {why}"
+
+
+def _forward_tells(call, *, config: NormRopeConfig) -> list[str]:
+    together = _launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")
+    return [f"rms_norm_rope_fwd_kernel: {together}"]
+
+
+def _backward_tells(call, *, config: NormRopeConfig) -> list[str]:
+    sides = _sides(call)
+    if None in sides:
+        found = [name for name, side in zip("qk", sides) if side is not None]
+        return [f"rms_norm_rope_bwd_kernel: one launch, for {found[0]}"] if found else ["no kernel: nothing is wanted"]
+    if not _alike(sides):
+        return ["rms_norm_rope_bwd_kernel: one launch for q and one for k: different gradients of them are wanted"]
+    together = _launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")
+    return [f"rms_norm_rope_bwd_kernel: {together}"]
+
+
+def _sides(call) -> list[tuple[bool, bool] | None]:
+    """Of q and k: whether dx and whether dweight is to be computed; None where neither is."""
+    sides: list[tuple[bool, bool] | None] = []
+    for i, (dout, x) in enumerate(((call.dq_out, call.q), (call.dk_out, call.k))):
+        wanted = bool(call.output_mask[i]), bool(call.output_mask[i + 2])
+        sides.append(None if dout is None or x is None or not any(wanted) else wanted)
+    return sides
+
+
+def _alike(sides: list[tuple[bool, bool] | None]) -> bool:
+    """Whether the same gradients of q and k are wanted."""
+    return None not in sides and sides[0] == sides[1]
+
+
 def _norm_rotate(
     q: Tensor,
     k: Tensor | None,
@@ -235,7 +275,9 @@ CHOICES = {
 LOOP_CHOICES = {**CHOICES, "steps": (1, 2, 4), "num_stages": (1, 2, 3, 4), "programs": (1056, 1584, 1848, 2112)}
 
 
-@register_kernel("rms_norm_rope", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "rms_norm_rope", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_rope_arguments(_forward_tells)
+)
 @optimize_kernel(space=Space(default=_forward_default, dims=lambda q, k, *_: _size(q, k), choices=CHOICES))
 @rms_norm_rope_arguments
 def rms_norm_rope(call, *, config: NormRopeConfig) -> tuple[Tensor, Tensor]:
@@ -255,7 +297,9 @@ def rms_norm_rope(call, *, config: NormRopeConfig) -> tuple[Tensor, Tensor]:
     return outs
 
 
-@register_kernel("rms_norm_rope_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "rms_norm_rope_vjp", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_rope_vjp_arguments(_backward_tells)
+)
 @optimize_kernel(
     space=Space(default=_backward_default, dims=lambda dq_out, dk_out, q, k, *_: _size(q, k), choices=LOOP_CHOICES)
 )
@@ -266,18 +310,13 @@ def rms_norm_rope_vjp(call, *, config: NormRopeConfig) -> tuple[Tensor, Tensor, 
     row, numbers = call.norm_dim == "row", (call.eps, call.weight_offset)
     where = _Where(call.cos, call.sin, call.positions, call.offsets, call.cu_seqlens, call.offset, call.interleaved)
     sides: list[_Side | None] = []
-    given = zip((call.dq_out, call.dk_out), (q, call.k), (call.q_weight, call.k_weight))
-    for i, (dout, x, weight) in enumerate(given):
-        wants_x, wants_weight = call.output_mask[i], call.output_mask[i + 2]
-        if dout is None or x is None or not (wants_x or wants_weight):
-            sides.append(None)
-        else:
-            dx = torch.empty_like(x) if wants_x else None
-            sides.append(_Side(dout, x, dense(weight), dx, wants_weight))
+    wanted = _sides(call)
+    for want, dout, x, weight in zip(wanted, (call.dq_out, call.dk_out), (q, call.k), (call.q_weight, call.k_weight)):
+        dx = torch.empty_like(x) if want and want[0] else None
+        sides.append(None if want is None else _Side(dout, x, dense(weight), dx, want[1]))
     partials: list[Tensor | None] = [None, None]
     first, second = sides
-    alike = first and second and (first.dx is None, first.sums) == (second.dx is None, second.sums)
-    if alike and _together(call.q_weight, call.k, call.k_weight, row):
+    if _alike(wanted) and _together(call.q_weight, call.k, call.k_weight, row):
         partials = _differentiate(first, second, where, row, numbers, config)
     else:
         for i, side in enumerate(sides):
@@ -288,6 +327,6 @@ def rms_norm_rope_vjp(call, *, config: NormRopeConfig) -> tuple[Tensor, Tensor, 
         q.new_empty(0) if side is None or not side.sums else side.weight.new_empty(partial.shape[1])
         for side, partial in zip(sides, partials)
     ]
-    wanted = [(p, d) if p is not None and d.numel() else (None, None) for p, d in zip(partials, dweight)]
-    add_partials(*zip(*wanted))
+    sums = [(p, d) if p is not None and d.numel() else (None, None) for p, d in zip(partials, dweight)]
+    add_partials(*zip(*sums))
     return *dx, *dweight
