@@ -1,6 +1,6 @@
 """Memory accesses and barriers of Hopper's kernels under compute-sanitizer: `python -m tilesmith.validate.sanitized`.
 
-memcheck and synccheck only: racecheck knows neither what the tensor memory accelerator writes nor the transaction
+memcheck and synccheck only: racecheck knows neither what TMA writes nor the transaction
 counts that readers wait for, and reports every such read as a race.
 """
 

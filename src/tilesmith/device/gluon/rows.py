@@ -229,7 +229,7 @@ def send_to_cluster(mail, i, part, a, b, PARTS: gl.constexpr):
 
 @gluon.jit
 def read_mailbox(mail, i, part, PARTS: gl.constexpr, OLD: gl.constexpr):
-    """What the programs `part` of the cluster sent in their i-th turn, when all of it is there: two fp32, 0 beyond
+    """What the CTAs `part` of the cluster sent in their i-th turn, when all of it is there: two fp32, 0 beyond
     PARTS. OLD: PTX that sets q where tag or its_tag, which came with them, is not that of turn $4 - 1."""
     a, b = gl.inline_asm_elementwise(
         f"""{{

@@ -70,7 +70,7 @@ tma_copy = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 _row_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 tma_store_wait = tma.store_wait
-syncthreads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of all threads of a program
+syncthreads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of all threads of a CTA
 
 
 @builtin

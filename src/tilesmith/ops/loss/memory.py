@@ -29,7 +29,7 @@ def linear_cross_entropy_need(call) -> Need:
         take the place of what was kept.
     mode "recompute": C·V·e; in the backward also V·K·w and, for dx, 4·N·K in blocks of classes, whose logits are gone
         before dx, N·K·e, is there. In chunks of tokens N·K·e, 4·V·K in place of 4·N·K, and V·K·w in place of N·K·e.
-    Without gradients C·V·e. Hopper's kernel may sum powers of bf16 logits over tiles: C·V/64 more, counted on any GPU.
+    Without gradients C·V·e. Hopper's kernel may sum exp2 of bf16 logits over tiles: C·V/64 more, counted on any GPU.
 
     A weight of another dtype than x, or an x that is not contiguous, costs a copy. On a CPU each chunk is swept in
     fp32, in blocks that are not counted.

@@ -1,4 +1,4 @@
-"""The probability family: what softmax and softmax_dropout are, what they accept, their kernels; the door with a seed.
+"""softmax and softmax_dropout: what they are, what they accept, their kernels; the door with a seed.
 
 Legend: N columns, the last dim, over which a row sums to 1; the other dims are rows. With `causal`: T tokens, S keys.
 """

@@ -256,17 +256,9 @@ GATE_SPACE = Space(
 
 
 def _strip_default(dims, arch, dtype) -> StripConfig:
-    # H200, bf16, of the copy rate at 1,024, 4,096, 8,192 and 131,072 columns: 0.97, 0.95 (67 million elements), 0.97
-    # and 0.97; gelu's gradient, which has no sum, 1.02 (1.01). Programs that walk neighbouring tiles of 8 x 128
-    # elements, which asynchronous copies bring to shared memory: 0.92, 0.90, 0.95 and 0.93. Narrow tiles cost a program
-    # at its end: threads that share columns swap sums. Not faster: four programs a multiprocessor (0.94, 0.91, 0.94,
-    # 0.94), six of 80 registers (0.94, 0.91, 0.95, 0.94), registers as the compiler likes (0.93, 0.89, 0.93, 0.92),
-    # tiles of 1 and 4 rows (0.86 and 0.90, 0.83 and 0.90), two tiles on their way (0.90 at 4,096); the last program of
-    # a block of columns adding up what the others left there (0.85 at 4,096); a program for each tile of 16 to 128 rows
-    # and 64 to 256 columns, all of it on its way at once (0.46 to 0.91 at 4,096; without any sum 1.00).
-    #
-    # Where these would leave half of the programs without work (8,192 x 1,024: 27 µs, by 8 x 128 elements 21), narrow
-    # tiles: more columns are worked on at once.
+    # Wide tiles of two rows: H200, bf16, 0.95 to 0.97 of the copy rate. Narrow tiles cost time at a CTA's end, where
+    # threads that share columns exchange sums; but where wide ones would leave half of the CTAs without work (8,192 x
+    # 1,024: 27 µs, narrow 21), they work on more columns at once. What was tried without gain: docs/log/elementwise.md.
     per_sm, each = 5, 16 // dtype.itemsize
     programs = per_sm * max(1, arch.sms)
     wide = cdiv(dims["rows"], LEAST) * cdiv(dims["cols"], 128 * each)

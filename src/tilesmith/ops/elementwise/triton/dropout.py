@@ -198,25 +198,9 @@ def _residual_default(dims, arch, dtype) -> DropConfig:
 
 
 def _backward_default(dims, arch, dtype) -> DropConfig:
-    # H200, bf16, of the copy rate at 1,024, 4,096, 8,192 and 65,536 columns: 0.91, 0.88, 0.92 and 0.92. By a script,
-    # without the sum of the partial rows: 0.93, 0.91, 0.93 and 0.93; 0.91 where programs walk neighbouring tiles.
-    # Narrow rows in narrow blocks, which leave fewer partial rows: at 1,024 columns 0.93, and 0.88 in wide ones. Not
-    # faster: tiles of 2,048 and 4,096 columns (0.89 to 0.93); two to eight times the programs, so that the device hands
-    # them out (0.72 to 0.91); on Hopper tiles brought by the tensor memory accelerator, of 64 to 16,384 columns, one to
-    # five on their way (0.65 to 0.91), of 64 to 256 columns summed by clusters of 8 programs (0.65 to 0.89).
-    #
-    # What it loses to dx alone, at 16,384 x 8,192 136 to 128 us: 2 us are the sum of the partial rows; programs, all
-    # begun at once, end between 121 and 134 us, those of each group of multiprocessors (GPC) alike, at 126 to 129 us on
-    # average, and the last of them move little. Not faster either: the last 3 to 30 % of the rows by further programs
-    # of 4 to 32 rows each, which begin where one ends (0.90 to 0.93; the kernel alone 0.95 in place of 0.94, but it
-    # leaves three times the partial rows; at 1,024 columns 0.68 to 0.83); two tiles on their way (0.92); programs of 8
-    # and 16 warps, kept in step or not (0.75 to 0.93); 5, 6 and 8 programs of fewer registers (0.92, 0.71 and 0.91); on
-    # Hopper a program for each tile of 32 to 128 rows and 64 to 256 columns, all of it on its way at once, to registers
-    # (0.47 to 0.90) or to shared memory (0.73 to 0.90). Those without any sum reach 0.97 and 0.95: what its warps found
-    # meets at a program's end, when nothing more of it is on its way.
-    #
-    # To keep the forward's mask as bits would not pay: to write and to read it would be 0.03 of either pass's time, and
-    # dx alone, which draws again, has 0.99 of the copy rate.
+    # H200, bf16, 1,024 to 65,536 columns: 0.88 to 0.92 of the copy rate. Narrow rows take narrow blocks, which leave
+    # fewer partial rows: at 1,024 columns 0.93, and 0.88 in wide ones. Generating the mask again costs less than
+    # storing and loading it as bits would. What was tried without gain: docs/log/elementwise.md.
     each, per_sm = 16 // dtype.itemsize, 4
     registers = arch.registers // (per_sm * 128) // 8 * 8 if arch.kind == "cuda" else 0
     rows = 4 if dims["cols"] * dtype.itemsize > 4096 else 16

@@ -205,11 +205,11 @@ class _Block:
         if self.weights is not None:
             hit = hit * self.weights[self.label[:, 0]]
         every = upstream * (terms.label_smoothing / self.classes)
-        every_probability = hit + every * self.all_weights()
+        softmax_coef = hit + every * self.all_weights()
         if terms.z_loss:
             square = torch.where(self.counted, 2 * terms.z_loss * lse * z_grad, 0.0)
-            every_probability = every_probability + square * nothing * terms.scale
-        z.mul_((every_probability if sums is None else every_probability / sums)[:, None])
+            softmax_coef = softmax_coef + square * nothing * terms.scale
+        z.mul_((softmax_coef if sums is None else softmax_coef / sums)[:, None])
         if terms.label_smoothing and self.weights is None:
             z.sub_(every[:, None])
         elif terms.label_smoothing:

@@ -1,14 +1,16 @@
-"""linear_cross_entropy on Hopper without a pass over the logits: the product that would make them leaves powers of two.
+"""linear_cross_entropy on Hopper without a pass over the logits: the epilogue of the matmul that would store logits
+stores their exp2.
 
-Of a row's scores z in base 2 and its reference r, the score of the label, the product writes E = 2^(z - r) in bf16,
-whose exponents reach as far as fp32's, and the sums of E over each tile. With s, the sum of a row, the loss is ln s,
-and the gradient of the logits hit · (E / s - 1 at the label), that is f · (E - s at the label) with f = hit / s. So E
-less s at the label stands for it in the products of the gradients, with f in x on the one side and in dx on the other.
+Let z be a row's scores in base 2 and r its reference, the score of the label. The epilogue stores E = 2^(z - r) in
+bf16, whose exponents reach as far as fp32's, and the sums of E over each tile. With s, the sum of a row, the loss is ln
+s, and the gradient of the logits is hit · (E / s - 1 at the label), that is f · (E - s at the label) with f = hit / s.
+The matmuls of the gradients therefore take E, less s at the label, in place of the logits' gradient; f multiplies x on
+the one side and dx on the other.
 
-Where powers of a row overflow, because its largest score is some 40 nats above the label's, all of the chunk's are
-taken a second time, of those rows relative to their maximum. The host does not know: the kernels for that are launched
-each time, and end at once unless a flag in memory is 1. (After Quack's pipeline by scaled powers, which has a reference
-for each tile of a row, and factors to put between the tiles of its products.)
+Where the exponentials of a row overflow, because its largest score is some 40 nats above the label's, those of the
+whole chunk are computed again, relative to the maximum in such rows. The host cannot know this: the kernels are
+launched each time and end at once unless a flag in memory is 1. (After Quack's pipeline of scaled exponentials, which
+has a reference for each tile of a row, and factors between the tiles of its matmuls.)
 """
 
 import torch
@@ -30,8 +32,8 @@ from tilesmith.ops.loss.chunks import Chunks, add_product
 from tilesmith.ops.loss.reference import Terms
 
 LOG2E, LN2 = 1.4426950408889634, tl.constexpr(0.6931471805599453)
-LARGEST = tl.constexpr(2.0**60)  # of a sum, so that products of e with weight are far from overflowing
-MOST_FEATURES = 2048  # of a token; of 3,072 this takes 0.99 of the time with logits, of 4,096 1.01
+LARGEST = tl.constexpr(2.0**60)  # of a sum, so that matmuls of E with weight stay far from overflow
+MOST_FEATURES = 2048  # of a token; with 3,072 this takes 0.99 of the time of a pass over logits, with 4,096 1.01
 _COLS = gl.constexpr(COLS)
 
 
@@ -40,8 +42,8 @@ def label_scores_kernel(
     x_ptr, weight_ptr, target_ptr, scores_ptr, references_ptr, x_stride, weight_stride, hidden, classes, ignore_index,
     power, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's score of its label, in base 2, and its reference: that score; inf where the token is ignored, so that
-    its powers are 0."""
+    """The score of each token's label, in base 2, and the token's reference: that score, or inf where the token is
+    ignored, so that its exponentials are 0."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
     label = tl.where((target >= 0) & (target < classes), target, 0)
@@ -56,32 +58,32 @@ def label_scores_kernel(
 
 
 @gluon.jit
-def _powers_of(scores, row, col, references_ptr, rows, cols, power, EVEN: gl.constexpr):
-    """2^(score - reference) of some columns of 64 rows, and their sums."""
+def _exp2_of(scores, row, col, references_ptr, rows, cols, power, EVEN: gl.constexpr):
+    """2^(score - reference) for some columns of 64 rows, and their sums."""
     index = row + gl.arange(0, 64, gl.SliceLayout(1, scores.type.layout))
-    powers = gl.exp2(scores * power - gl.load(references_ptr + index, mask=index < rows, other=0.0)[:, None])
+    exps = gl.exp2(scores * power - gl.load(references_ptr + index, mask=index < rows, other=0.0)[:, None])
     if not EVEN:
         within = col + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)) < cols
-        powers = gl.where(within[None, :], powers, 0.0)
-    return powers, gl.sum(powers, 1)
+        exps = gl.where(within[None, :], exps, 0.0)
+    return exps, gl.sum(exps, 1)
 
 
 @gluon.jit
-def _write_powers(
+def _exp2_epilogue(
     acc, row, col, out_desc, tile, references_ptr, sums_ptr, rows, cols, power, EVEN: gl.constexpr
 ):  # fmt: skip
-    """One half is on its way to memory while the powers of the other are taken."""
+    """The epilogue. One half of the tile is stored by TMA while the exponentials of the other are computed."""
     left, right = split_columns(acc)
-    powers, total = _powers_of(left, row, col, references_ptr, rows, cols, power, EVEN)
-    store_half_tile(powers, row, col, out_desc, tile)
-    powers, more = _powers_of(right, row, col + _COLS // 2, references_ptr, rows, cols, power, EVEN)
+    exps, total = _exp2_of(left, row, col, references_ptr, rows, cols, power, EVEN)
+    store_half_tile(exps, row, col, out_desc, tile)
+    exps, more = _exp2_of(right, row, col + _COLS // 2, references_ptr, rows, cols, power, EVEN)
     index = row + gl.arange(0, 64, total.type.layout)
     gl.store(sums_ptr + (col // _COLS).to(gl.int64) * rows + index, total + more, mask=index < rows)
-    store_half_tile(powers, row, col + _COLS // 2, out_desc, tile)
+    store_half_tile(exps, row, col + _COLS // 2, out_desc, tile)
 
 
 @gluon.jit
-def _write_maxima(acc, row, col, out_desc, tile, references_ptr, factors_ptr, rows, cols, power):
+def _max_epilogue(acc, row, col, out_desc, tile, references_ptr, factors_ptr, rows, cols, power):
     index = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
     within = col + gl.arange(0, _COLS, gl.SliceLayout(0, acc.type.layout)) < cols
     most = gl.max(gl.where(within[None, :], acc * power, float("-inf")), 1)
@@ -90,30 +92,30 @@ def _write_maxima(acc, row, col, out_desc, tile, references_ptr, factors_ptr, ro
 
 
 @gluon.jit
-def powers_tiles_kernel(
+def exp2_matmul_kernel(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, sums_ptr, again_ptr, rows, cols, power,
     EVEN: gl.constexpr,
 ):  # fmt: skip
-    """2^(score - reference) of x [C, K] and w [V, K] into out [C, V], summed over tiles into sums [V / 256, C]."""
+    """2^(score - reference) of x [C, K] and w [V, K] into out [C, V], their sums over tiles into sums [V / 256, C]."""
     if again_ptr is not None:
         tiles_m *= gl.load(again_ptr)
     extra = (references_ptr, sums_ptr, rows, cols, power, EVEN)
-    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _write_powers)
+    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _exp2_epilogue)
 
 
 @gluon.jit
-def maxima_tiles_kernel(
+def max_matmul_kernel(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, factors_ptr, again_ptr, rows, cols, power
 ):
-    """The largest score of each row whose factor is inf into its reference, which is -inf."""
+    """The largest score of each row whose factor is inf, into its reference, which is -inf."""
     extra = (references_ptr, factors_ptr, rows, cols, power)
     tiles_m *= gl.load(again_ptr)
-    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _write_maxima)
+    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _max_epilogue)
 
 
 @triton.jit
 def scale_rows_kernel(x_ptr, factors_ptr, hidden, BLOCK: tl.constexpr):
-    """x [C, K] times a factor a row; 0 where that is."""
+    """x [C, K] times one factor per row; 0 where the factor is 0."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     factor = tl.load(factors_ptr + row)
@@ -220,9 +222,9 @@ def gradients(
     programs, product = matmul_arguments(x, weight, e)
     sizes = rows, classes, power
 
-    def take_powers(flag: Tensor | None) -> None:
+    def launch_exp2(flag: Tensor | None) -> None:
         even = classes % COLS == 0
-        launch(powers_tiles_kernel, (programs,), *product, references, sums, flag, *sizes, EVEN=even, num_warps=4)
+        launch(exp2_matmul_kernel, (programs,), *product, references, sums, flag, *sizes, EVEN=even, num_warps=4)
 
     def settle(second: bool) -> None:
         launch(
@@ -233,10 +235,10 @@ def gradients(
             AGAIN=second, ROWS=16, TILES=64, COLS=256, num_warps=4,
         )  # fmt: skip
 
-    take_powers(None)
+    launch_exp2(None)
     settle(False)
-    launch(maxima_tiles_kernel, (programs,), *product, references, factors, again, *sizes, num_warps=4)
-    take_powers(again)
+    launch(max_matmul_kernel, (programs,), *product, references, factors, again, *sizes, num_warps=4)
+    launch_exp2(again)
     settle(True)
     if chunks.mask[1]:  # before dx, whose place the scaled x takes
         add_product(chunks.sum, e.t(), dx, first=tokens.start == 0)

@@ -1,10 +1,8 @@
-"""linear_cross_entropy on Hopper, in Gluon: rows of logits become gradients in registers, read from memory once.
+"""linear_cross_entropy on Hopper, in Gluon: a pass over a chunk's logits turns them into their gradient in registers,
+with one read from global memory.
 
-Where tokens have few features their products leave powers in place of logits (`exp2_epilogue`).
-
-Tried on an H200 in bf16, without gain: this pass beside the next chunk's product, on another stream (8192 x 4096 x
-128256 in quarters: 13.4 ms for 13.1); a persistent product in Gluon for the library's (equal bits, 0.98 to 1.03 of its
-time in all three layouts).
+Where tokens have few features, the epilogue of their matmul stores exp2 of the logits in their place, and no pass is
+needed (`exp2_epilogue`). Tried without gain: docs/log/losses.md.
 """
 
 from collections.abc import Mapping
@@ -46,13 +44,13 @@ LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 @gluon.jit
 def _least(dtype: gl.constexpr):
-    """-inf, of 16 bits as a word of two."""
+    """-inf; for 16-bit types as a word of two."""
     return float("-inf") if dtype.primitive_bitwidth == 32 else -8323200 if dtype == gl.bfloat16 else -67044352
 
 
 @gluon.jit
 def _tops(words, dtype: gl.constexpr, CHUNKS: gl.constexpr):
-    """The largest value that each thread has, fp32 [warps, 32]; of 16 bits two values are compared at once."""
+    """The largest value of each thread, fp32 [warps, 32]; 16-bit values are compared two at a time."""
     KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     most = words[0]
     for c in gl.static_range(1, CHUNKS):
@@ -70,10 +68,10 @@ def loss_grad_parts_kernel(
     logits_ptr, target_ptr, weight_ptr, divisors_ptr, losses_ptr, lse_ptr, cols, stride, ignore_index, z_loss, scale,
     Z: gl.constexpr, MEAN: gl.constexpr, PARTS: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """A part of a row of logits becomes that of the gradient; the part that has the label writes the row's loss and
-    lse. scale is above 0. What a thread has is relative to its own maximum until the row's is known: one power of two a
-    logit. (Made again from the logits, which take half the registers, they cost 622 µs in place of 514: H200, bf16,
-    4096 x 128256, where a copy takes 494.)"""
+    """A part of a row of logits becomes that part of the gradient; the part with the label also writes the row's loss
+    and lse. scale is above 0. Until the row's maximum is known, exponentials are relative to each thread's own maximum:
+    one exp2 per logit. Computing them again from the logits, which take half the registers, is slower: 622 µs in place
+    of 514 (H200, bf16, 4096 x 128256; a copy takes 494)."""
     row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     DTYPE: gl.constexpr = logits_ptr.dtype.element_ty
     WIDTH: gl.constexpr = gl.num_warps() * 256
@@ -99,16 +97,16 @@ def loss_grad_parts_kernel(
     elif Z and divisors_ptr is not None:
         z_grad = gl.load(divisors_ptr) / gl.load(divisors_ptr + 1)
     token_scale = gl.where(valid, scale, float("nan"))
-    hit = token_grad * label_weight * token_scale
+    label_coef = token_grad * label_weight * token_scale
 
     power = scale * LOG2E
     tops = gl.maximum(_tops(words, DTYPE, CHUNKS), LOWEST)  # not -inf, from which -inf cannot be subtracted
-    powers, total = (), 0.0
+    exps, total = (), 0.0
     for c in gl.static_range(CHUNKS):
         x = gl.reshape(chunk_fp32(words[c], DTYPE), [gl.num_warps(), 32, 8])
         p = gl.exp2((x - gl.expand_dims(tops, 2)) * power)
         total += p
-        powers += (p,)
+        exps += (p,)
     top = gl.max(tops, 1)
     found = gl.sum(gl.sum(total, 2) * gl.exp2((tops - gl.expand_dims(top, 1)) * power), 1)
     every_top, totals = exchange(room, part, top, found, PARTS)
@@ -121,20 +119,20 @@ def loss_grad_parts_kernel(
         gl.store(losses_ptr + row, gl.where(counted, gl.where(valid, loss, float("nan")), 0.0))
         gl.store(lse_ptr + row, lse)
 
-    probability = hit
+    softmax_coef = label_coef
     if Z:
-        probability += 2.0 * z_loss * lse * z_grad * token_scale
-    factors = gl.expand_dims(gl.exp2((tops - row_top) * power - more) * probability, 2)
+        softmax_coef += 2.0 * z_loss * lse * z_grad * token_scale
+    factors = gl.expand_dims(gl.exp2((tops - row_top) * power - more) * softmax_coef, 2)
     for c in gl.static_range(CHUNKS):
         col = columns(part, c, CHUNKS)
         mask = None if EVEN else col < cols
         if counted:
-            gl.store(row_ptr + col, flatten_lines(powers[c] * factors).to(DTYPE), mask=mask)
+            gl.store(row_ptr + col, flatten_lines(exps[c] * factors).to(DTYPE), mask=mask)
         else:
             gl.store(row_ptr + col, gl.zeros_like(col).to(DTYPE), mask=mask)
     if owns & counted:  # by the thread that has just written there
         lanes = gl.arange(0, WIDTH // 8, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        grad = gl.exp2((chosen - row_top) * power - more) * probability - hit
+        grad = gl.exp2((chosen - row_top) * power - more) * softmax_coef - label_coef
         gl.store(row_ptr + label + lanes * 0, (grad + lanes * 0.0).to(DTYPE), mask=lanes == label % WIDTH // 8)
 
 
@@ -184,8 +182,8 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConf
     0.96, 0.95, 0.97, 0.86 and 0.94; Triton's 0.40, 0.71, 0.78, 0.69, 0.69 and 0.67."""
     cols, widest = dims["cols"], 8 * 8 * LINE
     if cols <= 8 * widest:
-        return held_config(cols, dims["bytes"], 8, 8, 80)  # three programs a multiprocessor
-    return HeldConfig(cdiv(cols, cdiv(cols, widest) * 8 * LINE), 8, 0)  # more programs, not more registers
+        return held_config(cols, dims["bytes"], 8, 8, 80)  # three CTAs a multiprocessor
+    return HeldConfig(cdiv(cols, cdiv(cols, widest) * 8 * LINE), 8, 0)  # more CTAs, not more registers
 
 
 SPACE = Space(dims=_dims, default=_default, choices=HELD_CHOICES, fit=held_fit)
@@ -199,7 +197,7 @@ def _tells(call) -> list[str]:
         reasons = ["rows of x or weight begin at other places than multiples of 16 bytes"]
     if reasons:
         return [f"a pass over the logits makes their gradient: {', '.join(reasons)}"]
-    return [f"no pass over logits: up to {exp2_epilogue.MOST_FEATURES:,} features their product leaves powers of two"]
+    return [f"no pass over logits: up to {exp2_epilogue.MOST_FEATURES:,} features their product stores exp2 of them"]
 
 
 @register_kernel("linear_cross_entropy", backend="hopper", rank=25, rejects=_reasons, tells=_tells)

@@ -220,15 +220,8 @@ def _default(dims, arch, dtype) -> LossConfig:
 
 
 def default_vjp(dims, arch, dtype) -> LossConfig:
-    """The config of a backward: whole rows if they are short, by 16 elements a thread, else blocks of them. H200, bf16,
-    2**26 logits, of the copy rate (as the forward, by 32 or 64 elements) at 256, 512, 1,000, 2,000 and 4,000 classes:
-    0.94 (0.85), 0.94 (0.83), 0.94 (0.91), 0.94 (0.92) and 0.95 (0.92).
-
-    Forward and backward together have 0.91 at 1,000 classes, by programs of two rows 0.89; before the last rows came
-    first, kernels were chained and sums shared a reduction 0.88. What only reads as much takes 33 µs, the forward 38;
-    what only copies it 63; the sums, which wait for the forward, 3. Not faster: logits read to be evicted first (0.90),
-    gradients written so (0.91); the forward's programs staying, the next row and its label on their way (0.71 to 0.76
-    of the rate, for 0.82), or adding up their rows' losses themselves (0.20 to 0.61)."""
+    """A default for a backward: whole rows if they are short, 16 elements per thread, else blocks of them. H200, bf16:
+    0.94 to 0.95 of the copy rate from 256 to 4,000 classes. What was tried without gain: docs/log/losses.md."""
     if dims["cols"] > 4096:
         return LossConfig(2048, 1, 4, 1)
     config = held(dims, arch)

@@ -74,17 +74,17 @@ def _coefficients(
     """(a, b, c) of the gradient a · softmax − b · [class is the label] − c · w[class], before the cap's derivative."""
     factor = tl.where(valid, scale, float("nan"))
     token_grad = tl.where(counted, token_grad * factor, 0.0)
-    hit = token_grad * label_weight
-    every = token_grad
+    label_coef = token_grad * label_weight
+    class_coef = token_grad
     if SMOOTH:
-        hit = hit * (1.0 - smoothing)
-        every = token_grad * (smoothing / cols)
-        probability = hit + every * all_weights
+        label_coef = label_coef * (1.0 - smoothing)
+        class_coef = token_grad * (smoothing / cols)
+        softmax_coef = label_coef + class_coef * all_weights
     else:
-        probability = hit
+        softmax_coef = label_coef
     if Z:
-        probability += tl.where(counted, 2.0 * z_loss * lse * z_grad * factor, 0.0)
-    return probability, hit, every
+        softmax_coef += tl.where(counted, 2.0 * z_loss * lse * z_grad * factor, 0.0)
+    return softmax_coef, label_coef, class_coef
 
 
 @triton.jit
@@ -142,7 +142,8 @@ def _sweep(
 
 @triton.jit
 def _gradient(
-    in_ptr, out_ptr, weight_ptr, at, mask, shift, label_at, lse2, probability, hit, every, scale, softcap, counted,
+    in_ptr, out_ptr, weight_ptr, at, mask, shift, label_at, lse2, softmax_coef, label_coef,
+    class_coef, scale, softcap, counted,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Write one block of a row's gradient."""
@@ -151,13 +152,13 @@ def _gradient(
     else:
         x = tl.load(in_ptr + at, mask=counted, other=0.0)
     z, slope = _score(x.to(tl.float32), scale, softcap, SOFTCAP)
-    grad = tl.exp2(z - lse2) * probability
+    grad = tl.exp2(z - lse2) * softmax_coef
     if SMOOTH:
         if weight_ptr is not None:
-            grad -= every * tl.load(weight_ptr + (at - shift), mask=mask, other=0.0).to(tl.float32)
+            grad -= class_coef * tl.load(weight_ptr + (at - shift), mask=mask, other=0.0).to(tl.float32)
         else:
-            grad -= every
-    grad = tl.where(at == label_at, grad - hit, grad)
+            grad -= class_coef
+    grad = tl.where(at == label_at, grad - label_coef, grad)
     if SOFTCAP:
         grad *= slope
     grad = grad.to(out_ptr.dtype.element_ty)
@@ -231,7 +232,7 @@ def cross_entropy_online_kernel(
 
         if GRAD:
             token_grad, z_grad = _own_grads(divisors_ptr, Z, MEAN)
-            probability, hit, every = _coefficients(
+            softmax_coef, label_coef, class_coef = _coefficients(
                 token_grad, z_grad, lse, label_weight, all_weights, cols, smoothing, z_loss, scale,
                 counted, valid, SMOOTH, Z,
             )  # fmt: skip
@@ -241,19 +242,21 @@ def cross_entropy_online_kernel(
             if last < end:
                 at = last + place
                 _gradient(
-                    row_ptr, row_ptr, weight_ptr, at, at < end, shift, label_at, lse2, probability, hit, every,
+                    row_ptr, row_ptr, weight_ptr, at, at < end, shift, label_at, lse2,
+                    softmax_coef, label_coef, class_coef,
                     scale, softcap, counted, SMOOTH, SOFTCAP, True,
                 )  # fmt: skip
             for back in tl.range(begin, full, BLOCK, num_stages=STAGES):
                 at = full - BLOCK + begin - back + place
                 _gradient(
-                    row_ptr, row_ptr, weight_ptr, at, at < end, shift, label_at, lse2, probability, hit, every,
+                    row_ptr, row_ptr, weight_ptr, at, at < end, shift, label_at, lse2,
+                    softmax_coef, label_coef, class_coef,
                     scale, softcap, counted, SMOOTH, SOFTCAP, False,
                 )  # fmt: skip
             if ALIGN > 1:
                 _gradient(
                     row_ptr, row_ptr, weight_ptr, place, (place >= shift) & (place < end), shift, label_at, lse2,
-                    probability, hit, every, scale, softcap, counted, SMOOTH, SOFTCAP, True,
+                    softmax_coef, label_coef, class_coef, scale, softcap, counted, SMOOTH, SOFTCAP, True,
                 )  # fmt: skip
 
 
@@ -307,17 +310,17 @@ def cross_entropy_row_kernel(
 
     if GRAD:
         token_grad, z_grad = _own_grads(divisors_ptr, Z, MEAN)
-        probability, hit, every = _coefficients(
+        softmax_coef, label_coef, class_coef = _coefficients(
             token_grad + tl.zeros([ROWS], tl.float32), z_grad, lse, label_weight, all_weights, cols,
             smoothing, z_loss, scale, counted, valid, SMOOTH, Z,
         )  # fmt: skip
-        grad = tl.exp2(z - lse2[:, None]) * probability[:, None]
+        grad = tl.exp2(z - lse2[:, None]) * softmax_coef[:, None]
         if SMOOTH:
             if weight_ptr is not None:
-                grad -= every[:, None] * weight
+                grad -= class_coef[:, None] * weight
             else:
-                grad -= every[:, None]
-        grad = tl.where(col == label.to(tl.int32)[:, None], grad - hit[:, None], grad)
+                grad -= class_coef[:, None]
+        grad = tl.where(col == label.to(tl.int32)[:, None], grad - label_coef[:, None], grad)
         if SOFTCAP:
             grad *= slope
         tl.store(logits_ptr + at, grad.to(logits_ptr.dtype.element_ty), mask=exists[:, None] & (col < cols))
@@ -356,7 +359,7 @@ def cross_entropy_online_vjp_kernel(
     token_grad, z_grad = _upstream(dloss_ptr, dloss_stride, divisors_ptr, row, counted)
     label_weight = weight_of_label(weight_ptr, label, counted & valid)
     all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, classes)
-    probability, hit, every = _coefficients(
+    softmax_coef, label_coef, class_coef = _coefficients(
         token_grad, z_grad, lse, label_weight, all_weights, classes, smoothing, z_loss, scale, counted, valid, SMOOTH, Z
     )
     start = _row_start(row, stride, outer_stride, inner_rows, GROUPED, UNIT)
@@ -374,7 +377,7 @@ def cross_entropy_online_vjp_kernel(
         lanes = first + place // LANES * LANES
         mask = (lanes >= shift) & (lanes + LANES <= end)
     _gradient(
-        in_ptr, to_ptr, weight_ptr, first + place, mask, shift, label_at, lse2, probability, hit, every,
+        in_ptr, to_ptr, weight_ptr, first + place, mask, shift, label_at, lse2, softmax_coef, label_coef, class_coef,
         scale, softcap, counted, SMOOTH, SOFTCAP, True,
     )  # fmt: skip
     if ALIGN > 1:
@@ -384,7 +387,7 @@ def cross_entropy_online_vjp_kernel(
             until = tl.where(lane < LANES, (shift + LANES - 1) // LANES * LANES, end)
             _gradient(
                 in_ptr, to_ptr, weight_ptr, edge, (edge >= shift) & (edge < until), shift, label_at, lse2,
-                probability, hit, every, scale, softcap, counted, SMOOTH, SOFTCAP, True,
+                softmax_coef, label_coef, class_coef, scale, softcap, counted, SMOOTH, SOFTCAP, True,
             )  # fmt: skip
 
 
@@ -412,19 +415,21 @@ def cross_entropy_row_vjp_kernel(
     token_grad, z_grad = _upstream(dloss_ptr, dloss_stride, divisors_ptr, row, counted)
     label_weight = weight_of_label(weight_ptr, label, counted & valid)
     all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, classes)
-    probability, hit, every = _coefficients(
+    softmax_coef, label_coef, class_coef = _coefficients(
         token_grad, z_grad, lse, label_weight, all_weights, classes, smoothing, z_loss, scale, counted, valid, SMOOTH, Z
     )
     at = _row_start(row, stride, outer_stride, inner_rows, GROUPED, UNIT)[:, None] + col
     x = tl.load(logits_ptr + at, mask=counted[:, None] & (col < cols), other=0.0).to(tl.float32)
     z, slope = _score(x, scale, softcap, SOFTCAP)
-    grad = tl.exp2(z - (lse * LOG2E)[:, None]) * probability[:, None]
+    grad = tl.exp2(z - (lse * LOG2E)[:, None]) * softmax_coef[:, None]
     if SMOOTH:
         if weight_ptr is not None:
-            grad -= every[:, None] * tl.load(weight_ptr + first_class + col, mask=col < cols, other=0.0).to(tl.float32)
+            grad -= class_coef[:, None] * tl.load(weight_ptr + first_class + col, mask=col < cols, other=0.0).to(
+                tl.float32
+            )
         else:
-            grad -= every[:, None]
-    grad = tl.where(col == (label - first_class).to(tl.int32)[:, None], grad - hit[:, None], grad)
+            grad -= class_coef[:, None]
+    grad = tl.where(col == (label - first_class).to(tl.int32)[:, None], grad - label_coef[:, None], grad)
     if SOFTCAP:
         grad *= slope
     out_at = (row * cols)[:, None] + col

@@ -1,4 +1,4 @@
-"""Example inputs of the probability family."""
+"""Example inputs of softmax and softmax_dropout."""
 
 from collections.abc import Callable, Sequence
 

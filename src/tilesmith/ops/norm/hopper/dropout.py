@@ -1,4 +1,4 @@
-"""dropout_add_norm of wide rows on Hopper: hopper.py, with x dropped out on its way in and dx on its way out."""
+"""dropout_add_norm on Hopper: the kernels of hopper/norm.py, with dropout of x on load and of dx on store."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -70,19 +70,10 @@ def _vjp_reasons(call: Any) -> list[str]:
 
 
 def _vjp_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """Fewer slots than fit: with more of them stores seem to wait for rows on their way. H200, bf16, of the copy rate,
-    and with as many slots as fit or by Triton: layer norm at 1,024, 2,048, 3,072, 4,096, 5,120, 8,192 and 16,384
-    columns 0.93 (0.93), 0.95 (0.94), 0.95 (0.73), 0.95 (0.94), 0.93 (0.59), 0.94 (0.91) and 0.97 (0.95), RMS norm at
-    1,024, 4,096, 5,120, 8,192, 16,384 and 32,768 columns 0.96 (0.93), 0.96 (0.93), 0.93 (0.86), 0.95 (0.91), 0.95
-    (0.90) and 0.93 (0.91); at 4,096 and 8,192 in parts of 4,096 0.95 and 0.94. The last 4 to 15 % of the rows by
-    further programs of 2 to 8 rows each, which begin where one ends: up to 0.16 less, nowhere more than 0.006 gained.
-
-    What is dropped is drawn while the mail is on its way where 32 columns a thread leave registers for it: at 65,536,
-    98,304 and 131,072 columns layer norm 0.95, 0.79 and 0.94 (drawn when it has come, by 16 columns a thread, 0.94,
-    0.72 and 0.89), RMS norm 0.95, 0.93 and 0.95 (0.94, 0.83 and 0.90), at 12,288 and 16,384 0.92 and 0.95 (0.91 and
-    0.94). Drawn so by 16 columns a thread, layer norm at 131,072: 0.82; before the row is there, at 16,384 and 65,536:
-    layer norm 0.90, RMS norm 0.90 to 0.96. In fp32, 65,536 and 131,072 columns, layer norm 0.77 and 0.71 (0.74 and
-    0.64), RMS norm as before."""
+    """A default for the backward: fewer pipeline stages than fit, since with more of them stores wait behind loads of
+    later rows. Where 32 columns per thread leave registers for it (the kernel's EARLY), random bits are generated while
+    the cluster exchanges sums: layer norm of 131,072 columns then reaches 0.94 of the copy rate in place of 0.89 (H200,
+    bf16). More figures: docs/log/norms.md."""
     cols, center = dims["cols"], dims["sums"] == 2
     each, registers = 16, 128
     if cols > 57_344:

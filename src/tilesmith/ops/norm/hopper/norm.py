@@ -1,4 +1,4 @@
-"""Norms of wide rows on Hopper, in Gluon: parts of rows in registers, each read from memory once."""
+"""Norms of wide rows on Hopper, in Gluon: a cluster of CTAs holds a row in registers and reads it from memory once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -79,7 +79,7 @@ from tilesmith.ops.norm.arguments import (
 LINES = gl.constexpr(LINE)
 
 # Pointers that are None stand for tensors that a call does not have. Outputs are packed: the stride of their rows is
-# `cols`. A program of a kernel with WIDTH has one part of so many columns of every num_groups-th row.
+# `cols`. A CTA of a kernel with WIDTH has one part of so many columns of every num_groups-th row.
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def rounded(value, like_ptr):
 
 @gluon.jit
 def vector_of(ptr, part, cols, WIDTH: gl.constexpr):
-    """A part of weight or bias, 0 beyond the last column, for `vector_again`: of 16 bits two values a word."""
+    """Load a part of weight or bias, 0 beyond the last column, for `vector_again`: 16-bit values stay packed."""
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
     return pack(gl.load(ptr + col, mask=col < cols, other=0.0), WIDTH)
@@ -97,8 +97,8 @@ def vector_of(ptr, part, cols, WIDTH: gl.constexpr):
 
 @gluon.jit
 def vector_again(vector, ptr, WIDTH: gl.constexpr):
-    """A part that `vector_of` read, in fp32. The compiler, which would do it once and hold twice the registers through
-    the loop over rows, does not see that it is the same in each."""
+    """A part that `vector_of` loaded, in fp32. The `optimization_barrier` keeps the compiler from converting it once
+    and holding twice the registers throughout the loop over rows."""
     DTYPE: gl.constexpr = ptr.dtype.element_ty
     if DTYPE.primitive_bitwidth == 16:
         vector = optimization_barrier(vector)
@@ -113,11 +113,14 @@ def norm_fwd_parts_kernel(
     AHEAD: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
     RARE: gl.constexpr = True,
 ):  # fmt: skip
-    """y (and s) of a part of a row, when its program knows what the others of its cluster found of theirs. With
-    seed_ptr x is dropped out before the residual is added: what is drawn does not depend on the row, which is on its
-    way meanwhile. CENTER: the sums are of differences from the mean of a warp's first columns; they lose nothing where
-    the mean is far from 0, nor, that being a mean of many, where one value is. AHEAD: chunks of weight and bias that
-    are on their way while one is used."""
+    """y (and s) of a part of a row, once the CTA has the partial sums of the rest of its cluster. With seed_ptr, x is
+    dropped out before the residual is added; the random bits do not depend on x and are generated while it is in
+    flight.
+
+    CENTER: the sums are of differences from the mean of a warp's first columns. They lose no precision where the mean
+    is far from 0, nor, since that is a mean of many values, where one value is. AHEAD: how many chunks of weight and
+    bias are loaded ahead.
+    """
     row, part = (gl.program_id(0) // PARTS).to(gl.int64), gl.program_id(0) % PARTS
     NORMED: gl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
@@ -210,10 +213,10 @@ def norm_bwd_parts_kernel(
     PARTS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, SHORT: gl.constexpr,
     RARE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """dx of a program's parts of rows, and sums over them for dweight and dbias, in the order of the rows; a group
+    """dx of a CTA's parts of rows, and sums over these rows for dweight and dbias, in the order of the rows; a cluster
     writes one partial row of each. dropped_ptr: a second gradient, that of what was dropped out before the addition: dx
-    where the dropout kept, scaled. EARLY: what it drops is drawn while the others' mail is on its way, and takes
-    registers until it is there."""
+    where the dropout kept an element, scaled. EARLY: random bits are generated while the partial sums of the cluster
+    are in flight, and take registers until these arrive."""
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     CENTER: gl.constexpr = mean_ptr is not None
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
@@ -332,7 +335,8 @@ def forward(norm: Norm, config: HeldConfig) -> tuple[Tensor | None, ...]:
 
 
 def dropout_arguments(seed: Tensor | None, p: float, count: int, cols: int) -> dict[str, Any]:
-    """What a forward kernel is told of the dropout of x [count, cols] by seed and p; nothing where there is none."""
+    """The arguments of a forward kernel for the dropout of x [count, cols] by seed and p; none where nothing is
+    dropped."""
     seed = kernel_seed(seed, p)
     if seed is None:
         return {}
@@ -344,7 +348,7 @@ def dropout_arguments(seed: Tensor | None, p: float, count: int, cols: int) -> d
 def rows_and_outputs(
     x: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor | None, ...]]:
-    """x and residual as [M, N]; room for y, s, mean, of a norm that takes it off (center), and rstd."""
+    """x and residual as [M, N]; uninitialised y, s, mean (of a norm that centers) and rstd."""
     order = row_order(x)
     y = empty_rows(x, order)
     s = None if residual is None else empty_rows(x, order, residual.dtype)
@@ -387,7 +391,8 @@ def backward(
 
 
 def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
-    """Why kernels of parts do not serve a call of rows of `cols` columns; Triton's are as fast up to `more_than`."""
+    """Why kernels that split rows over a cluster do not serve rows of `cols` columns; Triton's are as fast up to
+    `more_than` columns."""
     reasons = [
         f"{name} has dtype {facts.dtype}; these kernels serve float16, bfloat16 and float32"
         for name, facts in call._asdict().items()
@@ -424,29 +429,21 @@ def _vjp_reasons(call: Any) -> list[str]:
     return reasons
 
 
-# Triton's tiles are a power of two wide, and with a residual it works on 8,192 columns where there are fewer. H200,
-# bf16, of the copy rate, here (Triton's), at 2,304, 2,560, 3,072 and 3,584 columns: layer norm 0.82 (0.70), 0.88
-# (0.75), 0.93 (0.83) and 0.89 (0.89), RMS norm 0.92 (0.79), 0.93 (0.83), 0.94 (0.90) and 0.95 (0.94), with a residual
-# 0.90 (0.74), 0.90 (0.81), 0.96 (0.92) and 0.97 (0.97), layer norm with one 0.96 (0.59), 0.93 (0.65), 0.97 (0.75) and
-# 0.96 (0.85); at 4,608, 5,120, 6,144, 7,168 and 8,192 0.93 (0.70), 0.95 (0.77), 0.92 (0.91), 0.97 (0.95) and 0.99
-# (0.97), RMS norm with one at 6,144 0.92 (0.95). At 4,096, of many rows, by what serves 3,584: layer norm 0.94 (0.93),
-# with a residual 0.97 (0.94), RMS norm 0.95 (0.94) and 0.98 (0.97).
+# Triton's tiles are a power of two wide, and with a residual it works on at least 8,192 columns, so lanes are idle at
+# other widths: layer norm of 2,304 columns reaches 0.82 of the copy rate here and 0.70 there (H200, bf16). More
+# figures: docs/log/norms.md.
 
 
 def row_dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
-    """rows and cols of `like`, and bytes: how many a column of a row takes in shared memory."""
+    """rows and cols of `like`; bytes: how many each column takes in shared memory; size: of an element of `like`."""
     cols = like.shape[-1]
     taken = sum(t.element_size() for t in read if t is not None)
     return {"rows": like.numel() // cols, "cols": cols, "bytes": taken, "size": like.element_size()}
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldConfig:
-    """H200, bf16, 2**27 values, by a script, of the copy rate (Triton's): layer norm at 2,560, 3,072 and 4,096 columns,
-    of half as many values, 0.95 (0.67), 0.95 (0.79) and 0.93 (0.92), at 5,120 and 16,384 0.99 (0.94) and 0.98 (0.93);
-    RMS norm at 2,560, 3,072 and 5,120 0.96 (0.84), 0.96 (0.90) and 0.99 (0.94), at 4,096 0.96 (0.97); from 8,192 to
-    32,768 Triton's is as fast. With a residual, at 16,384 and 32,768: RMS norm 0.98 (0.98) and 0.99 (0.92), layer norm
-    0.98 (0.96) and 0.98 (0.90), at 8,192 0.99 (0.97); RMS norm at 65,536 0.98 (0.86). Wider rows are for
-    hopper_persistent."""
+    """A default for the forward: chunks, warps and registers by the width of a row. H200, bf16: 0.93 to 0.99 of the
+    copy rate from 2,560 to 32,768 columns. Wider rows are for hopper_persistent. More figures: docs/log/norms.md."""
     cols, size = dims["cols"], dims["size"]
     added = dims["bytes"] > size
     if cols <= 4096:
@@ -463,20 +460,10 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
 def backward_default(
     dims: Mapping[str, int], arch: Any, dtype: torch.dtype, most_idle: int = 8, alone: bool = False, added: bool = False
 ) -> PartsConfig:
-    """Parts whose last one lacks few columns: of 8,192 and 4,096 at most an eighth of a row's, of 2,048 one in
-    `most_idle`, or three of up to 4,096; with 32 columns a thread few slots, since with more of them stores seem to
-    wait for rows on their way. alone: layer norm without a residual; added: with one.
-
-    H200, bf16, 2**27 values, of the copy rate (by 16 columns a thread, parts of 4,096 up to 65,536 and all slots) at
-    16,384, 32,768, 65,536 and 131,072 columns: RMS norm 0.98 (0.95), 0.98 (0.96), 0.97 (0.95) and 0.97 (0.97), with a
-    residual 0.99 (0.97), 0.98 (0.98), 0.98 (0.95) and 0.96 (0.95), layer norm with one 1.00 (0.98), 0.99 (0.98), 0.98
-    (0.94) and 0.95 (0.96), at 98,304 0.93 (0.84). fp32, at the first and the third: 0.81 (0.87) and 0.81 (0.84), 0.89
-    (0.92) and 0.87 (0.89), 0.84 (0.90) and 0.83 (0.87); so it keeps those. Layer norm at 6,144, 10,240 and 16,384 in
-    parts of 2,048 (16 columns a thread; at the last in parts of 4,096) 0.97 (0.96), 0.96 (0.95) and 0.96 (0.94), fp32
-    at 16,384 0.92 (0.83); at 32,768, 65,536 and 131,072, with all slots, 0.94 (0.94), 0.93 (0.92) and 0.92 (0.91). With
-    a residual between 8,192 and 16,384 in parts of 2,048, at 10,240 and 12,288: RMS norm 0.99 (0.94) and 0.99 (0.94),
-    layer norm 0.95 (0.93) and 0.95 (0.96). At 5,120, in three parts of 2,048 and five of 1,024: RMS norm 0.94 and 0.90,
-    with a residual layer norm 0.95 and 0.91, without one 0.87 and 0.93."""
+    """A default for the backward: parts so wide that the last one is nearly full. Of parts of 8,192 and 4,096 columns
+    at most an eighth of a row may be missing, of parts of 2,048 one part in `most_idle`, or a third of a row of up to
+    4,096 columns. With 32 columns per thread it takes few slots: with more of them stores wait behind loads of later
+    rows. alone: layer norm without a residual; added: with one. Figures: docs/log/norms.md."""
     cols = dims["cols"]
     if cols <= 4096:
         short = PartsConfig(NARROWEST, 0, 2, 8, 128)
@@ -498,7 +485,7 @@ def backward_default(
 
 
 def slotted(config: PartsConfig, slots: int) -> PartsConfig:
-    """`config` with so many slots at most."""
+    """`config` with at most so many slots."""
     return config._replace(slots=min(config.slots, slots))
 
 

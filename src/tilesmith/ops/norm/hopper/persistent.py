@@ -1,4 +1,5 @@
-"""Norms of wide rows on Hopper, by programs that stay, keep their part of weight and bias, and draw their rows."""
+"""Norms of wide rows on Hopper by persistent clusters, which keep their part of weight and bias and fetch rows
+dynamically."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -50,16 +51,13 @@ from tilesmith.ops.norm.arguments import (
 from tilesmith.ops.norm.hopper import norm as norms
 from tilesmith.ops.norm.hopper.norm import rounded
 
-# What gave nothing. H200, bf16, 2**28 values, layer norm, of the copy rate: a row ahead of itself, so that what others
-# found is there when it is asked for, 0.90 (without any exchange 0.88: it is not what a row waits for); y written by
-# the tensor memory accelerator, 0.82 for 0.80; fewer rows on their way, the same. A row in shared memory, six programs
-# of 32 KB to a multiprocessor that do not stay: at 32,768 columns 0.95, beyond 0.89, RMS norm at 131,072 0.97.
+# Tried without gain: docs/log/norms.md.
 
 
 @gluon.jit
 def _pivot(slots, slot, WIDTH: gl.constexpr):
-    """The mean of the first 256 values of a part. Sums of differences from it lose nothing where the mean is far from
-    0, nor, being a mean of many, where one value is."""
+    """The mean of the first 256 values of a part. Sums of differences from it lose no precision where the mean is far
+    from 0, nor, since it is a mean of many values, where one value is."""
     WARP: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     values = reinterpret(slots.index(slot), slots.dtype, [WIDTH], PLAIN).slice(0, 256).load(WARP)
     return gl.sum(values.to(gl.float32), 0) * (1.0 / 256)
@@ -78,9 +76,10 @@ def persistent_norm_fwd_kernel(
     SLOTS: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
     RARE: gl.constexpr = True,
 ):  # fmt: skip
-    """y (and s) of a program's parts of rows, when it knows what the others of its cluster found of theirs. It stays,
-    and keeps its part of weight and bias: read anew for each row, the two are as much as x is. The rows of the first
-    SLOTS turns are dealt out, the others drawn. With seed_ptr x is dropped out before the residual is added."""
+    """y (and s) of a CTA's parts of rows, once it has the partial sums of the rest of its cluster. A persistent CTA
+    keeps its part of weight and bias in registers; loaded again for each row, the two would be as much traffic as x.
+    The first SLOTS rows of each cluster are assigned statically, the others fetched from the work counter. With
+    seed_ptr, x is dropped out before the residual is added."""
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     X: gl.constexpr = x_desc.dtype
@@ -209,21 +208,16 @@ def _reasons(call: Any) -> list[str]:
     return norms.rows_refused(call, call.x.cols, ABOVE[hasattr(call, "residual"), hasattr(call, "bias")])
 
 
-# Columns, by whether there is a residual and a bias. Up to there memory is as busy with programs that do not stay.
+# Columns, by whether there is a residual and a bias. Up to there memory is as busy with non-persistent CTAs.
 # H200, bf16, 2**28 values, of the copy rate (theirs): layer norm at 16,384 columns 0.96 (0.97), RMS norm at 32,768 0.98
 # (1.00), with a residual layer norm at 32,768 0.96 (0.98), RMS norm at 65,536 0.97 (0.99).
 ABOVE = {(False, False): 32_768, (False, True): 16_384, (True, False): 65_536, (True, True): 32_768}
 
 
 def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """64 columns a thread: of 32, half of layer norm's instructions are what a warp does once for a row, and all warps
-    of a multiprocessor are at the same row. H200, bf16, 2**28 values, of the copy rate (by programs that do not stay):
-    layer norm at 32,768, 65,536 and 131,072 columns 0.97 (0.91), 0.97 (0.89) and 0.96 (0.85), by 32 columns a thread
-    0.91 and 0.90 at the last two, RMS norm at these 0.98 (0.96) and 0.98 (0.93), with a residual layer norm 0.97 (0.95)
-    and 0.97 (0.92), RMS norm at the last 0.97 (0.96). Two programs to a multiprocessor have layer norm 0.96 at 131,072
-    columns, one 0.97 at 65,536 and 0.97 at 32,768. Of 2**27 values 0.93 to 0.95, and 0.85 at 98,304 columns, 0.88 at
-    20,480: six programs leave a fourth of the multiprocessors idle, three parts of 8,192 a sixth of the columns; at
-    66,560, in parts of 16,384 and so, layer norm 0.74 and 0.81, RMS norm 0.89 and 0.95."""
+    """A default: 64 columns per thread. With 32, half of layer norm's instructions are what a warp does once per row.
+    H200, bf16: layer norm of 65,536 columns reaches 0.97 of the copy rate, and 0.89 by non-persistent CTAs. More
+    figures: docs/log/norms.md."""
     cols = dims["cols"]
     one = cols > 65_536 and -cols % 16_384 * 16 <= cols
     return fitted(dims, arch, PartsConfig(16_384, 0, 8, 1, 255) if one else PartsConfig(8192, 0, 4, 2, 255))
@@ -308,15 +302,12 @@ def _dropout_reasons(call: Any) -> list[str]:
     return reasons
 
 
-DROPOUT_ABOVE = 65_536  # columns; up to there programs that do not stay are as fast
+DROPOUT_ABOVE = 65_536  # columns; up to there non-persistent CTAs are as fast
 
 
 def _dropout_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """H200, bf16, 2**27 values, of the copy rate (by programs that do not stay) at 66,560, 81,920, 98,304 and 131,072
-    columns: layer norm 0.96 (0.81), 0.95 (0.92), 0.95 (0.92) and 0.96 (0.92), at 65,536 as these; RMS norm 0.96 at all,
-    and so by programs that do not stay and have x and the residual in shared memory: 0.97, 0.96, 0.95 and 0.94, fp32 at
-    the last two 0.71 and 0.72, where this has 0.64 and 0.69. In parts of 16,384 at the last two: layer norm 0.90 and
-    0.95, RMS norm 0.96 and 0.97. Drawn while the mail is on its way, as bits of what is kept: 0.94 for 0.95."""
+    """A default: 64 columns per thread of 16-bit values, 32 of fp32. H200, bf16: layer norm of 66,560 columns reaches
+    0.96 of the copy rate, and 0.81 by non-persistent CTAs. More figures: docs/log/norms.md."""
     halves = PartsConfig(8192, 0, 4, 2, 255)
     return fitted(dims, arch, halves if dims["size"] == 2 else PartsConfig(8192, 0, 8, 1, 255))
 

@@ -34,7 +34,7 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 
-# Outputs are packed: the stride of their rows is `cols`. A program has one part of WIDTH columns of every
+# Outputs are packed: the stride of their rows is `cols`. A CTA has one part of WIDTH columns of every
 # num_groups-th row.
 
 

@@ -84,7 +84,7 @@ def softmax_dropout_fwd_parts_kernel(
     PARTS: gl.constexpr, POSITIVE: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr, EVEN: gl.constexpr,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """y of a program's parts of rows. What a thread has of a row is relative to its own maximum until the row's is
+    """y of a CTA's parts of rows. What a thread has of a row is relative to its own maximum until the row's is
     known: one power of two for each value. The row's maximum and sum are stored, too; with seed_ptr y is dropped
     out."""
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
@@ -142,7 +142,7 @@ def softmax_dropout_fwd_parts_kernel(
         # all warps have read the slot: their sums are in
         prefetch_next(x_desc, None, None, xs, xs, xs, full, i + SLOTS, group, num_groups, mine, part, WIDTH)
         row = (group + i * num_groups).to(gl.int64)
-        if seed_ptr is not None:  # while the others' mail is on its way
+        if seed_ptr is not None:  # while the others' messages are in flight
             words = random_part(key, row * cols + part * WIDTH, WIDTH, SHORT)
         every_top, totals = receive_from_cluster(mail, i, PARTS)
         every_top = gl.where(part_ids() < PARTS, every_top, LOWEST)
@@ -213,14 +213,12 @@ def softmax_dropout_fwd_whole_parts_kernel(
     PARTS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
     GRAIN: gl.constexpr,
 ):  # fmt: skip
-    """y of a part of a row of bf16, with a positive scale; a program ends with its row, as those of rows_held_gluon.
+    """y of a part of a row of bf16, with a positive scale; a CTA ends with its row, as in device.gluon.rows_held.
 
-    What a row needs is that others of its multiprocessor are on their way while it draws. So it lies in shared memory,
-    read three times, and y's exponentials are made twice, GRAIN chunks at once. (H200, 65,536 columns, of the copy
-    rate: 0.95; with weights in registers and bits drawn chunk by chunk 0.85, with all bits drawn while the row is on
-    its way 0.74; by `softmax_dropout_fwd_parts_kernel` 0.85, drawing before or behind its mail alike. Without a draw
-    weights in registers give 0.97. Programs that stay, the next row on its way while they draw, have 0.84 at 4,096 and
-    0.85 at 8,192 columns, where these have 0.96.)
+    While one CTA generates random bits, others of its multiprocessor must have loads in flight. So that many fit, the
+    row stays in shared memory and is read three times, and its exponentials are computed twice, GRAIN chunks at a time.
+    H200, 65,536 columns: 0.95 of the copy rate, and 0.85 with the weights in registers. More figures:
+    docs/log/softmax.md.
     """
     row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     WARPS: gl.constexpr = gl.num_warps()
@@ -295,7 +293,7 @@ def softmax_dropout_bwd_parts_kernel(
     PARTS: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
     """dx of a part of a row, by the sums of y and of y · dy; y is made of x but for the factor that makes its sum
-    1. Bits are drawn while x and dy are on their way."""
+    1. Bits are drawn while x and dy are in flight."""
     row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     X: gl.constexpr = x_ptr.dtype.element_ty
     DY: gl.constexpr = dy_ptr.dtype.element_ty
@@ -354,24 +352,17 @@ def _forward_dims(x: Tensor, scale: float) -> dict[str, int]:
     return row_dims(x) | ({"held": 1} if _held(x.dtype, scale) else {})
 
 
-ABOVE = 8192  # columns: what one program of Triton's can hold
+ABOVE = 8192  # columns: what one CTA of Triton's can hold
 LEAST_HELD = 4096
 CHOICES = {"width": (8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """Held: 64 columns a thread, unrolled, and registers for as many programs as shared memory has room for. H200,
-    bf16, 2**27 values, by a script, of the copy rate at 4,096 to 131,072 columns: 0.96 (Triton's 0.95), 0.96, 0.95,
-    0.96, 0.95 and, with 128 columns a thread in a loop, 0.94 (unrolled, 64: 0.92); in loops up to 65,536 0.95, in parts
-    of 8,192 columns 0.86 there. Softmax without a dropout: 0.97 to 0.98.
-
-    Loops serve rows that do not fill their parts, too, and leave out chunks beyond the last column: at 5,120, 12,288,
-    20,480 and 36,864 columns 0.94, 0.95, 0.80 and 0.81 (Triton's 0.46 at 5,120; then, as below, 0.87, 0.80, 0.76).
-
-    Others: few warps, which wait little for each other, with 64 or 128 columns a thread. H200, bf16, 2**27 values, of
-    the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 0.90, 0.85, 0.85 and 0.86; swept twice by Triton's
-    0.78, 0.70, 0.64 and 0.61. By a script: in parts of 8,192 columns and 8 warps of 32 columns a thread 0.82 at 16,384,
-    0.76 at 65,536 and 0.72 at 131,072."""
+    """A default for the forward. Rows that `softmax_dropout_fwd_whole_parts_kernel` serves: 64 columns per thread,
+    unrolled, where parts are full and registers leave room for as many CTAs as shared memory does; else a loop over
+    chunks, which leaves out those beyond the last column. Others: few warps, which wait little for each other, with 64
+    or 128 columns per thread. H200, bf16, 4,096 to 131,072 columns: 0.94 to 0.96 of the copy rate. More figures:
+    docs/log/softmax.md."""
     cols = dims["cols"]
     if "held" in dims:
         width = next_power_of_2(cols) if cols < 16_384 else 16_384 if -cols % 16_384 * 8 <= cols else 8192
@@ -409,7 +400,7 @@ def _held_flags(cols: int, parts: int, chunks: int, config: PartsConfig) -> dict
 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
     """H200, bf16, 2**27 values, by a script, of the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 1.02,
-    1.00, 0.97 and 0.98; by programs that stay (rows_gluon) 0.94, 0.93, 0.94 and 0.96; swept twice by Triton's 0.79,
+    1.00, 0.97 and 0.98; by persistent CTAs (device.gluon.rows) 0.94, 0.93, 0.94 and 0.96; swept twice by Triton's 0.79,
     0.66, 0.62 and 0.50. At 65,536 with 64 registers and y made twice 0.98, which spills."""
     return held_config(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
 

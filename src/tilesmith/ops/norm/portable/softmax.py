@@ -1,4 +1,4 @@
-"""Portable kernels of the probability family."""
+"""Portable kernels of softmax and softmax_dropout."""
 
 from typing import Any
 

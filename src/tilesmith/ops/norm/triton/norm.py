@@ -240,14 +240,12 @@ def _forward_default(
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, center: bool, three: bool = False) -> BackwardConfig:
-    """16 elements a thread: the sums, a tile of x and one of dy then stay in registers without spilling (ptxas, sm_90,
-    16-bit inputs), up to 8,192 columns for the two sums of layer norm and 16,384 for the one of RMS norm.
+    """A default for the backward: 16 elements per thread, so that the sums, a tile of x and one of dy stay in registers
+    (ptxas, sm_90, 16-bit inputs): up to 8,192 columns for the two sums of layer norm and 16,384 for the one of RMS
+    norm.
 
-    three: tensors are read, of which tiles of 8 elements a thread keep more on their way. H200, bf16, of the copy rate
-    at 1,024, 2,048 and 4,096 columns, before: with a residual layer norm 0.98 (0.96), 0.99 (0.98), 1.00 (0.97), after
-    dropout 0.92 (0.76), 0.94 (0.80), 0.90 (0.90). RMS norm gains from it to 1,024 columns, 0.99 (0.96) there, layer
-    norm loses: alone it takes tiles of half the size by half as many warps, at 512, 1,024 and 2,048 columns 0.90
-    (0.87), 0.94 (0.90) and 0.93 (0.93).
+    three: ds is read too. Tiles of 8 elements per thread then keep more loads in flight, as for RMS norm up to 1,024
+    columns; layer norm alone takes half the tile with half the warps. Figures: docs/log/norms.md.
     """
     lanes, sms, small = max(arch.warp, 16), max(arch.sms, 1), False
     halved = False

@@ -18,8 +18,8 @@ def _round(value, like_ptr):
 
 @triton.jit
 def _load_vector(ptr, col, inside):
-    """weight or bias as a [1, cols] fp32 tile. Loaded in one dim: a tile of one row would get a layout of its own, and
-    the rows it meets would be moved through shared memory to match it."""
+    """weight or bias as a [1, cols] fp32 tile. It is loaded in one dim: a tile of one row would get a layout of its
+    own, and the rows it meets would go through shared memory to match that."""
     return tl.load(ptr + col, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
@@ -31,7 +31,7 @@ def _mean(total, cols):
 
 @triton.jit
 def _factor(weight_ptr, y_ptr, lane, inside, offset, LLAMA: tl.constexpr):
-    """weight + offset for a row of lanes, rounded as the reference's casting="llama" does; 1 without a weight."""
+    """weight + offset for a row of lanes, rounded as casting="llama" of the reference rounds it; 1 without a weight."""
     if weight_ptr is None:
         return 1.0
     else:
@@ -45,7 +45,7 @@ def _factor(weight_ptr, y_ptr, lane, inside, offset, LLAMA: tl.constexpr):
 
 @triton.jit
 def _shift(bias_ptr, lane, inside):
-    """bias as a row; 0 without one."""
+    """bias for a row of lanes; 0 without one."""
     if bias_ptr is None:
         return 0.0
     else:
@@ -68,7 +68,8 @@ def norm_fwd_kernel(
     CENTER: tl.constexpr, LLAMA: tl.constexpr, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     seed_ptr=None, drop_below=None, keep_scale=None, LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
 ):  # fmt: skip
-    """A tile of whole rows, read once, held in registers. CENTER: layer norm, else RMS. EVEN: cols == BLOCK_COLS."""
+    """A tile of whole rows, read once and held in registers. CENTER: layer norm, else RMS norm. EVEN: cols ==
+    BLOCK_COLS."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
     lane = tl.arange(0, BLOCK_COLS)
@@ -95,7 +96,7 @@ def norm_fwd_kernel(
     rstd = tl.rsqrt(_mean(tl.sum(x * x, 1, keep_dims=True), cols) + eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + first + row, rstd, mask=row_inside)
-    # only now: asked for before the reductions, they cost the registers of a program (layer norm 8,192 wide: +40 %)
+    # loaded only now: before the reductions they would take registers (layer norm of 8,192 columns: 40 % slower)
     weight = _factor(weight_ptr, y_ptr, lane, lane_inside, offset, LLAMA)
     bias = _shift(bias_ptr, lane, lane_inside)
     y = _scale(x * rstd, weight, bias, y_ptr, LLAMA)
@@ -104,7 +105,8 @@ def norm_fwd_kernel(
 
 @triton.jit
 def _add(total, lost, value):
-    """total + value and what rounding has lost so far (Kahan): a thread adds up hundreds of values of a wide row."""
+    """Kahan summation: total + value, and what rounding has lost so far. A thread adds up hundreds of values of a wide
+    row."""
     value -= lost
     new = total + value
     return new, (new - total) - value
@@ -112,8 +114,8 @@ def _add(total, lost, value):
 
 @triton.jit
 def _sample_mean(x_ptr, residual_ptr, s_ptr, cols):
-    """The mean of 256 values of a row. Sums of differences from it lose nothing where the mean is far from 0, nor,
-    being a mean of many, where one value is. A tile of a warp's width is reduced without a barrier."""
+    """The mean of 256 values of a row. Sums of differences from it lose no precision where the mean is far from 0, nor,
+    since it is a mean of many values, where one value is. A tile of a warp's width is reduced without a barrier."""
     lane = tl.arange(0, 32)
     total = tl.zeros([32], tl.float32)
     for part in tl.static_range(8):
@@ -130,7 +132,8 @@ def _first_sweep(
     x_ptr, residual_ptr, s_ptr, col, inside, key, first, drop_below, keep_scale,
     LANES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """A block of x, or of the sum with the residual, which is also stored. What is read again asks to stay cached."""
+    """A block of x, or of its sum with the residual, which is also stored. What is read again is loaded with
+    evict_last."""
     if residual_ptr is None:
         return tl.load(x_ptr + col, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
     else:
@@ -151,12 +154,13 @@ def norm_fwd_wide_kernel(
     CENTER: tl.constexpr, LLAMA: tl.constexpr, EVEN: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
     seed_ptr=None, drop_below=None, keep_scale=None, LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
 ):  # fmt: skip
-    """One row a program, swept twice in blocks: statistics, then y from what the caches still hold of the row.
+    """One row per program, read twice in blocks: first the statistics, then y from what the caches still hold of the
+    row.
 
-    The second sweep goes backwards, to meet the youngest lines first. The eviction hints are worth 3-8 % (H200, bf16,
-    4,096 to 32,768 columns): the first sweep asks to keep the row, the second to let it go. Beyond that the rows in
-    flight outgrow the L2 cache: 0.83 of the copy rate at 65,536 columns, 0.71 at 131,072; hopper.py reads them once.
-    EVEN: as below.
+    The second pass goes backwards, to meet the youngest cache lines first. The eviction hints are worth 3 to 8 % (H200,
+    bf16, 4,096 to 32,768 columns): the first pass loads with evict_last, the second with evict_first. Wider rows
+    outgrow L2: 0.83 of the copy rate at 65,536 columns, 0.71 at 131,072; the Hopper kernels read them once. EVEN: cols
+    is a multiple of BLOCK_COLS.
     """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -164,8 +168,8 @@ def norm_fwd_wide_kernel(
     if residual_ptr is not None:
         residual_ptr += row * residual_stride
         s_ptr += row * cols
-    # 8 values a thread, added up before they meet the sums: sums as wide as the block cost layer norm the registers of
-    # every other program
+    # 8 values per thread, added up before they are added to the sums: sums as wide as the block would take so many
+    # registers that half as many programs run at once
     lane = tl.arange(0, BLOCK_COLS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     whole = tl.full([BLOCK_COLS // 8, 8], True, tl.int1)
     total = tl.zeros([BLOCK_COLS // 8], tl.float32)
@@ -217,7 +221,7 @@ def norm_bwd_rows_kernel(
     cols, dy_stride, x_stride, offset,
     BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One wide row a program: the means of dxhat · xhat and, for layer norm, of dxhat."""
+    """One wide row per program: the means of dxhat · xhat and, for layer norm, of dxhat."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     dy_ptr += row * dy_stride
@@ -249,13 +253,15 @@ def norm_bwd_kernel(
     dropped_ptr=None, seed_ptr=None, drop_below=None, keep_scale=None,
     LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
 ):  # fmt: skip
-    """A block of columns a program; it walks every num_programs(1)-th tile of rows, from the last to the first.
+    """A block of columns per program, which walks over every num_programs(1)-th tile of rows, from the last to the
+    first.
 
-    Sums for dweight and dbias stay in registers; each program writes one partial row of them. The loop is pipelined:
-    tiles to come are copied while this one is worked on. Without dot_ptr the block holds whole rows and takes its means
-    itself; with it (and sum_ptr for layer norm) they were found by a first pass over the rows in ascending order, so
-    the descending order meets what that pass left in the L2 cache. EVEN: cols is a multiple of BLOCK_COLS. dropped_ptr:
-    a second gradient, that of what was dropped out before the addition: dx where the dropout kept, scaled.
+    Sums for dweight and dbias stay in registers; each program writes one partial row of them. The loop is
+    software-pipelined: later tiles are loaded while this one is worked on. Without dot_ptr a block has whole rows and
+    computes their means itself. With it (and sum_ptr for layer norm) they come from a first pass over the rows in
+    ascending order, and the descending order here meets what that pass left in L2. EVEN: cols is a multiple of
+    BLOCK_COLS. dropped_ptr: a second gradient, that of what was dropped out before the addition: dx where the dropout
+    kept an element, scaled.
     """
     lane = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     lane_inside = tl.full([BLOCK_COLS], True, tl.int1) if EVEN else lane < cols

@@ -409,19 +409,15 @@ def _dims(x: Tensor, causal: bool = False) -> dict[str, int]:
 
 
 def _default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
-    """Rows of up to 8,192 columns are held, 16 elements a thread (32 where one wide tensor is read), unless a quarter
-    of the lanes would be idle. Others are swept, in blocks that leave few lanes idle, by programs of 512 threads while
-    a few of their rows fit an L1 cache. Rows of 64 KiB and more are swept by programs of 1,024 threads that ask for 32
-    bytes each; of more than 128 KiB by programs that ask for 64 (H200, bf16, backward at 65,536 columns 214 µs for 241,
-    at 131,072 263 for 295); of more than 512 KiB by one such program an SM, or the rows in flight would outgrow the
-    caches.
+    """A default without dropout; tensors: how many are read.
 
-    Causal rows of up to 16,384 columns are swept by the quarter, 32 bytes a thread, since what lies behind a row's end
-    costs nothing then. H200, bf16, 2^29 elements (2^28 of 2,048 columns), as above and so: 317 and 223 µs, 637 and 429,
-    595 and 428, 669 and 434 at 2,048, 4,096, 8,192 and 16,384 columns; backward 319 and 265, 651 and 530, 735 and 550
-    up to 8,192.
+    Rows of up to 8,192 columns are held in registers, 16 elements per thread (32 where one wide tensor is read), unless
+    a quarter of the lanes would be idle. Wider ones are read twice, in blocks that leave few lanes idle: by CTAs of 512
+    threads while a few of their rows fit in L1, by CTAs of 1,024 threads from 64 KiB per row on, and one such CTA per
+    SM above 512 KiB, since more rows in flight would not fit in L2.
 
-    tensors: how many are read.
+    Causal rows of up to 16,384 columns are read twice, in blocks of a quarter of the row: blocks beyond the diagonal
+    then cost nothing (H200, bf16, 4,096 columns: 429 µs in place of 637). More figures: docs/log/softmax.md.
     """
     lanes, cols, each = max(arch.warp, 16), dims["cols"], min(8, 16 // dims["bytes"])
     width, tile = next_power_of_2(cols), 2048
@@ -446,13 +442,10 @@ def _default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
 
 
 def _drawing_default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
-    """As `_default`, where random numbers take the time: programs of few warps, which wait least at their own barriers,
-    and 32 elements a thread, which share what is made of the seed. H200, bf16, of the copy rate, forward: 0.92, 0.95,
-    0.97, 0.96 and 0.90 at 256, 512, 1,024, 4,096 and 8,192 columns, 0.79, 0.71 and 0.65 at 16,384, 32,768 and 65,536;
-    backward: 1.03 up to 4,096 columns, 1.01 at 8,192, then 0.77 and less, where both sweeps draw.
-
-    Causal rows of up to 16,384 columns are swept by the eighth, 32 bytes a thread. H200, bf16, 2^29 elements,
-    4,096 columns: 447 µs, by the quarter and two warps 491, in registers 828; backward 601, 750 and 784."""
+    """A default with dropout, where generating random bits takes the time: CTAs of few warps, which wait least at their
+    own barriers, and 32 elements per thread, which share what is computed from the seed. Causal rows of up to 16,384
+    columns are read twice, in blocks of an eighth (H200, bf16, 4,096 columns: 447 µs, in registers 828). More figures:
+    docs/log/softmax.md."""
     lanes, cols, each = max(arch.warp, 16), dims["cols"], min(8, 16 // dims["bytes"])
     width = next_power_of_2(cols)
     if "causal" in dims and 1024 < cols <= 16_384:

@@ -18,8 +18,8 @@ from tilesmith.ops.rotary.rows import row_stride, rows_grid
 
 
 class TilesConfig(NamedTuple):
-    """steps: of a tile, in each of which a warp reads lines at once. slots: tiles a program has room for. per_sm:
-    programs of a multiprocessor. max_registers: of a thread; 0 leaves it to the compiler."""
+    """steps: of a tile, in each of which a warp reads lines at once. slots: tiles a CTA has room for. per_sm:
+    CTAs of a multiprocessor. max_registers: of a thread; 0 leaves it to the compiler."""
 
     steps: int
     num_warps: int
@@ -71,8 +71,8 @@ def _side(x: Tensor, row: bool, config: TilesConfig) -> _Side:
 
 
 def _programs(x: Tensor, sides: Sequence[_Side | None], config: TilesConfig) -> list[int]:
-    """How many programs share the tiles of a block of heads of each side: in proportion to its tiles, and none with a
-    tile less than its neighbours if that frees a whole program."""
+    """How many CTAs share the tiles of a block of heads of each side: in proportion to its tiles, and none with a
+    tile less than its neighbours if that frees a whole CTA."""
     works = [0 if side is None else side.tiles * side.head_blocks * side.lines for side in sides]
     left, found = max(1, arch_of(x.device).sms) * config.per_sm, []
     for i, (side, work) in enumerate(zip(sides, works)):
@@ -86,12 +86,12 @@ def _programs(x: Tensor, sides: Sequence[_Side | None], config: TilesConfig) -> 
 
 
 def _grid(sides: Sequence[_Side | None], programs: Sequence[int]) -> int:
-    """All programs, if so many share the tiles of a block of heads of each side."""
+    """All CTAs, if so many share the tiles of a block of heads of each side."""
     return sum(side.head_blocks * number for side, number in zip(sides, programs) if side is not None)
 
 
 def _described(x: Tensor, side: _Side) -> TensorDescriptor:
-    """x [B, H, T, D] as [B, T, H, D] for the tensor memory accelerator, in tiles."""
+    """x [B, H, T, D] as [B, T, H, D] for TMA, in tiles."""
     x, (row, head, token, last) = tma_view(x)
     x = x.transpose(1, 2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * x.element_size(), rank=4)
@@ -141,24 +141,20 @@ def _dims(q: Tensor, k: Tensor | None, norm_dim: str) -> dict[str, int]:
 
 
 def _warps(dims: Mapping[str, int]) -> int:
-    """Of a program that has a whole row: so many that a thread has two steps of it. dims: from `_dims`."""
+    """Of a CTA that has a whole row: so many that a thread has two steps of it. dims: from `_dims`."""
     return 8 if dims["group"] > 4096 else 4
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> TilesConfig:
     """H200, bf16, 16,384 tokens of 32 and 8 heads of 128, of the copy rate: 0.944 to 0.951, by two warps 0.947, by
-    eight 0.91, one step 0.88; Triton's, q and k by a launch each, 0.87, by one launch 0.93; programs that stay, tiles
+    eight 0.91, one step 0.88; Triton's, q and k by a launch each, 0.87, by one launch 0.93; persistent CTAs, tiles
     brought ahead, 0.87."""
     return TilesConfig(2, _warps(dims), 0, 0, 0)
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> TilesConfig:
-    """H200, bf16, of the copy rate (Triton's) at head dims of 128 and 64: one slot 0.957 and 0.946 (0.936 and 0.904),
-    two 0.934 and 0.935; one step by two warps, two slots 0.936 and 0.937, by one warp 0.935 and 0.931; eight programs
-    of fewer registers, which spill, 0.91 and 0.90. Rows of 32 and 8 heads of 128: 0.925 (0.683), with three slots
-    0.913, with one 0.81, three programs of fewer registers 0.88; one step by eight warps 0.926, but of one sequence of
-    16,384 tokens 0.885 for 0.914. By chunks of tokens of which all rows of the batch have their turn 0.02 less. With
-    two slots, without the sums for the weights, 0.96, 0.96 and 0.954."""
+    """A default for the backward: two pipeline stages for heads, one for whole rows. H200, bf16, head dims 128 and 64:
+    0.93 to 0.96 of the copy rate, and 0.94 and 0.90 by Triton. More figures: docs/log/rotary.md."""
     if dims["group"] == dims["dim"]:
         return TilesConfig(2, 2, 1, 6, 0)
     warps = _warps(dims)
@@ -223,7 +219,7 @@ LOOP_CHOICES = {**CHOICES, "num_warps": (1, 2, 4, 8), "slots": (1, 2, 3), "per_s
 @optimize_kernel(space=Space(default=_forward_default, dims=lambda q, k, *rest: _dims(q, k, rest[9]), choices=CHOICES))
 @rms_norm_rope_arguments
 def rms_norm_rope(call, *, config: TilesConfig) -> tuple[Tensor, Tensor]:
-    """One launch for q and k, each with programs of its own."""
+    """One launch for q and k, each with CTAs of its own."""
     q = call.q
     where = _Where(call.cos, call.sin, call.positions, call.offsets, call.offset)
     given = [(x, weight) for x, weight in ((q, call.q_weight), (call.k, call.k_weight)) if x is not None]
@@ -266,7 +262,7 @@ def rms_norm_rope(call, *, config: TilesConfig) -> tuple[Tensor, Tensor]:
 )
 @rms_norm_rope_vjp_arguments
 def rms_norm_rope_vjp(call, *, config: TilesConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One launch for q and k, each with programs of its own, then one for the sums of partial rows."""
+    """One launch for q and k, each with CTAs of its own, then one for the sums of partial rows."""
     q = call.q
     row, where = call.norm_dim == "row", _Where(call.cos, call.sin, call.positions, call.offsets, call.offset)
     given = [

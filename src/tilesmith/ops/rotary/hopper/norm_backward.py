@@ -220,7 +220,7 @@ def norm_rope_bwd_tiles_kernel(
     Q_TOKENS: gl.constexpr, Q_HEADS: gl.constexpr, Q_STEPS: gl.constexpr,
     K_TOKENS: gl.constexpr, K_HEADS: gl.constexpr, K_STEPS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The first programs share q's tiles, the others k's."""
+    """The first CTAs share q's tiles, the others k's."""
     angles = cos_ptr, sin_ptr, cos_row, sin_row, cos_position, sin_position, num_positions
     where = positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, offset
     number = gl.program_id(0)

@@ -103,7 +103,7 @@ def norm_rope_fwd_rows_kernel(
     Q_TOKENS: gl.constexpr, Q_HEADS: gl.constexpr, Q_STEPS: gl.constexpr,
     K_TOKENS: gl.constexpr, K_HEADS: gl.constexpr, K_STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Program: a block of tokens of q or, after those of as many tokens, of k. It reads all of it at once and ends when
+    """CTA: a block of tokens of q or, after those of as many tokens, of k. It reads all of it at once and ends when
     that is written."""
     angles = cos_ptr, sin_ptr, cos_row, sin_row, cos_position, sin_position, num_positions
     where = positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, offset

@@ -233,12 +233,8 @@ def _size(q: Tensor, k: Tensor | None) -> dict[str, int]:
 
 
 def _forward_default(dims, arch, dtype) -> NormRopeConfig:
-    # H200, bf16, of the copy rate at head dims of 128 / 64, where a copy of as many bytes has 0.98: four steps 0.955 /
-    # 0.956, two as much; x read to be evicted first 0.92 / 0.93. Before angles were asked to stay in L2 0.94 / 0.95,
-    # eight steps at 64 0.94, one of twice the heads by two warps 0.93, neighbours of the same tokens in other rows of
-    # the batch, which share angles, 0.94 / 0.93.
-    # Programs that stay, tiles to come copied meanwhile, 0.88 / 0.86, and 0.91 at 128 by the tensor memory accelerator:
-    # they have more to execute.
+    # Four steps that share angles: 0.955 of the copy rate on an H200 in bf16. What was tried without gain:
+    # docs/log/rotary.md.
     heads, lines, warps = _lines(dims)
     if dims["tokens"] * dims["heads"] <= 4 * 8 * arch.sms:  # few tokens: spread them over the device
         return NormRopeConfig(1, min(8, heads), 1, warps, num_stages=1, programs=0)
@@ -247,11 +243,9 @@ def _forward_default(dims, arch, dtype) -> NormRopeConfig:
 
 
 def _backward_default(dims, arch, dtype) -> NormRopeConfig:
-    # Two steps of 512 elements, 8 heads of any size: no tile of few heads of k is half empty. H200, bf16, of the copy
-    # rate at head dims of 128 / 64: 0.93 / 0.90, without dweight 0.95 / 0.93; a stage less, or angles asked for a tile
-    # ahead, as much; a stage more 0.91 / 0.89, 16 programs 0.91 / 0.89, eight 0.82 at 128; tiles of two and four warps
-    # 0.91 and 0.89 / 0.89 and 0.87. With the sum of partial sums started before the loop 0.89 / 0.86. float32 has one
-    # step, as many bytes: 65.8 µs, two 77.4, as fewer programs of so many registers run at a time.
+    # Two steps of 512 elements, 8 heads of any size, so that no tile with few heads of k is half empty; fp32 has one
+    # step, as many bytes. H200, bf16, head dims 128 / 64: 0.93 / 0.90 of the copy rate. More figures:
+    # docs/log/rotary.md.
     heads, lines, warps = _lines(dims)
     each = min(lines, max(1, min(8, heads) // 2))
     stages = 2 if arch.kind == "hip" else 3

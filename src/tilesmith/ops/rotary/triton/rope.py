@@ -253,13 +253,8 @@ def _vjp_dims(dq_out, dk_out, *rest) -> dict[str, int]:
 
 
 def _default(dims, arch, dtype) -> RopeConfig:
-    # A warp a program, of which each thread has one 16-byte access for each half of a bfloat16 head, twice. H200, of
-    # the copy rate, at head dims of 128 / 64: 0.957 / 0.956, interleaved 0.96, half of a head 0.955; one step by two
-    # warps 0.955 / 0.96, four steps 0.94 / 0.94, without masks 0.95 / 0.92. Where x is read to be evicted first 0.92 /
-    # 0.93, where y is written so 0.95 / 0.95. Where angles may be evicted as x may 0.94 / 0.95, interleaved 0.95, half
-    # 0.95, and then by four warps, one step of twice the heads 0.93 / 0.95, 0.86, 0.91, with q's heads all before k's
-    # 0.90 / 0.91, by chunks of tokens of which all rows of the batch have their turn, that angles be met again, 0.94 /
-    # 0.94, by programs that stay, tiles to come copied meanwhile, 0.91 at most.
+    # One warp per CTA; each of its threads has one 16-byte access for each half of a bfloat16 head, twice. H200, head
+    # dims 128 / 64: 0.957 / 0.956 of the copy rate. What was tried without gain: docs/log/rotary.md.
     lines = max(1, 512 // next_power_of_2(max(1, dims["dim"])))
     heads = min(8, next_power_of_2(max(1, dims["heads"])))
     if dims["tokens"] * dims["heads"] <= 4 * heads * arch.sms:  # few tokens: spread them over the device
