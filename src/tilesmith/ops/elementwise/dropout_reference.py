@@ -26,6 +26,9 @@ def bias_dropout(x: Tensor, bias: Tensor | None = None, seed: Tensor | None = No
     once; only bias and seed are saved. dbias is summed over rows in float32 (float64 for float64), in a fixed order.
 
     Returns a contiguous tensor of x's shape and dtype. Source: Srivastava et al., "Dropout", JMLR 15 (2014).
+
+    Raises TypeError for dtypes that are not floating; ValueError for a bias that is not [F], tensors on several
+    devices, p outside [0, 1), a missing seed with p > 0 or one that is not int64 [2].
     """
     return _dropped(x, bias, seed, p).to(x.dtype).contiguous()
 
@@ -33,7 +36,11 @@ def bias_dropout(x: Tensor, bias: Tensor | None = None, seed: Tensor | None = No
 def bias_dropout_vjp(
     dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `bias_dropout`: (dx in dout's dtype, dbias), contiguous; empty where ``output_mask`` is False."""
+    """Gradients of `bias_dropout`: (dx in dout's dtype, dbias), contiguous; empty where ``output_mask`` is False.
+
+    dout: [..., F], floating. dx is dout where the dropout kept an element, divided by the probability of that, and 0
+    elsewhere. dbias: [F], the sum of dx over rows in fp32 (fp64 for fp64), in bias's dtype.
+    """
     return _dropped_vjp(dout, bias, seed, p, output_mask)
 
 
@@ -47,6 +54,10 @@ def bias_dropout_residual(
         bias, seed, p: as in `bias_dropout`; the same seed drops the same elements.
 
     Returns a contiguous tensor of x's shape and dtype, rounded once. The gradient of residual is that of the result.
+
+    Raises as `bias_dropout` does; ValueError too for a residual of another shape, dtype or device.
+
+    Source: Megatron-LM's fused bias, dropout and addition, Shoeybi et al., arXiv:1909.08053.
     """
     return (_dropped(x, bias, seed, p) + residual).to(x.dtype).contiguous()
 
@@ -54,7 +65,11 @@ def bias_dropout_residual(
 def bias_dropout_residual_vjp(
     dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `bias_dropout_residual`: (dx, dbias), as of `bias_dropout`; dresidual is dout itself."""
+    """Gradients of `bias_dropout_residual`: (dx, dbias), as of `bias_dropout`; dresidual is dout itself.
+
+    dout: [..., F], floating. dx: [..., F], in dout's dtype; dbias: [F], in bias's dtype. An empty tensor stands for a
+    gradient that `output_mask` does not ask for.
+    """
     return _dropped_vjp(dout, bias, seed, p, output_mask)
 
 

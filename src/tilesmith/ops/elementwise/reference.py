@@ -26,7 +26,11 @@ def silu(x: Tensor) -> Tensor:
 
 
 def silu_vjp(dout: Tensor, x: Tensor) -> Tensor:
-    """Gradient of `silu`: dx, contiguous, in x's dtype."""
+    """Gradient of `silu`: dx, contiguous, in x's dtype.
+
+    dout, x: one shape, any strides, floating. dx = dout · σ(x) · (1 + x · (1 − σ(x))), computed in fp32 (fp64 for
+    fp64).
+    """
     return (_wide(dout) * _silu_slope(_wide(x))).to(x.dtype).contiguous()
 
 
@@ -44,7 +48,11 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def gelu_vjp(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
-    """Gradient of `gelu`: dx, contiguous, in x's dtype."""
+    """Gradient of `gelu`: dx, contiguous, in x's dtype.
+
+    dout, x: one shape, any strides, floating. dx = dout · (Φ(x) + x · φ(x)), or the derivative of the tanh form,
+    computed in fp32 (fp64 for fp64).
+    """
     return (_wide(dout) * _gelu_slope(_wide(x), approximate)).to(x.dtype).contiguous()
 
 
@@ -61,7 +69,10 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def sigmoid_vjp(dout: Tensor, out: Tensor) -> Tensor:
-    """Gradient of `sigmoid` from its result: dx = dout out (1 - out), contiguous, in out's dtype."""
+    """Gradient of `sigmoid` from its result: dx = dout out (1 - out), contiguous, in out's dtype.
+
+    dout, out: one shape, any strides, floating.
+    """
     wide = _wide(out)
     return (_wide(dout) * wide * (1 - wide)).to(out.dtype).contiguous()
 
@@ -79,7 +90,10 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def relu_squared_vjp(dout: Tensor, x: Tensor) -> Tensor:
-    """Gradient of `relu_squared`: dx = 2 max(x, 0) dout, contiguous, in x's dtype."""
+    """Gradient of `relu_squared`: dx = 2 max(x, 0) dout, contiguous, in x's dtype.
+
+    dout, x: one shape, any strides, floating.
+    """
     return (2 * torch.relu(_wide(x)) * _wide(dout)).to(x.dtype).contiguous()
 
 
@@ -97,7 +111,10 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
 
 
 def add_relu_vjp(dout: Tensor, out: Tensor) -> Tensor:
-    """Gradient of `add_relu` from its result: dx, contiguous, in out's dtype; dy is dx."""
+    """Gradient of `add_relu` from its result: dx, contiguous, in out's dtype; dy is dx.
+
+    dout, out: one shape, any strides, floating. dx = dout where out is above 0, else 0.
+    """
     return torch.where(out <= 0, 0, dout).to(out.dtype).contiguous()
 
 
@@ -119,7 +136,11 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
 def bias_gelu_vjp(
     dout: Tensor, x: Tensor, bias: Tensor | None, approximate: str, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `bias_gelu`: (dx, dbias), contiguous; an empty tensor where ``output_mask`` is False."""
+    """Gradients of `bias_gelu`: (dx, dbias), contiguous; an empty tensor where ``output_mask`` is False.
+
+    dout, x: [..., F], floating; bias: [F] or None. dx: x's shape and dtype. dbias: [F], the sum of dx over rows in fp32
+    (fp64 for fp64), in a fixed order, in bias's dtype.
+    """
     dx = _wide(dout) * _gelu_slope(_biased(x, bias), approximate)
     dbias = dx.unsqueeze(0).sum(list(range(dx.ndim))).to(bias.dtype) if output_mask[1] else x.new_empty(0)
     return dx.to(x.dtype).contiguous() if output_mask[0] else x.new_empty(0), dbias
@@ -138,7 +159,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_vjp(dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Gradients of `swiglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False."""
+    """Gradients of `swiglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False.
+
+    dout, gate, up: one shape, any strides, floating. dgate = dout · up · silu'(gate) and dup = dout · silu(gate),
+    computed in fp32 (fp64 for fp64), in the inputs' dtype.
+    """
     wide = _wide(gate)
     return _gated_vjp(dout, gate, up, _silu(wide), _silu_slope(wide), output_mask)
 
@@ -159,7 +184,11 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 def geglu_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, approximate: str, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `geglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False."""
+    """Gradients of `geglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False.
+
+    dout, gate, up: one shape, any strides, floating. dgate = dout · up · gelu'(gate) and dup = dout · gelu(gate),
+    computed in fp32 (fp64 for fp64), in the inputs' dtype.
+    """
     wide = _wide(gate)
     return _gated_vjp(dout, gate, up, _gelu(wide, approximate), _gelu_slope(wide, approximate), output_mask)
 

@@ -29,7 +29,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def matmul_vjp(dy: Tensor, a: Tensor, b: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Gradients of `matmul`: da = dy · bᵀ and db = aᵀ · dy, contiguous; empty where ``output_mask`` is False."""
+    """Gradients of `matmul`: da = dy · bᵀ and db = aᵀ · dy, contiguous; empty where ``output_mask`` is False.
+
+    dy: [..., M, N] or [N], in a's dtype. da: a's shape and dtype; db: [K, N], in b's dtype. Sums are fp32 (fp64 for
+    fp64), rounded once.
+    """
     acc = _acc(a)
     dy, rows = flat(dy).to(acc), flat(a).to(acc)
     da = (dy @ b.to(acc).t()).to(a.dtype).reshape(a.shape) if output_mask[0] else a.new_empty(0)
@@ -59,7 +63,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_vjp(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `linear`, contiguous; an empty tensor where ``output_mask`` is False."""
+    """Gradients (dx, dweight, dbias) of `linear`, contiguous; an empty tensor where ``output_mask`` is False.
+
+    dy: [..., N]; x: [..., K]; weight: [N, K]; bias: [N] or None. dx = dy · weight, in x's dtype; dweight = dyᵀ · x and
+    dbias = Σ dy over rows, each in its parameter's dtype. Sums are fp32 (fp64 for fp64).
+    """
     dy = flat(dy).to(_acc(x))
     dx, dweight, dbias = x.new_empty(0), weight.new_empty(0), x.new_empty(0)
     if output_mask[0]:
@@ -107,7 +115,12 @@ def linear_act_vjp(
     activation: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `linear_act`; an empty `pre` that is needed is computed again."""
+    """Gradients (dx, dweight, dbias) of `linear_act`; an empty `pre` that is needed is computed again.
+
+    dy, y: [..., N]; pre: [..., N], what the forward kept, or [..., 0]; x: [..., K]; weight: [N, K]; bias: [N] or None.
+    dz = dy · activation'(z) is rounded to x's dtype; dx, dweight and dbias are those of `linear_vjp` at dz. An empty
+    tensor stands for a gradient that `output_mask` does not ask for.
+    """
     acc, dz = _acc(x), dy
     if activation in FROM_OUTPUT:
         dz = activation_vjp(dy.to(acc), y.to(acc), activation, from_output=True).to(x.dtype)
@@ -164,7 +177,13 @@ def norm_linear_vjp(
     offset: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias, dnorm_weight, dnorm_bias) of `norm_linear`; empty where not asked for."""
+    """Gradients (dx, dweight, dbias, dnorm_weight, dnorm_bias) of `norm_linear`; empty where not asked for.
+
+    dy: [..., N]; x: [..., K]; weight: [N, K]; norm_weight, norm_bias: [K] or None; mean, rstd: [...], which the forward
+    saved. The gradients of `linear_vjp` at the normalised x, which is computed again, then those of `rms_norm_vjp` or
+    `layer_norm_vjp`; each in its input's dtype. An empty tensor stands for a gradient that `output_mask` does not ask
+    for.
+    """
     x = x.contiguous()
     wants_dx, wants_weight, wants_bias, *wants_norm = output_mask
     normed = x
@@ -214,7 +233,11 @@ def memory_efficient_linear_vjp(
     chunk_rows: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `memory_efficient_linear`; an empty tensor where ``output_mask`` is False."""
+    """Gradients (dx, dweight, dbias) of `memory_efficient_linear`; an empty tensor where ``output_mask`` is False.
+
+    dy: [..., N]; x: [..., K]; weight: [N, K]; bias: [N] or None. As `linear_act_vjp`, but pre-activations are computed
+    again, `chunk_rows` rows at a time; dweight and dbias are summed over chunks in fp32 (fp64 for fp64).
+    """
     acc = _acc(x)
     dz = activation_vjp(dy.to(acc), linear(x, weight, bias).to(acc), activation).to(x.dtype)
     return linear_vjp(dz, x, weight, bias, output_mask)

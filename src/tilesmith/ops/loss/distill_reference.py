@@ -21,6 +21,8 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
     result's dtype.
 
     Raises TypeError and ValueError for arguments of another form than said here.
+
+    Source: Kullback and Leibler, On Information and Sufficiency (1951).
     """
     x, target = _wide(x, target)
     elements = _forward_kl(target, x) if log_target else _times(target, target.clamp(min=eps).log() - x)
@@ -38,7 +40,13 @@ def kl_div_vjp(
     eps: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dtarget) of `kl_div`."""
+    """Gradients (dx, dtarget) of `kl_div`.
+
+    dloss: a scalar, or [..., V] for reduction "none". x, target: [..., V], those of the forward. dx = −t · dloss over
+    the divisor of the reduction; dtarget = (log t + 1 − x) · dloss over it, or t · (log t − x + 1) for log_target.
+    Computed in fp32 (fp64 for fp64), each in the dtype of its input. An empty tensor stands for a gradient that
+    `output_mask` does not ask for.
+    """
     a, b = _wide(x, target)
     if log_target:
         by_x, by_target = -b.exp(), _times(b.exp(), b - a + 1)
@@ -91,7 +99,14 @@ def jsd_vjp(
     reduction: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dtarget) of `jsd`."""
+    """Gradients (dx, dtarget) of `jsd`.
+
+    dloss: a scalar, or [..., V] for reduction "none". x, target: [..., V] and labels: [...], those of the forward;
+    count: the rows that count, which it saved. With P, Q and M as in `jsd`, for 0 < β < 1, dx = (1 − β) · Q ·
+    (x − log M) and dtarget = β · P · (target − log M), times dloss over the divisor; for β = 0 and β = 1 the gradients
+    of KL(P ‖ Q) and KL(Q ‖ P). Computed in fp32 (fp64 for fp64), each in the dtype of its input. An empty tensor stands
+    for a gradient that `output_mask` does not ask for.
+    """
     a, b = _wide(x, target)
     if beta == 0:
         by_x, by_target = -b.exp(), _times(b.exp(), b - a + 1)
@@ -119,6 +134,11 @@ def tvd(
 
     grad_mask: which gradients, of x and target, autograd will ask for; None: none, unless it is filled in by a call
     with autograd on. If any, the signs of x − target are saved for the backward, which then reads neither.
+
+    Computed in fp32 (fp64 for fp64). Raises TypeError for dtypes that are not floating, ValueError for shapes, devices,
+    reductions and a grad_mask that do not fit.
+
+    Source: f-divergence distillation, Wen et al., arXiv:2307.15190.
     """
     a, b = _wide(x, target)
     signs = torch.empty(0, dtype=torch.int16, device=x.device)
@@ -152,7 +172,12 @@ def tvd_vjp(
     ignore_index: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dtarget) of `tvd`; signs: those that it saved, or empty."""
+    """Gradients (dx, dtarget) of `tvd`; signs: those that it saved, or empty.
+
+    dloss: a scalar, or [..., V] for reduction "none". x, target: [..., V]; signs: int16 [..., ⌈V / 8⌉], two bits an
+    element. dx = ½ · sign(x − target) · dloss over the divisor, in x's dtype; dtarget = −dx, in target's dtype. An
+    empty tensor stands for a gradient that `output_mask` does not ask for.
+    """
     a, b = _wide(x, target)
     sign = 0.5 * torch.sign(a - b)
     factor = _factor(dloss, x, labels, count, ignore_index, reduction)
@@ -198,6 +223,8 @@ def linear_distillation(
     through parts costs the products of the logits again.
 
     Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649.
+
+    Raises TypeError and ValueError for arguments of another form than said here, naming the argument.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     z, y = linear_logits(x, weight, bias), _teacher_logits(teacher, teacher_weight, teacher_bias).to(acc)
@@ -241,7 +268,13 @@ def linear_distillation_vjp(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_distillation`; the forward's own times dloss, where there are such: in
-    place with `overwrite`."""
+    place with `overwrite`.
+
+    dloss: a scalar; dparts: [2]; either may be None (zeros). x_grad, weight_grad, bias_grad: what the forward saved, or
+    empty. All else: its arguments. Where dparts is given, the gradients come from logits that are computed again.
+    Returns [..., K], [V, K] and [V], in the dtypes of x, weight and bias. An empty tensor stands for a gradient that
+    `output_mask` does not ask for.
+    """
     acc = torch.promote_types(x.dtype, torch.float32)
     saved = (x_grad, weight_grad, bias_grad)
     if dparts is None and already_computed(x, weight, bias, saved, output_mask):

@@ -101,7 +101,13 @@ def linear_preference_vjp(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_preference`; the forward's own, times dloss, where it computed them: in
-    place with `overwrite`."""
+    place with `overwrite`.
+
+    dloss: a scalar; dlog_probs: [B, T]; either may be None (zeros). lse, token_grad: [B, T]; x_grad, weight_grad,
+    bias_grad: what the forward saved, or empty. Where dlog_probs is given, the gradients come from logits that are
+    computed again. Returns [B, T, K], [V, K] and [V], in the dtypes of x, weight and bias. An empty tensor stands for a
+    gradient that `output_mask` does not ask for.
+    """
     saved = (x_grad, weight_grad, bias_grad)
     if dlog_probs is None and reference.already_computed(x, weight, bias, saved, output_mask):
         dx, dweight, dbias = (g.to(lse.dtype) * dloss if m else g.new_empty(0) for g, m in zip(saved, output_mask))

@@ -84,7 +84,13 @@ def cross_entropy_vjp(
     reduction: str,
     output_mask: Sequence[bool],
 ) -> Tensor:
-    """The gradient dlogits of `cross_entropy`, rounded once, to logits' dtype."""
+    """The gradient dlogits of `cross_entropy`, rounded once, to logits' dtype.
+
+    dloss: a scalar, or [...] for reduction "none". logits: [..., V], target: [...], weight: [V]; lse: [...] and
+    divisors: [2] for "mean", else empty, which the forward saved. Computed in fp32 (fp64 for fp64 logits) as the
+    derivative of the forward's formula: softmax − the smoothed label, times the class weight, plus 2 · z_loss · lse ·
+    softmax. An empty tensor where `output_mask` does not ask for it.
+    """
     if not output_mask[0]:
         return logits.new_empty(0)
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
@@ -141,6 +147,12 @@ def linear_cross_entropy(
     of "mean", and what the mode keeps, else empty: the gradients of the undivided sum of losses (x's in its dtype,
     weight's in fp32 for accumulate_fp32 and for fp16, whose range such sums leave, else in its dtype, bias's in fp32),
     and that of the logits, in x's dtype, of the loss.
+
+    Raises TypeError for dtypes and ValueError for shapes, devices and numbers that do not fit, naming the argument; on
+    a CPU ValueError for labels out of range.
+
+    Source: the fused loss of Hsu et al., Liger Kernel, arXiv:2410.10989; z loss: Chowdhery et al., PaLM,
+    arXiv:2204.02311.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     check_labels(target, weight.shape[0], ignore_index)
@@ -197,6 +209,10 @@ def linear_cross_entropy_vjp(
 
     Where the forward kept the logits' they are its products, times dloss; where it computed them they are multiplied
     by dloss over the divisor, with `overwrite` in place where dtypes allow; the others come from the logits anew.
+
+    dloss: a scalar, or [...] for reduction "none". x: [..., K], weight: [V, K], bias: [V]; lse, divisors, x_grad,
+    weight_grad, bias_grad, logit_grad: what the forward saved. Returns [..., K], [V, K] and [V], in the dtypes of x,
+    weight and bias. An empty tensor stands for a gradient that `output_mask` does not ask for.
     """
     if logit_grad.shape == (*target.shape, weight.shape[0]):
         grads = linear_grads(logit_grad.to(dloss.dtype) * dloss, x, weight, output_mask)

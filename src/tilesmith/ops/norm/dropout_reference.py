@@ -64,6 +64,11 @@ def dropout_add_norm_vjp(
     """Gradients (dx, dresidual, dweight, dbias) of `dropout_add_norm`; either of dy and ds may be None: zeros.
 
     dx has dy's dtype, which is x's (s's where dy is None).
+
+    dy, ds: [..., N], the gradients of y and of s. s: [..., N]; mean (layer norm) and rstd: [...]; seed: those of the
+    forward. dresidual is that of `add_layer_norm_vjp` or `add_rms_norm_vjp`, in s's dtype; dx is dresidual where the
+    dropout kept an element, divided by the probability of that, and 0 elsewhere. dweight, dbias: [N]. An empty tensor
+    stands for a gradient that `output_mask` does not ask for.
     """
     wants_dx, wants_dresidual, *wanted = output_mask
     inner = (wants_dx or wants_dresidual, *wanted)

@@ -38,7 +38,13 @@ def rms_norm(
 def rms_norm_vjp(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dweight) of `rms_norm`; sums over rows are taken in fp32, then rounded to the input's dtype."""
+    """Gradients (dx, dweight) of `rms_norm`; sums over rows are taken in fp32, then rounded to the input's dtype.
+
+    dy: [..., N], the gradient of y, in any floating dtype. x, weight, offset: those of the forward. rstd: [...], which
+    it saved. Computed in fp32 (fp64 for fp64 x): with x̂ = x · rstd and g = dy · (weight + offset), dx = (g − x̂ ·
+    mean(g · x̂)) · rstd and dweight = Σ dy · x̂ over rows. An empty tensor stands for a gradient that `output_mask`
+    does not ask for.
+    """
     dx, dweight = _rms_vjp(dy, None, x, weight, rstd, offset, output_mask)
     return _packed(dx.to(x.dtype), x, row_order(x)) if output_mask[0] else dx, dweight
 
@@ -74,7 +80,13 @@ def layer_norm_vjp(
     rstd: Tensor,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `layer_norm`; sums over rows are taken in fp32, then rounded."""
+    """Gradients (dx, dweight, dbias) of `layer_norm`; sums over rows are taken in fp32, then rounded.
+
+    dy: [..., N], the gradient of y, in any floating dtype. x, weight, bias: those of the forward. mean, rstd: [...],
+    which it saved. Computed in fp32 (fp64 for fp64 x): with x̂ = (x − mean) · rstd and g = dy · weight, dx = (g −
+    mean(g) − x̂ · mean(g · x̂)) · rstd; dweight = Σ dy · x̂ and dbias = Σ dy over rows. An empty tensor stands for a
+    gradient that `output_mask` does not ask for.
+    """
     dx, dweight, dbias = _layer_vjp(dy, None, x, weight, bias, mean, rstd, output_mask)
     return _packed(dx.to(x.dtype), x, row_order(x)) if output_mask[0] else dx, dweight, dbias
 
@@ -112,7 +124,12 @@ def add_rms_norm_vjp(
     offset: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dresidual, dweight) of `add_rms_norm`; dx is dresidual. Either of dy and ds may be None: zeros."""
+    """Gradients (dresidual, dweight) of `add_rms_norm`; dx is dresidual. Either of dy and ds may be None: zeros.
+
+    dy, ds: [..., N], the gradients of y and of s. s: [..., N] and rstd: [...], which the forward saved. dresidual = ds
+    + the dx of `rms_norm_vjp` at s, computed in fp32 (fp64 for fp64 s), in s's dtype. An empty tensor stands for a
+    gradient that `output_mask` does not ask for.
+    """
     dresidual, dweight = _rms_vjp(dy, ds, s, weight, rstd, offset, output_mask)
     return _packed(dresidual.to(s.dtype), s, row_order(s)) if output_mask[0] else dresidual, dweight
 
@@ -146,7 +163,12 @@ def add_layer_norm_vjp(
     rstd: Tensor,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dresidual, dweight, dbias) of `add_layer_norm`; dx is dresidual. dy or ds may be None: zeros."""
+    """Gradients (dresidual, dweight, dbias) of `add_layer_norm`; dx is dresidual. dy or ds may be None: zeros.
+
+    dy, ds: [..., N], the gradients of y and of s. s: [..., N] and mean, rstd: [...], which the forward saved. dresidual
+    = ds + the dx of `layer_norm_vjp` at s, computed in fp32 (fp64 for fp64 s), in s's dtype. An empty tensor stands for
+    a gradient that `output_mask` does not ask for.
+    """
     dresidual, dweight, dbias = _layer_vjp(dy, ds, s, weight, bias, mean, rstd, output_mask)
     return _packed(dresidual.to(s.dtype), s, row_order(s)) if output_mask[0] else dresidual, dweight, dbias
 

@@ -31,7 +31,11 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
 
 
 def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
-    """Gradient of `softmax`: dx, in y's dtype and memory order. With `causal`, hidden elements of dy do not count."""
+    """Gradient of `softmax`: dx, in y's dtype and memory order. With `causal`, hidden elements of dy do not count.
+
+    dy: [..., N], the gradient of y. y: [..., N], the forward's result. Computed in fp32 (fp64 for fp64): dx = scale · y
+    · (dy − Σ dy · y / Σ y), where the sums run over the last dim; dividing by Σ y takes up the rounding of y.
+    """
     visible = _visible(y, causal)
     wide, dy = _wide(y), _hidden_zero(_wide(dy), visible)
     return _packed(_pull(dy, wide, scale, visible).to(y.dtype), y)
@@ -67,7 +71,12 @@ def softmax_dropout(
 def softmax_dropout_vjp(
     dout: Tensor, x: Tensor, seed: Tensor | None, top: Tensor, total: Tensor, p: float, scale: float, causal: bool
 ) -> Tensor:
-    """Gradient of `softmax_dropout`: dx, contiguous, in x's dtype."""
+    """Gradient of `softmax_dropout`: dx, contiguous, in x's dtype.
+
+    dout: [..., N], the gradient of the result. x, seed, p, scale, causal: those of the forward. top, total: [...],
+    fp32, which it saved: the maximum of scale · x and the sum of exponentials of each row. The weights and the mask are
+    computed again: with y = exp(scale · x − top) / total and g = dout · mask / (1 − p), dx = scale · y · (g − Σ g · y).
+    """
     visible = _visible(x, causal)
     weights = torch.exp(_scores(x, scale, visible) - top.unsqueeze(-1))
     y = _hidden_zero(weights / total.unsqueeze(-1), visible)

@@ -75,6 +75,9 @@ def rms_norm_rope_vjp(
 
     Empty tensors where ``output_mask`` is False or the incoming gradient is None (undefined, hence zero). Sums for the
     weights are taken in fp32, then rounded to the weight's dtype. `casting` has no bearing on them.
+
+    dq_out: [B, H, T, D], dk_out: [B, G, T, D]: the gradients of the results. All else: the arguments of the forward.
+    The gradient is rotated by the opposite angles, as in `rope_vjp`, then goes through the norm, as in `rms_norm_vjp`.
     """
     wants_q, wants_k, wants_q_weight, wants_k_weight = output_mask
     cos, sin = rotary._angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
