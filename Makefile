@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | sanitize | lint | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
+# make demo | test | test-bare | test-gpu | sanitize | lint | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,13 +13,26 @@ gpu_tools := $(foreach tool,nvidia-smi rocminfo xpu-smi,$(shell command -v $(too
 # Without a GPU the CPU build is taken (a tenth of the size); an index that does not answer is only a warning.
 cpu_index := $(if $(gpu_tools),,--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test test-gpu sanitize lint bench matrix clean
+.PHONY: demo test test-bare test-gpu sanitize lint bench matrix clean
 
 demo: $(venv)/installed-demo
 	@$(bin)/tilesmith demo $(ARGS)
 
 test: $(venv)/installed-dev
 	@$(pytest_env) $(bin)/python -m pytest -n $(WORKERS) -q $(ARGS)
+
+# The tests that ask for tools, where these are not to be found: first those of the system, then packages too. What lacks
+# its tool skips.
+asking := $(addprefix tests/test_,runtime.py codegen_targets.py portable_backend.py browser.py \
+  kernels.py::test_compilers_accept_every_kernel kernels.py::test_registers_hold_every_kernel)
+asking_triton := $(addprefix tests/test_,offline.py philox.py replay.py tile_pins.py \
+  attention_fp8.py::test_kernels_for_sixteen_bits_serve_what_they_are_handed \
+  explain.py::test_linear_cross_entropy_on_hopper_tells_its_way)
+test-bare: $(venv)/installed-dev
+	@OMP_NUM_THREADS=1 $(bin)/python tests/bare.py vulkan chromium g++ -- -q -n $(WORKERS) $(asking) \
+	  -k "swiglu or attention or wgsl_runs or accepts_metal or naga or the_page" $(ARGS)
+	@OMP_NUM_THREADS=1 $(bin)/python tests/bare.py vulkan opengl chromium g++ triton compilers -- -q -n $(WORKERS) \
+	  $(asking) $(asking_triton) -k "not golden and not values_and_gradients" $(ARGS)
 
 # GPU_WORKERS processes, spread over the GPUs there are; then the cases that fill a GPU's memory, LARGE_WORKERS (one a GPU)
 test-gpu:

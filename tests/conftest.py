@@ -63,6 +63,25 @@ def _fresh_dynamo():
         torch._dynamo.reset()
 
 
+def pytest_sessionstart(session):
+    """Many tests take the kernels that are there, and would be content with fewer."""
+    from tilesmith.engine.backends import triton_missing
+    from tilesmith.settings import settings
+
+    reason = triton_missing() if settings().require_all else None
+    if reason is not None:
+        raise pytest.UsageError(f"TILESMITH_REQUIRE_ALL=1: {reason}")
+
+
+@pytest.fixture
+def needs_triton():
+    """Skip where Triton is not installed; a session in which nothing may be skipped does not start there."""
+    from tilesmith.engine.backends import triton_missing
+
+    if triton_missing() is not None:
+        pytest.skip(triton_missing())
+
+
 @pytest.fixture
 def missing():
     """missing(reason): skip, or fail where nothing may be skipped for want of a tool."""

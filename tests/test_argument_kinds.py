@@ -1,14 +1,19 @@
 """Arguments of the wrong kind: for every op and every parameter, refused by name before anything else is asked."""
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
 
 from tilesmith import explain, ops, register_kernel, use
-from tilesmith.engine import cases
+from tilesmith.engine import Op, cases
 from tilesmith.engine import ops as declared
 
 X, W = torch.randn(3, 8), torch.randn(8)
+Q, HEADS, LABELS = torch.randn(1, 2, 4, 8), torch.randn(1, 3, 8), torch.tensor([1, 2, 0])
+JAGGED = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+NAN, INF = float("nan"), float("inf")
 
 
 def _calls():
@@ -32,14 +37,17 @@ def test_every_parameter_refuses_other_kinds(op, args, parameter, value):
     at = op.parameters.index(parameter)
     wrong = [{}, object()]
     if isinstance(value, Tensor):
-        wrong += ["x", 1.0, [1.0], (value,), value.detach().numpy() if value.dtype.itemsize > 1 else b""]
+        wrong += ["x", 1.0, [1.0], (value,), value.detach().numpy() if value.dtype.itemsize > 1 else b"", JAGGED]
         wrong += [value.detach().to_sparse()] if value.ndim else []
     elif isinstance(value, bool):
         wrong += ["yes", 1.5, None if op.signature.parameters[parameter].annotation is bool else "no", torch.ones(3)]
     elif isinstance(value, int | float):
-        wrong += ["1", [1], True, torch.ones(()), 2**70, float("nan"), float("inf")]
+        wrong += ["1", [1], True, torch.ones(()), 2**70, NAN, INF]
     elif isinstance(value, str):
         wrong += [1, True, ["none"], torch.ones(3)]
+    elif isinstance(value, list | tuple):
+        wrong += [1, True, "x", ["x"] * len(value), [None] * len(value), torch.ones(len(value))]
+        wrong += [[NAN] * len(value), [True] * len(value)] if isinstance(value[0], float) else [[1] * len(value)]
     before = torch.get_rng_state()
     for bad in wrong:
         with pytest.raises((TypeError, ValueError), match=rf"^{op.name}: {parameter}\b"):
@@ -53,6 +61,64 @@ def test_required_tensors_are_not_none(name):
     required = [p for p in op.parameters if op.signature.parameters[p].annotation is Tensor]
     with pytest.raises(TypeError, match=rf"^{name}: {required[0]} must be a tensor, got None"):
         op(**dict.fromkeys(op.parameters))
+
+
+FUNCTIONS = {  # with their required arguments: what they look at before an op's own check, or hand on to another
+    "attention": {"q": Q, "k": Q, "v": Q},
+    "attention_fp8": {"q": Q, "k": Q, "v": Q},
+    "bias_dropout": {"x": X},
+    "bias_dropout_residual": {"x": X, "residual": X},
+    "cross_entropy": {"logits": X, "target": LABELS},
+    "dropout_add_norm": {"x": X, "residual": X, "weight": W, "p": 0.1},
+    "flash_attention_backward": {"q": Q, "k": Q, "v": Q, "out": Q, "lse": Q[..., 0], "dout": Q},
+    "flash_attention_forward": {"q": Q, "k": Q, "v": Q},
+    "fused_add_relu": {"x": X, "y": X},
+    "fused_bias_dropout": {"x": X},
+    "fused_bias_gelu": {"x": X},
+    "fused_linear_forward": {"x": X, "weight": X},
+    "jsd": {"x": X, "target": X},
+    "kl_div": {"x": X, "target": X},
+    "linear_act": {"x": X, "weight": X},
+    "linear_cross_entropy": {"x": X, "weight": X, "target": LABELS},
+    "linear_distillation": {"x": X, "weight": X, "teacher": X, "teacher_weight": X},
+    "linear_log_probs": {"x": X, "weight": X, "target": LABELS},
+    "memory_efficient_attention": {"query": HEADS, "key": HEADS, "value": HEADS, "num_heads": 2},
+    "memory_efficient_linear": {"x": X, "weight": X},
+    "rmsnorm": {"x": X, "weight": W},
+    "softmax_dropout": {"x": X, "p": 0.1},
+    "tvd": {"x": X, "target": X},
+}
+WRONG = ({}, "x", 1.5, [1.5], (X,), [NAN], [None], b"x", X.numpy(), X.to_sparse(), JAGGED, 2**70, NAN)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_refuse_other_kinds_in_their_own_name(name):
+    function, given = getattr(ops, name), FUNCTIONS[name]
+    signature = function.signature if isinstance(function, Op) else inspect.signature(function)
+    function(**given)
+    before = torch.get_rng_state()
+    for parameter, described in signature.parameters.items():
+        for bad in WRONG:
+            plain = getattr(described.annotation, "__name__", described.annotation)
+            if isinstance(bad, float | int) and "float" in str(plain) and bad == bad:
+                continue
+            with pytest.raises((TypeError, ValueError), match=rf"^{name}: (.* )?{parameter}\b"):
+                function(**{**given, parameter: bad})
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_sequences_are_checked_by_element():
+    case = next(c for c in cases("linear_preference") if "test" in c.tags)
+    op = declared()["linear_preference"]
+    args = op.bind((), case.build(torch.device("cpu"), torch.float32, case.generator()))
+    call = dict(zip(op.parameters, args))
+    for bad, error in ((NAN, ValueError), ("x", TypeError), (None, TypeError), (True, TypeError)):
+        for at in range(len(call["options"])):
+            options = [bad if n == at else value for n, value in enumerate(call["options"])]
+            with pytest.raises(
+                error, match=r"^linear_preference: options (must be a sequence of numbers|is .* no NaN)"
+            ):
+                op(**{**call, "options": options})
 
 
 def test_products_of_tensors_without_data():

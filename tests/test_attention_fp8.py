@@ -122,6 +122,7 @@ def test_keys_with_a_factor_each_are_what_blocks_say():
 
 @pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+@pytest.mark.usefixtures("needs_triton")
 def test_kernels_for_sixteen_bits_serve_what_they_are_handed(monkeypatch, layout, capability):
     q, k, v = _inputs("normal", 200)
     if layout == "tokens_first":

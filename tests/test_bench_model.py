@@ -66,6 +66,11 @@ def test_a_model_that_takes_too_long_to_build_is_a_row_that_says_so(missing):
         model.run(model.SHAPES["tiny"], CPU, torch.float32, only=("tilesmith",), **named)
 
 
+def test_a_timeout_that_nobody_passes_on_is_raised_at_the_end():
+    with pytest.raises(TimeoutError), model._within(0.05), contextlib.suppress(TimeoutError):
+        time.sleep(60)
+
+
 def test_a_compiler_that_catches_the_timeout_is_stopped_all_the_same():
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(TimeoutError) as caught, model._within(0.05):

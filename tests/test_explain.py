@@ -167,6 +167,7 @@ def test_outputs_that_nobody_will_read_are_told():
         (60, {}, "rows of x or weight begin at other places than multiples of 16 bytes"),
     ],
 )
+@pytest.mark.usefixtures("needs_triton")
 def test_linear_cross_entropy_on_hopper_tells_its_way(features, options, reason):
     x, weight = (torch.empty(n, features, dtype=torch.bfloat16, requires_grad=True) for n in (8, 16))
     target = torch.zeros(8, dtype=torch.int64)

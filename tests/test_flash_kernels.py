@@ -18,7 +18,6 @@ from tilesmith.kernels.flash_attention import (
     required_shared_memory,
     validate_config,
 )
-from tilesmith.kernels.functions import LOWEST
 from tilesmith.ops.attn import reference
 
 HALF = pytest.mark.parametrize("half", [False, True], ids=["f32", "f16"])
@@ -92,21 +91,24 @@ def test_flash_attention_on_matrix_units(config, n_q, n_kv):
     [*(FlashAttentionConfig(16, 16, 16, half, return_lse=True) for half in (False, True)), *MATRIX],
     ids=lambda c: f"{c.matrix}-{c.head_dim}-{c.use_half}",
 )
-def test_scores_of_nan_are_hidden_and_an_infinite_one_is_the_lse(config):
+@pytest.mark.parametrize("nan_key", [False, True])
+def test_a_score_of_nan_makes_its_row_nan_and_an_infinite_one_is_the_lse(config, nan_key):
     d, half = config.head_dim, config.use_half
     q, k, v = (random(1, 1, 20, d, half=half, seed=s) for s in range(3))
     q[0, 0, 2, 0], q[0, 0, 4, 0], q[0, 0, 6] = np.nan, np.inf, -np.inf  # 6: no score of this sum is a number
-    k[0, 0, 5, 1], k[0, 0, 15, 0] = np.nan, 0.0
+    if nan_key:
+        q[0, 0, 4, 0], k[0, 0, 7, 1] = 0.0, np.nan
     out, lse = np.full_like(q, np.nan), np.full(q.shape[:3], np.nan, np.float32)
     words = (lambda x: x.view(np.uint32)) if config.matrix != "none" else (lambda x: x)
     scalars = {"n_q": 20, "n_kv": 20, "heads": 1, "kv_heads": 1, "scale": 0.3}
     tensors = {"q": words(q), "k": words(k), "v": words(v), "out": out, "lse": lse}
     interpret(create_flash_attention_kernel(config), config.grid(20, 1), tensors, scalars)
     wanted, sums = reference.attention(*map(torch.from_numpy, (q, k, v)), scale=0.3, causal=config.causal)
-    assert sums[0, 0, 2] == -torch.inf and sums[0, 0, 4] == torch.inf
+    assert sums[0, 0, [2, 6, 7]].isnan().tolist() == [True, True, nan_key]
+    assert nan_key or sums[0, 0, 4] == torch.inf
+    assert sums[0, 0, [0, 19]].isnan().tolist() == [nan_key and not config.causal, nan_key]
     torch.testing.assert_close(torch.from_numpy(out), wanted, atol=2e-3 if half else 1e-5, rtol=1e-3, equal_nan=True)
-    sums[sums == -torch.inf] = LOWEST
-    torch.testing.assert_close(torch.from_numpy(lse), sums, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(lse), sums, atol=1e-4, rtol=1e-5, equal_nan=True)
 
 
 def test_published_presets_are_as_published():

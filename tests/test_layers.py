@@ -114,6 +114,23 @@ def test_lazy_names_resolve(package, name):
     assert getattr(importlib.import_module(package), name) is not None
 
 
+LAZY = {"tilesmith": "use", "tilesmith.ops": "rope", "tilesmith.hardware": "arch_of", "tilesmith.codegen": "interpret"}
+
+
+@pytest.mark.parametrize(("package", "name"), LAZY.items())
+def test_an_import_that_fails_tells_why(monkeypatch, package, name):
+    """Python makes "cannot import name" of an AttributeError, as of a private name that another torch lacks."""
+    module, absent = importlib.import_module(package), "module 'torch._C' has no attribute '_gone'"
+
+    def fail(home):
+        raise AttributeError(absent)
+
+    vars(module).pop(name, None)
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ImportError, match=f"tilesmith.* cannot be imported: {absent}"):
+        exec(f"from {package} import {name}")
+
+
 @pytest.mark.parametrize("name", sorted(ops()))
 def test_kernel_modules_are_the_family_s_own(name):
     op = ops()[name]

@@ -24,11 +24,8 @@ FAMILIES = sorted({op.reference.__module__.split(".")[2] for op in ops().values(
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiles_offline(family, target, missing):
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        missing("Triton is not installed")
+@pytest.mark.usefixtures("needs_triton")
+def test_compiles_offline(family, target):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tilesmith.validate.offline", family, *map(str, TARGETS[target])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
@@ -44,6 +41,7 @@ def hopper_kernels(family: str) -> set[str]:
     return set(re.findall(r"^def (\w+_kernel)\(", "\n".join(texts), re.MULTILINE))
 
 
+@pytest.mark.usefixtures("needs_triton")
 def test_every_gradient_of_hopper_is_compiled_offline():
     """Also of ops whose forward has no kernel for Hopper, and by each op: they share kernels, in forms of their own."""
     command = [sys.executable, "-m", "tilesmith.validate.offline", "norm", "cuda", "90", "32"]
@@ -52,6 +50,7 @@ def test_every_gradient_of_hopper_is_compiled_offline():
     assert {"layer_norm", "rms_norm", "dropout_add_norm"} <= set(" ".join(wide).split())
 
 
+@pytest.mark.usefixtures("needs_triton")
 def test_no_path_of_attention_reads_what_it_has_not_written():
     """Causal forwards, whose consumers see parts of blocks, in the forms of large calls."""
     command = [sys.executable, "-m", "tilesmith.validate.offline", "attn", "cuda", "90", "32"]

@@ -218,6 +218,36 @@ def test_gradients_of_one_output_alone(name, dtype):
                     torch.testing.assert_close(zero if g is None else g, zero if w is None else w)
 
 
+EMPTY = [
+    pytest.param(name, case, id=f"{name}-{case.name}")
+    for name in DIFFERENTIABLE
+    if ops()[name].public > 1
+    for case in cases(name)
+    if "test" in case.tags and torch.float32 in case.dtypes and case.name.startswith("no_")
+]
+
+
+@pytest.mark.parametrize(("name", "case"), EMPTY)
+def test_gradients_of_one_output_of_a_call_without_rows(name, case):
+    """The other inputs get none, or an empty one of their shape, not what stands for none."""
+    op = ops()[name]
+    for i in range(op.public):
+        args = op.bind((), case.build(DEVICE, torch.float32, case.generator()))
+        outs = op(*args)
+        if outs[i].requires_grad:
+            outs[i].sum().backward()
+            assert all(a.grad is None or a.grad.shape == a.shape for a in args if isinstance(a, Tensor))
+
+
+def test_rope_of_no_rows_and_one_output():
+    for shape in ((0, 2, 4, 8), (2, 2, 0, 8)):
+        for used in range(2):
+            q, k = (torch.randn(shape, device=DEVICE, requires_grad=True) for _ in range(2))
+            angles = torch.randn(2, shape[2], 4, device=DEVICE)
+            ops()["rope"](q, k, *angles)[used].sum().backward()
+            assert (q, k)[used].grad.shape == shape and (q, k)[1 - used].grad is None
+
+
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_functional_gradient_equals_autograd(name):
     op, args = arguments_of(name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilesmith.device import philox
-from tilesmith.engine.backends import interpreting, triton_missing
+from tilesmith.engine.backends import interpreting
 
 # Random123, tests/kat_vectors, lines "philox4x32 10": counter, key, result
 KNOWN = [
@@ -86,7 +86,7 @@ def test_draw_seed_follows_the_generator():
     assert first.dtype == torch.int64 and first.shape == (2,) and not torch.equal(first, second)
 
 
-@pytest.mark.skipif(triton_missing() is not None, reason="Triton is not installed")
+@pytest.mark.usefixtures("needs_triton")
 @pytest.mark.skipif(not (torch.cuda.is_available() or interpreting()), reason="needs a GPU or TRITON_INTERPRET=1")
 @pytest.mark.parametrize("lanes", [1, 4, 8])
 @pytest.mark.parametrize(("start", "short"), [(0, True), (8, True), (12, True), (3, True), (2**35 - 64, True),

@@ -60,7 +60,7 @@ def test_attention_of_scores_that_are_no_numbers():
     wanted = declared()["attention"](q, k, v)
     with use(attention="portable"):
         torch.testing.assert_close(declared()["attention"](q, k, v), wanted, equal_nan=True)
-    assert wanted[1][0, 0, 2] == -float("inf") and wanted[1][0, 0, 4] == float("inf")
+    assert wanted[1][0, 0, 2].isnan() and wanted[1][0, 0, 4] == float("inf")
 
 
 @pytest.fixture
@@ -97,7 +97,10 @@ def test_on_devices(on, backend, name, case, dtype):
 def test_a_device_without_bfloat16_says_so(on, backend):
     on(backend)
     x = torch.randn(3, 8, dtype=torch.bfloat16)
-    with use(swiglu="portable"), pytest.raises(NotImplementedError, match=f"gate has dtype bfloat16, which {backend}"):
+    with (
+        use(swiglu="portable"),
+        pytest.raises(NotImplementedError, match=f"gate has dtype torch.bfloat16; {backend}: "),
+    ):
         ops.swiglu(x, x)
 
 

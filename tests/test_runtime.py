@@ -1,5 +1,6 @@
 """Launchers: the same kernels on every backend that this machine has, and what launch refuses."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -42,6 +43,19 @@ def backend(request, missing):
     return request.param
 
 
+@pytest.fixture
+def serving(backend, missing):
+    """serving(ir): the backend, of which the device has all that `ir` needs."""
+
+    def decide(ir) -> str:
+        reason = runtime.missing(backend, ir.features)
+        if reason is not None:
+            missing(f"{backend}: {reason}")
+        return backend
+
+    return decide
+
+
 def run(backend: str, ir, grid, tensors: dict, out: str, scalars: dict) -> torch.Tensor:
     """What a backend writes; with Vulkan where CUDA's tensors lie on its GPU, into them as well."""
     there = {name: t.to(DEVICE.get(backend, "cpu")) for name, t in tensors.items()}
@@ -65,11 +79,12 @@ def nan_like(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("half", [False, True], ids=["f32", "f16"])
 @pytest.mark.parametrize("columns", [64, 33])
-def test_swiglu(backend, columns, half):
+def test_swiglu(serving, columns, half):
     gate, up = torch.randn(2, 13, columns, dtype=torch.float16 if half else torch.float32)
     config = fused_ops.SwiGLUConfig(columns, use_half=half, workgroup_size=64)
     tensors = {"gate": gate, "up": up, "out": nan_like(gate)}
-    out = run(backend, fused_ops.create_swiglu_kernel(config), config.grid(13), tensors, "out", {"rows": 13})
+    ir = fused_ops.create_swiglu_kernel(config)
+    out = run(serving(ir), ir, config.grid(13), tensors, "out", {"rows": 13})
     torch.testing.assert_close(out, (F.silu(gate.float()) * up.float()).to(gate.dtype))
 
 
@@ -95,13 +110,14 @@ def test_dropout_draws_the_same_elements_everywhere(backend):
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["f32", "f16"])
-def test_flash_attention(backend, half):
+def test_flash_attention(serving, half):
     config = FlashAttentionConfig(16, 32, 32, use_half=half, causal=True, return_lse=True)
     q = torch.randn(1, 4, 30, 32, dtype=torch.float16 if half else torch.float32)
     k, v = torch.randn(2, 1, 2, 45, 32, dtype=q.dtype)
     tensors = {"q": q, "k": k, "v": v, "out": nan_like(q), "lse": torch.full((1, 4, 30), float("nan"))}
     scalars = {"n_q": 30, "n_kv": 45, "heads": 4, "kv_heads": 2, "scale": 32**-0.5}
-    out = run(backend, create_flash_attention_kernel(config), config.grid(30, 4), tensors, "out", scalars)
+    ir = create_flash_attention_kernel(config)
+    out = run(serving(ir), ir, config.grid(30, 4), tensors, "out", scalars)
     sees = torch.ones(30, 45, dtype=torch.bool).tril(15)
     wanted = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), sees, enable_gqa=True)
     torch.testing.assert_close(out.float(), wanted, atol=2e-3 if half else 1e-5, rtol=1e-3)
@@ -112,15 +128,10 @@ def test_flash_attention(backend, half):
 def test_flash_attention_on_matrix_units(matrix, causal):
     """Runs where there is such a GPU; elsewhere the interpreter's tests of these kernels must do."""
     backend = matrix.removesuffix("-nv")
-    reason = runtime.missing(backend)
-    if reason is None and backend == "vulkan":
-        from tilesmith.runtime.vulkan import device
-
-        wanted = "conversions" if backend != matrix else "fragments"
-        reason = None if wanted in device().features else f"{device().name} has no {wanted} of cooperative matrices"
+    config = FlashAttentionConfig(64, 64, 64, use_half=True, causal=causal, matrix=matrix)
+    reason = runtime.missing(backend, create_flash_attention_kernel(config).features)
     if reason is not None:
         pytest.skip(reason)
-    config = FlashAttentionConfig(64, 64, 64, use_half=True, causal=causal, matrix=matrix)
     q, k, v = torch.randn(3, 1, 2, 150, 64, dtype=torch.float16)
     scalars = {"n_q": 150, "n_kv": 150, "heads": 2, "kv_heads": 2, "scale": 0.125}
     tensors = {"q": q, "k": k, "v": v, "out": nan_like(q)}
@@ -213,6 +224,52 @@ def test_refusals_of_devices(name, missing, monkeypatch):
         monkeypatch.setitem(device.limits, "max-storage-buffer-binding-size", 128)
     with pytest.raises(ValueError, match=r"copy: x has 160 bytes; .* binds 128; launch the kernel in parts"):
         launch(copy_kernel(), (2, 1, 1), GOOD, {"n": 40, "shift": 0}, backend=name)
+
+
+def without_features(monkeypatch, name: str) -> None:
+    """Have a device that has nothing beyond f32, as an adapter of OpenGL."""
+    info = {"device": "llvmpipe", "description": "4.5", "backend_type": "OpenGL"}
+    device = SimpleNamespace(features=set(), name="llvmpipe", adapter=SimpleNamespace(info=info))
+    module = runtime._module(name)
+    monkeypatch.setattr(module, "missing", lambda: None)
+    monkeypatch.setattr(module, "device", lambda: device)
+    monkeypatch.setattr(runtime, "settings", lambda: replace(settings(), portable=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "reason"),
+    [
+        ("vulkan", {"f16"}, "llvmpipe lacks 16-bit floats"),
+        ("vulkan", {"f16", "fragments"}, "llvmpipe lacks 16-bit floats and cooperative matrices"),
+        ("vulkan", {"bf16"}, "llvmpipe lacks bfloat16"),
+        ("webgpu", {"f16"}, r"the WebGPU adapter llvmpipe \(OpenGL\) lacks shader-f16; a Vulkan driver may have it"),
+        ("webgpu", {"f16", "subgroups"}, r"\(OpenGL\) lacks shader-f16 and subgroup;"),
+        ("webgpu", {"bf16"}, "WebGPU has no bfloat16"),
+        ("webgpu", {"fragments"}, "WebGPU has no matrices of a subgroup"),
+    ],
+)
+def test_what_a_device_lacks_is_a_reason(monkeypatch, name, features, reason):
+    without_features(monkeypatch, name)
+    assert runtime.missing(name) is None
+    assert re.search(reason, runtime.missing(name, features))
+
+
+@pytest.mark.parametrize("name", ["vulkan", "webgpu"])
+def test_what_a_device_lacks_is_said_of_calls(monkeypatch, name):
+    without_features(monkeypatch, name)
+    x = torch.randn(3, 8, dtype=torch.float16)
+    reason = "llvmpipe.* lacks (16-bit floats|shader-f16)"
+    with use(swiglu="portable"), pytest.raises(NotImplementedError, match=reason):
+        swiglu(x, x)
+    config = fused_ops.SwiGLUConfig(8, use_half=True)
+    with pytest.raises(KernelError, match=f"swiglu: .*{reason}"):
+        tensors = {"gate": x, "up": x, "out": nan_like(x)}
+        launch(fused_ops.create_swiglu_kernel(config), config.grid(3), tensors, {"rows": 3}, backend=name)
+
+
+def test_features_have_names():
+    with pytest.raises(ValueError, match="features must be of f16, bf16, .*, got 'halves'"):
+        missing("interpreter", {"halves", "f16"})
 
 
 def test_threads_launch_one_after_another(backend):
@@ -390,7 +447,7 @@ def test_vulkan_refuses_what_the_device_has_not(monkeypatch, missing):
     q = torch.zeros(1, 1, 16, 16, dtype=torch.float16)
     tensors = {"q": q, "k": q.clone(), "v": q.clone(), "out": q.clone()}
     scalars = {"n_q": 16, "n_kv": 16, "heads": 1, "kv_heads": 1, "scale": 0.25}
-    with pytest.raises(KernelError, match="needs 16-bit floats and .*cooperative matrices, which .* does not have"):
+    with pytest.raises(KernelError, match="lacks 16-bit floats and .*cooperative matrices"):
         launch(create_flash_attention_kernel(config), config.grid(16, 1), tensors, scalars, backend="vulkan")
 
 

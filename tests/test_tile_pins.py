@@ -10,6 +10,7 @@ from tilesmith.hardware.detect import arch_named
 from tilesmith.ops.attn.op import attention_op, attention_vjp
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.usefixtures("needs_triton")
 SERVED = DEVICE.type != "cpu" or interpreting()
 
 

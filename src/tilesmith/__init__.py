@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-
 from tilesmith._exports import EXPORTS
+from tilesmith._lazy import imported, resolved
 
 __version__ = "0.1.0"
 __all__ = [*EXPORTS, "__version__"]
@@ -13,11 +12,11 @@ __all__ = [*EXPORTS, "__version__"]
 def __getattr__(name: str):
     home = EXPORTS.get(name)
     if home is not None:
-        value = getattr(importlib.import_module(home), name)
+        value = resolved(home, name)
         globals()[name] = value
         return value
     try:
-        return importlib.import_module(f"tilesmith.{name}")
+        return imported(f"tilesmith.{name}")
     except ModuleNotFoundError as missing:
         if missing.name != f"tilesmith.{name}":
             raise

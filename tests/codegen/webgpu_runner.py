@@ -10,6 +10,8 @@ import numpy as np
 
 from tilesmith.codegen import KernelIR
 
+FEATURES = {"f16": "shader-f16", "subgroups": "subgroup"}
+
 
 @lru_cache(maxsize=1)
 def device():
@@ -23,8 +25,17 @@ def device():
         adapter = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
     except RuntimeError as problem:
         return f"no Vulkan driver (apt install mesa-vulkan-drivers libvulkan1): {problem}"
-    wanted = {"shader-f16", "subgroup"} & set(adapter.features)
+    wanted = set(FEATURES.values()) & set(adapter.features)
     return adapter.request_device_sync(required_features=sorted(wanted))
+
+
+def missing(features=()) -> str | None:
+    """Why no kernel with these features, as in `KernelIR.features`, can run: no device, or one without them."""
+    d = device()
+    if isinstance(d, str):
+        return d
+    absent = [name for feature, name in FEATURES.items() if feature in features and name not in d.features]
+    return f"the adapter {d.adapter.summary} lacks {', '.join(absent)}" if absent else None
 
 
 def validate(source: str) -> str:

@@ -134,6 +134,8 @@ def _within(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
+        if late.__traceback__ is not None:  # it was raised where nothing is passed on, as in a __del__
+            raise late
     except Exception as problem:
         if late.__traceback__ is not None and problem is not late:  # it was caught, and something else came of it
             raise late from problem

@@ -60,9 +60,9 @@ No torch, no Triton; NumPy only when `interpret` is imported.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from tilesmith._lazy import resolved
 from tilesmith.codegen.frontend import build
 from tilesmith.codegen.ir import KernelIR
 from tilesmith.codegen.language import (
@@ -167,5 +167,5 @@ _LAZY = {"interpret": "interpreter", "Fault": "interpreter", "to_json": "serial"
 
 def __getattr__(name: str):
     if name in _LAZY:
-        return getattr(importlib.import_module(f"tilesmith.codegen.{_LAZY[name]}"), name)
+        return resolved(f"tilesmith.codegen.{_LAZY[name]}", name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

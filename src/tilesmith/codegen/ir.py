@@ -25,6 +25,10 @@ from tilesmith.codegen.nodes import (
 from tilesmith.codegen.types import KernelError, Type
 from tilesmith.codegen.variables import declarations
 
+FEATURES = ("f16", "bf16", "subgroups", "fragments", "elements", "conversions")
+"""What a kernel may need of a device: `elements` of fragments whose layout is known, `conversions` of fragments to
+another role and reductions of their rows."""
+
 
 class Buffer(Node):
     """A tensor argument, flat, that the kernel may `read`, `write` or `readwrite`."""
@@ -130,8 +134,7 @@ class KernelIR(Node):
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """What a device must have: of `f16`, `bf16`, `subgroups`, `fragments`, `elements` (their layout is known),
-        `conversions` (of fragments to another role, and reductions of their rows)."""
+        """What a device must have, of `FEATURES`."""
         found = set()
         for declared in (*self.buffers, *self.arrays, *self.fragments, *self.variables):
             found |= {declared.type.dtype} & {"f16", "bf16"}

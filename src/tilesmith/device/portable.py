@@ -19,7 +19,6 @@ RANK = 10
 """Below Triton's, which is written for the GPU it runs on; above the reference's."""
 
 TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-_WITHOUT_BF16 = ("vulkan", "webgpu")
 
 
 def _missing(device: torch.device, pinned: bool) -> str | None:
@@ -50,8 +49,11 @@ def reasons(call: Any, *names: str) -> list[str]:
             continue
         if facts.dtype not in TYPES:
             found.append(f"{name} has dtype {facts.dtype}; portable kernels hold float32, float16 and bfloat16")
-        elif facts.dtype is torch.bfloat16 and runtime.backend_of(facts.device) in _WITHOUT_BF16:
-            found.append(f"{name} has dtype bfloat16, which {runtime.backend_of(facts.device)} has not")
+            continue
+        backend = runtime.backend_of(facts.device)
+        lacks = backend and runtime.missing(backend, {TYPES[facts.dtype]} - {"f32"})
+        if lacks is not None:
+            found.append(f"{name} has dtype {facts.dtype}; {backend}: {lacks}")
     return found
 
 

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilesmith.engine.arguments import dense, shown
+
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def in_the_name_of(*inner: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function that calls ops with what it was given: their errors begin with its name, not with theirs."""
+    heads = tuple(f"{name}: " for name in inner)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except (TypeError, ValueError, NotImplementedError) as problem:
+                told = str(problem)
+                head = next((h for h in heads if told.startswith(h)), None)
+                if head is None:
+                    raise
+                raise type(problem)(f"{function.__name__}: {told[len(head) :]}") from problem
+
+        return call
+
+    return decorate
 
 
 def tensor(op: str, name: str, x: Any, dims: tuple[str, ...] | None = None) -> None:
     """Raise TypeError unless x is a dense tensor; ValueError unless it has `dims`, which only name them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {_came(x)}")
-    if x.layout not in (torch.strided, torch.jagged):
-        raise TypeError(f"{op}: {name} has layout {x.layout}; it must be dense: {name}.to_dense()")
+    dense(op, name, x)
     if dims is not None and x.ndim != len(dims):
         raise ValueError(f"{op}: {name} must be [{', '.join(dims)}], got {list(x.shape)}")
 
@@ -88,7 +114,7 @@ def choice(op: str, name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 def _came(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return shown(value)
     if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 40):
         return repr(value)
     return type(value).__name__

@@ -25,7 +25,6 @@ _KINDS = {
     str: ((str,), "a string"),
 }
 _LISTS = {int: "a sequence of ints", bool: "a sequence of bools", float: "a sequence of numbers"}
-_DENSE = (torch.strided, torch.jagged)
 
 
 SMALL = 4 * 2**20  # bytes of a tensor up to which the host, not the device, sets the pace of a compiled model
@@ -54,25 +53,28 @@ def checked(
 
     differentiable: the arguments that receive a gradient; None: all do.
 
-    Raises TypeError, naming the argument, for one that is not of its annotation's kind and for a sparse tensor,
-    ValueError for a number that is infinite, NaN or beyond 64 bits, and for a tensor that requires a gradient, where
-    they are recorded, and would receive none.
+    Raises TypeError, naming the argument, for one that is not of its annotation's kind and for a sparse or nested
+    tensor, ValueError for a number that is infinite, for one that is NaN or beyond 64 bits, alone or in a sequence, and
+    for a tensor that requires a gradient, where they are recorded, and would receive none.
     """
     kinds = [(n, *_kind(p.annotation)) for n, p in signature.parameters.items()]
     constant = [i for i, n in enumerate(signature.parameters) if differentiable is not None and n not in differentiable]
 
     def checks(*args: Any) -> None:
-        for (n, classes, optional, allowed), a in zip(kinds, args):
+        for (n, classes, elements, optional, allowed), a in zip(kinds, args):
             if a is None and optional:
                 continue
-            if not isinstance(a, classes) or (isinstance(a, bool) and bool not in classes and object not in classes):
+            if not _is(a, classes) or (elements and not all(_is(e, elements) for e in a)):
                 raise TypeError(f"{name}: {n} must be {allowed}, got {shown(a)}")
-            if isinstance(a, Tensor) and a.layout not in _DENSE:
-                raise TypeError(f"{name}: {n} has layout {a.layout}; it must be dense: {n}.to_dense()")
+            if isinstance(a, Tensor):
+                dense(name, n, a)
             if isinstance(a, float) and not -math.inf < a < math.inf:
                 raise ValueError(f"{name}: {n} is {a}; it must be finite")
-            if isinstance(a, int) and not -(2**63) <= a < 2**63:
-                raise ValueError(f"{name}: {n} is {a}; it must fit in 64 bits")
+            for e in a if elements else (a,):
+                if isinstance(e, int) and not -(2**63) <= e < 2**63:
+                    raise ValueError(f"{name}: {n} is {a}; it must fit in 64 bits")
+                if isinstance(e, float) and e != e:
+                    raise ValueError(f"{name}: {n} is {a}; it must hold no NaN")
         if check is not None:
             check(*args)
         for i in constant:
@@ -112,16 +114,35 @@ def together(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Ca
     return decorate
 
 
-def _kind(annotation: Any) -> tuple[tuple[type, ...], bool, str]:
-    """Classes of an annotation, whether None is one of its values, and its words. Any value is of a kind not known."""
+def dense(name: str, parameter: str, x: Tensor) -> None:
+    """Raise TypeError for a sparse or a nested tensor, of any layout."""
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: {parameter} is a nested tensor; it must be dense: {parameter}.to_padded_tensor(0.0), or its "
+            "values() where rows are independent"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: {parameter} has layout {x.layout}; it must be dense: {parameter}.to_dense()")
+
+
+def _is(value: Any, classes: tuple[type, ...]) -> bool:
+    """isinstance, but a bool is no number."""
+    return isinstance(value, classes) and (not isinstance(value, bool) or bool in classes or object in classes)
+
+
+def _kind(annotation: Any) -> tuple[tuple[type, ...], tuple[type, ...], bool, str]:
+    """Classes of an annotation and, where it is a sequence, of its elements; whether None is one of its values; its
+    words. Any value is of a kind not known."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = [m for m in (typing.get_args(annotation) if union else (annotation,)) if m is not type(None)]
     optional = union and type(None) in typing.get_args(annotation)
-    known = _KINDS.get(members[0]) if len(members) == 1 else None
+    known, elements = _KINDS.get(members[0]) if len(members) == 1 else None, ()
     if known is None and len(members) == 1 and typing.get_args(members[0]):
-        known = (list, tuple), _LISTS.get(typing.get_args(members[0])[0], "a sequence")
+        element = typing.get_args(members[0])[0]
+        known = (list, tuple), _LISTS.get(element, "a sequence")
+        elements = _KINDS[element][0] if element in _LISTS else ()
     classes, words = known or ((object,), "")
-    return classes, optional, words + (" or None" if optional else "")
+    return classes, elements, optional, words + (" or None" if optional else "")
 
 
 def shown(value: Any) -> str:
@@ -129,6 +150,6 @@ def shown(value: Any) -> str:
     if value is None:
         return "None"
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     text = repr(value) if isinstance(value, bool | int | float | str | list | tuple | dict) else ""
     return f"{type(value).__name__} {text}" if 0 < len(text) <= 40 else type(value).__name__

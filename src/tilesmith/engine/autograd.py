@@ -175,10 +175,10 @@ class Way:
     """How a call is connected to autograd, and what its backward knows beside the saved tensors; calls of one key share
     it.
 
-    pin: of the call. plain: its arguments, None for tensors. present: the kept inputs that are tensors. like: dtype and
-    number of elements of the inputs that are not kept. needs: which arguments ask for a gradient, and asking: their
-    indices; returned: the arguments whose gradients the eager Function returns. keep: saves what the vjp reads. back:
-    an eager call's way through the vjp, None where it has none.
+    pin: of the call. plain: its arguments, None for tensors. present: the kept inputs that are tensors. like: dtype,
+    number of elements and of dims of the inputs that are not kept. needs: which arguments ask for a gradient, and
+    asking: their indices; returned: the arguments whose gradients the eager Function returns. keep: saves what the
+    vjp reads. back: an eager call's way through the vjp, None where it has none.
     """
 
     def __init__(self, gradient: Gradient, pin: str, args: Sequence[Any], needs: tuple[bool, ...] = ()):
@@ -197,8 +197,8 @@ class Way:
         self.back = gradient.route(needs, self.present, self.returned) if plain else None
 
 
-def _like(tensor: Tensor | None) -> tuple[torch.dtype, int] | None:
-    return None if tensor is None else (tensor.dtype, tensor.numel())
+def _like(tensor: Tensor | None) -> tuple[torch.dtype, int, int] | None:
+    return None if tensor is None else (tensor.dtype, tensor.numel(), tensor.ndim)
 
 
 def _differentiated_again() -> bool:

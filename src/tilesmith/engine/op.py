@@ -163,7 +163,11 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.parameters):
-            args = self.bind(args, kwargs)
+            try:
+                args = self.bind(args, kwargs)
+            except _UNCHECKED:  # in an op that looks at its arguments there
+                self.check(*Op.bind(self, args, kwargs))
+                raise
         if _compiling():
             return self._traced(args)
         if self.autocast and _any_autocast():
@@ -359,6 +363,7 @@ def _find(name: str) -> Op:
     return ops()[name]
 
 
+_UNCHECKED = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)  # what an argument of no kind may cause
 _LOWERED = (torch.float32, torch.float16, torch.bfloat16)
 _functorch = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling

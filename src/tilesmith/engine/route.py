@@ -44,8 +44,8 @@ def make(
     needed and in the place of None.
 
     run(call, pin) computes the vjp. grads: of the op's public outputs. saved: the kept inputs that are `present`, then
-    the kept outputs. plain: the op's arguments, None for tensors. like: (dtype, number of elements) of the inputs that
-    are not kept.
+    the kept outputs. plain: the op's arguments, None for tensors. like: (dtype, number of elements, of dims) of the
+    inputs that are not kept.
     """
     vjp = gradient.op.vjp
     kept = {i: f"saved[{n}]" for n, i in enumerate(present)}
@@ -62,6 +62,9 @@ def make(
     def size(i: int) -> str:
         return f"{known[i]}[1]" if i in known else f"{kept[i]}.numel()"
 
+    def dims(i: int) -> str:
+        return f"{known[i]}[2]" if i in known else f"{kept[i]}.ndim"
+
     def dtype(i: int) -> str:
         return f"{known[i]}[0]" if i in known else f"{kept[i]}.dtype"
 
@@ -76,8 +79,9 @@ def make(
             continue
         grad = f"g{n}"
         lines.append(f"{grad} = got[{n}]")
-        # an empty one stands for nothing: no gradient came in for the outputs that this input reaches
-        lines.append(f"if {grad}.numel() == 0 and {size(target)} != 0: {grad} = None")
+        # [0] stands for nothing: no gradient came in for the outputs that this input reaches
+        unlike = f"({size(target)} != 0 or {grad}.ndim != {dims(target)})"
+        lines.append(f"if {grad}.numel() == 0 and {unlike}: {grad} = None")
         if needs[target]:
             result[target] = grad
         for twin in twins[target]:

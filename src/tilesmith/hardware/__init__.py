@@ -1,6 +1,6 @@
 """What the devices are: a table of facts, limits for portable kernels, detection. The bottom layer."""
 
-import importlib
+from tilesmith._lazy import resolved
 
 _HOMES = {
     "Arch": "tilesmith.hardware.detect",
@@ -20,7 +20,7 @@ def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    value = resolved(home, name)
     globals()[name] = value
     return value
 

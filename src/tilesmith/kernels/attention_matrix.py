@@ -47,9 +47,6 @@ from tilesmith.kernels.rows import across, block, head_rows, stored_scalar
 HIDDEN = -1.0e30
 """The score of a key that a query does not see."""
 
-LARGEST = 3.4e38
-"""Above every score but an infinite one, of whose row the sum is NaN by right."""
-
 TILES = {"cuda": 16, "vulkan": 16, "vulkan-nv": 16, "metal": 8}
 _WORDS = 8  # halves in a u32x4
 _AT_ONCE = 64  # keys whose scores are in registers together
@@ -155,7 +152,7 @@ def _in_registers(config):
         for c in unroll(chunks):
             load_fragment(queries[c], keys, subgroup() * (t * stride) + c * t, stride)
             fill(held[c], 0.0)
-        top, total, fade, sums = [local(f32, own) for _ in range(4)]
+        top, total, fade = [local(f32, own) for _ in range(3)]
         for h in unroll(own):
             top[h] = HIDDEN
             total[h] = 0.0
@@ -197,7 +194,6 @@ def _in_registers(config):
                             if causal:
                                 seen = seen and key + n_q <= mine + row(scores[j], e) + n_kv
                             scores[j][e] = select(seen, scores[j][e], HIDDEN)
-                anything = 0.0
                 for h in unroll(own):
                     high = top[h]
                     for j in unroll(at_once // t):
@@ -215,21 +211,7 @@ def _in_registers(config):
                                 p = exp2(scores[j][e] - base)
                                 scores[j][e] = p
                                 some += p
-                    sums[h] = some
-                    anything += some
-                if anything != anything:  # a score is NaN: as if hidden
-                    for h in unroll(own):
-                        if top[h] < LARGEST:
-                            some = 0.0
-                            for j in unroll(at_once // t):
-                                for e in unroll(elements(scores[j])):
-                                    if e // 2 % own == h:
-                                        p = max(scores[j][e], 0.0)
-                                        scores[j][e] = p
-                                        some += p
-                            sums[h] = some
-                for h in unroll(own):
-                    total[h] = total[h] * fade[h] + sums[h]
+                    total[h] = total[h] * fade[h] + some
                 for j in unroll(at_once // t):
                     convert(weights[j], scores[j])
                 for c in unroll(chunks):
@@ -291,7 +273,6 @@ def _by_elements(config):
         held = [fragment("c", f32, t, placed=False) for _ in range(chunks)]
         # Of each of their elements' rows; and row * t + column of these elements.
         top, total, fade, number = [fragment("c", f32, t, placed=False) for _ in range(4)]
-        sums = local(f32, elements(top))
         right = fragment("b", stored, t)
         m0, head, batch = block(causal) * bq, gid(1), gid(2)
         kv_head = head * kv_heads // heads
@@ -357,7 +338,6 @@ def _by_elements(config):
                     reduce_rows(fade, fade, "max")
                 else:
                     across_rows(fade, "max", area, spread, t, wide)
-                anything = 0.0
                 for e in unroll(elements(top)):
                     high, some = max(top[e], fade[e]), 0.0
                     fade[e] = exp2(top[e] - high)
@@ -367,19 +347,7 @@ def _by_elements(config):
                         p = exp2(scores[j][e] - base)
                         scores[j][e] = p
                         some += p
-                    sums[e] = some  # of this element's columns alone
-                    anything += some
-                if anything != anything:  # a score is NaN: as if hidden
-                    for e in unroll(elements(top)):
-                        if top[e] < LARGEST:
-                            some = 0.0
-                            for j in unroll(at_once // t):
-                                p = max(scores[j][e], 0.0)
-                                scores[j][e] = p
-                                some += p
-                            sums[e] = some
-                for e in unroll(elements(top)):
-                    total[e] = total[e] * fade[e] + sums[e]
+                    total[e] = total[e] * fade[e] + some  # of this element's columns alone
                 if reduces:
                     for j in unroll(at_once // t):
                         convert(weights[j], scores[j])

@@ -110,7 +110,7 @@ def create(config) -> KernelIR:
                     more[i * own + j] = f32x4(0)
                 for j in unroll(OWN):
                     score = scores[i * OWN + j]
-                    p = select(score > LOWEST, exp2(score - high), 0.0)
+                    p = select(score <= LOWEST, 0.0, exp2(score - high))  # NaN of a score that is NaN
                     total[i] += p
                     weights[(y + i * ty) * (wide * 4) + x + j * tx] = p
             barrier()

@@ -7,6 +7,9 @@ from tilesmith.codegen import exp, exp2, fma, inline, log2, mulhi, rsqrt, select
 LOWEST = -3.0e38
 """Below every score; WGSL and Metal's fast mathematics promise no infinities."""
 
+LARGEST = 3.4e38
+"""Above every score but an infinite one, of whose row the sum is NaN by right."""
+
 LOG2E = 1.4426950408889634
 
 # t · P(t) with t = 1 / (1 + _SCALE · z) is exp(z²) · erfc(z) for z >= 0 within 1.3e-8: a fit of ours, by iteratively
@@ -118,9 +121,10 @@ def random_bits(element, count, seed):
 
 @inline
 def log_sum(top, total):
-    """The natural logarithm of a row's sum of exponentials, from its maximum and sum to base 2: LOWEST of no terms, and
-    the maximum where that is infinite and the sum therefore NaN."""
-    return select(total == 0.0, LOWEST, (top + select(total > 0.0, log2(max(total, 1.0e-30)), 0.0)) / LOG2E)
+    """The natural logarithm of a row's sum of exponentials, from its maximum and sum to base 2: LOWEST of no terms, the
+    maximum where that is infinite and the sum therefore NaN, and NaN where a term is."""
+    more = select(top < LARGEST, log2(select(total == 0.0, 1.0, total)), 0.0)
+    return select(total == 0.0, LOWEST, (top + more) / LOG2E)
 
 
 @inline

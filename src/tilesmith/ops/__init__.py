@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from tilesmith._lazy import imported, resolved
 
 _FAMILIES = {
     "tilesmith.ops.attn.fp8_op": ("attention_fp8", "attention_quantize"),
@@ -98,7 +98,7 @@ def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    value = resolved(home, name)
     globals()[name] = value
     return value
 
@@ -110,4 +110,4 @@ def __dir__() -> list[str]:
 def load() -> None:
     """Declare the ops of every family."""
     for home in _FAMILIES:
-        importlib.import_module(home)
+        imported(home)

@@ -7,21 +7,23 @@
     ir = fused_ops.create_swiglu_kernel(config)
     launch(ir, config.grid(rows), {"gate": gate, "up": up, "out": out}, {"rows": rows})
 
-`missing(backend)` says why a backend cannot be used here, or None; no backend is imported before it is used.
+`missing(backend)` says why a backend cannot be used here, or None, `missing(backend, ir.features)` why it cannot run a
+kernel; no backend is imported before it is used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from tilesmith.codegen import KernelIR
+from tilesmith.codegen import KernelError, KernelIR
+from tilesmith.codegen.ir import FEATURES
 from tilesmith.runtime.arguments import check, mark_written
 from tilesmith.settings import settings
 
@@ -32,9 +34,17 @@ _OF_DEVICE = {"cuda": "cuda", "mps": "metal"}
 __all__ = ["BACKENDS", "backend_of", "launch", "missing", "subgroup_of", "through"]
 
 
-def missing(backend: str) -> str | None:
-    """Why `backend` cannot launch here, with what to install; None if it can. Raises ValueError for another name."""
-    return _module(backend).missing()
+def missing(backend: str, features: Collection[str] = ()) -> str | None:
+    """Why `backend` cannot launch here, with what to install, or None if it can.
+
+    features: of `KernelIR.features`, those that a kernel needs. A device that lacks one of them is a reason too, which
+    names the device. Raises ValueError for another backend or feature.
+    """
+    module = _module(backend)
+    unknown = sorted(set(features) - set(FEATURES))
+    if unknown:
+        raise ValueError(f"features must be of {', '.join(FEATURES)}, got {', '.join(map(repr, unknown))}")
+    return module.missing() or module.lacks(features)
 
 
 @contextlib.contextmanager
@@ -94,6 +104,9 @@ def launch(
     reason = module.missing()
     if reason is not None:
         raise RuntimeError(f"{backend}: {reason}")
+    lacks = module.lacks(ir.features)
+    if lacks is not None:
+        raise KernelError(f"{ir.name}: {lacks}")
     if min(grid) > 0:
         with torch.no_grad():
             module.launch(ir, tuple(grid), {b.name: tensors[b.name] for b in ir.buffers}, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 import torch
@@ -34,6 +34,11 @@ def missing() -> str | None:
     except (KernelError, OSError) as problem:
         return str(problem)
     return None
+
+
+def lacks(features: Collection[str]) -> None:
+    """Nothing that is known before a kernel is compiled."""
+    return
 
 
 def subgroup() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ def missing() -> str | None:
     if not hasattr(torch.mps, "compile_shader"):
         return f"torch {torch.__version__} has no torch.mps.compile_shader"
     return None
+
+
+def lacks(features: Collection[str]) -> None:
+    """Nothing that is known before a kernel is compiled."""
+    return
 
 
 def subgroup() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -19,6 +19,7 @@ from tilesmith.runtime.vulkan_device import STORAGE, UNIFORM, Device
 DEVICES = ("cpu", "cuda")
 _FEATURES = {
     "f16": "16-bit floats",
+    "bf16": "bfloat16",
     "subgroups": "subgroup arithmetic",
     "fragments": "cooperative matrices",
     "conversions": "conversions of cooperative matrices (VK_NV_cooperative_matrix2)",
@@ -42,6 +43,13 @@ def missing() -> str | None:
     except (vulkan.VkError, vulkan.VkException, StopIteration) as problem:
         return f"no driver offers a compute device (Debian: apt install mesa-vulkan-drivers): {problem!r}"
     return None
+
+
+def lacks(features: Collection[str]) -> str | None:
+    """What kernels with these features need and the device does not have."""
+    d = device()
+    absent = [words for feature, words in _FEATURES.items() if feature in features and feature not in d.features]
+    return f"{d.name} lacks {' and '.join(absent)}" if absent else None
 
 
 def device() -> Device:
@@ -140,9 +148,6 @@ def _launch(ir: KernelIR, grid, tensors, scalars, d: Device, frees: contextlib.E
 
 
 def _compile(ir: KernelIR, d: Device):
-    absent = [words for feature, words in _FEATURES.items() if feature in ir.features and feature not in d.features]
-    if absent:
-        raise KernelError(f"{ir.name} needs {' and '.join(absent)}, which {d.name} does not have")
     if ir.subgroup_size is not None and not d.fixes_subgroup(ir.subgroup_size):
         low, high = d.subgroup_sizes
         raise KernelError(f"{ir.name} needs subgroups of {ir.subgroup_size}; {d.name} has {low} to {high}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -45,9 +45,34 @@ def missing() -> str | None:
         return "the package wgpu is not installed: pip install 'tilesmith[webgpu]'"
     try:
         device()
+    except (ImportError, OSError) as problem:
+        return f"the package wgpu does not load its library: {problem}"
     except RuntimeError as problem:
         return f"no driver offers a device (Debian: apt install mesa-vulkan-drivers libvulkan1): {problem}"
     return None
+
+
+def lacks(features: Collection[str]) -> str | None:
+    """What kernels with these features need and the adapter does not have.
+
+    Without a Vulkan driver wgpu takes OpenGL, whose adapters have neither 16-bit floats nor subgroups.
+    """
+    if "bf16" in features:
+        return "WebGPU has no bfloat16"
+    if not {"fragments", "elements", "conversions"}.isdisjoint(features):
+        return "WebGPU has no matrices of a subgroup"
+    d = device()
+    absent = [name for feature, name in _FEATURES.items() if feature in features and name not in d.features]
+    if not absent:
+        return None
+    info = d.adapter.info
+    hint = "; a Vulkan driver may have it (Debian: apt install mesa-vulkan-drivers libvulkan1)"
+    return f"{adapter_name(info)} lacks {' and '.join(absent)}" + hint * (info["backend_type"] == "OpenGL")
+
+
+def adapter_name(info: Mapping[str, Any]) -> str:
+    """What an adapter calls itself, and the API behind it."""
+    return f"the WebGPU adapter {info['device'] or info['description'] or 'without a name'} ({info['backend_type']})"
 
 
 @lru_cache(maxsize=1)
@@ -107,10 +132,10 @@ def _compile(ir: KernelIR) -> Pipeline:
     import wgpu
 
     d = device()
-    absent = [name for feature, name in _FEATURES.items() if feature in ir.features and name not in d.features]
-    if absent:
-        raise KernelError(f"{ir.name} needs {' and '.join(absent)}, which this WebGPU device does not have")
     found = d.limits
+    buffers = found["max-storage-buffers-per-shader-stage"]
+    if len(ir.buffers) > buffers:
+        raise KernelError(f"{ir.name} has {len(ir.buffers)} buffers; {adapter_name(d.adapter.info)} binds {buffers}")
     size = tuple(found[f"max-compute-workgroup-size-{axis}"] for axis in "xyz")
     limits = Limits(
         "this WebGPU device",

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import in_the_name_of, tensor
 from tilesmith.engine.choice import pinned
 from tilesmith.ops.attn import checks, quantize_reference
 from tilesmith.ops.attn.mask import Mask, Score
@@ -84,6 +85,7 @@ attention_quantize = Op(
 )
 
 
+@in_the_name_of("attention_quantize", "attention")
 def attention_fp8(
     q: Tensor,
     k: Tensor,
@@ -117,6 +119,8 @@ def attention_fp8(
     factor (normal values at head dim 128: off by 0.4 % on average, 2 % at most).
     Raises ValueError or TypeError as `attention` and `attention_quantize` do.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        tensor("attention_fp8", name, x)
     if not isinstance(mask, Mask):
         raise TypeError(f"attention_fp8: mask must be a Mask, got {type(mask).__name__}")
     if not isinstance(score, Score):

@@ -213,7 +213,7 @@ def _autocast_to_come(q: Tensor) -> bool:
 def with_unit_stride(x: Tensor) -> Tensor:
     """x itself if the elements of its last dim lie beside one another, else a copy; what has no strides, as it is, and
     so 8-bit x, which kernels read by columns."""
-    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.ndim == 0 or x.stride(-1) == 1:
+    if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided or x.ndim == 0 or x.stride(-1) == 1:
         return x
     if x.dtype.itemsize == 1 and x.ndim == 4 and x.stride(2) == 1:
         return x

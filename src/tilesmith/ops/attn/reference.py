@@ -88,7 +88,8 @@ def attention(
         of it.
       out = sum of p * v * v_scale.
     A row that sees no key: out 0, lse -inf (or sinks), gradients 0. Keys that no query sees and queries that see no key
-    may hold NaN or inf; neither reaches any output. A score of -inf counts as not visible.
+    may hold NaN or inf; neither reaches any output. A score of -inf counts as not visible; one of NaN makes out and lse
+    of its row NaN.
 
     Returns out [B, H, T, Dv] in q's dtype (bf16 for an 8-bit q), in memory [B, T, H, Dv] if q's head stride is smaller
     than its token stride, else contiguous; lse [B, H, T] fp32 (fp64 for fp64), contiguous.
@@ -175,7 +176,7 @@ def attention_vjp(
     # the softmax's own gradient and that of lse meet in one number a row
     delta = (dout * out.to(p.dtype)).sum(-1)
     if dlse is not None:
-        delta = delta - torch.where(lse > float("-inf"), dlse.to(p.dtype), 0.0)
+        delta = delta - torch.where(lse != float("-inf"), dlse.to(p.dtype), 0.0)
     dropped = _dropout(seed, p, dropout_p) if dropout_p > 0.0 else 1.0
     ds = p * ((dout @ values.v.transpose(-1, -2)) * dropped - delta.unsqueeze(-1))
     dscaled = ds * slope
@@ -192,7 +193,7 @@ def attention_vjp(
         dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()
     if wants_sinks and sinks is not None:
         share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
-        share = torch.where(lse > float("-inf"), share, 0.0)  # a sink of -inf over a row without keys: 0, not NaN
+        share = torch.where(lse != float("-inf"), share, 0.0)  # a sink of -inf over a row without keys: 0, not NaN
         dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
     return dq, dk, dv, dbias, dsinks
 
@@ -202,14 +203,15 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] fp32 (fp64 for fp64): the results of `attention` over each
     set. lse = log(exp(lse_a) + exp(lse_b)), out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse). A side with lse
-    -inf counts for nothing, whatever its `out` holds; two such sides give out 0 and lse -inf.
+    -inf counts for nothing, whatever its `out` holds; two such sides give out 0 and lse -inf. An lse of NaN makes both
+    results NaN.
 
     Returns out [..., Dv] (of 4-dim results, in memory [B, T, H, Dv] if out_a's head stride is smaller than its token
     stride, else contiguous) and lse [...], contiguous; computed in fp32.
     """
     lse, share_a, share_b = _shares(lse_a, lse_b)
     acc = lse.dtype
-    a, b = torch.where(share_a > 0, out_a.to(acc), 0.0), torch.where(share_b > 0, out_b.to(acc), 0.0)
+    a, b = torch.where(share_a != 0, out_a.to(acc), 0.0), torch.where(share_b != 0, out_b.to(acc), 0.0)
     out = share_a * a + share_b * b
     return _in_order(out, out_a), lse.contiguous()
 
@@ -226,8 +228,8 @@ def merge_attention_vjp(
     """Gradients (dout_a, dlse_a, dout_b, dlse_b) of `merge_attention`; what `output_mask` leaves out is empty."""
     _, share_a, share_b = _shares(lse_a, lse_b)
     acc = share_a.dtype
-    a = torch.where(share_a > 0, out_a.to(acc), 0.0)
-    b = torch.where(share_b > 0, out_b.to(acc), 0.0)
+    a = torch.where(share_a != 0, out_a.to(acc), 0.0)
+    b = torch.where(share_b != 0, out_b.to(acc), 0.0)
     dout = torch.zeros_like(a) if dout is None else dout.to(acc)
     dlse = torch.zeros_like(share_a) if dlse is None else dlse.to(acc).unsqueeze(-1)
     # out is a convex combination, so moving one lse moves out along a - b
@@ -346,11 +348,11 @@ def _scores(values: _Values, bias, alibi, position_q, position_k, visible, scale
         scores = scores - alibi.to(scores.dtype)[..., None, None] * distance
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
-    return torch.where(visible & (scores > float("-inf")), scores, float("-inf")), slope
+    return torch.where(visible, scores, float("-inf")), slope
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    return torch.exp(torch.where(scores > float("-inf"), scores - lse.unsqueeze(-1), float("-inf")))
+    return torch.exp(torch.where(scores != float("-inf"), scores - lse.unsqueeze(-1), float("-inf")))
 
 
 def _dropout(seed: Tensor, p: Tensor, dropout_p: float) -> Tensor:
@@ -361,9 +363,9 @@ def _dropout(seed: Tensor, p: Tensor, dropout_p: float) -> Tensor:
 def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The merged lse [...] and each side's share of it [..., 1]."""
     top = torch.maximum(lse_a, lse_b).detach()
-    top = torch.where(top > float("-inf"), top, 0.0)
+    top = torch.where(top != float("-inf"), top, 0.0)
     a, b = torch.exp(lse_a - top), torch.exp(lse_b - top)
-    alive = a + b > 0
+    alive = a + b != 0
     total = torch.where(alive, a + b, 1.0)
     lse = torch.where(alive, top + torch.log(total), float("-inf"))
     return lse, (a / total).unsqueeze(-1), (b / total).unsqueeze(-1)

@@ -66,7 +66,7 @@ def attention_stats(q: Tensor, k: Tensor, scale: float | None = None, causal: bo
         empty = scores.new_zeros(scores.shape[:-1])
         return empty - float("inf"), empty
     top = scores.amax(-1)
-    base = torch.where(top > float("-inf"), top, 0.0)
+    base = torch.where(top != float("-inf"), top, 0.0)
     return top, torch.exp(scores - base.unsqueeze(-1)).sum(-1)
 
 
@@ -92,5 +92,5 @@ def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool) -> Tensor:
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     lse = lse.to(scores.dtype).unsqueeze(-1)
-    seen = (scores > float("-inf")) & (lse > float("-inf"))
+    seen = (scores != float("-inf")) & (lse != float("-inf"))
     return torch.where(seen, torch.exp(torch.where(seen, scores - lse, 0.0)), 0.0)

@@ -104,7 +104,7 @@ class _LinearAct(Op):
         full = super().bind(args, kwargs)
         if full[-1] is not None:
             return full
-        wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in full[:3])
+        wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in full[:3])
         return (*full[:-1], wanted)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tilesmith.device.dropout import check_dropout, seed_for
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import probability
+from tilesmith.engine.argument_checks import choice, probability
 from tilesmith.ops.norm import dropout_reference, op
 from tilesmith.ops.norm.arguments import dropout_add_norm_arguments
 
@@ -99,7 +99,7 @@ def dropout_add_norm(
     `tilesmith.ops.norm.dropout_reference.dropout_add_norm`.
     """
     if eps is None:
-        eps = 1e-6 if kind == "rms" else 1e-5
+        eps = 1e-6 if choice("dropout_add_norm", "kind", kind, KINDS) == "rms" else 1e-5
     p = probability("dropout_add_norm", "p", p)
     seed = seed_for(dropout_add_norm_op, (x, residual, weight, bias), seed, p, kind, eps)
     return dropout_add_norm_op(x, residual, weight, bias, seed, p, kind, eps)

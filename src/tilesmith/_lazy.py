@@ -1,0 +1,21 @@
+"""Names that a package resolves at their first use (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+
+def imported(home: str) -> ModuleType:
+    """The module `home`. Raises ImportError where importing it ends in an AttributeError, as for a name that another
+    release of a dependency lacks: `from package import name` would say no more than that it cannot."""
+    try:
+        return importlib.import_module(home)
+    except AttributeError as problem:
+        raise ImportError(f"{home} cannot be imported: {problem}", name=home) from problem
+
+
+def resolved(home: str, name: str) -> Any:
+    """`name` of the module `home`; ImportError as above."""
+    return getattr(imported(home), name)
