@@ -6,6 +6,14 @@ from tilesmith._lazy import imported, resolved
 
 _FAMILIES = {
     "tilesmith.ops.attn.fp8_op": ("attention_fp8", "attention_quantize"),
+    "tilesmith.ops.attn.blocks_op": (
+        "block_lists",
+        "block_mass",
+        "block_max_scores",
+        "block_scores",
+        "block_scores_vjp",
+        "block_select",
+    ),
     "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "Mask", "Score"),
     "tilesmith.ops.attn.cache_op": ("kv_cache_append",),
     "tilesmith.ops.loss.distill_op": (

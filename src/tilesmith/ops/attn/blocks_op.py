@@ -1,0 +1,161 @@
+"""Scores, shares, choices and lists of blocks: the ops that a block-sparse attention decides with.
+
+Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads (H % G == 0), D head dim, L lists of a batch
+row, R blocks of queries (rows), C blocks of keys (columns).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Op, cdiv
+from tilesmith.ops.attn import blocks_reference as reference
+from tilesmith.ops.attn.checks import FLOATS, check_shapes
+
+TRITON = {"triton": "tilesmith.ops.attn.triton.blocks"}
+LARGEST = 1 << 20  # tokens of a block
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _check_pair(op: str, q: Tensor, k: Tensor, scale: float | None, **sizes: int) -> None:
+    check_shapes(op, q, k, k)
+    for name, x in (("q", q), ("k", k)):
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
+    if k.dtype != q.dtype:
+        raise TypeError(f"{op}: k has dtype {k.dtype}, q has {q.dtype}; they must agree")
+    if scale is not None and not 0.0 < scale < math.inf:
+        raise ValueError(f"{op}: scale must be a positive number, got {scale}; put a sign into q")
+    for name, size in sizes.items():
+        if not 1 <= size <= LARGEST:
+            raise ValueError(f"{op}: {name} must be from 1 to {LARGEST}, got {size}")
+
+
+def _check_scores(q, k, scale=None, causal=False, block_q=128, block_k=128) -> None:
+    _check_pair("block_scores", q, k, scale, block_q=block_q, block_k=block_k)
+
+
+def _check_max(q, k, scale=None, causal=False, block_k=128) -> None:
+    _check_pair("block_max_scores", q, k, scale, block_k=block_k)
+
+
+def _check_mass(q, k, lse, offsets=None, indices=None, scale=None, causal=False, block_q=128, block_k=128) -> None:
+    op = "block_mass"
+    _check_pair(op, q, k, scale, block_q=block_q, block_k=block_k)
+    if lse.dtype != _wide(q):
+        raise TypeError(f"{op}: lse has dtype {lse.dtype}; for q of {q.dtype} it must be {_wide(q)}")
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"{op}: lse must be {list(q.shape[:3])}, got {list(lse.shape)}")
+    if (offsets is None) != (indices is None):
+        missing = "offsets" if offsets is None else "indices"
+        raise ValueError(f"{op}: {missing} is None; offsets and indices go together")
+    for name, x in (("lse", lse), ("offsets", offsets), ("indices", indices)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}; move them to one device")
+        if x is not None and name != "lse" and x.dtype != torch.int32:
+            raise TypeError(f"{op}: {name} must be int32, got {x.dtype}")
+    if offsets is None or indices is None:
+        return
+    batch, kv_heads, rows = q.shape[0], k.shape[1], cdiv(q.shape[2], block_q)
+    fits = offsets.ndim == 3 and offsets.shape[0] in (1, batch) and offsets.shape[1] in (1, kv_heads)
+    if not fits or offsets.shape[2] != rows + 1:
+        raise ValueError(
+            f"{op}: offsets must be [{batch} or 1, {kv_heads} or 1, {rows + 1}], got {list(offsets.shape)}"
+        )
+    if indices.ndim != 1:
+        raise ValueError(f"{op}: indices must have one dim, got {list(indices.shape)}")
+
+
+def _check_select(scores, counts, visible, mass=1.0, first=0, last=0) -> None:
+    op = "block_select"
+    if scores.ndim != 4:
+        raise ValueError(f"{op}: scores must be [batch, lists, rows, columns], got {list(scores.shape)}")
+    if scores.dtype not in FLOATS:
+        raise TypeError(f"{op}: scores has dtype {scores.dtype}; float64, float32, float16, bfloat16 are served")
+    for name, x in (("counts", counts), ("visible", visible)):
+        if x.dtype != torch.int32:
+            raise TypeError(f"{op}: {name} must be int32, got {x.dtype}")
+        if tuple(x.shape) != (scores.shape[2],):
+            raise ValueError(f"{op}: {name} must be [{scores.shape[2]}], one for each row, got {list(x.shape)}")
+        if x.device != scores.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, scores on {scores.device}; move them to one device")
+    if not 0.0 < mass <= 1.0:
+        raise ValueError(f"{op}: mass must be in (0, 1], got {mass}")
+    for name, number in (("first", first), ("last", last)):
+        if not 0 <= number <= LARGEST:
+            raise ValueError(f"{op}: {name} must be from 0 to {LARGEST}, got {number}")
+
+
+def _check_lists(keep, room) -> None:
+    op = "block_lists"
+    if keep.ndim != 4:
+        raise ValueError(f"{op}: keep must be [batch, lists, rows, columns], got {list(keep.shape)}")
+    if keep.dtype != torch.bool:
+        raise TypeError(f"{op}: keep must be bool, got {keep.dtype}")
+    if not 0 <= room < 1 << 31:
+        raise ValueError(f"{op}: room must be from 0 to {(1 << 31) - 1}, got {room}")
+
+
+def _fake_scores(q, k, scale=None, causal=False, block_q=128, block_k=128) -> Tensor:
+    return q.new_empty(*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k), dtype=_wide(q))
+
+
+def _fake_scores_vjp(dscores, q, k, *rest) -> tuple[Tensor, Tensor]:
+    dq, dk = (x.new_empty(x.shape if want else (0,)) for x, want in zip((q, k), rest[-1]))
+    return dq, dk
+
+
+def _fake_mass(q, k, lse, offsets=None, indices=None, scale=None, causal=False, block_q=128, block_k=128) -> Tensor:
+    rows, columns = cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k)
+    return q.new_empty(q.shape[0], k.shape[1], rows, columns, dtype=_wide(q))
+
+
+def _fake_lists(keep: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, many, rows, columns = keep.shape
+    offsets, offsets_t = (keep.new_empty(batch, many, n + 1, dtype=torch.int32) for n in (rows, columns))
+    indices, indices_t = (keep.new_empty(room, dtype=torch.int32) for _ in range(2))
+    return offsets, indices, offsets_t, indices_t
+
+
+block_scores_vjp = Op(reference.block_scores_vjp, fake=_fake_scores_vjp, outputs=("dq", "dk"), kernels=TRITON)
+
+block_scores = Op(
+    reference.block_scores,
+    fake=_fake_scores,
+    vjp=block_scores_vjp,
+    outputs=("scores",),
+    check=_check_scores,
+    kernels=TRITON,
+)
+
+block_max_scores = Op(
+    reference.block_max_scores,
+    fake=lambda q, k, scale=None, causal=False, block_k=128: _fake_scores(q, k, scale, causal, 1, block_k),
+    outputs=("scores",),
+    check=_check_max,
+    kernels=TRITON,
+)
+
+block_mass = Op(
+    reference.block_mass, fake=_fake_mass, outputs=("mass",), check=_check_mass, kernels=TRITON,
+)  # fmt: skip
+
+block_select = Op(
+    reference.block_select,
+    fake=lambda scores, *rest: torch.empty_like(scores, dtype=torch.bool, memory_format=torch.contiguous_format),
+    outputs=("keep",),
+    check=_check_select,
+    kernels=TRITON,
+)
+
+block_lists = Op(
+    reference.block_lists,
+    fake=_fake_lists,
+    outputs=("offsets", "indices", "offsets_t", "indices_t"),
+    check=_check_lists,
+    kernels=TRITON,
+)

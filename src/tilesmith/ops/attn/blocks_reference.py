@@ -1,0 +1,208 @@
+"""Scores, shares and choices of blocks of keys in plain PyTorch: what a sparse attention decides by.
+
+Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads (H % G == 0), D head dim, L lists of a batch
+row, R = ceil(T / block_q) blocks of queries (rows), C = ceil(S / block_k) blocks of keys (columns).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.attn.visibility import visibility
+
+
+def block_scores(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int = 128,
+    block_k: int = 128,
+) -> Tensor:
+    """How much each block of queries has to do with each block of keys: log(sum of exp(scale q . k)) over its pairs.
+
+    Args:
+        q: [B, H, T, D], fp64, fp32, fp16 or bf16, any strides.
+        k: [B, G, S, D] of q's dtype; query head h reads head h // (H // G).
+        scale: factor of q . k; 1 / sqrt(D) if None.
+        causal: query i sees the keys up to i + S - T only, and only such pairs count.
+        block_q, block_k: tokens of a block; the last ones may be shorter.
+
+    Returns [B, H, R, C] fp32 (fp64 for fp64), contiguous; -inf where no pair counts. Differentiable.
+    Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit.
+    """
+    return torch.logsumexp(_tiled(_scores(q, k, scale, causal), block_q, block_k), (3, 5))
+
+
+def block_scores_vjp(
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    scale: float | None,
+    causal: bool,
+    block_q: int,
+    block_k: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dq, dk) of `block_scores`, contiguous; an empty tensor where ``output_mask`` is False.
+
+    Blocks whose dscores is 0 cost nothing: a loss that looks at few blocks has a cheap gradient.
+    """
+    acc, group = _acc(q), q.shape[1] // k.shape[1]
+    pairs = _scores(q, k, scale, causal)
+    sizes = pairs.shape[-2:]
+    # in a block without pairs exp(-inf - 0) = 0
+    base = torch.where(scores > float("-inf"), scores, 0.0).to(acc)
+    ds = torch.exp(pairs - _spread(base, block_q, block_k, sizes)) * _spread(dscores.to(acc), block_q, block_k, sizes)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    dq, dk = q.new_empty(0), k.new_empty(0)
+    if output_mask[0]:
+        dq = (ds @ k.to(acc).repeat_interleave(group, 1) * factor).to(q.dtype).contiguous()
+    if output_mask[1]:
+        every = ds.transpose(-1, -2) @ q.to(acc) * factor
+        dk = every.unflatten(1, (-1, group)).sum(2).to(k.dtype).contiguous()
+    return dq, dk
+
+
+def block_max_scores(
+    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block_k: int = 128
+) -> Tensor:
+    """The largest score of each query in each block of keys, [B, H, T, C] fp32 (fp64 for fp64), contiguous.
+
+    q, k, scale, causal: see `block_scores`. -inf where the query sees no key of the block. Gradients are those of this reference, recomputed.
+    """
+    return _tiled(_scores(q, k, scale, causal), 1, block_k)[:, :, :, 0].amax(-1).contiguous()
+
+
+def block_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    offsets: Tensor | None = None,
+    indices: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int = 128,
+    block_k: int = 128,
+) -> Tensor:
+    """The share of each block of keys in the attention of each block of queries: mean of sum of exp(scale q . k - lse).
+
+    The sum is over the keys of a block, the mean over its queries and the query heads of a kv head. With the `lse` that
+    `attention` returns for the same mask, the shares of a row add up to 1 (to less where a query sees nothing).
+
+    Args:
+        q, k, scale, causal, block_q, block_k: see `block_scores`.
+        lse: [B, H, T], fp32 (fp64 for fp64). A query with -inf counts as one whose shares are 0.
+        offsets, indices: block lists as `attention` takes them, int32 [B|1, G|1, R + 1] and [entries]: only blocks in
+            a list are computed, others are 0. None: all.
+
+    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
+    """
+    batch, heads, tokens, _ = q.shape
+    keys, kv_heads = k.shape[2], k.shape[1]
+    acc, group = _acc(q), heads // kv_heads
+    lse = lse.to(acc).unsqueeze(-1)
+    pairs = _scores(q, k, scale, causal)
+    p = torch.where(lse > float("-inf"), torch.exp(pairs - torch.where(lse > float("-inf"), lse, 0.0)), 0.0)
+    if offsets is not None:
+        lists = {"block_offsets": offsets, "block_indices": indices, "block_q": block_q, "block_k": block_k}
+        p = torch.where(visibility(batch, heads, tokens, keys, q.device, **lists)[2], p, 0.0)
+    total = _tiled(p, block_q, block_k, 0.0).sum((3, 5)).unflatten(1, (kv_heads, group)).sum(2)
+    rows = torch.full((total.shape[2],), block_q, dtype=acc, device=q.device)
+    if len(rows):
+        rows[-1] = tokens - (len(rows) - 1) * block_q
+    return (total / (group * rows[:, None])).contiguous()
+
+
+def block_select(
+    scores: Tensor, counts: Tensor, visible: Tensor, mass: float = 1.0, first: int = 0, last: int = 0
+) -> Tensor:
+    """Which blocks of keys each block of queries keeps: bool [B, L, R, C], contiguous.
+
+    Of the first visible[r] columns a row keeps the counts[r] best: its `last` last ones (from the diagonal backward),
+    then its `first` first ones, then by score, the leftmost of equal ones. With mass < 1 scores must be shares, none
+    below 0: the row then stops as soon as what it keeps adds up to `mass` of what it sees.
+
+    Args:
+        scores: [B, L, R, C], fp64, fp32, fp16 or bf16; NaN counts as -inf.
+        counts, visible: int32 [R]; numbers beyond the columns count as all of them.
+        mass: in (0, 1].
+        first, last: how many blocks are kept whatever their scores are.
+
+    Not differentiable. Raises ValueError or TypeError, naming the argument, for what does not fit.
+    """
+    columns = scores.shape[3]
+    column = torch.arange(columns, device=scores.device)
+    seen = visible.long().clamp(0, columns)[:, None]
+    candidate = column < seen
+    acc = _acc(scores)
+    value = torch.where(scores.isnan() | ~candidate, float("-inf"), scores.to(acc))
+    behind = seen - 1 - column  # blocks between the diagonal and this one
+    forced = torch.where(behind < last, 2 * columns - behind, torch.where(column < first, columns - column, 0))
+    forced = torch.where(candidate, forced, -1).expand_as(value)
+    by_score = value.argsort(dim=-1, descending=True, stable=True)
+    order = by_score.gather(-1, forced.gather(-1, by_score).argsort(dim=-1, descending=True, stable=True))
+    kept = column < torch.minimum(counts.long(), seen[:, 0])[:, None]
+    kept = kept.expand_as(value)
+    if mass < 1.0:
+        share = torch.where(value > 0, value, 0.0)
+        before = share.gather(-1, order).cumsum(-1).roll(1, -1)
+        before[..., :1] = 0.0
+        kept = kept & (before < mass * share.sum(-1, keepdim=True))
+    return torch.zeros_like(value, dtype=torch.bool).scatter_(-1, order, kept)
+
+
+def block_lists(keep: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Block lists of a table, without asking the device how many entries there are.
+
+    Args:
+        keep: bool [B, L, R, C].
+        room: how many entries `indices` has room for; it must be at least the number of True. Entries beyond it are
+            left out, of the lists by rows and of those by columns, which then differ.
+
+    Returns offsets int32 [B, L, R + 1], indices int32 [room], and the same by columns: offsets_t [B, L, C + 1],
+    indices_t [room]: the form that `attention` takes. Entries behind the last list are 0. Not differentiable.
+    """
+    return *_compressed(keep, room), *_compressed(keep.transpose(2, 3), room)
+
+
+def _compressed(keep: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    batch, many, rows, columns = keep.shape
+    ends = torch.nn.functional.pad(keep.sum(-1).flatten().cumsum(0), (1, 0))
+    row = torch.arange(rows + 1, device=keep.device)
+    starts = torch.arange(batch * many, device=keep.device)[:, None] * rows
+    offsets = ends[starts + row].view(batch, many, -1).clamp(max=room).int()
+    place = keep.flatten().cumsum(0) - 1
+    place = torch.where(keep.flatten() & (place < room), place, room)
+    column = torch.arange(columns, device=keep.device, dtype=torch.int32).expand(batch, many, rows, -1)
+    indices = torch.zeros(room + 1, dtype=torch.int32, device=keep.device)
+    return offsets, indices.scatter_(0, place, column.reshape(-1))[:room].clone()
+
+
+def _acc(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool) -> Tensor:
+    """Scaled scores [B, H, T, S], -inf where not visible."""
+    acc, group = _acc(q), q.shape[1] // k.shape[1]
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = q.to(acc) @ k.to(acc).repeat_interleave(group, 1).transpose(-1, -2) * factor
+    if not causal:
+        return scores
+    tokens, keys = scores.shape[-2:]
+    query, key = torch.arange(tokens, device=q.device), torch.arange(keys, device=q.device)
+    return torch.where(key <= query[:, None] + (keys - tokens), scores, float("-inf"))
+
+
+def _tiled(x: Tensor, block_q: int, block_k: int, fill: float = float("-inf")) -> Tensor:
+    """[B, H, T, S] as [B, H, R, block_q, C, block_k], `fill` behind the last token."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[3] % block_k, 0, -x.shape[2] % block_q), value=fill)
+    return x.unflatten(3, (-1, block_k)).unflatten(2, (-1, block_q))
+
+
+def _spread(x: Tensor, block_q: int, block_k: int, sizes: Sequence[int]) -> Tensor:
+    """Numbers of blocks at each of their pairs."""
+    return x.repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)[:, :, : sizes[0], : sizes[1]]

@@ -1,0 +1,165 @@
+"""Cases of scores, shares, choices and lists of blocks."""
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+
+TEST = frozenset({"test"})
+SMALL = frozenset({"test", "interpret"})
+GPU = frozenset({"gpu"})
+BENCH = frozenset({"bench"})
+HALF = (torch.bfloat16, torch.float16)
+FP32 = (torch.float32,)
+
+
+def _lse(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Logarithms of sums of a few ordinary scores; the last row's last one is that of a row which sees nothing."""
+    lse = 2.0 + torch.rand(shape, generator=generator, device=device)
+    if lse.numel() > 1:
+        lse.view(-1)[-1] = float("-inf")
+    return lse
+
+
+def _given(*values: int):
+    return lambda generator, shape, device: torch.tensor(values, dtype=torch.int32, device=device).view(*shape)
+
+
+def _ascending(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """As many visible columns as a causal row has."""
+    return torch.arange(1, shape[0] + 1, dtype=torch.int32, device=device)
+
+
+def _some(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return 1 + torch.arange(shape[0], device=device, dtype=torch.int32) // 4
+
+
+def _shares(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=generator, device=device).mul(2.0).softmax(-1)
+
+
+def _tied(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Few different scores, zeros of both signs, NaN and infinities among them."""
+    values = torch.tensor([0.0, -0.0, 1.0, 1.0, -2.0, float("nan"), float("inf"), float("-inf")], device=device)
+    return values[torch.randint(0, 8, shape, generator=generator, device=device)]
+
+
+def _kept(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.rand(shape, generator=generator, device=device) < 0.3
+
+
+def _pair(batch: int, heads: int, kv_heads: int, tokens: int, keys: int, dim: int, **options) -> dict:
+    layout = options.pop("layout", "contiguous")
+    q, k = T(batch, heads, tokens, dim, layout=layout), T(batch, kv_heads, keys, dim, layout=layout)
+    return {"q": q, "k": k, **options}
+
+
+def _weigh(*sizes: int, lists: dict | None = None, **options) -> dict:
+    pair = _pair(*sizes, **options)
+    lse = T(*sizes[:2], sizes[3], dtype=torch.float32, init=_lse, grad=False)
+    return {"q": pair.pop("q"), "k": pair.pop("k"), "lse": lse, **(lists or {}), **pair}
+
+
+def _lists(heads: int, *rows: tuple[int, ...]) -> dict:
+    """The same lists for a batch row's every head."""
+    ends = [0]
+    for row in rows * heads:
+        ends.append(ends[-1] + len(row))
+    starts = [end for head in range(heads) for end in ends[head * len(rows) : (head + 1) * len(rows) + 1]]
+    indices = [column for row in rows * heads for column in row]
+    return {
+        "offsets": T(1, heads, len(rows) + 1, dtype=torch.int32, init=_given(*starts)),
+        "indices": T(len(indices), dtype=torch.int32, init=_given(*indices)),
+    }
+
+
+def _scored(build, **more: int) -> list[Case]:
+    small, large = {**more, "block_k": 16}, {**more, "block_k": 128}
+    if "block_q" in more:
+        large["block_q"] = 128
+    return [
+        Case("plain", build(1, 2, 2, 20, 40, 16, **small), SMALL),
+        Case("causal_grouped", build(2, 4, 2, 41, 41, 24, causal=True, **small), SMALL),
+        Case("causal_more_queries", build(1, 2, 2, 45, 20, 16, causal=True, **small), SMALL),
+        Case("causal_more_keys", build(1, 2, 1, 20, 61, 16, causal=True, scale=0.3, **small), SMALL),
+        Case("other_blocks", build(1, 1, 1, 30, 25, 8, **{**more, "block_k": 12}), TEST),
+        Case("strided", build(2, 2, 1, 20, 37, 24, layout="strided", **small), SMALL),
+        Case("one_key", build(1, 2, 2, 7, 1, 16, **small), SMALL),
+        Case("no_keys", build(1, 2, 2, 7, 0, 16, **small), TEST),
+        Case("no_queries", build(1, 2, 2, 0, 7, 16, **small), TEST),
+        Case("wide_heads", build(1, 1, 1, 5, 9, 320, **small), TEST),
+        Case("tiles", build(2, 4, 2, 300, 433, 128, causal=True, **large), GPU, HALF),
+        Case("wide_tiles", build(1, 2, 1, 200, 260, 256, **large), GPU, HALF),
+        Case("fp32_tiles", build(1, 4, 2, 260, 300, 128, causal=True, **large), GPU, FP32),
+        Case("index_64k", build(1, 4, 1, 65536, 65536, 64, causal=True, **large), BENCH, HALF),
+    ]
+
+
+def _mass_cases() -> list[Case]:
+    rows = ((0,), (0, 1), (), (1, 3))
+    listed = {"lists": _lists(2, *rows), "block_q": 16, "block_k": 16, "causal": True}
+    pooled = {"block_q": 8, "block_k": 8, "causal": True}
+    return [
+        *_scored(_weigh, block_q=16),
+        Case("pooled", _weigh(1, 2, 1, 41, 41, 16, **pooled), SMALL),
+        Case("listed", _weigh(1, 4, 2, 60, 60, 16, **listed), SMALL),
+        Case("listed_for_all", _weigh(2, 2, 2, 60, 60, 16, **{**listed, "lists": _lists(1, *rows)}), SMALL),
+        Case("pooled_64k", _weigh(1, 16, 16, 4096, 4096, 128, **pooled), BENCH, HALF),
+    ]
+
+
+def _select(*shape: int, init=None, counts=_some, visible=_ascending, **options) -> dict:
+    scores = T(*shape, grad=False, init=init) if init else T(*shape, grad=False)
+    rows = shape[2]
+    numbers = {name: T(rows, dtype=torch.int32, init=f) for name, f in (("counts", counts), ("visible", visible))}
+    return {"scores": scores, **numbers, **options}
+
+
+CASES: dict[str, list[Case]] = {
+    "block_scores": _scored(_pair, block_q=16),
+    "block_max_scores": _scored(_pair),
+    "block_mass": _mass_cases(),
+    "block_select": [
+        Case("best", _select(2, 2, 9, 9), SMALL),
+        Case("forced", _select(1, 2, 12, 12, first=1, last=2), SMALL),
+        Case("by_mass", _select(1, 2, 12, 12, init=_shares, visible=_given(*[12] * 12), mass=0.6, last=1), SMALL, FP32),
+        Case("tied", _select(1, 1, 20, 20, init=_tied), SMALL),
+        Case("none_and_all", _select(1, 1, 3, 5, counts=_given(0, 9, 2), visible=_given(3, 9, 0)), SMALL),
+        Case("more_columns", _select(1, 1, 4, 33, visible=_given(30, 31, 32, 33), first=2), SMALL),
+        Case("transposed", {**_select(1, 2, 7, 7), "scores": T(1, 2, 7, 7, layout="transposed", grad=False)}, SMALL),
+        Case("no_columns", _select(1, 1, 3, 0), TEST),
+        Case("rows_of_512", _select(2, 2, 512, 512, first=1, last=2), GPU, FP32),
+        Case("shares_of_512", _select(1, 4, 512, 512, init=_shares, mass=0.9), BENCH, FP32),
+    ],
+    "block_lists": [
+        Case("square", {"keep": T(2, 2, 7, 7, dtype=torch.bool, init=_kept), "room": 196}, SMALL),
+        Case("wide", {"keep": T(1, 3, 5, 70, dtype=torch.bool, init=_kept), "room": 1050}, SMALL),
+        Case("tall", {"keep": T(1, 1, 37, 3, dtype=torch.bool, init=_kept), "room": 111}, SMALL),
+        Case("too_little_room", {"keep": T(1, 2, 8, 8, dtype=torch.bool, init=_kept), "room": 9}, SMALL),
+        Case("no_rows", {"keep": T(1, 1, 0, 4, dtype=torch.bool, init=_kept), "room": 3}, TEST),
+        Case("rows_of_512", {"keep": T(1, 4, 512, 512, dtype=torch.bool, init=_kept), "room": 4 * 512 * 512}, GPU),
+    ],
+}  # fmt: skip
+
+
+def _held(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _plane(q: Tensor, k: Tensor, causal: bool = False) -> int:
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] // (2 if causal and q.shape[2] == k.shape[2] else 1)
+
+
+flops = {
+    "block_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
+    "block_max_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
+    "block_mass": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
+}
+
+bytes_moved = {
+    "block_scores": lambda q, k, block_q, block_k: _held(q, k) + 4 * _plane(q, k) // (block_q * block_k),
+    "block_max_scores": lambda q, k, block_k: _held(q, k) + 4 * _plane(q, k) // block_k,
+    "block_mass": lambda q, k, lse, block_q, block_k: _held(q, k, lse) + 4 * _plane(q, k) // (block_q * block_k),
+    "block_select": lambda scores: scores.numel() * (scores.element_size() + 1),
+    "block_lists": lambda keep, room: 2 * keep.numel() + 8 * room,
+}

@@ -1,0 +1,543 @@
+"""Triton kernels of scores, shares, choices and lists of blocks.
+
+Nothing of T x S is written: a tile of scores is reduced to a number for each of its blocks where it was computed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+
+LOWEST = tl.constexpr(-(1 << 31))
+HIGHEST = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def _load_rows(ptr, first, count, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none."""
+    rows = first + tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK_D)
+    held = (rows < count)[:, None] & (cols < DIM)[None, :]
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=held, other=0.0)
+
+
+@triton.jit
+def _pair_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL: tl.constexpr):
+    """Scaled scores of a tile, -inf where a query does not see a key or one of them does not exist."""
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    seen = (rows < tokens)[:, None] & (cols < keys)[None, :]
+    if CAUSAL:
+        seen = seen & (cols[None, :] <= rows[:, None] + (keys - tokens))
+    return tl.where(seen, score, float("-inf"))
+
+
+@triton.jit
+def _largest(x, QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr):
+    """The largest element of each block of a tile of QB by KB blocks, [QB, KB]."""
+    if KB == 1:
+        over = tl.max(x, 1)[:, None]
+    else:
+        over = tl.max(tl.reshape(x, (QB * LIST_Q, KB, LIST_K)), 2)
+    if LIST_Q == 1:
+        return over
+    return tl.max(tl.reshape(over, (QB, LIST_Q, KB)), 1)
+
+
+@triton.jit
+def _sums(x, QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr):
+    """The sum of each block of a tile of QB by KB blocks, [QB, KB]."""
+    if KB == 1:
+        over = tl.sum(x, 1)[:, None]
+    else:
+        over = tl.sum(tl.reshape(x, (QB * LIST_Q, KB, LIST_K)), 2)
+    if LIST_Q == 1:
+        return over
+    return tl.sum(tl.reshape(over, (QB, LIST_Q, KB)), 1)
+
+
+@triton.jit
+def _to_pairs(x, QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr):
+    """Numbers of blocks [QB, KB] at each of their pairs, broadcastable to the tile where there is one column."""
+    over = tl.reshape(tl.broadcast_to(x[:, None, :], (QB, LIST_Q, KB)), (QB * LIST_Q, KB))
+    if KB == 1:
+        return over
+    return tl.reshape(tl.broadcast_to(over[:, :, None], (QB * LIST_Q, KB, LIST_K)), (QB * LIST_Q, KB * LIST_K))
+
+
+@triton.jit
+def _tile_of(number, tiles, LAST_FIRST: tl.constexpr):
+    """Program -> (head row, tile): the longest tiles of a causal call first."""
+    head_row = number // tiles
+    tile = number - head_row * tiles
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return head_row.to(tl.int64), tile
+
+
+@triton.jit
+def _block_scores_fwd_kernel(
+    q_ptr, k_ptr, scores_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIST_Q: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """The scores of one tile of queries; those of blocks that it does not see are there already. LARGEST: the largest
+    score of a block in place of the logarithm of the sum."""
+    QB: tl.constexpr = BLOCK_M // LIST_Q
+    KB: tl.constexpr = BLOCK_N // LIST_K
+    head_row, tile = _tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
+    batch, head = head_row // heads, head_row % heads
+    first_row = tile * BLOCK_M
+    at = first_row + tl.arange(0, BLOCK_M)
+    q_ptr += batch * q_strides[0] + head * q_strides[1]
+    k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
+    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
+    end = keys
+    if CAUSAL:
+        end = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
+    block = tile * QB + tl.arange(0, QB)
+    scores_ptr += (head_row * rows + block)[:, None] * columns
+    for first in range(0, end, BLOCK_N):
+        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
+        score = _pair_scores(q, k, at, first + tl.arange(0, BLOCK_N), tokens, keys, scale, CAUSAL)
+        found = _largest(score, QB, LIST_Q, KB, LIST_K)
+        if not LARGEST:
+            base = tl.where(found == float("-inf"), 0.0, found)
+            total = _sums(tl.exp(score - _to_pairs(base, QB, LIST_Q, KB, LIST_K)), QB, LIST_Q, KB, LIST_K)
+            found += tl.log(tl.where(total > 0.0, total, 1.0))
+        column = first // LIST_K + tl.arange(0, KB)
+        tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _block_scores_dq_kernel(
+    dscores_ptr, scores_ptr, q_ptr, k_ptr, dq_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of queries, from the blocks of keys whose score has a gradient."""
+    head_row, block = _tile_of(tl.program_id(0), rows, CAUSAL)
+    batch, head = head_row // heads, head_row % heads
+    first_row = block * LIST_Q
+    at = first_row + tl.arange(0, LIST_Q)
+    q_ptr += batch * q_strides[0] + head * q_strides[1]
+    k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
+    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+    end = columns
+    if CAUSAL:
+        end = tl.minimum(columns, tl.cdiv(tl.maximum(first_row + LIST_Q + keys - tokens, 0), LIST_K))
+    place = (head_row * rows + block) * columns
+    dq = tl.zeros((LIST_Q, BLOCK_D), tl.float32)
+    for column in range(0, end):
+        change = tl.load(dscores_ptr + place + column).to(tl.float32)
+        base = tl.load(scores_ptr + place + column)
+        if (change != 0.0) & (base > float("-inf")):
+            first = column * LIST_K
+            k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+            score = _pair_scores(q, k, at, first + tl.arange(0, LIST_K), tokens, keys, scale, CAUSAL)
+            ds = tl.exp(score - base) * change
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    cols = tl.arange(0, BLOCK_D)
+    out = dq_ptr + (head_row * tokens + at)[:, None] * DIM + cols[None, :]
+    tl.store(out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(at < tokens)[:, None] & (cols < DIM)[None, :])
+
+
+@triton.jit
+def _block_scores_dk_kernel(
+    dscores_ptr, scores_ptr, q_ptr, k_ptr, dk_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """dk of one block of keys, summed over the query heads that read it."""
+    kv_row, column = _tile_of(tl.program_id(0), columns, False)
+    kv_heads = heads // GROUP
+    batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
+    first = column * LIST_K
+    cols = first + tl.arange(0, LIST_K)
+    k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
+    k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+    begin = 0
+    if CAUSAL:
+        begin = tl.maximum(0, first - (keys - tokens)) // LIST_Q
+    dk = tl.zeros((LIST_K, BLOCK_D), tl.float32)
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        q_head = q_ptr + batch * q_strides[0] + head * q_strides[1]
+        place = (batch * heads + head) * rows * columns + column
+        for block in range(begin, rows):
+            change = tl.load(dscores_ptr + place + block * columns).to(tl.float32)
+            base = tl.load(scores_ptr + place + block * columns)
+            if (change != 0.0) & (base > float("-inf")):
+                at = block * LIST_Q + tl.arange(0, LIST_Q)
+                q = _load_rows(q_head, block * LIST_Q, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+                score = _pair_scores(q, k, at, cols, tokens, keys, scale, CAUSAL)
+                ds = tl.exp(score - base) * change
+                dk = tl.dot(tl.trans(ds).to(q.dtype), q, dk, input_precision="ieee")
+    dims = tl.arange(0, BLOCK_D)
+    out = dk_ptr + (kv_row * keys + cols)[:, None] * DIM + dims[None, :]
+    tl.store(out, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(cols < keys)[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def _block_mass_kernel(
+    q_ptr, k_ptr, lse_ptr, mass_ptr, offsets_ptr, indices_ptr, q_strides, k_strides, list_strides,
+    heads, tokens, keys, rows, columns, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIST_Q: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The shares of one tile of queries of a kv head, over all keys or, with lists, over those of its block's list;
+    other shares are 0 already."""
+    QB: tl.constexpr = BLOCK_M // LIST_Q
+    KB: tl.constexpr = BLOCK_N // LIST_K
+    kv_row, tile = _tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
+    kv_heads = heads // GROUP
+    batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
+    first_row = tile * BLOCK_M
+    at = first_row + tl.arange(0, BLOCK_M)
+    q_ptr += batch * q_strides[0] + kv_head * GROUP * q_strides[1]
+    k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
+    lse_ptr += (batch * heads + kv_head * GROUP) * tokens
+    block = tile * QB + tl.arange(0, QB)
+    mass_ptr += (kv_row * rows + block)[:, None] * columns
+    count = GROUP * tl.minimum(tokens - block * LIST_Q, LIST_Q).to(tl.float32)
+    limit = keys
+    if CAUSAL:
+        limit = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
+    steps = tl.cdiv(tl.maximum(limit, 0), BLOCK_N)
+    begin = steps * 0
+    if offsets_ptr is not None:
+        list_ptr = offsets_ptr + batch * list_strides[0] + kv_head * list_strides[1] + tile
+        begin = tl.load(list_ptr)
+        steps = tl.load(list_ptr + 1) - begin
+    for step in range(0, steps):
+        first = step * BLOCK_N
+        if offsets_ptr is not None:
+            first = tl.load(indices_ptr + begin + step) * BLOCK_N
+        cols = first + tl.arange(0, BLOCK_N)
+        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
+        total = tl.zeros((QB, KB), tl.float32)
+        for member in range(GROUP):
+            q = _load_rows(
+                q_ptr + member * q_strides[1], first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D
+            )  # fmt: skip
+            lse = tl.load(lse_ptr + member * tokens + at, mask=at < tokens, other=0.0).to(tl.float32)
+            lse = tl.where(lse == float("-inf"), float("inf"), lse)
+            p = tl.exp(_pair_scores(q, k, at, cols, tokens, keys, scale, CAUSAL) - lse[:, None])
+            total += _sums(p, QB, LIST_Q, KB, LIST_K)
+        column = first // LIST_K + tl.arange(0, KB)
+        held = (block < rows)[:, None] & (column < columns)[None, :]
+        tl.store(mass_ptr + column[None, :], total / count[:, None], mask=held)
+
+
+@triton.jit
+def _block_select_kernel(
+    scores_ptr, counts_ptr, visible_ptr, keep_ptr, strides, lists, rows, columns, mass, first, last,
+    BLOCK: tl.constexpr, BY_MASS: tl.constexpr,
+):  # fmt: skip
+    """One row. Scores become integers of the same order; two bisections find the last one that is kept by number and by
+    share."""
+    number = tl.program_id(0) // rows
+    row = tl.program_id(0) - number * rows
+    batch, which = number // lists, number % lists
+    column = tl.arange(0, BLOCK)
+    seen = tl.minimum(tl.maximum(tl.load(visible_ptr + row), 0), columns)
+    wanted = tl.minimum(tl.load(counts_ptr + row), seen)
+    place = scores_ptr + batch.to(tl.int64) * strides[0] + which.to(tl.int64) * strides[1]
+    place += row.to(tl.int64) * strides[2] + column.to(tl.int64) * strides[3]
+    score = tl.load(place, mask=column < seen, other=float("-inf")).to(tl.float32)
+    score = tl.where(score == score, score, float("-inf")) + 0.0  # one zero, not two
+    bits = score.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & HIGHEST)
+    behind = seen - 1 - column
+    # what is kept whatever its score lies above infinity: NaN's integers are free
+    key = tl.where(column < first, HIGHEST - BLOCK - column, key)
+    key = tl.where(behind < last, HIGHEST - behind, key)
+    key = tl.where(column < seen, key, LOWEST)
+    low, high = tl.full((), LOWEST, tl.int64), tl.full((), HIGHEST, tl.int64)
+    for _ in range(32):
+        middle = (low + high + 1) >> 1
+        enough = tl.sum((key >= middle).to(tl.int32)) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    above = key > low
+    equal = (key == low) & (column < seen)
+    room = wanted - tl.sum(above.to(tl.int32))
+    keep = above | (equal & (tl.cumsum(equal.to(tl.int32)) <= room))
+    if BY_MASS:
+        share = tl.where((column < seen) & (score > 0.0), score, 0.0)
+        target = mass * tl.sum(share)
+        low, high = tl.full((), LOWEST, tl.int64), tl.full((), HIGHEST, tl.int64)
+        for _ in range(32):
+            middle = (low + high + 1) >> 1
+            enough = tl.sum(tl.where(key >= middle, share, 0.0)) >= target
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        above = key > low
+        equal = key == low
+        own = tl.where(equal, share, 0.0)
+        before = tl.sum(tl.where(above, share, 0.0)) + tl.cumsum(own) - own
+        keep = keep & (above | (equal & (before < target)))
+    keep = keep & (wanted > 0)
+    tl.store(keep_ptr + tl.program_id(0).to(tl.int64) * columns + column, keep.to(tl.uint8), mask=column < columns)
+
+
+@triton.jit
+def _block_lists_kernel(
+    keep_ptr, ends_ptr, offsets_ptr, indices_ptr, strides, lists, rows, columns, room,
+    BLOCK: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """LINES rows of a table: their entries, and where the lists end. ends_ptr: the entries up to each row."""
+    tiles = tl.cdiv(rows, LINES)
+    number = tl.program_id(0) // tiles
+    line = (tl.program_id(0) - number * tiles) * LINES + tl.arange(0, LINES)
+    batch, which = number // lists, number % lists
+    held = line < rows
+    total = number * rows + line
+    end = tl.load(ends_ptr + total, mask=held, other=0)
+    before = tl.load(ends_ptr + total - 1, mask=held & (total > 0), other=0)
+    out = offsets_ptr + number.to(tl.int64) * (rows + 1) + line
+    tl.store(out, tl.minimum(before, room), mask=held)
+    tl.store(out + 1, tl.minimum(end, room), mask=line == rows - 1)
+    place = keep_ptr + batch.to(tl.int64) * strides[0] + which.to(tl.int64) * strides[1]
+    place += line.to(tl.int64)[:, None] * strides[2]
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        here = tl.load(
+            place + column.to(tl.int64)[None, :] * strides[3], mask=held[:, None] & (column < columns)[None, :], other=0
+        ).to(tl.int32)  # fmt: skip
+        at = before[:, None] + tl.cumsum(here, 1) - 1
+        tl.store(
+            indices_ptr + at, tl.broadcast_to(column[None, :], (LINES, BLOCK)), mask=(here != 0) & (at < room)
+        )  # fmt: skip
+        before += tl.sum(here, 1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _shared(q: Tensor, k: Tensor, scale: float | None, causal: bool, block_q: int, block_k: int) -> dict[str, Any]:
+    """What every launch on q and k says, by the kernels' parameter names."""
+    dim = q.shape[3]
+    return {
+        "q_ptr": q, "k_ptr": k, "q_strides": q.stride(), "k_strides": k.stride(), "heads": q.shape[1],
+        "tokens": q.shape[2], "keys": k.shape[2], "rows": cdiv(q.shape[2], block_q),
+        "columns": cdiv(k.shape[2], block_k), "scale": dim**-0.5 if scale is None else scale,
+        "GROUP": q.shape[1] // k.shape[1], "DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "LIST_Q": block_q,
+        "LIST_K": block_k, "CAUSAL": causal,
+    }  # fmt: skip
+
+
+def _tile(block: int, least: int) -> int:
+    """Rows of a tile made of whole blocks."""
+    return max(block, least)
+
+
+def _least(q: Tensor) -> int:
+    """Rows that a tile has at least: the device's scores fill registers at 128 x 128, a CPU's interpreter wants few."""
+    if q.device.type == "cpu":
+        return 16
+    return 64 if q.dtype != torch.float32 and q.shape[3] <= 128 else 32
+
+
+def _value_reasons(call, **blocks: int) -> list[str]:
+    reasons = []
+    if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
+    if call.q.cols > 256:
+        reasons.append(f"q has head dim {call.q.cols}; up to 256 is served")
+    for name, (size, least) in blocks.items():
+        if size & (size - 1) or not least <= size <= 128:
+            reasons.append(f"{name} is {size}; powers of two from {least} to 128 are served")
+    return reasons
+
+
+def _score_reasons(call) -> list[str]:
+    return _value_reasons(call, block_q=(call.block_q, 1), block_k=(call.block_k, 1))
+
+
+def _score_vjp_reasons(call) -> list[str]:
+    return _value_reasons(call, block_q=(call.block_q, 16), block_k=(call.block_k, 16))
+
+
+def _max_reasons(call) -> list[str]:
+    return _value_reasons(call, block_k=(call.block_k, 1))
+
+
+def _mass_reasons(call) -> list[str]:
+    least = 1 if call.offsets is None else 16
+    return _value_reasons(call, block_q=(call.block_q, least), block_k=(call.block_k, least))
+
+
+def _scores(q, k, scale, causal, block_q, block_k, largest: bool, num_warps: int) -> Tensor:
+    q, k = _unit(q), _unit(k)
+    shape = (*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k))
+    scores = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
+    if scores.numel() == 0:
+        return scores
+    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
+    launch(
+        _block_scores_fwd_kernel, (cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1],),
+        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, LARGEST=largest,
+        **_shared(q, k, scale, causal, block_q, block_k), num_warps=num_warps, num_stages=2,
+    )  # fmt: skip
+    return scores
+
+
+@register_kernel("block_scores", backend="triton", rank=20, rejects=_score_reasons)
+@optimize_kernel(num_warps=8)
+def block_scores(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int = 128,
+    block_k: int = 128,
+    *,
+    config: Mapping[str, int],
+) -> Tensor:
+    """One program for each tile of queries."""
+    return _scores(q, k, scale, causal, block_q, block_k, False, config["num_warps"])
+
+
+@register_kernel("block_max_scores", backend="triton", rank=20, rejects=_max_reasons)
+@optimize_kernel(num_warps=4)
+def block_max_scores(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    block_k: int = 128,
+    *,
+    config: Mapping[str, int],
+) -> Tensor:
+    """One program for each tile of queries."""
+    return _scores(q, k, scale, causal, 1, block_k, True, config["num_warps"])
+
+
+@register_kernel("block_scores_vjp", backend="triton", rank=20, rejects=_score_vjp_reasons)
+@optimize_kernel(num_warps=8)
+def block_scores_vjp(
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    scale: float | None,
+    causal: bool,
+    block_q: int,
+    block_k: int,
+    output_mask: Sequence[bool],
+    *,
+    config: Mapping[str, int],
+) -> tuple[Tensor, Tensor]:
+    """One program for each block of queries writes dq, one for each block of keys dk."""
+    q, k = _unit(q), _unit(k)
+    wants_q, wants_k = output_mask
+    dq = torch.empty(q.shape if wants_q else (0,), dtype=q.dtype, device=q.device)
+    dk = torch.empty(k.shape if wants_k else (0,), dtype=k.dtype, device=q.device)
+    shared = {"dscores_ptr": dscores.contiguous(), "scores_ptr": scores.contiguous(), "num_stages": 1, **config}
+    shared |= _shared(q, k, scale, causal, block_q, block_k)
+    if wants_q and dq.numel() > 0:
+        launch(_block_scores_dq_kernel, (shared["rows"] * q.shape[0] * q.shape[1],), dq_ptr=dq, **shared)
+    if wants_k and dk.numel() > 0:
+        launch(_block_scores_dk_kernel, (shared["columns"] * k.shape[0] * k.shape[1],), dk_ptr=dk, **shared)
+    return dq, dk
+
+
+@register_kernel("block_mass", backend="triton", rank=20, rejects=_mass_reasons)
+@optimize_kernel(num_warps=8)
+def block_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    offsets: Tensor | None = None,
+    indices: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int = 128,
+    block_k: int = 128,
+    *,
+    config: Mapping[str, int],
+) -> Tensor:
+    """One program for each tile of queries of a kv head; with lists a tile is a block."""
+    q, k = _unit(q), _unit(k)
+    shared = _shared(q, k, scale, causal, block_q, block_k)
+    shape = (q.shape[0], k.shape[1], shared["rows"], shared["columns"])
+    mass = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    if mass.numel() == 0:
+        return mass
+    lists = {"offsets_ptr": None, "indices_ptr": None, "list_strides": None}
+    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
+    if offsets is not None and indices is not None:
+        offsets = offsets.contiguous()
+        lists = {"offsets_ptr": offsets, "indices_ptr": indices.contiguous()}
+        lists["list_strides"] = offsets.expand(*shape[:2], -1).stride()
+        block_m, block_n = block_q, block_k
+    launch(
+        _block_mass_kernel, (cdiv(q.shape[2], block_m) * k.shape[0] * k.shape[1],),
+        lse_ptr=lse.contiguous(), mass_ptr=mass, BLOCK_M=block_m, BLOCK_N=block_n, **lists, **shared,
+        num_warps=config["num_warps"], num_stages=2,
+    )  # fmt: skip
+    return mass
+
+
+def _select_reasons(call) -> list[str]:
+    reasons = []
+    if call.scores.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        reasons.append(f"scores is {call.scores.dtype}; float32, float16 and bfloat16 are served")
+    if call.scores.cols > 16384:
+        reasons.append(f"scores has {call.scores.cols} columns; up to 16,384 are served")
+    return reasons
+
+
+@register_kernel("block_select", backend="triton", rank=20, rejects=_select_reasons)
+@optimize_kernel(num_warps=4)
+def block_select(
+    scores: Tensor,
+    counts: Tensor,
+    visible: Tensor,
+    mass: float = 1.0,
+    first: int = 0,
+    last: int = 0,
+    *,
+    config: Mapping[str, int],
+) -> Tensor:
+    """One program for each row."""
+    keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    if keep.numel() > 0:
+        batch, lists, rows, columns = scores.shape
+        block = max(16, next_power_of_2(columns))
+        launch(
+            _block_select_kernel, (batch * lists * rows,),
+            scores, counts.contiguous(), visible.contiguous(), keep.view(torch.uint8), scores.stride(), lists, rows,
+            columns, mass, min(first, columns), min(last, columns), BLOCK=block, BY_MASS=mass < 1.0,
+            num_warps=1 if block <= 256 else config["num_warps"],
+        )  # fmt: skip
+    return keep
+
+
+@register_kernel("block_lists", backend="triton", rank=20)
+@optimize_kernel(num_warps=4)
+def block_lists(keep: Tensor, room: int, *, config: Mapping[str, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows are counted by PyTorch; one program for each few of them writes their lists."""
+    return *_listed(keep, room, config), *_listed(keep.transpose(2, 3), room, config)
+
+
+def _listed(keep: Tensor, room: int, config: Mapping[str, int]) -> tuple[Tensor, Tensor]:
+    batch, many, rows, columns = keep.shape
+    indices = torch.zeros(room, dtype=torch.int32, device=keep.device)
+    if keep.numel() == 0:
+        return torch.zeros(batch, many, rows + 1, dtype=torch.int32, device=keep.device), indices
+    offsets = torch.empty(batch, many, rows + 1, dtype=torch.int32, device=keep.device)
+    ends = keep.sum(-1, dtype=torch.int32).flatten().cumsum(0, dtype=torch.int32)
+    lines = 4 if keep.stride(3) == 1 else 32  # of a table read by columns, whole sectors
+    launch(
+        _block_lists_kernel, (cdiv(rows, lines) * batch * many,),
+        keep.view(torch.uint8), ends, offsets, indices, keep.stride(), many, rows, columns, room,
+        BLOCK=64, LINES=lines, **config,
+    )  # fmt: skip
+    return offsets, indices
