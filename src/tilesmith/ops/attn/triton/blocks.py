@@ -45,7 +45,8 @@ def _largest(x, QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K
         over = tl.max(tl.reshape(x, (QB * LIST_Q, KB, LIST_K)), 2)
     if LIST_Q == 1:
         return over
-    return tl.max(tl.reshape(over, (QB, LIST_Q, KB)), 1)
+    else:
+        return tl.max(tl.reshape(over, (QB, LIST_Q, KB)), 1)
 
 
 @triton.jit
@@ -57,7 +58,8 @@ def _sums(x, QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: t
         over = tl.sum(tl.reshape(x, (QB * LIST_Q, KB, LIST_K)), 2)
     if LIST_Q == 1:
         return over
-    return tl.sum(tl.reshape(over, (QB, LIST_Q, KB)), 1)
+    else:
+        return tl.sum(tl.reshape(over, (QB, LIST_Q, KB)), 1)
 
 
 @triton.jit
@@ -66,7 +68,8 @@ def _to_pairs(x, QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_
     over = tl.reshape(tl.broadcast_to(x[:, None, :], (QB, LIST_Q, KB)), (QB * LIST_Q, KB))
     if KB == 1:
         return over
-    return tl.reshape(tl.broadcast_to(over[:, :, None], (QB * LIST_Q, KB, LIST_K)), (QB * LIST_Q, KB * LIST_K))
+    else:
+        return tl.reshape(tl.broadcast_to(over[:, :, None], (QB * LIST_Q, KB, LIST_K)), (QB * LIST_Q, KB * LIST_K))
 
 
 @triton.jit

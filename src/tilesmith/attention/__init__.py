@@ -1,0 +1,39 @@
+"""Variants of attention over the one attention op: configuration and factory, block-sparse layers, block lists.
+
+Legend: B batch rows, T query tokens, S key tokens, H query heads, G kv heads, D head dim, R blocks of queries, C blocks
+of keys.
+"""
+
+import importlib
+
+_HOMES = {
+    "AttentionConfig": "tilesmith.attention.config",
+    "AttentionPatterns": "tilesmith.attention.config",
+    "BlockIndexer": "tilesmith.attention.indexer",
+    "DynamicSparseAttention": "tilesmith.attention.sparse",
+    "FlashAttention3": "tilesmith.attention.layers",
+    "SparsePattern": "tilesmith.attention.patterns",
+    "SparsityReport": "tilesmith.attention.report",
+    "create_attention": "tilesmith.attention.factory",
+    "create_sparse_attention": "tilesmith.attention.sparse",
+    "estimated_shares": "tilesmith.attention.estimate",
+    "from_block_mask": "tilesmith.attention.flex",
+    "pattern_blocks": "tilesmith.attention.patterns",
+    "selected_block_attention": "tilesmith.attention.selected",
+    "to_block_mask": "tilesmith.attention.flex",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

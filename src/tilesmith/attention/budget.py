@@ -1,0 +1,71 @@
+"""How many blocks of keys each block of queries may keep, so that the total is exactly what a sparsity asks for."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import cdiv
+from tilesmith.engine.argument_checks import number
+
+LARGEST_SPARSITY = 0.95
+BLOCK_SIZES = (128, 64, 32, 16)
+
+
+class Budget(NamedTuple):
+    """counts, visible int32 [R]: blocks that a row keeps and sees. offsets int64 [R + 1]: where the rows begin in one
+    list after another. total, seen: sums of counts and visible."""
+
+    counts: Tensor
+    visible: Tensor
+    offsets: Tensor
+    total: int
+    seen: int
+
+
+def checked_sparsity(of: str, sparsity: float) -> float:
+    """sparsity, or an error unless it is a number from 0 to 0.95."""
+    if not 0.0 <= number(of, "sparsity_ratio", sparsity) <= LARGEST_SPARSITY:
+        raise ValueError(f"{of}: sparsity_ratio must be from 0 to {LARGEST_SPARSITY}, got {sparsity}")
+    return float(sparsity)
+
+
+@lru_cache(maxsize=128)
+def budget(
+    tokens: int, keys: int, block_q: int, block_k: int, causal: bool, sparsity: float, device: torch.device
+) -> Budget:
+    """The budget of a call. Each row that sees a block keeps one; the rest of floor((1 - sparsity) * seen blocks) is
+    shared out in proportion to what the rows see besides. Where that is less than one a row, one a row it is."""
+    visible = _visible(tokens, keys, block_q, block_k, causal)
+    own = visible.clamp(max=1)
+    seen, least = int(visible.sum()), int(own.sum())
+    # 1 - 0.9 is a little less than 0.1, and 10 % of 20 blocks are two
+    rest = max(math.floor((1.0 - sparsity) * seen + 1e-6) - least, 0)
+    others = torch.nn.functional.pad((visible - own).cumsum(0), (1, 0))
+    shared = others * rest // max(seen - least, 1)
+    counts = own + shared.diff()
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    moved = counts.int().to(device), visible.int().to(device), offsets.to(device)
+    return Budget(*moved, int(offsets[-1]), seen)
+
+
+def fitting_block(tokens: int, keys: int, causal: bool, sparsity: float) -> int:
+    """The largest block size of which a row keeps three on average, else the smallest."""
+    for size in BLOCK_SIZES:
+        seen = int(_visible(tokens, keys, size, size, causal).sum())
+        if (1.0 - sparsity) * seen >= 3 * cdiv(tokens, size):
+            return size
+    return BLOCK_SIZES[-1]
+
+
+def _visible(tokens: int, keys: int, block_q: int, block_k: int, causal: bool) -> Tensor:
+    """How many blocks of keys, from the first on, each block of queries sees any key of: int64 [R], on the CPU."""
+    rows, columns = cdiv(tokens, block_q), cdiv(keys, block_k)
+    if not causal:
+        return torch.full((rows,), columns)
+    last = ((torch.arange(rows) + 1) * block_q).clamp(max=tokens) - 1 + keys - tokens
+    return (last // block_k + 1).clamp(0, columns)

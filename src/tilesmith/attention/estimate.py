@@ -1,0 +1,61 @@
+"""Choices of blocks that look at queries and keys: an estimate of each block's share, and the best of them as lists."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilesmith import ops
+from tilesmith.attention.budget import Budget
+from tilesmith.engine.argument_checks import size
+from tilesmith.ops.attn.mask import Blocks
+
+SUB_BLOCKS = 8  # stretches of a block, each with one mean
+
+
+def estimated_shares(
+    q: Tensor, k: Tensor, *, block_size: int = 128, causal: bool = True, scale: float | None = None
+) -> Tensor:
+    """Estimated share of each block of keys in the attention of each block of queries: fp32 [B, G, R, C].
+
+    Queries and keys are averaged over stretches of block_size / 8 tokens; the softmax of these means is summed over the
+    8 x 8 pairs of a pair of blocks, and averaged over the query heads of a kv head. A row's shares add up to 1. Nothing
+    of T x S is made: 1 / 256 of the products of attention at block_size 128, twice. No gradient.
+
+    q [B, H, T, D], k [B, G, S, D]; causal: needs T == S. scale: 1 / sqrt(D) if None. block_size: a multiple of 8.
+    Source: the block score of SpargeAttn (arXiv:2502.18137) with a log-sum-exp over sub-blocks in place of one mean.
+    """
+    of = "estimated_shares"
+    if size(of, "block_size", block_size) % SUB_BLOCKS:
+        raise ValueError(f"{of}: block_size must be a multiple of {SUB_BLOCKS}, got {block_size}")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"{of}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    with torch.no_grad():
+        q, k = (_means(x, block_size // SUB_BLOCKS) for x in (q, k))
+        top, total = ops.attention_stats(q, k, scale, causal)
+        return ops.block_mass(
+            q, k, top + total.log(), scale=scale, causal=causal, block_q=SUB_BLOCKS, block_k=SUB_BLOCKS
+        )
+
+
+def chosen_blocks(
+    scores: Tensor, plan: Budget, block_size: int, *, mass: float = 1.0, first: int = 0, last: int = 1
+) -> tuple[Tensor, Blocks]:
+    """The best blocks of each row as a table bool [B, G, R, C] and as lists, within the budget.
+
+    mass, first, last: see `ops.block_select`. The host waits for nothing.
+    """
+    keep = ops.block_select(scores, plan.counts, plan.visible, mass, first, last)
+    offsets, indices, offsets_t, indices_t = ops.block_lists(keep, scores.shape[0] * scores.shape[1] * plan.total)
+    return keep, Blocks(offsets, indices, block_size, block_size, offsets_t, indices_t)
+
+
+def _means(x: Tensor, stretch: int) -> Tensor:
+    """Means over stretches of tokens, [B, heads, ceil(T / stretch), D]; the last one may be shorter."""
+    tokens = x.shape[2]
+    whole = tokens // stretch * stretch
+    means = x[:, :, :whole].unflatten(2, (-1, stretch)).mean(3) if whole else x[:, :, :0]
+    if whole == tokens:
+        return means
+    return torch.cat((means, x[:, :, whole:].mean(2, keepdim=True)), 2)

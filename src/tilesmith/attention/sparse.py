@@ -1,0 +1,202 @@
+"""DynamicSparseAttention: self-attention that computes a fixed share of the blocks of scores, by six patterns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilesmith import ops
+from tilesmith.attention.budget import BLOCK_SIZES, Budget, budget, checked_sparsity, fitting_block
+from tilesmith.attention.estimate import chosen_blocks, estimated_shares
+from tilesmith.attention.indexer import BlockIndexer, WithLoss, indexer_loss
+from tilesmith.attention.layers import FlashAttention3
+from tilesmith.attention.patterns import SparsePattern, pattern_blocks
+from tilesmith.attention.report import SparsityReport, sparsity_report
+from tilesmith.engine.argument_checks import choice, flag, number, size
+from tilesmith.nn import RotaryEmbedding
+from tilesmith.ops.attn.mask import Blocks
+
+
+class DynamicSparseAttention(FlashAttention3):
+    """Self-attention in which each block of queries sees few blocks of keys, one choice for each kv head.
+
+    sparsity_ratio: share of the blocks of scores that are left out, of those that causality leaves; from 0 to 0.95.
+        What is kept never exceeds the rest, except that each block of queries keeps its own block of keys.
+    pattern: see `SparsePattern`.
+    block_size: tokens of a block, 128, 64, 32 or 16; None: the largest of them of which a block of queries keeps three
+        on average, so that short sequences are sparse, too. Hopper's kernels serve 128.
+    first, last: blocks at the beginning and, counted from the diagonal, at the end of what a row sees that
+        DYNAMIC_THRESHOLD and LEARNED keep whatever their scores are, within the budget.
+    mass: DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention; 1: as many as
+        the budget allows.
+    seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None.
+    index_target, index_loss_weight: the loss that trains LEARNED's indexer, and nothing else: KL from the shares of the
+        attention to the indexer's softmax over blocks, over the kept blocks ("selected") or over all ("dense", two
+        passes over the dense scores: for the beginning of a training). It is computed in training while gradients are,
+        `index_loss` holds the last one, and its gradient, times the weight, joins the backward of whatever loss uses
+        the output: the indexer needs no line in the training loop.
+    The other arguments are those of `FlashAttention3`.
+
+    A block's choice looks at all of its queries, also at those behind a query of the same block: the values that a query
+    sees are causal, the choice of blocks is causal to a block. There is no cache; decoding wants a choice for each
+    query, `selected_block_attention`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        sparsity_ratio: float = 0.9,
+        pattern: SparsePattern = SparsePattern.DYNAMIC_THRESHOLD,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        block_size: int | None = None,
+        first: int = 1,
+        last: int = 1,
+        mass: float = 1.0,
+        seed: int = 0,
+        index_dim: int | None = None,
+        index_target: str = "selected",
+        index_loss_weight: float = 1.0,
+        max_sequence_length: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
+        qk_norm: bool = False,
+        softcap: float = 0.0,
+        scale: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        name = "DynamicSparseAttention"
+        if not isinstance(pattern, SparsePattern):
+            raise TypeError(f"{name}: pattern must be a SparsePattern, got {pattern!r}")
+        if block_size is not None and block_size not in BLOCK_SIZES:
+            raise ValueError(f"{name}: block_size must be None or one of {BLOCK_SIZES}, got {block_size!r}")
+        if not 0.0 < number(name, "mass", mass) <= 1.0:
+            raise ValueError(f"{name}: mass must be in (0, 1], got {mass}")
+        if mass < 1.0 and pattern is not SparsePattern.DYNAMIC_THRESHOLD:
+            raise ValueError(
+                f"{name}: mass is for DYNAMIC_THRESHOLD, which estimates shares; pattern is {pattern.name}"
+            )
+        learned = pattern is SparsePattern.LEARNED
+        if softcap and pattern in (SparsePattern.DYNAMIC_THRESHOLD, SparsePattern.LEARNED):
+            raise ValueError(f"{name}: softcap is not served with {pattern.name}, whose shares know none")
+        if index_dim is not None and not learned:
+            raise ValueError(f"{name}: index_dim is for LEARNED; pattern is {pattern.name}")
+        sparsity = checked_sparsity(name, sparsity_ratio)
+        size(name, "first", first, 0)
+        size(name, "last", last, 1)
+        size(name, "seed", seed, 0)
+        super().__init__(
+            d_model, num_heads, num_kv_heads=num_kv_heads, causal=causal, max_sequence_length=max_sequence_length,
+            dropout=dropout, bias=bias, qk_norm=qk_norm, softcap=softcap, scale=scale, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.sparsity_ratio, self.pattern, self.block_size, self.seed = sparsity, pattern, block_size, seed
+        self.first, self.last, self.mass = first, last, float(mass)
+        self.index_target = choice(name, "index_target", index_target, ("selected", "dense"))
+        self.index_loss_weight = number(name, "index_loss_weight", index_loss_weight, 0.0)
+        self.index_loss: Tensor | None = None
+        self.indexer = None
+        if learned:
+            index_dim = self.head_dim if index_dim is None else index_dim
+            self.indexer = BlockIndexer(d_model, self.num_kv_heads, index_dim, device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, *, rotary: RotaryEmbedding | None = None
+    ) -> Tensor:
+        """x [B, T, d_model] to [B, T, d_model]; see `FlashAttention3.forward`.
+
+        attention_mask hides keys from the attention; the choice of blocks does not look at it. LEARNED refuses one in
+        training, since the indexer's target does not know it.
+        """
+        q, k, v, dense = self._inputs(x, attention_mask, rotary)
+        trains = self.indexer is not None and self.training and torch.is_grad_enabled()
+        if trains and dense is not None:
+            raise ValueError(
+                "DynamicSparseAttention: attention_mask is not served while LEARNED trains; pad behind the tokens and "
+                "leave padding out of the loss"
+            )
+        blocks, scores, keep = self._choose(q, k, x, rotary)
+        out, lse = ops.attention(q, k, v, self._mask(dense, blocks=blocks), self.score, dropout_p=self._dropout())
+        if trains and scores is not None and keep is not None:
+            loss = indexer_loss(scores, self._target(q, k, lse, blocks), self._over(keep, scores))
+            self.index_loss = loss.detach()
+            out = WithLoss.apply(out, loss, self.index_loss_weight)
+        return self._joined(out)
+
+    def blocks(
+        self, x: Tensor, attention_mask: Tensor | None = None, *, rotary: RotaryEmbedding | None = None
+    ) -> Blocks:
+        """The block lists with which `forward` attends to x."""
+        with torch.no_grad():
+            q, k, _, _ = self._inputs(x, attention_mask, rotary)
+            return self._choose(q, k, x, rotary)[0]
+
+    def measure(self, x: Tensor, *, rotary: RotaryEmbedding | None = None) -> SparsityReport:
+        """What is left out of the attention of x, counted: sparsity, retained mass and FLOPs. The host waits."""
+        with torch.no_grad():
+            q, k, v, _ = self._inputs(x, None, rotary)
+            blocks = self._choose(q, k, x, rotary)[0]
+            seen = self._budget(q, blocks.block_q).seen
+            return sparsity_report(q, k, v, blocks, seen, causal=self.causal, scale=self.score.scale)
+
+    def _choose(
+        self, q: Tensor, k: Tensor, x: Tensor, rotary: RotaryEmbedding | None
+    ) -> tuple[Blocks, Tensor | None, Tensor | None]:
+        """The lists; of a choice by the indexer also its scores and the table of what is kept."""
+        tokens = q.shape[2]
+        block = self.block_size or fitting_block(tokens, tokens, self.causal, self.sparsity_ratio)
+        options = {"block_size": block, "causal": self.causal}
+        if self.indexer is not None:
+            scores = self.indexer(x.detach(), rotary, **options)
+        elif self.pattern is SparsePattern.DYNAMIC_THRESHOLD:
+            scores = estimated_shares(q, k, scale=self.score.scale, **options)
+        else:
+            more = {"heads": self.num_kv_heads, "seed": self.seed, "device": q.device}
+            return pattern_blocks(self.pattern, tokens, tokens, self.sparsity_ratio, **options, **more), None, None
+        kept = {"mass": self.mass, "first": self.first, "last": self.last}
+        keep, blocks = chosen_blocks(scores.detach(), self._budget(q, block), block, **kept)
+        return blocks, scores, keep
+
+    def _budget(self, q: Tensor, block: int) -> Budget:
+        return budget(q.shape[2], q.shape[2], block, block, self.causal, self.sparsity_ratio, q.device)
+
+    def _target(self, q: Tensor, k: Tensor, lse: Tensor, blocks: Blocks) -> Tensor:
+        """Shares of the attention, over the kept blocks or over all."""
+        scale, sizes = self.score.scale, (blocks.block_q, blocks.block_k)
+        with torch.no_grad():
+            if self.index_target == "selected":
+                return ops.block_mass(q, k, lse, blocks.offsets, blocks.indices, scale, self.causal, *sizes)
+            top, total = ops.attention_stats(q, k, scale, self.causal)
+            return ops.block_mass(q, k, top + total.log(), None, None, scale, self.causal, *sizes)
+
+    def _over(self, keep: Tensor, scores: Tensor) -> Tensor:
+        """The blocks over which the indexer's loss is."""
+        return keep if self.index_target == "selected" else scores.detach() > float("-inf")
+
+    def extra_repr(self) -> str:
+        block = "fitting" if self.block_size is None else self.block_size
+        return f"sparsity_ratio={self.sparsity_ratio}, pattern={self.pattern.name}, block_size={block}, causal={self.causal}"
+
+
+def create_sparse_attention(
+    d_model: int,
+    num_heads: int,
+    sparsity_ratio: float = 0.9,
+    pattern: SparsePattern = SparsePattern.DYNAMIC_THRESHOLD,
+    *,
+    causal: bool = True,
+    block_size: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> DynamicSparseAttention:
+    """A `DynamicSparseAttention`, which explains the arguments and has more of them.
+
+    sparsity_ratio: share of the blocks of scores to leave out, from 0 to 0.95. Raises ValueError or TypeError, naming
+    the argument, for what does not fit.
+    """
+    flag("create_sparse_attention", "causal", causal)
+    return DynamicSparseAttention(
+        d_model, num_heads, sparsity_ratio, pattern, causal=causal, block_size=block_size, device=device, dtype=dtype
+    )
