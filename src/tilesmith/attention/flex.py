@@ -11,12 +11,15 @@ from tilesmith.engine.argument_checks import flag, size
 from tilesmith.ops.attn.mask import Blocks, Mask
 
 
-def to_block_mask(blocks: Blocks, tokens: int, keys: int, *, causal: bool = False) -> BlockMask:
+def to_block_mask(
+    blocks: Blocks, tokens: int, keys: int, *, heads: int | None = None, causal: bool = False
+) -> BlockMask:
     """The BlockMask that sees what `Mask(causal=causal, blocks=blocks)` sees, for `flex_attention`.
 
-    tokens, keys: lengths that the lists are for. Lists for each kv head become a mask for as many heads: repeat them,
-    or give flex_attention one query head for each. Blocks that the diagonal crosses become partial ones with a
-    mask_mod, the others full ones. FlexAttention keeps ceil(keys / block_k) numbers for each block of queries, however
+    tokens, keys: lengths that the lists are for. heads: query heads, where the lists are those of kv heads, which
+    FlexAttention does not know; None: as many as there are lists. Blocks that the diagonal crosses become partial ones,
+    the others full ones; the mask_mod says all of it again, for FlexAttention without torch.compile, which looks at
+    nothing else. FlexAttention keeps ceil(keys / block_k) numbers for each block of queries, however
     few are kept: 268 MB a head for a million tokens. The host waits for nothing.
     """
     for name, value in (("tokens", tokens), ("keys", keys)):
@@ -30,6 +33,10 @@ def to_block_mask(blocks: Blocks, tokens: int, keys: int, *, causal: bool = Fals
             f"to_block_mask: blocks has {blocks.offsets.shape[2] - 1} blocks of queries; {tokens} tokens are {rows}"
         )
     seen = _table(blocks, rows, columns)
+    if heads is not None:
+        if size("to_block_mask", "heads", heads) % seen.shape[1]:
+            raise ValueError(f"to_block_mask: heads is {heads}, which the {seen.shape[1]} lists do not divide")
+        seen = seen.repeat_interleave(heads // seen.shape[1], 1) if seen.shape[1] > 1 else seen
     full = seen
     shift = keys - tokens
     if causal:
@@ -38,12 +45,15 @@ def to_block_mask(blocks: Blocks, tokens: int, keys: int, *, causal: bool = Fals
         seen = seen & (column * blocks.block_k < first + blocks.block_q)
         full = seen & ((column + 1) * blocks.block_k <= first + 1)
 
-    def bottom_right(b, h, q, kv):
-        return kv <= q + shift
+    batches, lists = int(seen.shape[0] > 1), int(seen.shape[1] > 1)
+
+    def sees(b, h, q, kv):
+        listed = seen[b * batches, h * lists, q // blocks.block_q, kv // blocks.block_k]
+        return listed & (kv <= q + shift) if causal else listed
 
     return BlockMask.from_kv_blocks(
         *_ordered(seen & ~full), *_ordered(full), BLOCK_SIZE=(blocks.block_q, blocks.block_k),
-        mask_mod=bottom_right if causal else None, seq_lengths=(tokens, keys),
+        mask_mod=sees, seq_lengths=(tokens, keys),
     )  # fmt: skip
 
 
@@ -60,8 +70,8 @@ def from_block_mask(block_mask: BlockMask, *, causal: bool = False) -> Mask:
     partial = _of_counts(block_mask.kv_num_blocks, block_mask.kv_indices)
     if not causal and bool(partial.any()):
         raise ValueError(
-            "from_block_mask: block_mask has partial blocks, whose mask_mod cannot be read; causal=True says that it is "
-            "the causal one"
+            "from_block_mask: block_mask has partial blocks, whose mask_mod cannot be read; causal=True says that it "
+            "is the causal one"
         )
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         partial = partial | _of_counts(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)

@@ -44,7 +44,6 @@ def sparsity_report(
     Costs two passes over the dense scores, without storing them.
     """
     batch, heads, _, dim = q.shape
-    kv_heads = k.shape[1]
     with torch.no_grad():
         top, total = ops.attention_stats(q, k, scale, causal)
         held = ops.block_mass(

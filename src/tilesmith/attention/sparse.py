@@ -37,9 +37,9 @@ class DynamicSparseAttention(FlashAttention3):
         the output: the indexer needs no line in the training loop.
     The other arguments are those of `FlashAttention3`.
 
-    A block's choice looks at all of its queries, also at those behind a query of the same block: the values that a query
-    sees are causal, the choice of blocks is causal to a block. There is no cache; decoding wants a choice for each
-    query, `selected_block_attention`.
+    A block's choice looks at all of its queries, also at those behind a query of the same block: the values that a
+    query sees are causal, the choice of blocks is causal to a block. There is no cache; decoding wants a choice for
+    each query, `selected_block_attention`.
     """
 
     def __init__(
@@ -177,7 +177,8 @@ class DynamicSparseAttention(FlashAttention3):
 
     def extra_repr(self) -> str:
         block = "fitting" if self.block_size is None else self.block_size
-        return f"sparsity_ratio={self.sparsity_ratio}, pattern={self.pattern.name}, block_size={block}, causal={self.causal}"
+        kind = f"sparsity_ratio={self.sparsity_ratio}, pattern={self.pattern.name}"
+        return f"{kind}, block_size={block}, causal={self.causal}"
 
 
 def create_sparse_attention(

@@ -71,7 +71,8 @@ def block_max_scores(
 ) -> Tensor:
     """The largest score of each query in each block of keys, [B, H, T, C] fp32 (fp64 for fp64), contiguous.
 
-    q, k, scale, causal: see `block_scores`. -inf where the query sees no key of the block. Gradients are those of this reference, recomputed.
+    q, k, scale, causal: see `block_scores`. -inf where the query sees no key of the block. Gradients are those of this
+    reference, recomputed.
     """
     return _tiled(_scores(q, k, scale, causal), 1, block_k)[:, :, :, 0].amax(-1).contiguous()
 

@@ -49,13 +49,16 @@ def _kept(generator: torch.Generator, shape: tuple[int, ...], device: torch.devi
 
 
 def _pair(batch: int, heads: int, kv_heads: int, tokens: int, keys: int, dim: int, **options) -> dict:
-    layout = options.pop("layout", "contiguous")
-    q, k = T(batch, heads, tokens, dim, layout=layout), T(batch, kv_heads, keys, dim, layout=layout)
-    return {"q": q, "k": k, **options}
+    kind = {"layout": options.pop("layout", "contiguous"), "grad": options.pop("grad", True)}
+    return {"q": T(batch, heads, tokens, dim, **kind), "k": T(batch, kv_heads, keys, dim, **kind), **options}
+
+
+def _pair_alone(*sizes: int, **options) -> dict:
+    return _pair(*sizes, grad=False, **options)
 
 
 def _weigh(*sizes: int, lists: dict | None = None, **options) -> dict:
-    pair = _pair(*sizes, **options)
+    pair = _pair_alone(*sizes, **options)
     lse = T(*sizes[:2], sizes[3], dtype=torch.float32, init=_lse, grad=False)
     return {"q": pair.pop("q"), "k": pair.pop("k"), "lse": lse, **(lists or {}), **pair}
 
@@ -117,7 +120,7 @@ def _select(*shape: int, init=None, counts=_some, visible=_ascending, **options)
 
 CASES: dict[str, list[Case]] = {
     "block_scores": _scored(_pair, block_q=16),
-    "block_max_scores": _scored(_pair),
+    "block_max_scores": _scored(_pair_alone),
     "block_mass": _mass_cases(),
     "block_select": [
         Case("best", _select(2, 2, 9, 9), SMALL),

@@ -135,7 +135,7 @@ def _block_scores_dq_kernel(
         end = tl.minimum(columns, tl.cdiv(tl.maximum(first_row + LIST_Q + keys - tokens, 0), LIST_K))
     place = (head_row * rows + block) * columns
     dq = tl.zeros((LIST_Q, BLOCK_D), tl.float32)
-    for column in range(0, end):
+    for column in range(end):
         change = tl.load(dscores_ptr + place + column).to(tl.float32)
         base = tl.load(scores_ptr + place + column)
         if (change != 0.0) & (base > float("-inf")):
@@ -216,7 +216,7 @@ def _block_mass_kernel(
         list_ptr = offsets_ptr + batch * list_strides[0] + kv_head * list_strides[1] + tile
         begin = tl.load(list_ptr)
         steps = tl.load(list_ptr + 1) - begin
-    for step in range(0, steps):
+    for step in range(steps):
         first = step * BLOCK_N
         if offsets_ptr is not None:
             first = tl.load(indices_ptr + begin + step) * BLOCK_N
@@ -483,7 +483,7 @@ def block_mass(
     launch(
         _block_mass_kernel, (cdiv(q.shape[2], block_m) * k.shape[0] * k.shape[1],),
         lse_ptr=lse.contiguous(), mass_ptr=mass, BLOCK_M=block_m, BLOCK_N=block_n, **lists, **shared,
-        num_warps=config["num_warps"], num_stages=2,
+        num_warps=config["num_warps"] if block_m * block_n > 64 * 64 else 4, num_stages=2,
     )  # fmt: skip
     return mass
 

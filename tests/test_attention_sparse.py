@@ -1,0 +1,340 @@
+"""Block-sparse attention: exact budgets, patterns, choices that look at the data, the layer and what it learns."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tilesmith import ops
+from tilesmith.attention import (
+    AttentionConfig,
+    AttentionPatterns,
+    BlockIndexer,
+    DynamicSparseAttention,
+    SparsePattern,
+    create_attention,
+    create_sparse_attention,
+    estimated_shares,
+    pattern_blocks,
+)
+from tilesmith.attention.budget import budget
+from tilesmith.attention.estimate import chosen_blocks
+from tilesmith.attention.indexer import indexer_loss
+from tilesmith.attention.patterns import CLOSED
+from tilesmith.nn import RotaryEmbedding
+from tilesmith.ops.attn.mask import Mask
+
+CPU = torch.device("cpu")
+LOOKING = [SparsePattern.DYNAMIC_THRESHOLD, SparsePattern.LEARNED]
+
+
+def _table(blocks, tokens, keys, heads=1):
+    """The lists as a bool table of blocks."""
+    seen = Mask(blocks=blocks).materialize(tokens, keys, batch=blocks.offsets.shape[0], heads=heads)
+    return seen[:, :, :: blocks.block_q, :: blocks.block_k]
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.95])
+@pytest.mark.parametrize(("tokens", "keys"), [(4096, 4096), (8192, 8192), (4000, 4000), (2048, 8192), (100, 100)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_budgets_are_exact(tokens, keys, causal, sparsity):
+    plan = budget(tokens, keys, 128, 128, causal, sparsity, CPU)
+    counts, visible = plan.counts.long(), plan.visible.long()
+    least = int((visible > 0).sum())
+    assert (counts <= visible).all() and (counts[visible > 0] >= 1).all()
+    assert int(counts.sum()) == plan.total == int(plan.offsets[-1]) and int(visible.sum()) == plan.seen
+    assert plan.total == max(least, math.floor((1 - sparsity) * plan.seen + 1e-6))
+
+
+@pytest.mark.parametrize("tokens", [32768, 65536])
+def test_a_tenth_of_the_causal_blocks_is_not_exceeded(tokens):
+    rows = tokens // 128
+    every = rows * (rows + 1) // 2
+    for pattern in CLOSED:
+        blocks = pattern_blocks(pattern, tokens, tokens, 0.9, heads=2)
+        lists = blocks.offsets.shape[1]
+        assert len(blocks.indices) == lists * (every // 10) and 10 * len(blocks.indices) <= lists * every
+
+
+def test_visible_blocks_are_those_of_the_mask():
+    for tokens, keys in ((70, 70), (33, 90), (90, 33)):
+        plan = budget(tokens, keys, 16, 16, True, 0.5, CPU)
+        seen = F.pad(Mask(causal=True).materialize(tokens, keys)[0, 0], (0, -keys % 16, 0, -tokens % 16))
+        table = seen.unflatten(1, (-1, 16)).unflatten(0, (-1, 16)).any(3).any(1)
+        assert torch.equal(table.sum(-1).int(), plan.visible)
+
+
+@pytest.mark.parametrize("pattern", CLOSED)
+@pytest.mark.parametrize(("tokens", "keys"), [(1024, 1024), (1000, 1000), (512, 1024)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sparsity", [0.0, 0.6, 0.9])
+def test_patterns(pattern, tokens, keys, causal, sparsity):
+    blocks = pattern_blocks(pattern, tokens, keys, sparsity, heads=3, block_size=32, causal=causal)
+    plan = budget(tokens, keys, 32, 32, causal, sparsity, CPU)
+    table = _table(blocks, tokens, keys, 3)
+    assert torch.equal(table.sum(-1), plan.counts.expand(1, table.shape[1], -1).long())
+    column = torch.arange(table.shape[3])
+    assert not (table & (column >= plan.visible[:, None])).any()
+    row = torch.arange(table.shape[2])
+    own = (((row + 1) * 32).clamp(max=tokens) - 1 + keys - tokens) // 32 if causal else (row * 32 + keys - tokens) // 32
+    assert table[:, :, row, own].all(), "every row keeps its own block"
+    made = ops.block_lists(table[:, : blocks.offsets.shape[1]], len(blocks.indices))
+    for ours, theirs in zip((blocks.offsets, blocks.indices, blocks.offsets_t, blocks.indices_t), made):
+        assert torch.equal(ours, theirs)
+
+
+def test_patterns_differ_as_they_say():
+    tables = {p: _table(pattern_blocks(p, 2048, 2048, 0.8, block_size=16), 2048, 2048)[0, 0] for p in CLOSED}
+    last = {p: t[-1].nonzero().flatten() for p, t in tables.items()}
+    count = len(last[SparsePattern.RANDOM])
+    near = last[SparsePattern.LOCAL_GLOBAL]
+    assert near[: count // 4].tolist() == list(range(count // 4))
+    assert near[count // 4 :].tolist() == list(range(128 - (count - count // 4), 128))
+    runs = (last[SparsePattern.BLOCK_SPARSE].diff() == 1).sum()
+    assert runs >= count - count // 4 - 1
+    assert int((last[SparsePattern.STRIDED].diff() == 1).sum()) >= (count + 1) // 2 - 1
+    drawn = pattern_blocks(SparsePattern.RANDOM, 2048, 2048, 0.8, heads=2, block_size=16)
+    heads = _table(drawn, 2048, 2048, 2)[0]
+    assert (heads[0] != heads[1]).any()
+    other = pattern_blocks(SparsePattern.RANDOM, 2048, 2048, 0.8, heads=2, block_size=16, seed=1)
+    assert not torch.equal(other.indices, drawn.indices)
+    assert pattern_blocks(SparsePattern.RANDOM, 2048, 2048, 0.8, heads=2, block_size=16).indices is drawn.indices
+
+
+def test_estimated_shares_are_those_of_the_means():
+    q, k = torch.randn(2, 4, 96, 16), torch.randn(2, 2, 96, 16)
+    shares = estimated_shares(q, k, block_size=32)
+    assert shares.shape == (2, 2, 3, 3)
+    torch.testing.assert_close(shares.sum(-1), torch.ones(2, 2, 3))
+    assert not shares.triu(1).any()
+    means = [x.unflatten(2, (-1, 4)).mean(3) for x in (q, k.repeat_interleave(2, 1))]
+    p = (means[0] @ means[1].mT / 4).masked_fill(torch.ones(24, 24).triu(1).bool(), float("-inf")).softmax(-1)
+    wanted = p.unflatten(3, (3, 8)).sum(-1).unflatten(2, (3, 8)).mean(3).unflatten(1, (2, 2)).mean(2)
+    torch.testing.assert_close(shares, wanted)
+    short = estimated_shares(q[:, :, :90], k[:, :, :90], block_size=32)
+    torch.testing.assert_close(short.sum(-1), torch.ones(2, 2, 3))
+
+
+def test_the_estimate_holds_more_of_the_attention_than_patterns():
+    generator = torch.Generator().manual_seed(3)
+    topics = torch.randn(8, 32, generator=generator)
+    which = torch.randint(0, 8, (1, 1, 128), generator=generator).repeat_interleave(8, 2)
+    q, k = (0.5 * torch.randn(1, 1, 1024, 32, generator=generator) + 1.5 * topics[which] for _ in range(2))
+    plan = budget(1024, 1024, 16, 16, True, 0.9, CPU)
+    top, total = ops.attention_stats(q, k, None, True)
+    exact = ops.block_mass(q, k, top + total.log(), None, None, None, True, 16, 16)
+
+    def held(keep):
+        return float((exact * keep).sum(-1).mean())
+
+    patterns = max(held(_table(pattern_blocks(p, 1024, 1024, 0.9, block_size=16), 1024, 1024)) for p in CLOSED)
+    found = held(chosen_blocks(estimated_shares(q, k, block_size=16), plan, 16)[0])
+    q_mean, k_mean = (x.unflatten(2, (-1, 16)).mean(3) for x in (q, k))
+    one_mean = held(chosen_blocks(ops.block_scores(q_mean, k_mean, None, True, 1, 1), plan, 16)[0])
+    best = held(chosen_blocks(exact, plan, 16)[0])
+    assert found > 1.5 * patterns and found > one_mean
+    assert 0.9 * best < found <= best + 1e-6
+
+
+def test_mass_stops_early_and_within_the_budget():
+    shares = torch.rand(1, 2, 16, 16).tril()
+    shares = shares / shares.sum(-1, keepdim=True)
+    plan = budget(256, 256, 16, 16, True, 0.2, CPU)
+    keep, _ = chosen_blocks(shares, plan, 16, mass=0.5)
+    full, _ = chosen_blocks(shares, plan, 16)
+    assert keep.sum() < full.sum() and not (keep & ~full).any()
+    held = (shares * keep).sum(-1)
+    assert ((held >= 0.5 - 1e-6) | (keep.sum(-1) == plan.counts)).all()
+
+
+@pytest.mark.parametrize("pattern", SparsePattern)
+def test_the_layer_is_attention_with_its_lists(pattern):
+    torch.manual_seed(0)
+    layer = DynamicSparseAttention(32, 4, 0.7, pattern, num_kv_heads=2, block_size=16).double()
+    rotary = RotaryEmbedding(8, 200)
+    x = torch.randn(2, 150, 32, dtype=torch.float64)
+    shown = torch.ones(2, 150, dtype=torch.bool)
+    shown[1, 100:] = False
+    layer.eval()
+    for mask in (None, shown):
+        blocks = layer.blocks(x, rotary=rotary)
+        q, k, v = (p(x).unflatten(2, (-1, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        q, k = rotary(q, k)
+        seen = Mask(causal=True, blocks=blocks).materialize(150, 150, batch=2, heads=4)
+        seen = seen if mask is None else seen & mask[:, None, None]
+        scores = (q @ k.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(~seen, float("-inf"))
+        out = torch.nan_to_num(scores.softmax(-1)) @ v.repeat_interleave(2, 1)
+        wanted = layer.o_proj(out.transpose(1, 2).flatten(2))
+        torch.testing.assert_close(layer(x, mask, rotary=rotary), wanted)
+
+
+def test_no_sparsity_is_dense_attention():
+    torch.manual_seed(0)
+    x = torch.randn(1, 70, 32)
+    dense = create_attention(AttentionConfig(32, 4))
+    for pattern in SparsePattern:
+        layer = create_sparse_attention(32, 4, 0.0, pattern)
+        layer.load_state_dict(dense.state_dict(), strict=False)
+        torch.testing.assert_close(layer(x), dense(x))
+
+
+@pytest.mark.parametrize("pattern", SparsePattern)
+def test_reports_count(pattern):
+    layer = create_sparse_attention(16, 2, 0.9, pattern, block_size=16)
+    x = torch.randn(2, 1000, 16)
+    report = layer.measure(x)
+    every = 63 * 64 // 2
+    assert report.seen_blocks == 4 * every and report.kept_blocks == 4 * (every // 10)
+    assert report.sparsity >= 0.9
+    assert report.skipped_flops / report.dense_flops == pytest.approx(report.sparsity)
+    assert report.dense_flops == 4 * every * 16 * 16 * 2 * (8 + 8)
+    blocks = layer.blocks(x)
+    seen = Mask(causal=True, blocks=blocks).materialize(1000, 1000, batch=2, heads=2)
+    q, k = (p(x).unflatten(2, (2, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj))
+    dense = (q @ k.mT / 8**0.5).masked_fill(~Mask(causal=True).materialize(1000, 1000), float("-inf")).softmax(-1)
+    assert report.retained_mass == pytest.approx(float((dense * seen).sum(-1).mean().detach()), rel=1e-4)
+
+
+def test_short_sequences_get_smaller_blocks():
+    sizes = [create_sparse_attention(16, 2).blocks(torch.randn(1, n, 16)).block_q for n in (64, 512, 1024, 8192)]
+    assert sizes[0] == 16 and sizes == sorted(sizes) and sizes[-1] == 128
+
+
+def test_without_causality():
+    layer = create_sparse_attention(16, 2, 0.8, SparsePattern.DYNAMIC_THRESHOLD, causal=False, block_size=16)
+    x = torch.randn(1, 320, 16)
+    seen = _table(layer.blocks(x), 320, 320, 2)
+    assert (seen & torch.ones(20, 20).triu(1).bool()).any()
+    assert layer.measure(x).kept_blocks == 2 * 80
+
+
+# the indexer ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_indexer_scores_pairs_of_blocks():
+    torch.manual_seed(0)
+    indexer = BlockIndexer(24, 2, 8)
+    x = torch.randn(1, 50, 24)
+    scores = indexer(x, block_size=16)
+    q = indexer.q_norm(indexer.q_proj(x).unflatten(2, (2, 8))).transpose(1, 2)
+    k = indexer.k_norm(indexer.k_proj(x).unflatten(2, (1, 8))).transpose(1, 2)
+    pairs = (q @ k.mT / 8**0.5).masked_fill(torch.ones(50, 50).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(scores[0, 1, 2, 1], pairs[0, 1, 32:48, 16:32].flatten().logsumexp(0))
+    assert scores[0, 0, 1, 2] == float("-inf")
+
+
+def test_the_loss_is_a_divergence():
+    scores, target = torch.randn(1, 2, 4, 6, requires_grad=True), torch.rand(1, 2, 4, 6)
+    keep = torch.rand(1, 2, 4, 6) < 0.6
+    keep[0, 0, 1] = False
+    loss = indexer_loss(scores, target, keep)
+    total = 0.0
+    for row, t, s in zip(keep.flatten(0, 2), target.flatten(0, 2), scores.detach().flatten(0, 2)):
+        if row.any():
+            p = t[row] / t[row].sum()
+            total += F.kl_div(s[row].log_softmax(0), p, reduction="sum")
+    torch.testing.assert_close(loss, total / 8)
+    loss.backward()
+    assert scores.grad.isfinite().all() and not scores.grad[~keep].any() and scores.grad[keep].any()
+    same = torch.where(keep, target, 1.0).log()
+    assert abs(float(indexer_loss(same, target, keep))) < 1e-6
+
+
+@pytest.mark.parametrize("target", ["selected", "dense"])
+def test_only_its_loss_trains_the_indexer(target):
+    torch.manual_seed(0)
+    layer = DynamicSparseAttention(16, 2, 0.6, SparsePattern.LEARNED, block_size=16, index_target=target)
+    x = torch.randn(1, 160, 16, requires_grad=True)
+    out = layer(x)
+    given = torch.autograd.grad(out.sum(), [x, *layer.indexer.parameters()], retain_graph=True)
+    twice = torch.autograd.grad(2 * out.sum(), [x, *layer.indexer.parameters()])
+    torch.testing.assert_close(2 * given[0], twice[0])
+    for once, again in zip(given[1:], twice[1:]):
+        assert once.any()
+        torch.testing.assert_close(once, again)
+
+    layer.index_loss_weight = 0.5
+    half = torch.autograd.grad(layer(x).sum(), list(layer.indexer.parameters()))
+    for once, again in zip(given[1:], half):
+        torch.testing.assert_close(0.5 * once, again)
+    assert layer.index_loss > 0 and not layer.index_loss.requires_grad
+    layer.eval()
+    layer.index_loss = None
+    layer(x)
+    assert layer.index_loss is None
+
+
+# a task whose answer lies far away ------------------------------------------------------------------------------------
+
+NOISE, VALUES, RUN = 24, 8, 4
+ASK, VOCABULARY = NOISE + VALUES, NOISE + VALUES + 1
+
+
+class _Lookup(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.token, self.attention, self.head = nn.Embedding(VOCABULARY, 32), attention, nn.Linear(32, VALUES)
+
+    def forward(self, tokens):
+        return self.head(self.attention(self.token(tokens)))
+
+
+def _asked(rows, length, generator):
+    """Noise with a run of one value in the first quarter, and runs that ask for it in the second half."""
+    tokens = torch.randint(0, NOISE, (rows, length), generator=generator)
+    at = torch.randint(0, length // 4, (rows, 1), generator=generator) + torch.arange(RUN)
+    value = torch.randint(0, VALUES, (rows, 1), generator=generator)
+    tokens.scatter_(1, at, NOISE + value.expand(-1, RUN))
+    shifts = torch.randint(0, 17 - RUN, (rows, length // 32), generator=generator)
+    starts = torch.arange(length // 2, length, 16) + shifts
+    asked = (starts[..., None] + torch.arange(RUN)).flatten(1)
+    return tokens.scatter_(1, asked, ASK), asked, value.expand_as(asked)
+
+
+def _judged(model, rows, length, generator):
+    tokens, asked, value = _asked(rows, length, generator)
+    logits = model(tokens).gather(1, asked[..., None].expand(-1, -1, VALUES))
+    return F.cross_entropy(logits.flatten(0, 1), value.flatten()), float((logits.argmax(-1) == value).float().mean())
+
+
+def _train(model, steps, rows, length, parameters):
+    optimizer, generator = torch.optim.Adam(parameters, 1e-2), torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        loss, _ = _judged(model, rows, length, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def _accuracy(model):
+    model.eval()
+    return _judged(model, 4, 1024, torch.Generator().manual_seed(5))[1]
+
+
+def test_a_needle_is_found_with_a_tenth_of_the_blocks():
+    torch.manual_seed(0)
+    dense = _Lookup(create_attention(AttentionConfig(32, 2)))
+    _train(dense, 40, 8, 128, dense.parameters())
+
+    def like(attention):
+        model = _Lookup(attention)
+        assert not model.load_state_dict(dense.state_dict(), strict=False).unexpected_keys
+        return model
+
+    whole = _accuracy(dense)
+    assert whole > 0.98
+    options = {"block_size": 16, "first": 0}
+    dynamic = like(DynamicSparseAttention(32, 2, 0.9, **options))
+    assert _accuracy(dynamic) >= 0.95 * whole
+
+    learned = like(DynamicSparseAttention(32, 2, 0.9, SparsePattern.LEARNED, index_target="dense", **options))
+    _train(learned, 30, 4, 256, learned.attention.indexer.parameters())
+    assert _accuracy(learned) >= 0.95 * whole
+
+    # as many keys as the longest row of the sparse layers has
+    plan = budget(1024, 1024, 16, 16, True, 0.9, CPU)
+    window = AttentionConfig(32, 2, AttentionPatterns.SLIDING_WINDOW, window=16 * int(plan.counts.max()))
+    assert _accuracy(like(create_attention(window))) < 0.5 * whole
