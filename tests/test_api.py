@@ -34,16 +34,28 @@ def _found(document: str, path: str):
     return found
 
 
-def _documented(signature: str) -> list[inspect.Parameter]:
-    namespace: dict = {}
-    exec(f"def documented{signature}: ...", namespace)
+class _Beside(dict):
+    """Names that a documented signature uses: looked up where its path leads."""
+
+    def __init__(self, document: str, path: str):
+        self.document, self.home = document, path.rpartition(".")[0]
+
+    def __missing__(self, name: str):
+        if not name[0].isupper():
+            raise KeyError(name)
+        return _found(self.document, f"{self.home}.{name}")
+
+
+def _documented(document: str, entry: dict) -> list[inspect.Parameter]:
+    namespace = _Beside(document, entry["path"])
+    exec(f"def documented{entry['signature']}: ...", {}, namespace)
     return list(inspect.signature(namespace["documented"]).parameters.values())
 
 
 @pytest.mark.parametrize(("document", "entry"), NAMES, ids=[f"{n}-{e['path']}" for n, e in NAMES])
 def test_documented_parameters(document, entry):
     ours = list(inspect.signature(_found(document, entry["path"])).parameters.values())
-    theirs = _documented(entry["signature"])
+    theirs = _documented(document, entry)
     assert len(ours) >= len(theirs)
     for our, their in zip(ours, theirs):
         assert (our.name, our.kind, our.default) == (their.name, their.kind, their.default)
