@@ -20,15 +20,16 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.models.attention_masks import TOLD, KeyMask, key_mask
-from tilesmith.models.attention_modules import computes_mask, uses_interface
+from tilesmith.models.attention_modules import computes_mask, hands_on_blocks, uses_interface
 from tilesmith.models.reach import reaches
+from tilesmith.models.selected_blocks import attend_selected, dense_selection
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
 
 # Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
 NAME = "tilesmith"
 _REPLACED = ("sdpa", "eager")
 # What some attention modules of transformers tell their function beside the mask, and ours would not hear.
-_UNSERVED = ("indices", "block_indices", "sinks")
+_UNSERVED = ("indices", "sinks")
 
 
 def register_for_transformers() -> None:
@@ -73,8 +74,9 @@ def attention_forward(
 
     A KeyMask or a bool mask tells what may be attended, a floating mask is added. Without one the first T keys are
     attended causally (S > T is an empty static cache) unless there is one query, and a window is known not to reach
-    beyond them. Batches and masks are broadcast as PyTorch's attention does. Raises ValueError for keys selected by
-    index and for sinks of each query, which it does not serve.
+    beyond them. Batches and masks are broadcast as PyTorch's attention does. block_indices [B, G, T, n], blocks of keys
+    that each query selected: see `selected_blocks`. Raises ValueError for keys selected by index and for sinks of each
+    query, which it does not serve.
     """
     for name in _UNSERVED:
         if kwargs.get(name) is not None:
@@ -82,6 +84,12 @@ def attention_forward(
                 f"{type(module).__name__} gives its attention {name}, which {NAME!r} does not serve: "
                 "choose attn_implementation='eager' for this model"
             )
+    selection = kwargs.pop("block_indices", None)
+    if selection is not None:
+        found = attend_selected(module, query, key, value, attention_mask, selection, dropout, scaling)
+        if found is not None:
+            return found.transpose(1, 2).contiguous(), None
+        attention_mask = dense_selection(module, query, key, attention_mask, selection, kwargs.get("position_ids"))
     if query.shape[0] != key.shape[0]:
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
@@ -240,7 +248,7 @@ class AttentionRule(Rule):
                 f"transformers offers {type(eager.module).__name__} no other than eager attention", wanted=False
             )
         classes = dict.fromkeys(original_class(type(site.module)) for site in sites)
-        own = next((cls.__name__ for cls in classes if computes_mask(cls)), None)
+        own = next((cls.__name__ for cls in classes if computes_mask(cls) and not hands_on_blocks(cls)), None)
         if own is not None:
             return Skip(f"{own} edits its masks, in ways that depend on the name of the attention implementation")
         if getattr(model.config, "output_attentions", False):

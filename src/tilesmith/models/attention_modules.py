@@ -49,6 +49,18 @@ def computes_mask(cls: type) -> bool:
     return any(not _handed_on(mask, values, ()) for call in calls for mask in _masks(call))
 
 
+@functools.cache
+def hands_on_blocks(cls: type) -> bool:
+    """Whether a class that uses the interface tells its attention function which blocks of keys each query sees, and
+    edits the mask only for functions that do not take them (MiniMax-M3)."""
+    try:
+        tree = parse(inspect.unwrap(cls.forward))
+    except CannotRespell:
+        return False
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(keyword.arg == "block_indices" for call in calls for keyword in call.keywords)
+
+
 def _masks_are_made_for(forward: types.FunctionType) -> bool:
     """Whether the file of `forward` asks transformers for masks."""
     names = forward.__globals__.items()
