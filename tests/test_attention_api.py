@@ -1,5 +1,8 @@
 """The attention package's other names: configuration and factory, FlexAttention's masks, blocks selected by query."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -81,6 +84,8 @@ def test_contradictions_are_refused(fields, error, message):
         ({"mass": 0.5, "pattern": SparsePattern.RANDOM}, ValueError, "mass is for DYNAMIC_THRESHOLD"),
         ({"mass": 0.0}, ValueError, r"mass must be in \(0, 1\]"),
         ({"last": 0}, ValueError, "last must be at least 1"),
+        ({"top_blocks": 0}, ValueError, "top_blocks must be at least 1"),
+        ({"top_blocks": 4, "pattern": SparsePattern.STRIDED}, ValueError, "top_blocks is for patterns that rank"),
         ({"index_dim": 8}, ValueError, "index_dim is for LEARNED"),
         ({"softcap": 5.0}, ValueError, "softcap is not served with DYNAMIC_THRESHOLD"),
         ({"index_target": "all"}, ValueError, "index_target must be one of"),
@@ -213,3 +218,10 @@ def test_lists_keep_their_form():
     assert isinstance(blocks, Blocks) and blocks.offsets.dtype == blocks.indices_t.dtype == torch.int32
     with pytest.raises(ValueError, match="pattern must be one of RANDOM, BLOCK_SPARSE, STRIDED, LOCAL_GLOBAL"):
         pattern_blocks(SparsePattern.LEARNED, 100, 100)
+
+
+def test_the_guide():
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "sparse-attention.md"
+    code = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(code) == 6
+    exec(compile("\n".join(code), guide.name, "exec"), {"__name__": "guide"})

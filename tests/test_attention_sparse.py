@@ -202,6 +202,13 @@ def test_short_sequences_get_smaller_blocks():
     assert sizes[0] == 16 and sizes == sorted(sizes) and sizes[-1] == 128
 
 
+@pytest.mark.parametrize("pattern", LOOKING)
+def test_as_many_blocks_for_every_row(pattern):
+    layer = DynamicSparseAttention(16, 2, pattern=pattern, block_size=16, top_blocks=5)
+    counts = layer.blocks(torch.randn(1, 200, 16)).offsets.diff(dim=-1)
+    assert torch.equal(counts, torch.arange(1, 14).clamp(max=5).int().expand(1, 2, -1))
+
+
 def test_without_causality():
     layer = create_sparse_attention(16, 2, 0.8, SparsePattern.DYNAMIC_THRESHOLD, causal=False, block_size=16)
     x = torch.randn(1, 320, 16)

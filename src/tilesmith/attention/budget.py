@@ -36,10 +36,18 @@ def checked_sparsity(of: str, sparsity: float) -> float:
 
 @lru_cache(maxsize=128)
 def budget(
-    tokens: int, keys: int, block_q: int, block_k: int, causal: bool, sparsity: float, device: torch.device
+    tokens: int,
+    keys: int,
+    block_q: int,
+    block_k: int,
+    causal: bool,
+    sparsity: float,
+    device: torch.device,
+    top: int | None = None,
 ) -> Budget:
     """The budget of a call. Each row that sees a block keeps one; the rest of floor((1 - sparsity) * seen blocks) is
-    shared out in proportion to what the rows see besides. Where that is less than one a row, one a row it is."""
+    shared out in proportion to what the rows see besides. Where that is less than one a row, one a row it is. top: as
+    many blocks for every row that sees them, in place of all that."""
     visible = _visible(tokens, keys, block_q, block_k, causal)
     own = visible.clamp(max=1)
     seen, least = int(visible.sum()), int(own.sum())
@@ -47,7 +55,7 @@ def budget(
     rest = max(math.floor((1.0 - sparsity) * seen + 1e-6) - least, 0)
     others = torch.nn.functional.pad((visible - own).cumsum(0), (1, 0))
     shared = others * rest // max(seen - least, 1)
-    counts = own + shared.diff()
+    counts = own + shared.diff() if top is None else visible.clamp(max=top)
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     moved = counts.int().to(device), visible.int().to(device), offsets.to(device)
     return Budget(*moved, int(offsets[-1]), seen)

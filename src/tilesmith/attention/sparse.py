@@ -10,7 +10,7 @@ from tilesmith.attention.budget import BLOCK_SIZES, Budget, budget, checked_spar
 from tilesmith.attention.estimate import chosen_blocks, estimated_shares
 from tilesmith.attention.indexer import BlockIndexer, WithLoss, indexer_loss
 from tilesmith.attention.layers import FlashAttention3
-from tilesmith.attention.patterns import SparsePattern, pattern_blocks
+from tilesmith.attention.patterns import CLOSED, SparsePattern, pattern_blocks
 from tilesmith.attention.report import SparsityReport, sparsity_report
 from tilesmith.engine.argument_checks import choice, flag, number, size
 from tilesmith.nn import RotaryEmbedding
@@ -25,6 +25,8 @@ class DynamicSparseAttention(FlashAttention3):
     pattern: see `SparsePattern`.
     block_size: tokens of a block, 128, 64, 32 or 16; None: the largest of them of which a block of queries keeps three
         on average, so that short sequences are sparse, too. Hopper's kernels serve 128.
+    top_blocks: blocks that every row of DYNAMIC_THRESHOLD and LEARNED keeps, however long the sequence is, in place of
+        the budget that sparsity_ratio gives; blocks have 128 tokens then, unless block_size says otherwise.
     first, last: blocks at the beginning and, counted from the diagonal, at the end of what a row sees that
         DYNAMIC_THRESHOLD and LEARNED keep whatever their scores are, within the budget.
     mass: DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention; 1: as many as
@@ -52,6 +54,7 @@ class DynamicSparseAttention(FlashAttention3):
         num_kv_heads: int | None = None,
         causal: bool = True,
         block_size: int | None = None,
+        top_blocks: int | None = None,
         first: int = 1,
         last: int = 1,
         mass: float = 1.0,
@@ -82,6 +85,10 @@ class DynamicSparseAttention(FlashAttention3):
         learned = pattern is SparsePattern.LEARNED
         if softcap and pattern in (SparsePattern.DYNAMIC_THRESHOLD, SparsePattern.LEARNED):
             raise ValueError(f"{name}: softcap is not served with {pattern.name}, whose shares know none")
+        if top_blocks is not None:
+            size(name, "top_blocks", top_blocks)
+            if pattern in CLOSED:
+                raise ValueError(f"{name}: top_blocks is for patterns that rank blocks; pattern is {pattern.name}")
         if index_dim is not None and not learned:
             raise ValueError(f"{name}: index_dim is for LEARNED; pattern is {pattern.name}")
         sparsity = checked_sparsity(name, sparsity_ratio)
@@ -93,7 +100,7 @@ class DynamicSparseAttention(FlashAttention3):
             dropout=dropout, bias=bias, qk_norm=qk_norm, softcap=softcap, scale=scale, device=device, dtype=dtype,
         )  # fmt: skip
         self.sparsity_ratio, self.pattern, self.block_size, self.seed = sparsity, pattern, block_size, seed
-        self.first, self.last, self.mass = first, last, float(mass)
+        self.top_blocks, self.first, self.last, self.mass = top_blocks, first, last, float(mass)
         self.index_target = choice(name, "index_target", index_target, ("selected", "dense"))
         self.index_loss_weight = number(name, "index_loss_weight", index_loss_weight, 0.0)
         self.index_loss: Tensor | None = None
@@ -146,7 +153,9 @@ class DynamicSparseAttention(FlashAttention3):
     ) -> tuple[Blocks, Tensor | None, Tensor | None]:
         """The lists; of a choice by the indexer also its scores and the table of what is kept."""
         tokens = q.shape[2]
-        block = self.block_size or fitting_block(tokens, tokens, self.causal, self.sparsity_ratio)
+        block = self.block_size or BLOCK_SIZES[0]
+        if self.block_size is None and self.top_blocks is None:
+            block = fitting_block(tokens, tokens, self.causal, self.sparsity_ratio)
         options = {"block_size": block, "causal": self.causal}
         if self.indexer is not None:
             scores = self.indexer(x.detach(), rotary, **options)
@@ -160,7 +169,8 @@ class DynamicSparseAttention(FlashAttention3):
         return blocks, scores, keep
 
     def _budget(self, q: Tensor, block: int) -> Budget:
-        return budget(q.shape[2], q.shape[2], block, block, self.causal, self.sparsity_ratio, q.device)
+        tokens = q.shape[2]
+        return budget(tokens, tokens, block, block, self.causal, self.sparsity_ratio, q.device, self.top_blocks)
 
     def _target(self, q: Tensor, k: Tensor, lse: Tensor, blocks: Blocks) -> Tensor:
         """Shares of the attention, over the kept blocks or over all."""

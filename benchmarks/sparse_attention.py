@@ -1,0 +1,252 @@
+"""Block-sparse attention on one GPU: values first, then times beside cuDNN and compiled FlexAttention.
+
+    python benchmarks/sparse_attention.py results.json [--short]
+
+Exits with 1, and measures nothing, where a kernel's values are wrong. --short: 32k tokens only.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from tilesmith import explain, ops
+from tilesmith.attention import BlockIndexer, SparsePattern, estimated_shares, pattern_blocks, to_block_mask
+from tilesmith.attention.budget import budget
+from tilesmith.attention.estimate import chosen_blocks
+from tilesmith.attention.indexer import indexer_loss
+from tilesmith.attention.patterns import CLOSED, _blocks
+from tilesmith.engine import cases
+from tilesmith.engine import ops as declared
+from tilesmith.engine.timing import measure
+from tilesmith.ops.attn.mask import Blocks, Mask
+from tilesmith.validate import check
+
+DEVICE = torch.device("cuda")
+OPS = ("block_scores", "block_max_scores", "block_mass", "block_select", "block_lists")
+CAUSAL = Mask(causal=True)
+
+
+def values() -> list[str]:
+    """What is wrong: of the ops on their cases, and of attention on chosen blocks beside a dense mask."""
+    wrong = []
+    for name in OPS:
+        for case in cases(name):
+            if case.tags & {"test", "gpu"}:
+                for dtype in case.dtypes[-1:] if "gpu" in case.tags else case.dtypes:
+                    result = check(declared()[name], "triton", case, DEVICE, dtype)
+                    wrong += [] if result.passed else [f"{name} {case.name} {dtype}: {result.message}"]
+    q, k, v = tensors(2048, 4, 2)
+    plan = budget(2048, 2048, 128, 128, True, 0.6, DEVICE)
+    keep, blocks = chosen_blocks(estimated_shares(q, k), plan, 128, first=1)
+    dense = keep.repeat_interleave(128, 2).repeat_interleave(128, 3).repeat_interleave(2, 1)
+    out, _ = ops.attention(q, k, v, Mask(causal=True, blocks=blocks))
+    seen = dense & CAUSAL.materialize(2048, 2048, device=DEVICE)
+    wanted = F.scaled_dot_product_attention(*(x.float() for x in (q, k, v)), attn_mask=seen, enable_gqa=True)
+    error = float((out.float() - wanted).abs().max())
+    if not error < 2.0**-7 * float(wanted.abs().max()):
+        wrong.append(f"attention on chosen blocks is off by {error}")
+    return wrong
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, dim: int = 128, structured: bool = True) -> tuple[Tensor, ...]:
+    """q, k and v in bf16 that ask for gradients. structured: stretches of 64 tokens share one of 32 topics, so that the
+    attention has something to find."""
+    generator = torch.Generator(DEVICE).manual_seed(tokens + heads)
+
+    def draw(count: int) -> Tensor:
+        x = torch.randn(1, count, tokens, dim, device=DEVICE, generator=generator)
+        if structured:
+            topics = torch.randn(32, dim, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+            which = torch.randint(0, 32, (1, count, -(-tokens // 64)), device=DEVICE, generator=generator)
+            x = 0.7 * x + topics[which.repeat_interleave(64, 2)[:, :, :tokens]]
+        return x.bfloat16().requires_grad_()
+
+    return draw(heads), draw(kv_heads), draw(kv_heads)
+
+
+def both(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], object]:
+    dout = torch.randn_like(forward())
+    return lambda: torch.autograd.grad(forward(), inputs, dout)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def times(variants: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
+    found = measure(variants, DEVICE, rounds=rounds, budget_ms=30.0, warmup=2)
+    return {name: round(timing.median_us, 1) for name, timing in found.items()}
+
+
+def walled(call: Callable[[], object], runs: int = 20) -> float:
+    """Median µs of a call and of waiting for it."""
+    spent = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        spent.append(1e6 * (time.perf_counter() - start))
+    return round(statistics.median(spent), 1)
+
+
+def fresh(pattern: SparsePattern, tokens: int, heads: int) -> Blocks:
+    """Lists that no cache had."""
+    _blocks.cache_clear()
+    budget.cache_clear()
+    return pattern_blocks(pattern, tokens, tokens, 0.9, heads=heads, device=DEVICE)
+
+
+def static(tokens: int) -> dict:
+    """RANDOM and BLOCK_SPARSE at 90 %, 16 heads, beside dense cuDNN and FlexAttention on the same blocks."""
+    q, k, v = inputs = tensors(tokens, 16, 16, structured=False)
+    rows = {"work": f"static, {tokens} tokens, 16 heads, D 128"}
+    every = tokens // 128 * (tokens // 128 + 1) // 2
+    forward: dict[str, Callable[[], object]] = {"cudnn": lambda: cudnn(q, k, v)}
+    backward = {"cudnn": both(forward["cudnn"], inputs)}
+    flex = torch.compile(flex_attention, dynamic=False)
+    for pattern in (SparsePattern.RANDOM, SparsePattern.BLOCK_SPARSE):
+        kept = pattern_blocks(pattern, tokens, tokens, 0.9, heads=16, device=DEVICE)
+        per_list = int(kept.offsets.diff(dim=-1).sum()) // kept.offsets.shape[1]
+        assert 10 * per_list <= every, f"{pattern}: {per_list} of {every} blocks are more than a tenth"
+        rows[f"{pattern.value} kept"] = per_list / every
+
+        def ours(pattern=pattern):
+            return ops.attention(q, k, v, Mask(causal=True, blocks=fresh(pattern, tokens, 16)))[0]
+
+        def cached(kept=kept):
+            return ops.attention(q, k, v, Mask(causal=True, blocks=kept))[0]
+
+        block_mask = to_block_mask(kept, tokens, tokens, causal=True)
+
+        def theirs(block_mask=block_mask):
+            return flex(q, k, v, block_mask=block_mask)
+
+        calls = {pattern.value: ours, f"{pattern.value}, lists kept": cached, f"flex, {pattern.value}": theirs}
+        forward |= calls
+        backward |= {name: both(call, inputs) for name, call in calls.items()}
+        rows[f"{pattern.value} kernel"] = str(explain("attention", q, k, v, Mask(causal=True, blocks=kept)))[:200]
+    with torch.no_grad():
+        rows["forward us"] = times(forward)
+    rows["forward and backward us"] = times(backward)
+    window = tokens // 10
+    make = torch.compile(create_block_mask)
+
+    def seen(b, h, i, j):
+        return (j <= i) & (j >= i - window)
+
+    metadata: dict[str, Callable[[], object]] = {p.value: (lambda p=p: fresh(p, tokens, 16)) for p in CLOSED}
+    metadata["create_block_mask, compiled"] = lambda: make(seen, None, None, tokens, tokens, device="cuda")
+    rows["metadata us, of the device"] = times(metadata)
+    rows["metadata us, of the host and the device"] = {name: walled(call) for name, call in metadata.items()}
+    return rows
+
+
+def dynamic(tokens: int) -> dict:
+    """DYNAMIC_THRESHOLD at 90 %: times of its parts, and the attention that its blocks hold beside those of others."""
+    q, k, v = tensors(tokens, 16, 16)
+    plan = budget(tokens, tokens, 128, 128, True, 0.9, DEVICE)
+
+    def choose():
+        return chosen_blocks(estimated_shares(q, k), plan, 128, first=1)
+
+    def attend(blocks):
+        return ops.attention(q, k, v, Mask(causal=True, blocks=blocks))[0]
+
+    with torch.no_grad():
+        shares, (_, blocks) = estimated_shares(q, k), choose()
+        calls = {
+            "cudnn": lambda: cudnn(q, k, v), "sparse": lambda: attend(choose()[1]),
+            "attention alone": lambda: attend(blocks),
+            "estimate": lambda: estimated_shares(q, k), "choice": lambda: chosen_blocks(shares, plan, 128, first=1),
+        }  # fmt: skip
+        row = {"work": f"dynamic, {tokens} tokens, 16 heads, D 128", "forward us": times(calls)}
+        top, total = ops.attention_stats(q, k, None, True)
+        lse = top + total.log()
+
+        def held(lists: Blocks) -> float:
+            return float(ops.block_mass(q, k, lse, lists.offsets, lists.indices, None, True).sum(-1).mean())
+
+        means = [x.unflatten(2, (-1, 128)).mean(3) for x in (q, k)]
+        one_mean = chosen_blocks(ops.block_scores(*means, None, True, 1, 1), plan, 128, first=1)[1]
+        row["retained mass"] = {"sub-block log-sum-exp": held(blocks), "one mean a block": held(one_mean)}
+        for pattern in (SparsePattern.RANDOM, SparsePattern.LOCAL_GLOBAL):
+            row["retained mass"][pattern.value] = held(pattern_blocks(pattern, tokens, tokens, heads=16, device=DEVICE))
+    return row
+
+
+def learned(tokens: int) -> dict:
+    """LEARNED, the best 16 blocks of 128 keys, 32 / 4 heads of 128: a step of the attention and of its indexer."""
+    q, k, v = inputs = tensors(tokens, 32, 4)
+    torch.manual_seed(0)
+    x = torch.randn(1, tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
+    indexer = BlockIndexer(1024, 4, 64, device=DEVICE, dtype=torch.bfloat16)
+    plan = budget(tokens, tokens, 128, 128, True, 0.9, DEVICE, 16)
+    parameters = tuple(indexer.parameters())
+    dout = torch.randn_like(q)
+
+    def choose():
+        scores = indexer(x)
+        return scores, *chosen_blocks(scores.detach(), plan, 128, first=1)
+
+    def loss(scores, keep, blocks, lse):
+        with torch.no_grad():
+            target = ops.block_mass(q, k, lse.detach(), blocks.offsets, blocks.indices, None, True)
+        return indexer_loss(scores, target, keep)
+
+    def step():
+        scores, keep, blocks = choose()
+        out, lse = ops.attention(q, k, v, Mask(causal=True, blocks=blocks))
+        found = loss(scores, keep, blocks, lse)
+        return torch.autograd.grad((out, found), (*inputs, *parameters), (dout, torch.ones_like(found)))
+
+    with torch.no_grad():
+        scores, keep, blocks = choose()
+        lse = ops.attention(q, k, v, Mask(causal=True, blocks=blocks))[1]
+
+    def indexer_alone():
+        scores, keep, blocks = choose()
+        return torch.autograd.grad(loss(scores, keep, blocks, lse), parameters)
+
+    calls = {"cudnn": both(lambda: cudnn(q, k, v), inputs), "sparse": step, "indexer and its loss": indexer_alone}
+    calls["attention alone"] = both(lambda: ops.attention(q, k, v, Mask(causal=True, blocks=blocks))[0], inputs)
+    row = {"work": f"learned, top 16, {tokens} tokens, 32/4 heads, D 128", "forward and backward us": times(calls, 5)}
+    with torch.no_grad():
+        row["parts us"] = times({
+            "projections and scores": lambda: indexer(x),
+            "choice": lambda: chosen_blocks(scores, plan, 128, first=1),
+            "target": lambda: ops.block_mass(q, k, lse, blocks.offsets, blocks.indices, None, True),
+        })  # fmt: skip
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out")
+    parser.add_argument("--short", action="store_true")
+    args = parser.parse_args()
+    wrong = values()
+    rows: list[dict] = []
+    if not wrong:
+        for tokens in (32768,) if args.short else (32768, 65536):
+            rows += [static(tokens), dynamic(tokens)]
+        rows.append(learned(32768 if args.short else 65536))
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
+    with open(args.out, "w", encoding="utf-8") as file:
+        json.dump({"machine": machine, "wrong": wrong, "rows": rows}, file, indent=1)
+    sys.stdout.write(json.dumps({"wrong": wrong, "rows": rows}, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
