@@ -86,6 +86,7 @@ def test_contradictions_are_refused(fields, error, message):
         ({"last": 0}, ValueError, "last must be at least 1"),
         ({"top_blocks": 0}, ValueError, "top_blocks must be at least 1"),
         ({"top_blocks": 4, "pattern": SparsePattern.STRIDED}, ValueError, "top_blocks is for patterns that rank"),
+        ({"window": 8}, ValueError, "window is not served"),
         ({"index_dim": 8}, ValueError, "index_dim is for LEARNED"),
         ({"softcap": 5.0}, ValueError, "softcap is not served with DYNAMIC_THRESHOLD"),
         ({"index_target": "all"}, ValueError, "index_target must be one of"),

@@ -5,6 +5,7 @@ import torch
 
 import tilesmith
 from tilesmith.engine import use
+from tilesmith.models import selected_blocks
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,6 +64,31 @@ def test_minimax_m3_attends_to_its_blocks(monkeypatch):
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6)
     tilesmith.undo(model)
     torch.testing.assert_close(model(tokens).logits, logits)
+
+
+def test_minimax_m3_selects_for_some_queries_at_a_time(monkeypatch):
+    model = _minimax_m3().eval()
+    (indexer,) = (m for m in model.modules() if hasattr(m, "build_block_mask"))
+    tokens = torch.randint(3, 64, (2, 22))
+    selections, largest = [], []
+    monkeypatch.setattr(
+        indexer,
+        "build_block_mask",
+        lambda found, *a, f=indexer.build_block_mask: selections.append(found) or f(found, *a),
+    )
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        monkeypatch.undo()
+        hook = indexer.register_forward_hook(lambda module, args, out: selections.append(out))
+        tilesmith.optimize(model)
+        monkeypatch.setattr(selected_blocks, "LARGEST", 1)
+        monkeypatch.setattr(torch, "matmul", lambda a, b, f=torch.matmul: largest.append(a.shape[2]) or f(a, b))
+        ours = model(tokens).logits
+        hook.remove()
+        model.generate(tokens, max_new_tokens=2, do_sample=False)
+    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+    whole, parts = selections[0].sort(-1).values, selections[1].sort(-1).values
+    assert torch.equal(whole, parts) and 4 in largest and 22 not in largest
 
 
 def test_minimax_m3_with_padding_and_a_cache():

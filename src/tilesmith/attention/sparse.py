@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class DynamicSparseAttention(FlashAttention3):
         passes over the dense scores: for the beginning of a training). It is computed in training while gradients are,
         `index_loss` holds the last one, and its gradient, times the weight, joins the backward of whatever loss uses
         the output: the indexer needs no line in the training loop.
-    The other arguments are those of `FlashAttention3`.
+    options: the keyword arguments of `FlashAttention3`, without its window.
 
     A block's choice looks at all of its queries, also at those behind a query of the same block: the values that a
     query sees are causal, the choice of blocks is causal to a block. There is no cache; decoding wants a choice for
@@ -51,8 +53,6 @@ class DynamicSparseAttention(FlashAttention3):
         sparsity_ratio: float = 0.9,
         pattern: SparsePattern = SparsePattern.DYNAMIC_THRESHOLD,
         *,
-        num_kv_heads: int | None = None,
-        causal: bool = True,
         block_size: int | None = None,
         top_blocks: int | None = None,
         first: int = 1,
@@ -62,14 +62,7 @@ class DynamicSparseAttention(FlashAttention3):
         index_dim: int | None = None,
         index_target: str = "selected",
         index_loss_weight: float = 1.0,
-        max_sequence_length: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = False,
-        qk_norm: bool = False,
-        softcap: float = 0.0,
-        scale: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ):
         name = "DynamicSparseAttention"
         if not isinstance(pattern, SparsePattern):
@@ -83,7 +76,9 @@ class DynamicSparseAttention(FlashAttention3):
                 f"{name}: mass is for DYNAMIC_THRESHOLD, which estimates shares; pattern is {pattern.name}"
             )
         learned = pattern is SparsePattern.LEARNED
-        if softcap and pattern in (SparsePattern.DYNAMIC_THRESHOLD, SparsePattern.LEARNED):
+        if options.get("window") is not None:
+            raise ValueError(f"{name}: window is not served; LOCAL_GLOBAL is the pattern for what lies near")
+        if options.get("softcap") and pattern in (SparsePattern.DYNAMIC_THRESHOLD, SparsePattern.LEARNED):
             raise ValueError(f"{name}: softcap is not served with {pattern.name}, whose shares know none")
         if top_blocks is not None:
             size(name, "top_blocks", top_blocks)
@@ -95,10 +90,7 @@ class DynamicSparseAttention(FlashAttention3):
         size(name, "first", first, 0)
         size(name, "last", last, 1)
         size(name, "seed", seed, 0)
-        super().__init__(
-            d_model, num_heads, num_kv_heads=num_kv_heads, causal=causal, max_sequence_length=max_sequence_length,
-            dropout=dropout, bias=bias, qk_norm=qk_norm, softcap=softcap, scale=scale, device=device, dtype=dtype,
-        )  # fmt: skip
+        super().__init__(d_model, num_heads, **options)
         self.sparsity_ratio, self.pattern, self.block_size, self.seed = sparsity, pattern, block_size, seed
         self.top_blocks, self.first, self.last, self.mass = top_blocks, first, last, float(mass)
         self.index_target = choice(name, "index_target", index_target, ("selected", "dense"))
@@ -107,7 +99,8 @@ class DynamicSparseAttention(FlashAttention3):
         self.indexer = None
         if learned:
             index_dim = self.head_dim if index_dim is None else index_dim
-            self.indexer = BlockIndexer(d_model, self.num_kv_heads, index_dim, device=device, dtype=dtype)
+            place = {"device": options.get("device"), "dtype": options.get("dtype")}
+            self.indexer = BlockIndexer(d_model, self.num_kv_heads, index_dim, **place)
 
     def forward(
         self, x: Tensor, attention_mask: Tensor | None = None, *, rotary: RotaryEmbedding | None = None

@@ -15,6 +15,7 @@ from tilesmith.models.losses import LossRule
 from tilesmith.models.norms import NormRule
 from tilesmith.models.residuals import AddNormRule
 from tilesmith.models.rotary import RotaryRule
+from tilesmith.models.selected_blocks import SelectionRule
 
 # In this order: a fused residual looks for replaced norms, an activation for the MLP that computes it.
 RULES: tuple[type[rewrite.Rule], ...] = (
@@ -24,6 +25,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     GatedMlpRule,
     ActivationRule,
     AttentionRule,
+    SelectionRule,
     LossRule,
 )
 
@@ -44,7 +46,7 @@ def optimize(
     Args:
         model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
         strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
-        only: the rules to use, of norm, add_norm, rope, mlp, activation, attention and loss. All if None.
+        only: the rules to use, of norm, add_norm, rope, mlp, activation, attention, selection and loss. All if None.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
 

@@ -1,6 +1,15 @@
-"""Attention of transformers modules whose trained indexer selects blocks of keys for each query: MiniMax-M3's."""
+"""Attention of transformers modules whose trained indexer selects blocks of keys for each query: MiniMax-M3's.
+
+The attention takes the selection as it is, and the indexer makes it for some queries at a time: neither holds anything
+of T x S for more than a few queries.
+"""
 
 from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +17,9 @@ from torch import Tensor, nn
 from tilesmith.attention.selected import selected_block_attention
 from tilesmith.models.attention_masks import KeyMask
 from tilesmith.models.reach import reaches
+from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, original_class
+
+LARGEST = 1 << 25  # index scores in memory at a time
 
 
 def attend_selected(
@@ -67,3 +79,64 @@ def _block_size(module: nn.Module) -> int:
             "block has: choose attn_implementation='eager' for this model"
         )
     return size
+
+
+_SELECTS = ["self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"]
+_SIZES = ("num_heads", "block_size", "topk_blocks", "layer_idx")
+
+
+@dataclass(frozen=True)
+class SelectionForm(Form):
+    """An indexer that selects for some queries at a time, as if they came one chunk after another with a cache."""
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        @torch.no_grad()  # a selection has no gradient
+        def forward(
+            self: nn.Module,
+            hidden_states: Tensor,
+            position_embeddings: tuple[Tensor, Tensor],
+            past_key_values: Any,
+            position_ids: Tensor,
+        ) -> Tensor:
+            batch, tokens, _ = hidden_states.shape
+            step = max(self.block_size, LARGEST // max(1, batch * self.num_heads * tokens))
+            if step >= tokens:
+                return base.forward(self, hidden_states, position_embeddings, past_key_values, position_ids)
+            cache = _IndexKeys(self.layer_idx) if past_key_values is None else past_key_values
+            found = []
+            for first in range(0, tokens, step):
+                part = slice(first, first + step)
+                angles = tuple(x[..., part, :] for x in position_embeddings)
+                found.append(base.forward(self, hidden_states[:, part], angles, cache, position_ids[:, part]))
+            most = found[-1].shape[3]
+            return torch.cat([nn.functional.pad(x, (0, most - x.shape[3]), value=-1) for x in found], 2)
+
+        return {"forward": forward}
+
+
+class _IndexKeys:
+    """What an indexer asks of a cache, for a call without one: the keys so far."""
+
+    def __init__(self, layer: int):
+        self.layers = {layer: SimpleNamespace(update_index=self._update)}
+        self.keys: Tensor | None = None
+
+    def _update(self, keys: Tensor) -> Tensor:
+        self.keys = keys if self.keys is None else torch.cat((self.keys, keys), 2)
+        return self.keys
+
+
+class SelectionRule(Rule):
+    """Indexers that select blocks of keys for the attention that holds them."""
+
+    name = "selection"
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        module = site.module
+        if not hasattr(module, "build_block_mask") or not all(
+            isinstance(getattr(module, n, None), int) for n in _SIZES
+        ):
+            return None
+        if list(inspect.signature(original_class(type(module)).forward).parameters) != _SELECTS:
+            return Skip("its forward takes other arguments than a selection of blocks that is known")
+        return Replace(SelectionForm(), (), "selects for some queries at a time, without a matrix of scores")
