@@ -209,6 +209,30 @@ def test_as_many_blocks_for_every_row(pattern):
     assert torch.equal(counts, torch.arange(1, 14).clamp(max=5).int().expand(1, 2, -1))
 
 
+@pytest.mark.parametrize("pattern", SparsePattern)
+def test_inference_before_training(pattern):
+    layer, x = create_sparse_attention(16, 2, 0.5, pattern, block_size=16), torch.randn(1, 176, 16)
+    with torch.inference_mode():
+        inferred = layer(x)
+    trained = layer(x)
+    trained.sum().backward()
+    torch.testing.assert_close(trained, inferred)
+
+
+@pytest.mark.parametrize("pattern", [SparsePattern.STRIDED, *LOOKING])
+def test_compiles_whole(pattern):
+    torch.manual_seed(0)
+    layer, x = create_sparse_attention(16, 2, 0.5, pattern, block_size=16), torch.randn(1, 100, 16)
+    parameters = list(layer.parameters())
+    wanted = layer(x)
+    gradients = torch.autograd.grad(wanted.sum(), parameters)
+    torch._dynamo.reset()
+    found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, wanted)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), parameters), gradients):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_without_causality():
     layer = create_sparse_attention(16, 2, 0.8, SparsePattern.DYNAMIC_THRESHOLD, causal=False, block_size=16)
     x = torch.randn(1, 320, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -48,32 +49,38 @@ def budget(
     """The budget of a call. Each row that sees a block keeps one; the rest of floor((1 - sparsity) * seen blocks) is
     shared out in proportion to what the rows see besides. Where that is less than one a row, one a row it is. top: as
     many blocks for every row that sees them, in place of all that."""
-    visible = _visible(tokens, keys, block_q, block_k, causal)
-    own = visible.clamp(max=1)
-    seen, least = int(visible.sum()), int(own.sum())
+    visible = _visible(tokens, keys, block_q, block_k, causal)  # numbers, not tensors: torch.compile reads them
+    seen, least = sum(visible), sum(n > 0 for n in visible)
     # 1 - 0.9 is a little less than 0.1, and 10 % of 20 blocks are two
     rest = max(math.floor((1.0 - sparsity) * seen + 1e-6) - least, 0)
-    others = torch.nn.functional.pad((visible - own).cumsum(0), (1, 0))
-    shared = others * rest // max(seen - least, 1)
-    counts = own + shared.diff() if top is None else visible.clamp(max=top)
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    moved = counts.int().to(device), visible.int().to(device), offsets.to(device)
-    return Budget(*moved, int(offsets[-1]), seen)
+    offsets, own, others = [0], 0, 0
+    for count in visible:
+        others += max(count - 1, 0)
+        own += count > 0
+        offsets.append(own + others * rest // max(seen - least, 1))
+    if top is not None:
+        offsets = [0, *accumulate(min(count, top) for count in visible)]
+    counts = [end - start for start, end in pairwise(offsets)]
+    numbers = (counts, torch.int32), (visible, torch.int32), (offsets, torch.int64)
+    with torch.inference_mode(False):  # they are kept, and a later call may save them for its backward
+        tensors = [torch.tensor(x, dtype=dtype, device=device) for x, dtype in numbers]
+    return Budget(*tensors, offsets[-1], seen)
 
 
+@lru_cache(maxsize=128)
 def fitting_block(tokens: int, keys: int, causal: bool, sparsity: float) -> int:
     """The largest block size of which a row keeps three on average, else the smallest."""
     for size in BLOCK_SIZES:
-        seen = int(_visible(tokens, keys, size, size, causal).sum())
+        seen = sum(_visible(tokens, keys, size, size, causal))
         if (1.0 - sparsity) * seen >= 3 * cdiv(tokens, size):
             return size
     return BLOCK_SIZES[-1]
 
 
-def _visible(tokens: int, keys: int, block_q: int, block_k: int, causal: bool) -> Tensor:
-    """How many blocks of keys, from the first on, each block of queries sees any key of: int64 [R], on the CPU."""
+def _visible(tokens: int, keys: int, block_q: int, block_k: int, causal: bool) -> list[int]:
+    """How many blocks of keys, from the first on, each block of queries sees any key of."""
     rows, columns = cdiv(tokens, block_q), cdiv(keys, block_k)
     if not causal:
-        return torch.full((rows,), columns)
-    last = ((torch.arange(rows) + 1) * block_q).clamp(max=tokens) - 1 + keys - tokens
-    return (last // block_k + 1).clamp(0, columns)
+        return [columns] * rows
+    last = (min((row + 1) * block_q, tokens) - 1 + keys - tokens for row in range(rows))
+    return [min(max(n // block_k + 1, 0), columns) for n in last]

@@ -69,7 +69,8 @@ def pattern_blocks(
     size(of, "seed", seed, 0)
     flag(of, "causal", causal)
     sparsity = checked_sparsity(of, sparsity_ratio)
-    return _blocks(pattern, tokens, keys, sparsity, heads, block_size, causal, seed, torch.device(device))
+    with torch.inference_mode(False):  # they are kept, and a later call may save them for its backward
+        return _blocks(pattern, tokens, keys, sparsity, heads, block_size, causal, seed, torch.device(device))
 
 
 @lru_cache(maxsize=32)
