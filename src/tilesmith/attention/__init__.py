@@ -1,20 +1,24 @@
-"""Variants of attention over the one attention op: configuration and factory, block-sparse layers, block lists.
+"""Variants of attention over the one attention op: configuration and factory, block-sparse layers, layers over ranks.
 
 Legend: B batch rows, T query tokens, S key tokens, H query heads, G kv heads, D head dim, R blocks of queries, C blocks
 of keys.
 """
 
-import importlib
+from tilesmith._lazy import resolved
 
 _HOMES = {
     "AttentionConfig": "tilesmith.attention.config",
     "AttentionPatterns": "tilesmith.attention.config",
     "BlockIndexer": "tilesmith.attention.indexer",
+    "ContextParallelAttention": "tilesmith.attention.context_parallel",
     "DynamicSparseAttention": "tilesmith.attention.sparse",
     "FlashAttention3": "tilesmith.attention.layers",
+    "RingAttentionLayer": "tilesmith.attention.ring",
     "SparsePattern": "tilesmith.attention.patterns",
     "SparsityReport": "tilesmith.attention.report",
     "create_attention": "tilesmith.attention.factory",
+    "create_context_parallel_attention": "tilesmith.attention.context_parallel",
+    "create_ring_attention": "tilesmith.attention.ring",
     "create_sparse_attention": "tilesmith.attention.sparse",
     "estimated_shares": "tilesmith.attention.estimate",
     "from_block_mask": "tilesmith.attention.flex",
@@ -30,7 +34,7 @@ def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    value = resolved(home, name)
     globals()[name] = value
     return value
 

@@ -6,7 +6,7 @@ ranks.
 
 from __future__ import annotations
 
-import importlib
+from tilesmith._lazy import resolved
 
 _HOMES = {
     "context_parallel_attention": "tilesmith.distributed.attention",
@@ -29,7 +29,7 @@ __all__ = list(_HOMES)
 def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = resolved(_HOMES[name], name)
     globals()[name] = value
     return value
 
