@@ -12,7 +12,7 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import block_lists as lists
 from tilesmith.ops.attn.arguments import attention_vjp_arguments
-from tilesmith.ops.attn.triton.forward import tiles
+from tilesmith.ops.attn.triton import tiles
 from tilesmith.ops.attn.triton.tiles import (
     FAR,
     LOG2E,

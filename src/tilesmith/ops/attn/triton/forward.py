@@ -12,7 +12,7 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
-from tilesmith.ops.attn.triton.forward import tiles
+from tilesmith.ops.attn.triton import tiles
 from tilesmith.ops.attn.triton.tiles import (
     LN2,
     add_product,
