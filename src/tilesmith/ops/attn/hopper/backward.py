@@ -552,7 +552,7 @@ def _write(C: gl.constexpr, ticket, turn, count, dk, dv, dk_desc, dv_desc, parki
 
 @gluon.jit
 def _leave(C: gl.constexpr, ticket, turn, slot, dk, dv, parts_ptr, D: gl.constexpr):
-    """Leave what a share adds to a tile's dk and dv to `attention_dkv_shares_kernel`."""
+    """Leave what a share adds to a tile's dk and dv to `attention_dkv_stream_k_kernel`."""
     ticket.give_back(turn)
     key = gl.arange(0, 64, gl.SliceLayout(1, dk.type.layout))[:, None] + C * 64
     col = gl.arange(0, D, gl.SliceLayout(0, dk.type.layout))[None, :]
@@ -840,7 +840,7 @@ def attention_dkv_kernel(
 
 
 @gluon.jit(do_not_specialize=["keys", "kv_heads", "k_blocks", "rows", "section", "undivided", "shares", "steps"])
-def attention_dkv_shares_kernel(
+def attention_dkv_stream_k_kernel(
     shares_ptr, dk_ptr, dv_ptr, dk_strides, dv_strides, keys, kv_heads, k_blocks, rows, section, undivided, shares,
     steps, DIM: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip

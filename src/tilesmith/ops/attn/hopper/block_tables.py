@@ -1,12 +1,7 @@
 """What the Hopper kernels need to know of block lists: a table with a row for each tile, made on the device."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from tilesmith.engine import launch
-from tilesmith.engine.launch import cdiv
 
 FAR = tl.constexpr(1 << 28)  # a block behind every token
 
@@ -59,25 +54,6 @@ def list_tiles_kernel(
         tl.store(order_ptr + number * tiles + before, tile)
 
 
-def list_tiles(
-    offsets: Tensor, indices: Tensor, tokens: int, keys: int, causal: bool, block_q: int, block_k: int,
-    block_m: int, block_n: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The table of tiles of `block_m` queries and parts of `block_n` keys, in the lists' order: batch, head, tile. And
-    each head's tiles in the order in which they are best made, not with `causal`. offsets, indices: lists of blocks of
-    `block_k` keys for blocks of `block_q` queries, as `attention` takes them."""
-    batch, heads, _ = offsets.shape
-    tiles = cdiv(tokens, block_m)
-    table = torch.empty((batch * heads * tiles, 4), dtype=torch.int32, device=offsets.device)
-    order = torch.empty(batch * heads * tiles, dtype=torch.int32, device=offsets.device)
-    launch(
-        list_tiles_kernel, (batch * heads * tiles,),
-        offsets, indices, table, order, offsets.stride(), heads, tiles, tokens, keys,
-        CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, LIST_Q=block_q, LIST_K=block_k, num_warps=4,
-    )  # fmt: skip
-    return table, order
-
-
 @triton.jit(do_not_specialize=["tiles", "tokens", "keys"])
 def list_key_tiles_kernel(
     offsets_ptr, indices_ptr, table_ptr, offsets_strides, heads, tiles, tokens, keys,
@@ -109,20 +85,3 @@ def list_key_tiles_kernel(
     tl.store(row + 1, hidden)
     tl.store(row + 2, every - hidden)
     tl.store(row + 3, tl.maximum(crossed - hidden, 0))
-
-
-def list_key_tiles(
-    offsets: Tensor, indices: Tensor, tokens: int, keys: int, causal: bool, block_q: int, block_k: int,
-    block_m: int, block_n: int,
-) -> Tensor:  # fmt: skip
-    """The table of tiles of `block_n` keys and parts of `block_m` queries, from transposed lists and in their order: of
-    blocks of `block_q` queries for blocks of `block_k` keys."""
-    batch, heads, _ = offsets.shape
-    tiles = cdiv(keys, block_n)
-    table = torch.empty((batch * heads * tiles, 4), dtype=torch.int32, device=offsets.device)
-    launch(
-        list_key_tiles_kernel, (batch * heads * tiles,),
-        offsets, indices, table, offsets.stride(), heads, tiles, tokens, keys,
-        CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, LIST_Q=block_q, LIST_K=block_k, num_warps=4,
-    )  # fmt: skip
-    return table

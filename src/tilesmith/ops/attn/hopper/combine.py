@@ -7,13 +7,7 @@ many run at a time, so `decode`'s kernel combines them: 16 tokens on 8 x 8k keys
 89.2 us by this one and 87.5 / 81.9 by that (in two runs, in both of which FlashAttention 4 took 120 / 112).
 """
 
-from torch import Tensor
-
 from tilesmith.device.gluon.shim import await_launcher, gl, gluon
-from tilesmith.engine import launch
-from tilesmith.engine.launch import next_power_of_2
-from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn.split_combine import combine_splits
 
 ROWS = 32  # for each multiprocessor, that are few
 
@@ -56,19 +50,3 @@ def attention_combine_few_kernel(
         lse = shift + gl.log(both)
     gl.store(lse_ptr + row, lse)
     gl.store(out_ptr + (out_at + column), out.to(out_ptr.dtype.element_ty), mask=column < DIM_V)
-
-
-def combine(part_out: Tensor, part_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Fill out and lse from part_out [S, B, H, T, D] and part_lse [S, B, H, T] (fp32), as `combine_splits` does.
-    The kernel before it makes these, and lets it start."""
-    splits, _, heads, tokens, dim_v = part_out.shape
-    if out.is_cuda and lse.numel() > ROWS * arch_of(out.device).sms:  # elsewhere it is compiled, not run
-        combine_splits(part_out, part_lse, sinks, out, lse, chained=True)
-        return
-    columns = max(64, next_power_of_2(dim_v))
-    launch(
-        attention_combine_few_kernel, (lse.numel(),),
-        part_out, part_lse, sinks, out, *out.stride()[:3], lse, lse.numel(), tokens, heads, splits,
-        DIM_V=dim_v, DV=columns, SPLITS=max(4, next_power_of_2(splits)),
-        num_warps=columns // 32, launch_pdl=True,
-    )  # fmt: skip

@@ -690,7 +690,7 @@ def attention_fwd_kernel(
     lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0;
     indices: theirs. scale: of q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind
     it. WHOLE: every query sees every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a
-    tensor's own are zeros. DIVIDED: tiles behind the last whole round are left to `attention_fwd_shares_kernel`.
+    tensor's own are zeros. DIVIDED: tiles behind the last whole round are left to `attention_fwd_stream_k_kernel`.
     dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None; DRAW: RARE, SHORT and EVEN of
     `Dropout`."""
     if DIVIDED:

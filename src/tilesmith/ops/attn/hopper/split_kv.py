@@ -507,7 +507,7 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
         "right",
     ]
 )  # fmt: skip
-def attention_shares_kernel(
+def attention_split_kv_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, lse_split, sinks_ptr, lengths_ptr, k_scale, v_scale,
     pages_ptr, row_pages, tokens, keys, rows, kv_heads, tiles, splits, inverse, between_k, between_v, left, right,
     inner, scale,

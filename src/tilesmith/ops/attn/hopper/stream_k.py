@@ -6,9 +6,6 @@ tile's behind those of the one before. So are all tiles where there are fewer th
 too. Who comes last for a tile puts its parts together, always in the same order.
 """
 
-from torch import Tensor
-
-from tilesmith.device.counters import counter
 from tilesmith.device.gluon.shim import (
     aggregate,
     arrive,
@@ -26,50 +23,9 @@ from tilesmith.device.gluon.shim import (
     tiles_of,
     wait,
 )
-from tilesmith.engine import launch
-from tilesmith.engine.launch import cdiv
 from tilesmith.ops.attn.hopper.forward import NOTHING, TURN, Walk, finish, first_block, next_block, unpack
-from tilesmith.ops.attn.hopper.launch import shares_of
 
 _JOIN = gl.constexpr(12)  # the named barrier of the first consumer's threads; the second's follows
-
-
-def divided(
-    q: Tensor, k: Tensor, v: Tensor, tiles: int, block_m: int, block_n: int, right: int | None, arch
-) -> tuple[int, int]:
-    """How many of so many tiles are made by one program each, and into how many shares the others are divided.
-
-    block_m, block_n: queries and keys of a tile's block; right: how many keys behind its own a query sees, None:
-    nothing is masked. With a mask tiles are divided only where
-    there are fewer than multiprocessors, since the counter evens out more of them.
-
-    None is divided where that spares the last programs fewer than 14 blocks of keys (`shares_of`): they write and read
-    what shares leave, and behind whole rounds they start anew. H200, head dim 128, TFLOP/s, undivided in brackets: 2k /
-    4k / 8k keys, of which shares spare 8 / 16 / 31 blocks behind whole rounds, 687 / 728 / 747 (694 / 720 / 730); 1 / 2
-    / 3 / 4 causal heads of 4k, 28 / 24 / 20 / 16 blocks, 112 / 220 / 297 / 351 (82 / 163 / 238 / 317), but 4 of 2k, 12
-    blocks, 130 (137). Where each tile has shares of its own and there are no whole rounds 8 are enough: 2 / 3 / 4 heads
-    of 2k, of which they spare 12 / 8 / 8 blocks, 170 / 236 / 305 (141 / 208 / 276), but 4 of 1k, 6 blocks, 96 (108).
-    As programs meet different keys then, those of the tiles' heads must stay in the L2 cache.
-    """
-    batch, heads, tokens, _ = q.shape
-    kv_heads, keys = k.shape[1:3]
-    blocks, steps = cdiv(tokens, block_m), cdiv(keys, block_n)
-    rest, least = tiles % arch.sms, 14
-    if right is None:
-        met = cdiv(rest, blocks * (heads // kv_heads))  # kv heads
-        work = rest * steps
-        if tiles == rest <= arch.sms // 2:
-            least = 8
-    elif tiles < arch.sms:
-        met = batch * kv_heads
-        ends = (min(keys, min(i * block_m + block_m, tokens) + keys - tokens + right) for i in range(blocks))
-        work = batch * heads * sum(max(cdiv(end, block_n), 1) for end in ends)
-    else:
-        return tiles, 0
-    shares = shares_of(rest, work, steps, least, arch, own=right is None)
-    if not shares or 0 < arch.l2 < met * keys * (q.shape[3] + v.shape[3]) * k.element_size():
-        return tiles, 0
-    return tiles - rest, shares
 
 
 @aggregate
@@ -290,7 +246,7 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
 
 
 @gluon.jit(do_not_specialize=["tokens", "keys", "heads", "blocks", "rows", "section", "group", "undivided", "right"])
-def attention_fwd_shares_kernel(
+def attention_fwd_stream_k_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr,
     tokens, keys, heads, blocks, rows, section, group, undivided, right, inner, scale,
     RIGHT: gl.constexpr, WHOLE: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -344,21 +300,3 @@ def attention_fwd_shares_kernel(
             [4, 4, 4],
             [160, 160, 160],
         )  # fmt: skip
-
-
-def launch_shares(
-    shares: int, undivided: int, descriptors: tuple, lse: Tensor, sinks: Tensor | None, sizes: tuple, right: int,
-    factors: tuple, arch, **kinds,
-) -> None:  # fmt: skip
-    """Make the tiles from number `undivided` on, in so many shares. descriptors: of q, k, v and out, which is written,
-    as lse [B, H, T] is; sinks: [H] or None; sizes: tokens, keys, heads of q, tiles of a head, batch * heads, the
-    section, heads of a group; right: how many keys behind its own a query sees, of which the kernel asks with RIGHT;
-    factors: from `score_factors`; kinds: the kernel's constants but LATE."""
-    _, _, _, blocks, rows, _, _ = sizes
-    consumers = kinds["CONSUMERS"]
-    parts = lse.new_empty(consumers * (shares + blocks * rows - undivided), 64 * (kinds["DV"] + 2))
-    launch(
-        attention_fwd_shares_kernel, (shares,), *descriptors, lse, sinks, parts,
-        counter(lse.device, consumers * arch.sms), *sizes, undivided, right, *factors, LATE=undivided > 0, num_warps=4,
-        **({"launch_pdl": True} if undivided else {}), **kinds,
-    )  # fmt: skip

@@ -10,9 +10,6 @@ whose last dq has just been made. Nothing is added up in memory, so that every r
 live in units of log 2.
 """
 
-from torch import Tensor
-
-from tilesmith.device.counters import counter
 from tilesmith.device.gluon.shim import (
     arrive,
     barriers,
@@ -29,12 +26,8 @@ from tilesmith.device.gluon.shim import (
     tiles_of,
     wait,
 )
-from tilesmith.engine import launch
-from tilesmith.engine.launch import cdiv
-from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn.hopper.backward_block import row_of
 from tilesmith.ops.attn.hopper.forward import NOTHING, Walk, before, bend, holds, tickets
-from tilesmith.ops.attn.hopper.launch import columns_of, descriptor, run_of, section
 from tilesmith.ops.attn.hopper.tile_offset import corner
 from tilesmith.ops.attn.hopper.window import box_of
 
@@ -288,23 +281,4 @@ def attention_window_vjp_kernel(
         ],
         [4, 4],
         [240, 240],
-    )  # fmt: skip
-
-
-def window_gradients(q, k, v, dout, rows: Tensor, window, q_begin: int, factors, gradients, stages: int) -> None:
-    """Write dq of the queries from q_begin on, the first that sees a key, and dk and dv, which are `gradients`. rows:
-    lse in units of log 2 and delta of these queries. window: left and right; factors: inner, outer and that of dq and
-    dk, as in the kernel; stages: boxes of queries in flight."""
-    (batch, heads, tokens, _), keys, arch = q.shape, k.shape[2], arch_of(q.device)
-    size = cdiv(keys + window[1], 64)
-    run = run_of((2, 4, 8, 16, 32, 64, 128), 3, size, batch * heads, arch)
-    blocks = cdiv(size, run)
-    runs = blocks * batch * heads
-    programs = min(arch.sms, runs)
-    launch(
-        attention_window_vjp_kernel, (programs,), *(descriptor(x, 64) for x in (q, k, v, dout, *gradients)), rows,
-        counter(q.device) if programs < runs else None, tokens, keys, heads, blocks, batch * heads,
-        section(k, heads, arch, alike=False), *window, run, q_begin, size, rows.shape[2],
-        rows.shape[1] * rows.shape[2], *factors, DYNAMIC=programs < runs, D=columns_of(q), Q_STAGES=stages,
-        SOFTCAP=factors[0] > 0.0, num_warps=4,
     )  # fmt: skip
