@@ -46,5 +46,6 @@ def explain(
     if args or kwargs:
         if found.door_function is not None:
             args, kwargs = _asked(found, args, kwargs), {}
-        return found.explain(*args, compiled=compiled, arch=arch, gradient=gradient, **kwargs)
+        asked = {name: value for name, value in (("arch", arch), ("gradient", gradient)) if value}
+        return found.explain(*args, compiled=compiled, **asked, **kwargs)
     return f"{name}{found.signature}: kernels {', '.join(found.backends())}"

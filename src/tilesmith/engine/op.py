@@ -349,11 +349,13 @@ class Op:
         """The choice for this call's gradient. Its arguments are made up, of no memory."""
         if self.vjp is None:
             raise ValueError(f"explain: the gradient of {self.name} has no kernels; its reference is differentiated")
-        args = tuple(_unallocated(a) if isinstance(a, Tensor) else a for a in args)
+        made = {id(a): _unallocated(a) for a in args if isinstance(a, Tensor)}  # one tensor stays one
+        asked = {n: a.requires_grad for n, a in zip(self.parameters, args) if isinstance(a, Tensor)}
+        args = tuple(made.get(id(a), a) for a in args)
         found = self._fake(*args)
         outputs = dict(zip(self.outputs, found if isinstance(found, tuple) else (found,)))
         known = {**dict(zip(self.parameters, args)), **outputs, **{f"d{n}": x for n, x in outputs.items()}}
-        wanted = [isinstance(known[n[1:]], Tensor) for n in self.vjp.outputs]
+        wanted = [asked.get(n[1:], False) or (n[1:] in asked and not any(asked.values())) for n in self.vjp.outputs]
         known |= {"output_mask": wanted, "overwrite": False}
         return self.vjp._explained(tuple(known[n] for n in self.vjp.parameters), device, arch)
 

@@ -8,7 +8,9 @@ same arithmetic; `makespan` predicts how many steps the slowest SM makes. Today 
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tilesmith.engine.launch import cdiv
 
@@ -67,8 +69,7 @@ def makespan(steps: Iterable[float], ctas: int, each: float = 1.0) -> float:
     costs beside its steps. steps: of the tiles, in the order in which they are taken."""
     free = [0.0] * max(1, ctas)
     for size in steps:
-        first = min(range(len(free)), key=free.__getitem__)
-        free[first] += size + each
+        heapq.heapreplace(free, free[0] + size + each)
     return max(free)
 
 
@@ -89,16 +90,44 @@ def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | N
     return found
 
 
-def met_blocks(
-    tile: int, tiles: int, blocks: int, keys_of_tile: int, queries_of_block: int, first_of: int, walk: str
-) -> list[tuple[int, int]]:
-    """The blocks of queries that a tile of keys meets, in order, each with which of its two sums of dq it adds to.
+class KeyTile(NamedTuple):
+    """A tile of keys of an ordered backward: its place among those of its head, its head, and whether it meets its
+    first block of queries first."""
 
-    walk: up (from the first block that sees the tile on), down (from the last block on), ring (each tile starts at a
-    block of its own and comes round to the first ones). first_of: the first block that sees the tile.
-    """
-    if walk == "ring":
-        start = tile * blocks // tiles
-        return [((start + i) % blocks, int(start + i >= blocks)) for i in range(blocks)]
-    found = [(block, 0) for block in range(first_of, blocks)]
-    return found if walk == "up" else found[::-1]
+    place: int
+    head: int
+    up: bool
+
+
+def key_tile(number: int, tiles: int, section: int, rows: int, alternates: bool) -> KeyTile:
+    """The tile that a number of the counter stands for (`KeyWalk.tile`): the last keys come first, and with
+    `alternates` in every other section the first ones."""
+    block, head = numbered(number, tiles, section, rows)
+    up = not alternates or number // (section * tiles) % 2 == 0
+    return KeyTile(tiles - 1 - block if up else block, head, up)
+
+
+class Addition(NamedTuple):
+    """A tile adds to the dq of a block of queries, to the first or second sum, behind the tile `after`, or first."""
+
+    block: int
+    which: int
+    after: int | None
+
+
+def additions(tile: KeyTile, tiles: int, blocks: int, first: Sequence[int], ring: bool) -> list[Addition]:
+    """What a tile of keys adds, in order, and whom it waits for each time. first: of each tile of a head the first
+    block of queries that sees it. ring: tiles start each at a block of its own and come round (`around`)."""
+    place = tile.place
+    if ring:
+        found = []
+        start = place * blocks // tiles
+        for step in range(start, start + blocks):
+            block, again = step % blocks, step >= blocks
+            near = ((block + 1) * tiles - 1) // blocks + 1
+            found.append(Addition(block, int(again), place + 1 if place + 1 < (tiles if again else near) else None))
+        return found
+    if tile.up:
+        behind = first[place + 1] if place + 1 < tiles else blocks
+        return [Addition(i, 0, place + 1 if i >= behind else None) for i in range(first[place], blocks)]
+    return [Addition(i, 0, place - 1 if place else None) for i in reversed(range(first[place], blocks))]

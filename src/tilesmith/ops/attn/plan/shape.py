@@ -126,7 +126,8 @@ def _lists(offsets: Tensor | None) -> tuple[int, int]:
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.data_ptr() == b.data_ptr()
+    """Whether two tensors are one in memory; those on "meta" have none."""
+    return a is b or (b is not None and a.device.type != "meta" and a.data_ptr() == b.data_ptr())
 
 
 def _is_dense(x: Tensor | None) -> bool:
