@@ -19,7 +19,7 @@ def _attention_combine_kernel(
     part_out_ptr, part_lse_ptr, sinks_ptr, out_ptr, out_row, out_head, out_token, lse_ptr, rows, tokens, heads, splits,
     DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch row, query head, token): the mean of the splits' results, weighted by exp(lse). CHAINED: it may
+    """CTA (batch row, query head, token): the mean of the splits' results, weighted by exp(lse). CHAINED: it may
     have started before they are there."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()

@@ -17,7 +17,7 @@ def list_tiles_kernel(
     offsets_ptr, indices_ptr, table_ptr, order_ptr, offsets_strides, heads, tiles, tokens, keys,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK_M queries a program. A row: where the tile's list starts; of the parts of BLOCK_N keys of the
+    """A tile of BLOCK_M queries a CTA. A row: where the tile's list starts; of the parts of BLOCK_N keys of the
     list's blocks the last one that any query sees, how many are seen, and how many of these the diagonal may cross. An
     empty list counts as one part at -1. order_ptr: without CAUSAL, the tiles of a head, the longest list's first."""
     number = tl.program_id(0) // tiles
@@ -59,7 +59,7 @@ def list_key_tiles_kernel(
     offsets_ptr, indices_ptr, table_ptr, offsets_strides, heads, tiles, tokens, keys,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK_N keys a program, whose transposed list has blocks of queries. A row: where the tile's list
+    """A tile of BLOCK_N keys a CTA, whose transposed list has blocks of queries. A row: where the tile's list
     starts; of the parts of BLOCK_M queries of the list's blocks the first one that sees any key, how many do, and how
     many of these, the first ones, the diagonal may cross."""
     number = tl.program_id(0) // tiles

@@ -1,15 +1,15 @@
-"""Results of splits of the keys become one, on Hopper: a program a row, whose warps share the columns.
+"""Results of splits of the keys become one, on Hopper: a CTA a row, whose warps share the columns.
 
-It starts when the programs that make the results end, so that little but its own code is between these and its end:
+It starts when the CTAs that make the results end, so that little but its own code is between these and its end:
 H200, 8 / 16 tokens on 8k keys of 64/8 heads in all, 15.7 / 18.3 us; by `decode`'s kernel, of one warp a row and three
-times as many instructions, 16.1 / 19.0; by a program of a warp for each of four rows 16.2 / 18.7. Of many rows half as
+times as many instructions, 16.1 / 19.0; by a CTA of a warp for each of four rows 16.2 / 18.7. Of many rows half as
 many run at a time, so `decode`'s kernel combines them: 16 tokens on 8 x 8k keys in pages of 16 / 64, 8,192 rows, 92.0 /
 89.2 us by this one and 87.5 / 81.9 by that (in two runs, in both of which FlashAttention 4 took 120 / 112).
 """
 
 from tilesmith.device.gluon.shim import await_launcher, gl, gluon
 
-ROWS = 32  # for each multiprocessor, that are few
+ROWS = 32  # for each SM, that are few
 
 
 @gluon.jit(do_not_specialize=["rows", "tokens", "heads", "splits"])
@@ -17,7 +17,7 @@ def attention_combine_few_kernel(
     part_out_ptr, part_lse_ptr, sinks_ptr, out_ptr, out_row, out_head, out_token, lse_ptr, rows, tokens, heads, splits,
     DIM_V: gl.constexpr, DV: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Program (batch row, query head, token): the mean of the splits' results, weighted by exp(lse)."""
+    """CTA (batch row, query head, token): the mean of the splits' results, weighted by exp(lse)."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, gl.num_warps()], [1, 0])
     row = gl.program_id(0)
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, TILE))

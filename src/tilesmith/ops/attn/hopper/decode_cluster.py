@@ -1,11 +1,11 @@
-"""attention of few rows on a cache on Hopper, in one launch: clusters of programs that share a kv head's keys.
+"""attention of few rows on a cache on Hopper, in one launch: clusters of CTAs that share a kv head's keys.
 
 Rows are pairs of a token and a query head of one kv head, at most 16, which each warp holds whole: of each block of
-keys it meets its own, by products of single warps, and keeps greatest scores and sums of its own. So nothing waits for
-other warps before the end, where the warps' parts are put together in shared memory, and the programs' parts in those
+keys it meets its own, by products of single warps, and keeps row maxima and sums of its own. So nothing waits for
+other warps before the end, where the warps' parts are put together in shared memory, and the CTAs' parts in those
 of the cluster: each row has an owner, to whom the others send what they have of it. No part goes through memory, and no
-second kernel is launched. Where there are few kv heads, programs alone share their keys, and a second kernel
-(`hopper_combine`) combines what they write.
+second kernel is launched. Where there are few kv heads, CTAs alone share their keys, and a second kernel
+(`combine`) combines what they write.
 """
 
 from tilesmith.device.gluon.cluster import (
@@ -29,8 +29,8 @@ from tilesmith.device.gluon.shim import (
     wait,
     warp_mma,
 )  # fmt: skip
-from tilesmith.ops.attn.hopper.forward import NOTHING, bend, finish
-from tilesmith.ops.attn.hopper.split_kv import portion
+from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, tanh
+from tilesmith.ops.attn.hopper.split_kv import even_range
 from tilesmith.ops.attn.hopper.tile_offset import corner
 
 _HEAD = gl.constexpr(HEAD)  # of a room
@@ -76,7 +76,7 @@ def _first_rows(x, R: gl.constexpr):
 
 @gluon.jit
 def _of_warps(top, total, acc, R: gl.constexpr):
-    """The first R rows of all warps, put together: greatest scores, sums of powers, sums of values [R, DV]."""
+    """The first R rows of all warps, put together: row maxima, row sums, sums of values [R, DV]."""
     W: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[2]
     # 8 numbers between rows: those of a warp's store are in different banks
@@ -95,7 +95,7 @@ def _of_warps(top, total, acc, R: gl.constexpr):
 
 @gluon.jit
 def _of_cluster(top, total, acc, room, full, part, PARTS: gl.constexpr, OWNERS: gl.constexpr):
-    """Send each row's part to its owner, and put together what this program is sent of its own rows."""
+    """Send each row's part to its owner, and put together what this CTA is sent of its own rows."""
     R: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[1]
     EACH: gl.constexpr = R // OWNERS
@@ -137,9 +137,9 @@ def attention_cluster_kernel(
     DIM: gl.constexpr, DIM_V: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PARTS: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Cluster (split, kv head, batch row), of PARTS programs with equal shares of the split's blocks of keys. Writes a
+    """Cluster (split, kv head, batch row), of PARTS CTAs with equal ranges of the split's blocks of keys. Writes a
     result and its lse for each split. R: 8 or 16 rows that hold all pairs of a token and a head. Strides of q count 8
-    elements. inverse: 1 over the number of shares. left, right: the window, where LEFT, RIGHT. CHAINED: the next kernel
+    elements. inverse: 1 over the number of ranges. left, right: the window, where LEFT, RIGHT. CHAINED: the next kernel
     may start and wait."""
     LENGTHS: gl.constexpr = lengths_ptr is not None
     W: gl.constexpr = gl.num_warps()
@@ -153,9 +153,9 @@ def attention_cluster_kernel(
     v = tiles_of(STAGES, v_desc)
     k_full, v_full = barrier_pair(STAGES, 1)
     fence()
-    share = gl.program_id(0)
-    part = share % PARTS
-    split = share // PARTS
+    member = gl.program_id(0)
+    part = member % PARTS
+    split = member // PARTS
     kv_head = gl.program_id(1)
     batch = gl.program_id(2)
     length = keys
@@ -169,7 +169,7 @@ def attention_cluster_kernel(
     if LEFT:
         begin = gl.maximum(shift - left, 0)
     all_blocks = (gl.maximum(length - begin, 0) + BN - 1) // BN
-    low, blocks = portion(all_blocks, share, gl.num_programs(0), inverse)
+    low, blocks = even_range(all_blocks, member, gl.num_programs(0), inverse)
     begin += low * BN
     for i in gl.static_range(STAGES):
         if i < blocks:
@@ -214,7 +214,7 @@ def attention_cluster_kernel(
             thread_barrier()
             _load(k_desc, k_full, k, s, k_place, kv_head, key + STAGES * BN, length, LENGTHS)
         if SOFTCAP:
-            qk = bend(qk * inner)
+            qk = tanh(qk * inner)
         if (key + BN > all_end) | (key < all_begin):
             qk = _seen(qk, row_begin, row_end, key, LEFT)
         new_top = gl.maximum(top, gl.max(qk, 2) * scale)
@@ -242,7 +242,7 @@ def attention_cluster_kernel(
     real = mine < tokens * GROUP
     if PARTS > OWNERS:
         real = real & (part < OWNERS)
-    factor, lse = finish(top, total, gl.where(real, head, 0), sinks_ptr)
+    factor, lse = finish_softmax(top, total, gl.where(real, head, 0), sinks_ptr)
     lse_at = split.to(gl.int64) * lse_split + (batch * kv_heads * GROUP + head) * tokens + token
     gl.store(lse_ptr + lse_at, lse, mask=real)
     out_batch, out_head, out_token = out_strides

@@ -85,7 +85,7 @@ def _quantised(call) -> dict:
 
 
 def _columns(x: Tensor) -> int:
-    """The columns of a tile of x: its head dim up to 64 or 128; the accelerator fills in zeros."""
+    """The columns of a tile of x: its head dim up to 64 or 128; TMA fills in zeros."""
     return 64 if x.shape[3] <= 64 else 128
 
 
@@ -96,20 +96,20 @@ def _factors(scale: Tensor, tokens: int) -> tuple[Tensor, tuple[int, int, int], 
 
 
 def _tiles(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    """x as `shape`, by strides in elements, for the tensor memory accelerator in boxes `block`."""
+    """x as `shape`, by strides in elements, for the TMA in boxes `block`."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=block[-1], element_bitwidth=8, rank=len(shape))
     return TensorDescriptor(x, shape, strides, block, layout)
 
 
 def _queries(q: Tensor) -> TensorDescriptor:
-    """q [B, H, T, D] in tiles of 64 rows; of a copy, where its strides do not suit the accelerator."""
+    """q [B, H, T, D] in tiles of 64 rows; of a copy, where its strides do not suit TMA."""
     q, strides = for_bulk(q)
     return _tiles(q, list(q.shape), strides, [1, 1, 64, _columns(q)])
 
 
 def _keys(k: Tensor) -> TensorDescriptor:
     """k [B, G, S, D] as [B, G, S / 4, 4, D], in tiles of 2 of every 4 rows; of a copy, where its strides do not suit
-    the accelerator or memory ends inside the last 4 rows."""
+    TMA or memory ends inside the last 4 rows."""
     batch, kv_heads, keys, dim = k.shape
     fours = cdiv(keys, 4)
     strides = bulk_strides(k)
@@ -131,7 +131,7 @@ def _end(shape: Sequence[int], strides: Sequence[int], tokens: int) -> int:
 
 def _values(v: Tensor) -> TensorDescriptor:
     """v [B, G, S, Dv] in memory [B, G, Dv, S], in tiles of 128 keys and all columns; of a copy, where its strides do
-    not suit the accelerator."""
+    not suit TMA."""
     keys = v.shape[2]
     v = v.transpose(2, 3)
     strides = bulk_strides(v)

@@ -49,7 +49,7 @@ def query_tiles_kernel(
     cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, documents, tokens, keys, width,
     RIGHT: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BLOCK queries of a document, which its programs share by the CHUNK: first query, tokens and keys of the
+    """Tiles of BLOCK queries of a document, which its CTAs share by the CHUNK: first query, tokens and keys of the
     document, and where its tokens and its keys end. width: how many keys a tile sees at most."""
     STEPS: tl.constexpr = RIGHT and not LEFT
     mine, part, parts = tl.program_id(0), tl.program_id(1) * CHUNK, tl.num_programs(1) * CHUNK
@@ -113,7 +113,7 @@ def key_tiles_kernel(
     RIGHT: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of ROWS queries (first and end) and tiles of BLOCK keys of a document, which its programs share by the
+    """Blocks of ROWS queries (first and end) and tiles of BLOCK keys of a document, which its CTAs share by the
     CHUNK. A tile: first key; keys of the document, or where keys that nobody sees end; where they end in the tensor;
     tokens and their end in the tensor; the first token that sees a key; the block and the number of blocks from there
     on, 0 for keys that nobody sees."""

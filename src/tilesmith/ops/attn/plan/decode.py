@@ -11,7 +11,7 @@ from tilesmith.ops.attn.plan.configs import ClusterConfig, SplitConfig, SplitKvC
 from tilesmith.ops.attn.plan.hopper_forward import NO_KEYS
 from tilesmith.ops.attn.plan.model import Buffer, Plan, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape, columns, window_of
-from tilesmith.ops.attn.plan.tables import CLUSTER_BLOCKS, FEW_ROWS
+from tilesmith.ops.attn.plan.tables import CLUSTER_BLOCKS, CLUSTERS, FEW_ROWS
 from tilesmith.ops.attn.schedule import splits_of
 
 
@@ -145,9 +145,9 @@ def division(heads: int, blocks: int, arch: Any, clusters: Clusters) -> tuple[in
     return min(parts, next_power_of_2(blocks)), 1
 
 
-def clusters_without_groups(arch: Any) -> Clusters:
-    """The most clusters that a device may run, where its driver cannot be asked."""
-    return Clusters(*(max(1, arch.sms // size) for size in (16, 8, 4, 2)))
+def clusters_by_table(arch: Any) -> Clusters:
+    """Clusters that run at once where the driver cannot be asked: known ones, else as many as there are SMs for."""
+    return Clusters(*CLUSTERS.get(arch.name, (max(1, arch.sms // size) for size in (16, 8, 4, 2))))
 
 
 @lru_cache(maxsize=1024)
@@ -159,7 +159,7 @@ def hopper_cluster(s: Shape, arch: Any, config: ClusterConfig, clusters: Cluster
     parts, splits = config.parts, config.splits
     if not parts:
         seen = min(s.keys, window.left + s.tokens) if window.hides_left else s.keys
-        room = clusters or clusters_without_groups(arch)
+        room = clusters or clusters_by_table(arch)
         parts, splits = division(s.batch * s.kv_heads, cdiv(seen, config.block_n), arch, room)
     constants = {
         "GROUP": s.group, "LEFT": window.hides_left, "RIGHT": window.hides_right and window.right < s.tokens - 1,
@@ -182,7 +182,7 @@ def hopper_cluster(s: Shape, arch: Any, config: ClusterConfig, clusters: Cluster
     second = combine_few(s, arch, splits)
     reasons = [
         f"{s.batch * s.kv_heads} kv heads, each the work of {splits} clusters of {parts} CTAs",
-        "" if clusters else "the driver was not asked how many clusters run at once: at most as many as SMs allow",
+        "" if clusters else "the driver was not asked how many clusters run at once",
         _combine_reason(second),
     ]
     return Plan(

@@ -315,7 +315,7 @@ def _dkv(call: _Call) -> Step:
         "dk_desc": Tile("dk", 64, s.packed), "dv_desc": Tile("dv", 64, s.packed), "lse_ptr": Part("rows", 0),
         "delta_ptr": Part("rows", 1), "turns_ptr": "turns", "counter": Counter() if call.ctas()[1] else None,
         "table": b.tables.table, "lists": b.tables.lists, "indices": "list_indices" if s.lists else None,
-        "shares_ptr": "stream_k_parts" if division.ctas else None, "inner": "inner", "outer": "outer",
+        "stream_k_ptr": "stream_k_parts" if division.ctas else None, "inner": "inner", "outer": "outer",
         "scale": "factor", **({"dropout": "dropout"} if s.dropout else {}),
     }  # fmt: skip
     constants = {
@@ -323,7 +323,7 @@ def _dkv(call: _Call) -> Step:
         "RING": order.ring, "BQ": b.block_m, "STAGES": call.config.stages, "launch_pdl": True, **call.kinds(),
         **dropout_constants(s),
     }  # fmt: skip
-    numbers = call.sizes() | lists | {"undivided": division.undivided, "shares": division.ctas}
+    numbers = call.sizes() | lists | {"whole_tiles": division.undivided, "stream_k_ctas": division.ctas}
     memory = smem.backward(b.block_m, b.wide, call.config.stages, s.q_bytes)
     return Step("attention_dkv_kernel", (call.ctas()[0],), tensors, numbers, constants, memory)
 
@@ -349,10 +349,10 @@ def _stream_k(call: _Call) -> list[Step]:
     rest = b.k_blocks * s.batch * s.kv_heads - division.undivided
     return [Step(
         "attention_dkv_stream_k_kernel", (rest, 2, 8),
-        {"shares_ptr": "stream_k_parts", "dk_ptr": "dk", "dv_ptr": "dv", "dk_strides": "dk_strides",
+        {"stream_k_ptr": "stream_k_parts", "dk_ptr": "dk", "dv_ptr": "dv", "dk_strides": "dk_strides",
          "dv_strides": "dv_strides"},
         {"keys": s.keys, "kv_heads": s.kv_heads, "k_blocks": b.k_blocks, "rows": s.batch * s.kv_heads,
-         "section": call.order.section, "undivided": division.undivided, "shares": division.ctas,
+         "section": call.order.section, "whole_tiles": division.undivided, "stream_k_ctas": division.ctas,
          "steps": b.q_blocks * s.group},
         {"DIM": s.dim, "D": b.wide, "ROWS": b.block_n // 8, "num_warps": 4},
     )]  # fmt: skip

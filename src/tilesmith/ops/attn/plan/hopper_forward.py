@@ -221,7 +221,7 @@ def _tiles(call: _Call) -> Step:
     constants = {
         "LEFT": window.hides_left, "DYNAMIC": dynamic, "Q_STAGES": config.q_stages, "LIST_K": s.block_k,
         "HALF": aligned and s.causal and not (window.hides_left or s.packed or s.lists), "PER_SM": per_sm,
-        "DIVIDED": call.division.ctas > 0, **({"maxnreg": 80} if per_sm > 1 else {}), **call.kinds(),
+        "STREAM_K": call.division.ctas > 0, **({"maxnreg": 80} if per_sm > 1 else {}), **call.kinds(),
         **dropout_constants(s),
     }  # fmt: skip
     tensors = call.tensors() | {
@@ -246,9 +246,9 @@ def _stream_k(call: _Call) -> Step:
     tensors = call.tensors() | {
         "parts_ptr": "stream_k_parts", "met_ptr": Counter(call.config.consumers * call.arch.sms),
     }  # fmt: skip
-    constants = {"LATE": undivided > 0, **({"launch_pdl": True} if undivided else {}), **call.kinds()}
+    constants = {"BEHIND": undivided > 0, **({"launch_pdl": True} if undivided else {}), **call.kinds()}
     return Step(
-        "attention_fwd_stream_k_kernel", (call.division.ctas,), tensors, call.sizes() | {"undivided": undivided},
+        "attention_fwd_stream_k_kernel", (call.division.ctas,), tensors, call.sizes() | {"whole_tiles": undivided},
         constants, smem.forward(constants | {"Q_STAGES": 1}, call.s.q_bytes, counted=False),
     )  # fmt: skip
 
@@ -259,7 +259,7 @@ def dropout_constants(s: Shape) -> dict[str, Any]:
     if not s.dropout:
         return {}
     short = s.rows * s.tokens * s.keys <= 2**35
-    return {"DRAW": (s.rare_dropout, short, s.keys % 8 == 0 and s.window_left < 0 and not s.packed)}
+    return {"DROPOUT_FORM": (s.rare_dropout, short, s.keys % 8 == 0 and s.window_left < 0 and not s.packed)}
 
 
 def _walk_reason(together: int, s: Shape, alike: bool) -> str:

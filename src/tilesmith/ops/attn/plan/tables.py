@@ -75,6 +75,10 @@ CLUSTER_BLOCKS = Threshold(
 )  # fmt: skip
 
 
+CLUSTERS = {"sm90": (7, 15, 30, 66)}
+"""Clusters of 16, 8, 4 and 2 CTAs that run at once, by architecture, where the driver cannot be asked: an H200's."""
+
+
 class Row(NamedTuple):
     """A configuration, and where it holds: name of a fact -> its value, or (least, most) of it, None for unbounded."""
 

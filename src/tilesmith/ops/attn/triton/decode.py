@@ -1,4 +1,4 @@
-"""attention for few query tokens over a long cache: the keys split over programs, their results combined (Triton)."""
+"""attention for few query tokens over a long cache: the keys split over CTAs, their results combined (Triton)."""
 
 import triton
 import triton.language as tl
@@ -54,7 +54,7 @@ def _walk(
     WIDENED: 8 bits become its 16 where they were loaded."""
     PLAIN: tl.constexpr = k_scale_ptr is None and not SOFTCAP
     SPARSE: tl.constexpr = mask_ptr is not None or documents_ptr is not None
-    # Steps begin at multiples of BLOCK_N. Where a page holds all slots of a step, its number is one for the program.
+    # Steps begin at multiples of BLOCK_N. Where a page holds all slots of a step, its number is one for the CTA.
     ONE_PAGE: tl.constexpr = pages_ptr is not None and PAGE_SIZE % BLOCK_N == 0
     ALIGNED: tl.constexpr = pages_ptr is not None and BLOCK_N % PAGE_SIZE == 0
     slots = tl.arange(0, BLOCK_N)
@@ -165,7 +165,7 @@ def _attention_split_kernel(
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, WIDENED: tl.constexpr, PEEL: tl.constexpr, STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch row, kv head, split, tile): a tile of rows, which are pairs (token, query head of that kv head),
+    """CTA (batch row, kv head, split, tile): a tile of rows, which are pairs (token, query head of that kv head),
     over a share of the keys. Writes a normalised result and its lse. Strides of q, k and v count UNIT elements. PEEL:
     slots that every row sees are walked apart, without masks. CHAINED: the next kernel may start and wait. WIDENED:
     as in `_walk`."""

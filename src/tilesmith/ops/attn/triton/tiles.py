@@ -282,7 +282,7 @@ def load_tile(
     ptr, desc, batch, head, first, stride, lo, hi,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BULK: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none. BULK: by the tensor memory accelerator.
+    """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none. BULK: by the TMA.
     CHECKED: only rows in [lo, hi) are read."""
     if BULK:
         return tl.reshape(desc.load([batch, head, first, 0]), (BLOCK, BLOCK_D))
@@ -335,7 +335,7 @@ def kept_probabilities(
 
 @triton.jit
 def schedule(blocks, heads, section, LAST_FIRST: tl.constexpr):
-    """Program -> (block, head). Heads whose operands fit in L2 together form a section; inside it all heads' longest
+    """CTA -> (block, head). Heads whose operands fit in L2 together form a section; inside it all heads' longest
     blocks come first, so that the short ones fill the end."""
     pid = tl.program_id(0)
     number = pid // (section * blocks)
