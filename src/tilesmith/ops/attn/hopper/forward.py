@@ -349,7 +349,7 @@ def attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
-    PER_SM: gl.constexpr, STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None,
+    STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order of the
     lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0;
@@ -366,7 +366,6 @@ def attention_fwd_kernel(
     gl.static_assert(not STREAM_K or (WINDOWLESS and Q_STAGES == 1 and dropout is None))
     gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
     gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
-    gl.static_assert(PER_SM == 1 or (CONSUMERS == 2 and D == 64 and DV == 64))
     OUT_IN_Q: gl.constexpr = D == 256 and DV == 256  # out takes the place of q
     if PACKED:
         blocks = gl.load(table)
@@ -391,7 +390,6 @@ def attention_fwd_kernel(
     fence()
     parts = (walk, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
-        OWN: gl.constexpr = 240 if PER_SM == 1 else 104
         gl.warp_specialize(
             [
                 (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
@@ -401,7 +399,7 @@ def attention_fwd_kernel(
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
             ],
             [4, 4],
-            [OWN, OWN],
+            [240, 240],
         )  # fmt: skip
     elif CONSUMERS == 3:
         gl.warp_specialize(

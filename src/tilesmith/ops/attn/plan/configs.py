@@ -7,15 +7,13 @@ from typing import NamedTuple
 
 class HopperConfig(NamedTuple):
     """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
-    q_stages: query tiles in flight. per_sm: CTAs of an SM, two of two consumers each at most. v_stages: value tiles in
-    flight where they are not as many as key tiles. Windows of up to 129 keys have two consumers and tiles of 64 keys,
-    at least four of them (`hopper.window`)."""
+    q_stages: query tiles in flight. v_stages: value tiles in flight where they are not as many as key tiles. Windows of
+    up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper.window`)."""
 
     consumers: int
     block_n: int
     stages: int
     q_stages: int = 1
-    per_sm: int = 1
     v_stages: int = 0
 
 

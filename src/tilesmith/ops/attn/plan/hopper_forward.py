@@ -123,7 +123,7 @@ def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: 
 
 def _within_lists(config: HopperConfig, block_k: int) -> HopperConfig:
     """Tiles that block lists are made of: two consumers, blocks that divide theirs."""
-    if config.consumers > 2 or config.per_sm > 1:
+    if config.consumers > 2:
         # with one tile of queries 1,190 us for 1,152 (H200, head dim 64, 16k, a quarter of the blocks)
         config = HopperConfig(2, 128, 4, 2)
     if config.block_n > 64 and block_k % 128:
@@ -211,17 +211,14 @@ class _Call(NamedTuple):
 def _tiles(call: _Call) -> Step:
     """The persistent CTAs, which take tiles from a counter."""
     s, config, window = call.s, call.config, call.window
-    wide = max(columns(s.dim), columns(s.value_dim))
-    # more consumers or wider rows would wait for registers for ever
-    per_sm = config.per_sm if config.consumers == 2 and wide == 64 else 1
-    ctas = min(call.arch.sms * per_sm, call.division.undivided)
+    ctas = min(call.arch.sms, call.division.undivided)
     dynamic = ctas < call.division.undivided
     step = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
     aligned = s.tokens % step == (s.keys - s.tokens) % step == 0 and config.consumers < 4 and config.block_n == 128
     constants = {
         "LEFT": window.hides_left, "DYNAMIC": dynamic, "Q_STAGES": config.q_stages, "LIST_K": s.block_k,
-        "HALF": aligned and s.causal and not (window.hides_left or s.packed or s.lists), "PER_SM": per_sm,
-        "STREAM_K": call.division.ctas > 0, **({"maxnreg": 80} if per_sm > 1 else {}), **call.kinds(),
+        "HALF": aligned and s.causal and not (window.hides_left or s.packed or s.lists),
+        "STREAM_K": call.division.ctas > 0, **call.kinds(),
         **dropout_constants(s),
     }  # fmt: skip
     tensors = call.tensors() | {
@@ -273,8 +270,6 @@ def _tile_reasons(steps: list[Step], config: HopperConfig) -> list[str]:
     reasons = [f"tiles of {64 * config.consumers} queries and {config.block_n} keys, {config.stages} in flight"]
     if main.constants.get("HALF"):
         reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
-    if main.constants.get("PER_SM", 1) > 1:
-        reasons.append("two CTAs of an SM fill each other's gaps")
     return reasons
 
 

@@ -123,11 +123,6 @@ HOPPER_FORWARD = (
         "with two 511 / 615 / 711; causal 1k / 4k / 16k 475 / 675 / 732, with two 468 / 668 / 730",
     ),
     Row(
-        {"whole": True, "causal": True, "keys": (None, 512)}, HopperConfig(2, 64, 4, 2, per_sm=2),
-        "two CTAs fill each other's gaps, though with so few registers ptxas lets each product wait for the last one; "
-        "256 / 512 / 1k keys: 178 / 262 / 331, by four consumers 163 / 249 / 349; blocks of 32 keys 173 / 244",
-    ),
-    Row(
         {"whole": True, "causal": False, "keys": (None, 2047)}, HopperConfig(4, 64, 6, 2),
         "512 / 1k keys: four consumers 416 / 471, with one tile of queries 409 / 466, three consumers 360 / 443",
     ),
