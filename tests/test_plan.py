@@ -59,7 +59,7 @@ def test_stream_k_gives_each_step_to_one_cta():
         if step is None:
             continue
         met += 1
-        ctas, undivided = step.ctas, step.numbers["undivided"]
+        ctas, undivided = step.ctas, step.numbers["whole_tiles"]
         tiles = step.numbers["blocks"] * step.numbers["rows"] - undivided
         steps = [math.ceil(s.keys / plan.tile[1])] * tiles
         if step.constants["RIGHT"]:
@@ -87,14 +87,14 @@ def test_the_order_of_a_deterministic_backward_cannot_deadlock():
         tiles, blocks, rows, section = n["k_blocks"], n["q_blocks"], n["rows"], n["section"]
         if tiles * rows * blocks > 8000:
             continue
-        ways[c["ALTERNATES"], c["RING"], c["RIGHT"]] += 1
+        ways[c["RING"], c["RIGHT"]] += 1
         first = [0] * tiles
         if c["RIGHT"]:
             behind = s.keys - s.tokens + n["right"] + n["q_begin"]
             first = [min(max(128 * tile - behind, 0) // c["BQ"], blocks - 1) for tile in range(tiles)]
         done, sums = set(), Counter()
         for number in range(tiles * rows):
-            tile = schedule.key_tile(number, tiles, section, rows, c["ALTERNATES"])
+            tile = schedule.key_tile(number, tiles, section, rows)
             for block, which, after in schedule.additions(tile, tiles, blocks, first, c["RING"]):
                 assert after is None or (tile.head, after, block, which) in done
                 if after is None:
@@ -103,20 +103,7 @@ def test_the_order_of_a_deterministic_backward_cannot_deadlock():
         assert set(sums.values()) == {1}, "one tile is the first to add to each sum, and all others wait for one"
         met = Counter((head, block) for head, _, block, _ in done)
         assert all(met[head, b] == sum(f <= b for f in first) for head in range(rows) for b in range(blocks))
-    assert len(ways) >= 3
-
-
-def test_alternating_sections_cannot_deadlock():
-    for tiles, section, rows in ((64, 3, 7), (70, 2, 2), (5, 1, 4)):
-        blocks = 2 * tiles
-        first = [2 * tile for tile in range(tiles)]
-        done = set()
-        for number in range(tiles * rows):
-            tile = schedule.key_tile(number, tiles, section, rows, True)
-            for block, which, after in schedule.additions(tile, tiles, blocks, first, False):
-                assert after is None or (tile.head, after, block, which) in done
-                done.add((tile.head, tile.place, block, which))
-        assert len(done) == rows * sum(blocks - f for f in first)
+    assert len(ways) == 3
 
 
 def _cost(tiles, blocks, traffic):

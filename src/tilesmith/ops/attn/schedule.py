@@ -91,20 +91,16 @@ def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | N
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys of an ordered backward: its place among those of its head, its head, and whether it meets its
-    first block of queries first."""
+    """A tile of keys of an ordered backward: its place among those of its head, and its head."""
 
     place: int
     head: int
-    up: bool
 
 
-def key_tile(number: int, tiles: int, section: int, rows: int, alternates: bool) -> KeyTile:
-    """The tile that a number of the counter stands for (`KeyWalk.tile`): the last keys come first, and with
-    `alternates` in every other section the first ones."""
+def key_tile(number: int, tiles: int, section: int, rows: int) -> KeyTile:
+    """The tile that a number of the counter stands for (`KeyWalk.tile`): the last keys come first."""
     block, head = numbered(number, tiles, section, rows)
-    up = not alternates or number // (section * tiles) % 2 == 0
-    return KeyTile(tiles - 1 - block if up else block, head, up)
+    return KeyTile(tiles - 1 - block, head)
 
 
 class Addition(NamedTuple):
@@ -127,7 +123,5 @@ def additions(tile: KeyTile, tiles: int, blocks: int, first: Sequence[int], ring
             near = ((block + 1) * tiles - 1) // blocks + 1
             found.append(Addition(block, int(again), place + 1 if place + 1 < (tiles if again else near) else None))
         return found
-    if tile.up:
-        behind = first[place + 1] if place + 1 < tiles else blocks
-        return [Addition(i, 0, place + 1 if i >= behind else None) for i in range(first[place], blocks)]
-    return [Addition(i, 0, place - 1 if place else None) for i in reversed(range(first[place], blocks))]
+    behind = first[place + 1] if place + 1 < tiles else blocks
+    return [Addition(i, 0, place + 1 if i >= behind else None) for i in range(first[place], blocks)]

@@ -8,8 +8,7 @@ reductions: in any order, the first to come by a plain store, so that dq may dif
 ordered, tile after tile of keys. Scores live in units of log 2.
 
 Ordered, the last keys come first and each tile starts where they do, at its diagonal under a causal mask. There a tile
-is the first to add; the next tile gets there one tile's worth of blocks later, and so finds its turn come. Where heads
-alternate, those of every other section come from the first keys on and walk down to their diagonal (`KeyWalk.rises`).
+is the first to add; the next tile gets there one tile's worth of blocks later, and so finds its turn come.
 Without a mask each tile may start where its diagonal would be, and come round to the first queries (`around`).
 
 The kernels of one backward are launched so that each may start while the one before ends.
@@ -71,7 +70,6 @@ from tilesmith.ops.attn.hopper.backward_walk import (
     START,
     STEP,
     STORED,
-    UP,
     KeyWalk,
     announce,
     around,
@@ -89,7 +87,7 @@ from tilesmith.ops.attn.hopper.walk import next_tile, tile_queue
 
 @gluon.jit
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
-         ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, k_blocks, STREAM_K: gl.constexpr, WOVEN: gl.constexpr,
+         ORDERED: gl.constexpr, k_blocks, STREAM_K: gl.constexpr, WOVEN: gl.constexpr,
          ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr, RING: gl.constexpr, rows):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
     first to come has stored (STORED stands at turns_ptr then), or ORDERED what the tile of keys behind this one adds
@@ -108,10 +106,6 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
         place = queue.read(turn, PLACE)
         met = queue.read(turn, MET)
         met_end = queue.read(turn, MET_END)
-        if ALTERNATES:
-            rises = queue.read(turn, UP) > 0
-            # where the tile falls: the last key that the last query of its last block but one sees
-            reach = queue.read(turn, EDGE) + start - 1
         queue.consumer_release(turn)
         for member in range(1 if STREAM_K or WOVEN else GROUP):
             entry = met + member * met_end
@@ -130,12 +124,6 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                         left, follows = ring_turn(block, again, start // 128, k_blocks, blocks)
                         left *= 128
                         block += gl.where(again, rows * GROUP * q_blocks, 0)
-                    if ALTERNATES:
-                        block = gl.where(rises, i, blocks - 1 - i)
-                        last = gl.minimum((reach + (block + 2 - blocks) * BQ) // 128, k_blocks - 1)
-                        last = gl.where(block == blocks - 1, k_blocks - 1, last) * 128
-                        left = gl.where(rises, start, last - start)
-                        follows = gl.where(rises, (block >= met) & (block < met_end), start > 0)
                     here = turns_ptr + place + block
                     if ORDERED:
                         if follows:
@@ -227,8 +215,6 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         queue.write(turn, MET_END, met_end - first)
         if STREAM_K:
             queue.write(turn, SLOT, slot)
-        if walk.ALTERNATES:
-            queue.write(turn, UP, gl.where(rises, 1, 0))
         if DROPS and walk.PACKED:
             queue.write(turn, QUERIES_END, q_place)
         queue.producer_commit(turn)
@@ -253,8 +239,6 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                     block, member = woven(i, blocks, rises, walk.GROUP)
                 else:
                     block = i if STREAM_K else listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
-                    if walk.ALTERNATES:
-                        block = gl.where(rises, i, blocks - 1 - i)
                     if RING:
                         block, _ = around(i, start // walk.BK, walk.k_blocks, blocks)
                 here = head + member, first + block
@@ -439,7 +423,7 @@ def _block(
 @gluon.jit
 def _consume(
     C: gl.constexpr, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, ALTERNATES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr,
     WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr, STREAM_K: gl.constexpr, stream_k_ptr,
     LATE_DQ: gl.constexpr, dropout, sizes, DROPOUT_FORM: gl.constexpr,
@@ -482,8 +466,6 @@ def _consume(
         wait(kv_full.index(0), turn & 1)
         wait(kv_full.index(1), turn & 1)
         step = BQ if ORDERED else -BQ
-        if ALTERNATES:
-            step = gl.where(queue.read(turn, UP) > 0, BQ, -BQ)
         if WOVEN:
             step = gl.where(queue.read(turn, RISES) > 0, BQ, -BQ)
             blocks *= GROUP
@@ -555,7 +537,7 @@ def attention_dkv_kernel(
     indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
     list_rows, whole_tiles, stream_k_ctas, stream_k_ptr, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, WOVEN: gl.constexpr, RING: gl.constexpr, BQ: gl.constexpr,
+    ORDERED: gl.constexpr, WOVEN: gl.constexpr, RING: gl.constexpr, BQ: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None,
     DROPOUT_FORM: gl.constexpr = None,
 ):  # fmt: skip
@@ -565,8 +547,7 @@ def attention_dkv_kernel(
     d score / d (q . k) but for tanh. stream_k_ptr: dk and dv of each run's parts of tiles from
     number `whole_tiles` on (`stream_k_run`), or None where no tile is divided. TAIL: the last tile has
     fewer keys. ORDERED: tiles add one after another, from the last keys on, and their blocks of queries come from the
-    first on; else both come the other way round. ALTERNATES: the other way round in every other section of heads,
-    though ORDERED (blocks of 64 queries and a causal mask, neither grouped heads nor documents). WOVEN: a block of
+    first on; else both come the other way round. WOVEN: a block of
     queries of all heads of a group before the next block (blocks of 64 queries, a causal mask, neither ORDERED nor
     documents or lists). RING: tiles of a head each start at a block of queries of their own (`around`), ORDERED, where
     nothing is masked, dropped or packed; then a block's dq has two parts (`ring_turn`). dropout: the seed tensor and
@@ -579,7 +560,6 @@ def attention_dkv_kernel(
     PLACED: gl.constexpr = not (LEFT or PACKED or LIST_Q > 0)
     gl.static_assert(not STREAM_K or (PLACED and not (RIGHT or ORDERED or dropout is not None)))
     gl.static_assert(not RING or (PLACED and ORDERED and not (RIGHT or dropout is not None)))
-    gl.static_assert(not ALTERNATES or (PLACED and ORDERED and RIGHT and GROUP == 1 and BQ == 64))
     gl.static_assert(not WOVEN or (PLACED and RIGHT and not ORDERED and GROUP > 1 and BQ == 64))
     gl.static_assert(not (LIST_Q > 0 and (LEFT or PACKED or ORDERED or dropout is not None)))
     gl.static_assert(BQ == 64 or (BQ == 128 and D == 64))
@@ -589,7 +569,7 @@ def attention_dkv_kernel(
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share, list_rows,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, ALTERNATES, WOVEN, BQ, 128, D, STAGES, LIST_Q,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, 128, D, STAGES, LIST_Q,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = tiles_of(STAGES, q_desc)
@@ -613,16 +593,16 @@ def attention_dkv_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, ALTERNATES, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
+                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
                         STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, ALTERNATES, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
+                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
                         STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
                         indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING)),
-            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ALTERNATES,
+            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
                     k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
-            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ALTERNATES,
+            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
                     k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
         ],
         [4, 1, 1, 1],

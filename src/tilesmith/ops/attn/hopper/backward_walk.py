@@ -39,11 +39,10 @@ class KeyWalk:
     q_begin, k_begin: the first query and key of the first tiles; those before see nothing, or nobody sees them, and
     they may hold NaN. q_blocks, k_blocks: tiles of a head. rows: batch * kv heads. section: how many kv heads are
     worked on together, so that what they stream stays in L2. left, right: the window. PACKED: sizes and beginnings are
-    those of one document at a time. ORDERED: tiles come from the last keys on, and ALTERNATES in every other section
-    from the first ones. WOVEN: a tile meets a block of queries of all heads of its group before the next block
-    (`rises`). BQ, BK: queries of a block, keys of a tile. With block lists of LIST_Q queries, list_share heads have a
-    list in common, and list_rows is how many tiles of keys the lists of a batch row have, 0 if all have the same.
-    """
+    those of one document at a time. ORDERED: tiles come from the last keys on. WOVEN: a tile meets a block of queries
+    of all heads of its group before the next block (`rises`). BQ, BK: queries of a block, keys of a tile. With block
+    lists of LIST_Q queries, list_share heads have a list in common, and list_rows is how many tiles of keys the lists
+    of a batch row have, 0 if all have the same."""
 
     tokens: gl.tensor
     keys: gl.tensor
@@ -64,7 +63,6 @@ class KeyWalk:
     DYNAMIC: gl.constexpr
     PACKED: gl.constexpr
     ORDERED: gl.constexpr
-    ALTERNATES: gl.constexpr
     WOVEN: gl.constexpr
     BQ: gl.constexpr
     BK: gl.constexpr
@@ -75,15 +73,14 @@ class KeyWalk:
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
-        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, ALTERNATES, WOVEN, BQ, BK, D, STAGES, LIST_Q,
+        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, BK, D, STAGES, LIST_Q,
     ):  # fmt: skip
         self.tokens, self.keys, self.kv_heads, self.q_begin, self.k_begin = tokens, keys, kv_heads, q_begin, k_begin
         self.q_blocks, self.k_blocks, self.rows, self.section = q_blocks, k_blocks, rows, section
         self.left, self.right, self.list_share, self.list_rows = left, right, list_share, list_rows
         self.GROUP, self.LEFT, self.RIGHT = gl.constexpr(GROUP), gl.constexpr(LEFT), gl.constexpr(RIGHT)
         self.DYNAMIC, self.PACKED = gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
-        self.ORDERED, self.ALTERNATES = gl.constexpr(ORDERED), gl.constexpr(ALTERNATES)
-        self.WOVEN = gl.constexpr(WOVEN)
+        self.ORDERED, self.WOVEN = gl.constexpr(ORDERED), gl.constexpr(WOVEN)
         self.BQ, self.BK = gl.constexpr(BQ), gl.constexpr(BK)
         self.D, self.STAGES, self.LIST_Q = gl.constexpr(D), gl.constexpr(STAGES), gl.constexpr(LIST_Q)
 
@@ -104,9 +101,7 @@ class KeyWalk:
             section = gl.where(late, section, (section + 1) // 2)
         block, row = numbered(number, blocks, section, self.rows)
         block += skipped
-        if self.ALTERNATES:
-            block = gl.where(self.rises(number), self.k_blocks - 1 - block, block)
-        elif self.ORDERED:
+        if self.ORDERED:
             block = self.k_blocks - 1 - block
         batch = row // self.kv_heads
         kv_head = row - batch * self.kv_heads
@@ -120,17 +115,12 @@ class KeyWalk:
 
     @gluon.jit
     def rises(self, number):
-        """Whether a tile meets its first queries first. ALTERNATES: in every other section. The tiles of the first one,
-        the last keys first, start together, each at its diagonal, and end one after another, the shortest first; so
-        those of the second start one after another, now the longest first, and if each walks down from the last queries
-        it follows the one before and all end together, each at its diagonal. WOVEN: in every other section, so that all
-        tiles that run meet the same queries at about the same time. Those of the first section start together, at the
-        last queries, and end one after another, the last keys first; so those of the second start one after another,
-        the first keys first, each when those before it have come to its own first queries, and end together."""
+        """Whether a tile meets its first queries first. WOVEN: in every other section, so that all tiles that run meet
+        the same queries at about the same time. Those of the first section start together, at the last queries, and end
+        one after another, the last keys first; so those of the second start one after another, the first keys first,
+        each when those before it have come to its own first queries, and end together."""
         rises = number < 0
-        if self.ALTERNATES:
-            rises = number // (self.section * self.k_blocks) % 2 == 0
-        elif self.ORDERED:
+        if self.ORDERED:
             rises = number >= 0
         elif self.WOVEN:
             rises = number // (self.section * self.k_blocks) % 2 == 1
@@ -142,7 +132,7 @@ class KeyWalk:
         return KeyWalk(
             tokens, keys, self.kv_heads, q_begin, self.k_begin, q_blocks, self.k_blocks, self.rows, self.section,
             self.left, self.right, self.list_share, self.list_rows, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC,
-            self.PACKED, self.ORDERED, self.ALTERNATES, self.WOVEN, self.BQ, self.BK, self.D, self.STAGES, self.LIST_Q,
+            self.PACKED, self.ORDERED, self.WOVEN, self.BQ, self.BK, self.D, self.STAGES, self.LIST_Q,
         )  # fmt: skip
 
     @gluon.jit
@@ -188,7 +178,6 @@ ENTRY, STEP = (
 )  # with lists: a tile's row in their table, and how far the next head's is
 RISES = gl.constexpr(7)  # WOVEN: 1 where a tile meets its first queries first
 SLOT = gl.constexpr(9)  # STREAM_K: where the tile's part is left
-UP = gl.constexpr(9)  # ALTERNATES: 1 where a tile meets its first queries first
 QUERIES_END = gl.constexpr(9)  # of documents with dropout: where the document's queries end
 
 

@@ -215,7 +215,7 @@ def attention_dkv_wide_kernel(
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, gl.to_tensor(1),
-        gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, False, False, 64, 64, D, STAGES, 0,
+        gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, False, 64, 64, D, STAGES, 0,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = tiles_of(STAGES, q_desc)

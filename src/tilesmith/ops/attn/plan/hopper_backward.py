@@ -22,8 +22,6 @@ from tilesmith.ops.attn.plan.hopper_forward import (
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Part, Plan, Source, Step, Tile
 from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
 from tilesmith.ops.attn.plan.tables import (
-    ALTERNATE_BLOCKS,
-    ALTERNATE_FILL,
     ORDERED_L2,
     STREAM_K_L2,
     STREAM_K_STEPS_VJP,
@@ -62,15 +60,6 @@ def kv_heads_together(s: Shape, k_blocks: int, arch: Any, ordered: bool, diagona
         kept = int(arch.l2 * ORDERED_L2.value) // streamed(s.tokens, s.dim, s.group)
         section = min(section, kept) if diagonal else kept
     return min(max(1, section), s.batch * s.kv_heads)
-
-
-def alternates(k_blocks: int, block_m: int, section: int, arch: Any) -> bool:
-    """Whether, ordered and under a causal mask, every other section of heads walks the other way (`KeyWalk.rises`), so
-    that none of its tiles is longer than the time that is left: where a section fills the device, where a tile is met a
-    whole block behind the one before, which takes blocks of fewer queries than a tile has keys, and where the last
-    tiles take longer than putting dq in order beside them."""
-    filled = section * k_blocks >= arch.sms * ALTERNATE_FILL.value
-    return block_m < BLOCK_N and k_blocks >= ALTERNATE_BLOCKS.value and filled
 
 
 def rings(s: Shape, q_blocks: int, k_blocks: int, section: int, arch: Any) -> bool:
@@ -167,7 +156,6 @@ class Order(NamedTuple):
 
     section: int
     ordered: bool
-    alternates: bool
     ring: bool
     woven: bool
     division: Division
@@ -176,8 +164,6 @@ class Order(NamedTuple):
         found = [f"sections of {self.section} of {s.batch * s.kv_heads} kv heads"]
         if self.ordered:
             found.append("deterministic: each tile of keys adds to dq when the tile behind it has")
-        if self.alternates:
-            found.append("every other section of heads walks the other way, so that the longest tiles do not come last")
         if self.ring:
             found.append("each tile starts at a block of queries of its own and comes round: dq has two sums a block")
         if self.woven:
@@ -192,11 +178,10 @@ def _order(s: Shape, b: Blocks, arch: Any) -> Order:
     known = not (left or s.packed or s.lists)  # every tile's place follows from its number
     ring = ordered and known and not (right or s.dropout) and rings(s, b.q_blocks, b.k_blocks, section, arch)
     woven = s.group > 1 and right and b.block_m == 64 and known and not s.deterministic
-    turns = ordered and right and s.group == 1 and known and alternates(b.k_blocks, b.block_m, section, arch)
     division = Division(b.k_blocks * s.batch * s.kv_heads, 0)
     if b.wide <= 128 and known and not (right or s.deterministic or s.dropout):
         division = divided_vjp(s, division.undivided, b.q_blocks * s.group, section, arch)
-    return Order(section, ordered, turns, ring, woven, division)
+    return Order(section, ordered, ring, woven, division)
 
 
 @lru_cache(maxsize=1024)
@@ -319,7 +304,7 @@ def _dkv(call: _Call) -> Step:
         "scale": "factor", **({"dropout": "dropout"} if s.dropout else {}),
     }  # fmt: skip
     constants = {
-        "LIST_Q": s.block_q, "ORDERED": s.deterministic, "ALTERNATES": order.alternates, "WOVEN": order.woven,
+        "LIST_Q": s.block_q, "ORDERED": s.deterministic, "WOVEN": order.woven,
         "RING": order.ring, "BQ": b.block_m, "STAGES": call.config.stages, "launch_pdl": True, **call.kinds(),
         **dropout_constants(s),
     }  # fmt: skip

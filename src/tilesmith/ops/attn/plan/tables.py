@@ -53,14 +53,6 @@ ORDERED_L2 = Threshold(
     "4k causal: 543 with the 6 heads that fit, 515 with 12, 462 with 16; 32/8 heads 1,480 us with the one that fits, "
     "1,590 with 4; head dim 64, 4k full: 574 with 8, 506 with the 4 that give each CTA a tile",
 )  # fmt: skip
-ALTERNATE_BLOCKS = Threshold(
-    64, "tiles of a head from which on an ordered causal backward alternates its direction from section to section",
-    "head dim 128, 32k / 16k / 8k / 4k / 2k: 674 / 685 / 643 / 596 / 508, without 634 / 658 / 630 / 598 / 531; "
-    "head dim 64 in blocks of 128 queries, 16k: 421, without 518",
-)  # fmt: skip
-ALTERNATE_FILL = Threshold(
-    Fraction(9, 10), "part of the SMs that a section must fill for that", "as above; not measured by itself"
-)
 NARROW_WINDOW = Threshold(
     128, "left + right of a window up to which all keys of a tile are loaded at once", "backward 1.7 to 1.9 times"
 )
