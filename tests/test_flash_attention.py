@@ -132,17 +132,15 @@ def test_tiles_change_nothing_but_rounding():
 
 @pytest.mark.skipif(not ON_GPU, reason="tiles are a GPU's")
 def test_a_pinned_tile_is_what_runs(monkeypatch):
-    from tilesmith.ops.attn.triton import backward, forward
+    from tilesmith.ops.attn import execute
 
-    ran = {}
-    for module in (forward, backward):
-        launch = module.launch
+    ran, launch = {}, execute.launch
 
-        def spy(kernel, grid, *args, launch=launch, **named):
-            ran[kernel.fn.__name__] = (named.get("BLOCK_N"), named.get("BLOCK_M"))
-            return launch(kernel, grid, *args, **named)
+    def spy(kernel, grid, *args, **named):
+        ran[kernel.fn.__name__] = (named.get("BLOCK_N"), named.get("BLOCK_M"))
+        return launch(kernel, grid, *args, **named)
 
-        monkeypatch.setattr(module, "launch", spy)
+    monkeypatch.setattr(execute, "launch", spy)
     q, k, v = _tensors(1, 2, 2, 300, 300, 64, dtype=torch.float16)
     for Bc, Br in ((16, 64), (32, 128)):
         ran.clear()

@@ -17,18 +17,16 @@ SERVED = DEVICE.type != "cpu" or interpreting()
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the attention kernels that are launched -> (BLOCK_M, BLOCK_N)."""
-    from tilesmith.ops.attn.triton import backward, forward
+    from tilesmith.ops.attn import execute
 
-    seen = {}
-    for module in (forward, backward):
-        launch = module.launch
+    seen, launch = {}, execute.launch
 
-        def spy(kernel, grid, *args, launch=launch, **named):
-            if "BLOCK_N" in named:
-                seen[kernel.fn.__name__] = (named["BLOCK_M"], named["BLOCK_N"])
-            return launch(kernel, grid, *args, **named)
+    def spy(kernel, grid, *args, **named):
+        if "BLOCK_N" in named:
+            seen[kernel.fn.__name__] = (named["BLOCK_M"], named["BLOCK_N"])
+        return launch(kernel, grid, *args, **named)
 
-        monkeypatch.setattr(module, "launch", spy)
+    monkeypatch.setattr(execute, "launch", spy)
     return seen
 
 
@@ -109,63 +107,3 @@ def test_what_is_pinned_for_wide_rows_is_launched_or_refused(backend, refused, s
         configure.forget()
     (named,) = launched
     assert served.items() <= {k.lower(): v for k, v in named.items()}.items()
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "tokens", "keys", "right", "wanted"),
-    [
-        (4, 16, 4096, 4096, None, (1980, 132)),  # 15 rounds, and 68 tiles
-        (1, 1, 20, 4096, None, (0, 4)),
-        (1, 5, 4096, 4096, None, (132, 112)),  # a round, and 28 tiles of 4 shares each
-        (1, 3, 2048, 2048, None, (0, 96)),  # 2 shares each, with no rounds before them
-        (1, 4, 1024, 1024, None, (32, 0)),  # spares too little
-        (1, 132, 256, 4096, None, (264, 0)),  # come out even
-        (8, 16, 2048, 2048, None, (2048, 0)),  # spares less than it costs
-        (1, 2, 131_072, 131_072, None, (2048, 0)),  # keys do not stay in the L2 cache
-        (1, 4, 4096, 4096, 0, (0, 132)),  # 32 tiles a head of 1 to 32 blocks
-        (1, 4, 2048, 2048, 0, (64, 0)),
-        (1, 5, 4096, 4096, 0, (160, 0)),  # the counter evens these out
-        (1, 64, 256, 131_072, 0, (128, 0)),
-    ],
-)
-def test_tiles_are_divided_where_that_spares_more_than_it_costs(batch, heads, tokens, keys, right, wanted):
-    from tilesmith.ops.attn.hopper.stream_k import divided
-
-    q = torch.empty(batch, heads, tokens, 128, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(batch, heads, keys, 128, dtype=torch.bfloat16, device="meta")
-    tiles = -(-tokens // 128) * batch * heads
-    assert divided(q, k, k, tiles, 128, 128, right, arch_named("sm90")) == wanted
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "tokens", "keys", "wanted"),
-    [
-        (1, 16, 16, 2048, 2048, True),
-        (2, 16, 16, 8192, 8192, True),
-        (1, 32, 8, 16_384, 16_384, True),
-        (64, 16, 16, 1024, 1024, False),  # as many blocks of dq as would be spared
-        (8, 16, 16, 2048, 2048, False),
-        (1, 4, 4, 8192, 2048, False),  # four times the queries and dq in the L2 cache at a time
-    ],
-)
-def test_ordered_tiles_start_apart_where_that_spares_more_than_it_costs(batch, heads, kv_heads, tokens, keys, wanted):
-    from tilesmith.ops.attn.hopper.launch_backward import rings, section_vjp
-
-    q, arch = torch.empty(batch, heads, tokens, 128, dtype=torch.bfloat16, device="meta"), arch_named("sm90")
-    section = section_vjp(q, kv_heads, keys // 128, arch, False, True, False)
-    assert rings(q, tokens // 64, keys // 128, section, arch) == wanted
-
-
-def test_attention_tells_that_tiles_are_made_in_shares(monkeypatch):
-    from tilesmith.ops.attn.hopper import launch_forward as hopper
-    from tilesmith.ops.attn.op import attention_op
-
-    monkeypatch.setattr(hopper, "arch_of", lambda device: arch_named("sm90"))
-    kernel = attention_op.kernel("hopper")
-    tells = lambda *args: kernel.tells(*args, config=hopper.attention.configure(args))  # noqa: E731
-    q, few = (torch.empty(4, heads, 4096, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 33))
-    assert tells(*attention_op.bind((q, q, q), {})) == [
-        "1980 tiles by one program each, 68 in 132 equal shares of keys"
-    ]
-    assert tells(*attention_op.bind((few, few, few), {})) == []
-    assert tells(*attention_op.bind((q, q, q), {"causal": True})) == []

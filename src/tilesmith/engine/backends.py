@@ -7,8 +7,11 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
+
+from tilesmith.hardware.detect import Arch
 
 REFERENCE = "reference"
 
@@ -57,6 +60,17 @@ def _needs_other_kernels(device: torch.device, pinned: bool) -> str | None:
     return None
 
 
+def _missing_on(need: Any, arch: Arch) -> str | None:
+    """What an architecture lacks, whatever this machine has."""
+    if need is _needs_triton and arch.kind not in ("cuda", "hip", "xpu"):
+        return f"{arch.name} is no GPU that Triton reaches"
+    if need is _needs_hopper and arch.capability != (9, 0):
+        return f"{arch.name} has no warpgroup products; Hopper kernels need compute capability 9.0"
+    if need in (_needs_triton, _needs_hopper):
+        return triton_missing()  # its registrations say what it would do
+    return None if need in (None, _needs_other_kernels) else "it tells only of devices that are here"
+
+
 _NEEDS: dict[str, Callable[[torch.device, bool], str | None]] = {
     "triton": _needs_triton,
     "triton_split": _needs_triton,
@@ -75,7 +89,10 @@ def declare_backend(name: str, need: Callable[[torch.device, bool], str | None])
     _NEEDS[name] = need
 
 
-def missing(backend: str, device: torch.device, pinned: bool = False) -> str | None:
-    """Why `backend` cannot serve tensors on `device`, or None when it can be asked."""
+def missing(backend: str, device: Any, pinned: bool = False) -> str | None:
+    """Why `backend` cannot serve tensors on `device`, or None when it can be asked. In place of a device an `Arch`
+    stands for one that is not here, with whatever else a backend needs."""
     need = _NEEDS.get(backend)
+    if isinstance(device, Arch):
+        return _missing_on(need, device)
     return need(device, pinned) if need is not None else None

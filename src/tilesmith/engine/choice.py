@@ -46,7 +46,7 @@ class Choice:
         lines += [f"  not {backend}: {'; '.join(reasons)}" for backend, reasons in self.rejected]
         if self.lower:
             lines.append("  could too: " + ", ".join(f"{k.backend} (rank {k.rank})" for k in self.lower))
-        return "\n".join(lines + ([f"  {self.note}"] if self.note else []))
+        return "\n".join(lines + [f"  {line}" for line in self.note.split("; ") if line])
 
 
 def pins() -> dict[str, str]:
@@ -181,7 +181,8 @@ def choose(op: Any, call: Any, pin: str, device: Any) -> Choice:
         if not reasons:
             lower = tuple(k for k in ranked[place + 1 :] if not k.rejects(call))
             choice = Choice(kernel, f"rank {kernel.rank}, the highest that accepts", tuple(rejected), lower=lower)
-            _tell(choice, device)
+            if isinstance(device, torch.device):  # an architecture is only asked about
+                _tell(choice, device)
             return choice
         rejected.append((kernel.backend, reasons))
     raise NotImplementedError(f"no kernel serves this call of {op.name}: {rejected}")

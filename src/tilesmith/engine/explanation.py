@@ -25,10 +25,15 @@ def _asked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
     raise RuntimeError(f"{op.name}: this call runs no kernel")
 
 
-def explain(op: str | Op, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice | str:
+def explain(
+    op: str | Op, *args: Any, compiled: bool = False, arch: str | None = None, gradient: bool = False, **kwargs: Any
+) -> Choice | str:
     """Why a call is served as it is: `explain("rms_norm", x, weight)`; without arguments, the op's kernels.
 
-    Raises ValueError for an unknown name.
+    compiled: as under torch.compile. arch: as on a GPU of that architecture, "sm90" of `hardware/arch.toml`, which need
+    not be here; the tensors may lie on any device, or on "meta" without memory. gradient: of the call's gradient.
+
+    Raises ValueError for an unknown name or arch.
     """
     name = op.name if isinstance(op, Op) else op
     if not isinstance(name, str):
@@ -41,5 +46,6 @@ def explain(op: str | Op, *args: Any, compiled: bool = False, **kwargs: Any) -> 
     if args or kwargs:
         if found.door_function is not None:
             args, kwargs = _asked(found, args, kwargs), {}
-        return found.explain(*args, compiled=compiled, **kwargs)
+        asked = {name: value for name, value in (("arch", arch), ("gradient", gradient)) if value}
+        return found.explain(*args, compiled=compiled, **asked, **kwargs)
     return f"{name}{found.signature}: kernels {', '.join(found.backends())}"

@@ -35,7 +35,8 @@ class Kernel:
     fn: callable with the reference's signature. rank: higher is tried first; the reference has 0.
     rejects: metadata of a call -> sentences that say why this kernel cannot serve it; empty means it can.
     errors: output -> the error, beyond rounding, that its method may have. tells: arguments of a call that it serves ->
-    sentences on how, where it has several ways; given the configuration too, if its signature has `config`.
+    sentences on how, where it has several ways; given the configuration and the architecture too, where its signature
+    has `config` and `arch`.
     """
 
     op: str
@@ -186,6 +187,17 @@ class _Configure:
                 f"of {arch}; {fits} does"
             )
         return fitted
+
+    def on(self, arch: Any, args: tuple, fields: Mapping[str, int]) -> Any:
+        """The configuration for these arguments on an architecture that need not be here, with `fields` pinned."""
+        here, found = self.arch, dict(self._found)
+        self.arch = arch
+        self._found.clear()  # its keys name devices
+        try:
+            return self.with_fields(args, fields, search=False) if fields else self(args, search=False)
+        finally:
+            self.arch = here
+            self._found.update(found)
 
     def bind(self, args: tuple, fields: Mapping[str, int] | None = None, **said: bool) -> Any:
         """The kernel with the configuration for these arguments; while one is forced, asked anew at each call. said:

@@ -24,6 +24,7 @@ from tilesmith.engine.key import Known, make_direct, make_key
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
+from tilesmith.hardware.detect import arch_named, arch_of
 
 
 class Op:
@@ -96,7 +97,8 @@ class Op:
         self._recent: dict[tuple, Ready] = {}
         self.door_function: Callable[..., Any] | None = None
         self._select = lru_cache(maxsize=512)(lambda call, pin, device: choose(self, call, pin, device))
-        self._define(fake or reference)
+        self._fake = fake or reference
+        self._define(self._fake)
         self.add_kernel(Kernel(self.name, REFERENCE, reference, 0))
         self.gradient = Gradient(self) if not self.mutates else None
         DECLARED[self.name] = self
@@ -306,13 +308,24 @@ class Op:
             for i, a in enumerate(args)
         )
 
-    def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice:
-        """Which kernel would serve this call, why not the others, and what it tells of how. Runs nothing."""
+    def explain(
+        self, *args: Any, compiled: bool = False, arch: str | None = None, gradient: bool = False, **kwargs: Any
+    ) -> Choice:
+        """Which kernel would serve this call, why not the others, and what it tells of how. Runs nothing.
+
+        arch: name of an architecture of `hardware/arch.toml` in place of the tensors' device. gradient: of the op's
+        gradient in its place. Raises ValueError for an unknown arch, and for an op whose gradient is no op.
+        """
         args = self.bind(args, kwargs)
         if self.autocast:
             args = self._autocast(args)
         self.check(*args)
         device = next(a.device for a in args if isinstance(a, Tensor))
+        where = arch_of(device) if arch is None else arch_named(arch)
+        if gradient:
+            return self._explained_gradient(args, device if arch is None else None, where)
+        if arch is not None:
+            return self._explained(args, None, where)
         pin = pinned(self.name)
         choice = self._select(self._describe(*args), pin, device)
         if compiled and self.decompose is not None and not pin and self.when(*args):
@@ -320,7 +333,7 @@ class Op:
             if self.when is not always:
                 note += ", if it is known then that its tensors are so small; else one opaque call"
             return replace(choice, note=note)
-        notes = self._told(choice.kernel, args)
+        notes = self._told(choice.kernel, args, where)
         if compiled:
             notes.append("under torch.compile: one opaque call")
         elif self._hides(choice.kernel) and not (torch.is_grad_enabled() and True in self.gradient.needs(args)):
@@ -330,6 +343,26 @@ class Op:
             notes += self._repeated(args, pin)
         return replace(choice, note="; ".join(notes))
 
+    def _explained(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
+        """The choice for tensors as if they were on `device`, or, without one, on any of an architecture."""
+        call = self._describe(*args)._replace(arch=arch)
+        choice = choose(self, call, pinned(self.name), device or arch)
+        return replace(choice, note="; ".join(self._told(choice.kernel, args, arch)))
+
+    def _explained_gradient(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
+        """The choice for this call's gradient. Its arguments are made up, of no memory."""
+        if self.vjp is None:
+            raise ValueError(f"explain: the gradient of {self.name} has no kernels; its reference is differentiated")
+        made = {id(a): _unallocated(a) for a in args if isinstance(a, Tensor)}  # one tensor stays one
+        asked = {n: a.requires_grad for n, a in zip(self.parameters, args) if isinstance(a, Tensor)}
+        args = tuple(made.get(id(a), a) for a in args)
+        found = self._fake(*args)
+        outputs = dict(zip(self.outputs, found if isinstance(found, tuple) else (found,)))
+        known = {**dict(zip(self.parameters, args)), **outputs, **{f"d{n}": x for n, x in outputs.items()}}
+        wanted = [asked.get(n[1:], False) or (n[1:] in asked and not any(asked.values())) for n in self.vjp.outputs]
+        known |= {"output_mask": wanted, "overwrite": False}
+        return self.vjp._explained(tuple(known[n] for n in self.vjp.parameters), device, arch)
+
     def _repeated(self, args: tuple, pin: str) -> list[str]:
         """How this very call is repeated, if it was made before."""
         try:
@@ -338,12 +371,13 @@ class Op:
             return []
         return [] if ready is None else (ready if ready.way or not ready.alone else ready.alone).told()
 
-    def _told(self, kernel: Kernel, args: tuple) -> list[str]:
-        if "config" not in inspect.signature(kernel.tells).parameters:
-            return list(kernel.tells(*args))
-        configure, (_, fields) = kernel.fn.configure, parse_pin(pinned(self.name))
-        config = configure.with_fields(args, fields, search=False) if fields else configure(args, search=False)
-        return list(kernel.tells(*args, config=config))
+    def _told(self, kernel: Kernel, args: tuple, arch: Any) -> list[str]:
+        asked, said = inspect.signature(kernel.tells).parameters, {}
+        if "arch" in asked:
+            said["arch"] = arch
+        if "config" in asked:
+            said["config"] = kernel.fn.configure.on(arch, args, parse_pin(pinned(self.name))[1])
+        return list(kernel.tells(*args, **said))
 
     def _hides(self, kernel: Kernel) -> bool:
         """Whether the kernel leaves out outputs that nobody will see."""
@@ -357,6 +391,11 @@ class Op:
 
     def __deepcopy__(self, memo):
         return self
+
+
+def _unallocated(x: Tensor) -> Tensor:
+    """A tensor of x's shape, strides and dtype without memory."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _find(name: str) -> Op:

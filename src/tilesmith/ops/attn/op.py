@@ -98,7 +98,10 @@ attention_vjp = Op(
     fake=_fake_vjp,
     outputs=("dq", "dk", "dv", "dbias", "dsinks"),
     describe=_describer("attention_vjp", reference.attention_vjp),
-    kernels={"triton": "tilesmith.ops.attn.triton.backward", "hopper": "tilesmith.ops.attn.hopper.launch_backward"},
+    kernels={
+        "triton": "tilesmith.ops.attn.triton.launch_backward",
+        "hopper": "tilesmith.ops.attn.hopper.launch_backward",
+    },
 )
 
 attention_op = Op(
@@ -111,11 +114,11 @@ attention_op = Op(
     autocast=("q", "k", "v"),
     sharding=sharding.attention,
     kernels={
-        "triton": "tilesmith.ops.attn.triton.forward",
-        "triton_split": "tilesmith.ops.attn.triton.decode",
+        "triton": "tilesmith.ops.attn.triton.launch_forward",
+        "triton_split": "tilesmith.ops.attn.triton.launch_decode",
         "hopper": "tilesmith.ops.attn.hopper.launch_forward",
         "hopper_split": "tilesmith.ops.attn.hopper.launch_decode",
-        "hopper_cluster": "tilesmith.ops.attn.hopper.decode_cluster",
+        "hopper_cluster": "tilesmith.ops.attn.hopper.launch_cluster",
         "hopper_fp8": "tilesmith.ops.attn.hopper.launch_fp8",
         portable.NAME: "tilesmith.ops.attn.portable",
         "dequantised": "tilesmith.ops.attn.dequantised",

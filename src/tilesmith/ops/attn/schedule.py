@@ -1,18 +1,127 @@
-"""A model of how the work of an attention call is spread over a device."""
+"""A model of how the work of an attention call is spread over a device: which tile comes when, and how long it takes.
+
+Pure functions of sizes. The order of tiles and the split of their steps are those of the device kernels, which do the
+same arithmetic; `makespan` predicts how many steps the slowest SM makes. Today it ranks splits of the keys
+(`splits_of`) and runs of narrow windows (`run_of`); the thresholds of `plan.tables` are what it has yet to replace.
+"""
+
+from __future__ import annotations
 
 import functools
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tilesmith.engine.launch import cdiv
 
 
 @functools.lru_cache(maxsize=4096)
-def splits_of(tiles: int, blocks: int, programs: int, traffic: float) -> int:
+def splits_of(tiles: int, blocks: int, ctas: int, traffic: float) -> int:
     """The number of splits with the shortest schedule, counted in steps of one block of keys.
 
-    tiles: over all batch rows and kv heads. blocks: of keys, for each tile. programs: how many run at a time. traffic:
+    tiles: over all batch rows and kv heads. blocks: of keys, for each tile. ctas: how many run at a time. traffic:
     what writing and reading back one tile's partial result costs, in steps.
     """
+    return min(
+        range(1, max(1, min(128, blocks)) + 1), key=lambda splits: split_cost(tiles, blocks, ctas, traffic, splits)
+    )
 
-    def cost(splits: int) -> float:
-        walk = -(-tiles * splits // programs) * (-(-blocks // splits) + 1)  # + 1: a program's start and end
-        return walk if splits == 1 else walk + 2 + tiles * splits / programs * traffic  # + 2: the second launch
 
-    return min(range(1, max(1, min(128, blocks)) + 1), key=cost)
+def split_cost(tiles: int, blocks: int, ctas: int, traffic: float, splits: int) -> float:
+    """The predicted time of a pass over the keys in so many splits, in steps."""
+    walk = -(-tiles * splits // ctas) * (-(-blocks // splits) + 1)  # + 1: a CTA's start and end
+    return walk if splits == 1 else walk + 2 + tiles * splits / ctas * traffic  # + 2: the second launch
+
+
+def run_of(choices: Sequence[int], more: int, blocks: int, rows: int, sms: int) -> int:
+    """How many of a head's `blocks`, one of `choices`, a CTA does one after another where windows are narrow: with
+    few runs of many blocks little is loaded twice, which costs as much as `more` blocks a run, with many runs none
+    idles at the end. rows: batch * heads."""
+    return min(choices, key=lambda run: cdiv(cdiv(blocks, run) * rows, sms) * (run + more))
+
+
+def stream_k_ctas(tiles: int, work: int, longest: int, least: int, sms: int, own: bool = False) -> int:
+    """Into how many equal runs `work` steps of so many tiles are divided, of which the longest has so many: as many
+    as there are SMs, but no more than four a tile, and 0 where that spares the last CTAs fewer than `least` steps.
+    own: where there are enough SMs, each tile has runs of its own, as many as the others.
+    """
+    ctas = min(sms, 4 * tiles, work)
+    if own and 0 < 2 * tiles <= sms:
+        ctas -= ctas % tiles
+    return ctas if longest * ctas - work >= least * ctas > 0 and work * (ctas + 1) < 2**31 else 0
+
+
+def run_bounds(cta: int, ctas: int, total: int) -> tuple[int, int]:
+    """The first and last (exclusive) step of one of `ctas` equal runs of `total` steps."""
+    return cta * total // ctas, (cta + 1) * total // ctas
+
+
+def numbered(number: int, blocks: int, section: int, rows: int) -> tuple[int, int]:
+    """Tile and head that a number stands for: sections of `section` heads one after another, in each the first tiles of
+    all its heads first. blocks: tiles of a head; rows: heads."""
+    behind, inside = divmod(number, section * blocks)
+    width = min(section, rows - behind * section)
+    return inside // width, behind * section + inside % width
+
+
+def makespan(steps: Iterable[float], ctas: int, each: float = 1.0) -> float:
+    """How many steps the busiest of `ctas` CTAs makes that take the next tile when they are free; each: what a tile
+    costs beside its steps. steps: of the tiles, in the order in which they are taken."""
+    free = [0.0] * max(1, ctas)
+    for size in steps:
+        heapq.heapreplace(free, free[0] + size + each)
+    return max(free)
+
+
+def even_makespan(tiles: int, steps: float, ctas: int, each: float = 1.0) -> float:
+    """`makespan` of so many tiles that have the same work."""
+    return cdiv(tiles, max(1, ctas)) * (steps + each)
+
+
+def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | None, right: int | None) -> list[int]:
+    """The steps of each tile of queries of a head, from the first on: the blocks of keys that it meets, at least one.
+    left, right: of the window; None where that edge hides nothing."""
+    found = []
+    for start in range(0, tokens, block_m):
+        last = min(start + block_m, tokens) - 1
+        end = keys if right is None else min(keys, last + keys - tokens + right + 1)
+        begin = 0 if left is None else max(min(start + keys - tokens - left, keys - 1), 0)
+        found.append(max(cdiv(end - begin, block_n), 1))
+    return found
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys of an ordered backward: its place among those of its head, and its head."""
+
+    place: int
+    head: int
+
+
+def key_tile(number: int, tiles: int, section: int, rows: int) -> KeyTile:
+    """The tile that a number of the counter stands for (`KeyWalk.tile`): the last keys come first."""
+    block, head = numbered(number, tiles, section, rows)
+    return KeyTile(tiles - 1 - block, head)
+
+
+class Addition(NamedTuple):
+    """A tile adds to the dq of a block of queries, to the first or second sum, behind the tile `after`, or first."""
+
+    block: int
+    which: int
+    after: int | None
+
+
+def additions(tile: KeyTile, tiles: int, blocks: int, first: Sequence[int], ring: bool) -> list[Addition]:
+    """What a tile of keys adds, in order, and whom it waits for each time. first: of each tile of a head the first
+    block of queries that sees it. ring: tiles start each at a block of its own and come round (`around`)."""
+    place = tile.place
+    if ring:
+        found = []
+        start = place * blocks // tiles
+        for step in range(start, start + blocks):
+            block, again = step % blocks, step >= blocks
+            near = ((block + 1) * tiles - 1) // blocks + 1
+            found.append(Addition(block, int(again), place + 1 if place + 1 < (tiles if again else near) else None))
+        return found
+    behind = first[place + 1] if place + 1 < tiles else blocks
+    return [Addition(i, 0, place + 1 if i >= behind else None) for i in range(first[place], blocks)]

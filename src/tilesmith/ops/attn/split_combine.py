@@ -2,9 +2,6 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from tilesmith.engine import launch, next_power_of_2
 
 
 @triton.jit
@@ -22,7 +19,7 @@ def _attention_combine_kernel(
     part_out_ptr, part_lse_ptr, sinks_ptr, out_ptr, out_row, out_head, out_token, lse_ptr, rows, tokens, heads, splits,
     DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch row, query head, token): the mean of the splits' results, weighted by exp(lse). CHAINED: it may
+    """CTA (batch row, query head, token): the mean of the splits' results, weighted by exp(lse). CHAINED: it may
     have started before they are there."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
@@ -53,20 +50,3 @@ def _attention_combine_kernel(
     tl.store(lse_ptr + row, lse)
     out_at = out_ptr + row // tokens // heads * out_row + head * out_head + row % tokens * out_token
     tl.store(out_at + features, out.to(out_ptr.dtype.element_ty), mask=features < DIM_V)
-
-
-def combine_splits(
-    part_out: Tensor, part_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, chained: bool = False
-) -> None:
-    """Fill out and lse from what splits of the keys gave: part_out [S, B, H, T, D] and part_lse [S, B, H, T] (fp32).
-    chained: the kernel may start before they are there."""
-    splits, _, heads, tokens, dim_v = part_out.shape
-    block_dv = next_power_of_2(max(16, dim_v))
-    # One warp a program: a thread holds its columns of all splits of a chunk, which it adds up by itself. H200, 16
-    # tokens of 64 heads on 8k keys in 16 splits: 22.6 us in all, with four warps 25.3.
-    launch(
-        _attention_combine_kernel, (lse.numel(),),
-        part_out, part_lse, sinks, out, *out.stride()[:3], lse, lse.numel(), tokens, heads, splits,
-        DIM_V=dim_v, BLOCK_DV=block_dv, CHUNK=min(4096 // max(128, block_dv), next_power_of_2(splits)),
-        CHAINED=chained, num_warps=1, **({"launch_pdl": True} if chained else {}),
-    )  # fmt: skip

@@ -1,6 +1,6 @@
 """Device kernels of attention's gradients on Hopper, in Gluon: dk and dv, and what dq is the sum of.
 
-A program of the main kernel owns 128 keys at a time and walks the queries that see them, 64 or 128 at a time, of every
+A CTA of the main kernel owns 128 keys at a time and walks the queries that see them, 64 or 128 at a time, of every
 head of its group: a warp loads tiles, two consumers have 64 keys each. Scores are transposed, so that p and ds feed dv
 and dk from registers; ds also goes through shared memory for dq, which the consumers split by columns or queries, at
 head dim 128 when the next block's scores are made (`late_block`), and two more warps add to a workspace by bulk
@@ -8,8 +8,7 @@ reductions: in any order, the first to come by a plain store, so that dq may dif
 ordered, tile after tile of keys. Scores live in units of log 2.
 
 Ordered, the last keys come first and each tile starts where they do, at its diagonal under a causal mask. There a tile
-is the first to add; the next tile gets there one tile's worth of blocks later, and so finds its turn come. Where heads
-alternate, those of every other section come from the first keys on and walk down to their diagonal (`KeyWalk.rises`).
+is the first to add; the next tile gets there one tile's worth of blocks later, and so finds its turn come.
 Without a mask each tile may start where its diagonal would be, and come round to the first queries (`around`).
 
 The kernels of one backward are launched so that each may start while the one before ends.
@@ -18,7 +17,6 @@ The kernels of one backward are launched so that each may start while the one be
 from tilesmith.device.gluon.shim import (
     acquire_or_wait,
     acquired,
-    aggregate,
     cp_async_row,
     exp2,
     fence_async,
@@ -50,263 +48,46 @@ from tilesmith.ops.attn.hopper.backward_block import (
     PARKED,
     READ,
     VALUES_READ,
-    hide,
+    apply_mask,
     last_dq,
     late_block,
     park,
     row_of,
 )
+from tilesmith.ops.attn.hopper.backward_walk import (
+    BLOCKS,
+    EDGE,
+    ENTRY,
+    KEYS_AT,
+    KV_HEAD,
+    LIMIT,
+    MET,
+    MET_END,
+    PLACE,
+    QUERIES_END,
+    RISES,
+    SLOT,
+    START,
+    STEP,
+    STORED,
+    KeyWalk,
+    announce,
+    around,
+    listed,
+    load_pair,
+    ring_turn,
+    stream_k_run,
+    woven,
+)
 from tilesmith.ops.attn.hopper.dropout import dropped_queries, kept_queries, load_dropout
-from tilesmith.ops.attn.hopper.forward import bend, draw, tickets
+from tilesmith.ops.attn.hopper.softmax import tanh
 from tilesmith.ops.attn.hopper.tile_offset import at, corner, inside
-
-
-@gluon.jit
-def numbered(number, blocks, section, rows):
-    """Tile and kv head that a number stands for, where each head has so many tiles and sections so many heads."""
-    behind = number // (section * blocks)
-    inside = number - behind * (section * blocks)
-    width = gl.minimum(section, rows - behind * section)
-    block = inside // width
-    return block, behind * section + inside - block * width
-
-
-@gluon.jit
-def share_of(share, second, whole, shares, tiles, steps):
-    """A share's part of the tiles from number `whole` on, whose steps, each tile's behind those of the one before, are
-    dealt out in equal runs: a tile, the first step, how many, and whether the share has some of the next tile, too,
-    which `second` = 1 asks for."""
-    total = (tiles - whole) * steps
-    begin = share * total // shares
-    end = (share + 1) * total // shares
-    tile = begin // steps
-    cut = gl.minimum((tile + 1) * steps, end)
-    more = (cut < end) & (second == 0)
-    tile += second
-    end = gl.where(second == 0, cut, end)
-    begin = gl.where(second == 0, begin, cut)
-    return whole + tile, begin - tile * steps, end - begin, more
-
-
-@aggregate
-class KeyWalk:
-    """What every part of a program knows: the sizes of the call, who sees which keys, and the order of the tiles.
-
-    q_begin, k_begin: the first query and key of the first tiles; those before see nothing, or nobody sees them, and
-    they may hold NaN. q_blocks, k_blocks: tiles of a head. rows: batch * kv heads. section: how many kv heads are
-    worked on together, so that what they stream stays in L2. left, right: the window. PACKED: sizes and beginnings are
-    those of one document at a time. ORDERED: tiles come from the last keys on, and ALTERNATES in every other section
-    from the first ones. WOVEN: a tile meets a block of queries of all heads of its group before the next block
-    (`rises`). BQ, BK: queries of a block, keys of a tile. With block lists of LIST_Q queries, list_share heads have a
-    list in common, and list_rows is how many tiles of keys the lists of a batch row have, 0 if all have the same.
-    """
-
-    tokens: gl.tensor
-    keys: gl.tensor
-    kv_heads: gl.tensor
-    q_begin: gl.tensor
-    k_begin: gl.tensor
-    q_blocks: gl.tensor
-    k_blocks: gl.tensor
-    rows: gl.tensor
-    section: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
-    list_share: gl.tensor
-    list_rows: gl.tensor
-    GROUP: gl.constexpr
-    LEFT: gl.constexpr
-    RIGHT: gl.constexpr
-    DYNAMIC: gl.constexpr
-    PACKED: gl.constexpr
-    ORDERED: gl.constexpr
-    ALTERNATES: gl.constexpr
-    WOVEN: gl.constexpr
-    BQ: gl.constexpr
-    BK: gl.constexpr
-    D: gl.constexpr
-    STAGES: gl.constexpr
-    LIST_Q: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
-        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, ALTERNATES, WOVEN, BQ, BK, D, STAGES, LIST_Q,
-    ):  # fmt: skip
-        self.tokens, self.keys, self.kv_heads, self.q_begin, self.k_begin = tokens, keys, kv_heads, q_begin, k_begin
-        self.q_blocks, self.k_blocks, self.rows, self.section = q_blocks, k_blocks, rows, section
-        self.left, self.right, self.list_share, self.list_rows = left, right, list_share, list_rows
-        self.GROUP, self.LEFT, self.RIGHT = gl.constexpr(GROUP), gl.constexpr(LEFT), gl.constexpr(RIGHT)
-        self.DYNAMIC, self.PACKED = gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
-        self.ORDERED, self.ALTERNATES = gl.constexpr(ORDERED), gl.constexpr(ALTERNATES)
-        self.WOVEN = gl.constexpr(WOVEN)
-        self.BQ, self.BK = gl.constexpr(BQ), gl.constexpr(BK)
-        self.D, self.STAGES, self.LIST_Q = gl.constexpr(D), gl.constexpr(STAGES), gl.constexpr(LIST_Q)
-
-    @gluon.jit
-    def tile(self, number, table):
-        """First key and kv head of a tile, the places of its keys and of its queries (`corner`), its first block of
-        queries, and the same walk over its document. Sections of heads one after another; in each the first keys of
-        all its heads first, which a causal mask shows to the most queries, or ORDERED the last ones. Of documents the
-        half of the tiles that has the least work comes when all heads have had the other half, in sections of half as
-        many heads, and fills the end."""
-        skipped, blocks, section = 0, self.k_blocks, self.section
-        if self.PACKED and not self.ORDERED:
-            half = self.k_blocks // 2
-            late = number >= half * self.rows
-            skipped = gl.where(late, half, 0)
-            number -= skipped * self.rows
-            blocks = gl.where(late, self.k_blocks - half, half)
-            section = gl.where(late, section, (section + 1) // 2)
-        block, row = numbered(number, blocks, section, self.rows)
-        block += skipped
-        if self.ALTERNATES:
-            block = gl.where(self.rises(number), self.k_blocks - 1 - block, block)
-        elif self.ORDERED:
-            block = self.k_blocks - 1 - block
-        batch = row // self.kv_heads
-        kv_head = row - batch * self.kv_heads
-        place = row * self.GROUP * self.q_blocks
-        found = (self.k_begin + block * self.BK, kv_head, batch, batch, place, self)
-        if self.PACKED:
-            entry = table + (block + 1) * 8
-            walk = self.within(gl.load(entry + 3), gl.load(entry + 1), gl.load(entry + 5), gl.load(entry + 7))
-            found = (gl.load(entry), kv_head, gl.load(entry + 2), gl.load(entry + 4), place + gl.load(entry + 6), walk)
-        return found
-
-    @gluon.jit
-    def rises(self, number):
-        """Whether a tile meets its first queries first. ALTERNATES: in every other section. The tiles of the first one,
-        the last keys first, start together, each at its diagonal, and end one after another, the shortest first; so
-        those of the second start one after another, now the longest first, and if each walks down from the last queries
-        it follows the one before and all end together, each at its diagonal. WOVEN: in every other section, so that all
-        tiles that run meet the same queries at about the same time. Those of the first section start together, at the
-        last queries, and end one after another, the last keys first; so those of the second start one after another,
-        the first keys first, each when those before it have come to its own first queries, and end together."""
-        rises = number < 0
-        if self.ALTERNATES:
-            rises = number // (self.section * self.k_blocks) % 2 == 0
-        elif self.ORDERED:
-            rises = number >= 0
-        elif self.WOVEN:
-            rises = number // (self.section * self.k_blocks) % 2 == 1
-        return rises
-
-    @gluon.jit
-    def within(self, tokens, keys, q_begin, q_blocks):
-        """The same for a document of so many tokens and keys, and with so many blocks of queries from q_begin on."""
-        return KeyWalk(
-            tokens, keys, self.kv_heads, q_begin, self.k_begin, q_blocks, self.k_blocks, self.rows, self.section,
-            self.left, self.right, self.list_share, self.list_rows, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC,
-            self.PACKED, self.ORDERED, self.ALTERNATES, self.WOVEN, self.BQ, self.BK, self.D, self.STAGES, self.LIST_Q,
-        )  # fmt: skip
-
-    @gluon.jit
-    def span(self, start):
-        """The first block of queries that a tile of keys meets, and how many: at least one, where all may be hidden,
-        or none of keys that nobody sees."""
-        shift = self.keys - self.tokens
-        first = self.q_blocks * 0
-        end = self.q_blocks
-        if self.RIGHT:
-            first = gl.maximum(start - shift - self.right - self.q_begin, 0) // self.BQ
-            first = gl.minimum(first, self.q_blocks - 1)
-        if self.LEFT:
-            last = gl.maximum(start + self.BK - shift + self.left - self.q_begin, 0)
-            end = gl.minimum(end, (last + self.BQ - 1) // self.BQ)
-        blocks = gl.maximum(end - first, 1)
-        if self.PACKED:
-            blocks = gl.where(self.q_blocks == 0, 0, blocks)
-        return first, blocks
-
-    @gluon.jit
-    def entry(self, batch, head, start):
-        """A tile's row in the table of lists, and how far that of the group's next head is."""
-        entry = (batch * self.list_rows + head // self.list_share * self.k_blocks + start // self.BK) * 4
-        return entry, gl.where(self.list_share == 1, self.k_blocks * 4, 0)
-
-    @gluon.jit
-    def ahead(self, start):
-        """The first block of queries that the tile of keys behind this one meets, and their end: 0 if there is none."""
-        first, blocks = self.span(start + self.BK)
-        return first, gl.where(start + self.BK < self.keys, first + blocks, 0)
-
-
-STORED = gl.constexpr(2)  # after 1, which says that somebody will
-
-START, KEYS_AT, KV_HEAD, BLOCKS, EDGE, LIMIT, PLACE, MET, MET_END, SLOT = (gl.constexpr(i) for i in range(10))
-# with lists, which are in no order: a tile's row in their table, and how far that of the group's next head is
-ENTRY, STEP = MET, MET_END
-# 1 where a tile meets its first queries first, else 0: WOVEN, and ALTERNATES, which has no shares
-RISES, TURN = MET, SLOT
-QUERIES_END = SLOT  # of documents, which have no shares: where the document's queries end
-
-
-@gluon.jit
-def listed(i, blocks, entry, lists, indices, ORDERED: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr):
-    """Block i of queries of a tile's walk; without lists counted from the first one that the tile meets."""
-    block = i if ORDERED else blocks - 1 - i
-    if LIST_Q > 0:
-        PARTS: gl.constexpr = LIST_Q // BQ
-        part = gl.load(lists + entry + 1) + block
-        block = gl.load(indices + gl.load(lists + entry) + part // PARTS) * PARTS + part % PARTS
-    return block
-
-
-@gluon.jit
-def around(i, tile, tiles, blocks):
-    """Step i of a RING's walk: the block of queries, and whether the tile, of so many of a head, has been at the last
-    one before. Each starts at a block of its own."""
-    block = tile * blocks // tiles + i
-    again = block >= blocks
-    return gl.where(again, block - blocks, block), again
-
-
-@gluon.jit
-def ring_turn(block, again, tile, tiles, blocks):
-    """Of the tiles of a RING that add to the same sum of a block, how many come behind one, and whether any comes
-    before it. Those that start at the block or before add to the first sum, those that come `again` to the second one,
-    the last keys first, as they are drawn: so each waits only for tiles that run, though they meet in a ring. With one
-    sum the first of them would wait for the last, and all programs would have to run at once."""
-    near = ((block + 1) * tiles - 1) // blocks + 1
-    return tile - gl.where(again, near, 0), tile + 1 < gl.where(again, tiles, near)
-
-
-@gluon.jit
-def woven(i, blocks, rises, GROUP: gl.constexpr):
-    """Step i of a WOVEN walk: the block of queries, counted from the first one that the tile meets, and which of the
-    group's heads."""
-    return gl.where(rises, i // GROUP, blocks - 1 - i // GROUP), i % GROUP
-
-
-@gluon.jit
-def announce(ticket, turn, walk, start, k_place, kv_head, first, blocks, rises):
-    """Tell the consumers of a tile. The ticket is left open."""
-    ticket.open(turn)
-    ticket.write(turn, START, inside(start, walk.keys, walk.PACKED))
-    ticket.write(turn, KEYS_AT, k_place)
-    ticket.write(turn, KV_HEAD, kv_head)
-    ticket.write(turn, BLOCKS, blocks)
-    edge = walk.q_begin + gl.where(rises, first, first + blocks - 1) * walk.BQ + (walk.keys - walk.tokens) - start
-    ticket.write(turn, EDGE, edge + walk.right if walk.RIGHT else edge)
-    ticket.write(turn, LIMIT, walk.keys - start)
-
-
-@gluon.jit
-def load_pair(k_desc, v_desc, there, k, v, full, turn, LATE: gl.constexpr):
-    """A tile's keys and values, which are given back one by one, or LATE together."""
-    if turn > 0:
-        named_barrier("sync", KEYS_READ, 288)
-    tma_load(k_desc, there, full.index(0), k)
-    if not LATE:
-        if turn > 0:
-            named_barrier("sync", VALUES_READ, 288)
-    tma_load(v_desc, there, full.index(1), v)
+from tilesmith.ops.attn.hopper.walk import next_tile, tile_queue
 
 
 @gluon.jit
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
-         ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, k_blocks, SHARED: gl.constexpr, WOVEN: gl.constexpr,
+         ORDERED: gl.constexpr, k_blocks, STREAM_K: gl.constexpr, WOVEN: gl.constexpr,
          ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr, RING: gl.constexpr, rows):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
     first to come has stored (STORED stands at turns_ptr then), or ORDERED what the tile of keys behind this one adds
@@ -315,22 +96,18 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
     own: a block's turn, its addition and the word to the next tile take about as long as the products of a block, and
     nobody waits for them as long as two."""
     grid_dependency_wait()
-    ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
+    queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    ticket.take(turn)
-    while ticket.read(turn, START) >= 0:
-        start = ticket.read(turn, START)
-        blocks = ticket.read(turn, BLOCKS)
-        place = ticket.read(turn, PLACE)
-        met = ticket.read(turn, MET)
-        met_end = ticket.read(turn, MET_END)
-        if ALTERNATES:
-            rises = ticket.read(turn, TURN) > 0
-            # where the tile falls: the last key that the last query of its last block but one sees
-            reach = ticket.read(turn, EDGE) + start - 1
-        ticket.give_back(turn)
-        for member in range(1 if SHARED or WOVEN else GROUP):
+    queue.consumer_wait(turn)
+    while queue.read(turn, START) >= 0:
+        start = queue.read(turn, START)
+        blocks = queue.read(turn, BLOCKS)
+        place = queue.read(turn, PLACE)
+        met = queue.read(turn, MET)
+        met_end = queue.read(turn, MET_END)
+        queue.consumer_release(turn)
+        for member in range(1 if STREAM_K or WOVEN else GROUP):
             entry = met + member * met_end
             if LIST_Q > 0:
                 blocks = gl.load(lists + entry + 2)
@@ -340,19 +117,13 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                         block, head = woven(i, blocks, met > 0, GROUP)
                         block += head * q_blocks
                     else:
-                        block = i if SHARED else listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
+                        block = i if STREAM_K else listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
                     left, follows = start, (block >= met) & (block < met_end)
                     if RING:
                         block, again = around(i, start // 128, k_blocks, blocks)
                         left, follows = ring_turn(block, again, start // 128, k_blocks, blocks)
                         left *= 128
                         block += gl.where(again, rows * GROUP * q_blocks, 0)
-                    if ALTERNATES:
-                        block = gl.where(rises, i, blocks - 1 - i)
-                        last = gl.minimum((reach + (block + 2 - blocks) * BQ) // 128, k_blocks - 1)
-                        last = gl.where(block == blocks - 1, k_blocks - 1, last) * 128
-                        left = gl.where(rises, start, last - start)
-                        follows = gl.where(rises, (block >= met) & (block < met_end), start > 0)
                     here = turns_ptr + place + block
                     if ORDERED:
                         if follows:
@@ -381,26 +152,26 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                 count += 1
             place += q_blocks
         turn += 1
-        ticket.take(turn)
+        queue.consumer_wait(turn)
 
 
 @gluon.jit
-def _draw(counter, tiles, ORDERED: gl.constexpr):
-    """The next tile of a program; ORDERED its first one, too, not that of its number: a tile waits for those before it,
-    so none may be kept for a program that waits for a multiprocessor, where others that hold them may wait as well."""
+def _next_tile(counter, tiles, ORDERED: gl.constexpr):
+    """The next tile of a CTA; ORDERED its first one, too, not that of its number: a tile waits for those before it,
+    so none may be kept for a CTA that waits for a SM, where others that hold them may wait as well."""
     if ORDERED:
-        programs = gl.num_programs(0)
-        number = draw(counter, tiles + programs) - programs
+        ctas = gl.num_programs(0)
+        number = next_tile(counter, tiles + ctas) - ctas
     else:
-        number = draw(counter, tiles)
+        number = next_tile(counter, tiles)
     return number
 
 
 @gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists, indices,
-             undivided, shares, SHARED: gl.constexpr, LATE: gl.constexpr, DROPS: gl.constexpr,
+             whole_tiles, stream_k_ctas, STREAM_K: gl.constexpr, LATE_DQ: gl.constexpr, DROPS: gl.constexpr,
              RING: gl.constexpr):  # fmt: skip
-    ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
+    queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, BQ, LANES)
@@ -410,27 +181,27 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     tiles = whole.k_blocks * whole.rows
     numbers = tiles
     second = gl.to_tensor(0)
-    if SHARED:
-        numbers = undivided + shares
+    if STREAM_K:
+        numbers = whole_tiles + stream_k_ctas
     grid_dependency_wait()
     launch_dependents()  # not before: the kernel behind reads what the one before has set to 0
     if whole.ORDERED and whole.DYNAMIC:
-        number = _draw(counter, numbers, True)
+        number = _next_tile(counter, numbers, True)
     while number < numbers:
         tile = number
-        if SHARED:
+        if STREAM_K:
             first_step, steps = number * 0, whole.q_blocks * whole.GROUP
             slot, more = number * 0 - 1, number < 0
-            if number >= undivided:
-                share = number - undivided
-                tile, first_step, steps, more = share_of(share, second, undivided, shares, tiles, steps)
-                slot = 2 * share + second
+            if number >= whole_tiles:
+                run = number - whole_tiles
+                tile, first_step, steps, more = stream_k_run(run, second, whole_tiles, stream_k_ctas, tiles, steps)
+                slot = 2 * run + second
         start, kv_head, k_place, q_place, place, walk = whole.tile(tile, table)
         first, blocks = walk.span(start)
         met, met_end = first, first
         if walk.ORDERED:
             met, met_end = walk.ahead(start)
-        if SHARED:
+        if STREAM_K:
             first, blocks = first_step, steps
         head = kv_head * walk.GROUP
         if walk.LIST_Q > 0:
@@ -438,29 +209,27 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
             met, met_end = walk.entry(q_place, head, start)
         place += first
         rises = walk.rises(number)
-        announce(ticket, turn, walk, start, k_place, kv_head, first, blocks, rises)
-        ticket.write(turn, PLACE, place)
-        ticket.write(turn, MET, gl.where(rises, 1, 0) if walk.WOVEN else met - first)
-        ticket.write(turn, MET_END, met_end - first)
-        if SHARED:
-            ticket.write(turn, SLOT, slot)
-        if walk.ALTERNATES:
-            ticket.write(turn, TURN, gl.where(rises, 1, 0))
+        announce(queue, turn, walk, start, k_place, kv_head, first, blocks, rises)
+        queue.write(turn, PLACE, place)
+        queue.write(turn, MET, gl.where(rises, 1, 0) if walk.WOVEN else met - first)
+        queue.write(turn, MET_END, met_end - first)
+        if STREAM_K:
+            queue.write(turn, SLOT, slot)
         if DROPS and walk.PACKED:
-            ticket.write(turn, QUERIES_END, q_place)
-        ticket.close(turn)
+            queue.write(turn, QUERIES_END, q_place)
+        queue.producer_commit(turn)
         k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
         next_number = numbers
         before_tile = count
         if walk.PACKED and blocks == 0:
-            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE)
+            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE_DQ)
             if walk.DYNAMIC:
-                next_number = _draw(counter, numbers, walk.ORDERED)
+                next_number = _next_tile(counter, numbers, walk.ORDERED)
         if walk.LIST_Q > 0:  # any list may be empty
-            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE)
+            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE_DQ)
             if walk.DYNAMIC:
                 next_number = gl.to_tensor(-1)
-        for member in range(1 if SHARED or walk.WOVEN else walk.GROUP):
+        for member in range(1 if STREAM_K or walk.WOVEN else walk.GROUP):
             entry = met + member * met_end
             if walk.LIST_Q > 0:
                 blocks = gl.load(lists + entry + 2)
@@ -469,13 +238,11 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 if walk.WOVEN:
                     block, member = woven(i, blocks, rises, walk.GROUP)
                 else:
-                    block = i if SHARED else listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
-                    if walk.ALTERNATES:
-                        block = gl.where(rises, i, blocks - 1 - i)
+                    block = i if STREAM_K else listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
                     if RING:
                         block, _ = around(i, start // walk.BK, walk.k_blocks, blocks)
                 here = head + member, first + block
-                if SHARED:
+                if STREAM_K:
                     here = head + (first + i) // walk.q_blocks, (first + i) % walk.q_blocks
                 there = corner(q_place, here[0], walk.q_begin + here[1] * BQ, walk.tokens, walk.PACKED)
                 s = count % walk.STAGES
@@ -487,27 +254,27 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 tma_load(dout_desc, there, dout_full.index(s), dout.index(s))
                 cp_async_row(delta_ptr + row * BQ + lane, dout_full.index(s), delta.index(s))
                 if walk.LIST_Q == 0 and count == before_tile:
-                    load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE)
+                    load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE_DQ)
                 if walk.DYNAMIC:
-                    # neither so late that it is waited for, nor so early that another program would be free before
-                    if (SHARED or walk.WOVEN or member == walk.GROUP - 1) & (i == gl.maximum(all_blocks - 2, 0)):
-                        if SHARED:
+                    # neither so late that it is waited for, nor so early that another CTA would be free before
+                    if (STREAM_K or walk.WOVEN or member == walk.GROUP - 1) & (i == gl.maximum(all_blocks - 2, 0)):
+                        if STREAM_K:
                             if more == 0:
-                                next_number = _draw(counter, numbers, walk.ORDERED)
+                                next_number = _next_tile(counter, numbers, walk.ORDERED)
                         else:
-                            next_number = _draw(counter, numbers, walk.ORDERED)
+                            next_number = _next_tile(counter, numbers, walk.ORDERED)
                 count += 1
         if walk.LIST_Q > 0 and walk.DYNAMIC:
             if next_number < 0:
-                next_number = _draw(counter, numbers, walk.ORDERED)
-        if SHARED:
+                next_number = _next_tile(counter, numbers, walk.ORDERED)
+        if STREAM_K:
             next_number = gl.where(more, number, next_number)
             second = gl.where(more, 1, 0)
         number = next_number
         turn += 1
-    ticket.open(turn)
-    ticket.write(turn, START, -1)
-    ticket.close(turn)
+    queue.producer_acquire(turn)
+    queue.write(turn, START, -1)
+    queue.producer_commit(turn)
 
 
 @gluon.constexpr_function
@@ -521,14 +288,14 @@ def _through_ds(BQ, D, LEFT, RIGHT):
 
 
 @gluon.jit
-def _write(C: gl.constexpr, ticket, turn, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype: gl.constexpr,
+def _write(C: gl.constexpr, queue, turn, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype: gl.constexpr,
            D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr):  # fmt: skip
     """Write a tile's dk and dv, from the boxes that the next dq would be left in, or THROUGH_DS from a consumer's half
     of the next ds."""
-    place = ticket.read(turn, KEYS_AT)
-    kv_head = ticket.read(turn, KV_HEAD)
-    start = ticket.read(turn, START) + C * 64
-    ticket.give_back(turn)
+    place = queue.read(turn, KEYS_AT)
+    kv_head = queue.read(turn, KV_HEAD)
+    start = queue.read(turn, START) + C * 64
+    queue.consumer_release(turn)
     tma_store_wait(0)
     if THROUGH_DS:
         parked_dk = smem_tile(ds, dk_desc, (count & 1) * 4 + C * 2)
@@ -551,9 +318,9 @@ def _write(C: gl.constexpr, ticket, turn, count, dk, dv, dk_desc, dv_desc, parki
 
 
 @gluon.jit
-def _leave(C: gl.constexpr, ticket, turn, slot, dk, dv, parts_ptr, D: gl.constexpr):
-    """Leave what a share adds to a tile's dk and dv to `attention_dkv_shares_kernel`."""
-    ticket.give_back(turn)
+def _leave(C: gl.constexpr, queue, turn, slot, dk, dv, parts_ptr, D: gl.constexpr):
+    """Leave what a run adds to a tile's dk and dv to `attention_dkv_stream_k_kernel`."""
+    queue.consumer_release(turn)
     key = gl.arange(0, 64, gl.SliceLayout(1, dk.type.layout))[:, None] + C * 64
     col = gl.arange(0, D, gl.SliceLayout(0, dk.type.layout))[None, :]
     parts_ptr += slot.to(gl.int64) * (256 * D) + key * D + col
@@ -570,7 +337,7 @@ def _block(
     """What a block of queries adds to dk and dv, and its dq. Key c and query i of it see each other where i + edge -
     window <= c <= i + edge and c < limit; MASKED is False where all do. first, last: of the tile, whose values and keys
     are given back as soon as they are read."""
-    ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
+    queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     COLS: gl.constexpr = D // 2 if BQ == 64 else D
     THROUGH_DS: gl.constexpr = _through_ds(BQ, D, LEFT, RIGHT)
     dtype: gl.constexpr = q.dtype
@@ -600,11 +367,11 @@ def _block(
         bits = kept_queries(drop, BQ)
     score = wgmma_wait(1, deps=[s_made])
     if SOFTCAP:
-        score = bend(score * inner)
+        score = tanh(score * inner)
     p = score * outer - row_lse[None, :]
     p = exp2(p) if BQ == 128 else gl.exp2(p)
     if MASKED:
-        p = hide(p, edge, window, limit, LEFT, RIGHT, TAIL)
+        p = apply_mask(p, edge, window, limit, LEFT, RIGHT, TAIL)
     dropped = p
     if drop is not None:
         dropped = dropped_queries(p, bits)
@@ -656,37 +423,37 @@ def _block(
 @gluon.jit
 def _consume(
     C: gl.constexpr, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr, ALTERNATES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr,
     WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr, SHARED: gl.constexpr, shares_ptr,
-    LATE: gl.constexpr, dropout, sizes, DRAW: gl.constexpr,
+    SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr, STREAM_K: gl.constexpr, stream_k_ptr,
+    LATE_DQ: gl.constexpr, dropout, sizes, DROPOUT_FORM: gl.constexpr,
 ):  # fmt: skip
-    ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
+    queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     # blocks of 128 queries fill the registers: a loop of its own keeps the mask out of where nothing is hidden
     PEEL: gl.constexpr = BQ == 128 and RIGHT and not LEFT
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    drop = load_dropout(dropout, sizes[1], DRAW)
-    ticket.take(turn)
-    while ticket.read(turn, START) >= 0:
-        blocks = ticket.read(turn, BLOCKS)
+    drop = load_dropout(dropout, sizes[1], DROPOUT_FORM)
+    queue.consumer_wait(turn)
+    while queue.read(turn, START) >= 0:
+        blocks = queue.read(turn, BLOCKS)
         if dropout is not None:
             tokens, keys, kv_heads, right = sizes
-            key = ticket.read(turn, START) + C * 64
+            key = queue.read(turn, START) + C * 64
             # of the group's first head the query that an edge stands for, as a row of the probabilities
-            first_row = ticket.read(turn, KV_HEAD) * GROUP * tokens
+            first_row = queue.read(turn, KV_HEAD) * GROUP * tokens
             if PACKED:
                 key -= inside(0, 0, PACKED)  # behind the document's end
-                first_row += ticket.read(turn, QUERIES_END) + key
-                key += ticket.read(turn, KEYS_AT)
+                first_row += queue.read(turn, QUERIES_END) + key
+                key += queue.read(turn, KEYS_AT)
             else:
-                first_row += ticket.read(turn, KEYS_AT) * kv_heads * GROUP * tokens + key - (keys - tokens)
+                first_row += queue.read(turn, KEYS_AT) * kv_heads * GROUP * tokens + key - (keys - tokens)
             if RIGHT:
                 first_row -= right
-        first_edge = ticket.read(turn, EDGE) - C * 64
-        limit = ticket.read(turn, LIMIT) - C * 64
+        first_edge = queue.read(turn, EDGE) - C * 64
+        limit = queue.read(turn, LIMIT) - C * 64
         dk = gl.zeros([64, D], gl.float32, DKV)
         dv = gl.zeros([64, D], gl.float32, DKV)
         border, begin = blocks, count
@@ -699,15 +466,13 @@ def _consume(
         mbarrier_wait(kv_full.index(0), turn & 1)
         mbarrier_wait(kv_full.index(1), turn & 1)
         step = BQ if ORDERED else -BQ
-        if ALTERNATES:
-            step = gl.where(ticket.read(turn, TURN) > 0, BQ, -BQ)
         if WOVEN:
-            step = gl.where(ticket.read(turn, RISES) > 0, BQ, -BQ)
+            step = gl.where(queue.read(turn, RISES) > 0, BQ, -BQ)
             blocks *= GROUP
-        HEADS: gl.constexpr = 1 if SHARED or WOVEN else GROUP
+        HEADS: gl.constexpr = 1 if STREAM_K or WOVEN else GROUP
         for member in range(HEADS):
             if LIST_Q > 0:
-                entry = ticket.read(turn, ENTRY) + member * ticket.read(turn, STEP)
+                entry = queue.read(turn, ENTRY) + member * queue.read(turn, STEP)
                 blocks = gl.load(lists + entry + 2)
                 crossed = gl.load(lists + entry + 3)
                 border = crossed if ORDERED else blocks - crossed
@@ -723,7 +488,7 @@ def _consume(
                     dropping = drop
                     if dropout is not None:
                         dropping = drop.at(first_row + (i % GROUP if WOVEN else member) * tokens + edge, key)
-                    if LATE:
+                    if LATE_DQ:
                         dk, dv = late_block(
                             C, parts, count, dk, dv, count == begin, edge, window, limit, outer, ds, dq_desc, parking,
                             LEFT, RIGHT, TAIL, BQ, D, STAGES,
@@ -736,7 +501,7 @@ def _consume(
                             LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP, dropping,
                         )  # fmt: skip
                     count += 1
-        if LATE:
+        if LATE_DQ:
             if count != begin:
                 last_dq(C, count - 1, ds, k, dq_desc, parking, dq_empty, BQ, D)
             named_barrier("arrive", KEYS_READ, 288)
@@ -749,56 +514,62 @@ def _consume(
         if dropout is not None:
             dv *= drop.scale
         slot = gl.to_tensor(-1)
-        if SHARED:
-            slot = ticket.read(turn, SLOT)
+        if STREAM_K:
+            slot = queue.read(turn, SLOT)
             if slot >= 0:
-                _leave(C, ticket, turn, slot, dk * scale, dv, shares_ptr, D)
+                _leave(C, queue, turn, slot, dk * scale, dv, stream_k_ptr, D)
         if slot < 0:
-            _write(C, ticket, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED, ds,
+            _write(C, queue, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED, ds,
                    _through_ds(BQ, D, LEFT, RIGHT))  # fmt: skip
         turn += 1
-        ticket.take(turn)
+        queue.consumer_wait(turn)
     tma_store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
         "tokens", "keys", "kv_heads", "q_begin", "k_begin", "q_blocks", "k_blocks", "rows", "section", "left", "right",
-        "list_share", "list_rows", "undivided", "shares",
+        "list_share", "list_rows", "whole_tiles", "stream_k_ctas",
     ]
 )  # fmt: skip
 def attention_dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, turns_ptr, counter, table, lists,
     indices, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
-    list_rows, undivided, shares, shares_ptr, inner, outer, scale,
+    list_rows, whole_tiles, stream_k_ctas, stream_k_ptr, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, WOVEN: gl.constexpr, RING: gl.constexpr, BQ: gl.constexpr,
+    ORDERED: gl.constexpr, WOVEN: gl.constexpr, RING: gl.constexpr, BQ: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None,
-    DRAW: gl.constexpr = None,
+    DROPOUT_FORM: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
     or None with LIST_Q 0; indices: theirs. inner, outer: q . k to scores, before and behind the softcap's tanh; scale:
-    d score / d (q . k) but for tanh. shares_ptr: dk and dv of each share's parts of tiles from number `undivided` on
-    (`share_of`), or None where no tile is divided, as where anything is masked or ORDERED. TAIL: the last tile has
+    d score / d (q . k) but for tanh. stream_k_ptr: dk and dv of each run's parts of tiles from
+    number `whole_tiles` on (`stream_k_run`), or None where no tile is divided. TAIL: the last tile has
     fewer keys. ORDERED: tiles add one after another, from the last keys on, and their blocks of queries come from the
-    first on; else both come the other way round. ALTERNATES: the other way round in every other section of heads,
-    though ORDERED (blocks of 64 queries and a causal mask, neither grouped heads nor documents). WOVEN: a block of
+    first on; else both come the other way round. WOVEN: a block of
     queries of all heads of a group before the next block (blocks of 64 queries, a causal mask, neither ORDERED nor
     documents or lists). RING: tiles of a head each start at a block of queries of their own (`around`), ORDERED, where
     nothing is masked, dropped or packed; then a block's dq has two parts (`ring_turn`). dropout: the seed tensor and
     the two of `dropout.kernel_numbers`, or None; then scale has the factor of what is kept in it, and delta its
-    inverse. DRAW: RARE, SHORT and EVEN of `Dropout`."""
+    inverse. DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
-    SHARED: gl.constexpr = shares_ptr is not None
+    STREAM_K: gl.constexpr = stream_k_ptr is not None
+    # forms that know where every tile of a head is; documents and lists say that in tables, a window cuts tiles short
+    PLACED: gl.constexpr = not (LEFT or PACKED or LIST_Q > 0)
+    gl.static_assert(not STREAM_K or (PLACED and not (RIGHT or ORDERED or dropout is not None)))
+    gl.static_assert(not RING or (PLACED and ORDERED and not (RIGHT or dropout is not None)))
+    gl.static_assert(not WOVEN or (PLACED and RIGHT and not ORDERED and GROUP > 1 and BQ == 64))
+    gl.static_assert(not (LIST_Q > 0 and (LEFT or PACKED or ORDERED or dropout is not None)))
+    gl.static_assert(BQ == 64 or (BQ == 128 and D == 64))
     # a softcap's scores and a dropout's bits have no registers beside dv's product
-    LATE: gl.constexpr = D == 128 and not SOFTCAP and dropout is None
+    LATE_DQ: gl.constexpr = D == 128 and not SOFTCAP and dropout is None
     if PACKED:
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share, list_rows,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, ALTERNATES, WOVEN, BQ, 128, D, STAGES, LIST_Q,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, 128, D, STAGES, LIST_Q,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = smem_tiles(STAGES, q_desc)
@@ -809,62 +580,31 @@ def attention_dkv_kernel(
     parking = smem_tiles(4, dk_desc, BQ // 64)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
-    ticket = tickets(4, 10)
+    queue = tile_queue(4, 10)
     kv_full = mbarriers(2, 1)
     q_full = mbarriers(STAGES, 33)  # the tile, and 32 threads for the row of numbers
     dout_full = mbarriers(STAGES, 33)
     dq_empty = mbarriers(2, 1)
     fence_async()
-    parts = (ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty)
+    parts = (queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty)
     window = left + right if RIGHT else left
     sizes = tokens, keys, kv_heads, right
     ROWS: gl.constexpr = BQ * D // 512
     gl.warp_specialize(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, ALTERNATES, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
-                        SHARED, shares_ptr, LATE, dropout, sizes, DRAW)),
+                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
+                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
-                        LEFT, RIGHT, TAIL, ORDERED, ALTERNATES, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
-                        SHARED, shares_ptr, LATE, dropout, sizes, DRAW)),
+                        LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
+                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-                        indices, undivided, shares, SHARED, LATE, dropout is not None, RING)),
-            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ALTERNATES,
-                    k_blocks, SHARED, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
-            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED, ALTERNATES,
-                    k_blocks, SHARED, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
+                        indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING)),
+            (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
+                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
+            (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
+                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
     )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["keys", "kv_heads", "k_blocks", "rows", "section", "undivided", "shares", "steps"])
-def attention_dkv_shares_kernel(
-    shares_ptr, dk_ptr, dv_ptr, dk_strides, dv_strides, keys, kv_heads, k_blocks, rows, section, undivided, shares,
-    steps, DIM: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """dk (program ids 1: 0) and dv (1) of ROWS keys (2) of a tile whose steps are dealt out in shares."""
-    tiles = k_blocks * rows
-    total = (tiles - undivided) * steps
-    begin = gl.program_id(0) * steps
-    block, row = numbered(undivided + gl.program_id(0), k_blocks, section, rows)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 * 4 // D, D // 4], [4, 1], [1, 0])
-    key = gl.program_id(2) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    col = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    shares_ptr += gl.program_id(1) * (128 * D) + (key * D)[:, None] + col[None, :]
-    x = gl.zeros([ROWS, D], gl.float32, LAYOUT)
-    for share in range(((begin + 1) * shares - 1) // total, ((begin + steps) * shares - 1) // total + 1):
-        second = gl.where(share * total // shares < begin, 1, 0)
-        x += gl.load(shares_ptr + (2 * share + second).to(gl.int64) * (256 * D))
-    key += block * 128
-    batch = (row // kv_heads).to(gl.int64)
-    head = (row % kv_heads).to(gl.int64)
-    there = (key < keys)[:, None] & (col < DIM)[None, :]
-    key = key.to(gl.int64)
-    if gl.program_id(1) == 0:
-        rows_ptr = dk_ptr + batch * dk_strides[0] + head * dk_strides[1] + (key * dk_strides[2])[:, None]
-        gl.store(rows_ptr + col[None, :], x.to(dk_ptr.dtype.element_ty), mask=there)
-    else:
-        rows_ptr = dv_ptr + batch * dv_strides[0] + head * dv_strides[1] + (key * dv_strides[2])[:, None]
-        gl.store(rows_ptr + col[None, :], x.to(dv_ptr.dtype.element_ty), mask=there)

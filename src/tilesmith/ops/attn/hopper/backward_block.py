@@ -14,7 +14,7 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.forward import before, holds
+from tilesmith.ops.attn.hopper.softmax import in_mask, mask_before
 
 # named barriers: a tile's keys and its values are read; both halves of ds are there; a tile of queries is read, by its
 # place; dq is parked, by its box
@@ -25,7 +25,7 @@ HALF = VALUES_READ
 
 
 @gluon.jit
-def hide(x, edge, window, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr):
+def apply_mask(x, edge, window, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr):
     """Zeros where a key (row of x) and a query of a block (column) do not see each other: they do where query + edge -
     window <= key <= query + edge and key < limit."""
     crossed = edge < -(1 << 30)
@@ -40,10 +40,10 @@ def hide(x, edge, window, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: 
         query = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
         word = gl.where(key < limit if TAIL else key >= 0, -1, 0)
         if RIGHT:
-            word = word & ~before(key - edge, query)
+            word = word & ~mask_before(key - edge, query)
         if LEFT:
-            word = word & before(key - edge + window + 1, query)
-        x = gl.where(holds(word, query), x, 0.0)
+            word = word & mask_before(key - edge + window + 1, query)
+        x = gl.where(in_mask(word, query), x, 0.0)
     return x
 
 
@@ -106,7 +106,7 @@ def late_block(
     A consumer needs the other one's half of ds half a block later than if it made dq at once, and seldom waits for it.
     dp is asked for when dq has left the registers; powers are taken beside it, and ds is made beside dv."""
     gl.static_assert(STAGES == 2)  # a third would need a barrier more
-    ticket, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
+    queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BQ, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -133,7 +133,7 @@ def late_block(
     dp_made = wgmma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     p = gl.exp2(score * outer - row_lse[None, :])
     if LEFT or RIGHT or TAIL:
-        p = hide(p, edge, window, limit, LEFT, RIGHT, TAIL)
+        p = apply_mask(p, edge, window, limit, LEFT, RIGHT, TAIL)
     p_operand = gl.convert_layout(p.to(dtype), P)
     dv_made = wgmma(p_operand, dout_tile, dv, use_acc=True, is_async=True)
     row_delta = row_of(delta.index(s), BQ)

@@ -1,7 +1,7 @@
 """Device kernel of attention's dq on Hopper for head dims above 128, in Gluon: one pass over keys, nothing is added
 up in memory, so that dq is the same in every run.
 
-A program is one producer and two consumers with 64 queries each, which meet the keys 64 at a time. Scores live in units
+A CTA is one producer and two consumers with 64 queries each, which meet the keys 64 at a time. Scores live in units
 of log 2.
 """
 
@@ -19,13 +19,14 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.forward import LN2, Walk, before, bend, holds, tickets
+from tilesmith.ops.attn.hopper.softmax import LN2, in_mask, mask_before, tanh
 from tilesmith.ops.attn.hopper.tile_offset import corner
+from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
 
 
 @gluon.jit
 def _produce(parts, q_desc, k_desc, v_desc, dout_desc, counter, table):
-    whole, tickets, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    whole, queue, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -49,14 +50,14 @@ def _produce(parts, q_desc, k_desc, v_desc, dout_desc, counter, table):
             mbarrier_wait(v_empty.index(0), (count & 1) ^ 1)
             tma_load(v_desc, kv_corner, v_full.index(0), v.index(0))
             count += 1
-        number = tickets.draw(turn, counter, tiles, whole.DYNAMIC)
+        number = queue.fetch(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
 
 
 @gluon.jit
 def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, outer, factor,
              SOFTCAP: gl.constexpr):  # fmt: skip
-    whole, tickets, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    whole, queue, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     D: gl.constexpr = whole.D
     dtype: gl.constexpr = q.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -102,7 +103,7 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
             dp_made = wgmma(dout_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
             score = wgmma_wait(1, deps=[s_made])
             if SOFTCAP:
-                score = bend(score * inner)
+                score = tanh(score * inner)
             p = gl.exp2(score * outer - row_lse[:, None])
             if SOFTCAP:
                 p = p * (1.0 - score * score)
@@ -116,12 +117,12 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
                 # queries that see nothing may be NaN: what is hidden is taken out, not multiplied by 0
                 cols = gl.arange(0, 64, gl.SliceLayout(0, SCORES))[None, :]
                 if walk.RIGHT:
-                    word = before((walk.end(queries) - first)[:, None], cols)
+                    word = mask_before((walk.end(queries) - first)[:, None], cols)
                 else:
-                    word = before(walk.keys - first, cols)
+                    word = mask_before(walk.keys - first, cols)
                 if walk.LEFT:
-                    word = word & ~before((walk.begin(queries) - first)[:, None], cols)
-                d_score = gl.where(holds(word, cols), d_score, 0.0)
+                    word = word & ~mask_before((walk.begin(queries) - first)[:, None], cols)
+                d_score = gl.where(in_mask(word, cols), d_score, 0.0)
             ds_operand = gl.convert_layout(d_score.to(dtype), P)
             dq_made = wgmma(ds_operand, k_tile, dq, use_acc=True, is_async=True)
             dq, ds_operand = wgmma_wait(0, deps=[dq_made, ds_operand])
@@ -132,7 +133,7 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
         tma_store(dq_desc, corner(q_place, head, start, tokens, walk.PACKED), q.index(C))
         tma_store_wait(0)
         mbarrier_arrive(q_empty.index(C))
-        number = tickets.drawn(turn, tiles, whole.DYNAMIC)
+        number = queue.next_tile(turn, tiles, whole.DYNAMIC)
         turn += 1
 
 
@@ -155,7 +156,7 @@ def attention_dq_wide_kernel(
     dout = smem_tiles(2, q_desc)
     k = smem_tiles(2, k_desc)
     v = smem_tiles(1, k_desc)
-    ticket = tickets(2, 1)
+    queue = tile_queue(2, 1)
     q_full = mbarriers(4, 1)
     q_empty = mbarriers(2, 1)
     k_full = mbarriers(2, 1)
@@ -163,7 +164,7 @@ def attention_dq_wide_kernel(
     v_full = mbarriers(1, 1)
     v_empty = mbarriers(1, 2)
     fence_async()
-    parts = (walk, ticket, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    parts = (walk, queue, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
             (_produce, (parts, q_desc, k_desc, v_desc, dout_desc, counter, table)),

@@ -1,8 +1,8 @@
 """Device kernel of attention's dk and dv on Hopper for head dims above 128, in Gluon.
 
-A program owns 64 keys at a time and walks the queries that see them, 64 at a time, of every head of its group.
+A CTA owns 64 keys at a time and walks the queries that see them, 64 at a time, of every head of its group.
 Registers hold either dk or dv, so one consumer makes the scores, p and dv, the other one dp, ds and dk; p goes to the
-other one through shared memory. dq has a kernel of its own (`hopper_backward_dq`). Scores live in units of log 2.
+other one through shared memory. dq has a kernel of its own (`backward_dq`). Scores live in units of log 2.
 """
 
 from tilesmith.device.gluon.shim import (
@@ -20,19 +20,11 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.backward import (
-    BLOCKS,
-    EDGE,
-    KEYS_AT,
-    KV_HEAD,
-    LIMIT,
-    START,
-    KeyWalk,
-    announce,
-)
-from tilesmith.ops.attn.hopper.backward_block import hide
-from tilesmith.ops.attn.hopper.forward import bend, draw, tickets
+from tilesmith.ops.attn.hopper.backward_block import apply_mask
+from tilesmith.ops.attn.hopper.backward_walk import BLOCKS, EDGE, KEYS_AT, KV_HEAD, LIMIT, START, KeyWalk, announce
+from tilesmith.ops.attn.hopper.softmax import tanh
 from tilesmith.ops.attn.hopper.tile_offset import at, corner
+from tilesmith.ops.attn.hopper.walk import next_tile, tile_queue
 
 
 @gluon.jit
@@ -46,7 +38,7 @@ def _load_pair(k_desc, v_desc, there, k, v, full, empty, turn):
 
 @gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table):
-    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
+    queue, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lane = gl.arange(0, 64, LANES)
     count = gl.to_tensor(0)
@@ -58,8 +50,8 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         first, blocks = walk.span(start)
         head = kv_head * walk.GROUP
         place += first
-        announce(ticket, turn, walk, start, k_place, kv_head, first, blocks, walk.rises(number))
-        ticket.close(turn)
+        announce(queue, turn, walk, start, k_place, kv_head, first, blocks, walk.rises(number))
+        queue.producer_commit(turn)
         k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
         if walk.PACKED and blocks == 0:
             _load_pair(k_desc, v_desc, k_corner, k, v, kv_full, kv_empty, turn)
@@ -78,13 +70,13 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 count += 1
             place += whole.q_blocks
         if whole.DYNAMIC:
-            number = draw(counter, tiles)
+            number = next_tile(counter, tiles)
         else:
             number = tiles
         turn += 1
-    ticket.open(turn)
-    ticket.write(turn, START, -1)
-    ticket.close(turn)
+    queue.producer_acquire(turn)
+    queue.write(turn, START, -1)
+    queue.producer_commit(turn)
 
 
 @gluon.jit
@@ -94,7 +86,7 @@ def _values(
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Scores, p and dv."""
-    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
+    queue, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     p_box, p_full, p_empty = swap
     dtype: gl.constexpr = q.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -103,12 +95,12 @@ def _values(
     k_tile = k.reshape([64, D])
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    ticket.take(turn)
-    while ticket.read(turn, START) >= 0:
-        blocks = ticket.read(turn, BLOCKS)
+    queue.consumer_wait(turn)
+    while queue.read(turn, START) >= 0:
+        blocks = queue.read(turn, BLOCKS)
         # key c and query i of a block see each other where i + edge - window <= c <= i + edge and c < limit
-        last_edge = ticket.read(turn, EDGE)
-        limit = ticket.read(turn, LIMIT)
+        last_edge = queue.read(turn, EDGE)
+        limit = queue.read(turn, LIMIT)
         dv = gl.zeros([64, D], gl.float32, DKV)
         zero = gl.zeros([64, 64], gl.float32, SCORES)
         mbarrier_wait(kv_full.index(0), turn & 1)
@@ -123,10 +115,10 @@ def _values(
                 row_lse = lse.index(s).load(gl.SliceLayout(0, SCORES))
                 score = wgmma_wait(0, deps=[s_made])
                 if SOFTCAP:
-                    score = bend(score * inner)
+                    score = tanh(score * inner)
                 p = gl.exp2(score * outer - row_lse[None, :])
                 if LEFT or RIGHT or TAIL:
-                    p = hide(p, last_edge - i * 64, window, limit, LEFT, RIGHT, TAIL)
+                    p = apply_mask(p, last_edge - i * 64, window, limit, LEFT, RIGHT, TAIL)
                 p_operand = gl.convert_layout(p.to(dtype), P)
                 if SOFTCAP:
                     p = p * (1.0 - score * score)
@@ -139,17 +131,17 @@ def _values(
                 dv, p_operand = wgmma_wait(0, deps=[dv_made, p_operand])
                 mbarrier_arrive(q_empty.index(s))
                 count += 1
-        place = ticket.read(turn, KEYS_AT)
-        kv_head = ticket.read(turn, KV_HEAD)
-        start = ticket.read(turn, START)
-        ticket.give_back(turn)
+        place = queue.read(turn, KEYS_AT)
+        kv_head = queue.read(turn, KV_HEAD)
+        start = queue.read(turn, START)
+        queue.consumer_release(turn)
         k_tile.store(dv.to(dtype))  # the keys are read
         fence_async()
         tma_store(dv_desc, at(place, kv_head, start, PACKED), k)
         tma_store_wait(0)
         mbarrier_arrive(kv_empty.index(0))
         turn += 1
-        ticket.take(turn)
+        queue.consumer_wait(turn)
 
 
 @gluon.jit
@@ -157,7 +149,7 @@ def _keys(
     parts, swap, dk_desc, scale, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr
 ):
     """dp, ds and dk."""
-    ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
+    queue, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     p_box, p_full, p_empty = swap
     dtype: gl.constexpr = q.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -166,9 +158,9 @@ def _keys(
     v_tile = v.reshape([64, D])
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    ticket.take(turn)
-    while ticket.read(turn, START) >= 0:
-        blocks = ticket.read(turn, BLOCKS)
+    queue.consumer_wait(turn)
+    while queue.read(turn, START) >= 0:
+        blocks = queue.read(turn, BLOCKS)
         dk = gl.zeros([64, D], gl.float32, DKV)
         zero = gl.zeros([64, 64], gl.float32, SCORES)
         mbarrier_wait(kv_full.index(1), turn & 1)
@@ -192,17 +184,17 @@ def _keys(
                 dk, ds_operand = wgmma_wait(0, deps=[dk_made, ds_operand])
                 mbarrier_arrive(q_empty.index(s))
                 count += 1
-        place = ticket.read(turn, KEYS_AT)
-        kv_head = ticket.read(turn, KV_HEAD)
-        start = ticket.read(turn, START)
-        ticket.give_back(turn)
+        place = queue.read(turn, KEYS_AT)
+        kv_head = queue.read(turn, KV_HEAD)
+        start = queue.read(turn, START)
+        queue.consumer_release(turn)
         v_tile.store((dk * scale).to(dtype))  # the values are read
         fence_async()
         tma_store(dk_desc, at(place, kv_head, start, PACKED), v)
         tma_store_wait(0)
         mbarrier_arrive(kv_empty.index(1))
         turn += 1
-        ticket.take(turn)
+        queue.consumer_wait(turn)
 
 
 @gluon.jit(
@@ -223,7 +215,7 @@ def attention_dkv_wide_kernel(
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, gl.to_tensor(1),
-        gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, False, False, 64, 64, D, STAGES, 0,
+        gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, False, 64, 64, D, STAGES, 0,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = smem_tiles(STAGES, q_desc)
@@ -233,7 +225,7 @@ def attention_dkv_wide_kernel(
     p_box = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
-    ticket = tickets(2, 6)
+    queue = tile_queue(2, 6)
     kv_full = mbarriers(2, 1)
     kv_empty = mbarriers(2, 1)
     q_full = mbarriers(STAGES, 129)  # the tile, and 128 threads for the row of numbers
@@ -241,7 +233,7 @@ def attention_dkv_wide_kernel(
     dout_full = mbarriers(STAGES, 129)
     swap = (p_box, mbarriers(2, 1), mbarriers(2, 1))
     fence_async()
-    parts = (ticket, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full)
+    parts = (queue, q, dout, k, v, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full)
     window = left + right if RIGHT else left
     gl.warp_specialize(
         [

@@ -1,12 +1,7 @@
 """What the Hopper kernels need to know of block lists: a table with a row for each tile, made on the device."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from tilesmith.engine import launch
-from tilesmith.engine.launch import cdiv
 
 FAR = tl.constexpr(1 << 28)  # a block behind every token
 
@@ -22,7 +17,7 @@ def list_tiles_kernel(
     offsets_ptr, indices_ptr, table_ptr, order_ptr, offsets_strides, heads, tiles, tokens, keys,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK_M queries a program. A row: where the tile's list starts; of the parts of BLOCK_N keys of the
+    """A tile of BLOCK_M queries a CTA. A row: where the tile's list starts; of the parts of BLOCK_N keys of the
     list's blocks the last one that any query sees, how many are seen, and how many of these the diagonal may cross. An
     empty list counts as one part at -1. order_ptr: without CAUSAL, the tiles of a head, the longest list's first."""
     number = tl.program_id(0) // tiles
@@ -59,31 +54,12 @@ def list_tiles_kernel(
         tl.store(order_ptr + number * tiles + before, tile)
 
 
-def list_tiles(
-    offsets: Tensor, indices: Tensor, tokens: int, keys: int, causal: bool, block_q: int, block_k: int,
-    block_m: int, block_n: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The table of tiles of `block_m` queries and parts of `block_n` keys, in the lists' order: batch, head, tile. And
-    each head's tiles in the order in which they are best made, not with `causal`. offsets, indices: lists of blocks of
-    `block_k` keys for blocks of `block_q` queries, as `attention` takes them."""
-    batch, heads, _ = offsets.shape
-    tiles = cdiv(tokens, block_m)
-    table = torch.empty((batch * heads * tiles, 4), dtype=torch.int32, device=offsets.device)
-    order = torch.empty(batch * heads * tiles, dtype=torch.int32, device=offsets.device)
-    launch(
-        list_tiles_kernel, (batch * heads * tiles,),
-        offsets, indices, table, order, offsets.stride(), heads, tiles, tokens, keys,
-        CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, LIST_Q=block_q, LIST_K=block_k, num_warps=4,
-    )  # fmt: skip
-    return table, order
-
-
 @triton.jit(do_not_specialize=["tiles", "tokens", "keys"])
 def list_key_tiles_kernel(
     offsets_ptr, indices_ptr, table_ptr, offsets_strides, heads, tiles, tokens, keys,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK_N keys a program, whose transposed list has blocks of queries. A row: where the tile's list
+    """A tile of BLOCK_N keys a CTA, whose transposed list has blocks of queries. A row: where the tile's list
     starts; of the parts of BLOCK_M queries of the list's blocks the first one that sees any key, how many do, and how
     many of these, the first ones, the diagonal may cross."""
     number = tl.program_id(0) // tiles
@@ -109,20 +85,3 @@ def list_key_tiles_kernel(
     tl.store(row + 1, hidden)
     tl.store(row + 2, every - hidden)
     tl.store(row + 3, tl.maximum(crossed - hidden, 0))
-
-
-def list_key_tiles(
-    offsets: Tensor, indices: Tensor, tokens: int, keys: int, causal: bool, block_q: int, block_k: int,
-    block_m: int, block_n: int,
-) -> Tensor:  # fmt: skip
-    """The table of tiles of `block_n` keys and parts of `block_m` queries, from transposed lists and in their order: of
-    blocks of `block_q` queries for blocks of `block_k` keys."""
-    batch, heads, _ = offsets.shape
-    tiles = cdiv(keys, block_n)
-    table = torch.empty((batch * heads * tiles, 4), dtype=torch.int32, device=offsets.device)
-    launch(
-        list_key_tiles_kernel, (batch * heads * tiles,),
-        offsets, indices, table, offsets.stride(), heads, tiles, tokens, keys,
-        CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, LIST_Q=block_q, LIST_K=block_k, num_warps=4,
-    )  # fmt: skip
-    return table

@@ -1,21 +1,15 @@
-"""Results of splits of the keys become one, on Hopper: a program a row, whose warps share the columns.
+"""Results of splits of the keys become one, on Hopper: a CTA a row, whose warps share the columns.
 
-It starts when the programs that make the results end, so that little but its own code is between these and its end:
+It starts when the CTAs that make the results end, so that little but its own code is between these and its end:
 H200, 8 / 16 tokens on 8k keys of 64/8 heads in all, 15.7 / 18.3 us; by `decode`'s kernel, of one warp a row and three
-times as many instructions, 16.1 / 19.0; by a program of a warp for each of four rows 16.2 / 18.7. Of many rows half as
+times as many instructions, 16.1 / 19.0; by a CTA of a warp for each of four rows 16.2 / 18.7. Of many rows half as
 many run at a time, so `decode`'s kernel combines them: 16 tokens on 8 x 8k keys in pages of 16 / 64, 8,192 rows, 92.0 /
 89.2 us by this one and 87.5 / 81.9 by that (in two runs, in both of which FlashAttention 4 took 120 / 112).
 """
 
-from torch import Tensor
-
 from tilesmith.device.gluon.shim import gl, gluon, grid_dependency_wait
-from tilesmith.engine import launch
-from tilesmith.engine.launch import next_power_of_2
-from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn.split_combine import combine_splits
 
-ROWS = 32  # for each multiprocessor, that are few
+ROWS = 32  # for each SM, that are few
 
 
 @gluon.jit(do_not_specialize=["rows", "tokens", "heads", "splits"])
@@ -23,7 +17,7 @@ def attention_combine_few_kernel(
     part_out_ptr, part_lse_ptr, sinks_ptr, out_ptr, out_row, out_head, out_token, lse_ptr, rows, tokens, heads, splits,
     DIM_V: gl.constexpr, DV: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Program (batch row, query head, token): the mean of the splits' results, weighted by exp(lse)."""
+    """CTA (batch row, query head, token): the mean of the splits' results, weighted by exp(lse)."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, gl.num_warps()], [1, 0])
     row = gl.program_id(0)
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, TILE))
@@ -56,19 +50,3 @@ def attention_combine_few_kernel(
         lse = shift + gl.log(both)
     gl.store(lse_ptr + row, lse)
     gl.store(out_ptr + (out_at + column), out.to(out_ptr.dtype.element_ty), mask=column < DIM_V)
-
-
-def combine(part_out: Tensor, part_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Fill out and lse from part_out [S, B, H, T, D] and part_lse [S, B, H, T] (fp32), as `combine_splits` does.
-    The kernel before it makes these, and lets it start."""
-    splits, _, heads, tokens, dim_v = part_out.shape
-    if out.is_cuda and lse.numel() > ROWS * arch_of(out.device).sms:  # elsewhere it is compiled, not run
-        combine_splits(part_out, part_lse, sinks, out, lse, chained=True)
-        return
-    columns = max(64, next_power_of_2(dim_v))
-    launch(
-        attention_combine_few_kernel, (lse.numel(),),
-        part_out, part_lse, sinks, out, *out.stride()[:3], lse, lse.numel(), tokens, heads, splits,
-        DIM_V=dim_v, DV=columns, SPLITS=max(4, next_power_of_2(splits)),
-        num_warps=columns // 32, launch_pdl=True,
-    )  # fmt: skip

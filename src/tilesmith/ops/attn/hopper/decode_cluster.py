@@ -1,26 +1,19 @@
-"""attention of few rows on a cache on Hopper, in one launch: clusters of programs that share a kv head's keys.
+"""attention of few rows on a cache on Hopper, in one launch: clusters of CTAs that share a kv head's keys.
 
 Rows are pairs of a token and a query head of one kv head, at most 16, which each warp holds whole: of each block of
-keys it meets its own, by products of single warps, and keeps greatest scores and sums of its own. So nothing waits for
-other warps before the end, where the warps' parts are put together in shared memory, and the programs' parts in those
+keys it meets its own, by products of single warps, and keeps row maxima and sums of its own. So nothing waits for
+other warps before the end, where the warps' parts are put together in shared memory, and the CTAs' parts in those
 of the cluster: each row has an owner, to whom the others send what they have of it. No part goes through memory, and no
-second kernel is launched. Where there are few kv heads, programs alone share their keys, and a second kernel
-(`hopper_combine`) combines what they write.
+second kernel is launched. Where there are few kv heads, CTAs alone share their keys, and a second kernel
+(`combine`) combines what they write.
 """
 
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-
-from tilesmith.device.alignment import is_16_byte_aligned
 from tilesmith.device.gluon.cluster import (
     HEAD,
     cluster_wait,
     dsmem_wait,
     load_dsmem,
     open_dsmem,
-    resident_clusters,
     store_dsmem,
     store_dsmem_pair,
 )  # fmt: skip
@@ -36,25 +29,8 @@ from tilesmith.device.gluon.shim import (
     syncthreads,
     tma_load,
 )  # fmt: skip
-from tilesmith.device.rows import dense
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
-from tilesmith.engine.launch import cdiv, next_power_of_2
-from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import reference
-from tilesmith.ops.attn.arguments import attention_arguments
-from tilesmith.ops.attn.hopper.combine import combine
-from tilesmith.ops.attn.hopper.forward import NOTHING, bend, finish
-from tilesmith.ops.attn.hopper.launch import (
-    columns_of,
-    no_dropout,
-    no_lists,
-    reasons_for_all,
-    score_factors,
-    window_of,
-    wrong_dims,
-)  # fmt: skip
-from tilesmith.ops.attn.hopper.launch_decode import keys_of
-from tilesmith.ops.attn.hopper.split_kv import portion
+from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, tanh
+from tilesmith.ops.attn.hopper.split_kv import even_range
 from tilesmith.ops.attn.hopper.tile_offset import corner
 
 _HEAD = gl.constexpr(HEAD)  # of a room
@@ -100,7 +76,7 @@ def _first_rows(x, R: gl.constexpr):
 
 @gluon.jit
 def _of_warps(top, total, acc, R: gl.constexpr):
-    """The first R rows of all warps, put together: greatest scores, sums of powers, sums of values [R, DV]."""
+    """The first R rows of all warps, put together: row maxima, row sums, sums of values [R, DV]."""
     W: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[2]
     # 8 numbers between rows: those of a warp's store are in different banks
@@ -119,7 +95,7 @@ def _of_warps(top, total, acc, R: gl.constexpr):
 
 @gluon.jit
 def _of_cluster(top, total, acc, room, full, part, PARTS: gl.constexpr, OWNERS: gl.constexpr):
-    """Send each row's part to its owner, and put together what this program is sent of its own rows."""
+    """Send each row's part to its owner, and put together what this CTA is sent of its own rows."""
     R: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[1]
     EACH: gl.constexpr = R // OWNERS
@@ -161,9 +137,9 @@ def attention_cluster_kernel(
     DIM: gl.constexpr, DIM_V: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PARTS: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Cluster (split, kv head, batch row), of PARTS programs with equal shares of the split's blocks of keys. Writes a
+    """Cluster (split, kv head, batch row), of PARTS CTAs with equal ranges of the split's blocks of keys. Writes a
     result and its lse for each split. R: 8 or 16 rows that hold all pairs of a token and a head. Strides of q count 8
-    elements. inverse: 1 over the number of shares. left, right: the window, where LEFT, RIGHT. CHAINED: the next kernel
+    elements. inverse: 1 over the number of ranges. left, right: the window, where LEFT, RIGHT. CHAINED: the next kernel
     may start and wait."""
     LENGTHS: gl.constexpr = lengths_ptr is not None
     W: gl.constexpr = gl.num_warps()
@@ -177,9 +153,9 @@ def attention_cluster_kernel(
     v = smem_tiles(STAGES, v_desc)
     k_full, v_full = mbarrier_pair(STAGES, 1)
     fence_async()
-    share = gl.program_id(0)
-    part = share % PARTS
-    split = share // PARTS
+    member = gl.program_id(0)
+    part = member % PARTS
+    split = member // PARTS
     kv_head = gl.program_id(1)
     batch = gl.program_id(2)
     length = keys
@@ -193,7 +169,7 @@ def attention_cluster_kernel(
     if LEFT:
         begin = gl.maximum(shift - left, 0)
     all_blocks = (gl.maximum(length - begin, 0) + BN - 1) // BN
-    low, blocks = portion(all_blocks, share, gl.num_programs(0), inverse)
+    low, blocks = even_range(all_blocks, member, gl.num_programs(0), inverse)
     begin += low * BN
     for i in gl.static_range(STAGES):
         if i < blocks:
@@ -238,7 +214,7 @@ def attention_cluster_kernel(
             syncthreads()
             _load(k_desc, k_full, k, s, k_place, kv_head, key + STAGES * BN, length, LENGTHS)
         if SOFTCAP:
-            qk = bend(qk * inner)
+            qk = tanh(qk * inner)
         if (key + BN > all_end) | (key < all_begin):
             qk = _seen(qk, row_begin, row_end, key, LEFT)
         new_top = gl.maximum(top, gl.max(qk, 2) * scale)
@@ -266,7 +242,7 @@ def attention_cluster_kernel(
     real = mine < tokens * GROUP
     if PARTS > OWNERS:
         real = real & (part < OWNERS)
-    factor, lse = finish(top, total, gl.where(real, head, 0), sinks_ptr)
+    factor, lse = finish_softmax(top, total, gl.where(real, head, 0), sinks_ptr)
     lse_at = split.to(gl.int64) * lse_split + (batch * kv_heads * GROUP + head) * tokens + token
     gl.store(lse_ptr + lse_at, lse, mask=real)
     out_batch, out_head, out_token = out_strides
@@ -277,115 +253,3 @@ def attention_cluster_kernel(
     gl.store(out_ptr + (out_at[:, None] + column), acc, mask=real[:, None] & (column < DIM_V))
     if CHAINED:
         launch_dependents()
-
-
-class ClusterConfig(NamedTuple):
-    """block_n: keys of a tile. stages: tiles of keys and of values in flight. num_warps: each has block_n / num_warps
-    keys of a tile. parts: programs of a cluster, a power of two; 0: `division` finds it, and splits."""
-
-    block_n: int
-    stages: int
-    num_warps: int = 4
-    parts: int = 0
-    splits: int = 1
-
-
-@attention_arguments
-def _dims(call) -> dict[str, int]:
-    q, k = call.q, call.k
-    return {
-        "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": k.shape[2],
-        "dim": max(q.shape[3], call.v.shape[3]),
-    }  # fmt: skip
-
-
-def _default(dims, arch, dtype) -> ClusterConfig:
-    # H200, 1 token on 8k keys: 64/8 heads of 128 in tiles of 128 keys with 2 / 3 stages 14.7 / 14.7 us (4 batch rows:
-    # 36.9 / 39.7), with 8 warps 15.3, in tiles of 64 keys with 4 stages 16.9; 32/8 heads of 64 with 3 / 6 stages
-    # 11.7 / 12.8; 32/4 heads of 256 with 2 / 3 stages 17.6 / 18.1
-    wide = max(64, next_power_of_2(dims["dim"]))
-    return ClusterConfig(64, 2) if wide > 128 else ClusterConfig(128, 3 if wide == 64 else 2)
-
-
-SPACE = Space(default=_default, dims=_dims, choices={"stages": (2, 3)})
-
-
-def rejects(call) -> list[str]:
-    """Why clusters cannot serve a call of attention."""
-    reasons = reasons_for_all(call) + no_dropout(call) + no_lists(call) + wrong_dims(call)
-    if call.cu_seqlens_q is not None:
-        reasons.append("cu_seqlens_q: packed documents are not known")
-    if call.rows > 16:
-        reasons.append("T * H / G is more than 16: a warp holds 16 rows")
-    if not call.cached:
-        reasons.append("S is less than 4 T: this kernel is for a cache")
-    # One batch row may be full and the others empty, and its clusters are no larger for that. H200, so, of 128 dims,
-    # triton_split's time to this kernel's; 2 rows of 8 kv heads, room for 1k / 2k / 4k keys: 1.21 / 1.15 / 1.03; 4 rows
-    # of 8, 512 / 1k / 2k: 1.09 / 1.04 / .94; 8 of 8, 512 / 1k: 1.20 / 1.19; 4 of 2, 2k / 4k: 1.17 / 1.11.
-    if call.room * call.pairs * max(call.q.cols, call.v.cols) > 256 * 128 * call.arch.sms:
-        reasons.append("kv_lengths of several batch rows in so much room: the longest may keep the others waiting")
-    if call.pairs * 2 > call.arch.sms:
-        reasons.append(f"{call.pairs} kv heads of all batch rows: as many clusters do not run at once")
-    return reasons
-
-
-@register_kernel("attention", backend="hopper_cluster", rank=36, rejects=rejects)
-@optimize_kernel(space=SPACE)
-@attention_arguments
-def attention(call, *, config: ClusterConfig) -> tuple[Tensor, Tensor]:
-    """A cluster for each kv head of each batch row, whose programs share its keys (`division`)."""
-    q, k, v = call.q, call.k, call.v
-    batch, heads, tokens, dim = q.shape
-    kv_heads, keys, dim_v = k.shape[1], k.shape[2], v.shape[3]
-    out = reference.out_like(q, dim_v)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return out, lse
-    if keys == 0:
-        lse.copy_(lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.to(lse.dtype)[:, None])
-        return out.zero_(), lse
-    if not is_16_byte_aligned(q):
-        q = q.clone(memory_format=torch.contiguous_format)
-    sinks, kv_lengths = dense(call.sinks), dense(call.kv_lengths)
-    group, bounded = heads // kv_heads, kv_lengths is not None
-    left, right, has_left, has_right = window_of(call, keys)
-    k_desc, between_k = keys_of(k, config.block_n, bounded, False)
-    v_desc, between_v = keys_of(v, config.block_n, bounded, False)
-    parts, splits = config.parts, config.splits
-    if not parts:
-        seen = min(keys, left + tokens) if has_left else keys
-        parts, splits = division(batch * kv_heads, cdiv(seen, config.block_n), arch_of(q.device).sms, q.device)
-    part_out, part_lse = out, lse
-    if splits > 1:
-        part_out = torch.empty((splits, batch, heads, tokens, dim_v), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((splits, batch, heads, tokens), dtype=torch.float32, device=q.device)
-    launch(
-        attention_cluster_kernel, (splits * parts, kv_heads, batch),
-        q, tuple(s // 8 for s in q.stride()[:3]), k_desc, v_desc,
-        part_out, part_out.stride(0), part_out.stride()[-4:-1], part_lse, lse.numel(),
-        sinks if splits == 1 else None, kv_lengths,
-        tokens, keys, kv_heads, 1 / (splits * parts), between_k, between_v, left, right, *score_factors(call),
-        GROUP=group, LEFT=has_left, RIGHT=has_right and right < tokens - 1, R=8 if group * tokens <= 8 else 16,
-        BN=config.block_n, DIM=dim, DIM_V=dim_v, D=columns_of(q), DV=columns_of(v), PARTS=parts, STAGES=config.stages,
-        SOFTCAP=call.softcap > 0.0, CHAINED=splits > 1, num_warps=config.num_warps, cluster=parts,
-    )  # fmt: skip
-    if splits > 1:
-        combine(part_out, part_lse, sinks, out, lse)
-    return out, lse
-
-
-def division(heads: int, blocks: int, sms: int, device: torch.device) -> tuple[int, int]:
-    """Among how many programs of a cluster, and how many clusters, the blocks of keys of each kv head are divided.
-    heads: kv heads of all batch rows; sms: multiprocessors of the device.
-
-    One cluster a head, as large as lets all run at once, where that keeps half of the device busy. Clusters of 16 take
-    their keys through few groups of multiprocessors (GPCs): beyond a few blocks they lose to programs alone whose parts
-    a second kernel combines. H200, 2 / 4 kv heads of 128: 8k keys in clusters of 16 11.2 / 12.2 us, split 10.5 / 11.9;
-    32k keys 20.4 / 27.4, split 16.4 / 23.2. 8 kv heads on 8k / 128k keys in clusters of 8 14.7 / 126.4, split 15.6 /
-    126.9; 16 of 8k keys in clusters of 4 22.3, split 23.0; 32 and 64 in clusters of 2 37.5 and 66.9, split 37.5 and
-    68.0.
-    """
-    parts = next((n for n in (16, 8, 4, 2) if resident_clusters(device, n, 1) >= heads), 1)
-    if parts == 16 and blocks > 32:
-        return 1, 1 << (max(1, min(sms // heads, blocks // 2)).bit_length() - 1)
-    return min(parts, next_power_of_2(blocks)), 1

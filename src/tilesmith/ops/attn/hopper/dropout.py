@@ -75,16 +75,18 @@ class Dropout:
 
 
 @gluon.jit
-def load_dropout(dropout, keys, DRAW: gl.constexpr):
+def load_dropout(dropout, keys, DROPOUT_FORM: gl.constexpr):
     """The dropout of a call from a launcher's (seed tensor, drop_below, keep_scale), of rows of so many keys; None of
-    None. DRAW: RARE, SHORT, EVEN of `Dropout`."""
+    None. DROPOUT_FORM: RARE, SHORT, EVEN of `Dropout`."""
     found = None
     if dropout is not None:
         least = dropout[1].to(gl.uint32, bitcast=True)
         least = (least | (least >> 16)).to(gl.int32, bitcast=True)
         seed, offset = gl.load(dropout[0]), gl.load(dropout[0] + 1)
         none = keys * 0
-        found = Dropout(seed, offset, least, dropout[2], keys, none, none, DRAW[0], DRAW[1], DRAW[2])
+        found = Dropout(
+            seed, offset, least, dropout[2], keys, none, none, DROPOUT_FORM[0], DROPOUT_FORM[1], DROPOUT_FORM[2]
+        )
     return found
 
 
@@ -182,11 +184,11 @@ def kept_keys(drop, first, KEYS: gl.constexpr):
     2 k (the upper half: 2 k + 1) of group 4 g + q, and then, of lane k, of group 4 g + q."""
     GROUPS: gl.constexpr = KEYS // 32
     MORE: gl.constexpr = [[0, 0, 1], [0, 0, 2]] if GROUPS == 4 else [[0, 0, 1]] if GROUPS == 2 else []
-    DRAW: gl.constexpr = gl.DistributedLinearLayout(
+    DROPOUT_FORM: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0, 0]] + MORE, [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]], [], [64, 4, GROUPS],
     )  # fmt: skip
-    query, lane, group = _along(64, 0, DRAW), _along(4, 1, DRAW), _along(GROUPS, 2, DRAW)
+    query, lane, group = _along(64, 0, DROPOUT_FORM), _along(4, 1, DROPOUT_FORM), _along(GROUPS, 2, DROPOUT_FORM)
     counter, number = drop.counter(query, first)
     bits = gl.reduce(drop.bits(counter + lane + group * 4, group * 4, 1), 2, _either)
     WORDS: gl.constexpr = bits.type.layout
@@ -230,16 +232,16 @@ def kept_queries(drop, QUERIES: gl.constexpr):
     of 64 and its warp's 16 keys; bit 4 k + 2 i + b of its word is of keys 2 k (the upper half: 2 k + 1) of the i-th
     eight, query 2 l + b. Of eight lanes four apart each then gets the bits of one key."""
     MORE: gl.constexpr = [[0, 0, 1, 0, 0]] if QUERIES == 128 else []
-    DRAW: gl.constexpr = gl.DistributedLinearLayout(
+    DROPOUT_FORM: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]] + MORE,
         [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 0, 4, 0], [0, 0, 0, 8, 0], [0, 0, 0, 16, 0]],
         [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0]], [], [4, 2, QUERIES // 64, 32, 2],
     )  # fmt: skip
-    warp = _along(4, 0, DRAW)
-    eight = _along(2, 1, DRAW)
-    part = _along(QUERIES // 64, 2, DRAW)
-    lane = _along(32, 3, DRAW)
-    odd = _along(2, 4, DRAW)
+    warp = _along(4, 0, DROPOUT_FORM)
+    eight = _along(2, 1, DROPOUT_FORM)
+    part = _along(QUERIES // 64, 2, DROPOUT_FORM)
+    lane = _along(32, 3, DROPOUT_FORM)
+    odd = _along(2, 4, DROPOUT_FORM)
     counter, number = drop.counter(part * 64 + lane * 2 + odd, warp * 16)
     bits = gl.reduce(drop.bits(counter + eight, eight * 2, 4), 1, _either)
     if not drop.EVEN:

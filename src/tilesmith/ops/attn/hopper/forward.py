@@ -1,13 +1,12 @@
 """Device kernel of attention's forward on Hopper, in Gluon.
 
-A program is one producer, which loads tiles by the tensor memory accelerator, and two to four consumers (warpgroups of
+A CTA is one producer, which loads tiles by the TMA, and two to four consumers (warpgroups of
 128 threads) with 64 queries each, which meet the keys from the last visible block to the first. The product with the
 values of one block runs while the scores of the next are made. Programs stay: each works on many tiles of queries.
 Scores live in units of log 2.
 """
 
 from tilesmith.device.gluon.shim import (
-    aggregate,
     fence_async,
     gl,
     gluon,
@@ -24,263 +23,16 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.dropout import dropped, kept_keys, load_dropout
+from tilesmith.ops.attn.hopper.softmax import NOTHING, apply_mask, doubled, finish_softmax, pack, tanh, unpack
 from tilesmith.ops.attn.hopper.tile_offset import corner
+from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
 
-LN2 = gl.constexpr(0.6931471805599453)
-NOTHING = gl.constexpr(float("-inf"))
 TURN = gl.constexpr(8)  # the named barrier of the first consumer's turn; the others' follow
-
-
-@aggregate
-class Walk:
-    """What every part of a program knows: the sizes of the call, who sees which keys, and the order of the tiles.
-
-    blocks: tiles of queries of a head. rows: batch * heads. section: how many heads are worked on together, so that
-    their keys and values stay in L2. left, right: the window. group: heads of q that share one of k and v. PACKED:
-    tokens and keys are those of one document at a time. With block lists of LIST_K keys, list_share heads have a list
-    in common, and list_rows is how many tiles the lists of a batch row have, 0 if all have the same. TURNS: consumers
-    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of
-    the last block that they see the first of two consumers sees but the first half, and any of three may, and all
-    consumers see every other block whole. DIVIDED: programs make whole rounds of tiles; those left over are made in
-    shares (`hopper_shares`).
-    """
-
-    tokens: gl.tensor
-    keys: gl.tensor
-    heads: gl.tensor
-    blocks: gl.tensor
-    rows: gl.tensor
-    section: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
-    group: gl.tensor
-    list_share: gl.tensor
-    list_rows: gl.tensor
-    LEFT: gl.constexpr
-    RIGHT: gl.constexpr
-    WHOLE: gl.constexpr
-    DYNAMIC: gl.constexpr
-    PACKED: gl.constexpr
-    BM: gl.constexpr
-    BN: gl.constexpr
-    D: gl.constexpr
-    DV: gl.constexpr
-    CONSUMERS: gl.constexpr
-    STAGES: gl.constexpr
-    V_STAGES: gl.constexpr
-    Q_STAGES: gl.constexpr
-    LIST_K: gl.constexpr
-    TURNS: gl.constexpr
-    SKIP: gl.constexpr
-    HALF: gl.constexpr
-    DIVIDED: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False, V_STAGES=0,
-        DIVIDED=False,
-    ):  # fmt: skip
-        self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
-        self.section, self.left, self.right, self.group = section, left, right, group
-        self.list_share, self.list_rows = list_share, list_rows
-        self.LEFT, self.RIGHT = gl.constexpr(LEFT), gl.constexpr(RIGHT)
-        self.WHOLE, self.DYNAMIC, self.PACKED = gl.constexpr(WHOLE), gl.constexpr(DYNAMIC), gl.constexpr(PACKED)
-        self.BM, self.BN, self.D, self.DV = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(D), gl.constexpr(DV)
-        self.CONSUMERS, self.STAGES = gl.constexpr(CONSUMERS), gl.constexpr(STAGES)
-        self.V_STAGES = gl.constexpr(V_STAGES or STAGES)
-        self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
-        self.TURNS, self.HALF = gl.constexpr(CONSUMERS == 3 and not (LEFT or PACKED)), gl.constexpr(HALF)
-        self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN <= 64 * (CONSUMERS - 1))
-        self.DIVIDED = gl.constexpr(DIVIDED)
-
-    @gluon.jit
-    def tiles(self):
-        """How many tiles the programs make."""
-        tiles = self.blocks * self.rows
-        if self.DIVIDED:
-            tiles -= tiles % gl.num_programs(0)
-        return tiles
-
-    @gluon.jit
-    def tile(self, number, table):
-        """First query and head of a tile, tokens and keys of its document, and the places of its queries and its keys
-        (`corner`). Sections of heads one after another; in each the last queries of all its heads first, which see the
-        most keys, or those of the longest lists, so that the short tiles fill the end."""
-        behind = number // (self.section * self.blocks)
-        inside = number - behind * (self.section * self.blocks)
-        width = gl.minimum(self.section, self.rows - behind * self.section)
-        block = inside // width
-        row = behind * self.section + inside - block * width
-        batch = row // self.heads
-        head = row - batch * self.heads
-        found = ((self.blocks - 1 - block) * self.BM, head, self.tokens, self.keys, batch, batch)
-        if self.LIST_K > 0 and not self.RIGHT:
-            entry = table + batch * self.list_rows + head // self.list_share * self.blocks + block
-            found = (gl.load(entry) * self.BM, head, self.tokens, self.keys, batch, batch)
-        if self.PACKED:
-            entry = table + (block + 1) * 8
-            start, tokens, keys = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-            found = (start, head, tokens, keys, gl.load(entry + 3), gl.load(entry + 4))
-        return found
-
-    @gluon.jit
-    def placed(self, start, head, tokens):
-        """The first query of a tile, how far its consumers' queries are apart, and their heads. Under a causal mask
-        tiles end where the queries do, to 64, so that the one with fewer is that of the first queries, which see the
-        fewest keys; it makes some of the next one's again. In documents, where the last queries fill half a tile, they
-        are made for two heads of a group, and the second head's tile makes the first queries' again."""
-        apart, other = 64, 0
-        if self.RIGHT and not self.LEFT and not self.PACKED and self.LIST_K == 0:
-            start = gl.maximum(start - (self.blocks * self.BM - self.tokens) // 64 * 64, 0)
-        if self.RIGHT and not self.LEFT and self.PACKED and self.CONSUMERS == 2:
-            half = (self.group % 2 == 0) & (start > 0) & (tokens - start <= 64)
-            start = gl.where(half & (head % 2 == 1), 0, start)
-            other = gl.where(half & (head % 2 == 0), 1, 0)
-            apart = 64 - other * 64
-        return start, apart, other
-
-    @gluon.jit
-    def within(self, tokens, keys):
-        """The same for a document of so many tokens and keys."""
-        return Walk(
-            tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
-            self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
-            self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
-            self.V_STAGES, self.DIVIDED,
-        )  # fmt: skip
-
-    @gluon.jit
-    def end(self, query):
-        """The end of the keys that a query sees."""
-        end = self.keys
-        if self.RIGHT:
-            end = gl.minimum(self.keys, query + (self.keys - self.tokens) + self.right + 1)
-        return end
-
-    @gluon.jit
-    def begin(self, query):
-        """The first key that a query sees."""
-        begin = self.keys * 0
-        if self.LEFT:
-            begin = gl.maximum(gl.minimum(query + (self.keys - self.tokens) - self.left, self.keys - 1), 0)
-        return begin
-
-    @gluon.jit
-    def span(self, start):
-        """The first key of a tile of queries, and its number of key blocks: at least one, where all may be hidden."""
-        begin = self.begin(start)
-        end = self.end(gl.minimum(start + self.BM, self.tokens) - 1)
-        return begin, gl.maximum((end - begin + self.BN - 1) // self.BN, 1)
-
-    @gluon.jit
-    def listed(self, start, head, batch, lists):
-        """The same and the tile's row in the table of lists. With block lists the first is the tile's last block, as a
-        place in its list."""
-        if self.LIST_K > 0:
-            entry = (batch * self.list_rows + head // self.list_share * self.blocks + start // self.BM) * 4
-            begin, blocks = gl.load(lists + entry + 1), gl.load(lists + entry + 2)
-        else:
-            begin, blocks = self.span(start)
-            entry = begin
-        return begin, blocks, entry
-
-    @gluon.jit
-    def key(self, begin, blocks, j, entry, lists, indices):
-        """The first key of block j of a span, counted from its end. An empty list has a block behind the last key,
-        which the accelerator fills with zeros."""
-        if self.LIST_K > 0:
-            PARTS: gl.constexpr = self.LIST_K // self.BN
-            place = begin - j
-            block = gl.load(indices + gl.load(lists + entry) + place // PARTS, mask=begin >= 0, other=0)
-            first = gl.where(begin < 0, self.keys, block * self.LIST_K + place % PARTS * self.BN)
-        else:
-            first = begin + (blocks - 1 - j) * self.BN
-        return first
-
-
-@aggregate
-class Tickets:
-    """What the producer tells the consumers about each tile: NUMBERS integers, in one of two boxes that take turns."""
-
-    box: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    NUMBERS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, box, full, empty, NUMBERS):
-        self.box, self.full, self.empty, self.NUMBERS = box, full, empty, gl.constexpr(NUMBERS)
-
-    @gluon.jit
-    def write(self, turn, i: gl.constexpr, number):
-        """One of the numbers of a turn, between `open` and `close`."""
-        LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.box.index((turn & 1) * self.NUMBERS + i).store(gl.full([1], 0, gl.int32, LANES) + number)
-
-    @gluon.jit
-    def read(self, turn, i: gl.constexpr):
-        """A number of a turn, between `take` and `give_back`."""
-        LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.sum(self.box.index((turn & 1) * self.NUMBERS + i).load(LANES), 0)
-
-    @gluon.jit
-    def open(self, turn):
-        mbarrier_wait(self.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-
-    @gluon.jit
-    def close(self, turn):
-        mbarrier_arrive(self.full.index(turn & 1))
-
-    @gluon.jit
-    def take(self, turn):
-        mbarrier_wait(self.full.index(turn & 1), (turn >> 1) & 1)
-
-    @gluon.jit
-    def give_back(self, turn):
-        mbarrier_arrive(self.empty.index(turn & 1))
-
-    @gluon.jit
-    def draw(self, turn, counter, tiles, DYNAMIC: gl.constexpr):
-        """The producer's next tile, which it tells the consumers; `tiles` where a program has but one."""
-        number = tiles
-        if DYNAMIC:
-            number = draw(counter, tiles)
-            self.open(turn)
-            self.write(turn, 0, number)
-            self.close(turn)
-        return number
-
-    @gluon.jit
-    def drawn(self, turn, tiles, DYNAMIC: gl.constexpr):
-        """The tile that the producer drew."""
-        number = tiles
-        if DYNAMIC:
-            self.take(turn)
-            number = self.read(turn, 0)
-            self.give_back(turn)
-        return number
-
-
-@gluon.jit
-def tickets(consumers: gl.constexpr, numbers: gl.constexpr):
-    """Empty tickets in shared memory."""
-    box = gl.allocate_shared_memory(gl.int32, [2 * numbers, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Tickets(box, mbarriers(2, 1), mbarriers(2, consumers), numbers)
-
-
-@gluon.jit
-def draw(counter, tiles):
-    """The next tile of a program from a counter that all share. The program that draws the last number sets it back."""
-    number = gl.atomic_add(counter, 1) + gl.num_programs(0)
-    if number == tiles + gl.num_programs(0) - 1:
-        gl.store(counter, 0)
-    return number
 
 
 @gluon.jit
 def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
-    whole, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    whole, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -308,99 +60,12 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
             mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
             tma_load(v_desc, kv_corner, v_full.index(t), v.index(t))
             count += 1
-        number = tickets.draw(turn, counter, tiles, whole.DYNAMIC)
+        number = queue.fetch(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
 
 
 @gluon.jit
-def pack(x, dtype: gl.constexpr):
-    """Neighbours of a row as halves of an integer, to be carried to the next round of a loop: carried as elements, they
-    cost 64 instructions of 480 at head dim 64, since ptxas packs them the other way round and turns them twice."""
-    low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    if dtype == gl.bfloat16:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-    return x
-
-
-@gluon.jit
-def unpack(x, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """The operand of a product that `pack` packed."""
-    low = x.to(gl.int16).to(dtype, bitcast=True)
-    high = (x >> 16).to(gl.int16).to(dtype, bitcast=True)
-    x = gl.join(low, high)
-    return gl.convert_layout(gl.reshape(x, [x.shape[0], x.shape[1] * 2]), LAYOUT)
-
-
-@gluon.jit
-def doubled(x, LAYOUT: gl.constexpr, dtype: gl.constexpr):
-    """Powers of a block's first half, as `pack` packs them, and zeros for the other half of LAYOUT."""
-    KEYS: gl.constexpr = 4 * x.shape[1]
-    WHOLE: gl.constexpr = pack(gl.zeros([64, KEYS], gl.float32, LAYOUT), dtype).type.layout
-    x = gl.reshape(gl.permute(gl.join(x, x * 0), (0, 2, 1)), [64, KEYS // 2])
-    return gl.convert_layout(x, WHOLE, assert_trivial=True)
-
-
-@gluon.jit
-def bend(x):
-    """tanh. 1 - e is exact near 0, where 1 - 2 / (1 + e) would lose what a softcap then multiplies."""
-    e = gl.exp2(gl.abs(x) * (-2.0 / LN2))
-    y = (1.0 - e) / (1.0 + e)
-    return gl.where(x < 0, -y, y)
-
-
-@gluon.jit
-def before(limit, cols):
-    """A word of the columns `cols` that lie before `limit`. A thread has 2 of every 8 columns, so all its columns of a
-    row find themselves in the bits of one word, which costs 2 instructions an element; comparing each costs 6."""
-    rest = limit - (cols & 6)
-    count = gl.minimum(gl.maximum((rest >> 3) * 2 + gl.minimum(rest & 7, 2), 0), 32)
-    return (1 << count.to(gl.int64)).to(gl.int32) - 1
-
-
-@gluon.jit
-def holds(word, cols):
-    """Whether the columns' bits are set."""
-    return (word & (1 << (((cols >> 3) << 1) | (cols & 1)))) != 0
-
-
-@gluon.jit
-def hide(qk, walk, queries, first, LOW: gl.constexpr):
-    """Scores of a block, or of its first keys, that some queries do not see whole. LOW: the left edge of the window may
-    be in it, too."""
-    cols = gl.arange(0, qk.shape[1], gl.SliceLayout(0, qk.type.layout))[None, :]
-    if walk.RIGHT:
-        word = before((walk.end(queries) - first)[:, None], cols)
-    else:
-        word = before(walk.keys - first, cols)
-    if LOW:
-        word = word & ~before((walk.begin(queries) - first)[:, None], cols)
-    return gl.where(holds(word, cols), qk, NOTHING)
-
-
-@gluon.jit
-def finish(top, total, head, sinks_ptr):
-    """From each row's greatest score and its sum of powers: what the sum of values is multiplied by, and lse."""
-    decay = gl.full(total.shape, 1.0, gl.float32, total.type.layout)
-    if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + head).to(gl.float32) * (1.0 / LN2)
-        new_top = gl.maximum(top, sink)
-        base = gl.where(new_top == NOTHING, 0.0, new_top)
-        decay = gl.exp2(top - base)
-        total = total * decay + gl.exp2(sink - base)
-        top = new_top
-    dead = total == 0.0
-    total = gl.where(dead, 1.0, total)
-    return decay / total, gl.where(dead, NOTHING, (top + gl.log2(total)) * LN2)
-
-
-@gluon.jit
-def _pass(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty, TURNS: gl.constexpr = False):
+def _skip_blocks(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty, TURNS: gl.constexpr = False):
     """Give back the next blocks unread. TURNS: they are a tile's first, of which all but the first have a turn."""
     for i in range(blocks):
         if TURNS:
@@ -421,7 +86,7 @@ def _pass(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty
 @gluon.jit
 def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, first, inner, scale,
                 SOFTCAP: gl.constexpr, drop=None, half=None):  # fmt: skip
-    """The first block of keys that a consumer meets, or its first half: each row's greatest score, the sum of its
+    """The first block of keys that a consumer meets, or its first half: each row's row maximum, the sum of its
     powers, and these (`pack`), 0 where drop drops them. taken: others have met a block before, so that the product has
     a turn. half: whether the queries see but the first half; None: not known."""
     KEYS: gl.constexpr = k_tile.shape[0]
@@ -462,9 +127,9 @@ def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, 
 def _first_powers(qk, walk, queries, first, inner, scale, dtype: gl.constexpr, SOFTCAP: gl.constexpr):
     """`first_block` of these scores."""
     if SOFTCAP:
-        qk = bend(qk * inner)
+        qk = tanh(qk * inner)
     if not walk.WHOLE:
-        qk = hide(qk, walk, queries, first, walk.LEFT)
+        qk = apply_mask(qk, walk, queries, first, walk.LEFT)
     top = gl.max(qk, 1) * scale
     base = top
     if not walk.WHOLE:
@@ -496,9 +161,9 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     qk = wgmma_wait(1, deps=[qk_made])
     mbarrier_arrive(k_empty)
     if SOFTCAP:
-        qk = bend(qk * inner)
+        qk = tanh(qk * inner)
     if EDGE:
-        qk = hide(qk, walk, queries, first, walk.LEFT)
+        qk = apply_mask(qk, walk, queries, first, walk.LEFT)
     new_top = gl.maximum(top, gl.max(qk, 1) * scale)
     base = new_top
     if EDGE:
@@ -520,8 +185,8 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
 
 @gluon.jit
 def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-             SOFTCAP: gl.constexpr, SHARED: gl.constexpr, dropout, DRAW: gl.constexpr):  # fmt: skip
-    whole, tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+             SOFTCAP: gl.constexpr, OUT_IN_Q: gl.constexpr, dropout, DROPOUT_FORM: gl.constexpr):  # fmt: skip
+    whole, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
     D: gl.constexpr = whole.D
     DV: gl.constexpr = whole.DV
@@ -534,7 +199,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
     PHASES: gl.constexpr = 3 if whole.LEFT else 2
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    drop = load_dropout(dropout, whole.keys, DRAW)
+    drop = load_dropout(dropout, whole.keys, DROPOUT_FORM)
     number = gl.program_id(0)
     tiles = whole.tiles()
     if whole.TURNS and C == whole.CONSUMERS - 1:
@@ -551,7 +216,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         if walk.SKIP:
             seen = gl.maximum(walk.end(gl.minimum(start + 63, tokens - 1)) - begin, 1)
             before_right = gl.maximum(blocks - (seen + BN - 1) // BN, 0)
-            count = _pass(C, before_right, count, walk, k_full, k_empty, v_full, v_empty, walk.TURNS)
+            count = _skip_blocks(C, before_right, count, walk, k_full, k_empty, v_full, v_empty, walk.TURNS)
             behind_left = gl.minimum((walk.begin(start) - begin) // BN, blocks - before_right - 1)
             begin += behind_left * BN
             blocks -= before_right + behind_left
@@ -640,13 +305,13 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                         scale, phase != 1, SOFTCAP, dropping,
                     )  # fmt: skip
 
-        if not SHARED:
+        if not OUT_IN_Q:
             mbarrier_arrive(q_empty.index(box))
         t = count % walk.V_STAGES
         mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
         acc_made = wgmma(unpack(p, dtype, P), v.index(t).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
-        factor, lse = finish(top, total, head, sinks_ptr)
+        factor, lse = finish_softmax(top, total, head, sinks_ptr)
         if dropout is not None:
             factor *= drop.scale
         if walk.PACKED:
@@ -657,18 +322,18 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         acc = wgmma_wait(0, deps=[acc_made])
         mbarrier_arrive(v_empty.index(t))
         if walk.SKIP and walk.LEFT:
-            count = _pass(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
+            count = _skip_blocks(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
         acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
-        if not SHARED:
+        if not OUT_IN_Q:
             tma_store_wait(0)
         tile = out.index(C)
         tile.reshape([64, DV]).store(acc.to(dtype))
         fence_async()
         tma_store(out_desc, corner(q_place, head, start, tokens, walk.PACKED), tile)
-        if SHARED:
+        if OUT_IN_Q:
             tma_store_wait(0)
             mbarrier_arrive(q_empty.index(box))
-        number = tickets.drawn(turn, tiles, walk.DYNAMIC)
+        number = queue.next_tile(turn, tiles, walk.DYNAMIC)
         turn += 1
     tma_store_wait(0)
 
@@ -684,33 +349,38 @@ def attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
-    PER_SM: gl.constexpr, DIVIDED: gl.constexpr, dropout=None, DRAW: gl.constexpr = None,
+    STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order of the
     lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0;
     indices: theirs. scale: of q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind
     it. WHOLE: every query sees every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a
-    tensor's own are zeros. DIVIDED: tiles behind the last whole round are left to `attention_fwd_shares_kernel`.
-    dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None; DRAW: RARE, SHORT and EVEN of
+    tensor's own are zeros. STREAM_K: tiles behind the last whole round are left to `attention_fwd_stream_k_kernel`.
+    dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None; DROPOUT_FORM: RARE, SHORT and EVEN of
     `Dropout`."""
-    if DIVIDED:
+    if STREAM_K:
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
-    SHARED: gl.constexpr = D == 256 and DV == 256  # out takes the place of q
+    WINDOWLESS: gl.constexpr = not (LEFT or PACKED or LIST_K > 0)
+    gl.static_assert(not HALF or (WINDOWLESS and RIGHT and BN == 128 and CONSUMERS < 4))
+    gl.static_assert(not STREAM_K or (WINDOWLESS and Q_STAGES == 1 and dropout is None))
+    gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
+    gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
+    OUT_IN_Q: gl.constexpr = D == 256 and DV == 256  # out takes the place of q
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF,
-        V_STAGES, DIVIDED,
+        V_STAGES, STREAM_K,
     )  # fmt: skip
     q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
     v = smem_tiles(V_STAGES, v_desc)
     out = q
-    if not SHARED:
+    if not OUT_IN_Q:
         out = smem_tiles(CONSUMERS, out_desc)
-    ticket = tickets(CONSUMERS, 1)
+    queue = tile_queue(CONSUMERS, 1)
     q_full = mbarriers(Q_STAGES * CONSUMERS, 1)
     q_empty = mbarriers(Q_STAGES * CONSUMERS, 1)
     k_full = mbarriers(STAGES, 1)
@@ -718,30 +388,29 @@ def attention_fwd_kernel(
     v_full = mbarriers(V_STAGES, 1)
     v_empty = mbarriers(V_STAGES, CONSUMERS)
     fence_async()
-    parts = (walk, ticket, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    parts = (walk, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
-        OWN: gl.constexpr = 240 if PER_SM == 1 else 104
         gl.warp_specialize(
             [
                 (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED, dropout, DRAW)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED, dropout, DRAW)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
             ],
             [4, 4],
-            [OWN, OWN],
+            [240, 240],
         )  # fmt: skip
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
                 (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED, dropout, DRAW)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED, dropout, DRAW)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
                 (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED, dropout, DRAW)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
             ],
             [4, 4, 4],
             [160, 160, 160],
@@ -751,13 +420,13 @@ def attention_fwd_kernel(
             [
                 (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED, dropout, DRAW)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED, dropout, DRAW)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
                 (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED, dropout, DRAW)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
                 (_consume, (3, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, SHARED, dropout, DRAW)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
             ],
             [4, 4, 4, 4],
             [112, 112, 112, 112],

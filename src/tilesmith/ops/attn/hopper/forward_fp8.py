@@ -1,6 +1,6 @@
 """Device kernel of attention's forward on e4m3 values on Hopper, in Gluon.
 
-The parts are those of `hopper_forward`: a producer, and consumers with 64 queries each that meet the keys from the last
+The parts are those of `forward`: a producer, and consumers with 64 queries each that meet the keys from the last
 visible block to the first. What 8 bits change:
 
 - The products' operands must have the summed dim in order in memory, so v is read across: [B, G, Dv, S].
@@ -31,7 +31,8 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.forward import LN2, NOTHING, Walk, tickets
+from tilesmith.ops.attn.hopper.softmax import LN2, NOTHING
+from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
 
 BITS = gl.constexpr(8.0)  # log2 of what p is multiplied by
 UNITS = gl.constexpr(2.0**21)  # powers of two in 1: a code is 2**-24, a power has 8 of them
@@ -42,7 +43,7 @@ EMPTY = gl.constexpr(float("inf"))  # the mark of a row that has seen no key
 
 @gluon.jit
 def _produce(parts, q_desc, k_desc, v_desc, counter):
-    walk, tickets, q, k_halves, k, v, ones, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    walk, queue, q, k_halves, k, v, ones, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -65,7 +66,7 @@ def _produce(parts, q_desc, k_desc, v_desc, counter):
             mbarrier_wait(v_empty.index(s), phase ^ 1)
             tma_load(v_desc, (batch, kv_head, 0, first), v_full.index(s), v.index(s))
             count += 1
-        number = tickets.draw(turn, counter, tiles, walk.DYNAMIC)
+        number = queue.fetch(turn, counter, tiles, walk.DYNAMIC)
         turn += 1
 
 
@@ -114,7 +115,7 @@ def mark_of(top, factor):
 
 
 @gluon.jit
-def _hide(qk, walk, queries, first):
+def _apply_mask(qk, walk, queries, first):
     """Scores of a block that some queries do not see whole. The keys of a row that a thread holds, 4 of every 16, find
     themselves in the bits of one word (see `hopper_forward.before`)."""
     cols = gl.arange(0, walk.BN, gl.SliceLayout(0, qk.type.layout))[None, :]
@@ -135,7 +136,7 @@ def _consume(
     C: gl.constexpr, parts, out_desc, lse_ptr, q_scale, k_scale, v_scale, q_steps, k_steps, v_steps, scale, out,
     Q_BLOCKS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    walk, tickets, q, k_halves, k, v, ones, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    walk, queue, q, k_halves, k, v, ones, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = walk.BN
     D: gl.constexpr = walk.D
     DV: gl.constexpr = walk.DV
@@ -180,7 +181,7 @@ def _consume(
         qk = wgmma_wait(0, deps=[qk])
         mbarrier_arrive(k_empty.index(s))
         if not walk.WHOLE:
-            qk = _hide(qk, walk, queries, (blocks - 1) * BN)
+            qk = _apply_mask(qk, walk, queries, (blocks - 1) * BN)
         factor = q_factor * k_factor
         mark = mark_of(_highest(qk), factor)
         base = mark
@@ -218,7 +219,7 @@ def _consume(
                     qk = wgmma_wait(2, deps=[qk_made])
                     mbarrier_arrive(k_empty.index(s))
                     if phase != 1:
-                        qk = _hide(qk, walk, queries, (blocks - 1 - j) * BN)
+                        qk = _apply_mask(qk, walk, queries, (blocks - 1 - j) * BN)
                     factor = q_factor * k_factor
                     new_mark = gl.minimum(mark, mark_of(_highest(qk), factor))
                     base = new_mark
@@ -257,7 +258,7 @@ def _consume(
         tile.reshape([64, DV]).store(acc.to(out.dtype))
         fence_async()
         tma_store(out_desc, (batch, head, start, 0), tile)
-        number = tickets.drawn(turn, tiles, walk.DYNAMIC)
+        number = queue.next_tile(turn, tiles, walk.DYNAMIC)
         turn += 1
     tma_store_wait(0)
 
@@ -287,7 +288,7 @@ def attention_fp8_fwd_kernel(
     # the code of 1: of two numbers that ptxas converts to codes and doubles to four, it leaves two out
     code = gl.full([8, BN], 0x38, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
     ones.store(code.to(gl.float8e4nv, bitcast=True))
-    ticket = tickets(2, 1)
+    queue = tile_queue(2, 1)
     q_full = mbarriers(2, 1)
     q_empty = mbarriers(2, 1)
     k_full = mbarriers(STAGES, 2)
@@ -295,7 +296,7 @@ def attention_fp8_fwd_kernel(
     v_full = mbarriers(STAGES, 1)
     v_empty = mbarriers(STAGES, 2)
     fence_async()
-    parts = (walk, ticket, q, k_halves, k, v, ones, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    parts = (walk, queue, q, k_halves, k, v, ones, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
             (_produce, (parts, q_desc, k_desc, v_desc, counter)),

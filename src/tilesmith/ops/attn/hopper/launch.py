@@ -1,14 +1,17 @@
-"""What the launchers of attention's Hopper kernels share: refusals, descriptors, the order of tiles."""
+"""What the launchers of attention's Hopper kernels share: refusals, outputs, what kernels are given, descriptors."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilesmith.device.alignment import tma_view
-from tilesmith.device.dropout import kernel_numbers, kernel_seed, parts_dropout_flags
+from tilesmith.device.dropout import kernel_numbers, kernel_seed
 from tilesmith.device.gluon.shim import TensorDescriptor, gl
-from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.device.rows import dense
+from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.plan.model import Plan, Tile
+from tilesmith.ops.attn.plan.shape import columns
 
 LOG2E = 1.4426950408889634
 _TILES = {
@@ -16,6 +19,7 @@ _TILES = {
     for rank in (4, 5)
     for bits in (8, 16)
 }
+_FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def wrong_dims(call) -> list[str]:
@@ -65,17 +69,6 @@ def dropout_reasons(call) -> list[str]:
     return reasons
 
 
-def dropout_arguments(call) -> dict:
-    """What the kernels are told of a call's dropout: nothing, or dropout and DRAW."""
-    if call.dropout_p == 0.0:
-        return {}
-    rows, keys = call.q.shape[0] * call.q.shape[1] * call.q.shape[2], call.k.shape[2]
-    flags = parts_dropout_flags(rows, keys, call.dropout_p)
-    drop = kernel_seed(call.seed, call.dropout_p), *kernel_numbers(call.dropout_p)
-    even = keys % 8 == 0 and call.window_left < 0 and call.cu_seqlens_q is None
-    return {"dropout": drop, "DRAW": (flags["RARE"], flags["SHORT"], even)}
-
-
 def no_lists(call) -> list[str]:
     """Why a kernel that sees blocks by a mask alone cannot serve a call."""
     return [] if call.block_offsets is None else ["block_offsets: block lists are not walked"]
@@ -112,71 +105,57 @@ UNSERVED = {
 }
 
 
-def window_of(call, keys: int) -> tuple[int, int, bool, bool]:
-    """The window of a call, with causal in it, and which of its edges hide any of so many keys."""
-    left, right = call.window_left, 0 if call.causal else call.window_right
-    return left, right, 0 <= left < keys - 1, 0 <= right < max(call.q.shape[2] - 1, 1)
-
-
 def score_factors(call) -> tuple[float, float]:
     """By what products of queries and keys are multiplied before the softcap's tanh (0: there is none), and then."""
     scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
     return (scale / call.softcap, call.softcap * LOG2E) if call.softcap > 0.0 else (0.0, scale * LOG2E)
 
 
-def is_narrow(window: tuple[int, int, bool, bool], packed: bool, columns: int) -> bool:
-    """Whether a window (`window_of`) is so narrow that what a tile meets is there at once (`hopper_window`). packed:
-    documents are; columns: of the widest tile."""
-    left, right, has_left, has_right = window
-    return has_left and has_right and left + right <= 128 and columns <= 128 and not packed
+def outputs(call, plan: Plan) -> tuple[Tensor, Tensor]:
+    """out and lse of a forward: empty, or, where nothing is launched, those of queries that see no key."""
+    q = call.q
+    out = reference.out_like(q, call.v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if not plan.steps and lse.numel() > 0:
+        lse.copy_(lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.to(lse.dtype)[:, None])
+        out.zero_()
+    return out, lse
 
 
-def run_of(choices: Sequence[int], more: int, blocks: int, rows: int, arch) -> int:
-    """How many of a head's `blocks`, one of `choices`, a program does one after another where windows are narrow: with
-    few runs of many blocks little is loaded twice, which costs as much as `more` blocks a run, with many runs none
-    idles at the end. rows: batch * heads."""
-    return min(choices, key=lambda run: cdiv(cdiv(blocks, run) * rows, arch.sms) * (run + more))
+def call_tensors(call, plan: Plan, out: Tensor, lse: Tensor) -> dict[str, Any]:
+    """What kernels of a forward are given of a call, by the plan's names."""
+    inner, outer = score_factors(call)
+    cu_q = dense(call.cu_seqlens_q)
+    given = {
+        "q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "sinks": dense(call.sinks), "inner": inner,
+        "outer": outer, "lengths": dense(call.kv_lengths), "cu_q": cu_q,
+        "cu_k": cu_q if call.cu_seqlens_k is call.cu_seqlens_q else dense(call.cu_seqlens_k),
+    }  # fmt: skip
+    if call.dropout_p > 0.0:
+        given["dropout"] = kernel_seed(call.seed, call.dropout_p), *kernel_numbers(call.dropout_p)
+    return given | (block_lists(call.block_offsets, call.block_indices) if call.block_offsets is not None else {})
 
 
-def columns_of(x: Tensor) -> int:
-    """The columns of a tile of x: its head dim up to 64, 128 or 256; the accelerator fills in zeros."""
-    return max(64, next_power_of_2(x.shape[3]))
+def block_lists(offsets: Tensor, indices: Tensor) -> dict[str, Any]:
+    """Block lists by the plan's names."""
+    return {"list_offsets": offsets, "list_indices": indices.contiguous(), "list_strides": offsets.stride()}
 
 
-def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, columns: int = 0) -> TensorDescriptor:
-    """x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows of `heads` heads, and of all columns or
-    so many; of a copy, where its strides do not suit it. packed: coordinates are those of `hopper_corner.corner`."""
+def describe(x: Tensor, tile: Tile) -> TensorDescriptor:
+    """A TMA descriptor of x [B, H, T, D], or of a workspace, in the plan's tiles; of a copy, where strides do not suit
+    TMA. A tile that is packed has the coordinates of `tile_offset.corner`."""
+    if tile.flat:
+        return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [tile.rows, x.shape[1]], _FLAT)
+    x = x if x.ndim == 4 else x.flatten(0, -4)
+    return descriptor(x, tile.rows, tile.packed, tile.heads, tile.columns)
+
+
+def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, wide: int = 0) -> TensorDescriptor:
+    """`describe` of tiles of `rows` rows of `heads` heads, and of all columns or so many."""
     x, strides = tma_view(x)
-    shape, block = list(x.shape), [1, heads, rows, columns or columns_of(x)]
+    shape, block = list(x.shape), [1, heads, rows, wide or columns(x.shape[3])]
     if packed:
         _, head, token, _ = strides
         strides = [2**34 - token, token, head, token, 1]
         shape, block = [2**31 - 2**16, 2**31 - 2**16, shape[1], 2**30, shape[3]], [1, *block]
     return TensorDescriptor(x, shape, strides, block, _TILES[len(shape), 8 * x.element_size()])
-
-
-def section(k: Tensor, heads: int, arch, alike: bool) -> int:
-    """How many of the `heads` of q to work on together. k: [B, G, S, D]; alike: all tiles have the same work.
-
-    Then it is those that share keys, which so come when they are needed (H200, head dim 128, 1k / 4k / 16k keys: 616 /
-    717 / 738 TFLOP/s; by half of the L2 cache 575 / 695 / 703). Else so many that their keys and values stay in about
-    half of the L2 cache, and in sections of one size, since the short tiles of the last one fill the end (16k causal,
-    16 heads: by 4 726, by 3 698).
-    """
-    batch, kv_heads, keys, dim = k.shape
-    group, rows = heads // kv_heads, batch * kv_heads
-    if alike:
-        return group
-    fitting = max(1, arch.l2 // 2 // (keys * dim * 2 * k.element_size()))
-    return cdiv(rows, max(1, rows // fitting)) * group
-
-
-def shares_of(tiles: int, work: int, longest: int, least: int, arch, own: bool = False) -> int:
-    """Into how many equal shares `work` steps of so many tiles are divided, of which the longest has so many: as many
-    as there are multiprocessors, but no more than four a tile, and 0 where that spares the last programs fewer than
-    `least` steps. own: where there are enough multiprocessors, each tile has shares of its own, as many as the others.
-    """
-    shares = min(arch.sms, 4 * tiles, work)
-    if own and 0 < 2 * tiles <= arch.sms:
-        shares -= shares % tiles
-    return shares if longest * shares - work >= least * shares > 0 and work * (shares + 1) < 2**31 else 0

@@ -1,43 +1,37 @@
-"""attention for few tiles of queries on Hopper: the launcher that splits their keys over programs."""
-
-from typing import NamedTuple
+"""attention for few tiles of queries on Hopper: the launcher that splits their keys over CTAs (split-KV)."""
 
 import torch
 from torch import Tensor
 
 from tilesmith.device.gluon.shim import TensorDescriptor
 from tilesmith.device.rows import dense
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
-from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.engine import Space, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
-from tilesmith.ops.attn.hopper.combine import combine
+from tilesmith.ops.attn.execute import execute
+from tilesmith.ops.attn.hopper.combine import attention_combine_few_kernel
 from tilesmith.ops.attn.hopper.launch import (
+    call_tensors,
+    describe,
     descriptor,
     no_dropout,
     no_lists,
+    outputs,
     reasons_for_all,
-    score_factors,
-    window_of,
     wrong_dims,
 )
-from tilesmith.ops.attn.hopper.split_kv import attention_shares_kernel
-from tilesmith.ops.attn.schedule import splits_of
+from tilesmith.ops.attn.hopper.split_kv import attention_split_kv_kernel
+from tilesmith.ops.attn.plan import shape_of, tables
+from tilesmith.ops.attn.plan.configs import SplitKvConfig
+from tilesmith.ops.attn.plan.decode import hopper_split
+from tilesmith.ops.attn.split_combine import _attention_combine_kernel
 
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class SharesConfig(NamedTuple):
-    """consumers: warpgroups with 64 rows each, pairs of token and head. block_n: keys of a tile. stages: key and value
-    tiles in flight. splits: of the keys; 0 for as many as the device wants. apart: results do not take the place of the
-    queries, so that the next tile's are loaded while this one's leave."""
-
-    consumers: int
-    block_n: int
-    stages: int
-    splits: int = 0
-    apart: bool = False
+KERNELS = {
+    "attention_split_kv_kernel": attention_split_kv_kernel,
+    "attention_combine_few_kernel": attention_combine_few_kernel,
+    "_attention_combine_kernel": _attention_combine_kernel,
+}
 
 
 @attention_arguments
@@ -50,25 +44,7 @@ def _dims(call) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _default(dims, arch, dtype) -> SharesConfig:
-    wide = max(64, next_power_of_2(max(dims["dim"], dims["value_dim"])))
-    consumers = 1 if dims["rows"] <= 64 else 2
-    # H200, e4m3, 32 x 8k keys of 64/8 heads, 8 tokens: in tiles of 128 keys 198 us, of 64 215
-    if dims["bytes"] == 1:
-        return SharesConfig(consumers, 128, 2) if consumers == 1 else SharesConfig(consumers, 64, 3)
-    # H200, 64/8 heads of 128: 16 tokens on 8k keys take 21.0 us in tiles of 64 keys, 26.0 in tiles of 128; 256 tokens
-    # of 8 heads on 128k keys 228 and 203. 16 tokens on 8k / 128k / 32 x 8k with 3 stages: 20.3 / 135.9 / 255.5, with 4:
-    # 20.7 / 135.2 / 256.7, with 5: 21.1 / 137.3 / 260.4; in pages not measured so
-    if wide == 128 and dims["rows"] <= 128:
-        # where programs have several tiles, of all keys: 16 tokens on 32 x 8k in tiles of 128 keys 257 us, with results
-        # apart 255, of 64 263 and 263
-        if dims["heads"] >= arch.sms > 0 and dims["paged"] == 1:
-            return SharesConfig(consumers, 128, 2, apart=True)
-        return SharesConfig(consumers, 64, 3 if dims["paged"] == 1 else 5)
-    return SharesConfig(consumers, 64 if wide > 128 else 128, {64: 6, 128: 3, 256: 2}[wide])
-
-
-SPACE = Space(default=_default, dims=_dims, choices={"consumers": (1, 2)})
+SPACE = Space(default=tables.split_kv, dims=_dims, choices={"consumers": (1, 2)})
 
 
 def rejects(call) -> list[str]:
@@ -118,64 +94,33 @@ def _small_reasons(call) -> list[str]:
     return reasons
 
 
-@register_kernel("attention", backend="hopper_split", rank=35, rejects=rejects)
+@attention_arguments
+def _tells(call, *, config: SplitKvConfig, arch) -> list[str]:
+    return hopper_split(shape_of(call), arch, config).lines()
+
+
+@register_kernel("attention", backend="hopper_split", rank=35, rejects=rejects, tells=_tells)
 @optimize_kernel(space=SPACE)
 @attention_arguments
-def attention(call, *, config: SharesConfig) -> tuple[Tensor, Tensor]:
+def attention(call, *, config: SplitKvConfig) -> tuple[Tensor, Tensor]:
     """One pass over the keys in as many splits as fill the device, and a second one that combines them."""
-    q, k, v = call.q, call.k, call.v
-    batch, heads, tokens, dim = q.shape
-    kv_heads, keys, dim_v = k.shape[1], reference.slots(k, call.page_table), v.shape[3]
-    out = reference.out_like(q, dim_v)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return out, lse
-    if keys == 0:
-        lse.copy_(lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.to(lse.dtype)[:, None])
-        return out.zero_(), lse
-    sinks, kv_lengths, page_table = (dense(x) for x in (call.sinks, call.kv_lengths, call.page_table))
-    group = heads // kv_heads
-    unit_heads = _unit_heads(group, tokens)
-    unit_tokens = 64 // unit_heads
-    tiles = cdiv(cdiv(tokens, unit_tokens) * (group // unit_heads), config.consumers)
-    left, right, has_left, has_right = window_of(call, keys)
-    has_right = has_right and right < tokens - 1  # one token sees the last key
-    programs = max(1, arch_of(q.device).sms)
-    tile_tokens = unit_tokens * cdiv(config.consumers, group // unit_heads)
-    seen = min(keys, left + tile_tokens + (right if has_right else keys)) if has_left else keys
-    splits = config.splits or splits_of(
-        batch * kv_heads * tiles, cdiv(seen, config.block_n), programs,
-        8 * 64 * config.consumers * dim_v / (config.block_n * (dim + dim_v) * k.element_size()),
-    )  # fmt: skip
-    part_out, part_lse = out, lse
-    if splits > 1:
-        # H200, 16 tokens on 8k keys: 21.0 us; with parts in fp32, which threads stored from their registers, 22.8
-        part_out = torch.empty((splits, batch, heads, tokens, dim_v), dtype=q.dtype, device=q.device)
-        part_lse = torch.empty((splits, batch, heads, tokens), dtype=torch.float32, device=q.device)
-    alone = page_table is None and not has_left and k.dtype == q.dtype and batch * kv_heads * tiles * splits <= programs
-    page, piece, bounded = 0, config.block_n, kv_lengths is not None
-    if page_table is not None:
-        page, bounded = k.shape[2], True
-        piece = min(piece, page & -page)
-    k_desc, k_between = keys_of(k, piece, bounded, piece < config.block_n)
-    v_desc, v_between = keys_of(v, piece, bounded, piece < config.block_n)
-    launch(
-        attention_shares_kernel,
-        (tiles * splits, kv_heads, batch) if alone else (min(programs, batch * kv_heads * tiles * splits),),
-        descriptor(q, unit_tokens, heads=unit_heads), k_desc, v_desc,
-        descriptor(part_out.flatten(0, -4), unit_tokens, heads=unit_heads), part_lse, lse.numel(),
-        sinks if splits == 1 else None, kv_lengths, _factors(call.k_scale), _factors(call.v_scale),
-        page_table, 0 if page_table is None else page_table.shape[1],
-        tokens, keys, batch * kv_heads, kv_heads, tiles, splits, 1 / splits, k_between, v_between, left, right,
-        *score_factors(call),
-        GROUP=group, HEADS=unit_heads, LEFT=has_left, RIGHT=has_right, BN=config.block_n, PAGE=page, PIECE=piece,
-        D=max(64, next_power_of_2(dim)), DV=max(64, next_power_of_2(dim_v)),
-        CONSUMERS=config.consumers, STAGES=config.stages, SOFTCAP=call.softcap > 0.0, CHAINED=splits > 1,
-        APART=config.apart, ALONE=alone, num_warps=4,
-    )  # fmt: skip
-    if splits > 1:
-        combine(part_out, part_lse, sinks, out, lse)
+    plan = hopper_split(shape_of(call), arch_of(call.q.device), config)
+    out, lse = outputs(call, plan)
+    if plan.steps:
+        given = call_tensors(call, plan, out, lse) | decode_tensors(call, out)
+        bounded = call.kv_lengths is not None or call.page_table is not None
+        piece = plan.numbers["piece"]
+        for name, x in (("k", call.k), ("v", call.v)):
+            given[f"{name}_desc"], given[f"between_{name}"] = keys_of(x, piece, bounded, piece < config.block_n)
+            given[f"{name}_scale"] = _factors(getattr(call, f"{name}_scale"))
+        execute(plan, KERNELS, given, describe, call.q.device, call.q.dtype)
     return out, lse
+
+
+def decode_tensors(call, out: Tensor) -> dict:
+    """What kernels that split the keys, and those that combine the splits, are given beside `call_tensors`."""
+    row, head, token, _ = out.stride()
+    return {"page_table": dense(call.page_table), "out_row": row, "out_head": head, "out_token": token}
 
 
 def _factors(scale: Tensor | None) -> tuple[Tensor | None, int, int]:
@@ -185,18 +130,12 @@ def _factors(scale: Tensor | None) -> tuple[Tensor | None, int, int]:
     return scale, *(0 if n == 1 else stride for n, stride in zip(scale.shape[:2], scale.stride()[:2]))
 
 
-def _unit_heads(group: int, tokens: int) -> int:
-    """How many heads of a group make a square of 64 rows with 64 over as many tokens: no more than fill it."""
-    heads = group & -group
-    return max(1, min(heads, 64 // min(64, next_power_of_2(tokens))))
-
-
 def keys_of(x: Tensor, rows: int, bounded: bool, narrow: bool) -> tuple[TensorDescriptor, int]:
     """The descriptor of keys or values in tiles of `rows` tokens; bounded: where a batch row or page of x ends by
-    itself (`hopper_corner.corner`), and how many tokens lie between two of them. narrow: in tiles of 64 columns."""
+    itself (`tile_offset.corner`), and how many tokens lie between two of them. narrow: in tiles of 64 columns."""
     batch, token = x.stride(0), x.stride(2) if x.shape[2] > 1 else 8
     if bounded and (token == 0 or (x.shape[0] > 1 and batch % token) or x.shape[0] * batch >= token * 2**30):
         x = x.clone(memory_format=torch.contiguous_format)
-    found = descriptor(x, rows, bounded, columns=64 if narrow else 0)
+    found = descriptor(x, rows, bounded, wide=64 if narrow else 0)
     batch, _, token, _ = found.base.stride()
     return found, batch // (token if x.shape[2] > 1 else 8) if bounded else 0

@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.alignment import tma_strides, tma_view
-from tilesmith.device.counters import work_counter
 from tilesmith.device.gluon.shim import TensorDescriptor, gl
-from tilesmith.engine import launch, register_kernel
+from tilesmith.engine import register_kernel
 from tilesmith.engine.launch import cdiv
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
+from tilesmith.ops.attn.execute import execute
 from tilesmith.ops.attn.hopper.forward_fp8 import UNITS, attention_fp8_fwd_kernel
-from tilesmith.ops.attn.hopper.launch import UNSERVED, descriptor, no_dropout, no_lists, score_factors, section
+from tilesmith.ops.attn.hopper.launch import UNSERVED, describe, no_dropout, no_lists, outputs, score_factors
+from tilesmith.ops.attn.plan import shape_of
+from tilesmith.ops.attn.plan.configs import Fp8Config
+from tilesmith.ops.attn.plan.hopper_forward import hopper_fp8
 
-_BLOCK = 128  # keys of a tile, which share a factor
-_STAGES = 3  # tiles of keys and values in flight; with two, times are the same within 3 %
+CONFIG = Fp8Config()  # with two stages times are the same within 3 %
+_BLOCK = CONFIG.block_n
+KERNELS = {"attention_fp8_fwd_kernel": attention_fp8_fwd_kernel}
 # a code is off by -8.0 to 6.5 % of p: half a step of a code, and the bend between powers of two less its mean
 _ERRORS = {"lse": 0.083}
 
@@ -54,44 +57,35 @@ def rejects(call) -> list[str]:
     return reasons
 
 
-@register_kernel("attention", backend="hopper_fp8", rank=27, rejects=rejects, errors=_ERRORS)
+@attention_arguments
+def _tells(call, *, arch) -> list[str]:
+    return hopper_fp8(shape_of(call), arch, CONFIG).lines()
+
+
+@register_kernel("attention", backend="hopper_fp8", rank=27, rejects=rejects, errors=_ERRORS, tells=_tells)
 @attention_arguments
 def attention(call) -> tuple[Tensor, Tensor]:
-    """One program a multiprocessor, each with many tiles of queries."""
-    q, k, v = call.q, call.k, call.v
-    batch, heads, tokens, dim = q.shape
-    keys = k.shape[2]
-    out = reference.out_like(q, v.shape[3])
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return out, lse
-    if keys == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
-    arch = arch_of(q.device)
-    blocks = cdiv(tokens, 128)
-    tiles = blocks * batch * heads
-    programs = min(arch.sms, tiles)
-    dynamic = programs < tiles
-    _, factor = score_factors(call)
-    right = call.causal and tokens > 1
-    q_scale, q_steps, q_blocks = _factors(call.q_scale, tokens)
-    k_scale, k_steps, k_blocks = _factors(call.k_scale, keys)
-    v_scale, v_steps, v_blocks = _factors(call.v_scale, keys)
-    launch(
-        attention_fp8_fwd_kernel,
-        (programs,),
-        _queries(q), _keys(k), _values(v), descriptor(out, 64), lse, q_scale, k_scale, v_scale, q_steps, k_steps,
-        v_steps, work_counter(q.device) if dynamic else None, tokens, keys, heads, blocks, batch * heads,
-        section(k, heads, arch, not right), 0, heads // k.shape[1], factor / UNITS.value,
-        RIGHT=right, WHOLE=not right and keys % _BLOCK == 0, DYNAMIC=dynamic, Q_BLOCKS=q_blocks,
-        BLOCKS=k_blocks or v_blocks, BN=_BLOCK, D=_columns(q), DV=_columns(v), STAGES=_STAGES,
-        num_warps=4,
-    )  # fmt: skip
+    """Persistent CTAs, each with many tiles of queries."""
+    plan = hopper_fp8(shape_of(call), arch_of(call.q.device), CONFIG)
+    out, lse = outputs(call, plan)
+    if plan.steps:
+        given = {"out": out, "lse": lse, "scale": score_factors(call)[1] / UNITS.value} | _quantised(call)
+        execute(plan, KERNELS, given, describe, call.q.device, out.dtype)
     return out, lse
 
 
+def _quantised(call) -> dict:
+    """Queries, keys and values as the kernel takes them, and their factors."""
+    given = {"q_desc": _queries(call.q), "k_desc": _keys(call.k), "v_desc": _values(call.v)}
+    blocks = {}
+    for name, tokens in (("q", call.q.shape[2]), ("k", call.k.shape[2]), ("v", call.k.shape[2])):
+        scale = getattr(call, f"{name}_scale")
+        given[f"{name}_scale"], given[f"{name}_steps"], blocks[name] = _factors(scale, tokens)
+    return given | {"Q_BLOCKS": blocks["q"], "BLOCKS": blocks["k"] or blocks["v"]}
+
+
 def _columns(x: Tensor) -> int:
-    """The columns of a tile of x: its head dim up to 64 or 128; the accelerator fills in zeros."""
+    """The columns of a tile of x: its head dim up to 64 or 128; TMA fills in zeros."""
     return 64 if x.shape[3] <= 64 else 128
 
 
@@ -102,20 +96,20 @@ def _factors(scale: Tensor, tokens: int) -> tuple[Tensor, tuple[int, int, int], 
 
 
 def _tiles(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    """x as `shape`, by strides in elements, for the tensor memory accelerator in boxes `block`."""
+    """x as `shape`, by strides in elements, for the TMA in boxes `block`."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=block[-1], element_bitwidth=8, rank=len(shape))
     return TensorDescriptor(x, shape, strides, block, layout)
 
 
 def _queries(q: Tensor) -> TensorDescriptor:
-    """q [B, H, T, D] in tiles of 64 rows; of a copy, where its strides do not suit the accelerator."""
+    """q [B, H, T, D] in tiles of 64 rows; of a copy, where its strides do not suit TMA."""
     q, strides = tma_view(q)
     return _tiles(q, list(q.shape), strides, [1, 1, 64, _columns(q)])
 
 
 def _keys(k: Tensor) -> TensorDescriptor:
     """k [B, G, S, D] as [B, G, S / 4, 4, D], in tiles of 2 of every 4 rows; of a copy, where its strides do not suit
-    the accelerator or memory ends inside the last 4 rows."""
+    TMA or memory ends inside the last 4 rows."""
     batch, kv_heads, keys, dim = k.shape
     fours = cdiv(keys, 4)
     strides = tma_strides(k)
@@ -137,7 +131,7 @@ def _end(shape: Sequence[int], strides: Sequence[int], tokens: int) -> int:
 
 def _values(v: Tensor) -> TensorDescriptor:
     """v [B, G, S, Dv] in memory [B, G, Dv, S], in tiles of 128 keys and all columns; of a copy, where its strides do
-    not suit the accelerator."""
+    not suit TMA."""
     keys = v.shape[2]
     v = v.transpose(2, 3)
     strides = tma_strides(v)

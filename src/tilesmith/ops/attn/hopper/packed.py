@@ -5,20 +5,8 @@ work, the longest first. Behind the last document lie tokens that see nothing an
 two more documents, one without keys and one without tokens.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from tilesmith.engine import launch
-from tilesmith.engine.launch import cdiv
-
-CHUNK = 16  # tiles that a program finds places for at once
-
-
-def _parts(most: int, documents: int) -> int:
-    """Programs a document, where `most` tiles are to be placed: one for each chunk, unless there are many documents."""
-    return max(1, min(cdiv(most, CHUNK), 256 // (documents + 2)))
 
 
 @triton.jit
@@ -61,7 +49,7 @@ def query_tiles_kernel(
     cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, documents, tokens, keys, width,
     RIGHT: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BLOCK queries of a document, which its programs share by the CHUNK: first query, tokens and keys of the
+    """Tiles of BLOCK queries of a document, which its CTAs share by the CHUNK: first query, tokens and keys of the
     document, and where its tokens and its keys end. width: how many keys a tile sees at most."""
     STEPS: tl.constexpr = RIGHT and not LEFT
     mine, part, parts = tl.program_id(0), tl.program_id(1) * CHUNK, tl.num_programs(1) * CHUNK
@@ -97,25 +85,6 @@ def query_tiles_kernel(
         tl.store(table_ptr, total)
 
 
-def query_tiles(
-    cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None, tokens: int, keys: int, window: tuple, block: int
-) -> tuple[Tensor, int]:
-    """The table of tiles of `block` queries, and how many there may be. cu_q, cu_k: where documents begin, and the last
-    one's end; lengths: of each one's valid keys, None: all are; tokens, keys: of all together; window: left, right, and
-    which of them hides anything."""
-    documents = cu_q.numel() - 1
-    most = tokens // block + documents + 1
-    table = torch.empty((most + 1, 8), dtype=torch.int32, device=cu_q.device)
-    left, right, has_left, has_right = window
-    width = keys if not has_left else min(keys, left + block + (right if has_right else keys))
-    launch(
-        query_tiles_kernel, (documents + 1, _parts(most, documents)),
-        cu_q, cu_k, lengths, table, documents, tokens, keys, width,
-        RIGHT=has_right, LEFT=has_left, BLOCK=block, CHUNK=CHUNK, SPAN=256, num_warps=4,
-    )  # fmt: skip
-    return table, most
-
-
 @triton.jit
 def _live(
     cu_q_ptr, cu_k_ptr, lengths_ptr, place, documents, tokens, keys, left, right,
@@ -144,7 +113,7 @@ def key_tiles_kernel(
     RIGHT: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of ROWS queries (first and end) and tiles of BLOCK keys of a document, which its programs share by the
+    """Blocks of ROWS queries (first and end) and tiles of BLOCK keys of a document, which its CTAs share by the
     CHUNK. A tile: first key; keys of the document, or where keys that nobody sees end; where they end in the tensor;
     tokens and their end in the tensor; the first token that sees a key; the block and the number of blocks from there
     on, 0 for keys that nobody sees."""
@@ -221,25 +190,3 @@ def key_tiles_kernel(
         tl.store(row + 5, block * 0, mask=held)
         tl.store(row + 6, block * 0, mask=held)
         tl.store(row + 7, block * 0, mask=held)
-
-
-def key_tiles(
-    cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None, tokens: int, keys: int, window: tuple, rows: int, block: int
-) -> tuple[Tensor, Tensor, int, int]:
-    """The tables of blocks of `rows` queries and of tiles of `block` keys, and how many of each there may be. The
-    other arguments are those of `query_tiles`."""
-    documents = cu_q.numel() - 1
-    left, right, has_left, has_right = window
-    # each part of a document has at most one block that is not full
-    row_parts = 2 if has_right and cu_q is not cu_k else 1
-    q_most = tokens // rows + row_parts * (documents + 1)
-    k_most = keys // block + (1 + has_left + (lengths is not None)) * (documents + 2)
-    spans = torch.empty((q_most + 1, 2), dtype=torch.int32, device=cu_q.device)
-    table = torch.empty((k_most + 1, 8), dtype=torch.int32, device=cu_q.device)
-    width = tokens if not has_left else min(tokens, left + block + (right if has_right else tokens))
-    launch(
-        key_tiles_kernel, (documents + 2, _parts(max(q_most, k_most), documents)),
-        cu_q, cu_k, lengths, spans, table, documents, tokens, keys, width, left, right,
-        RIGHT=has_right, LEFT=has_left, ROWS=rows, BLOCK=block, CHUNK=CHUNK, SPAN=256, num_warps=4,
-    )  # fmt: skip
-    return spans, table, q_most, k_most

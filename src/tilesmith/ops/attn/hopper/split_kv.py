@@ -1,8 +1,8 @@
-"""Device kernel of attention's forward on Hopper for few tiles of queries: the keys of each are split over programs.
+"""Device kernel of attention's forward on Hopper for few tiles of queries: the keys of each are split over CTAs.
 
 Rows of a tile are pairs of a token and a query head of one kv head, so that 16 tokens of 8 heads that share their keys
-are one tile of 128 rows. Results of the splits are combined by a second kernel (`hopper_combine`), or written at once
-where there is one split. Products and softmax are those of `hopper_forward`. Keys and values of 8 bits are made fp16 by
+are one tile of 128 rows. Results of the splits are combined by a second kernel (`combine`), or written at once
+where there is one split. Products and softmax are those of `forward`. Keys and values of 8 bits are made fp16 by
 two warpgroups of their own, and queries behind a power of two of each row: to bf16 they would take many instructions.
 """
 
@@ -25,30 +25,31 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.forward import NOTHING, Walk, before, bend, finish, holds, pack, unpack
+from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, in_mask, mask_before, pack, tanh, unpack
 from tilesmith.ops.attn.hopper.tile_offset import corner
+from tilesmith.ops.attn.hopper.walk import Walk
 
 
 @gluon.jit
-def portion(blocks, share, shares, inverse):
-    """The first block of a share, and how many it has. inverse: 1 / shares, within one part in 2**22; divisions of
-    integers take as long as starting the first loads does."""
+def even_range(blocks, index, count, inverse):
+    """The first block of one of `count` even ranges, and how many it has. inverse: 1 / count, within one part in 2**22;
+    divisions of integers take as long as starting the first loads does."""
     each = (blocks.to(gl.float32) * inverse).to(gl.int32)
-    each = gl.where(each * shares > blocks, each - 1, each)
-    each = gl.where((each + 1) * shares <= blocks, each + 1, each)
-    rest = blocks - each * shares
-    return share * each + gl.minimum(share, rest), gl.where(share < rest, each + 1, each)
+    each = gl.where(each * count > blocks, each - 1, each)
+    each = gl.where((each + 1) * count <= blocks, each + 1, each)
+    rest = blocks - each * count
+    return index * each + gl.minimum(index, rest), gl.where(index < rest, each + 1, each)
 
 
 @aggregate
-class Shares:
-    """Which rows and keys a program meets.
+class SplitKv:
+    """Which rows and keys a CTA meets.
 
     units: squares of 64 rows of a kv head, token blocks one after another, in each its blocks of heads. tiles: of
     CONSUMERS units. splits: of a tile's keys. HEADS, TOKENS: of a unit. LENGTHS: batch rows end at lengths_ptr. PAGE:
     slots of a page, of which a batch row has `row_pages`, or 0. PIECE: keys that are loaded at once. Where a batch row
     or a page ends by itself, `between` is how many tokens of the key tensor lie between two of them (`corner`). ALONE:
-    a program has one share, (split and tile, kv head, batch row), of 16 bits, without pages or left edges; else shares
+    a CTA has one split, (split and tile, kv head, batch row), of 16 bits, without pages or left edges; else splits
     are numbered.
     """
 
@@ -88,16 +89,16 @@ class Shares:
 
     @gluon.jit
     def numbers(self):
-        """This program's first share, where they end, and how far it is to its next one."""
+        """This CTA's first split, where they end, and how far it is to its next one."""
         if self.ALONE:
             return gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(1)
         else:
             return gl.program_id(0), self.tiles * self.splits * self.walk.rows, gl.num_programs(0)
 
     @gluon.jit
-    def share(self, number, lengths_ptr):
-        """Tile, split, kv head and batch row of a number, the walk with its keys, the first key of the share, its
-        blocks (at least one) and where the keys end that it may see: at 0 for a share without keys, which meets one
+    def split_of(self, number, lengths_ptr):
+        """Tile, split, kv head and batch row of a number, the walk with its keys, the first key of the split, its
+        blocks (at least one) and where the keys end that it may see: at 0 for a split without keys, which meets one
         block for nothing. Tiles of the same keys are neighbours, which find them in L2; the last, which sees the most,
         is the first."""
         if self.ALONE:
@@ -119,7 +120,7 @@ class Shares:
         end = walk.end(gl.minimum(last + self.TOKENS, walk.tokens) - 1)
         blocks = (gl.maximum(end - begin, 0) + walk.BN - 1) // walk.BN
         if self.ALONE:
-            low, blocks = portion(blocks, split, self.splits, self.inverse)
+            low, blocks = even_range(blocks, split, self.splits, self.inverse)
         else:
             low = blocks * split // self.splits
             blocks = blocks * (split + 1) // self.splits - low
@@ -160,57 +161,57 @@ class Shares:
 
 
 @gluon.jit
-def _load_queries(shares, q_desc, q_full, q, c: gl.constexpr, tile, batch, kv_head):
+def _load_queries(work, q_desc, q_full, q, c: gl.constexpr, tile, batch, kv_head):
     """Start to load unit c of a tile."""
-    head, token = shares.unit(tile * shares.walk.CONSUMERS + c)
-    tma_load(q_desc, (batch, kv_head * shares.GROUP + head, token, 0), q_full.index(c), q.index(c))
+    head, token = work.unit(tile * work.walk.CONSUMERS + c)
+    tma_load(q_desc, (batch, kv_head * work.GROUP + head, token, 0), q_full.index(c), q.index(c))
 
 
 @gluon.jit
-def _begin(shares, q, k, v, q_full, k_full, v_full, q_desc, k_desc, v_desc, lengths_ptr):
-    """Start to load the queries of a program's only share and as many tiles as there is room for."""
-    tile, _, kv_head, batch, walk, first, blocks, _ = shares.share(gl.to_tensor(0), lengths_ptr)
+def _begin(work, q, k, v, q_full, k_full, v_full, q_desc, k_desc, v_desc, lengths_ptr):
+    """Start to load the queries of a CTA's only split and as many tiles as there is room for."""
+    tile, _, kv_head, batch, walk, first, blocks, _ = work.split_of(gl.to_tensor(0), lengths_ptr)
     for i in gl.static_range(walk.STAGES):
         if i < blocks:
             key = first + (blocks - 1 - i) * walk.BN
-            shares.load(k_desc, k_full.index(i), k, i, shares.between_k, (), batch, kv_head, key, walk.keys, walk.D)
+            work.load(k_desc, k_full.index(i), k, i, work.between_k, (), batch, kv_head, key, walk.keys, walk.D)
             if i == 0:
                 for c in gl.static_range(walk.CONSUMERS):
-                    _load_queries(shares, q_desc, q_full, q, c, tile, batch, kv_head)
-            shares.load(v_desc, v_full.index(i), v, i, shares.between_v, (), batch, kv_head, key, walk.keys, walk.DV)
+                    _load_queries(work, q_desc, q_full, q, c, tile, batch, kv_head)
+            work.load(v_desc, v_full.index(i), v, i, work.between_v, (), batch, kv_head, key, walk.keys, walk.DV)
 
 
 @gluon.jit
-def _produce(shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr):
-    whole = shares.walk
+def _produce(work, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr):
+    whole = work.walk
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     k_pieces, v_pieces = pieces
-    BEGUN: gl.constexpr = whole.STAGES if shares.ALONE else 0  # `_begin`
+    BEGUN: gl.constexpr = whole.STAGES if work.ALONE else 0  # `_begin`
     count = gl.to_tensor(BEGUN)
     turn = gl.to_tensor(0)
-    number, end, step = shares.numbers()
+    number, end, step = work.numbers()
     while number < end:
-        tile, split, kv_head, batch, walk, first, blocks, _ = shares.share(number, lengths_ptr)
+        tile, split, kv_head, batch, walk, first, blocks, _ = work.split_of(number, lengths_ptr)
         # one step ahead: in pages of 16, 16 tokens on 8 x 8k keys take 86 us for 96 (H200; registers below)
-        ahead = shares.pages(pages_ptr, batch, first + (blocks - 1) * walk.BN, walk.keys)
+        ahead = work.pages(pages_ptr, batch, first + (blocks - 1) * walk.BN, walk.keys)
         for j in range(BEGUN, blocks):
             key = first + (blocks - 1 - j) * walk.BN
             s = count % walk.STAGES
             phase = (count // walk.STAGES) & 1
             pages = ahead
-            ahead = shares.pages(pages_ptr, batch, key - walk.BN, walk.keys)
+            ahead = work.pages(pages_ptr, batch, key - walk.BN, walk.keys)
             mbarrier_wait(k_empty.index(s), phase ^ 1)
-            shares.load(
-                k_desc, k_full.index(s), k_pieces, s, shares.between_k, pages, batch, kv_head, key, walk.keys, walk.D
+            work.load(
+                k_desc, k_full.index(s), k_pieces, s, work.between_k, pages, batch, kv_head, key, walk.keys, walk.D
             )
             if BEGUN == 0:
                 if j == 0:
                     for c in gl.static_range(walk.CONSUMERS):
                         mbarrier_wait(q_empty.index(c), (turn & 1) ^ 1)
-                        _load_queries(shares, q_desc, q_full, q, c, tile, batch, kv_head)
+                        _load_queries(work, q_desc, q_full, q, c, tile, batch, kv_head)
             mbarrier_wait(v_empty.index(s), phase ^ 1)
-            shares.load(
-                v_desc, v_full.index(s), v_pieces, s, shares.between_v, pages, batch, kv_head, key, walk.keys, walk.DV
+            work.load(
+                v_desc, v_full.index(s), v_pieces, s, work.between_v, pages, batch, kv_head, key, walk.keys, walk.DV
             )
             count += 1
         turn += 1
@@ -218,16 +219,16 @@ def _produce(shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_p
 
 
 @gluon.jit
-def _widen(shares, small, small_full, small_empty, wide, full, empty, lengths_ptr):
+def _widen(work, small, small_full, small_empty, wide, full, empty, lengths_ptr):
     """Make 16-bit tiles of the 8-bit ones of keys or values that were loaded."""
-    whole = shares.walk
+    whole = work.walk
     ROWS: gl.constexpr = wide.shape[1]
     COLUMNS: gl.constexpr = wide.shape[2]
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
     count = gl.to_tensor(0)
-    number, end, step = shares.numbers()
+    number, end, step = work.numbers()
     while number < end:
-        found = shares.share(number, lengths_ptr)
+        found = work.split_of(number, lengths_ptr)
         for j in range(found[6]):
             s = count % whole.STAGES
             phase = (count // whole.STAGES) & 1
@@ -264,48 +265,48 @@ def _factor(scale, head, batch):
 
 
 @gluon.jit
-def _hide(qk, walk, limit, queries, first, LOW: gl.constexpr):
+def _apply_mask(qk, walk, limit, queries, first, LOW: gl.constexpr):
     """Scores of a block that some queries do not see whole. LOW: the left edge of the window may be in it, too."""
     cols = gl.arange(0, walk.BN, gl.SliceLayout(0, qk.type.layout))[None, :]
     if walk.RIGHT:
-        word = before((limit - first)[:, None], cols)
+        word = mask_before((limit - first)[:, None], cols)
     else:
-        word = before(limit - first, cols)
+        word = mask_before(limit - first, cols)
     if LOW:
-        word = word & ~before((walk.begin(queries) - first)[:, None], cols)
-    return gl.where(holds(word, cols), qk, NOTHING)
+        word = word & ~mask_before((walk.begin(queries) - first)[:, None], cols)
+    return gl.where(in_mask(word, cols), qk, NOTHING)
 
 
 @gluon.jit
-def _rows_of(shares, unit, ROW: gl.constexpr):
+def _rows_of(work, unit, ROW: gl.constexpr):
     """First head and token of a unit, its rows, and the tokens as which they see: those behind the last one see what it
     sees."""
-    first_head, start = shares.unit(unit)
+    first_head, start = work.unit(unit)
     row = gl.arange(0, 64, ROW)
-    return first_head, start, row, gl.minimum(start + row % shares.TOKENS, shares.walk.tokens - 1)
+    return first_head, start, row, gl.minimum(start + row % work.TOKENS, work.walk.tokens - 1)
 
 
 @gluon.jit
 def _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split):
-    """Store lse of a share's rows. Returns the factors that normalise these."""
-    shares, place, rows = of
+    """Store lse of a split's rows. Returns the factors that normalise these."""
+    work, place, rows = of
     split, kv_head, batch = place
     first_head, start, row, queries = rows
-    tokens = shares.walk.tokens
-    head = kv_head * shares.GROUP + first_head + row // shares.TOKENS
-    factor, lse = finish(top, total, head, sinks_ptr)
-    lse_at = (batch * shares.kv_heads * shares.GROUP + head) * tokens + queries
-    real = start + row % shares.TOKENS < tokens
+    tokens = work.walk.tokens
+    head = kv_head * work.GROUP + first_head + row // work.TOKENS
+    factor, lse = finish_softmax(top, total, head, sinks_ptr)
+    lse_at = (batch * work.kv_heads * work.GROUP + head) * tokens + queries
+    real = start + row % work.TOKENS < tokens
     gl.store(lse_ptr + split.to(gl.int64) * lse_split + lse_at, lse, mask=real)
     return factor
 
 
 @gluon.jit
 def _consume(
-    C: gl.constexpr, given, SMALL: gl.constexpr, SOFTCAP: gl.constexpr, SHARED: gl.constexpr, CHAINED: gl.constexpr
+    C: gl.constexpr, given, SMALL: gl.constexpr, SOFTCAP: gl.constexpr, OUT_IN_Q: gl.constexpr, CHAINED: gl.constexpr
 ):
-    shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr, k_scale, v_scale, inner, scale = given
-    whole = shares.walk
+    work, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr, k_scale, v_scale, inner, scale = given
+    whole = work.walk
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
     D: gl.constexpr = whole.D
@@ -316,14 +317,14 @@ def _consume(
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    batches = whole.rows // shares.kv_heads
+    batches = whole.rows // work.kv_heads
     PHASES: gl.constexpr = 3 if whole.LEFT else 2
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    number, end, step = shares.numbers()
+    number, end, step = work.numbers()
     while number < end:
-        tile, split, kv_head, batch, walk, begin, blocks, seen = shares.share(number, lengths_ptr)
-        first_head, start, row, queries = _rows_of(shares, tile * walk.CONSUMERS + C, ROW)
+        tile, split, kv_head, batch, walk, begin, blocks, seen = work.split_of(number, lengths_ptr)
+        first_head, start, row, queries = _rows_of(work, tile * walk.CONSUMERS + C, ROW)
         limit = gl.minimum(walk.end(queries), seen)
         acc = gl.zeros([64, DV], gl.float32, OUT)
         zero = gl.zeros([64, BN], gl.float32, SCORES)
@@ -341,8 +342,8 @@ def _consume(
         if SMALL:
             qk = qk * size[:, None]
         if SOFTCAP:
-            qk = bend(qk * inner)
-        qk = _hide(qk, walk, limit, queries, begin + (blocks - 1) * BN, walk.LEFT)
+            qk = tanh(qk * inner)
+        qk = _apply_mask(qk, walk, limit, queries, begin + (blocks - 1) * BN, walk.LEFT)
         top = gl.max(qk, 1) * scale
         base = gl.where(top == NOTHING, 0.0, top)
         p = gl.exp2(qk * scale - base[:, None])
@@ -354,7 +355,7 @@ def _consume(
         right = gl.minimum(gl.maximum(blocks - gl.maximum(edge - begin, 0) // BN, 1), blocks)
         left = blocks
         if walk.LEFT:
-            last = gl.minimum(start + shares.TOKENS, walk.tokens) - 1
+            last = gl.minimum(start + work.TOKENS, walk.tokens) - 1
             left = blocks - (gl.maximum(walk.begin(last) - begin, 0) + BN - 1) // BN
             left = gl.minimum(gl.maximum(left, right), blocks)
         for phase in gl.static_range(PHASES):
@@ -382,9 +383,9 @@ def _consume(
                     if SMALL:
                         qk = qk * size[:, None]
                     if SOFTCAP:
-                        qk = bend(qk * inner)
+                        qk = tanh(qk * inner)
                     if phase != 1:
-                        qk = _hide(qk, walk, limit, queries, begin + (blocks - 1 - j) * BN, walk.LEFT)
+                        qk = _apply_mask(qk, walk, limit, queries, begin + (blocks - 1 - j) * BN, walk.LEFT)
                     new_top = gl.maximum(top, gl.max(qk, 1) * scale)
                     base = new_top
                     if phase != 1:
@@ -398,59 +399,59 @@ def _consume(
                     acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
                     p = pack(new, dtype)
 
-        if not SHARED:
+        if not OUT_IN_Q:
             mbarrier_arrive(q_empty.index(C))
         s = count % walk.STAGES
         mbarrier_wait(v_full.index(s), (count // walk.STAGES) & 1)
         acc_made = wgmma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
-        of = shares, (split, kv_head, batch), (first_head, start, row, queries)
+        of = work, (split, kv_head, batch), (first_head, start, row, queries)
         factor = _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
         acc = wgmma_wait(0, deps=[acc_made])
         mbarrier_arrive(v_empty.index(s))
         if SMALL:
             factor *= _factor(v_scale, kv_head, batch)
         acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
-        if not SHARED:
+        if not OUT_IN_Q:
             tma_store_wait(0)
         box = out.index(C)
         box.reshape([64, DV]).store(acc.to(q.dtype))
         fence_async()
-        tma_store(out_desc, (split * batches + batch, kv_head * shares.GROUP + first_head, start, 0), box)
-        if SHARED:
+        tma_store(out_desc, (split * batches + batch, kv_head * work.GROUP + first_head, start, 0), box)
+        if OUT_IN_Q:
             tma_store_wait(0)
             mbarrier_arrive(q_empty.index(C))
         turn += 1
         number += step
     tma_store_wait(0)
     if CHAINED:
-        # Not before: its programs would all find room on the few multiprocessors without one of these, which took
+        # Not before: its CTAs would all find room on the few SMs without one of these, which took
         # 1 token on 8k keys 3 us (H200).
         launch_dependents()
 
 
 @gluon.jit
 def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr):
-    """`_consume` of a program that has one share: a block's code is there once, and asked for once.
+    """`_consume` of a CTA that has one split: a block's code is there once, and asked for once.
 
     The product of a block's values is followed by that of the next block's keys, after the last one for nothing. H200,
     64/8 heads, two consumers: 16 tokens on 8k / 32k keys 17.6 / 39.5 us, by `_consume` 19.2 / 40.3, 64 tokens on 8k
     39.7 and 42.6; one consumer, 8 tokens: 15.7 to 16.4 / 37.8 and 15.7 to 15.9 / 38.6.
     """
-    shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr, _, _, inner, scale = given
+    work, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr, _, _, inner, scale = given
     q, k, v, q_full, _, k_full, k_empty, v_full, v_empty = parts
-    BN: gl.constexpr = shares.walk.BN
-    D: gl.constexpr = shares.walk.D
-    DV: gl.constexpr = shares.walk.DV
+    BN: gl.constexpr = work.walk.BN
+    D: gl.constexpr = work.walk.D
+    DV: gl.constexpr = work.walk.DV
     dtype: gl.constexpr = k.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    batches = shares.walk.rows // shares.kv_heads
-    tile, split, kv_head, batch, walk, begin, blocks, seen = shares.share(gl.to_tensor(0), lengths_ptr)
-    first_head, start, row, queries = _rows_of(shares, tile * walk.CONSUMERS + C, ROW)
+    batches = work.walk.rows // work.kv_heads
+    tile, split, kv_head, batch, walk, begin, blocks, seen = work.split_of(gl.to_tensor(0), lengths_ptr)
+    first_head, start, row, queries = _rows_of(work, tile * walk.CONSUMERS + C, ROW)
     limit = gl.minimum(walk.end(queries), seen)
     every = gl.minimum(walk.end(gl.minimum(start, walk.tokens - 1)), seen)  # what all rows see ends there
     acc = gl.zeros([64, DV], gl.float32, OUT)
@@ -468,9 +469,9 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
         mbarrier_arrive(k_empty.index(s))
         first = begin + (blocks - 1 - j) * BN
         if SOFTCAP:
-            qk = bend(qk * inner)
+            qk = tanh(qk * inner)
         if first + BN > every:
-            qk = _hide(qk, walk, limit, queries, first, False)
+            qk = _apply_mask(qk, walk, limit, queries, first, False)
         new_top = gl.maximum(top, gl.max(qk, 1) * scale)
         base = gl.where(new_top == NOTHING, 0.0, new_top)
         p = gl.exp2(qk * scale - base[:, None])
@@ -489,13 +490,13 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
         mbarrier_arrive(v_empty.index(s))
 
     qk = wgmma_wait(0, deps=[qk_made])
-    of = shares, (split, kv_head, batch), (first_head, start, row, queries)
+    of = work, (split, kv_head, batch), (first_head, start, row, queries)
     factor = _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
     acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
     box = out.index(C)
     box.reshape([64, DV]).store(acc.to(q.dtype))
     fence_async()
-    tma_store(out_desc, (split * batches + batch, kv_head * shares.GROUP + first_head, start, 0), box)
+    tma_store(out_desc, (split * batches + batch, kv_head * work.GROUP + first_head, start, 0), box)
     tma_store_wait(0)
     if CHAINED:
         launch_dependents()  # not before: as above
@@ -507,7 +508,7 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
         "right",
     ]
 )  # fmt: skip
-def attention_shares_kernel(
+def attention_split_kv_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, lse_split, sinks_ptr, lengths_ptr, k_scale, v_scale,
     pages_ptr, row_pages, tokens, keys, rows, kv_heads, tiles, splits, inverse, between_k, between_v, left, right,
     inner, scale,
@@ -516,16 +517,16 @@ def attention_shares_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, CHAINED: gl.constexpr,
     APART: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
-    """Program (share of keys, tile), as `Shares` has it. rows: batch * kv heads. inverse: 1 / splits. k_scale, v_scale:
-    of 8-bit keys and values (`_factor`). Writes a normalised result, to [splits * B, H, T, DV], and its lse for each
-    split. CHAINED: the next kernel may start and wait. APART: results have room of their own."""
+    """CTA (split of the keys, tile), as `SplitKv` has it. rows: batch * kv heads. inverse: 1 / splits. k_scale,
+    v_scale: of 8-bit keys and values (`_factor`). Writes a normalised result, to [splits * B, H, T, DV], and its lse
+    for each split. CHAINED: the next kernel may start and wait. APART: results have room of their own."""
     LENGTHS: gl.constexpr = lengths_ptr is not None
     tiles = gl.to_tensor(tiles)  # Triton knows where there is but one, by which nothing is divided
     walk = Walk(
         tokens, keys, kv_heads, tiles, rows, tiles, left, right, tiles, gl.to_tensor(1), gl.to_tensor(0),
         LEFT, RIGHT, False, False, False, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, 1, 0,
     )  # fmt: skip
-    shares = Shares(
+    work = SplitKv(
         walk, kv_heads, tiles, splits, inverse, row_pages, between_k, between_v,
         GROUP, HEADS, 64 // HEADS, LENGTHS, PAGE, PIECE, ALONE,
     )  # fmt: skip
@@ -552,24 +553,24 @@ def attention_shares_kernel(
         # 17.3, 16 tokens 19.0 for 20.0; the first load is on its way after 820 cycles for 2,050, of 16 tokens 1,590
         # for 3,180
         fence_async()
-        _begin(shares, q, k, v, q_full, k_full, v_full, q_desc, k_desc, v_desc, lengths_ptr)
+        _begin(work, q, k, v, q_full, k_full, v_full, q_desc, k_desc, v_desc, lengths_ptr)
     k_empty, v_empty = mbarrier_pair(STAGES, CONSUMERS)
     fence_async()
-    SHARED: gl.constexpr = D == DV and not APART  # out takes the place of q
+    OUT_IN_Q: gl.constexpr = D == DV and not APART  # out takes the place of q
     out = q
-    if not SHARED:
+    if not OUT_IN_Q:
         out = smem_tiles(CONSUMERS, out_desc)
     parts = (q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     pieces = (k_pieces, v_pieces)
     if SMALL:
         loaded = (q, k_pieces, v_pieces, q_full, q_empty, k8_full, k8_empty, v8_full, v8_empty)
     consumed = (
-        shares, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr, k_scale, v_scale, inner, scale
+        work, parts, out_desc, out, lse_ptr, lse_split, sinks_ptr, lengths_ptr, k_scale, v_scale, inner, scale
     )  # fmt: skip
     if ALONE and CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_produce, (work, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
                 (_consume_alone, (0, consumed, SOFTCAP, CHAINED)),
                 (_consume_alone, (1, consumed, SOFTCAP, CHAINED)),
             ],
@@ -579,7 +580,7 @@ def attention_shares_kernel(
     elif ALONE:
         gl.warp_specialize(
             [
-                (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_produce, (work, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
                 (_consume_alone, (0, consumed, SOFTCAP, CHAINED)),
             ],
             [4],
@@ -588,11 +589,11 @@ def attention_shares_kernel(
     elif SMALL and CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_produce, (shares, loaded, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
-                (_consume, (0, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
-                (_consume, (1, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
-                (_widen, (shares, k_pieces, k8_full, k8_empty, k, k_full, k_empty, lengths_ptr)),
-                (_widen, (shares, v_pieces, v8_full, v8_empty, v, v_full, v_empty, lengths_ptr)),
+                (_produce, (work, loaded, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_consume, (0, consumed, SMALL, SOFTCAP, OUT_IN_Q, CHAINED)),
+                (_consume, (1, consumed, SMALL, SOFTCAP, OUT_IN_Q, CHAINED)),
+                (_widen, (work, k_pieces, k8_full, k8_empty, k, k_full, k_empty, lengths_ptr)),
+                (_widen, (work, v_pieces, v8_full, v8_empty, v, v_full, v_empty, lengths_ptr)),
             ],
             [4, 4, 4, 4],
             [168, 168, 56, 56],
@@ -600,10 +601,10 @@ def attention_shares_kernel(
     elif SMALL:
         gl.warp_specialize(
             [
-                (_produce, (shares, loaded, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
-                (_consume, (0, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
-                (_widen, (shares, k_pieces, k8_full, k8_empty, k, k_full, k_empty, lengths_ptr)),
-                (_widen, (shares, v_pieces, v8_full, v8_empty, v, v_full, v_empty, lengths_ptr)),
+                (_produce, (work, loaded, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_consume, (0, consumed, SMALL, SOFTCAP, OUT_IN_Q, CHAINED)),
+                (_widen, (work, k_pieces, k8_full, k8_empty, k, k_full, k_empty, lengths_ptr)),
+                (_widen, (work, v_pieces, v8_full, v8_empty, v, v_full, v_empty, lengths_ptr)),
             ],
             [4, 4, 4],
             [232, 96, 96],
@@ -613,9 +614,9 @@ def attention_shares_kernel(
         OWN: gl.constexpr = 240 if PIECE == BN else 216 if BN == 64 else 208
         gl.warp_specialize(
             [
-                (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
-                (_consume, (0, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
-                (_consume, (1, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
+                (_produce, (work, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_consume, (0, consumed, SMALL, SOFTCAP, OUT_IN_Q, CHAINED)),
+                (_consume, (1, consumed, SMALL, SOFTCAP, OUT_IN_Q, CHAINED)),
             ],
             [4, 4],
             [OWN, OWN],
@@ -623,8 +624,8 @@ def attention_shares_kernel(
     else:
         gl.warp_specialize(
             [
-                (_produce, (shares, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
-                (_consume, (0, consumed, SMALL, SOFTCAP, SHARED, CHAINED)),
+                (_produce, (work, parts, pieces, q_desc, k_desc, v_desc, lengths_ptr, pages_ptr)),
+                (_consume, (0, consumed, SMALL, SOFTCAP, OUT_IN_Q, CHAINED)),
             ],
             [4],
             [240],

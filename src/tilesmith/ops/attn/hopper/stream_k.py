@@ -1,14 +1,11 @@
-"""Tiles of attention's forward on Hopper in shares of their blocks of keys: device kernel, in Gluon; launcher.
+"""Stream-K of attention's forward on Hopper: device kernel, in Gluon.
 
-Where nothing is masked, tiles of queries have the same work, and seldom come out even among the programs. So these make
-whole rounds (`attention_fwd_kernel`), and what is left over is dealt out among all of them: equal runs of blocks, each
-tile's behind those of the one before. So are all tiles where there are fewer than multiprocessors, with a causal mask
-too. Who comes last for a tile puts its parts together, always in the same order.
+Where nothing is masked, tiles of queries have the same work, and seldom come out even among the CTAs. So these make
+whole rounds (`attention_fwd_kernel`), and what is left over is divided among all of them: equal runs of blocks of keys,
+each tile's behind those of the one before. So are all tiles where there are fewer than SMs, with a causal mask too. Who
+comes last for a tile puts its parts together, always in the same order.
 """
 
-from torch import Tensor
-
-from tilesmith.device.counters import work_counter
 from tilesmith.device.gluon.shim import (
     aggregate,
     fence_async,
@@ -26,75 +23,36 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.engine import launch
-from tilesmith.engine.launch import cdiv
-from tilesmith.ops.attn.hopper.forward import NOTHING, TURN, Walk, finish, first_block, next_block, unpack
-from tilesmith.ops.attn.hopper.launch import shares_of
+from tilesmith.ops.attn.hopper.forward import TURN, first_block, next_block
+from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, unpack
+from tilesmith.ops.attn.hopper.walk import Walk
 
 _JOIN = gl.constexpr(12)  # the named barrier of the first consumer's threads; the second's follows
 
 
-def divided(
-    q: Tensor, k: Tensor, v: Tensor, tiles: int, block_m: int, block_n: int, right: int | None, arch
-) -> tuple[int, int]:
-    """How many of so many tiles are made by one program each, and into how many shares the others are divided.
-
-    block_m, block_n: queries and keys of a tile's block; right: how many keys behind its own a query sees, None:
-    nothing is masked. With a mask tiles are divided only where
-    there are fewer than multiprocessors, since the counter evens out more of them.
-
-    None is divided where that spares the last programs fewer than 14 blocks of keys (`shares_of`): they write and read
-    what shares leave, and behind whole rounds they start anew. H200, head dim 128, TFLOP/s, undivided in brackets: 2k /
-    4k / 8k keys, of which shares spare 8 / 16 / 31 blocks behind whole rounds, 687 / 728 / 747 (694 / 720 / 730); 1 / 2
-    / 3 / 4 causal heads of 4k, 28 / 24 / 20 / 16 blocks, 112 / 220 / 297 / 351 (82 / 163 / 238 / 317), but 4 of 2k, 12
-    blocks, 130 (137). Where each tile has shares of its own and there are no whole rounds 8 are enough: 2 / 3 / 4 heads
-    of 2k, of which they spare 12 / 8 / 8 blocks, 170 / 236 / 305 (141 / 208 / 276), but 4 of 1k, 6 blocks, 96 (108).
-    As programs meet different keys then, those of the tiles' heads must stay in the L2 cache.
-    """
-    batch, heads, tokens, _ = q.shape
-    kv_heads, keys = k.shape[1:3]
-    blocks, steps = cdiv(tokens, block_m), cdiv(keys, block_n)
-    rest, least = tiles % arch.sms, 14
-    if right is None:
-        met = cdiv(rest, blocks * (heads // kv_heads))  # kv heads
-        work = rest * steps
-        if tiles == rest <= arch.sms // 2:
-            least = 8
-    elif tiles < arch.sms:
-        met = batch * kv_heads
-        ends = (min(keys, min(i * block_m + block_m, tokens) + keys - tokens + right) for i in range(blocks))
-        work = batch * heads * sum(max(cdiv(end, block_n), 1) for end in ends)
-    else:
-        return tiles, 0
-    shares = shares_of(rest, work, steps, least, arch, own=right is None)
-    if not shares or 0 < arch.l2 < met * keys * (q.shape[3] + v.shape[3]) * k.element_size():
-        return tiles, 0
-    return tiles - rest, shares
-
-
 @aggregate
-class Deal:
-    """Which blocks of keys of which tiles a program meets: those of tiles from number `undivided` on, one tile's behind
+class Runs:
+    """Which blocks of keys of which tiles a CTA meets: those of tiles from number `whole_tiles` on, one tile's behind
     the other's, in equal runs. blocks: of a head with RIGHT, whose tiles differ, else of a tile. total: of all tiles.
     """
 
     walk: Walk
-    undivided: gl.tensor
+    whole_tiles: gl.tensor
     blocks: gl.tensor
     total: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, walk, undivided, blocks, total):
-        self.walk, self.undivided, self.blocks, self.total = walk, undivided, blocks, total
+    def __init__(self, walk, whole_tiles, blocks, total):
+        self.walk, self.whole_tiles, self.blocks, self.total = walk, whole_tiles, blocks, total
 
     @gluon.jit
-    def begin(self, share):
-        """The first block of a share."""
-        return share * self.total // gl.num_programs(0)
+    def begin(self, cta):
+        """The first block of a CTA's run."""
+        return cta * self.total // gl.num_programs(0)
 
     @gluon.jit
-    def share(self, block):
-        """The share that a block is in."""
+    def cta_of(self, block):
+        """The CTA whose run a block is in."""
         return ((block + 1) * gl.num_programs(0) - 1) // self.total
 
     @gluon.jit
@@ -117,32 +75,32 @@ class Deal:
         else:
             number = block // self.blocks
             first, steps = number * self.blocks, self.blocks
-            start, head, _, _, batch, _ = walk.tile(self.undivided + number, None)
+            start, head, _, _, batch, _ = walk.tile(self.whole_tiles + number, None)
         return number, start, head, batch, first, steps
 
 
 @gluon.jit
-def _dealt(walk, undivided):
+def _runs_of(walk, whole_tiles):
     blocks = (walk.keys + walk.BN - 1) // walk.BN
-    total = (walk.blocks * walk.rows - undivided) * blocks
+    total = (walk.blocks * walk.rows - whole_tiles) * blocks
     if walk.RIGHT:
         blocks = gl.to_tensor(0)
         for i in range(walk.blocks):
             _, steps = walk.span(i * walk.BM)
             blocks += steps
         total = walk.rows * blocks
-    return Deal(walk, undivided, blocks, total)
+    return Runs(walk, whole_tiles, blocks, total)
 
 
 @gluon.jit
-def _produce(deal, parts, q_desc, k_desc, v_desc, LATE: gl.constexpr):
-    walk = deal.walk
+def _produce(runs, parts, q_desc, k_desc, v_desc, BEHIND: gl.constexpr):
+    walk = runs.walk
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
-    begin, end = deal.begin(gl.program_id(0)), deal.begin(gl.program_id(0) + 1)
+    begin, end = runs.begin(gl.program_id(0)), runs.begin(gl.program_id(0) + 1)
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     while begin < end:
-        _, start, head, batch, first, steps = deal.tile(begin)
+        _, start, head, batch, first, steps = runs.tile(begin)
         blocks = gl.minimum(end, first + steps) - begin
         for j in range(blocks):
             place = (batch, head // walk.group, (begin - first + blocks - 1 - j) * walk.BN, 0)
@@ -159,22 +117,22 @@ def _produce(deal, parts, q_desc, k_desc, v_desc, LATE: gl.constexpr):
             count += 1
         begin += blocks
         turn += 1
-    if LATE:  # else the stream would go on before the whole rounds are over
+    if BEHIND:  # else the stream would go on before the whole rounds are over
         grid_dependency_wait()
 
 
 @gluon.jit
-def _join(C: gl.constexpr, deal, acc, top, total, tile, blocks, first, steps, parts_ptr, met_ptr):
+def _join(C: gl.constexpr, runs, acc, top, total, tile, blocks, first, steps, parts_ptr, met_ptr):
     """Leave in memory what some of a tile's blocks of keys came to. Who comes last puts all of the tile's together, in
-    their order. Returns sums of values, greatest scores, sums of powers, and whether they are the whole tile's."""
-    CONSUMERS: gl.constexpr = deal.walk.CONSUMERS
+    their order. Returns sums of values, row maxima, row sums, and whether they are the whole tile's."""
+    CONSUMERS: gl.constexpr = runs.walk.CONSUMERS
     DV: gl.constexpr = acc.shape[1]
     OUT: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = top.type.layout
     ROOM: gl.constexpr = 64 * (DV + 2)
     row = gl.arange(0, 64, ROW)
     cell = gl.arange(0, 64, gl.SliceLayout(1, OUT))[:, None] * DV + gl.arange(0, DV, gl.SliceLayout(0, OUT))[None, :]
-    # no two parts share a slot, since from one to the next the share or the tile, or both, are the next one
+    # no two parts have one slot, since from one to the next the CTA or the tile, or both, are the next one
     slot = parts_ptr + ((gl.program_id(0) + tile) * CONSUMERS + C) * ROOM
     gl.store(slot + cell, acc)
     gl.store(slot + 64 * DV + row, top)
@@ -188,10 +146,10 @@ def _join(C: gl.constexpr, deal, acc, top, total, tile, blocks, first, steps, pa
         acc = gl.zeros([64, DV], gl.float32, OUT)
         top = gl.full([64], NOTHING, gl.float32, ROW)
         total = gl.zeros([64], gl.float32, ROW)
-        for share in range(deal.share(first), deal.share(first + steps - 1) + 1):
+        for cta in range(runs.cta_of(first), runs.cta_of(first + steps - 1) + 1):
             # its own part is still in registers (2 heads of 4k: 434 for 427 TFLOP/s)
-            other = share != gl.program_id(0)
-            slot = parts_ptr + ((share + tile) * CONSUMERS + C) * ROOM
+            other = cta != gl.program_id(0)
+            slot = parts_ptr + ((cta + tile) * CONSUMERS + C) * ROOM
             its_acc = gl.load(slot + cell, mask=other, other=0.0, cache_modifier=".cg")
             its_top = gl.load(slot + 64 * DV + row, mask=other, other=0.0, cache_modifier=".cg")
             its_total = gl.load(slot + 64 * DV + 64 + row, mask=other, other=0.0, cache_modifier=".cg")
@@ -210,9 +168,9 @@ def _join(C: gl.constexpr, deal, acc, top, total, tile, blocks, first, steps, pa
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+def _consume(C: gl.constexpr, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
              SOFTCAP: gl.constexpr):  # fmt: skip
-    walk = deal.walk
+    walk = runs.walk
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = walk.BN
     D: gl.constexpr = walk.D
@@ -221,13 +179,13 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    begin, end = deal.begin(gl.program_id(0)), deal.begin(gl.program_id(0) + 1)
+    begin, end = runs.begin(gl.program_id(0)), runs.begin(gl.program_id(0) + 1)
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     if walk.TURNS and C == walk.CONSUMERS - 1:
         named_barrier("arrive", TURN)
     while begin < end:
-        tile, start, head, batch, first, steps = deal.tile(begin)
+        tile, start, head, batch, first, steps = runs.tile(begin)
         blocks = gl.minimum(end, first + steps) - begin
         behind = begin - first + blocks  # the tile's blocks up to the last one here, which is met first
         start += C * 64
@@ -273,9 +231,9 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
         mbarrier_arrive(v_empty.index(t))
         complete = blocks == steps
         if not complete:
-            acc, top, total, complete = _join(C, deal, acc, top, total, tile, blocks, first, steps, parts_ptr, met_ptr)
+            acc, top, total, complete = _join(C, runs, acc, top, total, tile, blocks, first, steps, parts_ptr, met_ptr)
         if complete:
-            factor, lse = finish(top, total, head, sinks_ptr)
+            factor, lse = finish_softmax(top, total, head, sinks_ptr)
             row = (batch * walk.heads + head).to(gl.int64) * walk.tokens
             gl.store(lse_ptr + row + queries, lse, mask=queries < walk.tokens)
             acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
@@ -289,23 +247,23 @@ def _consume(C: gl.constexpr, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_p
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tokens", "keys", "heads", "blocks", "rows", "section", "group", "undivided", "right"])
-def attention_fwd_shares_kernel(
+@gluon.jit(do_not_specialize=["tokens", "keys", "heads", "blocks", "rows", "section", "group", "whole_tiles", "right"])
+def attention_fwd_stream_k_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr,
-    tokens, keys, heads, blocks, rows, section, group, undivided, right, inner, scale,
+    tokens, keys, heads, blocks, rows, section, group, whole_tiles, right, inner, scale,
     RIGHT: gl.constexpr, WHOLE: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, SOFTCAP: gl.constexpr, LATE: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, SOFTCAP: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
-    """As many equal shares as programs of the tiles (CONSUMERS * 64 queries of one head) from number `undivided` on,
-    all of them with RIGHT. parts_ptr: sums of values, greatest scores and sums of powers of each share's part of each
-    tile; met_ptr: zeros, the blocks that a tile's consumers have met. LATE: launched while `attention_fwd_kernel` makes
-    the other tiles. The rest is as there."""
+    """As many equal runs as CTAs of the tiles (CONSUMERS * 64 queries of one head) from number `whole_tiles` on, all
+    of them with RIGHT. parts_ptr: sums of values, row maxima and row sums of each CTA's part of each tile; met_ptr:
+    zeros, the blocks that a tile's consumers have met. BEHIND: launched while `attention_fwd_kernel` makes the other
+    tiles. The rest is as there."""
     none = gl.to_tensor(0)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, none, right, group, none, none,
         False, RIGHT, WHOLE, False, False, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, 1, 0, False, V_STAGES,
     )  # fmt: skip
-    deal = _dealt(walk, undivided)
+    runs = _runs_of(walk, whole_tiles)
     q = smem_tiles(CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
     v = smem_tiles(V_STAGES, v_desc)
@@ -321,10 +279,10 @@ def attention_fwd_shares_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_produce, (deal, parts, q_desc, k_desc, v_desc, LATE)),
-                (_consume, (0, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_produce, (runs, parts, q_desc, k_desc, v_desc, BEHIND)),
+                (_consume, (0, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
                             SOFTCAP)),
-                (_consume, (1, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_consume, (1, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
                             SOFTCAP)),
             ],
             [4, 4],
@@ -333,32 +291,14 @@ def attention_fwd_shares_kernel(
     else:
         gl.warp_specialize(
             [
-                (_produce, (deal, parts, q_desc, k_desc, v_desc, LATE)),
-                (_consume, (0, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_produce, (runs, parts, q_desc, k_desc, v_desc, BEHIND)),
+                (_consume, (0, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
                             SOFTCAP)),
-                (_consume, (1, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_consume, (1, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
                             SOFTCAP)),
-                (_consume, (2, deal, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_consume, (2, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
                             SOFTCAP)),
             ],
             [4, 4, 4],
             [160, 160, 160],
         )  # fmt: skip
-
-
-def launch_shares(
-    shares: int, undivided: int, descriptors: tuple, lse: Tensor, sinks: Tensor | None, sizes: tuple, right: int,
-    factors: tuple, arch, **kinds,
-) -> None:  # fmt: skip
-    """Make the tiles from number `undivided` on, in so many shares. descriptors: of q, k, v and out, which is written,
-    as lse [B, H, T] is; sinks: [H] or None; sizes: tokens, keys, heads of q, tiles of a head, batch * heads, the
-    section, heads of a group; right: how many keys behind its own a query sees, of which the kernel asks with RIGHT;
-    factors: from `score_factors`; kinds: the kernel's constants but LATE."""
-    _, _, _, blocks, rows, _, _ = sizes
-    consumers = kinds["CONSUMERS"]
-    parts = lse.new_empty(consumers * (shares + blocks * rows - undivided), 64 * (kinds["DV"] + 2))
-    launch(
-        attention_fwd_shares_kernel, (shares,), *descriptors, lse, sinks, parts,
-        work_counter(lse.device, consumers * arch.sms), *sizes, undivided, right, *factors,
-        LATE=undivided > 0, num_warps=4, **({"launch_pdl": True} if undivided else {}), **kinds,
-    )  # fmt: skip

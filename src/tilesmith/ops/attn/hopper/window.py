@@ -2,7 +2,7 @@
 
 128 queries whose windows reach over at most 129 keys see 256 keys between them, four boxes of 64, and each consumer's
 64 queries three of these. So there is no walk over keys: a consumer makes its three blocks of scores together, knows
-each row's greatest before it takes a power, and nothing is ever rescaled. A program works on a run of tiles of one
+each row's greatest before it takes a power, and nothing is ever rescaled. A CTA works on a run of tiles of one
 head: of each tile's boxes the next one needs the two last, which stay. Scores live in units of log 2.
 """
 
@@ -20,8 +20,9 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.forward import NOTHING, Walk, bend, finish, hide, tickets
+from tilesmith.ops.attn.hopper.softmax import NOTHING, apply_mask, finish_softmax, tanh
 from tilesmith.ops.attn.hopper.tile_offset import corner
+from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
 
 
 @gluon.jit
@@ -34,7 +35,7 @@ def _first(walk, number, run):
 
 @gluon.jit
 def _produce(parts, walk, run, q_desc, k_desc, v_desc, counter):
-    tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     boxes = walk.CONSUMERS + 2
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -44,7 +45,7 @@ def _produce(parts, walk, run, q_desc, k_desc, v_desc, counter):
     while number < tiles:
         start, head, batch, many = _first(walk, number, run)
         kv_head = head // walk.group
-        # may lie before the first key: what is not there, the accelerator fills with zeros
+        # may lie before the first key: what is not there, TMA fills with zeros
         first = start + (walk.keys - walk.tokens) - walk.left
         for i in range(many):
             new = gl.where(i == 0, 0, 2)  # the two first boxes of a tile are the two last of the one before
@@ -65,7 +66,7 @@ def _produce(parts, walk, run, q_desc, k_desc, v_desc, counter):
             start += walk.BM
             tile += 1
         count += 2
-        number = tickets.draw(turn, counter, tiles, walk.DYNAMIC)
+        number = queue.fetch(turn, counter, tiles, walk.DYNAMIC)
         turn += 1
 
 
@@ -91,15 +92,15 @@ def box_of(tiles, full, count, STAGES: gl.constexpr, COLS: gl.constexpr):
 def _scores(qk, walk, queries, start, first, inner, SOFTCAP: gl.constexpr):
     """Scores of a block of 64 keys from `first` on, for queries from `start` on; hidden only where an edge crosses."""
     if SOFTCAP:
-        qk = bend(qk * inner)
+        qk = tanh(qk * inner)
     if (walk.begin(start + 63) > first) | (walk.end(start) < first + 64):
-        qk = hide(qk, walk, queries, first, True)
+        qk = apply_mask(qk, walk, queries, first, True)
     return qk
 
 
 @gluon.jit
 def _consume(C: gl.constexpr, parts, walk, run, out_desc, lse_ptr, sinks_ptr, inner, scale, out, SOFTCAP: gl.constexpr):
-    tickets, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     D: gl.constexpr = walk.D
     DV: gl.constexpr = walk.DV
     dtype: gl.constexpr = q.dtype
@@ -149,7 +150,7 @@ def _consume(C: gl.constexpr, parts, walk, run, out_desc, lse_ptr, sinks_ptr, in
             total += gl.sum(high, 1)
             high_v = box_of(v, v_full, count + C + 2, walk.STAGES, DV)
             made = wgmma(gl.convert_layout(high.to(dtype), P), high_v, made, use_acc=True, is_async=True)
-            factor, lse = finish(top, total, head, sinks_ptr)
+            factor, lse = finish_softmax(top, total, head, sinks_ptr)
             gl.store(lse_ptr + row + queries, lse, mask=queries < walk.tokens)
             acc = wgmma_wait(0, deps=[made])
             _give_back(v_empty, count, i == many - 1, walk.CONSUMERS, walk.STAGES)
@@ -162,7 +163,7 @@ def _consume(C: gl.constexpr, parts, walk, run, out_desc, lse_ptr, sinks_ptr, in
             start += walk.BM
             tile += 1
         count += 2
-        number = tickets.drawn(turn, tiles, walk.DYNAMIC)
+        number = queue.next_tile(turn, tiles, walk.DYNAMIC)
         turn += 1
     tma_store_wait(0)
 
@@ -186,7 +187,7 @@ def attention_window_kernel(
     k = smem_tiles(STAGES, k_desc)
     v = smem_tiles(STAGES, v_desc)
     out = smem_tiles(CONSUMERS, out_desc)
-    ticket = tickets(CONSUMERS, 1)
+    queue = tile_queue(CONSUMERS, 1)
     q_full = mbarriers(Q_STAGES * CONSUMERS, 1)
     q_empty = mbarriers(Q_STAGES * CONSUMERS, 1)
     k_full = mbarriers(STAGES, 1)
@@ -194,7 +195,7 @@ def attention_window_kernel(
     v_full = mbarriers(STAGES, 1)
     v_empty = mbarriers(STAGES, CONSUMERS)
     fence_async()
-    parts = (ticket, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    parts = (queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
             (_produce, (parts, walk, run, q_desc, k_desc, v_desc, counter)),

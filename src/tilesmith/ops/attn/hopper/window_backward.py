@@ -1,6 +1,6 @@
 """Attention's gradients on Hopper for narrow windows, in Gluon: a walk along a head that adds nothing up in memory.
 
-A block of 64 keys meets three boxes of 64 queries, and a box of queries three blocks of keys. A program walks along a
+A block of 64 keys meets three boxes of 64 queries, and a box of queries three blocks of keys. A CTA walks along a
 run of a head's keys: consumers take the blocks of keys in turn, each meets its three boxes of queries, one after
 another, and keeps dk and dv in registers; ds goes through shared memory, and when a box of queries has met its three
 blocks, one consumer makes its dq of these. A run begins two blocks of keys before its own, for the dq of its first
@@ -10,9 +10,6 @@ whose last dq has just been made. Nothing is added up in memory, so that every r
 live in units of log 2.
 """
 
-from torch import Tensor
-
-from tilesmith.device.counters import work_counter
 from tilesmith.device.gluon.shim import (
     cp_async_row,
     fence_async,
@@ -29,13 +26,10 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.engine import launch
-from tilesmith.engine.launch import cdiv
-from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn.hopper.backward_block import row_of
-from tilesmith.ops.attn.hopper.forward import NOTHING, Walk, before, bend, holds, tickets
-from tilesmith.ops.attn.hopper.launch import columns_of, descriptor, run_of, section
+from tilesmith.ops.attn.hopper.softmax import NOTHING, in_mask, mask_before, tanh
 from tilesmith.ops.attn.hopper.tile_offset import corner
+from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
 from tilesmith.ops.attn.hopper.window import box_of
 
 
@@ -49,10 +43,10 @@ def _first(walk, number, run, size):
 
 @gluon.jit
 def _produce(
-    parts, sizes, q_begin, q_desc, dout_desc, k_desc, v_desc, rows_ptr, row_size, plane, work_counter,
+    parts, sizes, q_begin, q_desc, dout_desc, k_desc, v_desc, rows_ptr, row_size, plane, counter,
     V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    tickets, q, dout, numbers, k, v, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _ = parts
+    queue, q, dout, numbers, k, v, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _ = parts
     walk, run, size = sizes
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, 128, LANES)
@@ -77,7 +71,7 @@ def _produce(
                 query = gl.minimum(first + b * 64 + place, walk.tokens - 1) - q_begin
                 cp_async_row(rows_ptr + row + (query + (lane >> 6) * plane), q_full.index(s), numbers.index(s))
             if step < many + 2:
-                # before the first key there are none, which the accelerator fills with zeros
+                # before the first key there are none, which TMA fills with zeros
                 there = corner(batch, head, start + b * 64, 0, False)
                 s = (count + step) % walk.STAGES
                 mbarrier_wait(k_empty.index(s), (((count + step) // walk.STAGES) & 1) ^ 1)
@@ -86,7 +80,7 @@ def _produce(
                 mbarrier_wait(v_empty.index(s), (((count + step) // V_STAGES) & 1) ^ 1)
                 tma_load(v_desc, there, v_full.index(s), v.index(s))
         count += many + 2
-        number = tickets.draw(turn, work_counter, tiles, walk.DYNAMIC)
+        number = queue.fetch(turn, counter, tiles, walk.DYNAMIC)
         turn += 1
 
 
@@ -110,7 +104,7 @@ def _give_back(block, many, count, ds_count, ds_empty, k_empty, v_empty, STAGES:
 
 
 @gluon.jit
-def _hide(x, walk, key, first):
+def _apply_mask(x, walk, key, first):
     """Exponents of 64 keys from `key` on and 64 queries from `first` on; of those that do not see each other, -inf.
     Without a branch: nearly all blocks are crossed by an edge of the window."""
     behind = walk.keys - walk.tokens + walk.right
@@ -119,8 +113,8 @@ def _hide(x, walk, key, first):
     keys = key + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
     lower = gl.maximum(keys - behind, 0) - first
     upper = gl.where((keys >= 0) & (keys < walk.keys), gl.minimum(keys + ahead + 1, walk.tokens) - first, 0)
-    word = before(upper[:, None], cols) & ~before(lower[:, None], cols)
-    return gl.where(holds(word, cols), x, NOTHING)
+    word = mask_before(upper[:, None], cols) & ~mask_before(lower[:, None], cols)
+    return gl.where(in_mask(word, cols), x, NOTHING)
 
 
 @gluon.jit
@@ -128,7 +122,7 @@ def _consume(
     C: gl.constexpr, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor,
     V_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    tickets, q, dout, numbers, k, v, ds, q_full, q_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty = parts
+    queue, q, dout, numbers, k, v, ds, q_full, q_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty = parts
     walk, run, size = sizes
     D: gl.constexpr = walk.D
     dtype: gl.constexpr = q.dtype
@@ -171,8 +165,8 @@ def _consume(
                 score = wgmma_wait(1, deps=[s_made])
                 row_lse = row_of(numbers.index(2 * s), 64)
                 if SOFTCAP:
-                    score = bend(score * inner)
-                p = gl.exp2(_hide(score * outer - row_lse[None, :], walk, key, first + b * 64))
+                    score = tanh(score * inner)
+                p = gl.exp2(_apply_mask(score * outer - row_lse[None, :], walk, key, first + b * 64))
                 dp = wgmma_wait(0, deps=[dp_made])
                 row_delta = row_of(numbers.index(2 * s + 1), 64)
                 d_score = p * (dp - row_delta[None, :])
@@ -226,7 +220,7 @@ def _consume(
                            DS_STAGES)  # fmt: skip
         count += many + 2
         ds_count += many
-        number = tickets.drawn(turn, tiles, walk.DYNAMIC)
+        number = queue.next_tile(turn, tiles, walk.DYNAMIC)
         turn += 1
     tma_store_wait(0)
 
@@ -238,7 +232,7 @@ def _consume(
     ]
 )  # fmt: skip
 def attention_window_vjp_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, rows_ptr, work_counter,
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, dk_desc, dv_desc, rows_ptr, counter,
     tokens, keys, heads, blocks, rows, section, left, right, run, q_begin, size, row_size, plane,
     inner, outer, factor,
     DYNAMIC: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -265,7 +259,7 @@ def attention_window_vjp_kernel(
     v = smem_tiles(V_STAGES, k_desc)
     ds = gl.allocate_shared_memory(dtype, [3 * DS_STAGES, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
     numbers = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ticket = tickets(CONSUMERS, 1)
+    queue = tile_queue(CONSUMERS, 1)
     q_full = mbarriers(Q_STAGES, 130)  # two boxes, and 128 threads for the row of numbers
     q_empty = mbarriers(Q_STAGES, 3)
     k_full = mbarriers(K_STAGES, 1)
@@ -275,12 +269,12 @@ def attention_window_vjp_kernel(
     ds_full = mbarriers(DS_STAGES, 3)
     ds_empty = mbarriers(DS_STAGES, 1)
     fence_async()
-    parts = (ticket, q, dout, numbers, k, v, ds, q_full, q_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty)
+    parts = (queue, q, dout, numbers, k, v, ds, q_full, q_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty)
     sizes = (walk, run, size)
     gl.warp_specialize(
         [
             (_produce, (parts, sizes, q_begin, q_desc, dout_desc, k_desc, v_desc, rows_ptr, row_size, plane,
-                        work_counter, V_STAGES)),
+                        counter, V_STAGES)),
             (_consume, (0, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor, V_STAGES, DS_STAGES,
                         SOFTCAP)),
             (_consume, (1, parts, sizes, dq_desc, dk_desc, dv_desc, inner, outer, factor, V_STAGES, DS_STAGES,
@@ -288,23 +282,4 @@ def attention_window_vjp_kernel(
         ],
         [4, 4],
         [240, 240],
-    )  # fmt: skip
-
-
-def window_gradients(q, k, v, dout, rows: Tensor, window, q_begin: int, factors, gradients, stages: int) -> None:
-    """Write dq of the queries from q_begin on, the first that sees a key, and dk and dv, which are `gradients`. rows:
-    lse in units of log 2 and delta of these queries. window: left and right; factors: inner, outer and that of dq and
-    dk, as in the kernel; stages: boxes of queries in flight."""
-    (batch, heads, tokens, _), keys, arch = q.shape, k.shape[2], arch_of(q.device)
-    size = cdiv(keys + window[1], 64)
-    run = run_of((2, 4, 8, 16, 32, 64, 128), 3, size, batch * heads, arch)
-    blocks = cdiv(size, run)
-    runs = blocks * batch * heads
-    programs = min(arch.sms, runs)
-    launch(
-        attention_window_vjp_kernel, (programs,), *(descriptor(x, 64) for x in (q, k, v, dout, *gradients)), rows,
-        work_counter(q.device) if programs < runs else None, tokens, keys, heads, blocks, batch * heads,
-        section(k, heads, arch, alike=False), *window, run, q_begin, size, rows.shape[2],
-        rows.shape[1] * rows.shape[2], *factors, DYNAMIC=programs < runs, D=columns_of(q), Q_STAGES=stages,
-        SOFTCAP=factors[0] > 0.0, num_warps=4,
     )  # fmt: skip

@@ -84,7 +84,7 @@ def _kv_cache_append_kernel(
     DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row-and-token, part): a part is a block of heads of k, then of v, then of q."""
+    """CTA (row-and-token, part): a part is a block of heads of k, then of v, then of q."""
     index = tl.program_id(0).to(tl.int64)
     row, token = index // tokens, index % tokens
     position = tl.load(lengths_ptr + row * lengths_row).to(tl.int64) + token
@@ -138,7 +138,7 @@ def _kv_cache_append_kernel(
 
 
 class AppendConfig(NamedTuple):
-    """block_heads: heads that one program moves."""
+    """block_heads: heads that one CTA moves."""
 
     block_heads: int
     num_warps: int

@@ -1,20 +1,9 @@
-"""attention for few query tokens over a long cache: the keys split over programs, their results combined (Triton)."""
+"""attention for few query tokens over a long cache: the keys split over CTAs, their results combined (Triton)."""
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilesmith.device.rows import dense
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
-from tilesmith.engine.launch import cdiv, next_power_of_2
-from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import reference
-from tilesmith.ops.attn.arguments import attention_arguments
-from tilesmith.ops.attn.schedule import splits_of
-from tilesmith.ops.attn.split_combine import combine_splits, join_sink
+from tilesmith.ops.attn.split_combine import join_sink
 from tilesmith.ops.attn.triton.tiles import LN2, LOG2E, add_product, tanh
 
 
@@ -65,7 +54,7 @@ def _walk(
     WIDENED: 8 bits become its 16 where they were loaded."""
     PLAIN: tl.constexpr = k_scale_ptr is None and not SOFTCAP
     SPARSE: tl.constexpr = mask_ptr is not None or documents_ptr is not None
-    # Steps begin at multiples of BLOCK_N. Where a page holds all slots of a step, its number is one for the program.
+    # Steps begin at multiples of BLOCK_N. Where a page holds all slots of a step, its number is one for the CTA.
     ONE_PAGE: tl.constexpr = pages_ptr is not None and PAGE_SIZE % BLOCK_N == 0
     ALIGNED: tl.constexpr = pages_ptr is not None and BLOCK_N % PAGE_SIZE == 0
     slots = tl.arange(0, BLOCK_N)
@@ -176,7 +165,7 @@ def _attention_split_kernel(
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, WIDENED: tl.constexpr, PEEL: tl.constexpr, STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch row, kv head, split, tile): a tile of rows, which are pairs (token, query head of that kv head),
+    """CTA (batch row, kv head, split, tile): a tile of rows, which are pairs (token, query head of that kv head),
     over a share of the keys. Writes a normalised result and its lse. Strides of q, k and v count UNIT elements. PEEL:
     slots that every row sees are walked apart, without masks. CHAINED: the next kernel may start and wait. WIDENED:
     as in `_walk`."""
@@ -303,197 +292,3 @@ def _attention_split_kernel(
     features_v = tl.arange(0, BLOCK_DV)[None, :]
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at[:, None] + features_v, out, mask=real[:, None] & (features_v < DIM_V))
-
-
-class SplitConfig(NamedTuple):
-    """block_m: rows of a tile (pairs of token and query head). block_n: keys of a step. per_sm: programs that share an
-    SM, by which the number of splits is chosen. peel: keys that every row sees are walked apart, without masks.
-    chained: the combining kernel is launched to wait for its parts on the device (CUDA, compute capability 9 and up).
-    widened: values of 8 bits become 16 where they were loaded, not where the product reads them (CUDA).
-    """
-
-    block_m: int
-    block_n: int
-    per_sm: int
-    num_warps: int
-    num_stages: int
-    peel: bool = True
-    chained: bool = False
-    widened: bool = False
-
-
-@attention_arguments
-def _dims(call) -> dict[str, int]:
-    q, k = call.q, call.k
-    keys = reference.slots(k, call.page_table)
-    if call.window_left >= 0:
-        keys = min(keys, q.shape[2] + call.window_left)
-    return {
-        "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": keys,
-        "dim": max(q.shape[3], call.v.shape[3]), "sparse": 1 if call.mask is call.q_documents is None else 8,
-        "bytes": k.element_size(),
-    }  # fmt: skip
-
-
-def _default(dims, arch, dtype) -> SplitConfig:
-    block_m, block_d = max(16, next_power_of_2(dims["rows"])), next_power_of_2(max(16, dims["dim"]))
-    if arch.kind not in ("cuda", "hip", "xpu"):
-        return SplitConfig(16, 16, 8, 4, 1)  # the interpreter: small tensors, which are to be split all the same
-    # H200, bf16, 64/8 heads of 128, TB/s of keys and values at 1 x 8k / 1 x 128k / 32 x 8k: 1 token 2.1 / 4.2 / 4.5,
-    # 8 tokens 1.7 / 4.2 / 4.4, 16 tokens 1.3 / 3.5 / 3.8. A combining kernel that is there already saves 1 us.
-    chained = arch.kind == "cuda" and arch.capability[0] >= 9
-    large = dims["heads"] * dims["keys"] > 2048 * max(1, arch.sms)
-    if dtype == torch.float32:
-        # Products in full float32 run without tensor cores and hold whole rows in registers.
-        config = SplitConfig(16, 16, 1, 8, 2)
-    elif arch.kind == "hip" and arch.warp == 32:
-        # 256 registers a thread and none to spare: tiles twice as high or wide spill 56 to 290 of them.
-        config = SplitConfig(min(block_m, 32), 32, 1, 8, 2) if block_d <= 128 else SplitConfig(16, 16, 1, 8, 2)
-    elif block_m >= 64 and block_d > 128:
-        config = SplitConfig(64, 32, 1, 4 if chained else 8, 3)
-    elif block_m > 64:
-        config = SplitConfig(128, 64, 1, 8, 3)
-        if large and chained and dims["sparse"] == 1:
-            config = SplitConfig(128, 128, 1, 8, 3)
-    elif block_m == 64 or (block_m == 32 and block_d <= 128 and chained):
-        config = SplitConfig(64, 64, 2, 4, 3) if dims["heads"] >= arch.sms else SplitConfig(64, 64, 1, 4, 4)
-    elif chained:
-        # H200, 1 token, 32 x 8k, 8 bits: in steps of 128 keys 156 us, in pages of 16 167; in steps of 64 200 and 223
-        config = SplitConfig(block_m, 64 if block_d * dims["bytes"] > 128 else 128, 2, 4, 3, peel=False)
-    else:
-        config = SplitConfig(block_m, 128, 2, 4, 2) if large else SplitConfig(block_m, 128, 1, 8, 3)
-    small = chained and dims["bytes"] == 1
-    return _fit(config._replace(chained=chained, widened=arch.kind == "cuda"), block_d, arch, dtype, small)
-
-
-def _fit(config: SplitConfig, block_d: int, arch, dtype, small: bool) -> SplitConfig:
-    """The configuration made small enough for the device's shared memory. small: keys and values wait in 8 bits."""
-    room = arch.shared_memory or 49_152
-    grouped = arch.kind == "cuda" and arch.capability[0] >= 9 and config.block_m >= 64 and dtype.itemsize == 2
-
-    def needed(c: SplitConfig) -> int:
-        # Warp-group products read tiles where they lie until they are done: one more in flight, but no copy of p.
-        keys = 2 * c.block_n * (c.num_stages if grouped else c.num_stages - 1)
-        if small and not grouped:
-            keys = keys // dtype.itemsize + c.block_n  # and a tile of values that were widened
-        return c.per_sm * ((keys + c.block_m) * block_d + (0 if grouped else c.block_m * c.block_n)) * dtype.itemsize
-
-    while needed(config) > room and config.block_n > 16:
-        if config.per_sm > 1:
-            config = config._replace(per_sm=1)
-        elif config.num_stages > 2:
-            config = config._replace(num_stages=2)
-        else:
-            config = config._replace(block_n=config.block_n // 2)
-    return config
-
-
-_SMALL = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-
-SPLIT_SPACE = Space(
-    default=_default,
-    dims=_dims,
-    choices={
-        "block_m": (16, 32, 64, 128),
-        "block_n": (32, 64, 128),
-        "per_sm": (1, 2, 3),
-        "num_warps": (4, 8),
-        "num_stages": (2, 3, 4),
-        "peel": (False, True),
-    },
-)
-
-
-def _reasons(call) -> list[str]:
-    unread = ("bias", "alibi", "seed", "cu_seqlens_q", "prefix_lengths", "block_offsets", "q_scale")
-    reasons = [
-        f"{name} is given, which this kernel does not read" for name in unread if getattr(call, name) is not None
-    ]
-    if call.rows > 512 and call.page_table is None:
-        reasons.append("T * H / G is more than 512: this kernel is for few query tokens")
-    elif call.rows > 128 and not call.cached:
-        reasons.append("T * H / G is more than 128 and S less than 4 T: this kernel is for few query tokens on a cache")
-    if call.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        reasons.append(f"q is {call.q.dtype}; float16, bfloat16 and float32 are served")
-    for name in ("k", "v"):
-        dtype = getattr(call, name).dtype
-        if dtype != call.q.dtype and dtype not in _SMALL:
-            reasons.append(f"{name} is {dtype}; q's dtype, int8, float8_e4m3fn and float8_e5m2 are served")
-        if dtype in _SMALL[1:] and call.arch.kind == "hip":
-            reasons.append(f"{name} is {dtype}, which {call.arch.name} does not convert")
-        if dtype in _SMALL[1:] and call.arch.kind == "cuda" and call.arch.capability < (8, 9):
-            reasons.append(f"{name} is {dtype}; compute capability 8.9 and up converts it")
-    for name in ("q", "v"):
-        if getattr(call, name).cols > 256:
-            reasons.append(f"{name} has head dim {getattr(call, name).cols}; up to 256 is served")
-    reasons += [f"{name}: factors of blocks are not read" for name, n in zip("qkv", call.factors) if n > 1]
-    reasons += [f"{name}'s last stride is not 1" for name in ("q", "k", "v") if not getattr(call, name).unit]
-    return reasons
-
-
-@register_kernel("attention", backend="triton_split", rank=30, rejects=_reasons)
-@optimize_kernel(space=SPLIT_SPACE)
-@attention_arguments
-def attention(call, *, config: SplitConfig) -> tuple[Tensor, Tensor]:
-    """One pass over the keys in as many splits as fill the device, and a second one that combines them."""
-    q, k, v = call.q, call.k, call.v
-    batch, heads, tokens, dim = q.shape
-    kv_heads, page_size, dim_v = k.shape[1], k.shape[2], v.shape[3]
-    out = reference.out_like(q, dim_v)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return out, lse
-    sinks, kv_lengths, page_table, q_documents, k_documents = (
-        dense(x) for x in (call.sinks, call.kv_lengths, call.page_table, call.q_documents, call.k_documents)
-    )
-    group, slots, right = heads // kv_heads, reference.slots(k, page_table), 0 if call.causal else call.window_right
-    tiles = cdiv(group * tokens, config.block_m)
-    seen = slots if call.window_left < 0 else min(slots, min(tokens, config.block_m // group + 1) + call.window_left)
-    splits = splits_of(
-        batch * kv_heads * tiles, cdiv(seen, config.block_n), max(1, arch_of(q.device).sms) * config.per_sm,
-        8 * config.block_m * dim_v / (config.block_n * (dim + dim_v) * k.element_size()),
-    )  # fmt: skip
-    part_out, part_lse, part_strides = out, lse, (0, *out.stride()[:3])
-    if splits > 1:
-        part_out = torch.empty((splits, batch, heads, tokens, dim_v), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((splits, batch, heads, tokens), dtype=torch.float32, device=q.device)
-        part_strides = part_out.stride()[:4]
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    # In units of 8 or 16 elements the compiler sees that rows start on 16 bytes, also where D is 72 or 200.
-    small = k.element_size() == 1 or v.element_size() == 1
-    unit = next((n for n in ((16, 8) if small else (8,)) if all(stride % n == 0 for stride in strides)), 1)
-    strides = tuple(stride // unit for stride in strides)
-    k_scale_strides, k_scales = _scale_strides(call.k_scale, page_table)
-    v_scale_strides, v_scales = _scale_strides(call.v_scale, page_table)
-    chained = {"launch_pdl": True} if config.chained and splits > 1 else {}
-    widened = config.widened and v.element_size() == 1 and q.element_size() == 2
-    block_dv = next_power_of_2(max(16, dim_v))
-    launch(
-        _attention_split_kernel, (batch * kv_heads * tiles * splits,),
-        q, *strides[:3], k, *strides[3:6], v, *strides[6:], part_out, *part_strides, part_lse, lse.numel(),
-        call.k_scale, k_scale_strides, call.v_scale, v_scale_strides, call.mask, _broadcast_strides(call.mask),
-        q_documents, k_documents, sinks if splits == 1 else None, kv_lengths,
-        page_table, 0 if page_table is None else page_table.shape[1],
-        dim**-0.5 if call.scale is None else call.scale, call.softcap, slots, tokens, kv_heads, tiles, splits,
-        call.window_left, right,
-        GROUP=group, DIM=dim, DIM_V=dim_v, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_D=next_power_of_2(max(16, dim)), BLOCK_DV=block_dv, PAGE_SIZE=page_size,
-        LEFT=0 <= call.window_left < slots, RIGHT=0 <= right < tokens - 1, SOFTCAP=call.softcap > 0.0, UNIT=unit,
-        K_SCALES=k_scales, V_SCALES=v_scales, WIDENED=widened,
-        PEEL=config.peel and call.mask is None and q_documents is None, STAGES=config.num_stages, CHAINED=bool(chained),
-        num_warps=config.num_warps,
-    )  # fmt: skip
-    if splits > 1:
-        combine_splits(part_out, part_lse, sinks, out, lse, bool(chained))
-    return out, lse
-
-
-def _broadcast_strides(x: Tensor | None) -> tuple[int, ...] | None:
-    """The strides of x, 0 along dims of size 1."""
-    return None if x is None else tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride()))
-
-
-def _scale_strides(scale: Tensor | None, page_table: Tensor | None) -> tuple[tuple[int, ...] | None, bool]:
-    """Strides of factors by page (by batch row, without pages), head and slot; whether they differ within a program."""
-    strides = _broadcast_strides(scale)
-    return strides, strides is not None and (strides[2] != 0 or (page_table is not None and strides[0] != 0))

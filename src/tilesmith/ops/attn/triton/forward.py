@@ -1,18 +1,8 @@
 """Triton kernel of attention's forward."""
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilesmith.device.rows import dense
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
-from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.attn import reference
-from tilesmith.ops.attn.arguments import attention_arguments
-from tilesmith.ops.attn.triton import tiles
 from tilesmith.ops.attn.triton.tiles import (
     LN2,
     add_product,
@@ -164,110 +154,3 @@ def _attention_fwd_kernel(
     out_ptr += long_batch * out_strides[0] + head.to(tl.int64) * out_strides[1]
     out_ptr += rows.to(tl.int64)[:, None] * out_strides[2] + cols[None, :]
     tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=held[:, None] & (cols < DIM_V)[None, :])
-
-
-class AttentionConfig(NamedTuple):
-    """Queries and keys of a tile; warps and pipeline stages of a program; whether k and v come by bulk copies."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    bulk: bool = False
-
-
-def _default(dims, arch, dtype) -> AttentionConfig:
-    wide = triton.next_power_of_2(max(dims["dim"], dims["value_dim"], 16))
-    if arch.kind not in ("cuda", "hip", "xpu"):
-        return AttentionConfig(32, 32, 4, 1)
-    stages = 1 if arch.kind == "hip" else 3
-    if dtype == torch.float32:
-        config = AttentionConfig(64, 32, 8 if wide > 64 else 4, 2)
-    elif arch.kind == "cuda" and arch.capability[0] == 9:
-        # H200, 16,384 tokens, hidden 2048, 4k full: 515 TFLOP/s at D 128 (128x128 on 8 warps: 484), 444 at D 64 (347)
-        config = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3)}.get(max(wide, 64), (128, 64, 8, stages))
-        config = AttentionConfig(*config)
-        if dims["drawn"] > 1:
-            # with dropout at D 128, 4k: 1,131 us causal and 1,086 full; in three stages 1,259 and 1,220
-            config = config._replace(num_stages=2)
-    elif wide <= 128:
-        config = AttentionConfig(128, 64, 4 if wide <= 64 else 8, stages)
-    else:
-        config = AttentionConfig(64, 32, 4, stages)
-    config = config._replace(bulk=tiles.has_bulk_copies(arch, dtype))
-    if dims["tokens"] < config.block_m:
-        config = config._replace(block_m=max(16, triton.next_power_of_2(dims["tokens"])), num_warps=4)
-    return _fit(config, wide * dtype.itemsize, dtype.itemsize, arch.shared_memory)
-
-
-def _shared_memory(config: AttentionConfig, row_bytes: int, itemsize: int) -> int:
-    """Bytes for queries, staged keys and values, and, in fp32, probabilities, which then pass through it as well."""
-    staged = 2 * config.num_stages * config.block_n
-    if itemsize < 4:
-        return (config.block_m + staged) * row_bytes
-    held = config.block_m + max(1, 2 * (config.num_stages - 1)) * config.block_n
-    return max((config.block_m + staged) * row_bytes, held * row_bytes + config.block_m * config.block_n * itemsize)
-
-
-def _fit(config: AttentionConfig, row_bytes: int, itemsize: int, shared_memory: int) -> AttentionConfig:
-    """Fewer stages, then smaller tiles, until what a program needs fits in shared memory."""
-    room = (shared_memory or 1 << 30) - 1024
-    while _shared_memory(config, row_bytes, itemsize) > room:
-        if config.num_stages > 1:
-            config = config._replace(num_stages=config.num_stages - 1)
-        elif config.block_n > 16:
-            config = config._replace(block_n=config.block_n // 2)
-        elif config.block_m > 16:
-            config = config._replace(block_m=config.block_m // 2)
-        else:
-            break
-    return config
-
-
-def _fit_tile(config: AttentionConfig, dims, arch, dtype) -> AttentionConfig:
-    """Warps and stages for the configuration's tile; a smaller tile where it does not fit in shared memory."""
-    wide = triton.next_power_of_2(max(dims["dim"], dims["value_dim"], 16))
-    config = config._replace(num_warps=8 if config.block_m * max(config.block_n, wide) > 64 * 128 else 4)
-    return _fit(config, wide * dtype.itemsize, dtype.itemsize, arch.shared_memory)
-
-
-ATTENTION_SPACE = Space(
-    default=_default,
-    dims=attention_arguments(tiles.sizes),
-    fit=_fit_tile,
-    choices={"block_m": (64, 128, 256), "block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
-)
-
-
-@register_kernel("attention", backend="triton", rank=20, rejects=tiles.rejects)
-@optimize_kernel(space=ATTENTION_SPACE)
-@attention_arguments
-def attention(call, *, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """One program for each tile of queries."""
-    q, k, v = call.q, call.k, call.v
-    batch, heads, tokens, _ = q.shape
-    out = reference.out_like(q, v.shape[3])
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return out, lse
-    arch = arch_of(q.device)
-    block_q, block_k = (call.block_q, call.block_k) if call.block_offsets is not None else (0, 0)
-    config = config._replace(
-        block_m=tiles.within(config.block_m, block_q),
-        block_n=tiles.summed(tiles.within(config.block_n, block_k), call.mask, call.dropout_p),
-    )
-    k_desc, v_desc = tiles.descriptors(config.bulk, (k, v), config.block_n)
-    arguments = tiles.launch_arguments(call)
-    bounds = None
-    if call.block_offsets is None:
-        bounds = tiles.document_bounds(call.q_documents, call.k_documents, config.block_m, config.block_n)
-    launch(
-        _attention_fwd_kernel,
-        (tiles.tile_count(tokens, config.block_m, block_q) * batch * heads,),
-        **arguments,
-        k_desc=k_desc, v_desc=v_desc, out_ptr=out, lse_ptr=lse, out_strides=out.stride(),
-        sinks_ptr=dense(call.sinks), bounds_ptr=bounds,
-        section=tiles.section(k, v, heads // k.shape[1], arch), BULK=k_desc is not None,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    return out, lse

@@ -209,7 +209,7 @@ def _quantize_kernel(
 
 
 class QuantizeConfig(NamedTuple):
-    """tiles: blocks of 128 tokens of a program. num_warps, num_stages: of a program. registers: of a thread at most, 0:
+    """tiles: blocks of 128 tokens of a CTA. num_warps, num_stages: of a CTA. registers: of a thread at most, 0:
     as many as it takes."""
 
     tiles: int
@@ -223,7 +223,7 @@ def _rejects(call) -> list[str]:
     if call.q.dtype == torch.float64:
         reasons.append("q is torch.float64; float32, float16 and bfloat16 are served")
     for name in ("q", "v"):
-        if not 16 <= getattr(call, name).cols <= 128:  # at 256 a program's Hadamard matrix fills its shared memory
+        if not 16 <= getattr(call, name).cols <= 128:  # at 256 a CTA's Hadamard matrix fills its shared memory
             reasons.append(f"{name} has head dim {getattr(call, name).cols}; 16 to 128 are served")
     if call.q.dtype == torch.float32 and call.q.cols > 64 and (call.arch.shared_memory or 2**17) < 2**17:
         reasons.append(f"q is torch.float32 with head dim {call.q.cols}; up to 64 fit in {call.arch.name}'s memory")
@@ -235,12 +235,12 @@ def _rejects(call) -> list[str]:
 
 
 def _default(dims, arch, dtype) -> QuantizeConfig:
-    # a program has the Hadamard matrix to make: as many tiles for it as leave 4 programs for a multiprocessor, 8 at
+    # a CTA has the Hadamard matrix to make: as many tiles for it as leave 4 CTAs for a SM, 8 at
     # most (a script on an H200, 16,384 tokens of 16 heads of 128: 2, 4, 8 and 16 take 131, 123, 119 and 134 us)
     tiles = min(8, max(1, dims["blocks"] // (4 * max(1, arch.sms))))
     if dims["angles"] or dtype == torch.float32:
         return QuantizeConfig(tiles, 8, 1, 0)
-    # two programs of 8 warps fit in a multiprocessor: 128 registers, no spills (sm_90), 112 of 227 KB
+    # two CTAs of 8 warps fit in a SM: 128 registers, no spills (sm_90), 112 of 227 KB
     return QuantizeConfig(tiles, 8 if dims["dim"] > 64 else 4, 2, 128 if arch.kind == "cuda" else 0)
 
 
@@ -326,18 +326,16 @@ class _Work(NamedTuple):
         """Largest elements go to scales where there are no outputs; else values to outputs and, without sizes, factors
         to scales."""
         q, _, v = self.values
-        programs = [
-            x.shape[0] * x.shape[1] * cdiv(cdiv(x.shape[2], FACTOR_BLOCK), self.config.tiles) for x in self.values
-        ]
-        if sum(programs) == 0:
+        CTAs = [x.shape[0] * x.shape[1] * cdiv(cdiv(x.shape[2], FACTOR_BLOCK), self.config.tiles) for x in self.values]
+        if sum(CTAs) == 0:
             return
         given = []
-        for x, x8, scale, size, count in zip(self.values, outputs, scales, sizes, programs):
+        for x, x8, scale, size, count in zip(self.values, outputs, scales, sizes, CTAs):
             size_strides = None if size is None else tuple(s if n > 1 else 0 for n, s in zip(size.shape, size.stride()))
             given += [x, x8, scale, size, x.stride(), None if x8 is None else x8.stride(), size_strides]
             given += [count, x.shape[2], x.shape[1]]
         launch(
-            _quantize_kernel, (sum(programs),), *given[:-3], self.mean, self.shift, *self.angles.arguments(),
+            _quantize_kernel, (sum(CTAs),), *given[:-3], self.mean, self.shift, *self.angles.arguments(),
             DIM=q.shape[3], BLOCK_D=next_power_of_2(q.shape[3]), DIM_V=v.shape[3], BLOCK_DV=next_power_of_2(v.shape[3]),
             **self.angles.constants(), BLOCK=FACTOR_BLOCK, TILES=self.config.tiles,
             ROTATE=self.rotate, SMALLEST=SMALLEST,

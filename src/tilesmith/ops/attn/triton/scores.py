@@ -173,7 +173,7 @@ def _attention_weights_dk_kernel(
 
 
 class ScoresConfig(NamedTuple):
-    """Queries and keys of a tile; warps and pipeline stages of a program."""
+    """Queries and keys of a tile; warps and pipeline stages of a CTA."""
 
     block_m: int
     block_n: int
@@ -211,7 +211,7 @@ def _default_vjp(dims, arch, dtype) -> ScoresConfig:
 
 
 def _large(config: ScoresConfig, arch) -> bool:
-    """Whether tiles of 64 x 64 leave most of a multiprocessor's shared memory free."""
+    """Whether tiles of 64 x 64 leave most of a SM's shared memory free."""
     return config.block_n == 64 and arch.kind == "cuda" and arch.shared_memory > 160 * 1024
 
 
@@ -251,7 +251,7 @@ def _unit(x: Tensor) -> Tensor:
 def attention_weights(
     q: Tensor, k: Tensor, lse: Tensor, scale: float | None = None, causal: bool = False, *, config: ScoresConfig
 ) -> Tensor:
-    """One program for each tile of the result."""
+    """One CTA for each tile of the result."""
     q, k = _unit(q), _unit(k)
     weights = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
     if weights.numel() > 0:
@@ -276,7 +276,7 @@ def attention_weights_vjp(
     *,
     config: ScoresConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One program for each tile of rows writes dq and dlse, one for each tile of keys dk."""
+    """One CTA for each tile of rows writes dq and dlse, one for each tile of keys dk."""
     q, k, lse = _unit(q), _unit(k), lse.contiguous()
     wants_q, wants_k, wants_lse = output_mask
     dq = torch.empty(q.shape if wants_q else (0,), dtype=q.dtype, device=q.device)
@@ -302,7 +302,7 @@ def attention_weights_vjp(
 def attention_stats(
     q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, *, config: ScoresConfig
 ) -> tuple[Tensor, Tensor]:
-    """One program for each tile of rows."""
+    """One CTA for each tile of rows."""
     q, k = _unit(q), _unit(k)
     m, l = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     if m.numel() > 0:

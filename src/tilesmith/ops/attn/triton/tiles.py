@@ -8,17 +8,9 @@ without mask arithmetic. The gradient by keys walks queries in the same way. Wit
 keys, 0 without) a tile lies in one block of queries, and the walk has only the stretches of the blocks in its list.
 """
 
-import math
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilesmith.device.alignment import tma_strides
-from tilesmith.device.dropout import dropout_flags, kernel_numbers, kernel_seed
-from tilesmith.device.rows import dense
 from tilesmith.device.triton.dropout import keep_tile
 from tilesmith.device.triton.philox import load_key
 
@@ -290,7 +282,7 @@ def load_tile(
     ptr, desc, batch, head, first, stride, lo, hi,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BULK: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none. BULK: by the tensor memory accelerator.
+    """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none. BULK: by the TMA.
     CHECKED: only rows in [lo, hi) are read."""
     if BULK:
         return tl.reshape(desc.load([batch, head, first, 0]), (BLOCK, BLOCK_D))
@@ -343,7 +335,7 @@ def kept_probabilities(
 
 @triton.jit
 def schedule(blocks, heads, section, LAST_FIRST: tl.constexpr):
-    """Program -> (block, head). Heads whose operands fit in L2 together form a section; inside it all heads' longest
+    """CTA -> (block, head). Heads whose operands fit in L2 together form a section; inside it all heads' longest
     blocks come first, so that the short ones fill the end."""
     pid = tl.program_id(0)
     number = pid // (section * blocks)
@@ -354,162 +346,3 @@ def schedule(blocks, heads, section, LAST_FIRST: tl.constexpr):
     if LAST_FIRST:
         block = blocks - 1 - block
     return block, head
-
-
-def launch_arguments(call) -> dict:
-    """The arguments that forward and gradients of a call share, by the kernels' parameter names."""
-    q, k, v, mask, cu_seqlens_q = call.q, call.k, call.v, call.mask, call.cu_seqlens_q
-    batch, heads, tokens, dim = q.shape
-    keys = k.shape[2]
-    scale = dim**-0.5 if call.scale is None else call.scale
-    window_left, window_right = call.window_left, 0 if call.causal else call.window_right
-    left, right = 0 <= window_left < keys - 1, 0 <= window_right < max(tokens - 1, 1)
-    sparse = mask is not None or call.q_documents is not None
-    packed, lengths = cu_seqlens_q is not None, call.kv_lengths is not None
-    whole = (batch, heads, tokens, keys)
-    mask = None if mask is None else mask.view(torch.uint8).expand(whole)
-    # where documents have as many keys as queries, only lengths leave tokens in the midst of others that nobody meets
-    unequal = packed and (lengths or cu_seqlens_q.data_ptr() != call.cu_seqlens_k.data_ptr())
-    has_lists = call.block_offsets is not None
-    return {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": call.bias, "mask_ptr": mask,
-        "alibi_ptr": call.alibi, "seed_ptr": kernel_seed(call.seed, call.dropout_p),
-        "cu_q_ptr": dense(cu_seqlens_q), "cu_k_ptr": dense(call.cu_seqlens_k),
-        "lengths_ptr": dense(call.kv_lengths), "prefix_ptr": dense(call.prefix_lengths),
-        "q_documents_ptr": dense(call.q_documents), "k_documents_ptr": dense(call.k_documents),
-        **list_arguments(call.block_offsets, call.block_indices, batch, heads),
-        "LIST_Q": call.block_q if has_lists else 0, "LIST_K": call.block_k if has_lists else 0,
-        "q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride(),
-        "bias_strides": None if call.bias is None else call.bias.expand(whole).stride(),
-        "mask_strides": None if mask is None else mask.stride(),
-        "alibi_strides": None if call.alibi is None else call.alibi.expand(batch, heads).stride(),
-        "batches": batch, "heads": heads, "GROUP": heads // k.shape[1], "tokens": tokens, "keys": keys,
-        "documents": cu_seqlens_q.numel() - 1 if packed else 0,
-        "inner": scale / call.softcap if call.softcap > 0.0 else 0.0,
-        "outer": (call.softcap if call.softcap > 0.0 else scale) * (1.0 if q.dtype == torch.float32 else LOG2E.value),
-        "window_left": window_left, "window_right": window_right,
-        "DIM": dim, "DIM_V": v.shape[3], "BLOCK_D": _padded(dim), "BLOCK_DV": _padded(v.shape[3]),
-        "LEFT": left, "RIGHT": right, "SOFTCAP": call.softcap > 0.0, "DROPOUT": call.dropout_p > 0.0,
-        **_dropout(call.dropout_p, batch * heads * tokens, keys, call.block_k if has_lists else 0),
-        "PADDED": packed or lengths or (right and tokens > keys) or (left and keys > tokens),
-        "SPARSE": sparse,
-        "CLEAN": sparse or has_lists or unequal or (left and keys > tokens and call.prefix_lengths is not None),
-    }  # fmt: skip
-
-
-def _dropout(dropout_p: float, rows: int, keys: int, block_k: int) -> dict:
-    """What `kept_probabilities` is told of `rows` of `keys` probabilities; block_k: of block lists, 0 without."""
-    if dropout_p == 0.0:
-        return {"drop_below": 0, "keep_scale": 1.0, "LANES": 1, "SHORT": True}
-    drop_below, keep_scale = kernel_numbers(dropout_p)
-    step = max(1, math.gcd(keys, block_k))  # tiles start at multiples of it, or of 16
-    return {"drop_below": drop_below, "keep_scale": keep_scale, **dropout_flags(rows * keys // step, step, 2)}
-
-
-def list_arguments(offsets: Tensor | None, indices: Tensor | None, batch: int, heads: int) -> dict:
-    """Block lists as arguments of a kernel."""
-    if offsets is None:
-        return {"offsets_ptr": None, "indices_ptr": None, "list_strides": None, "list_share": 1}
-    strides = offsets.expand(batch, -1, -1).stride()
-    share = heads // offsets.shape[1]
-    return {"offsets_ptr": offsets, "indices_ptr": indices.contiguous(), "list_strides": strides, "list_share": share}
-
-
-def within(block: int, size: int) -> int:
-    """A tile's rows, so that it is not much larger than a block of a list."""
-    return min(block, max(16, triton.next_power_of_2(size))) if size else block
-
-
-def summed(block: int, mask: Tensor | None, dropout_p: float) -> int:
-    """A tile's rows that a product sums over: at least 32 with a mask and dropout. From the mask's 8 bits and the join
-    of random numbers behind an operand, Triton 3.6 lays 8 rows into each of 4 threads; with 16 rows dk was off by 7."""
-    return max(block, 32) if mask is not None and dropout_p > 0.0 else block
-
-
-def tile_count(size: int, block: int, list_size: int) -> int:
-    """How many tiles of `block` rows `tiles_in` counts."""
-    return triton.cdiv(size, list_size) * triton.cdiv(list_size, block) if list_size else triton.cdiv(size, block)
-
-
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
-    """A descriptor of x [B, H, T, D] for the tensor memory accelerator, in tiles of `rows` rows, where x allows one."""
-    strides = tma_strides(x)
-    if strides is None or x.numel() == 0:
-        return None
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, _padded(x.shape[3])])
-
-
-def descriptors(bulk: bool, tensors: tuple[Tensor, Tensor], rows: int) -> tuple:
-    """Descriptors of two tensors that a kernel streams, or (None, None) where it must use pointers."""
-    found = tuple(descriptor(x, rows) for x in tensors) if bulk else (None,)
-    return (None, None) if None in found else found
-
-
-def has_bulk_copies(arch, dtype: torch.dtype) -> bool:
-    """Whether tiles of `dtype` travel by the tensor memory accelerator."""
-    return arch.kind == "cuda" and arch.capability >= (9, 0) and dtype.itemsize == 2
-
-
-def document_bounds(own: Tensor | None, other: Tensor | None, block: int, other_block: int) -> Tensor | None:
-    """For each block of `own` [B, X], the first and last (exclusive) token of `other` [B, Y] whose id can be in it.
-
-    int32 [B, blocks, 2]; exact to the block where ids ascend, else only a bound.
-    """
-    if own is None or own.numel() == 0 or other.numel() == 0:
-        return None
-    while other.shape[1] > 4096 * other_block:  # the table below has blocks x other blocks entries
-        other_block *= 2
-    low, high = _extremes(own, block)
-    other_low, other_high = _extremes(other, other_block)
-    meets = (low[:, :, None] <= other_high[:, None, :]) & (high[:, :, None] >= other_low[:, None, :])
-    begin = torch.arange(0, other.shape[1], other_block, dtype=torch.int32, device=own.device)
-    first = torch.where(meets, begin, FAR.value).amin(-1)
-    last = torch.where(meets, begin + other_block, 0).amax(-1)
-    return torch.stack((first, last.clamp(max=other.shape[1])), -1)
-
-
-def section(streamed: Tensor, also_streamed: Tensor, share: int, arch) -> int:
-    """How many program heads to work on together, so that the two tensors that their programs stream stay in half of
-    the L2 cache. share: program heads that stream the same head of the tensors."""
-    batch, heads, tokens, _ = streamed.shape
-    size = tokens * (streamed.shape[3] + also_streamed.shape[3]) * streamed.element_size()
-    fitting = arch.l2 // 2 // max(size, 1) if arch.l2 else batch * heads
-    return max(1, min(fitting, batch * heads)) * share
-
-
-def sizes(call) -> dict[str, int]:
-    """Sizes on which the best tiles depend. causal and drawn are 8 or 1: far apart, since tuning rows are looked up by
-    ratio."""
-    q, k, v = call.q, call.k, call.v
-    return {
-        "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
-        "value_dim": v.shape[3], "causal": 8 if call.causal else 1, "drawn": 8 if call.dropout_p > 0.0 else 1,
-    }  # fmt: skip
-
-
-def rejects(call) -> list[str]:
-    """Why these kernels cannot serve a call of attention or attention_vjp."""
-    reasons = []
-    if call.page_table is not None:
-        reasons.append("page_table: paged keys and values are not read")
-    if call.q_scale is not None or call.k_scale is not None or call.v_scale is not None:
-        reasons.append("q_scale, k_scale, v_scale: quantised values are not read")
-    if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
-    for name, x in (("q", call.q), ("v", call.v)):
-        if x.cols % 8 or not 16 <= x.cols <= 256:
-            reasons.append(f"{name} has head dim {x.cols}; multiples of 8 from 16 to 256 are served")
-    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if not x.unit:
-            reasons.append(f"{name} has a last stride other than 1")
-    return reasons
-
-
-def _extremes(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    places = torch.arange(triton.cdiv(ids.shape[1], block) * block, device=ids.device).clamp(max=ids.shape[1] - 1)
-    blocks = ids[:, places].unflatten(1, (-1, block))
-    return blocks.amin(-1), blocks.amax(-1)
-
-
-def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))

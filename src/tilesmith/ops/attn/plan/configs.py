@@ -1,0 +1,97 @@
+"""The configurations of attention's kernels: what a tuning row or a pin may set."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class HopperConfig(NamedTuple):
+    """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
+    q_stages: query tiles in flight. v_stages: value tiles in flight where they are not as many as key tiles. Windows of
+    up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper.window`)."""
+
+    consumers: int
+    block_n: int
+    stages: int
+    q_stages: int = 1
+    v_stages: int = 0
+
+
+class HopperVjpConfig(NamedTuple):
+    """stages: tiles of queries in flight. block_q: queries of a block. Above head dim 128 nothing is asked for; windows
+    of up to 129 keys have blocks of 64 queries (`hopper.window_backward`)."""
+
+    stages: int
+    block_q: int
+
+
+class SplitKvConfig(NamedTuple):
+    """consumers: warpgroups with 64 rows each, pairs of token and head. block_n: keys of a tile. stages: key and value
+    tiles in flight. splits: of the keys; 0 for as many as the device wants. apart: results have shared memory of their
+    own, not that of the queries, so that the next tile's queries are loaded while this one's results leave."""
+
+    consumers: int
+    block_n: int
+    stages: int
+    splits: int = 0
+    apart: bool = False
+
+
+class ClusterConfig(NamedTuple):
+    """block_n: keys of a tile. stages: tiles of keys and of values in flight. num_warps: each has block_n / num_warps
+    keys of a tile. parts: CTAs of a cluster, a power of two; 0: the plan finds it, and splits."""
+
+    block_n: int
+    stages: int
+    num_warps: int = 4
+    parts: int = 0
+    splits: int = 1
+
+
+class Fp8Config(NamedTuple):
+    """block_n: keys of a tile, which share a factor. stages: tiles of keys and values in flight."""
+
+    block_n: int = 128
+    stages: int = 3
+
+
+class AttentionConfig(NamedTuple):
+    """Queries and keys of a tile; warps and pipeline stages of a CTA; whether k and v come by TMA."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    bulk: bool = False
+
+
+class AttentionVjpConfig(NamedTuple):
+    """Tiles of queries (m) and keys (n), warps and pipeline stages: of the kernel for dk and dv, and of that for dq;
+    whether what they stream comes by TMA."""
+
+    dkv_block_m: int
+    dkv_block_n: int
+    dkv_warps: int
+    dkv_stages: int
+    dq_block_m: int
+    dq_block_n: int
+    dq_warps: int
+    dq_stages: int
+    bulk: bool = False
+
+
+class SplitConfig(NamedTuple):
+    """block_m: rows of a tile (pairs of token and query head). block_n: keys of a step. per_sm: CTAs that share an
+    SM, by which the number of splits is chosen. peel: keys that every row sees are walked apart, without masks.
+    chained: the combining kernel is launched to wait for its parts on the device (CUDA, compute capability 9 and up).
+    widened: values of 8 bits become 16 where they were loaded, not where the product reads them (CUDA).
+    """
+
+    block_m: int
+    block_n: int
+    per_sm: int
+    num_warps: int
+    num_stages: int
+    peel: bool = True
+    chained: bool = False
+    widened: bool = False

@@ -1,0 +1,250 @@
+"""The plans of attention's forward with the keys split over CTAs: Hopper's two, and Triton's."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.ops.attn.plan import smem
+from tilesmith.ops.attn.plan.configs import ClusterConfig, SplitConfig, SplitKvConfig
+from tilesmith.ops.attn.plan.hopper_forward import NO_KEYS
+from tilesmith.ops.attn.plan.model import Buffer, Plan, Step, Tile, same
+from tilesmith.ops.attn.plan.shape import Shape, columns, window_of
+from tilesmith.ops.attn.plan.tables import CLUSTER_BLOCKS, CLUSTERS, FEW_ROWS
+from tilesmith.ops.attn.schedule import splits_of
+
+
+class Clusters(NamedTuple):
+    """How many clusters of 16, 8, 4 and 2 CTAs a device runs at a time: the driver is asked, since a cluster stays
+    within a group of SMs (GPC), whose sizes differ from one to the next."""
+
+    of_16: int
+    of_8: int
+    of_4: int
+    of_2: int
+
+
+def parts_scratch(s: Shape, splits: int, dtype: str) -> tuple[Buffer, ...]:
+    """Room for what each split of the keys gives."""
+    if splits == 1:
+        return ()
+    rows = splits, s.batch, s.heads, s.tokens
+    return Buffer("part_out", (*rows, s.value_dim), dtype), Buffer("part_lse", rows, "float32")
+
+
+def combine_few(s: Shape, arch: Any, splits: int) -> Step | None:
+    """The kernel that combines splits behind a Hopper kernel; Triton's where rows are many."""
+    if splits == 1:
+        return None
+    rows = s.rows * s.tokens
+    if rows > FEW_ROWS.value * arch.sms:
+        return combine(s, splits, True)
+    wide = columns(s.value_dim)
+    return Step(
+        "attention_combine_few_kernel", (rows,), *_combine_arguments(s, splits),
+        {"DIM_V": s.value_dim, "DV": wide, "SPLITS": max(4, next_power_of_2(splits)), "num_warps": wide // 32,
+         "launch_pdl": True},
+    )  # fmt: skip
+
+
+def combine(s: Shape, splits: int, chained: bool) -> Step:
+    """Triton's kernel that combines splits: one warp a row, a thread has its columns of all splits of a chunk."""
+    block_dv = next_power_of_2(max(16, s.value_dim))
+    constants = {
+        "DIM_V": s.value_dim, "BLOCK_DV": block_dv, "CHUNK": min(4096 // max(128, block_dv), next_power_of_2(splits)),
+        "CHAINED": chained, "num_warps": 1, **({"launch_pdl": True} if chained else {}),
+    }  # fmt: skip
+    return Step("_attention_combine_kernel", (s.rows * s.tokens,), *_combine_arguments(s, splits), constants)
+
+
+def _combine_arguments(s: Shape, splits: int) -> tuple[dict, dict]:
+    tensors = {"part_out_ptr": "part_out", "part_lse_ptr": "part_lse", "sinks_ptr": "sinks", "out_ptr": "out",
+               "lse_ptr": "lse", **same("out_row", "out_head", "out_token")}  # fmt: skip
+    return tensors, {"rows": s.rows * s.tokens, "tokens": s.tokens, "heads": s.heads, "splits": splits}
+
+
+def unit_heads(group: int, tokens: int) -> int:
+    """How many heads of a group make a square of 64 rows with 64 over as many tokens: no more than fill it."""
+    heads = group & -group
+    return max(1, min(heads, 64 // min(64, next_power_of_2(tokens))))
+
+
+@lru_cache(maxsize=1024)
+def hopper_split(s: Shape, arch: Any, config: SplitKvConfig) -> Plan:
+    """One pass over the keys in as many splits as fill the device, and a second one that combines them."""
+    if s.rows * s.tokens * s.keys == 0:
+        return Plan("attention", "hopper_split", reasons=(NO_KEYS,))
+    window = window_of(s)
+    hides_right = window.hides_right and window.right < s.tokens - 1  # one token sees the last key
+    heads = unit_heads(s.group, s.tokens)
+    unit_tokens, units = 64 // heads, s.group // heads
+    tiles = cdiv(cdiv(s.tokens, unit_tokens) * units, config.consumers)
+    sms, kv_rows = max(1, arch.sms), s.batch * s.kv_heads
+    tile_tokens = unit_tokens * cdiv(config.consumers, units)
+    seen = s.keys
+    if window.hides_left:
+        seen = min(s.keys, window.left + tile_tokens + (window.right if hides_right else s.keys))
+    splits = config.splits or splits_of(
+        kv_rows * tiles, cdiv(seen, config.block_n), sms,
+        8 * 64 * config.consumers * s.value_dim / (config.block_n * (s.dim + s.value_dim) * s.kv_bytes),
+    )  # fmt: skip
+    runs = kv_rows * tiles * splits
+    alone = not s.page and not window.hides_left and s.kv_bytes == s.q_bytes and runs <= sms
+    piece = min(config.block_n, s.page & -s.page) if s.page else config.block_n
+    constants = {
+        "GROUP": s.group, "HEADS": heads, "LEFT": window.hides_left, "RIGHT": hides_right, "BN": config.block_n,
+        "PAGE": s.page, "PIECE": piece, "D": columns(s.dim), "DV": columns(s.value_dim),
+        "CONSUMERS": config.consumers, "STAGES": config.stages, "SOFTCAP": s.softcap, "CHAINED": splits > 1,
+        "APART": config.apart, "ALONE": alone, "num_warps": 4,
+    }  # fmt: skip
+    step = Step(
+        "attention_split_kv_kernel", (tiles * splits, s.kv_heads, s.batch) if alone else (min(sms, runs),),
+        {**same("k_desc", "v_desc", "k_scale", "v_scale", "between_k", "between_v", "inner"),
+         "q_desc": Tile("q", unit_tokens, heads=heads), "scale": "outer",
+         "out_desc": Tile("part_out" if splits > 1 else "out", unit_tokens, heads=heads),
+         "lse_ptr": "part_lse" if splits > 1 else "lse", "sinks_ptr": "sinks" if splits == 1 else None,
+         "lengths_ptr": "lengths", "pages_ptr": "page_table"},
+        {"lse_split": s.rows * s.tokens, "row_pages": s.row_pages, "tokens": s.tokens, "keys": s.keys,
+         "rows": kv_rows, "kv_heads": s.kv_heads, "tiles": tiles, "splits": splits, "inverse": 1 / splits,
+         "left": window.left, "right": window.right},
+        constants, smem.split_kv(constants, s.q_bytes, s.kv_bytes == 1),
+    )  # fmt: skip
+    second = combine_few(s, arch, splits)
+    reasons = [
+        f"{kv_rows * tiles} tiles of {64 * config.consumers} pairs of a token and a head: keys in {splits} splits",
+        "each split has a CTA of its own" if alone else "persistent CTAs take every so many-th split",
+        _combine_reason(second),
+    ]  # fmt: skip
+    return Plan(
+        "attention", "hopper_split", (step, *([second] if second else [])), (64 * config.consumers, config.block_n),
+        config.stages, config.consumers, "tiles of the same keys are neighbours", "split-KV", splits, True,
+        parts_scratch(s, splits, "q"), numbers={"unit_tokens": unit_tokens, "piece": piece},
+        q_bytes=s.q_bytes, reasons=tuple(filter(None, reasons)),
+    )  # fmt: skip
+
+
+def _combine_reason(step: Step | None) -> str:
+    if step is None:
+        return ""
+    few = step.kernel == "attention_combine_few_kernel"
+    return f"{step.ctas} output rows are {'few' if few else 'many'} for the device, by which their kernel is chosen"
+
+
+def division(heads: int, blocks: int, arch: Any, clusters: Clusters) -> tuple[int, int]:
+    """Among how many CTAs of a cluster, and how many clusters, the blocks of keys of each kv head are divided.
+    heads: kv heads of all batch rows.
+
+    One cluster a head, as large as lets all run at once, where that keeps half of the device busy. Clusters of 16 take
+    their keys through few groups of SMs: beyond a few blocks they lose to CTAs alone whose parts a second kernel
+    combines (`CLUSTER_BLOCKS`).
+    """
+    parts = next((size for size, room in zip((16, 8, 4, 2), clusters) if room >= heads), 1)
+    if parts == 16 and blocks > CLUSTER_BLOCKS.value:
+        return 1, 1 << (max(1, min(arch.sms // heads, blocks // 2)).bit_length() - 1)
+    return min(parts, next_power_of_2(blocks)), 1
+
+
+def clusters_by_table(arch: Any) -> Clusters:
+    """Clusters that run at once where the driver cannot be asked: known ones, else as many as there are SMs for."""
+    return Clusters(*CLUSTERS.get(arch.name, (max(1, arch.sms // size) for size in (16, 8, 4, 2))))
+
+
+@lru_cache(maxsize=1024)
+def hopper_cluster(s: Shape, arch: Any, config: ClusterConfig, clusters: Clusters | None = None) -> Plan:
+    """A cluster for each kv head of each batch row, whose CTAs share its keys."""
+    if s.rows * s.tokens * s.keys == 0:
+        return Plan("attention", "hopper_cluster", reasons=(NO_KEYS,))
+    window = window_of(s)
+    parts, splits = config.parts, config.splits
+    if not parts:
+        seen = min(s.keys, window.left + s.tokens) if window.hides_left else s.keys
+        room = clusters or clusters_by_table(arch)
+        parts, splits = division(s.batch * s.kv_heads, cdiv(seen, config.block_n), arch, room)
+    constants = {
+        "GROUP": s.group, "LEFT": window.hides_left, "RIGHT": window.hides_right and window.right < s.tokens - 1,
+        "R": 8 if s.group * s.tokens <= 8 else 16, "BN": config.block_n, "DIM": s.dim, "DIM_V": s.value_dim,
+        "D": columns(s.dim), "DV": columns(s.value_dim), "PARTS": parts, "STAGES": config.stages,
+        "SOFTCAP": s.softcap, "CHAINED": splits > 1, "num_warps": config.num_warps, "cluster": parts,
+    }  # fmt: skip
+    several = splits > 1
+    step = Step(
+        "attention_cluster_kernel", (splits * parts, s.kv_heads, s.batch),
+        {**same("k_desc", "v_desc", "between_k", "between_v", "inner", "q_strides"), "q_ptr": "q", "scale": "outer",
+         "out_ptr": "part_out" if several else "out", "out_split": "part_split" if several else "out_split",
+         "out_strides": "part_strides" if several else "out_strides",
+         "lse_ptr": "part_lse" if several else "lse", "sinks_ptr": None if several else "sinks",
+         "lengths_ptr": "lengths"},
+        {"lse_split": s.rows * s.tokens, "tokens": s.tokens, "keys": s.keys, "kv_heads": s.kv_heads,
+         "inverse": 1 / (splits * parts), "left": window.left, "right": window.right},
+        constants,
+    )  # fmt: skip
+    second = combine_few(s, arch, splits)
+    reasons = [
+        f"{s.batch * s.kv_heads} kv heads, each the work of {splits} clusters of {parts} CTAs",
+        "" if clusters else "the driver was not asked how many clusters run at once",
+        _combine_reason(second),
+    ]
+    return Plan(
+        "attention", "hopper_cluster", (step, *([second] if second else [])), (constants["R"], config.block_n),
+        config.stages, 0, "a cluster for each kv head", "split-KV" if several else "", splits, True,
+        parts_scratch(s, splits, "float32"), q_bytes=s.q_bytes, reasons=tuple(filter(None, reasons)),
+    )  # fmt: skip
+
+
+class Factors(NamedTuple):
+    """Layout of quantised keys and values, in a call for Triton's split: whether k's and v's factors differ within a
+    CTA, whether v has 8 bits, and of how many elements the strides of q, k and v are multiples."""
+
+    k: bool = False
+    v: bool = False
+    small_values: bool = False
+    unit: int = 8
+
+
+PLAIN = Factors()
+
+
+@lru_cache(maxsize=1024)
+def triton_split(s: Shape, arch: Any, config: SplitConfig, factors: Factors = PLAIN) -> Plan:
+    """One pass over the keys in as many splits as fill the device, and a second one that combines them."""
+    if s.rows * s.tokens == 0:
+        return Plan("attention", "triton_split", reasons=("there is no query: nothing is launched",))
+    tiles, kv_rows = cdiv(s.group * s.tokens, config.block_m), s.batch * s.kv_heads
+    seen = s.keys
+    if s.window_left >= 0:
+        seen = min(s.keys, min(s.tokens, config.block_m // s.group + 1) + s.window_left)
+    splits = splits_of(
+        kv_rows * tiles, cdiv(seen, config.block_n), max(1, arch.sms) * config.per_sm,
+        8 * config.block_m * s.value_dim / (config.block_n * (s.dim + s.value_dim) * s.kv_bytes),
+    )  # fmt: skip
+    several = splits > 1
+    chained = config.chained and several
+    constants = {
+        "GROUP": s.group, "DIM": s.dim, "DIM_V": s.value_dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "BLOCK_D": next_power_of_2(max(16, s.dim)), "BLOCK_DV": next_power_of_2(max(16, s.value_dim)),
+        "LEFT": 0 <= s.window_left < s.keys, "RIGHT": 0 <= s.window_right < s.tokens - 1, "SOFTCAP": s.softcap,
+        "UNIT": factors.unit, "K_SCALES": factors.k, "V_SCALES": factors.v,
+        "WIDENED": config.widened and factors.small_values and s.q_bytes == 2,
+        "PEEL": config.peel and not (s.mask or s.ids), "STAGES": config.num_stages, "CHAINED": chained,
+        "num_warps": config.num_warps,
+    }  # fmt: skip
+    step = Step(
+        "_attention_split_kernel", (kv_rows * tiles * splits,),
+        {**{f"{x}_ptr": x for x in ("q", "k", "v", "mask", "q_documents", "k_documents", "k_scale", "v_scale")},
+         **same("q_row", "q_head", "q_token", "k_page", "k_head", "k_slot", "v_page", "v_head", "v_slot"),
+         **same("k_scale_strides", "v_scale_strides", "mask_strides", "scale", "softcap", "PAGE_SIZE"),
+         "out_ptr": "part_out" if several else "out", "lse_ptr": "part_lse" if several else "lse",
+         **{f"out_{x}": f"{'part' if several else 'out'}_{x}" for x in ("split", "row", "head", "token")},
+         "sinks_ptr": None if several else "sinks", "lengths_ptr": "lengths", "pages_ptr": "page_table"},
+        {"lse_split": s.rows * s.tokens, "pages_row": s.row_pages, "slots": s.keys, "tokens": s.tokens,
+         "kv_heads": s.kv_heads, "tiles": tiles, "splits": splits, "window_left": s.window_left,
+         "window_right": s.window_right},
+        constants,
+    )  # fmt: skip
+    return Plan(
+        "attention", "triton_split", (step, *([combine(s, splits, chained)] if several else [])),
+        (config.block_m, config.block_n), config.num_stages, 0, "tiles of the same keys are neighbours", "split-KV",
+        splits, True, parts_scratch(s, splits, "float32"), q_bytes=s.q_bytes,
+        reasons=(f"{kv_rows * tiles} tiles of {config.block_m} rows, pairs of a token and a head: {splits} splits",),
+    )  # fmt: skip

@@ -1,0 +1,418 @@
+"""The plan of attention's gradients on Hopper: rows' statistics, dk and dv, dq, dsinks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from tilesmith.engine.launch import cdiv
+from tilesmith.ops.attn.plan import smem
+from tilesmith.ops.attn.plan.configs import HopperVjpConfig
+from tilesmith.ops.attn.plan.hopper_forward import (
+    CHUNK,
+    NO_KEYS,
+    TABLE_SPAN,
+    Division,
+    Tables,
+    dropout_constants,
+    heads_together,
+    query_tables,
+    table_parts,
+)
+from tilesmith.ops.attn.plan.model import Buffer, Counter, Part, Plan, Source, Step, Tile
+from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
+from tilesmith.ops.attn.plan.tables import (
+    ORDERED_L2,
+    STREAM_K_L2,
+    STREAM_K_STEPS_VJP,
+)
+from tilesmith.ops.attn.schedule import run_of, stream_k_ctas
+
+WINDOW_RUNS = (2, 4, 8, 16, 32, 64, 128)
+BLOCK_N = 128  # keys of a tile of the main kernel
+
+
+def is_narrow_vjp(s: Shape, window: Window) -> bool:
+    """Whether the window's backward serves a call. Grouped heads would need a group's queries at once; its first
+    queries must not lie before 0; nothing is dropped there."""
+    alike = s.heads == s.kv_heads and s.keys + max(window.right, 0) <= s.tokens and not s.dropout
+    return alike and is_narrow(s, window, columns(s.dim))
+
+
+def streamed(tokens: int, dim: int, group: int) -> int:
+    """Bytes of the queries, dout and parts of dq of a kv head, which `group` heads of q share."""
+    return tokens * dim * 8 * group
+
+
+def kv_heads_together(s: Shape, k_blocks: int, arch: Any, ordered: bool, diagonal: bool) -> int:
+    """How many kv heads to work on together, of each of which `k_blocks` tiles of keys are made. ordered: parts of dq
+    are added tile after tile; diagonal: each tile starts where its keys are first seen.
+
+    As many as give each CTA a tile: so who had a short one, under a causal mask, takes a long one of the next heads; of
+    documents, as many as give it two of the shorter half of the tiles. Ordered, the parts of dq must stay in the L2
+    cache; where tiles start with the first queries and not at a diagonal, as many as fit, so that fewer tiles of a head
+    wait for each other.
+    """
+    section = arch.sms // k_blocks
+    if s.packed and not ordered:
+        section = (4 * arch.sms + k_blocks // 2) // k_blocks
+    if ordered:
+        kept = int(arch.l2 * ORDERED_L2.value) // streamed(s.tokens, s.dim, s.group)
+        section = min(section, kept) if diagonal else kept
+    return min(max(1, section), s.batch * s.kv_heads)
+
+
+def rings(s: Shape, q_blocks: int, k_blocks: int, section: int, arch: Any) -> bool:
+    """Whether, ordered and without a mask, a head's tiles of keys each start at a block of queries of their own
+    (`around`), and not all at its first one, where each waits until those before it have gone on.
+
+    That spares each CTA about as many blocks as tiles of a head run at the same time, once. But each block of queries
+    has a second part of dq, which takes all CTAs together about as long as a block takes one. Not where queries, dout
+    and parts of dq of the heads that run would not stay in the L2 cache.
+    """
+    kept = arch.sms * streamed(s.tokens, s.dim, 1) <= int(arch.l2 * ORDERED_L2.value) * k_blocks
+    return kept and min(k_blocks, arch.sms // section) * arch.sms >= s.rows * q_blocks
+
+
+def divided_vjp(s: Shape, tiles: int, steps: int, section: int, arch: Any) -> Division:
+    """Which of so many tiles of keys, of `steps` blocks of queries each, are divided by stream-K. As CTAs are at
+    different queries then, those of a section's heads must stay in the L2 cache."""
+    rest = tiles % arch.sms
+    ctas = stream_k_ctas(rest, rest * steps, steps, STREAM_K_STEPS_VJP.value, arch.sms)
+    if not ctas or 0 < arch.l2 * STREAM_K_L2.value < section * streamed(s.tokens, s.dim, s.group):
+        return Division(tiles, 0)
+    return Division(tiles - rest, ctas, f"{rest} tiles are left over, in {ctas} equal runs of blocks (stream-K)")
+
+
+class Blocks(NamedTuple):
+    """Sizes of a backward: the first query and key that anybody sees, blocks of queries and tiles of keys."""
+
+    window: Window
+    wide: int
+    block_m: int
+    block_n: int
+    q_begin: int
+    k_begin: int
+    q_blocks: int
+    k_blocks: int
+    tables: Tables
+    rows_table: str | None = None
+
+
+def _key_tables(s: Shape, window: Window, rows: int, block: int) -> tuple[int, Tables]:
+    """Blocks of queries and tiles of keys of packed documents: how many blocks there may be, and the tables."""
+    # each part of a document has at most one block that is not full
+    row_parts = 2 if window.hides_right and not s.one_vector else 1
+    q_most = s.tokens // rows + row_parts * (s.documents + 1)
+    k_most = s.keys // block + (1 + window.hides_left + s.lengths) * (s.documents + 2)
+    width = s.tokens
+    if window.hides_left:
+        width = min(s.tokens, window.left + block + (window.right if window.hides_right else s.tokens))
+    step = Step(
+        "key_tiles_kernel", (s.documents + 2, table_parts(max(q_most, k_most), s.documents)),
+        {"cu_q_ptr": "cu_q", "cu_k_ptr": "cu_k", "lengths_ptr": "lengths", "rows_ptr": "row_table",
+         "table_ptr": "key_table"},
+        {"documents": s.documents, "tokens": s.tokens, "keys": s.keys, "width": width, "left": window.left,
+         "right": window.right},
+        {"RIGHT": window.hides_right, "LEFT": window.hides_left, "ROWS": rows, "BLOCK": block, "CHUNK": CHUNK,
+         "SPAN": TABLE_SPAN, "num_warps": 4},
+    )  # fmt: skip
+    scratch = Buffer("row_table", (q_most + 1, 2), "int32"), Buffer("key_table", (k_most + 1, 8), "int32")
+    return q_most, Tables(k_most, (step,), scratch, "key_table")
+
+
+def _list_key_tables(s: Shape, causal: bool, k_blocks: int, block_m: int, block_n: int) -> Tables:
+    """The tiles of block lists by keys."""
+    tiles = s.list_rows_by_keys * s.lists_by_keys * k_blocks
+    step = Step(
+        "list_key_tiles_kernel", (tiles,),
+        {"offsets_ptr": "list_offsets", "indices_ptr": "list_indices", "table_ptr": "list_table",
+         "offsets_strides": "list_strides"},
+        {"heads": s.lists_by_keys, "tiles": k_blocks, "tokens": s.tokens, "keys": s.keys},
+        {"CAUSAL": causal, "BLOCK_M": block_m, "BLOCK_N": block_n, "LIST_Q": s.block_q, "LIST_K": s.block_k,
+         "num_warps": 4},
+    )  # fmt: skip
+    return Tables(k_blocks, (step,), (Buffer("list_table", (tiles, 4), "int32"),), None, "list_table")
+
+
+def _blocks(s: Shape, config: HopperVjpConfig) -> Blocks:
+    window, wide = window_of(s), columns(s.dim)
+    # queries that see nothing and keys that nobody sees may hold NaN: no tile touches them
+    q_begin = max(0, s.tokens - s.keys - window.right) if window.hides_right and not (s.packed or s.lists) else 0
+    k_begin = max(0, s.keys - s.tokens - window.left) if window.hides_left and not s.packed else 0
+    block_m, block_n = config.block_q, BLOCK_N if wide <= 128 else 64
+    q_blocks, k_blocks = cdiv(s.tokens - q_begin, block_m), cdiv(s.keys - k_begin, block_n)
+    tables, rows_table = Tables(k_blocks), None
+    if s.packed:
+        q_blocks, tables = _key_tables(s, window, block_m, block_n)
+        k_blocks, rows_table = tables.blocks, "row_table"
+    if s.lists:
+        tables = _list_key_tables(s, window.hides_right, k_blocks, block_m, block_n)
+    return Blocks(window, wide, block_m, block_n, q_begin, k_begin, q_blocks, k_blocks, tables, rows_table)
+
+
+class Order(NamedTuple):
+    """How tiles of keys follow each other: `section` kv heads at a time; ordered, by one of the walks of `KeyWalk`."""
+
+    section: int
+    ordered: bool
+    ring: bool
+    woven: bool
+    division: Division
+
+    def reasons(self, s: Shape) -> list[str]:
+        found = [f"sections of {self.section} of {s.batch * s.kv_heads} kv heads"]
+        if self.ordered:
+            found.append("deterministic: each tile of keys adds to dq when the tile behind it has")
+        if self.ring:
+            found.append("each tile starts at a block of queries of its own and comes round: dq has two sums a block")
+        if self.woven:
+            found.append("a block of queries of all heads of a group comes before the next block")
+        return found + ([self.division.reason] if self.division.reason else [])
+
+
+def _order(s: Shape, b: Blocks, arch: Any) -> Order:
+    left, right = b.window.hides_left, b.window.hides_right
+    ordered = s.deterministic and b.wide <= 128
+    section = kv_heads_together(s, b.k_blocks, arch, ordered, right)
+    known = not (left or s.packed or s.lists)  # every tile's place follows from its number
+    ring = ordered and known and not (right or s.dropout) and rings(s, b.q_blocks, b.k_blocks, section, arch)
+    woven = s.group > 1 and right and b.block_m == 64 and known and not s.deterministic
+    division = Division(b.k_blocks * s.batch * s.kv_heads, 0)
+    if b.wide <= 128 and known and not (right or s.deterministic or s.dropout):
+        division = divided_vjp(s, division.undivided, b.q_blocks * s.group, section, arch)
+    return Order(section, ordered, ring, woven, division)
+
+
+@lru_cache(maxsize=1024)
+def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
+    """Statistics of the rows; up to head dim 128 a kernel for dk, dv and what dq is the sum of, and one that puts dq in
+    order; above, one for dk and dv and one for dq; one for all where the window is narrow."""
+    if 0 in (s.rows * s.tokens, s.kv_heads * s.keys):
+        return Plan("attention_vjp", "hopper", reasons=(NO_KEYS,))
+    b = _blocks(s, config)
+    order = _order(s, b, arch)
+    call = _Call(s, arch, config, b, order, is_narrow_vjp(s, b.window))
+    steps, scratch = [*b.tables.steps, _rows(call)], [*b.tables.scratch, *_scratch(call)]
+    if call.narrow:
+        steps.append(_narrow(call))
+    elif b.wide > 128:
+        steps.append(_wide_dkv(call))
+        if s.wants[0]:
+            tables = query_tables(s, b.window, 128) if s.packed else Tables(cdiv(s.tokens, 128))
+            steps += [*tables.steps, _wide_dq(call, tables)]
+            scratch += tables.scratch
+    else:
+        steps += [_dkv(call), *([_dq(call)] if s.wants[0] else []), *_stream_k(call)]
+    if s.wants[4] and s.sinks:
+        steps.append(_dsinks(call))
+    zeroed = (("dq", b.q_begin), ("dk", b.k_begin), ("dv", b.k_begin))
+    ctas = order.division.ctas
+    return Plan(
+        "attention_vjp", "hopper", tuple(steps), (b.block_m, 64 if call.narrow else b.block_n), config.stages, 2,
+        f"sections of {order.section} kv heads", "stream-K" if ctas else "", ctas or 1,
+        order.ordered or call.narrow or b.wide > 128, tuple(scratch), tuple(z for z in zeroed if z[1]),
+        {"q_begin": b.q_begin}, s.q_bytes, _reasons(call),
+    )  # fmt: skip
+
+
+class _Call(NamedTuple):
+    s: Shape
+    arch: Any
+    config: HopperVjpConfig
+    b: Blocks
+    order: Order
+    narrow: bool
+
+    def inputs(self) -> dict[str, Source]:
+        """The descriptors of what the main kernel streams and keeps."""
+        b, packed = self.b, self.s.packed
+        return {
+            "q_desc": Tile("q", b.block_m, packed), "k_desc": Tile("k", b.block_n, packed),
+            "v_desc": Tile("v", b.block_n, packed), "dout_desc": Tile("dout", b.block_m, packed),
+        }  # fmt: skip
+
+    def sums(self) -> int:
+        return 2 if self.order.ring else 1
+
+    def ctas(self) -> tuple[int, bool]:
+        """CTAs of the main kernel, and whether they take tiles from a counter."""
+        division = self.order.division
+        work = division.undivided + division.ctas
+        ctas = min(self.arch.sms, work)
+        return ctas, ctas < work
+
+    def sizes(self) -> dict[str, int]:
+        s, b = self.s, self.b
+        return {
+            "tokens": s.tokens, "keys": s.keys, "kv_heads": s.kv_heads, "q_begin": b.q_begin, "k_begin": b.k_begin,
+            "q_blocks": b.q_blocks, "k_blocks": b.k_blocks, "rows": s.batch * s.kv_heads,
+            "section": self.order.section, "left": b.window.left, "right": b.window.right,
+        }  # fmt: skip
+
+    def kinds(self) -> dict[str, Any]:
+        s, b = self.s, self.b
+        return {
+            "GROUP": s.group, "LEFT": b.window.hides_left, "RIGHT": b.window.hides_right,
+            "TAIL": s.packed or (s.keys - b.k_begin) % b.block_n != 0, "DYNAMIC": self.ctas()[1], "D": b.wide,
+            "SOFTCAP": s.softcap, "num_warps": 4,
+        }  # fmt: skip
+
+
+def _scratch(call: _Call) -> list[Buffer]:
+    s, b = call.s, call.b
+    found = [Buffer("rows", (2, s.rows, b.q_blocks * b.block_m), "float32")]
+    if b.wide > 128:
+        found.append(Buffer("token_delta", (s.batch, s.heads, s.tokens), "float32"))
+    elif not call.narrow:
+        blocks = call.sums() * s.rows * b.q_blocks
+        found.append(Buffer("dq_parts", (blocks * b.block_m * b.wide // 256, 256), "float32"))
+        found.append(Buffer("turns", (blocks,), "int32"))
+    if call.order.division.ctas:
+        found.append(Buffer("stream_k_parts", (2 * call.order.division.ctas, 2, b.block_n, b.wide), "float32"))
+    return found
+
+
+def _rows(call: _Call) -> Step:
+    """lse in units of log 2, and delta, of each query."""
+    s, b = call.s, call.b
+    adds = b.wide <= 128 and not call.narrow
+    return Step(
+        "attention_rows_kernel", (s.rows * b.q_blocks,),
+        {"out_ptr": "out", "dout_ptr": "dout", "lse_ptr": "lse", "dlse_ptr": "dlse", "row_lse_ptr": Part("rows", 0),
+         "delta_ptr": Part("rows", 1), "token_delta_ptr": "token_delta" if b.wide > 128 else None,
+         "turns_ptr": "turns" if adds else None, "blocks_ptr": b.rows_table, "out_strides": "out_strides",
+         "dout_strides": "dout_strides", "dlse_strides": "dlse_strides", "kept": "kept"},
+        {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": b.q_blocks},
+        {"ROWS": b.block_m, "DIM": s.dim, "D": b.wide, "SUMS": call.sums(), "num_warps": 4 if b.wide <= 128 else 8},
+    )  # fmt: skip
+
+
+def _dkv(call: _Call) -> Step:
+    s, b, order = call.s, call.b, call.order
+    division = order.division
+    lists = {"list_share": 1, "list_rows": 0}
+    if s.lists:
+        heads, rows = s.lists_by_keys, s.list_rows_by_keys
+        lists = {"list_share": s.heads // heads, "list_rows": b.k_blocks * heads if rows > 1 else 0}
+    tensors = call.inputs() | {
+        "dq_desc": Tile("dq_parts", b.block_m * b.wide // 512, flat=True),
+        "dk_desc": Tile("dk", 64, s.packed), "dv_desc": Tile("dv", 64, s.packed), "lse_ptr": Part("rows", 0),
+        "delta_ptr": Part("rows", 1), "turns_ptr": "turns", "counter": Counter() if call.ctas()[1] else None,
+        "table": b.tables.table, "lists": b.tables.lists, "indices": "list_indices" if s.lists else None,
+        "stream_k_ptr": "stream_k_parts" if division.ctas else None, "inner": "inner", "outer": "outer",
+        "scale": "factor", **({"dropout": "dropout"} if s.dropout else {}),
+    }  # fmt: skip
+    constants = {
+        "LIST_Q": s.block_q, "ORDERED": s.deterministic, "WOVEN": order.woven,
+        "RING": order.ring, "BQ": b.block_m, "STAGES": call.config.stages, "launch_pdl": True, **call.kinds(),
+        **dropout_constants(s),
+    }  # fmt: skip
+    numbers = call.sizes() | lists | {"whole_tiles": division.undivided, "stream_k_ctas": division.ctas}
+    memory = smem.backward(b.block_m, b.wide, call.config.stages, s.q_bytes)
+    return Step("attention_dkv_kernel", (call.ctas()[0],), tensors, numbers, constants, memory)
+
+
+def _dq(call: _Call) -> Step:
+    s, b = call.s, call.b
+    twice = (b.k_blocks - 1) * b.q_blocks // b.k_blocks if call.order.ring else None
+    return Step(
+        "attention_dq_kernel", (s.rows * b.q_blocks,),
+        {"parts_ptr": "dq_parts", "dq_ptr": "dq", "turns_ptr": "turns", "blocks_ptr": b.rows_table,
+         "dq_strides": "dq_strides", "scale": "factor"},
+        {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": b.q_blocks, "twice": twice},
+        {"ROWS": b.block_m, "DIM": s.dim, "D": b.wide,
+         "EARLY": s.deterministic and not (s.packed or b.window.hides_left), "num_warps": 4, "launch_pdl": True},
+    )  # fmt: skip
+
+
+def _stream_k(call: _Call) -> list[Step]:
+    """dk and dv of the tiles that are divided, from their parts."""
+    s, b, division = call.s, call.b, call.order.division
+    if not division.ctas:
+        return []
+    rest = b.k_blocks * s.batch * s.kv_heads - division.undivided
+    return [Step(
+        "attention_dkv_stream_k_kernel", (rest, 2, 8),
+        {"stream_k_ptr": "stream_k_parts", "dk_ptr": "dk", "dv_ptr": "dv", "dk_strides": "dk_strides",
+         "dv_strides": "dv_strides"},
+        {"keys": s.keys, "kv_heads": s.kv_heads, "k_blocks": b.k_blocks, "rows": s.batch * s.kv_heads,
+         "section": call.order.section, "whole_tiles": division.undivided, "stream_k_ctas": division.ctas,
+         "steps": b.q_blocks * s.group},
+        {"DIM": s.dim, "D": b.wide, "ROWS": b.block_n // 8, "num_warps": 4},
+    )]  # fmt: skip
+
+
+def _wide_dkv(call: _Call) -> Step:
+    """Above head dim 128: dk and dv of 64 keys fill the registers of one consumer each."""
+    s, b = call.s, call.b
+    tensors = call.inputs() | {
+        "dk_desc": Tile("dk", 64, s.packed), "dv_desc": Tile("dv", 64, s.packed), "lse_ptr": Part("rows", 0),
+        "delta_ptr": Part("rows", 1), "counter": Counter() if call.ctas()[1] else None, "table": b.tables.table,
+        "inner": "inner", "outer": "outer", "scale": "factor",
+    }  # fmt: skip
+    constants = {"STAGES": 2, **call.kinds()}
+    return Step("attention_dkv_wide_kernel", (call.ctas()[0],), tensors, call.sizes(), constants)
+
+
+def _wide_dq(call: _Call, tables: Tables) -> Step:
+    """Above head dim 128: the scores are made a second time, and nothing is added in memory."""
+    s, b = call.s, call.b
+    tiles = tables.blocks * s.rows
+    ctas = min(call.arch.sms, tiles)
+    tensors = call.inputs() | {
+        "dq_desc": Tile("dq", 64, s.packed), "lse_ptr": "lse", "delta_ptr": "token_delta",
+        "counter": Counter() if ctas < tiles else None, "table": tables.table, "inner": "inner",
+        "outer": "outer", "factor": "factor",
+    }  # fmt: skip
+    return Step(
+        "attention_dq_wide_kernel", (ctas,), tensors,
+        {"tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": tables.blocks, "rows": s.rows,
+         "section": heads_together(s, call.arch.l2, False), "left": b.window.left, "right": b.window.right,
+         "group": s.group},
+        {"LEFT": b.window.hides_left, "RIGHT": b.window.hides_right, "DYNAMIC": ctas < tiles, "D": b.wide,
+         "SOFTCAP": s.softcap, "num_warps": 4},
+    )  # fmt: skip
+
+
+def _narrow(call: _Call) -> Step:
+    """dq, dk and dv of a narrow window, whose queries are all there at once."""
+    s, b = call.s, call.b
+    size = cdiv(s.keys + b.window.right, 64)
+    run = run_of(WINDOW_RUNS, 3, size, s.rows, call.arch.sms)
+    blocks = cdiv(size, run)
+    runs = blocks * s.rows
+    ctas = min(call.arch.sms, runs)
+    row_size = b.q_blocks * b.block_m
+    return Step(
+        "attention_window_vjp_kernel", (ctas,),
+        {**{f"{name}_desc": Tile(name, 64) for name in ("q", "k", "v", "dout", "dq", "dk", "dv")}, "rows_ptr": "rows",
+         "counter": Counter() if ctas < runs else None, "inner": "inner", "outer": "outer", "factor": "factor"},
+        {"tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": blocks, "rows": s.rows,
+         "section": heads_together(s, call.arch.l2, False), "left": b.window.left, "right": b.window.right, "run": run,
+         "q_begin": b.q_begin, "size": size, "row_size": row_size, "plane": s.rows * row_size},
+        {"DYNAMIC": ctas < runs, "D": b.wide, "Q_STAGES": call.config.stages, "SOFTCAP": s.softcap, "num_warps": 4},
+    )  # fmt: skip
+
+
+def _dsinks(call: _Call) -> Step:
+    s, b = call.s, call.b
+    return Step(
+        "attention_dsinks_kernel", (s.heads,),
+        {"row_lse_ptr": Part("rows", 0), "delta_ptr": Part("rows", 1), "sinks_ptr": "sinks", "dsinks_ptr": "dsinks",
+         "kept": "kept"},
+        {"batches": s.batch, "heads": s.heads, "rows": b.q_blocks * b.block_m}, {"BLOCK": 1024},
+    )  # fmt: skip
+
+
+def _reasons(call: _Call) -> tuple[str, ...]:
+    s, b = call.s, call.b
+    if call.narrow:
+        keys = b.window.left + b.window.right + 1
+        return (f"a window of {keys} keys: all queries that see a block of 64 keys are loaded at once",)
+    found = [f"tiles of {b.block_n} keys meet blocks of {b.block_m} queries, {call.config.stages} in flight"]
+    if b.wide > 128:
+        found.append("above head dim 128 dq has a kernel of its own: the scores are made twice, nothing is added")
+    if s.packed:
+        found.append("documents: a table of tiles, the most work first, made on the device from cu_seqlens")
+    return (*found, *call.order.reasons(s))

@@ -1,0 +1,330 @@
+"""The plan of attention's forward on Hopper: persistent CTAs, narrow windows, and e4m3."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from tilesmith.engine.launch import cdiv
+from tilesmith.ops.attn.plan import smem
+from tilesmith.ops.attn.plan.configs import Fp8Config, HopperConfig
+from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
+from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
+from tilesmith.ops.attn.plan.tables import FORWARD_L2, STREAM_K_L2, STREAM_K_STEPS, STREAM_K_STEPS_ALONE
+from tilesmith.ops.attn.schedule import run_of, seen_steps, stream_k_ctas
+
+CHUNK = 16  # tiles that a CTA of the kernels that make tables finds places for at once
+TABLE_SPAN = 256
+WINDOW_RUNS = (1, 2, 4, 8, 16, 32, 64)
+NO_KEYS = "no query sees a key: nothing is launched"
+
+
+class Tables(NamedTuple):
+    """What describes tiles that differ from head to head or from document to document: the steps that make it and its
+    buffers. blocks: how many tiles of a head there may be."""
+
+    blocks: int
+    steps: tuple[Step, ...] = ()
+    scratch: tuple[Buffer, ...] = ()
+    table: str | None = None
+    lists: str | None = None
+
+
+class Division(NamedTuple):
+    """How many tiles have a CTA of their own, and among how many CTAs the steps of the others are divided."""
+
+    undivided: int
+    ctas: int
+    reason: str = ""
+
+
+def table_parts(most: int, documents: int) -> int:
+    """CTAs a document, where `most` tiles are to be placed: one for each chunk, unless there are many documents."""
+    return max(1, min(cdiv(most, CHUNK), 256 // (documents + 2)))
+
+
+def query_tables(s: Shape, window: Window, block_m: int) -> Tables:
+    """The tiles of packed documents' queries: as many as there may be, whatever the lengths are."""
+    most = s.tokens // block_m + s.documents + 1
+    width = s.keys
+    if window.hides_left:
+        width = min(s.keys, window.left + block_m + (window.right if window.hides_right else s.keys))
+    step = Step(
+        "query_tiles_kernel", (s.documents + 1, table_parts(most, s.documents)),
+        {"cu_q_ptr": "cu_q", "cu_k_ptr": "cu_k", "lengths_ptr": "lengths", "table_ptr": "query_table"},
+        {"documents": s.documents, "tokens": s.tokens, "keys": s.keys, "width": width},
+        {"RIGHT": window.hides_right, "LEFT": window.hides_left, "BLOCK": block_m, "CHUNK": CHUNK, "SPAN": TABLE_SPAN,
+         "num_warps": 4},
+    )  # fmt: skip
+    return Tables(most, (step,), (Buffer("query_table", (most + 1, 8), "int32"),), "query_table")
+
+
+def _list_tables(s: Shape, causal: bool, block_m: int, block_n: int) -> Tables:
+    """The tiles of block lists, and without a causal mask their order, the longest lists first."""
+    blocks = cdiv(s.tokens, block_m)
+    tiles = s.list_rows * s.lists * blocks
+    step = Step(
+        "list_tiles_kernel", (tiles,),
+        {"offsets_ptr": "list_offsets", "indices_ptr": "list_indices", "table_ptr": "list_table",
+         "order_ptr": "list_order", "offsets_strides": "list_strides"},
+        {"heads": s.lists, "tiles": blocks, "tokens": s.tokens, "keys": s.keys},
+        {"CAUSAL": causal, "BLOCK_M": block_m, "BLOCK_N": block_n, "LIST_Q": s.block_q, "LIST_K": s.block_k,
+         "num_warps": 4},
+    )  # fmt: skip
+    scratch = Buffer("list_table", (tiles, 4), "int32"), Buffer("list_order", (tiles,), "int32")
+    return Tables(blocks, (step,), scratch, "list_order", "list_table")
+
+
+def heads_together(s: Shape, l2: int, alike: bool) -> int:
+    """How many heads of q to work on together. alike: all tiles have the same work.
+
+    Then it is those that share keys, which so come when they are needed. Else so many that their keys and values stay
+    in a part of the L2 cache, and in sections of one size, since the short tiles of the last one fill the end.
+    """
+    if alike:
+        return s.group
+    rows = s.batch * s.kv_heads
+    fitting = max(1, int(l2 * FORWARD_L2.value) // (s.keys * s.dim * 2 * s.kv_bytes))
+    return cdiv(rows, max(1, rows // fitting)) * s.group
+
+
+def divided(s: Shape, tiles: int, block_m: int, block_n: int, right: int | None, arch: Any) -> Division:
+    """Which of so many tiles are divided by stream-K. right: how many keys behind its own a query sees, None: nothing
+    is masked. With a mask tiles are divided only where there are fewer than SMs, since the counter evens out more of
+    them. As CTAs meet different keys then, those of the tiles' heads must stay in the L2 cache."""
+    blocks, steps = cdiv(s.tokens, block_m), cdiv(s.keys, block_n)
+    rest, least = tiles % arch.sms, STREAM_K_STEPS
+    if right is None:
+        met, work = cdiv(rest, blocks * s.group), rest * steps
+        if tiles == rest <= arch.sms // 2:
+            least = STREAM_K_STEPS_ALONE
+    elif tiles < arch.sms:
+        met = s.batch * s.kv_heads
+        work = s.rows * sum(seen_steps(s.tokens, s.keys, block_m, block_n, None, right))
+    else:
+        return Division(tiles, 0, "the counter evens out tiles of a causal mask: none is divided")
+    ctas = stream_k_ctas(rest, work, steps, least.value, arch.sms, own=right is None)
+    if not ctas:
+        return Division(tiles, 0, f"stream-K would save the last CTAs fewer than {least.value} steps: none is divided")
+    if 0 < arch.l2 * STREAM_K_L2.value < met * s.keys * (s.dim + s.value_dim) * s.kv_bytes:
+        return Division(tiles, 0, "keys that stream-K's CTAs read at a time would leave the L2 cache: none is divided")
+    whole = f"{tiles - rest} tiles in whole rounds, " if tiles > rest else ""
+    return Division(tiles - rest, ctas, f"{whole}{rest} tiles in {ctas} equal runs of blocks of keys (stream-K)")
+
+
+def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: int, arch: Any) -> Division:
+    kind = config.consumers, wide
+    alike = not (s.packed or s.lists or window.hides_left or s.dropout)
+    if alike and config.q_stages == 1 and (kind == (2, 128) or (kind == (3, 64) and not window.hides_right)):
+        right = window.right if window.hides_right else None
+        return divided(s, tiles, 64 * config.consumers, config.block_n, right, arch)
+    return Division(tiles, 0, "")
+
+
+def _within_lists(config: HopperConfig, block_k: int) -> HopperConfig:
+    """Tiles that block lists are made of: two consumers, blocks that divide theirs."""
+    if config.consumers > 2:
+        # with one tile of queries 1,190 us for 1,152 (H200, head dim 64, 16k, a quarter of the blocks)
+        config = HopperConfig(2, 128, 4, 2)
+    if config.block_n > 64 and block_k % 128:
+        config = config._replace(block_n=64, stages=2 * config.stages, v_stages=2 * config.v_stages)
+    return config
+
+
+@lru_cache(maxsize=1024)
+def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
+    """The forward: one launch of persistent CTAs, before it tables of tiles, behind it stream-K's part."""
+    if s.rows * s.tokens * s.keys == 0:
+        return Plan("attention", "hopper", reasons=(NO_KEYS,))
+    window, wide = window_of(s), max(columns(s.dim), columns(s.value_dim))
+    if is_narrow(s, window, wide) and not s.dropout:
+        return _narrow(s, arch, config, window)
+    reasons = []
+    if s.lists:
+        within = _within_lists(config, s.block_k)
+        if within != config:
+            reasons.append("block lists: tiles of two consumers whose blocks divide the lists'")
+        config = within
+    block_m = 64 * config.consumers
+    tables = Tables(cdiv(s.tokens, block_m))
+    if s.packed:
+        tables = query_tables(s, window, block_m)
+        reasons.append("documents: a table of tiles, the most work first, made on the device from cu_seqlens")
+    if s.lists:
+        tables = _list_tables(s, window.hides_right, block_m, config.block_n)
+    tiles = tables.blocks * s.rows
+    division = _division(s, config, tiles, window, wide, arch)
+    alike = not (window.hides_left or window.hides_right or s.packed or s.lists)
+    together = heads_together(s, arch.l2, alike or (s.lists > 0 and not window.hides_right))
+    steps, scratch = list(tables.steps), list(tables.scratch)
+    call = _Call(s, arch, config, window, tables, division, together, alike)
+    if division.undivided:
+        steps.append(_tiles(call))
+    if division.ctas:
+        consumers, value_wide = config.consumers, columns(s.value_dim)
+        shape = consumers * (division.ctas + tiles - division.undivided), 64 * (value_wide + 2)
+        scratch.append(Buffer("stream_k_parts", shape, "float32"))
+        steps.append(_stream_k(call))
+    reasons += [_walk_reason(together, s, alike), division.reason, *_tile_reasons(steps, config)]
+    return Plan(
+        "attention", "hopper", tuple(steps), (block_m, config.block_n), config.stages, config.consumers,
+        _walk_reason(together, s, alike), "stream-K" if division.ctas else "", division.ctas or 1, True,
+        tuple(scratch), q_bytes=s.q_bytes, reasons=tuple(filter(None, reasons)),
+    )  # fmt: skip
+
+
+class _Call(NamedTuple):
+    s: Shape
+    arch: Any
+    config: HopperConfig
+    window: Window
+    tables: Tables
+    division: Division
+    together: int
+    alike: bool
+
+    def sizes(self) -> dict[str, int]:
+        s = self.s
+        return {
+            "tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": self.tables.blocks, "rows": s.rows,
+            "section": self.together, "right": self.window.right, "group": s.group,
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, Any]:
+        packed = self.s.packed
+        return {
+            "q_desc": Tile("q", 64, packed), "k_desc": Tile("k", self.config.block_n, packed),
+            "v_desc": Tile("v", self.config.block_n, packed), "out_desc": Tile("out", 64, packed),
+            "lse_ptr": "lse", "sinks_ptr": "sinks", "inner": "inner", "scale": "outer",
+        }  # fmt: skip
+
+    def kinds(self) -> dict[str, Any]:
+        s, config = self.s, self.config
+        return {
+            "WHOLE": self.alike and s.keys % config.block_n == 0, "RIGHT": self.window.hides_right,
+            "BN": config.block_n, "D": columns(s.dim), "DV": columns(s.value_dim), "CONSUMERS": config.consumers,
+            "STAGES": config.stages, "V_STAGES": config.v_stages or config.stages, "SOFTCAP": s.softcap,
+            "num_warps": 4,
+        }  # fmt: skip
+
+
+def _tiles(call: _Call) -> Step:
+    """The persistent CTAs, which take tiles from a counter."""
+    s, config, window = call.s, call.config, call.window
+    ctas = min(call.arch.sms, call.division.undivided)
+    dynamic = ctas < call.division.undivided
+    step = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
+    aligned = s.tokens % step == (s.keys - s.tokens) % step == 0 and config.consumers < 4 and config.block_n == 128
+    constants = {
+        "LEFT": window.hides_left, "DYNAMIC": dynamic, "Q_STAGES": config.q_stages, "LIST_K": s.block_k,
+        "HALF": aligned and s.causal and not (window.hides_left or s.packed or s.lists),
+        "STREAM_K": call.division.ctas > 0, **call.kinds(),
+        **dropout_constants(s),
+    }  # fmt: skip
+    tensors = call.tensors() | {
+        "counter": Counter() if dynamic else None, "table": call.tables.table, "lists": call.tables.lists,
+        "indices": "list_indices" if s.lists else None, **(same("dropout") if s.dropout else {}),
+    }  # fmt: skip
+    lists = {"list_share": 1, "list_rows": 0}
+    if s.lists:
+        lists = {
+            "list_share": s.heads // s.lists,
+            "list_rows": call.tables.blocks * s.lists if s.list_rows > 1 else 0,
+        }
+    return Step(
+        "attention_fwd_kernel", (ctas,), tensors, call.sizes() | {"left": window.left} | lists, constants,
+        smem.forward(constants, s.q_bytes),
+    )  # fmt: skip
+
+
+def _stream_k(call: _Call) -> Step:
+    """What whole rounds leave over, in equal runs of blocks of keys."""
+    undivided = call.division.undivided
+    tensors = call.tensors() | {
+        "parts_ptr": "stream_k_parts", "met_ptr": Counter(call.config.consumers * call.arch.sms),
+    }  # fmt: skip
+    constants = {"BEHIND": undivided > 0, **({"launch_pdl": True} if undivided else {}), **call.kinds()}
+    return Step(
+        "attention_fwd_stream_k_kernel", (call.division.ctas,), tensors, call.sizes() | {"whole_tiles": undivided},
+        constants, smem.forward(constants | {"Q_STAGES": 1}, call.s.q_bytes, counted=False),
+    )  # fmt: skip
+
+
+def dropout_constants(s: Shape) -> dict[str, Any]:
+    """RARE, SHORT and EVEN of the kernels with dropout: whether the threshold is an fp16 number, counters fit 32 bits,
+    and tiles begin at multiples of 8 keys."""
+    if not s.dropout:
+        return {}
+    short = s.rows * s.tokens * s.keys <= 2**35
+    return {"DROPOUT_FORM": (s.rare_dropout, short, s.keys % 8 == 0 and s.window_left < 0 and not s.packed)}
+
+
+def _walk_reason(together: int, s: Shape, alike: bool) -> str:
+    if alike:
+        return f"heads that share keys come together, {together} of {s.rows}: all tiles have the same work"
+    return f"sections of {together} of {s.rows} heads, whose keys and values fit the L2 cache; the longest tiles first"
+
+
+def _tile_reasons(steps: list[Step], config: HopperConfig) -> list[str]:
+    main = next((step for step in steps if step.kernel == "attention_fwd_kernel"), steps[-1])
+    reasons = [f"tiles of {64 * config.consumers} queries and {config.block_n} keys, {config.stages} in flight"]
+    if main.constants.get("HALF"):
+        reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
+    return reasons
+
+
+def _narrow(s: Shape, arch: Any, config: HopperConfig, window: Window) -> Plan:
+    """A window so narrow that all keys of a tile are loaded at once."""
+    run = run_of(WINDOW_RUNS, 1, cdiv(s.tokens, 128), s.rows, arch.sms)
+    blocks = cdiv(s.tokens, 128 * run)
+    tiles, stages = blocks * s.rows, max(config.stages, 4)
+    ctas = min(arch.sms, tiles)
+    constants = {
+        "DYNAMIC": ctas < tiles, "D": columns(s.dim), "DV": columns(s.value_dim), "STAGES": stages,
+        "Q_STAGES": config.q_stages, "SOFTCAP": s.softcap, "num_warps": 4,
+    }  # fmt: skip
+    together = heads_together(s, arch.l2, False)
+    step = Step(
+        "attention_window_kernel", (ctas,),
+        {**{f"{name}_desc": Tile(name, 64) for name in ("q", "k", "v", "out")}, "lse_ptr": "lse", "sinks_ptr": "sinks",
+         "counter": Counter() if ctas < tiles else None, "inner": "inner", "scale": "outer"},
+        {"tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": blocks, "rows": s.rows, "section": together,
+         "left": window.left, "right": window.right, "group": s.group, "run": run},
+        constants, smem.forward(constants | {"CONSUMERS": 2, "BN": 64, "V_STAGES": stages}, s.q_bytes),
+    )  # fmt: skip
+    return Plan(
+        "attention", "hopper", (step,), (128, 64), stages, 2, _walk_reason(together, s, False), q_bytes=s.q_bytes,
+        reasons=(
+            f"a window of {window.left + window.right + 1} keys: all keys of a tile of 128 queries are loaded at once",
+            f"a CTA makes {run} neighbouring tiles, so that few keys are loaded twice and no SM idles at the end",
+        ),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def hopper_fp8(s: Shape, arch: Any, config: Fp8Config) -> Plan:
+    """The forward on e4m3 values. `s.page` is not used; factors of blocks are flags that the launcher knows."""
+    if s.rows * s.tokens * s.keys == 0:
+        return Plan("attention", "hopper_fp8", reasons=(NO_KEYS,))
+    blocks, right = cdiv(s.tokens, 128), s.causal and s.tokens > 1
+    tiles = blocks * s.rows
+    ctas = min(arch.sms, tiles)
+    together = heads_together(s, arch.l2, not right)
+    constants = {
+        "RIGHT": right, "WHOLE": not right and s.keys % config.block_n == 0, "DYNAMIC": ctas < tiles,
+        "BN": config.block_n, "D": 64 if s.dim <= 64 else 128, "DV": 64 if s.value_dim <= 64 else 128,
+        "STAGES": config.stages, "num_warps": 4,
+    }  # fmt: skip
+    step = Step(
+        "attention_fp8_fwd_kernel", (ctas,),
+        {**same("q_desc", "k_desc", "v_desc", "q_scale", "k_scale", "v_scale", "q_steps", "k_steps", "v_steps"),
+         **same("scale", "Q_BLOCKS", "BLOCKS"), "out_desc": Tile("out", 64), "lse_ptr": "lse",
+         "counter": Counter() if ctas < tiles else None},
+        {"tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": blocks, "rows": s.rows, "section": together,
+         "right": 0, "group": s.group},
+        constants,
+    )  # fmt: skip
+    return Plan(
+        "attention", "hopper_fp8", (step,), (128, config.block_n), config.stages, 2,
+        _walk_reason(together, s, not right), q_bytes=2, reasons=(_walk_reason(together, s, not right),),
+    )  # fmt: skip

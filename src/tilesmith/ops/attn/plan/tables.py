@@ -1,0 +1,204 @@
+"""What was fitted to benched shapes, in one place: thresholds, and the configurations of tiles, each with what it was
+measured on.
+
+All figures are of one H200 in bf16 unless they say otherwise; TFLOP/s at hidden size 2048 and 16,384 tokens, µs where
+a shape is named. `docs/log/hopper-attention.md` has what was tried beside them. A model of the schedule is to take
+their place (`ops.attn.schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from tilesmith.ops.attn.plan.configs import ClusterConfig, HopperConfig, HopperVjpConfig, SplitKvConfig
+
+
+class Threshold(NamedTuple):
+    """A number that decides, what it decides, and on what it was measured."""
+
+    value: int | Fraction
+    decides: str
+    measured: str
+
+
+STREAM_K_STEPS = Threshold(
+    14, "steps that stream-K must save the last CTAs of a forward",
+    "head dim 128, 2k / 4k / 8k keys, of which it saves 8 / 16 / 31 steps behind whole rounds: 687 / 728 / 747, "
+    "without 694 / 720 / 730; 1 / 2 / 3 / 4 causal heads of 4k, 28 / 24 / 20 / 16 steps: 112 / 220 / 297 / 351, "
+    "without 82 / 163 / 238 / 317; 4 causal heads of 2k, 12 steps: 130, without 137",
+)  # fmt: skip
+STREAM_K_STEPS_ALONE = Threshold(
+    8, "the same where every tile has runs of its own and there are no whole rounds",
+    "2 / 3 / 4 heads of 2k, 12 / 8 / 8 steps: 170 / 236 / 305, without 141 / 208 / 276; 4 heads of 1k, 6 steps: 96, "
+    "without 108",
+)  # fmt: skip
+STREAM_K_STEPS_VJP = Threshold(
+    16, "steps that stream-K must save the last CTAs of a backward",
+    "head dim 128, 1k, of which it saves 8: 511, without 523",
+)  # fmt: skip
+STREAM_K_L2 = Threshold(
+    1, "part of the L2 cache that what stream-K's CTAs read at a time may fill",
+    "backward, 64/8 heads x 4k, 134 MB: 560, without 607; forward, 256 tokens of 64 heads on 128k keys: 1,566 us, "
+    "without 1,536",
+)  # fmt: skip
+FORWARD_L2 = Threshold(
+    Fraction(1, 2), "part of the L2 cache for keys and values of heads that are worked on together, where tiles differ",
+    "head dim 128, 16k causal, 16 heads: in sections of 4 726, of 3 698; of equal tiles heads that share keys come one "
+    "after another: 1k / 4k / 16k 616 / 717 / 738, in sections of half of the L2 cache 575 / 695 / 703",
+)  # fmt: skip
+ORDERED_L2 = Threshold(
+    Fraction(2, 5), "part of the L2 cache for queries, dout and parts of dq of the heads of an ordered backward",
+    "4k causal: 543 with the 6 heads that fit, 515 with 12, 462 with 16; 32/8 heads 1,480 us with the one that fits, "
+    "1,590 with 4; head dim 64, 4k full: 574 with 8, 506 with the 4 that give each CTA a tile",
+)  # fmt: skip
+NARROW_WINDOW = Threshold(
+    128, "left + right of a window up to which all keys of a tile are loaded at once", "backward 1.7 to 1.9 times"
+)
+FEW_ROWS = Threshold(
+    32, "output rows of an SM up to which the Gluon kernel combines splits, not Triton's of one warp a row",
+    "8 / 16 tokens on 8k keys of 64/8 heads: 15.7 / 18.3 us, by the other one 16.1 / 19.0; 8,192 rows of 16 tokens on "
+    "8 x 8k keys in pages of 16 / 64: 92.0 / 89.2 us, by the other one 87.5 / 81.9",
+)  # fmt: skip
+CLUSTER_BLOCKS = Threshold(
+    32, "blocks of keys up to which clusters of 16 serve a kv head, not CTAs alone and a second kernel",
+    "2 / 4 kv heads of 128, 8k keys: 11.2 / 12.2 us, split 10.5 / 11.9; 32k keys: 20.4 / 27.4, split 16.4 / 23.2",
+)  # fmt: skip
+
+
+CLUSTERS = {"sm90": (7, 15, 30, 66)}
+"""Clusters of 16, 8, 4 and 2 CTAs that run at once, by architecture, where the driver cannot be asked: an H200's."""
+
+
+class Row(NamedTuple):
+    """A configuration, and where it holds: name of a fact -> its value, or (least, most) of it, None for unbounded."""
+
+    when: Mapping[str, Any]
+    config: Any
+    measured: str = ""
+
+    def holds(self, facts: Mapping[str, Any]) -> bool:
+        return all(_fits(facts[name], wanted) for name, wanted in self.when.items())
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, tuple):
+        return value == wanted
+    least, most = wanted
+    return (least is None or value >= least) and (most is None or value <= most)
+
+
+def row_for(table: Sequence[Row], facts: Mapping[str, Any]) -> Row:
+    """The first row that holds."""
+    return next(row for row in table if row.holds(facts))
+
+
+HOPPER_FORWARD = (
+    Row({"wide": (129, None)}, HopperConfig(2, 64, 2)),
+    Row(
+        {"dropout": True}, HopperConfig(2, 128, 2, v_stages=3),
+        "more consumers leave random bits too few registers: three and four at head dim 64 1,990 and 1,614 us",
+    ),
+    Row(
+        {"local": True, "wide": (65, None)}, HopperConfig(2, 64, 4, 2),
+        "windows of 256 / 512 / 1024 keys at 32k, us: 210 / 308 / 507, in blocks of 128 keys 255 / 329 / 493",
+    ),
+    Row({"local": True}, HopperConfig(2, 64, 6, 2), "as above at head dim 64: 312 / 468 / 789 and 373 / 488 / 776"),
+    Row(
+        {"wide": 128, "causal": True, "keys": (None, 512)}, HopperConfig(2, 64, 4, 2),
+        "512 keys: 333, in blocks of 128 keys 309",
+    ),
+    Row(
+        {"wide": (65, None)}, HopperConfig(2, 128, 2, v_stages=3),
+        "values are given back a round later than keys; with a third tile of them 512 / 1k / 4k keys 532 / 635 / 718, "
+        "with two 511 / 615 / 711; causal 1k / 4k / 16k 475 / 675 / 732, with two 468 / 668 / 730",
+    ),
+    Row(
+        {"whole": True, "causal": False, "keys": (None, 2047)}, HopperConfig(4, 64, 6, 2),
+        "512 / 1k keys: four consumers 416 / 471, with one tile of queries 409 / 466, three consumers 360 / 443",
+    ),
+    Row({"causal": False, "keys": (None, 2047)}, HopperConfig(4, 64, 6)),
+    Row(
+        {"whole": True, "causal": True, "keys": (None, 2047)}, HopperConfig(4, 64, 6),
+        "512 / 1k keys: four consumers 250 / 341, two 239 / 326; 2k / 4k / 8k: four 414 / 468 / 502, three 428 / 489 / "
+        "534",
+    ),
+    Row({"whole": False, "causal": True, "keys": (None, 8191)}, HopperConfig(4, 64, 6), "there three take no turns"),
+    Row(
+        {"whole": True, "causal": True}, HopperConfig(3, 128, 3, v_stages=4),
+        "4k / 8k: 495 / 539, with three tiles of values 492 / 535",
+    ),
+    Row({}, HopperConfig(3, 128, 3), "2k / 4k / 16k: 526 / 552 / 574, four consumers 502 / 520 / 510"),
+)  # fmt: skip
+
+
+def hopper_forward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
+    """The configuration of Hopper's forward where no tuning row is near."""
+    facts = {
+        "wide": max(dims["dim"], dims["value_dim"]), "dropout": dims["drawn"] > 1, "keys": dims["keys"],
+        "local": dims["seen"] <= 512 < dims["keys"], "causal": dims["causal"] > 1,
+        "whole": dims["packed"] == 1 and dims["seen"] == dims["keys"],
+    }  # fmt: skip
+    return row_for(HOPPER_FORWARD, facts).config
+
+
+HOPPER_BACKWARD = (
+    Row({"narrow": True, "dim": (None, 64)}, HopperVjpConfig(4, 64)),
+    Row({"narrow": True}, HopperVjpConfig(2, 64)),
+    Row(
+        {"dim": (None, 64), "plain": True}, HopperVjpConfig(2, 128),
+        "blocks of 128 queries read 15 % less of shared memory, but with a window or softcap they spill 600 bytes and "
+        "more; 4k causal 466, of 64 queries 416; full 541, of 64 queries 431",
+    ),
+    Row({"dim": (None, 64)}, HopperVjpConfig(3, 64)),
+    Row({}, HopperVjpConfig(2, 64)),
+)  # fmt: skip
+
+
+def hopper_backward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperVjpConfig:
+    """The configuration of Hopper's backward where no tuning row is near."""
+    facts = {"narrow": dims["narrow"] > 1, "dim": dims["dim"], "plain": dims["plain"] > 1}
+    return row_for(HOPPER_BACKWARD, facts).config
+
+
+# consumers is 0 where it follows from the rows
+SPLIT_KV = (
+    Row({"bytes": 1, "consumers": 1}, SplitKvConfig(0, 128, 2),
+        "e4m3, 32 x 8k keys of 64/8 heads, 8 tokens: 198 us, in tiles of 64 keys 215"),
+    Row({"bytes": 1}, SplitKvConfig(0, 64, 3)),
+    Row({"wide": 128, "rows": (None, 128), "paged": False, "many": True}, SplitKvConfig(0, 128, 2, apart=True),
+        "16 tokens on 32 x 8k: 255 us, results in the place of queries 257; in tiles of 64 keys 263 and 263"),
+    Row({"wide": 128, "rows": (None, 128), "paged": False}, SplitKvConfig(0, 64, 3),
+        "64/8 heads, 16 tokens on 8k keys: 21.0 us, in tiles of 128 keys 26.0; on 8k / 128k / 32 x 8k with 3 stages "
+        "20.3 / 135.9 / 255.5, with 4 20.7 / 135.2 / 256.7, with 5 21.1 / 137.3 / 260.4"),
+    Row({"wide": 128, "rows": (None, 128)}, SplitKvConfig(0, 64, 5), "stages were not measured in pages"),
+    Row({"wide": 64}, SplitKvConfig(0, 128, 6)),
+    Row({"wide": 128}, SplitKvConfig(0, 128, 3), "256 tokens of 8 heads on 128k keys: 203 us, in tiles of 64 keys 228"),
+    Row({"wide": 256}, SplitKvConfig(0, 64, 2)),
+)  # fmt: skip
+
+
+def split_kv(dims: Mapping[str, int], arch: Any, dtype: Any) -> SplitKvConfig:
+    """The configuration of Hopper's split-KV forward where no tuning row is near."""
+    consumers = 1 if dims["rows"] <= 64 else 2
+    wide = max(dims["dim"], dims["value_dim"])
+    facts = {
+        "bytes": dims["bytes"], "consumers": consumers, "rows": dims["rows"], "paged": dims["paged"] > 1,
+        "wide": 64 if wide <= 64 else 128 if wide <= 128 else 256, "many": dims["heads"] >= arch.sms > 0,
+    }  # fmt: skip
+    return row_for(SPLIT_KV, facts).config._replace(consumers=consumers)
+
+
+CLUSTER = (
+    Row({"dim": (None, 64)}, ClusterConfig(128, 3), "1 token on 8k keys, 32/8 heads: 11.7 us, with 6 stages 12.8"),
+    Row({"dim": (None, 128)}, ClusterConfig(128, 2),
+        "1 token on 8k keys, 64/8 heads: 14.7 us, with 3 stages 14.7 (4 batch rows 36.9 and 39.7), with 8 warps 15.3, "
+        "in tiles of 64 keys with 4 stages 16.9"),
+    Row({}, ClusterConfig(64, 2), "1 token on 8k keys, 32/4 heads: 17.6 us, with 3 stages 18.1"),
+)  # fmt: skip
+
+
+def cluster(dims: Mapping[str, int], arch: Any, dtype: Any) -> ClusterConfig:
+    """The configuration of decode by clusters where no tuning row is near."""
+    return row_for(CLUSTER, {"dim": dims["dim"]}).config

@@ -1,0 +1,121 @@
+"""What the launchers of attention's Triton kernels share: refusals, what kernels are given of a call, descriptors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilesmith.device.alignment import tma_strides
+from tilesmith.device.dropout import kernel_numbers, kernel_seed
+from tilesmith.device.rows import dense
+from tilesmith.engine.launch import cdiv
+from tilesmith.ops.attn.plan.model import Step, Tile
+from tilesmith.ops.attn.plan.triton import padded
+from tilesmith.ops.attn.triton.tiles import FAR, LOG2E
+
+ASKED = "q", "k", "v", "bias", "alibi"
+
+
+def call_tensors(call) -> dict[str, Any]:
+    """What forward and gradients of a call are given of it, by the kernels' parameter names."""
+    q, k, mask = call.q, call.k, call.mask
+    batch, heads = q.shape[:2]
+    whole = (*q.shape[:3], k.shape[2])
+    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
+    capped = call.softcap > 0.0
+    mask = None if mask is None else mask.view(torch.uint8).expand(whole)
+    below, keep = kernel_numbers(call.dropout_p) if call.dropout_p > 0.0 else (0, 1.0)
+    bias_strides = None if call.bias is None else call.bias.expand(whole).stride()
+    alibi_strides = None if call.alibi is None else call.alibi.expand(batch, heads).stride()
+    return {
+        **{f"{name}_ptr": getattr(call, name) for name in ASKED}, "mask_ptr": mask,
+        "seed_ptr": kernel_seed(call.seed, call.dropout_p), "cu_q_ptr": dense(call.cu_seqlens_q),
+        "cu_k_ptr": dense(call.cu_seqlens_k), "lengths_ptr": dense(call.kv_lengths),
+        "prefix_ptr": dense(call.prefix_lengths), "q_documents_ptr": dense(call.q_documents),
+        "k_documents_ptr": dense(call.k_documents), "q_strides": q.stride(), "k_strides": k.stride(),
+        "v_strides": call.v.stride(), "bias_strides": bias_strides,
+        "mask_strides": None if mask is None else mask.stride(), "alibi_strides": alibi_strides,
+        "inner": scale / call.softcap if capped else 0.0,
+        "outer": (call.softcap if capped else scale) * (1.0 if q.dtype == torch.float32 else LOG2E.value),
+        "drop_below": below, "keep_scale": keep, "q": q, "k": k, "v": call.v, "sinks": dense(call.sinks),
+        **block_lists(call.block_offsets, call.block_indices, batch),
+    }  # fmt: skip
+
+
+def block_lists(offsets: Tensor | None, indices: Tensor | None, batch: int, end: str = "") -> dict[str, Any]:
+    """Block lists by the kernels' parameter names, with `end` behind each."""
+    if offsets is None:
+        return {f"offsets_ptr{end}": None, f"indices_ptr{end}": None, f"list_strides{end}": None}
+    return {
+        f"offsets_ptr{end}": offsets, f"indices_ptr{end}": indices.contiguous(),
+        f"list_strides{end}": offsets.expand(batch, -1, -1).stride(),
+    }  # fmt: skip
+
+
+def tma_of(*tensors: Tensor) -> tuple[bool, ...]:
+    """Which of the tensors [B, H, T, D] TMA reads as they lie."""
+    return tuple(tma_strides(x) is not None and x.numel() > 0 for x in tensors)
+
+
+def describe(x: Tensor, tile: Tile) -> TensorDescriptor:
+    """A TMA descriptor of x [B, H, T, D] in the plan's tiles."""
+    return TensorDescriptor(x, list(x.shape), tma_strides(x), [1, 1, tile.rows, padded(x.shape[3])])
+
+
+def bounds_of(step: Step | None, own: Tensor | None, other: Tensor | None, by_keys: bool = False) -> Tensor | None:
+    """`document_bounds` for the tiles of a step, which walks `other` for each tile of `own`; by_keys: of keys."""
+    if step is None or own is None or own.numel() == 0 or other.numel() == 0:
+        return None
+    blocks = step.constants["BLOCK_M"], step.constants["BLOCK_N"]
+    return document_bounds(own, other, *(reversed(blocks) if by_keys else blocks))
+
+
+def document_bounds(own: Tensor, other: Tensor, block: int, other_block: int) -> Tensor:
+    """For each block of `own` [B, X], the first and last (exclusive) token of `other` [B, Y] whose id can be in it.
+
+    int32 [B, blocks, 2]; exact to the block where ids ascend, else only a bound.
+    """
+    while other.shape[1] > 4096 * other_block:  # the table below has blocks x other blocks entries
+        other_block *= 2
+    low, high = _extremes(own, block)
+    other_low, other_high = _extremes(other, other_block)
+    meets = (low[:, :, None] <= other_high[:, None, :]) & (high[:, :, None] >= other_low[:, None, :])
+    begin = torch.arange(0, other.shape[1], other_block, dtype=torch.int32, device=own.device)
+    first = torch.where(meets, begin, FAR.value).amin(-1)
+    last = torch.where(meets, begin + other_block, 0).amax(-1)
+    return torch.stack((first, last.clamp(max=other.shape[1])), -1)
+
+
+def _extremes(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    places = torch.arange(cdiv(ids.shape[1], block) * block, device=ids.device).clamp(max=ids.shape[1] - 1)
+    blocks = ids[:, places].unflatten(1, (-1, block))
+    return blocks.amin(-1), blocks.amax(-1)
+
+
+def sizes(call) -> dict[str, int]:
+    """Sizes on which the best tiles depend. causal and drawn are 8 or 1: far apart, since tuning rows are looked up by
+    ratio."""
+    q, k, v = call.q, call.k, call.v
+    return {
+        "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3],
+        "value_dim": v.shape[3], "causal": 8 if call.causal else 1, "drawn": 8 if call.dropout_p > 0.0 else 1,
+    }  # fmt: skip
+
+
+def rejects(call) -> list[str]:
+    """Why these kernels cannot serve a call of attention or attention_vjp."""
+    reasons = []
+    if call.page_table is not None:
+        reasons.append("page_table: paged keys and values are not read")
+    if call.q_scale is not None or call.k_scale is not None or call.v_scale is not None:
+        reasons.append("q_scale, k_scale, v_scale: quantised values are not read")
+    if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
+    for name, x in (("q", call.q), ("v", call.v)):
+        if x.cols % 8 or not 16 <= x.cols <= 256:
+            reasons.append(f"{name} has head dim {x.cols}; multiples of 8 from 16 to 256 are served")
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if not x.unit:
+            reasons.append(f"{name} has a last stride other than 1")
+    return reasons

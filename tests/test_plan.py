@@ -1,0 +1,251 @@
+"""Plans of attention: every tile once, a legal order, memory that fits, and today's choices for the benched rows."""
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+import tilesmith
+from plan_calls import GOLDEN, SM90, backward, benched, decode, forward, golden, random_shape
+from tilesmith.engine.backends import triton_missing
+from tilesmith.ops import Mask
+from tilesmith.ops.attn import schedule
+from tilesmith.ops.attn.op import attention_op, attention_vjp
+from tilesmith.ops.attn.plan import Shape
+from tilesmith.ops.attn.plan.hopper_backward import kv_heads_together, rings
+from tilesmith.ops.attn.plan.hopper_forward import divided
+
+
+def _shapes(count, seed):
+    r = random.Random(seed)
+    return [random_shape(r) for _ in range(count)]
+
+
+@pytest.mark.parametrize("make", [forward, backward, decode], ids=lambda make: make.__name__)
+def test_thousands_of_plans_hold_together(make):
+    for s in _shapes(1500, 1):
+        if make is decode and (s.packed or s.lists or s.dropout):
+            continue
+        plan = make(s)
+        assert bool(plan.steps) == (s.tokens > 0 and s.keys > 0) and plan.reasons
+        held = {buffer.name for buffer in plan.scratch}
+        assert len(held) == len(plan.scratch) and plan.scratch_bytes >= 0
+        for step in plan.steps:
+            assert all(n > 0 for n in step.grid) and step.shared_memory <= SM90.shared_memory
+            used = {getattr(source, "of", source) for source in step.tensors.values()}
+            held -= used
+        assert not held, f"{held} is allocated and no kernel is given it"
+        if s.deterministic or make is not backward:
+            assert plan.ordered
+
+
+def test_every_tile_has_one_number():
+    r = random.Random(2)
+    for _ in range(300):
+        blocks, rows = r.randint(1, 40), r.randint(1, 24)
+        section = r.randint(1, rows)
+        found = {schedule.numbered(number, blocks, section, rows) for number in range(blocks * rows)}
+        assert found == {(block, head) for block in range(blocks) for head in range(rows)}
+
+
+def test_stream_k_gives_each_step_to_one_cta():
+    met = 0
+    for s in _shapes(4000, 3):
+        plan = forward(s)
+        step = plan.step("attention_fwd_stream_k_kernel")
+        if step is None:
+            continue
+        met += 1
+        ctas, undivided = step.ctas, step.numbers["whole_tiles"]
+        tiles = step.numbers["blocks"] * step.numbers["rows"] - undivided
+        steps = [math.ceil(s.keys / plan.tile[1])] * tiles
+        if step.constants["RIGHT"]:
+            each = schedule.seen_steps(s.tokens, s.keys, *plan.tile, None, step.numbers["right"])
+            steps = each * (tiles // len(each))
+        total = sum(steps)
+        bounds = [schedule.run_bounds(cta, ctas, total) for cta in range(ctas)]
+        assert bounds[0][0] == 0 and bounds[-1][1] == total
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(bounds))
+        assert max(end - begin for begin, end in bounds) < max(steps)  # else nothing is spared
+        whole = plan.step("attention_fwd_kernel")
+        assert undivided == 0 if whole is None else undivided % whole.ctas == 0
+    assert met > 50
+
+
+def test_the_order_of_a_deterministic_backward_cannot_deadlock():
+    """Each addition waits for a tile with a smaller number. So the smallest number that is not done never waits, and
+    however few CTAs run at a time, all come to an end."""
+    ways = Counter()
+    for s in _shapes(3000, 4):
+        if not s.deterministic or s.packed or s.lists or s.dim > 128 or s.window_left >= 0:
+            continue
+        step = backward(s).step("attention_dkv_kernel")
+        n, c = step.numbers, step.constants
+        tiles, blocks, rows, section = n["k_blocks"], n["q_blocks"], n["rows"], n["section"]
+        if tiles * rows * blocks > 8000:
+            continue
+        ways[c["RING"], c["RIGHT"]] += 1
+        first = [0] * tiles
+        if c["RIGHT"]:
+            behind = s.keys - s.tokens + n["right"] + n["q_begin"]
+            first = [min(max(128 * tile - behind, 0) // c["BQ"], blocks - 1) for tile in range(tiles)]
+        done, sums = set(), Counter()
+        for number in range(tiles * rows):
+            tile = schedule.key_tile(number, tiles, section, rows)
+            for block, which, after in schedule.additions(tile, tiles, blocks, first, c["RING"]):
+                assert after is None or (tile.head, after, block, which) in done
+                if after is None:
+                    sums[tile.head, block, which] += 1
+                done.add((tile.head, tile.place, block, which))
+        assert set(sums.values()) == {1}, "one tile is the first to add to each sum, and all others wait for one"
+        met = Counter((head, block) for head, _, block, _ in done)
+        assert all(met[head, b] == sum(f <= b for f in first) for head in range(rows) for b in range(blocks))
+    assert len(ways) == 3
+
+
+def _cost(tiles, blocks, traffic):
+    return min(schedule.split_cost(tiles, blocks, 132, traffic, n) for n in range(1, min(128, blocks) + 1))
+
+
+def test_predicted_times_grow_with_the_work():
+    r = random.Random(5)
+    for _ in range(300):
+        tiles, blocks, traffic = r.randint(1, 300), r.randint(1, 200), r.random() * 4
+        cost = _cost(tiles, blocks, traffic)
+        assert cost <= _cost(tiles + 132, blocks, traffic) and cost <= _cost(tiles, blocks + 128, traffic)
+        steps = [r.randint(1, 32) for _ in range(tiles)]
+        assert schedule.makespan(steps, 132) <= schedule.makespan([n + 1 for n in steps], 132)
+        assert schedule.even_makespan(tiles, blocks, 132) <= schedule.even_makespan(tiles + 1, blocks, 132)
+
+
+def test_the_plans_of_benched_rows_are_the_golden_ones():
+    wanted = GOLDEN.read_text()
+    assert golden() == wanted, "a plan changed; if it should: PYTHONPATH=src:tests python -m plan_calls"
+    assert len(benched()) > 80
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "keys", "right", "wanted"),
+    [
+        (4, 16, 4096, 4096, None, (1980, 132)),  # 15 rounds, and 68 tiles
+        (1, 1, 20, 4096, None, (0, 4)),
+        (1, 5, 4096, 4096, None, (132, 112)),  # a round, and 28 tiles of 4 runs each
+        (1, 3, 2048, 2048, None, (0, 96)),  # 2 runs each, with no rounds before them
+        (1, 4, 1024, 1024, None, (32, 0)),  # spares too little
+        (1, 132, 256, 4096, None, (264, 0)),  # come out even
+        (8, 16, 2048, 2048, None, (2048, 0)),  # spares less than it costs
+        (1, 2, 131_072, 131_072, None, (2048, 0)),  # keys do not stay in the L2 cache
+        (1, 4, 4096, 4096, 0, (0, 132)),  # 32 tiles a head of 1 to 32 blocks
+        (1, 4, 2048, 2048, 0, (64, 0)),
+        (1, 5, 4096, 4096, 0, (160, 0)),  # the counter evens these out
+        (1, 64, 256, 131_072, 0, (128, 0)),
+    ],
+)
+def test_tiles_are_divided_where_that_spares_more_than_it_costs(batch, heads, tokens, keys, right, wanted):
+    s = Shape(batch, heads, heads, tokens, keys, 128, 128, 2, 2)
+    assert divided(s, -(-tokens // 128) * batch * heads, 128, 128, right, SM90)[:2] == wanted
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "tokens", "keys", "wanted"),
+    [
+        (1, 16, 16, 2048, 2048, True),
+        (2, 16, 16, 8192, 8192, True),
+        (1, 32, 8, 16_384, 16_384, True),
+        (64, 16, 16, 1024, 1024, False),  # as many blocks of dq as would be spared
+        (8, 16, 16, 2048, 2048, False),
+        (1, 4, 4, 8192, 2048, False),  # four times the queries and dq in the L2 cache at a time
+    ],
+)
+def test_ordered_tiles_start_apart_where_that_spares_more_than_it_costs(batch, heads, kv_heads, tokens, keys, wanted):
+    s = Shape(batch, heads, kv_heads, tokens, keys, 128, 128, 2, 2, deterministic=True)
+    section = kv_heads_together(s, keys // 128, SM90, True, False)
+    assert rings(s, tokens // 64, keys // 128, section, SM90) == wanted
+
+
+needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))
+
+
+@needs_triton
+def test_explain_prints_the_plan_of_a_gpu_that_is_not_here():
+    q = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+    told = str(tilesmith.explain("attention", q, q, q, arch="sm90"))
+    assert "1980 tiles in whole rounds, 68 tiles in 132 equal runs of blocks of keys (stream-K)" in told
+    assert "1. attention_fwd_kernel on 132 CTAs" in told and "2. attention_fwd_stream_k_kernel on 132 CTAs" in told
+    asked = {"arch": "sm90", "gradient": True, "deterministic": True}
+    told = str(tilesmith.explain("attention", q, q, q, Mask(causal=True), **asked))
+    assert told.startswith("attention_vjp -> hopper") and "2. attention_dkv_kernel" in told and "ORDERED" in told
+    token, cache = (torch.empty(1, h, t, 128, dtype=torch.bfloat16) for h, t in ((64, 1), (8, 8192)))
+    assert "attention_cluster_kernel" in str(tilesmith.explain("attention", token, cache, cache, arch="sm90"))
+    assert "_attention_split_kernel" in str(tilesmith.explain("attention", token, cache, cache, arch="sm80"))
+    assert "not triton: apple is no GPU" in str(tilesmith.explain("attention", token, cache, cache, arch="apple"))
+    with pytest.raises(ValueError, match="unknown arch 'sm1'"):
+        tilesmith.explain("attention", q, q, q, arch="sm1")
+
+
+@pytest.fixture
+def on_sm90(monkeypatch):
+    """attention's launchers as on a Hopper GPU, with tensors without memory: what they launch and allocate."""
+    from tilesmith.device import counters
+    from tilesmith.ops.attn import execute
+    from tilesmith.ops.attn.hopper import launch_backward, launch_cluster, launch_decode, launch_forward
+    from tilesmith.ops.attn.triton import launch_backward as triton_backward
+    from tilesmith.ops.attn.triton import launch_forward as triton_forward
+
+    seen = {"kernels": [], "bytes": 0, "plans": []}
+    empty, run = torch.empty, execute.execute
+    for module in (launch_forward, launch_backward, launch_decode, launch_cluster, triton_forward, triton_backward):
+        monkeypatch.setattr(module, "arch_of", lambda device: SM90)
+        monkeypatch.setattr(module, "execute", lambda plan, *rest: (seen["plans"].append(plan), run(plan, *rest)))
+    monkeypatch.setattr(counters, "_counter", lambda device, numbers: empty(numbers, dtype=torch.int32, device=device))
+
+    def counted(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        seen["bytes"] += made.numel() * made.element_size()
+        return made
+
+    class Torch:
+        empty, float32, int32 = staticmethod(counted), torch.float32, torch.int32
+
+    monkeypatch.setattr(execute, "torch", Torch)
+    monkeypatch.setattr(execute, "launch", lambda kernel, grid, **named: seen["kernels"].append(kernel.fn.__name__))
+    return seen
+
+
+def _call(s: Shape, device="meta"):
+    q, k = (torch.empty(s.batch, h, t, s.dim, dtype=torch.bfloat16, device=device)
+            for h, t in ((s.heads, s.tokens), (s.kv_heads, s.keys)))  # fmt: skip
+    return attention_op.bind((q, k, k), {
+        "causal": s.causal, "window_left": s.window_left, "window_right": -1 if s.causal else s.window_right,
+        "softcap": 9.0 if s.softcap else 0.0, "deterministic": s.deterministic,
+    })  # fmt: skip
+
+
+@needs_triton
+def test_launchers_launch_and_allocate_what_the_plan_says(on_sm90):
+    for s in _shapes(120, 6):
+        if s.packed or s.lists or s.dropout:
+            continue
+        args = _call(s)
+        full = dict(zip(attention_op.parameters, args))
+        q = full["q"]
+        full |= {"out": q, "dout": q, "dlse": None, "lse": q.new_empty(q.shape[:3], dtype=torch.float32)}
+        full["output_mask"] = (True, True, True, False, False)
+        back = tuple(full[name] for name in attention_vjp.parameters)
+        for op, given in ((attention_op, args), (attention_vjp, back)):
+            for backend in ("hopper", "triton", *(["hopper_split"] if op is attention_op else [])):
+                kernel = op.kernel(backend)
+                kernel.fn.configure.forget()
+                kernel.fn.configure.arch = SM90
+                on_sm90.update(kernels=[], bytes=0, plans=[])
+                try:
+                    kernel.fn(*given)
+                finally:
+                    kernel.fn.configure.arch = None
+                    kernel.fn.configure.forget()
+                (plan,) = on_sm90["plans"]
+                assert [step.kernel for step in plan.steps] == on_sm90["kernels"]
+                assert plan.scratch_bytes == on_sm90["bytes"], plan

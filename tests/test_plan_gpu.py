@@ -1,0 +1,64 @@
+"""`explain` names the device kernels of attention that a profiler then shows, forward and backward."""
+
+import random
+import re
+
+import pytest
+import torch
+
+import tilesmith
+from tilesmith import ops
+from tilesmith.engine.backends import triton_missing
+
+if not torch.cuda.is_available() or torch.version.hip or triton_missing() is not None:
+    pytest.skip("needs an NVIDIA GPU and Triton", allow_module_level=True)
+
+KNOWN = re.compile(r"^_?(attention|query_tiles|key_tiles|list_tiles|list_key_tiles)\w*_kernel$")
+
+
+def _calls(count):
+    """Arguments of calls in few forms, so that few kernels are compiled, and of many sizes."""
+    r = random.Random(0)
+    for number in range(count):
+        dim, group = r.choice((64, 128)), r.choice((1, 4))
+        kv_heads, batch = r.choice((1, 2, 4)), r.choice((1, 2, 3))
+        tokens = r.choice((r.randint(1, 700), 1024, 2048, 4096))
+        given = {"mask": ops.Mask(causal=r.random() < 0.5), "deterministic": r.random() < 0.5}
+        kind = ("train", "train", "decode", "window", "packed")[number % 5]
+        keys = tokens
+        if kind == "decode":
+            tokens, keys = r.choice((1, 4, 16)), r.choice((1000, 8192, 30_000))
+        elif kind == "window":
+            given["mask"] = ops.Mask(causal=True, window=(128, 0))
+        elif kind == "packed":
+            batch, cut = 1, r.randint(0, tokens)
+            lengths = torch.tensor([0, cut, tokens], dtype=torch.int32, device="cuda")
+            given |= {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
+        sizes = ((group * kv_heads, tokens), (kv_heads, keys), (kv_heads, keys))
+        q, k, v = (torch.randn(batch, h, t, dim, dtype=torch.bfloat16, device="cuda") for h, t in sizes)
+        yield (q, k, v), given, kind
+
+
+def _shown(run, *args, **given) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(*args, **given)
+        torch.cuda.synchronize()
+    return {event.name for event in profile.events() if KNOWN.match(event.name)}
+
+
+def _named(choice) -> set[str]:
+    return {word for word in re.findall(r"^\s+\d+\. (\w+_kernel) ", str(choice), re.MULTILINE) if KNOWN.match(word)}
+
+
+def test_explain_names_the_kernels_that_a_profiler_shows():
+    for number, (tensors, given, kind) in enumerate(_calls(220)):
+        forward = tilesmith.explain("attention", *tensors, **given)
+        assert _shown(ops.attention, *tensors, **given) == _named(forward), (number, kind, str(forward))
+        if kind == "decode":
+            continue
+        tensors = [x.requires_grad_() for x in tensors]
+        backward = tilesmith.explain("attention", *tensors, gradient=True, **given)
+        out, _ = ops.attention(*tensors, **given)
+        dout = torch.randn_like(out)
+        shown = _shown(torch.autograd.grad, out, tensors, dout)
+        assert shown == _named(backward), (number, kind, str(backward))
