@@ -87,20 +87,20 @@ def _operands(width):
 
 
 @gluon.jit
-def store_dsmem(barrier, to, program, x, WIDTH: gl.constexpr):
+def store_dsmem(barrier, to, cta, x, WIDTH: gl.constexpr):
     """Store x, fp32, into the shared memory of other CTAs of the cluster (st.async). barrier, to: addresses in this
-    CTA's shared memory, which are the same in the others. to, program: for each number; a thread has WIDTH neighbours
+    CTA's shared memory, which are the same in the others. to, cta: for each number; a thread has WIDTH neighbours
     (2 or 4)."""
     ASM: gl.constexpr = _sending(WIDTH)
     OPERANDS: gl.constexpr = _operands(WIDTH)
     gl.inline_asm_elementwise(
-        ASM, OPERANDS, [to, program, barrier + to * 0, x.to(gl.int32, bitcast=True)],
+        ASM, OPERANDS, [to, cta, barrier + to * 0, x.to(gl.int32, bitcast=True)],
         dtype=gl.int32, is_pure=False, pack=WIDTH,
     )  # fmt: skip
 
 
 @gluon.jit
-def store_dsmem_pair(barrier, to, program, a, b):
+def store_dsmem_pair(barrier, to, cta, a, b):
     """As `store_dsmem`, for two fp32 values per row that all threads of a warp hold; lane 0 stores them."""
     gl.inline_asm_elementwise(
         """{
@@ -114,7 +114,7 @@ def store_dsmem_pair(barrier, to, program, a, b):
         mov.b32 $0, to;
         }""",
         "=r,r,r,r,r,r",
-        [to, program, barrier + to * 0, a.to(gl.int32, bitcast=True), b.to(gl.int32, bitcast=True)],
+        [to, cta, barrier + to * 0, a.to(gl.int32, bitcast=True), b.to(gl.int32, bitcast=True)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

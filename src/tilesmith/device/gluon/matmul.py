@@ -143,5 +143,5 @@ def matmul_arguments(a: Tensor, b: Tensor, out: Tensor) -> tuple[int, tuple[Any,
     blocks = ((a, [ROWS // 2, STEP]), (b, [COLS, STEP]), (out, [ROWS // 2, COLS // 2]))
     descs = (TensorDescriptor(t, list(t.shape), [t.stride(0), 1], block, _TILE) for t, block in blocks)
     tiles_m, tiles_n = cdiv(out.shape[0], ROWS), cdiv(out.shape[1], COLS)
-    programs = min(arch_of(a.device).sms or 1, tiles_m * tiles_n)
-    return programs, (*descs, tiles_m, tiles_n, cdiv(a.shape[1], STEP))
+    ctas = min(arch_of(a.device).sms or 1, tiles_m * tiles_n)
+    return ctas, (*descs, tiles_m, tiles_n, cdiv(a.shape[1], STEP))

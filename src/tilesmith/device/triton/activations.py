@@ -1,4 +1,4 @@
-"""Activations by name in Triton: the value with its derivative, and the gradient, also from the activation's output."""
+"""Activations by name in Triton: the value and the derivative, and the gradient, from the input or from the output."""
 
 import math
 
@@ -14,10 +14,11 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _lower_tail(a):
-    """The standard normal's probability below -a, a >= 0: 2 to a polynomial, whose relative error is 4e-6 for a < 4.5
-    and 2e-5 for a < 7; it falls all the way beyond. A minimax fit, by Lawson's algorithm, to log2 of the probability.
+    """The standard normal's probability below -a, a >= 0: exp2 of a polynomial, a minimax fit (Lawson's algorithm) to
+    log2 of the probability. Its relative error is 4e-6 for a < 4.5 and 2e-5 for a < 7, and it decreases all the way
+    beyond.
 
-    16-bit tensors are read at such a rate that erf, of 30 instructions, would be what takes the time; this is 8.
+    With 16-bit tensors erf, of 30 instructions, would take longer than memory; this takes 8.
     """
     power = -1.7770024e-06 * a + 6.046321e-05
     power = power * a - 0.0009217353
@@ -30,8 +31,9 @@ def _lower_tail(a):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The value at fp32 x and its derivative; what a caller does not use costs nothing. "none" is x itself. Names that
-    begin with "of_": the derivative where that activation gave x. A NaN stays one, which tl.maximum would not keep."""
+    """The activation at fp32 x and its derivative; the compiler drops the one that a caller does not use. "none" is x
+    itself. Names that begin with "of_": x is the activation's output, and the derivative is that where it gave x. A NaN
+    stays NaN, which tl.maximum would not ensure."""
     if ACTIVATION == "gelu":
         cdf = 0.5 + 0.5 * tl.math.erf(x * SQRT_HALF)
         return x * cdf, cdf + x * (NORMAL_PEAK * tl.exp(-0.5 * x * x))
@@ -67,7 +69,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gradient(dout, x, ACTIVATION: tl.constexpr):
-    """dout · activation'(x). Where a relu cut, it is 0 whatever dout is, an infinity too."""
+    """dout · activation'(x). Where a relu cuts, it is 0 whatever dout is, even infinite."""
     _, slope = activate(x, ACTIVATION)
     dx = dout * slope
     if ACTIVATION == "relu" or ACTIVATION == "of_relu":

@@ -1,4 +1,5 @@
-"""Sums over rows in two stages, the same bits in every run: how many partial rows kernels write, and their sum."""
+"""Sums over rows in two stages, with the same bits in every run: how many partial rows kernels write, and the sum of
+these."""
 
 import torch
 import triton
@@ -11,7 +12,7 @@ from tilesmith.hardware.detect import arch_of
 
 @triton.jit
 def sum_block(partial_ptr, out_ptr, partials, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """A block of columns a program: its partial rows added in a fixed order, in fp32, and cast."""
+    """One block of columns per program: its partial rows are added in fp32, in a fixed order, and cast."""
     col = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     lane = tl.arange(0, BLOCK_ROWS)[:, None]
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -28,8 +29,8 @@ def _column_sums_kernel(
     partial_ptr, other_partial_ptr, out_ptr, other_out_ptr, partials, other_partials, num_cols, other_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Of one tensor, or of two by twice the programs. CHAINED: it may have started before the kernel that writes the
-    partial rows is over."""
+    """The sums of one tensor, or of two by twice the programs. CHAINED: launched by PDL, it may have started before the
+    kernel that writes the partial rows has ended."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     if out_ptr is None:
@@ -43,23 +44,24 @@ def _column_sums_kernel(
 
 
 def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the rows of `partial`, contiguous [partials, N] fp32, as [N] in `dtype`; zeros where there is none."""
+    """The sum of the rows of `partial`, contiguous [partials, N] fp32, as [N] in `dtype`; zeros where there are no
+    rows."""
     out = partial.new_empty(partial.shape[1], dtype=dtype)
     add_partials((partial, None), (out, None))
     return out
 
 
 def add_partials(partials: tuple[Tensor | None, Tensor | None], outs: tuple[Tensor | None, Tensor | None]) -> None:
-    """`sum_partials` of one or two tensors, each to its [N] in `outs`, by one launch; None and None for one that is not
-    wanted."""
+    """`sum_partials` of one or two tensors, each into its [N] of `outs`, by one launch; None and None for one that is
+    not wanted."""
     counts = [0 if partial is None else partial.shape[0] for partial in partials]
     widths = [0 if out is None else out.shape[0] for out in outs]
     out = outs[1] if outs[0] is None else outs[0]
     if out is not None and max(widths):
         count, cols = max(counts), max(widths)
         tall = min(64, next_power_of_2(max(count, 1)))
-        # Few programs wait for each other's loads. H200, 1,267 rows of 128 columns and 317 of others: 6.6 µs; by 256
-        # rows of 8 columns a step 7.5, and 10.3 by two launches.
+        # With few programs the latency of loads is exposed. H200, 1,267 rows of 128 columns and 317 of others: 6.6 µs;
+        # by 256 rows of 8 columns a step 7.5, and 10.3 by two launches.
         while 2 * tall <= min(1024 if cols <= 128 else 256, count) and cols * tall <= 64 * 2048:
             tall *= 2
         wide, warps = (2048 // tall, 4) if tall <= 256 else (4096 // tall, 8)
@@ -73,18 +75,19 @@ def add_partials(partials: tuple[Tensor | None, Tensor | None], outs: tuple[Tens
 
 
 def chained(device: torch.device) -> dict[str, bool]:
-    """CHAINED of a kernel, and what it is launched with where it waits for the one before it on the device."""
+    """CHAINED of a kernel, and the launch option for programmatic dependent launch (PDL) where the device has it."""
     return {"CHAINED": True, "launch_pdl": True} if starts_early(device) else {"CHAINED": False}
 
 
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can wait on `device` for the one before it in the stream (programmatic dependent launch)."""
+    """Whether a kernel on `device` can wait for the one before it in the stream (programmatic dependent launch)."""
     arch = arch_of(device)
     return device.type == "cuda" and arch.kind == "cuda" and arch.capability >= (9, 0)
 
 
 def partial_rows(tiles: int, col_blocks: int, programs: int, least: int) -> int:
-    """Programs along `tiles` row tiles: so many that, times `col_blocks`, about `programs` run, each with at least
-    `least` tiles, and none with a tile less than its neighbours if that frees a whole program."""
+    """How many programs walk along `tiles` row tiles, each of which writes a partial row: so many that, times
+    `col_blocks`, about `programs` run, each has at least `least` tiles, and none has a tile less than its neighbours if
+    that frees a whole program."""
     most = max(1, programs // max(1, col_blocks))
     return cdiv(tiles, max(1, least, cdiv(tiles, most)))

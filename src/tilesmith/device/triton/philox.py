@@ -12,18 +12,19 @@ def load_key(seed_ptr):
 
 @triton.jit
 def _multiply(a, b):
-    """High and low word of the product of two 32-bit words by one wide multiplication; mul.hi and mul.lo are two."""
+    """The high and low words of the product of two 32-bit words, by one wide multiplication; mul.hi and mul.lo would be
+    two."""
     product = a.to(tl.uint64) * b
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit
 def random_words(key, counter, SHORT: tl.constexpr):
-    """The four words of each int64 counter. SHORT: none needs more than 32 bits; then what the first two rounds make of
-    a counter's high half and of the offset is a scalar.
+    """The four output words for each int64 counter. SHORT: no counter needs more than 32 bits; what the first two
+    rounds compute from a counter's high half and from the offset is then a scalar.
 
-    The 64-bit products make Triton take the words for too dear to compute in another layout: where the tile that they
-    meet does not have theirs, they go through shared memory.
+    Because of the 64-bit products, Triton considers the words too expensive to compute in another layout: where the
+    tile that uses them has a different one, they go through shared memory.
     """
     seed, offset = key[0].to(tl.uint64, bitcast=True), key[1].to(tl.uint64, bitcast=True)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -40,12 +41,12 @@ def random_words(key, counter, SHORT: tl.constexpr):
 
 @triton.jit
 def random_bits(key, first, BLOCK_COLS: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr):
-    """uint32s [M, BLOCK_COLS] whose upper halves are the bits of a tile whose row m starts at the linear index
-    first[m], [M, 1] int64; the lower halves are anything.
+    """uint32s [M, BLOCK_COLS] whose upper halves are the random bits of a tile. Row m of the tile starts at the linear
+    index first[m], [M, 1] int64. The lower halves are undefined.
 
-    LANES: 8 or 4 neighbours that a thread holds, so many as a 16-byte access moves of the tile's elements; `first` are
-    multiples of it. One call then serves them, and its words lie in the threads that load and store those elements. 1
-    serves any `first`, by a call for each element. SHORT: the tensor has at most 2**35 elements.
+    LANES: 8 or 4 neighbours per thread, as many as a 16-byte access of the tile's elements moves; `first` are multiples
+    of it. One Philox call then serves them, and its words lie in the threads that load and store those elements. LANES
+    = 1 serves any `first`, with one call per element. SHORT: the tensor has at most 2**35 elements.
     """
     lane = tl.arange(0, BLOCK_COLS // LANES)[None, :]
     if LANES == 8:

@@ -45,8 +45,9 @@ def _sum_kernel(
     rows, span, cols, ignore_index, z_loss,
     MEAN: tl.constexpr, Z: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Sums over `span` tokens a program, in a fixed order; the program that ends last adds up those of all, at most
-    PROGRAMS, in a fixed order, too. CHAINED: it may have started before the kernel that writes the losses is over."""
+    """Sums over `span` tokens per program, in a fixed order. The program that ends last adds up those of all, at most
+    PROGRAMS, in a fixed order, too. CHAINED: launched by PDL, it may have started before the kernel that writes the
+    losses has ended."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     first = tl.program_id(0).to(tl.int64) * span
@@ -87,7 +88,7 @@ def _sum_kernel(
 @triton.jit
 def _scale_kernel(grad_ptr, out_ptr, dloss_ptr, divisors_ptr, elements, OVER: tl.constexpr, BLOCK: tl.constexpr):
     """grad · dloss, over the first divisor where there are divisors; 0 where no token counted. OVER: out is grad, so
-    that nothing moves for a factor of 1, as of a loss whose backward starts there."""
+    that a factor of 1, the usual dloss, costs no traffic."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(dloss_ptr).to(tl.float32)
     if divisors_ptr is not None:

@@ -75,8 +75,8 @@ def _biased_fwd_kernel(
 
 @triton.jit
 def _bias_tile(bias_ptr, num_cols, BLOCK_COLS: tl.constexpr):
-    """The bias of this program's columns as one fp32 row. Loaded in one dim: a tile of one row would get a layout of
-    its own, and the rows it meets would be moved through shared memory to match it."""
+    """The bias of this program's columns as one fp32 row. It is loaded in one dim: a tile of one row would get a layout
+    of its own, and the rows it meets would go through shared memory to match that."""
     lane = (tl.program_id(0) % tl.cdiv(num_cols, BLOCK_COLS)).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     return tl.load(bias_ptr + lane, mask=lane < num_cols, other=0.0).to(tl.float32)[None, :]
 
@@ -87,11 +87,9 @@ def _biased_bwd_kernel(
     ACTIVATION: tl.constexpr, WANTS_DX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns and every strips-th tile of rows a program: dx, and one row of partial sums of dx for dbias. A
-    tile is asked for while the one before it is worked on.
-
-    APART: how many neighbouring rows different threads hold; a thread adds up its own of a tile before they meet the
-    sums, which so take few registers.
+    """A block of columns per program, and every strips-th tile of rows: dx, and one partial row of sums of dx for
+    dbias. A tile is loaded while the one before it is worked on. APART: how many neighbouring rows lie in different
+    threads; a thread adds up its own rows of a tile before adding them to the sums, which therefore take few registers.
     """
     col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
     strip = tl.program_id(0) // col_blocks
@@ -141,9 +139,9 @@ def _blocks(num_rows: int, num_cols: int, config: GateConfig) -> tuple[int, int,
 
 
 class StripConfig(NamedTuple):
-    """block_rows, block_cols: a tile. programs, max_registers: of the backward: how many programs walk the tiles of
-    their columns, each at least `LEAST` rows; registers of a thread, so that they are resident at once; 0 leaves it to
-    the compiler."""
+    """block_rows, block_cols: a tile. programs: of the backward: at most so many programs walk over the tiles of their
+    columns, each over at least `LEAST` rows. max_registers: per thread, so that they are resident at once; 0 leaves it
+    to the compiler."""
 
     block_rows: int
     block_cols: int
@@ -191,7 +189,7 @@ def _backward(
 def _biased_backward(
     dout: Tensor, x: Tensor, bias: Tensor, activation: str, output_mask: Sequence[bool], config: StripConfig
 ) -> tuple[Tensor, Tensor]:
-    """dx and dbias; with dbias alone, dx is made but not stored."""
+    """dx and dbias; with dbias alone, dx is computed but not stored."""
     wants_dx, _ = output_mask
     dx = x.new_empty(x.shape if wants_dx else 0)
     dout, x = rows(dout), rows(x)
@@ -219,7 +217,7 @@ def _strip_blocks(num_rows: int, num_cols: int, config: StripConfig) -> tuple[in
 
 
 def _gelu_name(approximate: str, *tensors: Tensor | None) -> str:
-    """The activation that is exact enough for all of the tensors."""
+    """The cheapest gelu that is exact enough for all of the tensors."""
     if approximate == "tanh":
         return "gelu_tanh"
     return "gelu_16_bit" if all(x is None or x.element_size() == 2 for x in tensors) else "gelu"

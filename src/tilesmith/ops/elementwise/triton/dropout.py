@@ -57,11 +57,9 @@ def _bias_dropout_bwd_kernel(
     LANES: tl.constexpr, SHORT: tl.constexpr, WANTS_DX: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns and every strips-th tile of rows a program: dx, and one row of partial sums of dx for dbias. A
-    tile is asked for while the one before it is worked on.
-
-    APART: how many neighbouring rows different threads hold; a thread adds up its own of a tile before they meet the
-    sums, which so take few registers.
+    """A block of columns per program, and every strips-th tile of rows: dx, and one partial row of sums of dx for
+    dbias. A tile is loaded while the one before it is worked on. APART: how many neighbouring rows lie in different
+    threads; a thread adds up its own rows of a tile before adding them to the sums, which therefore take few registers.
     """
     col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
     strip = tl.program_id(0) // col_blocks
@@ -92,9 +90,9 @@ def _bias_dropout_bwd_kernel(
 
 
 class DropConfig(NamedTuple):
-    """block_rows, block_cols: a tile. programs, max_registers: of the backward that sums; each of its programs walks at
-    least `LEAST` rows of its columns. max_registers: of a thread, so that `programs` are resident at once; 0 leaves it
-    to the compiler."""
+    """block_rows, block_cols: a tile. programs: of the backward that sums: at most so many programs, each of which
+    walks over at least `LEAST` rows of its columns. max_registers: per thread, so that they are resident at once; 0
+    leaves it to the compiler."""
 
     block_rows: int
     block_cols: int

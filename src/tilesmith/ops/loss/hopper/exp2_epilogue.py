@@ -219,12 +219,12 @@ def gradients(
         x, weight, target, scores, references, x.stride(0), weight.stride(0), hidden, classes, terms.ignore_index,
         power, BLOCK=1024, num_warps=4,
     )  # fmt: skip
-    programs, product = matmul_arguments(x, weight, e)
+    ctas, product = matmul_arguments(x, weight, e)
     sizes = rows, classes, power
 
     def launch_exp2(flag: Tensor | None) -> None:
         even = classes % COLS == 0
-        launch(exp2_matmul_kernel, (programs,), *product, references, sums, flag, *sizes, EVEN=even, num_warps=4)
+        launch(exp2_matmul_kernel, (ctas,), *product, references, sums, flag, *sizes, EVEN=even, num_warps=4)
 
     def settle(second: bool) -> None:
         launch(
@@ -237,7 +237,7 @@ def gradients(
 
     launch_exp2(None)
     settle(False)
-    launch(max_matmul_kernel, (programs,), *product, references, factors, again, *sizes, num_warps=4)
+    launch(max_matmul_kernel, (ctas,), *product, references, factors, again, *sizes, num_warps=4)
     launch_exp2(again)
     settle(True)
     if chunks.mask[1]:  # before dx, whose place the scaled x takes

@@ -138,10 +138,10 @@ def loss_grad_parts_kernel(
 
 def loss_grad(config: HeldConfig, logits, target, class_weight, losses, lse, divisors, terms: Terms, grad: str) -> None:
     """`LogitSteps.forward` with a gradient."""
-    programs, parts = held_grid(logits, config)
+    ctas, parts = held_grid(logits, config)
     stride = logits.stride(0) * logits.element_size() // 16
     launch(
-        loss_grad_parts_kernel, (programs,),
+        loss_grad_parts_kernel, (ctas,),
         logits, target, class_weight, divisors if divisors.numel() else None, losses, lse, logits.shape[1], stride,
         terms.ignore_index, terms.z_loss, terms.scale,
         Z=terms.z_loss != 0, MEAN=grad == "mean", enable_fp_fusion=False,

@@ -20,8 +20,9 @@ from tilesmith.ops.loss.triton.cross_entropy_kernels import (
 
 
 class LossConfig(NamedTuple):
-    """block: classes a program holds at a time; rows: rows of a tile, where a whole row fits in a block; num_stages:
-    how deep the loads of a swept row are pipelined; programs: how many rows are swept at a time, 0: as many as fit."""
+    """block: classes that a program holds at a time. rows: rows of a tile, where a whole row fits in a block.
+    num_stages: pipeline depth of the loads of an online softmax. programs: how many rows it works on at a time; 0: as
+    many as fit."""
 
     block: int
     rows: int
@@ -77,7 +78,7 @@ def rows_of(logits: Tensor) -> _Rows:
 
 
 def _merged(logits: Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of the leading dims, neighbours joined where they are one."""
+    """(size, stride) of the leading dims, where neighbouring dims that form one are merged."""
     dims: list[tuple[int, int]] = []
     for size, stride in zip(logits.shape[:-1], logits.stride()[:-1]):
         if size == 1:
@@ -190,8 +191,8 @@ def _reasons(call) -> list[str]:
 
 
 def held(dims, arch) -> LossConfig:
-    """Whole rows: short ones several to a warp, so that no row crosses warps, as long as that leaves a program for each
-    multiprocessor; long ones with 32 elements a thread."""
+    """A configuration for whole rows in registers: several short ones per warp, so that no row crosses warps, as long
+    as every multiprocessor has a program; long ones with 32 elements per thread."""
     block = next_power_of_2(dims["cols"])
     rows, warps = max(1, 2048 // block), max(1, block // 1024)
     while rows > 1 and dims["rows"] < rows * max(1, arch.sms):
@@ -253,7 +254,7 @@ CROSS_ENTROPY_VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWE
 @optimize_kernel(space=CROSS_ENTROPY_SPACE)
 @cross_entropy_arguments
 def cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """One program a row or a tile of rows, then one launch for the sums."""
+    """One program per row or per tile of rows, then one launch for the sums."""
     logits, weight = call.logits, call.weight
     terms = Terms(call.ignore_index, call.label_smoothing, call.z_loss, call.scale, call.softcap)
     weight, labels = dense(weight), row_values(call.target)
@@ -277,7 +278,7 @@ def cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
 @optimize_kernel(space=CROSS_ENTROPY_VJP_SPACE)
 @cross_entropy_vjp_arguments
 def cross_entropy_vjp(call, *, config: LossConfig) -> Tensor:
-    """One program a block of a row, or a tile of rows: logits are read once, their gradient written once."""
+    """One program per block of a row, or per tile of rows: logits are read once, and their gradient is written once."""
     dloss, logits = call.dloss, call.logits
     if not call.output_mask[0]:
         return logits.new_empty(0)

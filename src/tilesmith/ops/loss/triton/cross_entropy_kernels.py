@@ -16,7 +16,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _tanh(x):
-    """Below 1/4 the series, since 1 − exp(−2|x|) would cancel; its first dropped term is below fp32's rounding."""
+    """tanh. Below 1/4 by its series, since 1 − exp(−2|x|) would cancel; the first term left out is below fp32's
+    rounding."""
     size = tl.abs(x)
     decay = tl.exp2(size * (-2.0 * LOG2E))
     square = x * x
@@ -37,8 +38,8 @@ def _score(logits, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _row_start(row, stride, outer_stride, inner_rows, GROUPED: tl.constexpr, UNIT: tl.constexpr):
-    """Offset of a row; GROUPED: rows lie in groups of `inner_rows`, as those of logits[:, :-1] do. All strides are
-    multiples of UNIT, which Triton only sees in an argument if it is one of 16."""
+    """The offset of a row. GROUPED: rows lie in groups of `inner_rows`, as those of logits[:, :-1] do. All strides are
+    multiples of UNIT, which Triton can only infer for multiples of 16."""
     stride = stride // UNIT * UNIT
     if GROUPED:
         outer_stride = outer_stride // UNIT * UNIT
@@ -57,8 +58,8 @@ def _sum_of_weights(weight_ptr, weight_sum_ptr, cols):
 
 @triton.jit
 def _loss(lse, chosen, total, label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH: tl.constexpr):
-    """A token's cross-entropy without its z term; total: Σ w[c] · z[c]. All scores in base 2: taken apart only after
-    the subtraction, so that a certain label costs exactly nothing."""
+    """A token's cross-entropy without its z term; total: Σ w[c] · z[c]. All scores are in base 2 and converted only
+    after the subtraction, so that the loss of a certain label is exactly 0."""
     loss = label_weight * (lse - chosen)
     if SMOOTH:
         loss = (1.0 - smoothing) * loss + smoothing / cols * (all_weights * lse - total)
@@ -89,8 +90,8 @@ def _coefficients(
 
 @triton.jit
 def _own_grads(divisors_ptr, Z: tl.constexpr, MEAN: tl.constexpr):
-    """The gradient of a loss with respect to a token's cross-entropy and to its z term: of the mean, or of that times
-    its first divisor."""
+    """The gradient of a loss with respect to a token's cross-entropy and to its z term: of the mean, or of the mean
+    times its first divisor."""
     if MEAN:
         return 1.0 / tl.load(divisors_ptr), 1.0 / tl.load(divisors_ptr + 1)
     elif Z and divisors_ptr is not None:
@@ -111,7 +112,7 @@ def _upstream(dloss_ptr, dloss_stride, divisors_ptr, row, inside):
 
 @triton.jit
 def _tile(BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """Places of a block, as [BLOCK / LANES, LANES]: LANES neighbours are what one thread loads at once."""
+    """The positions of a block, as [BLOCK / LANES, LANES]: a thread loads LANES neighbours at once."""
     return tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
@@ -120,8 +121,8 @@ def _sweep(
     row_ptr, weight_ptr, at, shift, end, peak, sums, total, scale, softcap,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take one block of a row into the running maxima, the running sums of exponentials and those of scores. Each
-    thread has its own, so that threads meet once a row and not once a block."""
+    """Add one block of a row to the running maxima, the running sums of exponentials and the sums of scores. Each
+    thread has its own of them, so that threads exchange them once per row and not once per block."""
     inside = (at >= shift) & (at < end)
     if MASKED:
         z, _ = _score(tl.load(row_ptr + at, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
@@ -176,9 +177,9 @@ def cross_entropy_online_kernel(
     MEAN: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr, COLS_UNIT: tl.constexpr, ALIGN: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows one after the other. ALIGN > 1: rows start anywhere, so blocks start at the multiple of ALIGN elements
-    before. Only the first block (where ALIGN > 1) and the last one are masked: the others keep 16-byte accesses. The
-    gradient's sweep goes backwards, so that it meets what the L2 cache has seen last."""
+    """An online softmax over a row at a time. ALIGN > 1: rows start at any address, and blocks start at the multiple of
+    ALIGN elements before it. Only the first block (where ALIGN > 1) and the last one are masked; the others keep
+    16-byte accesses. The pass for the gradient goes backwards, so that it starts with what is still in L2."""
     cols = cols // COLS_UNIT * COLS_UNIT
     place = _tile(BLOCK, LANES)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -268,8 +269,8 @@ def cross_entropy_row_kernel(
     MEAN: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr, COLS_UNIT: tl.constexpr, PLAIN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of whole rows, read once and held in registers. PLAIN: scores are the logits, so that what lies outside a
-    row can be loaded as −∞."""
+    """A tile of whole rows, read once and held in registers. PLAIN: scores are the logits, so that −∞ can be loaded
+    outside a row."""
     cols = cols // COLS_UNIT * COLS_UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)[None, :]
@@ -399,8 +400,8 @@ def cross_entropy_row_vjp_kernel(
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr,
     COLS_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of whole rows, or of all their columns that are there: the classes from first_class on. The last rows
-    first, and CHAINED, as `cross_entropy_online_vjp_kernel`."""
+    """A tile of whole rows, or of all the columns that this device has: the classes from first_class on. The last rows
+    come first; CHAINED: as in `cross_entropy_online_vjp_kernel`."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     cols = cols // COLS_UNIT * COLS_UNIT

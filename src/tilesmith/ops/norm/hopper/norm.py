@@ -320,13 +320,13 @@ def forward(norm: Norm, config: HeldConfig) -> tuple[Tensor | None, ...]:
     y, s, mean, rstd = outputs
     count, cols = x.shape
     if count:
-        programs, parts = held_grid(x, config)
+        ctas, parts = held_grid(x, config)
         x, x_stride = aligned(x)
         residual, residual_stride = (None, 0) if residual is None else aligned(residual)
         weight, bias = aligned_vector(norm.weight), aligned_vector(norm.bias)
         dropout = dropout_arguments(norm.seed, norm.p, count, cols)
         launch(
-            norm_fwd_parts_kernel, (programs,), x, residual, weight, bias, y, s, mean, rstd,
+            norm_fwd_parts_kernel, (ctas,), x, residual, weight, bias, y, s, mean, rstd,
             cols, x_stride, residual_stride, norm.eps, norm.offset or None,
             CENTER=norm.center, LLAMA=norm.llama, AHEAD=1 if config.num_warps >= 16 else 2,
             **held_flags(cols, parts, config), **dropout,

@@ -298,7 +298,7 @@ def add_layer_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor
 def _dropout_reasons(call: Any) -> list[str]:
     reasons = norms.rows_refused(call._replace(seed=None), call.x.cols, DROPOUT_ABOVE)
     if call.kind == "layer" and call.x.dtype == torch.float32:
-        reasons.append("layer norm of float32; parts in registers, by programs that do not stay, are faster")
+        reasons.append("layer norm of float32; parts in registers, by non-persistent CTAs, are faster")
     return reasons
 
 

@@ -1,4 +1,5 @@
-"""Causal softmax and softmax_dropout on Hopper, in Gluon: rows in shared memory, of which what is seen is read."""
+"""Causal softmax and softmax_dropout on Hopper, in Gluon: a row lies in shared memory, and only its visible part is
+loaded."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ _HIDDEN = gl.constexpr(-0x7F0080)  # two values of bf16: -inf
 
 @gluon.jit
 def _end(row, cols, tokens, inner):
-    """How many columns a row sees; may be below 1. inner: rows that lie between two neighbours in tokens."""
+    """How many columns a row sees; may be below 1. inner: the number of rows between two neighbours in tokens."""
     return gl.minimum((row // inner) % tokens + (cols - tokens + 1), cols)
 
 
@@ -52,7 +53,7 @@ def _no_words():
 
 @gluon.jit
 def _shown(value, chunk, end, other):
-    """`value` of the columns that a row sees, of a chunk in lines, and `other`."""
+    """`value` for the columns that a row sees, of a chunk in lines; `other` for the rest."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     col = gl.reshape(chunk * WIDTH + gl.arange(0, WIDTH, LANES), [gl.num_warps(), _LINE])
@@ -73,8 +74,8 @@ def softmax_dropout_fwd_causal_parts_kernel(
     x_ptr, y_ptr, top_ptr, total_ptr, seed_ptr, cols, x_stride, scale, tokens, inner, drop_below, keep_scale,
     POSITIVE: gl.constexpr, CHUNKS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
-    """y of a row of bf16, of which only the part that is seen is read; y takes its place in shared memory, with zeros
-    behind it, and the row is written at once. With top_ptr the row's maximum and sum are stored, too."""
+    """y of a row of bf16, of which only the visible part is loaded. y replaces it in shared memory, followed by zeros,
+    and one bulk copy stores the row. With top_ptr the row's maximum and sum are stored, too."""
     row = gl.program_id(0)
     X: gl.constexpr = x_ptr.dtype.element_ty
     Y: gl.constexpr = y_ptr.dtype.element_ty
@@ -139,8 +140,8 @@ def softmax_dropout_bwd_causal_parts_kernel(
     x_ptr, dy_ptr, top_ptr, seed_ptr, dx_ptr, cols, x_stride, dy_stride, scale, tokens, drop_below, keep_scale,
     POSITIVE: gl.constexpr, CHUNKS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
-    """dx of a row of bf16, in x's place, behind which zeros leave at once; y is made of x twice, but for the factor
-    that makes its sum 1."""
+    """dx of a row of bf16. It replaces x in shared memory; the zeros behind it are stored at once. y is computed from x
+    twice, up to the factor that makes its sum 1."""
     row = gl.program_id(0)
     X: gl.constexpr = x_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()

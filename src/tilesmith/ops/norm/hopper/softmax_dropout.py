@@ -1,4 +1,5 @@
-"""softmax_dropout of wide rows on Hopper, in Gluon: as hopper.py; the gradient draws again what the forward dropped."""
+"""softmax_dropout of wide rows on Hopper, in Gluon: as hopper/softmax.py; the backward generates the forward's mask
+again."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -84,9 +85,9 @@ def softmax_dropout_fwd_parts_kernel(
     PARTS: gl.constexpr, POSITIVE: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr, EVEN: gl.constexpr,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """y of a CTA's parts of rows. What a thread has of a row is relative to its own maximum until the row's is
-    known: one power of two for each value. The row's maximum and sum are stored, too; with seed_ptr y is dropped
-    out."""
+    """y of a CTA's parts of rows. Each thread's exponentials are relative to its own maximum until that of the row is
+    known, so that each value takes one exp2. The row's maximum and sum are stored, too. With seed_ptr y is dropped out.
+    """
     group, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     FUSED: gl.constexpr = x_desc.dtype.primitive_bitwidth == 16
     WARPS: gl.constexpr = gl.num_warps()
@@ -165,7 +166,7 @@ def softmax_dropout_fwd_parts_kernel(
 
 @gluon.jit
 def _tile(slots, c, CHUNKS: gl.constexpr):
-    """A chunk of a part in shared memory, two bf16 a word: a line of LINE neighbours a warp."""
+    """A chunk of a part in shared memory, two bf16 per word: one line of LINE neighbours per warp."""
     return reinterpret(slots.index(0), gl.int32, [CHUNKS, gl.num_warps() * (_LINE // 2)], PLAIN).index(c)
 
 
@@ -178,7 +179,7 @@ def _scores(slots, c, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def top_of_pairs(most):
-    """The maximum of what each thread has, fp32 [warps, 32], of two bf16 a word."""
+    """The maximum of each thread's values, fp32 [warps, 32], from words of two bf16."""
     most = gl.reduce(gl.reshape(most, [gl.num_warps(), 32, 4]), 2, higher)
     low, high = split_fp32(most, gl.bfloat16)
     return gl.maximum(low, high)
@@ -190,7 +191,7 @@ def _store_chunks(
     CHUNKS: gl.constexpr, GRAIN: gl.constexpr, FOLDED: gl.constexpr, DROPS: gl.constexpr, SHORT: gl.constexpr,
     RARE: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    """y of the first chunks of a part. FOLDED: `base` has the factor in it."""
+    """Store y of the first chunks of a part. FOLDED: `base` includes the factor."""
     Y: gl.constexpr = y_ptr.dtype.element_ty
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
     col = columns(0, 0, 1)
@@ -278,7 +279,7 @@ def softmax_dropout_fwd_whole_parts_kernel(
 
 @gluon.jit
 def exponentials(x, top, scale, FUSED: gl.constexpr):
-    """exp(scale · x - top). FUSED: by one product and sum, as `_weights` of triton.py, which says why it may be."""
+    """exp(scale · x - top). FUSED: by one fma, as `_weights` in triton/softmax.py explains."""
     if FUSED:
         base = gl.where(gl.abs(top) > 2e38, 1e-30, LOG2E)
         weights = gl.exp2(x * (scale * base) - top * base)
@@ -292,8 +293,8 @@ def softmax_dropout_bwd_parts_kernel(
     x_ptr, dy_ptr, top_ptr, seed_ptr, dx_ptr, cols, x_stride, dy_stride, scale, drop_below, keep_scale,
     PARTS: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
-    """dx of a part of a row, by the sums of y and of y · dy; y is made of x but for the factor that makes its sum
-    1. Bits are drawn while x and dy are in flight."""
+    """dx of a part of a row, from the sums of y and of y · dy; y is computed from x up to the factor that makes its sum
+    1. Random bits are generated while x and dy are in flight."""
     row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     X: gl.constexpr = x_ptr.dtype.element_ty
     DY: gl.constexpr = dy_ptr.dtype.element_ty
@@ -381,7 +382,8 @@ def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> 
 
 
 def _forward_fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> PartsConfig:
-    """`config`, of rows that are held with parts of an even number of chunks, of which a cluster can hold a row."""
+    """`config`; for rows that are held, with parts of an even number of chunks and so wide that a cluster can hold a
+    row."""
     if "held" in dims:
         least = max(2 * config.num_warps * LINE, cdiv(dims["cols"], MOST_PARTS))
         config = config._replace(width=next_power_of_2(max(config.width, least)))
@@ -389,7 +391,7 @@ def _forward_fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype:
 
 
 def _held_flags(cols: int, parts: int, chunks: int, config: PartsConfig) -> dict[str, Any]:
-    """Chunks that are worked on at once: all, or so many that few lie beyond the last column."""
+    """Compile-time flags: how many chunks are worked on at once, all or so many that few lie beyond the last column."""
     even = cols == parts * config.width
     grain = 4 if parts <= 2 and cols % (4 * config.num_warps * LINE) == 0 else 2
     grain = chunks if even and chunks <= 8 else min(chunks, grain)
@@ -399,9 +401,8 @@ def _held_flags(cols: int, parts: int, chunks: int, config: PartsConfig) -> dict
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
-    """H200, bf16, 2**27 values, by a script, of the copy rate at 16,384, 32,768, 65,536 and 131,072 columns: 1.02,
-    1.00, 0.97 and 0.98; by persistent CTAs (device.gluon.rows) 0.94, 0.93, 0.94 and 0.96; swept twice by Triton's 0.79,
-    0.66, 0.62 and 0.50. At 65,536 with 64 registers and y made twice 0.98, which spills."""
+    """A default for the backward. H200, bf16, 16,384 to 131,072 columns: 0.97 to 1.02 of the copy rate; by persistent
+    CTAs 0.93 to 0.96, by Triton's kernel, which reads rows twice, 0.50 to 0.79."""
     return held_config(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
 
 
@@ -493,10 +494,10 @@ def softmax_dropout_vjp(
     dout, x = rows(dout), rows(x)
     count, cols = x.shape
     if count:
-        programs, parts = held_grid(x, config)
+        ctas, parts = held_grid(x, config)
         (x, x_stride), (dout, dout_stride) = aligned(x), aligned(dout)
         launch(
-            softmax_dropout_bwd_parts_kernel, (programs,),
+            softmax_dropout_bwd_parts_kernel, (ctas,),
             x, dout, top.contiguous(), kernel_seed(seed, p), dx, cols, x_stride, dout_stride, scale, *kernel_numbers(p),
             **parts_dropout_flags(count, cols, p), **held_flags(cols, parts, config),
         )  # fmt: skip

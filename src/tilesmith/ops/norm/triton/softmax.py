@@ -1,4 +1,5 @@
-"""Softmax and its dropout in Triton: forward and backward, each for rows held in registers and for rows swept twice."""
+"""Softmax and its dropout in Triton: forward and backward, each for rows held in registers and for rows that are read
+twice."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -26,22 +27,22 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _end(row, cols, tokens, inner):
-    """How many columns a row sees where row t of `tokens` sees the columns up to t + cols - tokens; may be below 1.
-
-    inner: rows that lie between two neighbours in t.
-    """
+    """How many columns a row sees if row t of `tokens` sees the columns up to t + cols - tokens; may be below 1. inner:
+    the number of rows between two neighbours in t."""
     return ((row // inner) % tokens).to(tl.int32) + (cols - tokens + 1)
 
 
 @triton.jit
 def _aligned(end):
-    """`end` rounded up: loads masked by it stay whole vectors. What they read too much is masked again."""
+    """`end` rounded up, so that loads masked by it stay whole vectors. The columns that are loaded in excess are masked
+    again."""
     return (end + 15) // 16 * 16
 
 
 @triton.jit
 def _block(BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr):
-    """Columns of a block, [BLOCK_COLS // GROUP, GROUP]: a thread adds up its groups before they meet the row's sums."""
+    """The columns of a block, [BLOCK_COLS // GROUP, GROUP]: a thread adds up each group before adding it to the row's
+    sums."""
     return tl.arange(0, BLOCK_COLS // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
@@ -58,19 +59,19 @@ def _loaded(col, cols, end, CAUSAL: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _load_first(ptr, col, inside):
-    """A block of the first sweep, asked to stay cached. With `_aligned`, values from `end` on may be anything."""
+    """Load a block in the first pass, with evict_last. With `_aligned`, values from `end` on are undefined."""
     return tl.load(ptr + col, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit
 def _load_last(ptr, col, inside):
-    """A block of the second sweep, after which nobody reads it."""
+    """Load a block in the second pass, with evict_first: nothing reads it afterwards."""
     return tl.load(ptr + col, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
 def _hide(ptr, lane, cols, end, EVEN: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Store 0 in the blocks of a row of which nothing is seen, and return where the last other one starts."""
+    """Store 0 in the fully masked blocks of a row; returns where the last other block starts."""
     shown = tl.cdiv(tl.maximum(end, 0), BLOCK_COLS) * BLOCK_COLS
     for start in tl.range(shown, cols, BLOCK_COLS):
         col = start + lane
@@ -80,8 +81,8 @@ def _hide(ptr, lane, cols, end, EVEN: tl.constexpr, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def _weights(x, top, scale, FUSED: tl.constexpr):
-    """exp(scale · x - top). FUSED: by one fused product and sum, off by a factor near 1 that a row shares, so that it
-    must be divided by a sum of its like."""
+    """exp(scale · x - top). FUSED: by one fma, which is off by a factor near 1 that all of a row shares, so that the
+    result must be divided by a sum computed in the same way."""
     if FUSED:
         # In a row that a mask filled with bf16's lowest number the product would overflow. Beside such a top any other
         # number of 16 bits is nothing to 2**1e6, whatever the base.
@@ -98,8 +99,8 @@ def _softmax_fwd_kernel(
     CAUSAL: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr,
     SHORT: tl.constexpr, NEAR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of whole rows, read once, held in registers. EVEN: cols == BLOCK_COLS. POSITIVE: scale > 0. NEAR: the
-    tile's rows lie within 2**31 elements."""
+    """A tile of whole rows, read once and held in registers. EVEN: cols == BLOCK_COLS. POSITIVE: scale > 0. NEAR: the
+    rows of a tile lie within 2**31 elements of each other."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     row = tl.arange(0, BLOCK_ROWS)[:, None]
     if not NEAR:
@@ -151,12 +152,10 @@ def _softmax_fwd_wide_kernel(
     CAUSAL: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Every num_programs(0)-th row a program, swept twice; in the first sweep each group of columns keeps a maximum and
-    a sum of its own.
-
-    The second sweep goes backwards, to meet the youngest lines of the L1 cache first; the loads are plain, since the
-    asynchronous copies of a pipelined loop pass that cache by. The eviction hints: see ops/norm.
-    """
+    """An online softmax: each program takes every num_programs(0)-th row and reads it twice. In the first pass each
+    group of columns has a maximum and a sum of its own. The second pass goes backwards, to meet the youngest lines of
+    the L1 cache first. The loads are plain, because the asynchronous copies of a pipelined loop bypass L1. Eviction
+    hints: as in `norm_fwd_wide_kernel`."""
     lane = _block(BLOCK_COLS, GROUP)
     last = (tl.cdiv(cols, BLOCK_COLS) - 1) * BLOCK_COLS
     key = load_key(seed_ptr) if seed_ptr is not None else None
@@ -220,8 +219,8 @@ def _softmax_bwd_kernel(
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr, NEAR: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of whole rows: dx from dy and y, which x_ptr holds; with top_ptr it holds x, and y is made of it, but for
-    the factor that makes its sum 1."""
+    """A tile of whole rows: dx from dy and y, where x_ptr holds y. With top_ptr it holds x, from which y is computed up
+    to the factor that makes its sum 1."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     row = tl.arange(0, BLOCK_ROWS)[:, None]
     if not NEAR:
@@ -266,7 +265,7 @@ def _softmax_bwd_wide_kernel(
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr, BLOCK_COLS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Rows swept twice, as in the forward: the sums of y and of y · dy, then dx."""
+    """Rows are read twice, as in the forward: first the sums of y and of y · dy, then dx."""
     FUSED: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     lane = _block(BLOCK_COLS, GROUP)
     last = (tl.cdiv(cols, BLOCK_COLS) - 1) * BLOCK_COLS
@@ -327,9 +326,9 @@ def _softmax_bwd_wide_kernel(
 
 
 class SoftmaxConfig(NamedTuple):
-    """tile: elements a program works on at once, in whole rows (at least one). block_cols: 0 holds rows in registers
-    (up to MAX_HELD columns), else they are swept in blocks of so many columns. programs: how many sweep at most; 0: one
-    a row. max_registers: of a thread; 0 leaves it to the compiler."""
+    """tile: elements that a program works on at once, in whole rows (at least one). block_cols: 0 holds rows in
+    registers (up to MAX_HELD columns), else they are read twice in blocks of so many columns. programs: at most so many
+    CTAs for rows that are read twice; 0: one per row. max_registers: per thread; 0 leaves it to the compiler."""
 
     tile: int
     block_cols: int
@@ -365,7 +364,8 @@ def _tells(kernels: tuple[Any, Any], x: Tensor, causal: bool, config: SoftmaxCon
 def _launch(
     kernels: tuple[Any, Any], tensors: tuple, numbers: tuple, causal: bool, config: SoftmaxConfig, **flags: bool
 ) -> None:
-    """Launch the kernel for held or for swept rows. numbers: rows, cols and what follows in their signature."""
+    """Launch the kernel for rows held in registers or for rows that are read twice. numbers: rows, cols and what
+    follows them in the kernels' signature."""
     count, cols = numbers[:2]
     if not count:
         return

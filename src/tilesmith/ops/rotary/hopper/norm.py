@@ -18,8 +18,8 @@ from tilesmith.ops.rotary.rows import row_stride, rows_grid
 
 
 class TilesConfig(NamedTuple):
-    """steps: of a tile, in each of which a warp reads lines at once. slots: tiles a CTA has room for. per_sm:
-    CTAs of a multiprocessor. max_registers: of a thread; 0 leaves it to the compiler."""
+    """steps: of a tile, in each of which a warp loads whole lines. slots: pipeline stages of tiles. per_sm: CTAs per
+    multiprocessor. max_registers: per thread; 0 leaves it to the compiler."""
 
     steps: int
     num_warps: int
@@ -47,9 +47,9 @@ class _Side(NamedTuple):
     def flags(self, side: str) -> dict[str, int]:
         return {f"{side}_TOKENS": self.tokens, f"{side}_HEADS": self.heads, f"{side}_STEPS": self.steps}
 
-    def shares(self, programs: int) -> tuple[int, ...]:
+    def shares(self, ctas: int) -> tuple[int, ...]:
         """What the kernel takes from `blocks` to `tiles`."""
-        return self.head_blocks, programs, self.token_blocks, *divmod(programs, self.token_blocks), self.tiles
+        return self.head_blocks, ctas, self.token_blocks, *divmod(ctas, self.token_blocks), self.tiles
 
 
 def _side(x: Tensor, row: bool, config: TilesConfig) -> _Side:
@@ -70,9 +70,9 @@ def _side(x: Tensor, row: bool, config: TilesConfig) -> _Side:
     return _Side(tokens, block, steps, head_blocks, batch * blocks, blocks, even)
 
 
-def _programs(x: Tensor, sides: Sequence[_Side | None], config: TilesConfig) -> list[int]:
-    """How many CTAs share the tiles of a block of heads of each side: in proportion to its tiles, and none with a
-    tile less than its neighbours if that frees a whole CTA."""
+def _ctas(x: Tensor, sides: Sequence[_Side | None], config: TilesConfig) -> list[int]:
+    """How many CTAs work on the tiles of each side's blocks of heads: in proportion to its tiles, and none with fewer
+    tiles than its neighbours if that frees a whole CTA."""
     works = [0 if side is None else side.tiles * side.head_blocks * side.lines for side in sides]
     left, found = max(1, arch_of(x.device).sms) * config.per_sm, []
     for i, (side, work) in enumerate(zip(sides, works)):
@@ -85,9 +85,9 @@ def _programs(x: Tensor, sides: Sequence[_Side | None], config: TilesConfig) -> 
     return found
 
 
-def _grid(sides: Sequence[_Side | None], programs: Sequence[int]) -> int:
-    """All CTAs, if so many share the tiles of a block of heads of each side."""
-    return sum(side.head_blocks * number for side, number in zip(sides, programs) if side is not None)
+def _grid(sides: Sequence[_Side | None], ctas: Sequence[int]) -> int:
+    """The CTAs of a launch, over all blocks of heads of both sides."""
+    return sum(side.head_blocks * number for side, number in zip(sides, ctas) if side is not None)
 
 
 def _described(x: Tensor, side: _Side) -> TensorDescriptor:
@@ -141,14 +141,13 @@ def _dims(q: Tensor, k: Tensor | None, norm_dim: str) -> dict[str, int]:
 
 
 def _warps(dims: Mapping[str, int]) -> int:
-    """Of a CTA that has a whole row: so many that a thread has two steps of it. dims: from `_dims`."""
+    """The warps of a CTA that holds a whole row: so many that each thread has two steps of it. dims: from `_dims`."""
     return 8 if dims["group"] > 4096 else 4
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> TilesConfig:
-    """H200, bf16, 16,384 tokens of 32 and 8 heads of 128, of the copy rate: 0.944 to 0.951, by two warps 0.947, by
-    eight 0.91, one step 0.88; Triton's, q and k by a launch each, 0.87, by one launch 0.93; persistent CTAs, tiles
-    brought ahead, 0.87."""
+    """H200, bf16, 16,384 tokens of 32 and 8 heads of 128: 0.944 to 0.951 of the copy rate; by Triton 0.93. Persistent
+    CTAs with tiles loaded ahead reach 0.87."""
     return TilesConfig(2, _warps(dims), 0, 0, 0)
 
 
@@ -205,7 +204,7 @@ def _vjp_reasons(call: Any) -> list[str]:
 
 
 def _fit(config: TilesConfig, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> TilesConfig:
-    """`config` with no more slots than shared memory has room for."""
+    """`config` with no more slots than shared memory holds."""
     tile = 2 * dtype.itemsize * max(next_power_of_2(dims["group"]), 512 * config.num_warps * config.steps)
     room = arch.shared_memory // max(1, config.per_sm) - 2048
     return config._replace(slots=max(1, min(config.slots, room // tile)))
@@ -219,7 +218,7 @@ LOOP_CHOICES = {**CHOICES, "num_warps": (1, 2, 4, 8), "slots": (1, 2, 3), "per_s
 @optimize_kernel(space=Space(default=_forward_default, dims=lambda q, k, *rest: _dims(q, k, rest[9]), choices=CHOICES))
 @rms_norm_rope_arguments
 def rms_norm_rope(call, *, config: TilesConfig) -> tuple[Tensor, Tensor]:
-    """One launch for q and k, each with CTAs of its own."""
+    """One launch for q and k; each has CTAs of its own."""
     q = call.q
     where = _Where(call.cos, call.sin, call.positions, call.offsets, call.offset)
     given = [(x, weight) for x, weight in ((q, call.q_weight), (call.k, call.k_weight)) if x is not None]
@@ -270,10 +269,10 @@ def rms_norm_rope_vjp(call, *, config: TilesConfig) -> tuple[Tensor, Tensor, Ten
         (call.dk_out, call.k, aligned_vector(call.k_weight), call.output_mask[3]),
     ]
     sides = [None if x is None or not x.numel() else _side(x, row, config) for _, x, _, _ in given]
-    programs = _programs(q, sides, config)
+    ctas = _ctas(q, sides, config)
     dx = [q.new_empty(0) if x is None else torch.empty_like(x) for _, x, _, _ in given]
     partials, dweights, arguments = [], [], []
-    for (dout, x, weight, sums), side, number, to in zip(given, sides, programs, dx):
+    for (dout, x, weight, sums), side, number, to in zip(given, sides, ctas, dx):
         wanted = x is not None and weight is not None and sums
         lines = 0 if side is None else number * (side.tokens if row else side.head_blocks)
         partials.append(x.new_empty(lines, weight.shape[0], dtype=torch.float32) if wanted else None)
@@ -287,7 +286,7 @@ def rms_norm_rope_vjp(call, *, config: TilesConfig) -> tuple[Tensor, Tensor, Ten
         absent = (None, None, None, 0, 0, 0, None, None, 0, 0, 0, 0, 0, 0, 0)
         first, second = [*arguments, absent][:2]
         launch(
-            norm_rope_bwd_tiles_kernel, (_grid(sides, programs),), *first, *second, *where.arguments(),
+            norm_rope_bwd_tiles_kernel, (_grid(sides, ctas),), *first, *second, *where.arguments(),
             q.shape[2], call.eps, call.weight_offset or None,
             ROW=row, SLOTS=config.slots, **_flags(where, q.shape[3], sides, dx, config),
         )  # fmt: skip

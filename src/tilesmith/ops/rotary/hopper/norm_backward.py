@@ -1,5 +1,5 @@
-"""Gradients of rms_norm_rope on Hopper: programs that stay, weights in registers, tiles brought ahead of their use;
-device kernel, in Gluon."""
+"""The backward of rms_norm_rope on Hopper, in Gluon: persistent CTAs keep weights in registers and load tiles ahead by
+TMA."""
 
 from tilesmith.device.gluon.shim import (
     fence_async,
@@ -68,14 +68,14 @@ def _weighted(
 
 @gluon.jit
 def _backward_side(
-    x_desc, dy_desc, dx_ptr, dx_row, dx_head, dx_token, weight_ptr, partial_ptr, num_heads, program, head_blocks,
-    programs, blocks, rows_on, blocks_on, tiles, num_tokens, angles, where, eps,
+    x_desc, dy_desc, dx_ptr, dx_row, dx_head, dx_token, weight_ptr, partial_ptr, num_heads, cta, head_blocks,
+    ctas, blocks, rows_on, blocks_on, tiles, num_tokens, angles, where, eps,
     weight_offset,
     ROW: gl.constexpr, PER_TOKEN: gl.constexpr, EVEN: gl.constexpr, FAR: gl.constexpr, P: gl.constexpr,
     TOKENS: gl.constexpr, HEADS: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """dx of a block of heads and of every programs-th tile, and a partial row of dweight, of ROW one for each of
-    TOKENS."""
+    """dx of a block of heads, for every ctas-th tile of tokens, and a partial row of dweight (with ROW one for each of
+    TOKENS)."""
     LINES: gl.constexpr = step_layout(P, TOKENS, HEADS, gl.num_warps(), ROW, 8)
     WORDS: gl.constexpr = step_layout(P, TOKENS, HEADS, gl.num_warps(), ROW, 4)
     DX: gl.constexpr = dx_ptr.dtype.element_ty
@@ -85,10 +85,10 @@ def _backward_side(
     also_room = gl.allocate_shared_memory(gl.float32, [TOKENS, gl.num_warps() // TOKENS if ROW else 1], PLAIN)
     full = mbarriers(SLOTS, 1)
     fence_async()
-    head_block, program = program % head_blocks, program // head_blocks
+    head_block, cta = cta % head_blocks, cta // head_blocks
     head0 = head_block * (HEADS * STEPS)
-    mine = (tiles - program + programs - 1) // programs
-    row, block = program // blocks, program % blocks
+    mine = (tiles - cta + ctas - 1) // ctas
+    row, block = cta // blocks, cta % blocks
     far_row, far_block = row, block
     for i in range(SLOTS):
         if i < mine:
@@ -187,13 +187,13 @@ def _backward_side(
             for step in gl.static_range(STEPS):
                 here = head + step * HEADS
                 known = (here < num_heads) & (pair >= 0) & (token >= 0)
-                line = (program * TOKENS + token).to(gl.int64) * (num_heads * (2 * P))
+                line = (cta * TOKENS + token).to(gl.int64) * (num_heads * (2 * P))
                 to = partial_ptr + line + (here * (2 * P) + pair)
                 gl.store(to, sums[step][0], mask=known)
                 gl.store(to + P, sums[step][1], mask=known)
         else:
             OF_PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LINES))
-            line = (program * head_blocks + head_block).to(gl.int64) * (2 * P)
+            line = (cta * head_blocks + head_block).to(gl.int64) * (2 * P)
             to = partial_ptr + line + gl.arange(0, P, OF_PAIR)
             gl.store(to, gl.convert_layout(gl.sum(gl.sum(sums[0][0], 1), 0), OF_PAIR))
             gl.store(to + P, gl.convert_layout(gl.sum(gl.sum(sums[0][1], 1), 0), OF_PAIR))
@@ -203,16 +203,16 @@ def _backward_side(
 VARYING = [
     f"{side}_{name}"
     for side in "qk"
-    for name in ("blocks", "programs", "token_blocks", "rows_on", "blocks_on", "tiles")
+    for name in ("blocks", "ctas", "token_blocks", "rows_on", "blocks_on", "tiles")
 ] + ["num_positions", "offset", "num_tokens"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def norm_rope_bwd_tiles_kernel(
     q_desc, dq_out_desc, dq_ptr, dq_row, dq_head, dq_token, q_weight_ptr, q_partial_ptr,
-    q_heads, q_blocks, q_programs, q_token_blocks, q_rows_on, q_blocks_on, q_tiles,
+    q_heads, q_blocks, q_ctas, q_token_blocks, q_rows_on, q_blocks_on, q_tiles,
     k_desc, dk_out_desc, dk_ptr, dk_row, dk_head, dk_token, k_weight_ptr, k_partial_ptr,
-    k_heads, k_blocks, k_programs, k_token_blocks, k_rows_on, k_blocks_on, k_tiles,
+    k_heads, k_blocks, k_ctas, k_token_blocks, k_rows_on, k_blocks_on, k_tiles,
     cos_ptr, sin_ptr, cos_row, sin_row, cos_position, sin_position, num_positions,
     positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, offset,
     num_tokens, eps, weight_offset,
@@ -224,17 +224,17 @@ def norm_rope_bwd_tiles_kernel(
     angles = cos_ptr, sin_ptr, cos_row, sin_row, cos_position, sin_position, num_positions
     where = positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, offset
     number = gl.program_id(0)
-    if k_desc is None or number < q_programs * q_blocks:
+    if k_desc is None or number < q_ctas * q_blocks:
         _backward_side(
             q_desc, dq_out_desc, dq_ptr, dq_row, dq_head, dq_token, q_weight_ptr, q_partial_ptr, q_heads,
-            number, q_blocks, q_programs, q_token_blocks, q_rows_on, q_blocks_on, q_tiles,
+            number, q_blocks, q_ctas, q_token_blocks, q_rows_on, q_blocks_on, q_tiles,
             num_tokens, angles, where, eps, weight_offset,
             ROW, PER_TOKEN, EVEN, FAR, P, Q_TOKENS, Q_HEADS, Q_STEPS, SLOTS,
         )  # fmt: skip
     else:
         _backward_side(
             k_desc, dk_out_desc, dk_ptr, dk_row, dk_head, dk_token, k_weight_ptr, k_partial_ptr, k_heads,
-            number - q_programs * q_blocks, k_blocks, k_programs, k_token_blocks, k_rows_on, k_blocks_on,
+            number - q_ctas * q_blocks, k_blocks, k_ctas, k_token_blocks, k_rows_on, k_blocks_on,
             k_tiles, num_tokens, angles, where, eps, weight_offset,
             ROW, PER_TOKEN, EVEN, FAR, P, K_TOKENS, K_HEADS, K_STEPS, SLOTS,
         )  # fmt: skip

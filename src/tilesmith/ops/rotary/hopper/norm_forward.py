@@ -1,4 +1,4 @@
-"""rms_norm_rope on Hopper where all heads of a token are normalised together: device kernel, in Gluon."""
+"""The forward of rms_norm_rope on Hopper where all heads of a token are normalised together, in Gluon."""
 
 from tilesmith.device.gluon.rows import optimization_barrier
 from tilesmith.device.gluon.shim import gl, gluon, syncthreads

@@ -1,4 +1,4 @@
-"""rms_norm_rope on Hopper: lines of heads in registers, their sums, angles and weights; device functions, in Gluon."""
+"""Device functions of rms_norm_rope on Hopper, in Gluon: lines of heads in registers, sums, angles and weights."""
 
 from tilesmith.device.gluon.rows import split_fp32
 from tilesmith.device.gluon.shim import gl, gluon
