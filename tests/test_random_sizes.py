@@ -6,7 +6,7 @@ import torch
 from tilesmith.engine import ops
 from tilesmith.engine.backends import interpreting, missing
 from tilesmith.validate.cases import check_each
-from tilesmith.validate.drawn import check_kind, kinds
+from tilesmith.validate.sampled import check_kind, kinds
 
 ON_GPU = torch.cuda.is_available()
 COUNT = 2000
@@ -33,13 +33,13 @@ def test_random_sizes(op, kind):
 def test_small_random_sizes(op, kind):
     if not interpreting() or missing("triton", torch.device("cpu"), pinned=True):
         pytest.skip("Triton's interpreter is not here")
-    case = kinds(op)[kind].draw(kind, 0, longest=32)
+    case = kinds(op)[kind].sample(kind, 0, longest=32)
     assert not _wrong(check_each(ops()[op], ("triton",), case, "cpu", torch.float32))
 
 
 @pytest.mark.parametrize(("op", "kind"), KINDS)
 def test_a_number_draws_the_same_case_again(op, kind):
-    first, again = ([_sizes(kinds(op)[kind].draw(kind, n)) for n in range(9)] for _ in range(2))
+    first, again = ([_sizes(kinds(op)[kind].sample(kind, n)) for n in range(9)] for _ in range(2))
     assert first == again and len(set(first)) > 5
 
 

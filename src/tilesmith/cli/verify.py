@@ -24,7 +24,7 @@ def command(
     Exits with 1 when a case is over its budget.
     """
     from tilesmith.validate import run_cases
-    from tilesmith.validate.drawn import run_drawn
+    from tilesmith.validate.sampled import run_sampled
 
     where = device_named(device)
     names = [op_named(name).name for name in ops or []] or None
@@ -32,7 +32,7 @@ def command(
         _check_kinds(names or [])
     with console.status("checking") as status:
         results = []
-        for result in run_drawn(names, where, drawn) if drawn else run_cases(names, device=where):
+        for result in run_sampled(names, where, drawn) if drawn else run_cases(names, device=where):
             results.append(result)
             status.update(f"{len(results)} checks, now {result.op}")
     failed = [r for r in results if not r.passed]
@@ -50,7 +50,7 @@ def command(
 
 def _check_kinds(names: list[str]) -> None:
     from tilesmith.engine import ops
-    from tilesmith.validate.drawn import kinds
+    from tilesmith.validate.sampled import kinds
 
     without = [name for name in names if not kinds(name)]
     if without:

@@ -19,10 +19,10 @@ import torch
 
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.validate.cases import Result, backends_of, check_each
-from tilesmith.validate.drawn import kinds, shared_out
+from tilesmith.validate.sampled import kinds, shared_out
 
 TOOLS = ("memcheck", "synccheck")
-LONGEST = 300  # tokens of drawn cases
+LONGEST = 300  # tokens of sampled cases
 
 
 def hopper_kernels() -> list[str]:
@@ -38,13 +38,13 @@ def _hopper(op: Op) -> list[str]:
 
 
 def subjects(count: int) -> Iterator[tuple[str, Case, torch.dtype]]:
-    """Ops that have a kernel for Hopper, each on its small cases and on `count` drawn ones, in 16 bits."""
+    """Ops that have a kernel for Hopper, each on its small cases and on `count` sampled ones, in 16 bits."""
     for name, op in sorted(ops().items()):
         if name.endswith("_vjp") or not _hopper(op):
             continue
         every = [case for case in cases(name) if "test" in case.tags]
         for kind, numbers in shared_out(name, count):
-            every += [kinds(name)[kind].draw(kind, number, LONGEST) for number in numbers]
+            every += [kinds(name)[kind].sample(kind, number, LONGEST) for number in numbers]
         yield from ((name, case, dtype) for case in every for dtype in case.dtypes if dtype.itemsize == 2)
 
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run every part under each tool, a process each, and print what they print. 0 when some checked, and all clean."""
     parser = argparse.ArgumentParser(prog="python -m tilesmith.validate.sanitized", description=__doc__)
     parser.add_argument("tools", nargs="*", default=TOOLS, help=f"of compute-sanitizer ({' '.join(TOOLS)})")
-    parser.add_argument("--count", type=int, default=50, help="drawn cases of each op that has some")
+    parser.add_argument("--count", type=int, default=50, help="sampled cases of each op that has some")
     parser.add_argument("--workers", type=int, default=4, help="processes at once, each with its part of the cases")
     parser.add_argument("--part", type=int, help="check this part of --workers in this process, without a tool")
     chosen = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The drop family: what its ops are, what they accept, their kernels, and the doors that draw a seed.
+"""bias_dropout and bias_dropout_residual: what they are, what they accept, their kernels; the doors draw a seed.
 
 Legend: F features, the last dim; the other dims are rows.
 """

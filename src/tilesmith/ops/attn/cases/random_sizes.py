@@ -50,7 +50,7 @@ class Kind:
         """Backends that would compile kernels for case after case."""
         return () if self.few else ("triton_split",)
 
-    def draw(self, name: str, number: int, longest: int | None = None) -> Case:
+    def sample(self, name: str, number: int, longest: int | None = None) -> Case:
         """Case `number` of this kind. longest: fewer tokens than the kind has."""
         chance = random.Random(f"{name} {number}")
         longest = min(longest or self.tokens, self.tokens)
@@ -189,4 +189,4 @@ ATTENTION: dict[str, Kind] = {
     "d32_lists": Kind(FP32, (32, 32), 2, WINDOW | SINKS | _options(softcap=9.0, lists=(1, 24, 40)), 400),
 }  # fmt: skip
 
-DRAWS = {"attention": ATTENTION}
+SAMPLES = {"attention": ATTENTION}

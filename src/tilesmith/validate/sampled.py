@@ -21,11 +21,11 @@ def kinds(op_name: str) -> Mapping[str, Any]:
     if not family.startswith("tilesmith.ops.") or not hasattr(importlib.import_module(f"{family}.cases"), "__path__"):
         return {}
     home = f"{family}.cases.random_sizes"
-    return {} if importlib.util.find_spec(home) is None else importlib.import_module(home).DRAWS.get(op_name, {})
+    return {} if importlib.util.find_spec(home) is None else importlib.import_module(home).SAMPLES.get(op_name, {})
 
 
-def run_drawn(names: Sequence[str] | None, device: torch.device | str, count: int) -> Iterator[Result]:
-    """`count` cases of each named op (default: all that cases can be drawn for), as many of one kind as of another."""
+def run_sampled(names: Sequence[str] | None, device: torch.device | str, count: int) -> Iterator[Result]:
+    """`count` cases of each named op (default: all that have random cases), as many of one kind as of another."""
     for name in names or [n for n in sorted(ops()) if kinds(n)]:
         for kind, numbers in shared_out(name, count):
             yield from check_kind(name, kind, device, numbers)
@@ -47,6 +47,6 @@ def check_kind(
     backends = [b for b in backends_on(op, device) if b not in kind_of.without]
     backends = [b for b in backends if b != REFERENCE] or [REFERENCE]
     for number in numbers:
-        case = kind_of.draw(kind, number, longest)
+        case = kind_of.sample(kind, number, longest)
         for dtype in case.dtypes:
             yield from check_each(op, backends, case, device, dtype, runs=1)
