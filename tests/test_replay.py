@@ -12,8 +12,7 @@ import torch
 from tilesmith import explain, ops, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine import replay
-from tilesmith.engine.launch import _Encoded
-from tilesmith.engine.recording import _descriptor, _encodings, recorder
+from tilesmith.engine.recording import _descriptor, recorder
 
 
 def test_a_descriptor_of_other_memory_is_the_recorded_one_but_for_its_base():
@@ -23,49 +22,6 @@ def test_a_descriptor_of_other_memory_is_the_recorded_one_but_for_its_base():
     made = _descriptor(template, other)
     assert made.base is other and template.base is not other
     assert {**vars(made), "base": None} == {**vars(template), "base": None}
-
-
-def _pretend_driver(monkeypatch, nvidia, encode):
-    driver = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=encode))
-    monkeypatch.setattr(nvidia.triton.runtime.driver, "_active", driver)
-
-
-def test_a_descriptor_encoded_beforehand_is_what_triton_would_encode(monkeypatch):
-    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-    if not nvidia.triton.__version__.startswith("3.6."):
-        pytest.skip("the encoding is that of Triton 3.6; others keep their wrapper")
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    base = torch.zeros(2, 3, 64, 128, dtype=torch.bfloat16)
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    descriptor = TensorDescriptor(base, list(base.shape), list(base.stride()), [1, 1, 32, 64], layout)
-    form = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 32, 64], "fp4_padded": False}
-
-    def encode(*args):
-        return "encoded", args[:4], *(tuple(a) for a in args[4:7]), args[7]
-
-    _pretend_driver(monkeypatch, nvidia, encode)
-    expected = nvidia.make_tensordesc_arg(descriptor, form)
-    before, made, after = _encodings(_Encoded(None, encode, (form,)), [7, descriptor, None])
-    assert (before, after) == (7, None) and made.base is base
-    assert [made.maps[base.data_ptr()], *made.sizes] == expected
-    assert made.maps[base.data_ptr()] is made.maps[base.data_ptr()] is not made.maps[base.data_ptr() + 512]
-
-
-def test_the_launcher_below_tritons_wrapper_is_the_one_that_takes_encoded_descriptors(monkeypatch):
-    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-    if not nvidia.triton.__version__.startswith("3.6."):
-        pytest.skip("the encoding is that of Triton 3.6; others keep their wrapper")
-
-    def launcher(*args):
-        return args
-
-    form = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [16, 16], "fp4_padded": False}
-    wrapper = nvidia.wrap_handle_tensordesc(launcher, {"x": "tensordesc<fp16[16, 16]>"}, [form])
-    _pretend_driver(monkeypatch, nvidia, print)
-    found = _Encoded.of(wrapper, SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[form])))
-    assert found.run is launcher and found.encode is print and found.formats == (form,)
 
 
 RECORDING = """
@@ -94,7 +50,9 @@ def as_if_on_a_gpu(monkeypatch):
 
     def launch(fn, *values):
         fn(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
-        found = SimpleNamespace(run=lambda x, y, z, stream, _, *v: fn(*v), function=None, head=(), encoded=None)
+        found = SimpleNamespace(
+            run=lambda x, y, z, stream, _, *v: fn(*v), function=None, head=(), together=False, encoded=None
+        )
         if recorder() is not None:
             recorder().launched(found, 0, (1, 1, 1), list(values))
 

@@ -226,7 +226,8 @@ class Recorder(TorchDispatchMode):
         rest = ", ".join(self._value(v, f"c{index}_{i}", used) for i, v in enumerate(values))
         run = found.run if found.encoded is None else found.encoded.run
         self.constants |= {f"run{index}": run, f"f{index}": found.function, f"head{index}": found.head}
-        line = f"run{index}({grid[0]}, {grid[1]}, {grid[2]}, stream({device}), f{index}, *head{index}, {rest})"
+        given = f"({rest},)" if found.together else rest
+        line = f"run{index}({grid[0]}, {grid[1]}, {grid[2]}, stream({device}), f{index}, *head{index}, {given})"
         self.steps.append(_Step(None, tuple(used), lambda r: line))
 
     def _value(self, value: Any, name: str, used: list[str]) -> str:

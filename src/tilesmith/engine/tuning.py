@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.engine.launch import refusals
+from tilesmith.engine.triton_private import refusals
 from tilesmith.engine.table import Row, append
 from tilesmith.engine.timing import Timing, measure
 from tilesmith.hardware.detect import arch_of, driver

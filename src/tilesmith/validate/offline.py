@@ -94,26 +94,24 @@ class _Tap:
 
 
 def main(family: str, backend: str, arch: str, warp: str, *names: str) -> int:
-    """Compile and print one line a kernel: registers, spills and shared memory where the target tells them."""
+    """Compile and print one line a kernel: warps and shared memory; for NVIDIA also registers, spills and code size."""
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp))
     found = compile_family(family, target, names=names)
     forms: dict[str, list[str]] = {}
+    faults = []
     for op, name, compiled in found:
         form = f"{name} shared={compiled.metadata.shared} warps={compiled.metadata.num_warps}"
+        if target.backend == "cuda":
+            cubin = compiled.asm["cubin"]
+            text = sass.disassembled(cubin)
+            form += "".join(f" {field}={value}" for field, value in sass.usage(cubin, text)._asdict().items())
+            faults += [f"{name}: {x}\n" for x in sass.unwritten(text)] if target.arch == 90 else []
         forms.setdefault(form, []).append(op)
     sys.stdout.write("".join(f"compiled {form} for {' '.join(names)}\n" for form, names in sorted(forms.items())))
-    faults = [f"{name}: {x}\n" for _, name, kernel in found for x in _faults(kernel)]
     sys.stderr.write("".join(faults))
     return 0 if found and not faults else 1
-
-
-def _faults(kernel: Any) -> list[str]:
-    """What `sass.unwritten` finds in a kernel for Hopper."""
-    if kernel.metadata.target.backend != "cuda" or kernel.metadata.target.arch != 90:
-        return []
-    return sass.unwritten(sass.disassembled(kernel.asm["cubin"]))
 
 
 if __name__ == "__main__":
