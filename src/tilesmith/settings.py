@@ -20,6 +20,8 @@ class Settings:
     debug: ``TILESMITH_DEBUG=1``: synchronise after each kernel and check its outputs for NaN.
     portable: ``TILESMITH_PORTABLE="vulkan"``: where portable kernels run on CPU tensors: "interpreter" (the default),
         "vulkan" or "webgpu".
+    trust_triton: ``TILESMITH_TRUST_TRITON=1``: kernels in Gluon serve with any release of Triton, without a trial where
+        it is not a tested one: for the tests of a new release.
     require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.
     """
 
@@ -28,6 +30,7 @@ class Settings:
     tune: bool
     debug: bool
     portable: str
+    trust_triton: bool
     require_all: bool
 
 
@@ -66,5 +69,6 @@ def settings() -> Settings:
         tune=_flag("TUNE"),
         debug=_flag("DEBUG"),
         portable=_portable(os.environ.get(PREFIX + "PORTABLE") or "interpreter"),
+        trust_triton=_flag("TRUST_TRITON"),
         require_all=_flag("REQUIRE_ALL"),
     )

@@ -2,15 +2,74 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
+from tilesmith.engine import releases
+
 REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to do ops, as far as all its kernels have it in common.
+
+    need: (device, pinned) -> why it cannot be asked, in words, or None when it can. gluon: its kernels are written in
+    Triton's Gluon, whose releases differ: with one that is not known to serve them, each is tried (`engine.trial`).
+    """
+
+    name: str
+    need: Callable[[torch.device, bool], str | None]
+    gluon: bool = False
+
+
+_BACKENDS: dict[str, Backend] = {}
+
+
+def _needs_nothing(device: torch.device, pinned: bool) -> str | None:
+    return None
+
+
+def declare_backend(
+    name: str,
+    need: Callable[[torch.device, bool], str | None] | None = None,
+    *,
+    like: str | None = None,
+    gluon: bool = False,
+) -> None:
+    """Say when a backend can be asked, before its kernels are imported: `need(device, pinned)` is why it cannot, in
+    words, or None when it can; or `like` names a declared backend that needs the same; with neither it needs nothing.
+
+    Families declare their own variants beside the ops that list them. Raises TypeError if both are given, ValueError
+    where `like` is not declared.
+    """
+    if need is not None and like is not None:
+        raise TypeError(f"declare_backend({name!r}): give need or like, not both")
+    if like is not None and like not in _BACKENDS:
+        raise ValueError(f"declare_backend({name!r}): no backend {like!r} is declared; known: {', '.join(_BACKENDS)}")
+    base = _BACKENDS[like] if like is not None else Backend(name, need or _needs_nothing, gluon)
+    _BACKENDS[name] = Backend(name, base.need, base.gluon)
+
+
+def declared() -> tuple[str, ...]:
+    """Names of the backends that were declared."""
+    return tuple(_BACKENDS)
+
+
+def in_gluon(backend: str) -> bool:
+    """Whether a backend's kernels are written in Gluon."""
+    return backend in _BACKENDS and _BACKENDS[backend].gluon
+
+
+def missing(backend: str, device: torch.device, pinned: bool = False) -> str | None:
+    """Why `backend` cannot serve tensors on `device`, or None when it can be asked, as one that nobody declared can."""
+    found = _BACKENDS.get(backend)
+    return found.need(device, pinned) if found is not None else None
 
 
 @lru_cache(maxsize=1)
@@ -40,42 +99,8 @@ def _needs_hopper(device: torch.device, pinned: bool) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]}; Hopper kernels need 9.0"
-    return triton_missing() or _gluon_missing()
+    return triton_missing() or releases.too_old()
 
 
-@lru_cache(maxsize=1)
-def _gluon_missing() -> str | None:
-    version = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "none"
-    if not version.startswith("3.6."):
-        return f"Triton {version}; the Hopper kernels are written in the Gluon of Triton 3.6"
-    return None
-
-
-def _needs_other_kernels(device: torch.device, pinned: bool) -> str | None:
-    if device.type == "cpu" and not pinned:
-        return "the tensors are on cpu, where the reference serves what this would hand on; it serves only pinned calls"
-    return None
-
-
-_NEEDS: dict[str, Callable[[torch.device, bool], str | None]] = {
-    "triton": _needs_triton,
-    "triton_split": _needs_triton,
-    "hopper": _needs_hopper,
-    "hopper_split": _needs_hopper,
-    "hopper_cluster": _needs_hopper,
-    "hopper_causal": _needs_hopper,
-    "hopper_fp8": _needs_hopper,
-    "hopper_persistent": _needs_hopper,
-    "dequantised": _needs_other_kernels,
-}
-
-
-def declare_backend(name: str, need: Callable[[torch.device, bool], str | None]) -> None:
-    """Say when a backend can be asked: `need(device, pinned)` is why it cannot, in words, or None when it can."""
-    _NEEDS[name] = need
-
-
-def missing(backend: str, device: torch.device, pinned: bool = False) -> str | None:
-    """Why `backend` cannot serve tensors on `device`, or None when it can be asked."""
-    need = _NEEDS.get(backend)
-    return need(device, pinned) if need is not None else None
+declare_backend("triton", _needs_triton)
+declare_backend("hopper", _needs_hopper, gluon=True)

@@ -24,6 +24,7 @@ from tilesmith.engine.key import Known, make_direct, make_key
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
+from tilesmith.engine.trial import verdict
 
 
 class Op:
@@ -310,7 +311,7 @@ class Op:
         self.check(*args)
         device = next(a.device for a in args if isinstance(a, Tensor))
         pin = pinned(self.name)
-        choice = self._select(self._describe(*args), pin, device)
+        choice = choose(self, self._describe(*args), pin, device, ask=True)
         if compiled and self.decompose is not None and not pin and self.when(*args):
             note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
             if self.when is not always:
@@ -324,6 +325,7 @@ class Op:
             notes.append(f"no gradient is asked for, so nothing is stored for one: {unseen}")
         if not compiled:
             notes += self._repeated(args, pin)
+        notes += filter(None, [verdict(self.name, choice.kernel.backend, device, ask=True).note])
         return replace(choice, note="; ".join(notes))
 
     def _repeated(self, args: tuple, pin: str) -> list[str]:

@@ -21,6 +21,7 @@ _UNIFORM = re.compile(r"(g?desc)?\[?UR(\d+)\b")
 _SPILL = re.compile(r"(STL|LDL)\b")
 _SIZED, _REGCOUNT = 0x04, 0x2F  # in .nv.info
 _NOBITS = 8  # a section without content
+_CONSTANT = re.compile(r"c\[0x\w+\]\[UR(\d+)")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 # whose first operand is a uniform register that they write
 _WRITERS = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX")
@@ -46,9 +47,12 @@ class _Instruction(NamedTuple):
 
     def reads(self) -> set[int]:
         """Uniform registers that it reads. A descriptor is two registers, those of a product's two tiles are four, of
-        which one whose first operand lies in registers reads but the last two."""
+        which one whose first operand lies in registers reads but the last two. An index into constants is one."""
         found = set()
         for operand in self.operands[self._predicates() + 1 if self.writes() else 0 :]:
+            if index := _CONSTANT.search(operand):
+                found.add(int(index[1]))
+                continue
             for kind, number in _UNIFORM.findall(operand):
                 first = int(number)
                 if kind == "gdesc":
