@@ -62,12 +62,17 @@ def installed() -> str | None:
     return found.partition("+")[0]
 
 
+def numbers() -> tuple[int, ...]:
+    """Major and minor of the installed Triton, () if there is none."""
+    return tuple(int(part) for part in (installed() or "").split(".")[:2] if part.isdecimal())
+
+
 def too_old() -> str | None:
     """Why no Gluon kernel can be asked with the installed Triton, or None."""
-    version = installed() or "0"
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    if numbers < OLDEST:
-        return f"Triton {version}; the Hopper kernels are written in the Gluon of Triton {'.'.join(map(str, OLDEST))}"
+    if numbers() < OLDEST:
+        return (
+            f"Triton {installed()}; the Hopper kernels are written in the Gluon of Triton {'.'.join(map(str, OLDEST))}"
+        )
     return None
 
 
