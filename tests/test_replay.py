@@ -11,7 +11,7 @@ import torch
 
 from tilesmith import explain, ops, use
 from tilesmith.engine import ops as declared
-from tilesmith.engine import replay
+from tilesmith.engine import replay, torch_private
 from tilesmith.engine.recording import _descriptor, recorder
 
 
@@ -46,7 +46,7 @@ def as_if_on_a_gpu(monkeypatch):
     """A CPU's tensors are replayed as a GPU's would be; launches are functions of addresses."""
     monkeypatch.setattr(replay, "_current_device", lambda: 0)
     monkeypatch.setattr(replay, "_empty_cuda", lambda *like: torch.empty_strided(*like[:2], dtype=like[2]))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch_private, "raw_stream", lambda device: 0)
 
     def launch(fn, *values):
         fn(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))

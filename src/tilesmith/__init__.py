@@ -12,15 +12,17 @@ __all__ = [*EXPORTS, "__version__"]
 
 def __getattr__(name: str):
     home = EXPORTS.get(name)
-    if home is not None:
-        value = getattr(importlib.import_module(home), name)
-        globals()[name] = value
-        return value
     try:
+        if home is not None:
+            value = getattr(importlib.import_module(home), name)
+            globals()[name] = value
+            return value
         return importlib.import_module(f"tilesmith.{name}")
     except ModuleNotFoundError as missing:
         if missing.name != f"tilesmith.{name}":
             raise
+    except AttributeError as problem:  # `from tilesmith import name` would say no more than that there is no such name
+        raise ImportError(f"tilesmith.{name} could not be imported: {problem}") from problem
     raise AttributeError(f"module 'tilesmith' has no attribute {name!r}")
 
 

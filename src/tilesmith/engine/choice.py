@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from tilesmith.engine import trial
+from tilesmith.engine import torch_private, trial
 from tilesmith.engine.arguments import shown
 from tilesmith.engine.backends import REFERENCE, in_gluon, missing
 from tilesmith.engine.kernel import Kernel
@@ -60,28 +55,8 @@ def pins() -> dict[str, str]:
 
 
 def _carried() -> dict[str, str]:
-    if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_CARRIED):
-        return _environment
-    here = torch._C._get_obj_in_tls(_CARRIED)
+    here = torch_private.carried(_CARRIED)
     return _environment if here is None else here
-
-
-def _carry(these: dict[str, str] | None) -> None:
-    if _takes_references():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(these))
-    torch._C._stash_obj_in_tls(_CARRIED, these)
-
-
-@functools.cache
-def _takes_references() -> bool:
-    """Whether torch, given an object to carry, drops a reference later that it never took, as 2.11 does, not 2.13."""
-    asked = object()
-    before = sys.getrefcount(asked)
-    torch._C._stash_obj_in_tls(_CARRIED + "_asked", asked)
-    taken = sys.getrefcount(asked) == before
-    if taken:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(asked))
-    return taken
 
 
 def pinned(name: str) -> str:
@@ -149,15 +124,15 @@ def use(**backends: str) -> Iterator[None]:
         if parse_pin(backend)[0] not in op.backends():
             raise ValueError(f"use(): {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
     global _carries
-    outer = torch._C._get_obj_in_tls(_CARRIED) if torch._C._is_key_in_tls(_CARRIED) else None
+    outer = torch_private.carried(_CARRIED, in_backward=False)
     _carries, here = True, {**pins(), **backends}
     token = _PINS.set(here)
-    _carry(here)
+    torch_private.carry(_CARRIED, here)
     try:
         yield
     finally:
         _PINS.reset(token)
-        _carry(outer)
+        torch_private.carry(_CARRIED, outer)
 
 
 def choose(op: Any, call: Any, pin: str, device: Any, ask: bool = False) -> Choice:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilesmith.engine import recording, triton_private
+from tilesmith.engine import recording, torch_private, triton_private
 from tilesmith.engine.triton_private import Compiled
 
 _offline: Callable[..., None] | None = None
@@ -70,7 +70,7 @@ def _launch_cluster(
 
 
 def _run(found: Compiled, grid: tuple[int, int, int], device: int, values: list[Any]) -> None:
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = torch_private.raw_stream(device)
     if found.together:
         found.run(*grid, stream, found.function, *found.head, values)
     else:
@@ -103,7 +103,7 @@ def _key(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple[tuple | None,
     values = list(args)
     for name, default in plan.names:
         values.append(named.get(name, default))
-    key: list[Any] = [plan, torch._C._cuda_getDevice()]
+    key: list[Any] = [plan, torch_private.current_device()]
     add = key.append
     for i in plan.constants:
         add(values[i])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.engine import torch_private
 from tilesmith.ops.gemm.reference import flat
 
 
@@ -31,13 +32,15 @@ def activated_product(
     other gelu), which is exact to about 11 bits, so it serves the 16-bit dtypes only.
     """
     served = activation in ("relu", "relu_squared") or (activation == "gelu_tanh" and _takes_gelu(x))
-    if not served or x.device.type != "cuda" or x.numel() == 0:  # without features cuBLASLt is not asked
+    if (
+        not served or torch_private.addmm_activation is None or x.device.type != "cuda" or x.numel() == 0
+    ):  # without features cuBLASLt is not asked
         return None
     x = near(x)
     start = x.new_zeros(weight.shape[0]) if bias is None else bias.to(x.dtype)
     use_gelu = activation == "gelu_tanh"
     where = {} if out is None else {"out": out}
-    y = torch._addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu, **where)
+    y = torch_private.addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu, **where)
     return y.square_() if activation == "relu_squared" else y
 
 
