@@ -13,6 +13,7 @@ from tilesmith import explain, ops, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine import replay, torch_private
 from tilesmith.engine.recording import _descriptor, recorder
+from tilesmith.settings import settings
 
 
 def test_a_descriptor_of_other_memory_is_the_recorded_one_but_for_its_base():
@@ -57,6 +58,39 @@ def as_if_on_a_gpu(monkeypatch):
             recorder().launched(found, 0, (1, 1, 1), list(values))
 
     return launch
+
+
+def test_replay_may_be_switched_off_and_checked(as_if_on_a_gpu, monkeypatch):
+    factor = [2.0]
+
+    def launcher(x):
+        return x.mul(factor[0])
+
+    def made(mode):
+        monkeypatch.setattr(replay, "settings", lambda: SimpleNamespace(replay=mode))
+        return replay.Replay(launcher, lambda: True, 0, "doubled by made_up")
+
+    x = torch.tensor([1.0, float("nan"), float("inf")])
+    off, checked = made("0"), made("check")
+    for kernel in (off, checked):
+        for _ in range(4):
+            torch.testing.assert_close(kernel.run(x), x * 2, equal_nan=True)
+    assert off.run == off._launch and "TILESMITH_REPLAY=0" in off.told()[0]
+    assert checked.run != checked._launch
+    factor[0] = 3.0  # which the record holds as it was
+    with pytest.raises(RuntimeError, match=r"doubled by made_up: its replay differs .* by 1 "):
+        checked.run(torch.ones(3))
+
+
+def test_a_setting_of_replay_is_one_of_three(monkeypatch):
+    monkeypatch.setenv("TILESMITH_REPLAY", "maybe")
+    settings.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="TILESMITH_REPLAY must be 0, 1 or check, got 'maybe'"):
+            settings()
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
 
 
 def _products(launch, offsets):

@@ -97,7 +97,7 @@ functorch: Callable[[], Any] = _get("torch._C._functorch.peek_interpreter_stack"
 """What is not None while a transform of torch.func is at work."""
 
 knows_functorch = functorch is not _transforms or _stack is not None
-"""Whether `functorch` can tell; else one may be at work in each call: they go to the dispatcher, and torch.func raises."""
+"""Whether `functorch` can tell; else one may be at work in each call: all go to the dispatcher, torch.func raises."""
 
 _any_autocast = _get("torch._C._is_any_autocast_enabled")
 
@@ -111,6 +111,7 @@ any_autocast: Callable[[], bool] = _any_autocast or _each_autocast
 
 
 # gradients ------------------------------------------------------------------------------------------------------------
+
 
 def differentiates_gradients() -> bool:
     """Whether what a backward computes, with gradients enabled, will be differentiated: by plain autograd
