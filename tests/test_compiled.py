@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tilesmith
 from tilesmith import ops
 from tilesmith.engine import arguments
 from tilesmith.engine import ops as declared
@@ -65,11 +66,26 @@ def test_a_known_call_is_found_by_its_alignment():
     assert len(named) == 1 and named[0][1:] == (4, 0)
 
 
+def test_code_of_another_version_is_not_run(monkeypatch):
+    x, weight = (t.detach() for t in _inputs())
+    compiled = torch.compile(_norm, fullgraph=True)
+    _, (code,) = inductor.run_and_get_code(compiled, x, weight)
+    assert f"known['{tilesmith.__version__}|" in code
+    assert f"tilesmith={tilesmith.__version__}" in torch.compiler.config.cache_key_tag.split()
+    op = declared()["rms_norm"]
+    monkeypatch.setattr(tilesmith, "__version__", "99.0")  # as where the code came from a disk
+    op.handle.known.clear()
+    with pytest.raises(RuntimeError, match="was written for tilesmith .*; this is 99.0: compile the model again"):
+        compiled(x, weight)
+    with pytest.raises(RuntimeError, match="compile the model again"):
+        op.handle.direct["0.0.1"]
+
+
 def test_sizes_that_may_change_make_no_known_call():
     x, weight = (t.detach() for t in _inputs())
     compiled = torch.compile(_norm, dynamic=True)
     got, (code,) = inductor.run_and_get_code(compiled, x, weight)
-    assert "rms_norm.default.direct(" in code and "known" not in code
+    assert "rms_norm.default.direct[" in code and "known" not in code
     for rows in (4, 7):
         x = torch.randn(rows, 64)
         torch.testing.assert_close(compiled(x, weight), _norm(x, weight))
@@ -98,7 +114,7 @@ def test_a_mode_sees_the_ops_of_a_compiled_graph():
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    direct = declared()["rms_norm"].handle.direct
+    direct = declared()["rms_norm"].handle.direct[tilesmith.__version__]
     with Watch():
         got = direct(x, weight, 1e-5, 0.5, "fp32", "")[0]
     assert seen[0] is declared()["rms_norm"].handle

@@ -11,9 +11,9 @@ import torch
 
 from tilesmith import explain, ops, use
 from tilesmith.engine import ops as declared
-from tilesmith.engine import replay
-from tilesmith.engine.launch import _Encoded
-from tilesmith.engine.recording import _descriptor, _encodings, recorder
+from tilesmith.engine import replay, torch_private
+from tilesmith.engine.recording import _descriptor, recorder
+from tilesmith.settings import settings
 
 
 def test_a_descriptor_of_other_memory_is_the_recorded_one_but_for_its_base():
@@ -23,49 +23,6 @@ def test_a_descriptor_of_other_memory_is_the_recorded_one_but_for_its_base():
     made = _descriptor(template, other)
     assert made.base is other and template.base is not other
     assert {**vars(made), "base": None} == {**vars(template), "base": None}
-
-
-def _pretend_driver(monkeypatch, nvidia, encode):
-    driver = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=encode))
-    monkeypatch.setattr(nvidia.triton.runtime.driver, "_active", driver)
-
-
-def test_a_descriptor_encoded_beforehand_is_what_triton_would_encode(monkeypatch):
-    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-    if not nvidia.triton.__version__.startswith("3.6."):
-        pytest.skip("the encoding is that of Triton 3.6; others keep their wrapper")
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    base = torch.zeros(2, 3, 64, 128, dtype=torch.bfloat16)
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    descriptor = TensorDescriptor(base, list(base.shape), list(base.stride()), [1, 1, 32, 64], layout)
-    form = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 32, 64], "fp4_padded": False}
-
-    def encode(*args):
-        return "encoded", args[:4], *(tuple(a) for a in args[4:7]), args[7]
-
-    _pretend_driver(monkeypatch, nvidia, encode)
-    expected = nvidia.make_tensordesc_arg(descriptor, form)
-    before, made, after = _encodings(_Encoded(None, encode, (form,)), [7, descriptor, None])
-    assert (before, after) == (7, None) and made.base is base
-    assert [made.maps[base.data_ptr()], *made.sizes] == expected
-    assert made.maps[base.data_ptr()] is made.maps[base.data_ptr()] is not made.maps[base.data_ptr() + 512]
-
-
-def test_the_launcher_below_tritons_wrapper_is_the_one_that_takes_encoded_descriptors(monkeypatch):
-    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-    if not nvidia.triton.__version__.startswith("3.6."):
-        pytest.skip("the encoding is that of Triton 3.6; others keep their wrapper")
-
-    def launcher(*args):
-        return args
-
-    form = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [16, 16], "fp4_padded": False}
-    wrapper = nvidia.wrap_handle_tensordesc(launcher, {"x": "tensordesc<fp16[16, 16]>"}, [form])
-    _pretend_driver(monkeypatch, nvidia, print)
-    found = _Encoded.of(wrapper, SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[form])))
-    assert found.run is launcher and found.encode is print and found.formats == (form,)
 
 
 RECORDING = """
@@ -90,15 +47,50 @@ def as_if_on_a_gpu(monkeypatch):
     """A CPU's tensors are replayed as a GPU's would be; launches are functions of addresses."""
     monkeypatch.setattr(replay, "_current_device", lambda: 0)
     monkeypatch.setattr(replay, "_empty_cuda", lambda *like: torch.empty_strided(*like[:2], dtype=like[2]))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch_private, "raw_stream", lambda device: 0)
 
     def launch(fn, *values):
         fn(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
-        found = SimpleNamespace(run=lambda x, y, z, stream, _, *v: fn(*v), function=None, head=(), encoded=None)
+        found = SimpleNamespace(
+            run=lambda x, y, z, stream, _, *v: fn(*v), function=None, head=(), together=False, encoded=None
+        )
         if recorder() is not None:
             recorder().launched(found, 0, (1, 1, 1), list(values))
 
     return launch
+
+
+def test_replay_may_be_switched_off_and_checked(as_if_on_a_gpu, monkeypatch):
+    factor = [2.0]
+
+    def launcher(x):
+        return x.mul(factor[0])
+
+    def made(mode):
+        monkeypatch.setattr(replay, "settings", lambda: SimpleNamespace(replay=mode))
+        return replay.Replay(launcher, lambda: True, 0, "doubled by made_up")
+
+    x = torch.tensor([1.0, float("nan"), float("inf")])
+    off, checked = made("0"), made("check")
+    for kernel in (off, checked):
+        for _ in range(4):
+            torch.testing.assert_close(kernel.run(x), x * 2, equal_nan=True)
+    assert off.run == off._launch and "TILESMITH_REPLAY=0" in off.told()[0]
+    assert checked.run != checked._launch
+    factor[0] = 3.0  # which the record holds as it was
+    with pytest.raises(RuntimeError, match=r"doubled by made_up: its replay differs .* by 1 "):
+        checked.run(torch.ones(3))
+
+
+def test_a_setting_of_replay_is_one_of_three(monkeypatch):
+    monkeypatch.setenv("TILESMITH_REPLAY", "maybe")
+    settings.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="TILESMITH_REPLAY must be 0, 1 or check, got 'maybe'"):
+            settings()
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
 
 
 def _products(launch, offsets):

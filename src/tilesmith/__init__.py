@@ -20,6 +20,8 @@ def __getattr__(name: str):
     except ModuleNotFoundError as missing:
         if missing.name != f"tilesmith.{name}":
             raise
+    except AttributeError as problem:  # `from tilesmith import name` would say no more than that there is no such name
+        raise ImportError(f"tilesmith.{name} could not be imported: {problem}") from problem
     raise AttributeError(f"module 'tilesmith' has no attribute {name!r}")
 
 

@@ -20,6 +20,10 @@ class Settings:
     debug: ``TILESMITH_DEBUG=1``: synchronise after each kernel and check its outputs for NaN.
     portable: ``TILESMITH_PORTABLE="vulkan"``: where portable kernels run on CPU tensors: "interpreter" (the default),
         "vulkan" or "webgpu".
+    trust_triton: ``TILESMITH_TRUST_TRITON=1``: kernels in Gluon serve with any release of Triton, without a trial where
+        it is not a tested one: for the tests of a new release.
+    replay: ``TILESMITH_REPLAY="1"``: repeated calls on a CUDA device do again what their launcher did without asking
+        it (the default); "0": each call runs its launcher; "check": both run, and RuntimeError says where they differ.
     require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.
     """
 
@@ -28,6 +32,8 @@ class Settings:
     tune: bool
     debug: bool
     portable: str
+    trust_triton: bool
+    replay: str
     require_all: bool
 
 
@@ -51,6 +57,12 @@ def _portable(text: str) -> str:
     return text
 
 
+def _replay(text: str) -> str:
+    if text not in ("0", "1", "check"):
+        raise ValueError(f"{PREFIX}REPLAY must be 0, 1 or check, got {text!r}")
+    return text
+
+
 def _default_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tilesmith"
@@ -66,5 +78,7 @@ def settings() -> Settings:
         tune=_flag("TUNE"),
         debug=_flag("DEBUG"),
         portable=_portable(os.environ.get(PREFIX + "PORTABLE") or "interpreter"),
+        trust_triton=_flag("TRUST_TRITON"),
+        replay=_replay(os.environ.get(PREFIX + "REPLAY") or "1"),
         require_all=_flag("REQUIRE_ALL"),
     )

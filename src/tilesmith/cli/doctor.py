@@ -34,6 +34,7 @@ def examine(device_name: str | None = None) -> dict:
 
     from tilesmith.bench.document import versions
     from tilesmith.cli.output import device_named
+    from tilesmith.engine import releases
     from tilesmith.hardware import arch_of, detect_available_devices
     from tilesmith.hardware.detect import driver
 
@@ -46,6 +47,7 @@ def examine(device_name: str | None = None) -> dict:
         "versions": versions(),
         "cuda": torch.version.cuda or torch.version.hip,
         "driver": driver(),
+        "triton": releases.standing(releases.installed()),
         "devices": [_device(d, arch_of(d)) for d in devices],
         "device": str(chosen),
         "ops": choices,
@@ -70,7 +72,7 @@ def _choices(name: str, device) -> list[dict]:
         {
             "op": choice.kernel.op,
             "kernel": choice.kernel.backend,
-            "because": choice.because,
+            "because": "; ".join(filter(None, (choice.because, choice.note))),
             "rejected": {backend: list(reasons) for backend, reasons in choice.rejected},
         }
         for choice in choices_of(ops()[name], built)
@@ -92,6 +94,7 @@ def _show(found: dict) -> None:
     console.print(versions, highlight=False)
     if found["cuda"]:
         console.print(f"CUDA or ROCm {found['cuda']}, driver {found['driver'] or 'unknown'}", highlight=False)
+    console.print(found["triton"], highlight=False)
     console.print()
     rows = [
         (

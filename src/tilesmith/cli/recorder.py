@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilesmith.engine import Choice, Op, ops
+from tilesmith.engine import Choice, Op, ops, torch_private
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(torch_private.DispatchMode or object):
     """A context that watches the ops of the library run. `choices`: each distinct choice with its number of calls."""
 
     def __init__(self):
@@ -37,7 +35,7 @@ class Recorder(TorchDispatchMode):
 
 def choices_of(op: Op, args: Mapping[str, Any]) -> list[Choice]:
     """The choices for a call of `op` and, where an argument asks for a gradient, for its backward. Runs nothing."""
-    with FakeTensorMode() as fake:
+    with torch_private.fake_tensor_mode() as fake:
         faked = {n: fake.from_tensor(v) if isinstance(v, Tensor) else v for n, v in args.items()}
         with Recorder() as recorder:
             out = op(**faked)

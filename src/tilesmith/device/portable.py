@@ -35,7 +35,7 @@ def _missing(device: torch.device, pinned: bool) -> str | None:
     return reason and f"{backend}: {reason}"
 
 
-declare_backend(NAME, _missing)
+declare_backend(NAME, _missing, lacks=lambda arch: "it tells only of devices that are here")
 
 
 def reasons(call: Any, *names: str) -> list[str]:

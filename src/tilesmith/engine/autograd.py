@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.engine import route
+from tilesmith.engine import route, torch_private
 from tilesmith.engine.choice import parse_pin, pinned
 from tilesmith.engine.kernel import as_written
 from tilesmith.engine.registry import LIBRARY
@@ -205,8 +205,7 @@ def _differentiated_again() -> bool:
     """Whether what a backward computes will itself be differentiated: create_graph, or a nested functorch gradient."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    stack = torch._C._functorch.get_interpreter_stack()
-    return not stack or sum(level.key() == torch._C._functorch.TransformType.Grad for level in stack) > 1
+    return torch_private.differentiates_gradients()
 
 
 def _last_backward(grads: tuple) -> bool:
@@ -215,7 +214,7 @@ def _last_backward(grads: tuple) -> bool:
     device = next((g.device for g in grads if g is not None), None)
     if device is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
+    return not torch_private.graph_is_kept()
 
 
 def _types(op: Any) -> list[str]:

@@ -2,18 +2,86 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
+from tilesmith.engine import releases
 from tilesmith.hardware.detect import Arch
 
 REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to do ops, as far as all its kernels have it in common.
+
+    need: (device, pinned) -> why it cannot be asked, in words, or None when it can. gluon: its kernels are written in
+    Triton's Gluon, whose releases differ: with one that is not known to serve them, each is tried (`engine.trial`).
+    lacks: why an architecture that is not here cannot have it, whatever else that machine has.
+    """
+
+    name: str
+    need: Callable[[torch.device, bool], str | None]
+    gluon: bool = False
+    lacks: Callable[[Arch], str | None] | None = None
+
+
+_BACKENDS: dict[str, Backend] = {}
+
+
+def _needs_nothing(device: torch.device, pinned: bool) -> str | None:
+    return None
+
+
+def declare_backend(
+    name: str,
+    need: Callable[[torch.device, bool], str | None] | None = None,
+    *,
+    like: str | None = None,
+    gluon: bool = False,
+    lacks: Callable[[Arch], str | None] | None = None,
+) -> None:
+    """Say when a backend can be asked, before its kernels are imported: `need(device, pinned)` is why it cannot, in
+    words, or None when it can; or `like` names a declared backend that needs the same; with neither it needs nothing.
+    lacks: the same of an architecture that is not here.
+
+    Families declare their own variants beside the ops that list them. Raises TypeError if both are given, ValueError
+    where `like` is not declared.
+    """
+    if need is not None and like is not None:
+        raise TypeError(f"declare_backend({name!r}): give need or like, not both")
+    if like is not None and like not in _BACKENDS:
+        raise ValueError(f"declare_backend({name!r}): no backend {like!r} is declared; known: {', '.join(_BACKENDS)}")
+    base = _BACKENDS[like] if like is not None else Backend(name, need or _needs_nothing, gluon, lacks)
+    _BACKENDS[name] = replace(base, name=name)
+
+
+def declared() -> tuple[str, ...]:
+    """Names of the backends that were declared."""
+    return tuple(_BACKENDS)
+
+
+def in_gluon(backend: str) -> bool:
+    """Whether a backend's kernels are written in Gluon."""
+    return backend in _BACKENDS and _BACKENDS[backend].gluon
+
+
+def missing(backend: str, device: torch.device | Arch, pinned: bool = False) -> str | None:
+    """Why `backend` cannot serve tensors on `device`, or None when it can be asked, as one that nobody declared can.
+
+    An `Arch` in place of a device stands for a GPU that is not here, with whatever else the backend needs.
+    """
+    found = _BACKENDS.get(backend)
+    if found is None:
+        return None
+    if isinstance(device, Arch):
+        return found.lacks(device) if found.lacks is not None else None
+    return found.need(device, pinned)
 
 
 @lru_cache(maxsize=1)
@@ -43,56 +111,20 @@ def _needs_hopper(device: torch.device, pinned: bool) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]}; Hopper kernels need 9.0"
-    return triton_missing() or _gluon_missing()
+    return triton_missing() or releases.too_old()
 
 
-@lru_cache(maxsize=1)
-def _gluon_missing() -> str | None:
-    version = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "none"
-    if not version.startswith("3.6."):
-        return f"Triton {version}; the Hopper kernels are written in the Gluon of Triton 3.6"
-    return None
-
-
-def _needs_other_kernels(device: torch.device, pinned: bool) -> str | None:
-    if device.type == "cpu" and not pinned:
-        return "the tensors are on cpu, where the reference serves what this would hand on; it serves only pinned calls"
-    return None
-
-
-def _missing_on(need: Any, arch: Arch) -> str | None:
-    """What an architecture lacks, whatever this machine has."""
-    if need is _needs_triton and arch.kind not in ("cuda", "hip", "xpu"):
+def _triton_lacks(arch: Arch) -> str | None:
+    if arch.kind not in ("cuda", "hip", "xpu"):
         return f"{arch.name} is no GPU that Triton reaches"
-    if need is _needs_hopper and arch.capability != (9, 0):
-        return f"{arch.name} has no warpgroup products; Hopper kernels need compute capability 9.0"
-    if need in (_needs_triton, _needs_hopper):
-        return triton_missing()  # its registrations say what it would do
-    return None if need in (None, _needs_other_kernels) else "it tells only of devices that are here"
+    return triton_missing()  # its registrations say what it would do
 
 
-_NEEDS: dict[str, Callable[[torch.device, bool], str | None]] = {
-    "triton": _needs_triton,
-    "triton_split": _needs_triton,
-    "hopper": _needs_hopper,
-    "hopper_split": _needs_hopper,
-    "hopper_cluster": _needs_hopper,
-    "hopper_causal": _needs_hopper,
-    "hopper_fp8": _needs_hopper,
-    "hopper_persistent": _needs_hopper,
-    "dequantised": _needs_other_kernels,
-}
+def _hopper_lacks(arch: Arch) -> str | None:
+    if arch.capability != (9, 0):
+        return f"{arch.name} has no WGMMA; Hopper kernels need compute capability 9.0"
+    return triton_missing()
 
 
-def declare_backend(name: str, need: Callable[[torch.device, bool], str | None]) -> None:
-    """Say when a backend can be asked: `need(device, pinned)` is why it cannot, in words, or None when it can."""
-    _NEEDS[name] = need
-
-
-def missing(backend: str, device: Any, pinned: bool = False) -> str | None:
-    """Why `backend` cannot serve tensors on `device`, or None when it can be asked. In place of a device an `Arch`
-    stands for one that is not here, with whatever else a backend needs."""
-    need = _NEEDS.get(backend)
-    if isinstance(device, Arch):
-        return _missing_on(need, device)
-    return need(device, pinned) if need is not None else None
+declare_backend("triton", _needs_triton, lacks=_triton_lacks)
+declare_backend("hopper", _needs_hopper, gluon=True, lacks=_hopper_lacks)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -15,8 +12,9 @@ from typing import Any
 
 import torch
 
+from tilesmith.engine import torch_private, trial
 from tilesmith.engine.arguments import shown
-from tilesmith.engine.backends import REFERENCE, missing
+from tilesmith.engine.backends import REFERENCE, in_gluon, missing
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.registry import ops
 from tilesmith.settings import settings
@@ -59,28 +57,8 @@ def pins() -> dict[str, str]:
 
 
 def _carried() -> dict[str, str]:
-    if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_CARRIED):
-        return _environment
-    here = torch._C._get_obj_in_tls(_CARRIED)
+    here = torch_private.carried(_CARRIED)
     return _environment if here is None else here
-
-
-def _carry(these: dict[str, str] | None) -> None:
-    if _takes_references():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(these))
-    torch._C._stash_obj_in_tls(_CARRIED, these)
-
-
-@functools.cache
-def _takes_references() -> bool:
-    """Whether torch, given an object to carry, drops a reference later that it never took, as 2.11 does, not 2.13."""
-    asked = object()
-    before = sys.getrefcount(asked)
-    torch._C._stash_obj_in_tls(_CARRIED + "_asked", asked)
-    taken = sys.getrefcount(asked) == before
-    if taken:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(asked))
-    return taken
 
 
 def pinned(name: str) -> str:
@@ -148,36 +126,40 @@ def use(**backends: str) -> Iterator[None]:
         if parse_pin(backend)[0] not in op.backends():
             raise ValueError(f"use(): {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
     global _carries
-    outer = torch._C._get_obj_in_tls(_CARRIED) if torch._C._is_key_in_tls(_CARRIED) else None
+    outer = torch_private.carried(_CARRIED, in_backward=False)
     _carries, here = True, {**pins(), **backends}
     token = _PINS.set(here)
-    _carry(here)
+    torch_private.carry(_CARRIED, here)
     try:
         yield
     finally:
         _PINS.reset(token)
-        _carry(outer)
+        torch_private.carry(_CARRIED, outer)
 
 
-def choose(op: Any, call: Any, pin: str, device: Any) -> Choice:
-    """Apply the rule: the pinned kernel or an error; else the highest rank whose rejects(call) is empty."""
+def choose(op: Any, call: Any, pin: str, device: Any, ask: bool = False) -> Choice:
+    """Apply the rule: the pinned kernel or an error; else the highest rank whose rejects(call) is empty.
+
+    ask: the call is not made, so nothing is tried for it (`engine.trial`).
+    """
     if pin:
         backend, _ = parse_pin(pin)
-        reasons = _reasons(op, backend, call, device)
+        reasons = _reasons(op, backend, call, device, ask)
         if reasons:
             raise NotImplementedError(
                 f"{op.name} is pinned to {pin}, which cannot serve this call: {'; '.join(reasons)}"
             )
         return Choice(op.kernel(backend), "pinned")
-    rejected = []
+    rejected, present = [], []
     for backend in op.backends():
-        absent = missing(backend, device)
+        absent = missing(backend, device) or _broken(op, backend)
         if absent:
             rejected.append((backend, (absent,)))
-    present = [op.kernel(b) for b in op.backends() if b not in dict(rejected)]
+        else:
+            present.append(op.kernel(backend))
     ranked = sorted(present, key=lambda k: -k.rank)
     for place, kernel in enumerate(ranked):
-        reasons = tuple(kernel.rejects(call))
+        reasons = tuple(kernel.rejects(call)) or _refused(op, kernel.backend, device, ask)
         if not reasons:
             lower = tuple(k for k in ranked[place + 1 :] if not k.rejects(call))
             choice = Choice(kernel, f"rank {kernel.rank}, the highest that accepts", tuple(rejected), lower=lower)
@@ -188,11 +170,31 @@ def choose(op: Any, call: Any, pin: str, device: Any) -> Choice:
     raise NotImplementedError(f"no kernel serves this call of {op.name}: {rejected}")
 
 
-def _reasons(op: Any, backend: str, call: Any, device: Any) -> list[str]:
+def _reasons(op: Any, backend: str, call: Any, device: Any, ask: bool) -> list[str]:
     if backend not in op.backends():
         return [f"{op.name} has no kernel {backend!r}; it has: {', '.join(op.backends())}"]
-    absent = missing(backend, device, pinned=True)
-    return [absent] if absent else list(op.kernel(backend).rejects(call))
+    absent = missing(backend, device, pinned=True) or _broken(op, backend)
+    if absent:
+        return [absent]
+    return list(op.kernel(backend).rejects(call)) or list(_refused(op, backend, device, ask))
+
+
+def _broken(op: Any, backend: str) -> str | None:
+    """Why kernels in Gluon cannot be imported with the installed Triton, which may lack a name that they need."""
+    if not in_gluon(backend):
+        return None
+    try:
+        op.kernel(backend)
+    except (ImportError, AttributeError) as problem:
+        return f"its kernels do not import with Triton {trial.releases.installed()}: {problem}"
+    return None
+
+
+def _refused(op: Any, backend: str, device: Any, ask: bool) -> tuple[str, ...]:
+    if not isinstance(device, torch.device):
+        return ()  # of an architecture nothing is tried
+    refusal = trial.verdict(op.name, backend, device, ask).refusal
+    return (refusal,) if refusal else ()
 
 
 def _tell(choice: Choice, device: Any) -> None:

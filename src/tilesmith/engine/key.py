@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import tilesmith
+from tilesmith.engine import torch_private
 from tilesmith.engine.written import written
 
 FACTS = ("dtype", "device", "shape", "stride()", "data_ptr() & 15")
@@ -38,11 +40,34 @@ def make_direct(op: Any, types: list[str]) -> Callable[..., Any]:
     return _from_compiled(op, "direct", types, [*more, f"key = ({fields},)"], op._remember, _GLOBALS)
 
 
+class Direct(dict):
+    """Version of the library -> the function (*arguments, pin) -> all outputs, made at the first call: code that
+    Inductor generated, which outlives the library's version on disk, looks up what it was written for."""
+
+    def __init__(self, op: Any):
+        super().__init__()
+        self.op = op
+
+    def __missing__(self, version: str) -> Callable[..., Any]:
+        _same_version(version, self.op)
+        made = self[version] = make_direct(self.op, self.op.kinds())
+        return made
+
+
+def _same_version(version: str, op: Any) -> None:
+    if version != tilesmith.__version__:
+        raise RuntimeError(
+            f"this compiled code of {op.name} was written for tilesmith {version}; this is {tilesmith.__version__}: "
+            "compile the model again, in a new process with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+        )
+
+
 class Known(dict):
     """Name of a call -> the function (*arguments, pin) -> all outputs of it: of a call in code that Inductor generated,
     all of which is known there but how its tensors are aligned, so that the name and that are its key.
 
-    name: the places of its tensors, joined by commas, a colon, and what tells it from other calls.
+    name: the library's version and |, the places of its tensors, joined by commas, a colon, and what tells it from
+    other calls. Raises RuntimeError for another version.
     """
 
     def __init__(self, op: Any):
@@ -51,6 +76,8 @@ class Known(dict):
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         op = self.op
+        version, _, places = name.partition(":")[0].rpartition("|")
+        _same_version(version, op)
 
         def learn(key: Any, args: tuple, pin: str) -> Any:
             whole = op._key(True, pin, *args)
@@ -58,7 +85,7 @@ class Known(dict):
             op._recent[key] = ready
             return ready
 
-        pointers = [f"a{i}.data_ptr()" for i in name.partition(":")[0].split(",")]
+        pointers = [f"a{i}.data_ptr()" for i in places.split(",")]
         each = ", ".join(f"{pointer} & 15" for pointer in pointers)
         lines = [f"key = (name, {each}) if ({' | '.join(pointers)}) & 15 else name"]
         made = self[name] = _from_compiled(op, "known", op.kinds(), lines, learn, {**_GLOBALS, "name": name})
@@ -108,8 +135,8 @@ def _facts(types: list[str], plain: bool = False) -> tuple[list[str], str]:
 
 
 _GLOBALS = {
-    "modes": torch._C._len_torch_dispatch_stack,
-    "functorch": torch._C._functorch.peek_interpreter_stack,
+    "modes": torch_private.dispatch_modes,
+    "functorch": torch_private.functorch,
     "is_grad_enabled": torch.is_grad_enabled,
     "PLAIN": PLAIN,
     "Tensor": Tensor,

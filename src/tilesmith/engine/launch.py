@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from tilesmith.engine import recording
+from tilesmith.engine import recording, torch_private, triton_private
+from tilesmith.engine.triton_private import Compiled
 
 _offline: Callable[..., None] | None = None
-_compiled: dict[tuple, _Compiled] = {}
-_runtime: Any = None  # triton.knobs.runtime, once Triton is there
+_compiled: dict[tuple, Compiled] = {}
+_runtime: Any = None  # whom to ask who listens to launches, once Triton is there
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cluster: int = 1, **named: Any) -> None:
@@ -36,11 +36,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cluster: int = 1, **n
     found = _compiled.get(key) if key is not None else None
     x, y, z = (*grid, 1, 1)[:3]
     if found is None or hooked():
-        compiled = kernel[grid](*args, **named)
+        compiled = triton_private.run(kernel, grid, args, named)
         if key is not None and found is None:
             found = _remember(key, compiled)
     else:
-        found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *values)
+        _run(found, (x, y, z), key[1], values)
     recorder = recording.recorder()
     if recorder is not None:
         recorder.launched(found, key and key[1], (x, y, z), values)
@@ -59,31 +59,27 @@ def _launch_cluster(
         raise TypeError(f"a launch of {kernel.__name__} by clusters has an argument that `launch` does not know")
     found = _compiled.get((*key, cluster))
     if found is None:
-        compiled = kernel[(0,)](*args, **named)  # compiled and loaded; a grid of none is not launched
-        found = _compiled[(*key, cluster)] = _Compiled(compiled, cluster)
+        compiled = triton_private.run(kernel, (0,), args, named)  # loaded; a grid of none is not launched
+        found = _compiled[(*key, cluster)] = Compiled(compiled, cluster)
     x, y, z = (*grid, 1, 1)[:3]
     x //= cluster  # the launcher multiplies it
-    found.run(x, y, z, torch._C._cuda_getCurrentRawStream(key[1]), found.function, *found.head, *values)
+    _run(found, (x, y, z), key[1], values)
     recorder = recording.recorder()
     if recorder is not None:
         recorder.launched(found, key[1], (x, y, z), values)
 
 
+def _run(found: Compiled, grid: tuple[int, int, int], device: int, values: list[Any]) -> None:
+    stream = torch_private.raw_stream(device)
+    if found.together:
+        found.run(*grid, stream, found.function, *found.head, values)
+    else:
+        found.run(*grid, stream, found.function, *found.head, *values)
+
+
 def hooked() -> bool:
     """Whether a profiler listens to launches through Triton's hooks; then Triton's own launch tells it."""
-    if _runtime is None:
-        return False
-    return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls)
-
-
-def refusals() -> tuple[type[Exception], ...]:
-    """What a launch raises where a configuration does not compile or does not fit the device."""
-    try:
-        from triton import CompilationError
-        from triton.runtime.errors import OutOfResources, PTXASError
-    except ImportError:
-        return ()
-    return (CompilationError, OutOfResources, PTXASError)
+    return _runtime is not None and triton_private.listened(_runtime)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -94,66 +90,6 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n (1 for n <= 1)."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
-
-
-class _Compiled:
-    """A compiled kernel with everything of a launch that does not change between calls of one specialisation."""
-
-    def __init__(self, compiled: Any, cluster: int = 1):
-        launcher = compiled.run
-        self.function = compiled.function
-        packed = compiled.packed_metadata
-        if cluster > 1:
-            warps, _, shared = packed
-            packed = (warps, cluster, shared)
-            if cluster > 8:  # not portable: the driver wants to be told, which this question for its occupancy does
-                from triton.runtime import driver
-
-                driver.active.utils.cuOccupancyMaxActiveClusters(self.function, shared, cluster)
-        constant = (packed, None, None, None)  # launch metadata and hooks: only while profiling
-        scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-        if scratch == [0, 0] and hasattr(launcher, "launch"):
-            self.run, self.head = (
-                launcher.launch,
-                (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *constant),
-            )
-            self.encoded = _Encoded.of(self.run, compiled)
-        else:
-            self.run, self.head, self.encoded = launcher, constant, None
-
-
-class _Encoded(NamedTuple):
-    """A launch whose tensor descriptors are encoded beforehand: Triton's wrapper does that for each by a few Python
-    functions that look up what never changes, 2.5 us a descriptor.
-
-    run: the launcher below that wrapper; it takes the encoded descriptor, then its shape and strides. encode: the
-    driver's function. formats: what Triton says of each descriptor, in the order of the kernel's parameters.
-    """
-
-    run: Callable[..., None]
-    encode: Callable[..., Any]
-    formats: tuple[Mapping[str, Any], ...]
-
-    @classmethod
-    def of(cls, wrapper: Callable[..., None], compiled: Any) -> _Encoded | None:
-        """None where there is no descriptor, or a Triton that is not known to do it so."""
-        from triton import __version__
-        from triton.runtime import driver
-
-        formats = tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        if not formats or any(f["fp4_padded"] for f in formats) or not __version__.startswith("3.6."):
-            return None
-        run = inspect.getclosurevars(wrapper).nonlocals.get("launcher")
-        return run and cls(run, driver.active.utils.fill_tma_descriptor, formats)
-
-    def arguments(self, position: int, descriptor: Any) -> tuple:
-        """All of `encode`'s arguments but the address, for the descriptor at a position among the descriptors."""
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-        form = self.formats[position]
-        kind = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]]
-        sizes = form["block_size"], descriptor.shape, descriptor.strides
-        return form["swizzle"], form["elem_size"], kind, *sizes, int(descriptor.padding == "nan")
 
 
 def _key(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple[tuple | None, list[Any]]:
@@ -167,7 +103,7 @@ def _key(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple[tuple | None,
     values = list(args)
     for name, default in plan.names:
         values.append(named.get(name, default))
-    key: list[Any] = [plan, torch._C._cuda_getDevice()]
+    key: list[Any] = [plan, torch_private.current_device()]
     add = key.append
     for i in plan.constants:
         add(values[i])
@@ -227,15 +163,12 @@ def _kind(value: Any) -> Any:
     return _UNKNOWN
 
 
-def _remember(key: tuple, compiled: Any) -> _Compiled | None:
+def _remember(key: tuple, compiled: Any) -> Compiled | None:
     global _runtime
-    from triton import knobs
-    from triton.compiler import CompiledKernel
-
-    _runtime = knobs.runtime
-    if not isinstance(compiled, CompiledKernel):
+    _runtime = triton_private.runtime()
+    if not triton_private.was_compiled(compiled):
         return None
-    found = _compiled[key] = _Compiled(compiled)
+    found = _compiled[key] = Compiled(compiled)
     return found
 
 
@@ -251,26 +184,10 @@ def compiling_for(target: Any, compiled: list[Any]) -> Iterator[None]:
 
     def compile_once(kernel: Any, args: tuple, named: dict[str, Any]) -> None:
         if all(name != kernel.__name__ for name, _ in compiled):
-            compiled.append((kernel.__name__, _compile(kernel, args, named, target)))
+            compiled.append((kernel.__name__, triton_private.compile_for(kernel, args, named, target)))
 
     _offline = compile_once
     try:
         yield
     finally:
         _offline = previous
-
-
-def _compile(kernel: Any, args: tuple, named: dict[str, Any], target: Any) -> Any:
-    """What Triton's own launch would compile for these arguments, if `target` were the device."""
-    import triton
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    backend = make_backend(target)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(*args, **named)
-    options, signature, constexprs, attributes = kernel._pack_args(backend, named, bound, specialization, options)
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
-    source = ASTSource(kernel, signature, constexprs, attributes)
-    return triton.compile(source, target=target, options=options.__dict__)

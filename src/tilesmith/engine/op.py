@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 from torch.library import infer_schema
 
-from tilesmith.engine import inductor, tracing
+from tilesmith.engine import inductor, torch_private, tracing
 from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.arguments import always, binder, checked
 from tilesmith.engine.autograd import Gradient, Way, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel, as_written
-from tilesmith.engine.key import Known, make_direct, make_key
+from tilesmith.engine.key import Direct, Known, make_key
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
+from tilesmith.engine.trial import verdict
 from tilesmith.hardware.detect import arch_named, arch_of
 
 
@@ -109,7 +110,7 @@ class Op:
         LIBRARY.impl(self.name, self._boundary, "CompositeExplicitAutograd")
         qualified = f"tilesmith::{self.name}"
         self.handle = getattr(torch.ops.tilesmith, self.name).default
-        self.handle.direct, self.handle.known = self.direct, Known(self)
+        self.handle.direct, self.handle.known = Direct(self), Known(self)
 
         def traced(*args: Any, pin: str = "") -> Any:
             if not self.mutates:
@@ -242,13 +243,8 @@ class Op:
         ready = self._recent.get(key)
         return (self._remember(key, args, pin) if ready is None else ready).run(*args)
 
-    def direct(self, *args: Any) -> Any:
-        """All outputs, of all arguments and the pin: what code that Inductor generates calls (`engine.inductor`)."""
-        self.handle.direct = make_direct(self, self.kinds())  # here as in `_key`, at the first call
-        return self.handle.direct(*args)
-
     def _dispatched(self, args: tuple, pin: str) -> Any:
-        if _functorch() is not None and self.gradient is not None:
+        if torch_private.knows_functorch and _functorch() is not None and self.gradient is not None:
             return self.gradient.transformed.apply(pin, *args)
         return self.handle(*args, pin=pin)
 
@@ -286,7 +282,9 @@ class Op:
             fn = as_written(fn, device.type)
 
         def ready(fn: Callable[..., Any]) -> Ready:
-            return Replay(fn, configure and configure.free, device.index) if device.type == "cuda" else Ready(fn)
+            if device.type != "cuda":
+                return Ready(fn)
+            return Replay(fn, configure and configure.free, device.index, f"{kernel.op} by {kernel.backend}")
 
         found = ready(fn)
         if configure is not None and configure.hides:
@@ -327,7 +325,7 @@ class Op:
         if arch is not None:
             return self._explained(args, None, where)
         pin = pinned(self.name)
-        choice = self._select(self._describe(*args), pin, device)
+        choice = choose(self, self._describe(*args), pin, device, ask=True)
         if compiled and self.decompose is not None and not pin and self.when(*args):
             note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
             if self.when is not always:
@@ -341,12 +339,13 @@ class Op:
             notes.append(f"no gradient is asked for, so nothing is stored for one: {unseen}")
         if not compiled:
             notes += self._repeated(args, pin)
+        notes += filter(None, [verdict(self.name, choice.kernel.backend, device, ask=True).note])
         return replace(choice, note="; ".join(notes))
 
     def _explained(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
         """The choice for tensors as if they were on `device`, or, without one, on any of an architecture."""
         call = self._describe(*args)._replace(arch=arch)
-        choice = choose(self, call, pinned(self.name), device or arch)
+        choice = choose(self, call, pinned(self.name), device or arch, ask=True)
         return replace(choice, note="; ".join(self._told(choice.kernel, args, arch)))
 
     def _explained_gradient(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
@@ -404,9 +403,9 @@ def _find(name: str) -> Op:
 
 _UNCHECKED = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)  # what an argument of no kind may cause
 _LOWERED = (torch.float32, torch.float16, torch.bfloat16)
-_functorch = torch._C._functorch.peek_interpreter_stack
+_functorch = torch_private.functorch
 _compiling = torch.compiler.is_compiling
-_any_autocast = torch._C._is_any_autocast_enabled
+_any_autocast = torch_private.any_autocast
 
 
 def _without_config(fn: Callable[..., Any]) -> Callable[..., Any]:

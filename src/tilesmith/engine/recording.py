@@ -15,36 +15,32 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tilesmith.engine import torch_private
 
 _aten = torch.ops.aten
-_VIEWS = frozenset({
-    _aten.view, _aten._unsafe_view, _aten._reshape_alias, _aten.permute, _aten.transpose, _aten.t, _aten.select,
-    _aten.slice, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.alias, _aten.detach, _aten.as_strided,
-    _aten.unfold, _aten.unbind, _aten.split, _aten.split_with_sizes,
-})  # fmt: skip
+_VIEWS = torch_private.aten(
+    "view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "select", "slice", "unsqueeze", "squeeze",
+    "expand", "alias", "detach", "as_strided", "unfold", "unbind", "split", "split_with_sizes",
+)  # fmt: skip
 # views, or copies; torch hands them over whole where autograd is off, as it is under a compiled model
-_PERHAPS = frozenset({_aten.reshape, _aten.contiguous, _aten.flatten})
-_FACTORIES = frozenset({
-    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided,
-})  # fmt: skip
-_ZEROS = frozenset({_aten.zeros, _aten.new_zeros, _aten.zeros_like})
+_PERHAPS = torch_private.aten("reshape", "contiguous", "flatten")
+_FACTORIES = torch_private.aten(
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"
+)
+_ZEROS = torch_private.aten("zeros", "new_zeros", "zeros_like")
 # operations around launches; each is called again. Their results are new tensors, or, of those that write, their output
-_COMPUTED = frozenset({
-    _aten.mm, _aten.addmm, _aten.bmm, _aten.sum, _aten.cat, _aten.clone, _aten._to_copy,
-    _aten._addmm_activation, _aten.add, _aten.sub, _aten.mul, _aten.div,
-}) | _ZEROS | _PERHAPS  # fmt: skip
-_WRITING = frozenset({
-    _aten.mm, _aten.addmm, _aten.bmm, _aten._addmm_activation, _aten.zero_, _aten.fill_, _aten.copy_, _aten.add_,
-    _aten.mul_, _aten.square_,
-})  # fmt: skip
+_PRODUCTS = torch_private.aten("mm", "addmm", "bmm", "_addmm_activation")
+_COMPUTED = (
+    torch_private.aten("sum", "cat", "clone", "_to_copy", "add", "sub", "mul", "div") | _PRODUCTS | _ZEROS | _PERHAPS
+)
+_WRITING = torch_private.aten("zero_", "fill_", "copy_", "add_", "mul_", "square_") | _PRODUCTS
 # half of a product's time on the host is in finding the overload
 _FASTER = {
     _aten.mm.default: torch.mm, _aten.mm.out: torch.mm, _aten.addmm.default: torch.addmm, _aten.addmm.out: torch.addmm,
 }  # fmt: skip
 _here = threading.local()  # a backward runs on threads of its own
-_any_autocast = torch._C._is_any_autocast_enabled
-_part = torch._C._dynamo.guards._reinterpret_tensor
+_part = torch_private.view
 
 
 def recorder() -> Recorder | None:
@@ -57,7 +53,7 @@ def each_time(make: Callable[[], Tensor]) -> Tensor:
     here = recorder()
     if here is None:
         return make()
-    with _disable_current_modes():
+    with torch_private.without_modes():
         tensor = make()
     if not here.refusal:
         here.made[id(tensor)] = tensor, make
@@ -95,7 +91,7 @@ class _Step(NamedTuple):
     line: Callable[[Recorder], str]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(torch_private.DispatchMode or object):
     """Watches one run of a launcher: `steps`, or, where it did something else, why not in `refusal`.
 
     It holds no tensor: what the launcher lets go of is free again while it is recorded, as in any other call.
@@ -113,7 +109,7 @@ class Recorder(TorchDispatchMode):
         self.steps: list[_Step] = []
         self.devices: set[int] = set()  # of launches
         self.computes = False
-        self.autocast = _any_autocast()  # once torch has dispatched, it says no
+        self.autocast = torch_private.any_autocast()  # once torch has dispatched, it says no
         self.parameters = [f"a{i}" for i in range(len(args))]
         self.device = next((a.device for a in args if isinstance(a, Tensor)), None)
         for name, a in zip(self.parameters, args):
@@ -226,7 +222,8 @@ class Recorder(TorchDispatchMode):
         rest = ", ".join(self._value(v, f"c{index}_{i}", used) for i, v in enumerate(values))
         run = found.run if found.encoded is None else found.encoded.run
         self.constants |= {f"run{index}": run, f"f{index}": found.function, f"head{index}": found.head}
-        line = f"run{index}({grid[0]}, {grid[1]}, {grid[2]}, stream({device}), f{index}, *head{index}, {rest})"
+        given = f"({rest},)" if found.together else rest
+        line = f"run{index}({grid[0]}, {grid[1]}, {grid[2]}, stream({device}), f{index}, *head{index}, {given})"
         self.steps.append(_Step(None, tuple(used), lambda r: line))
 
     def _value(self, value: Any, name: str, used: list[str]) -> str:

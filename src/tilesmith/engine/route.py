@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from tilesmith.engine import torch_private
 from tilesmith.engine.written import written
 
 
@@ -33,8 +32,8 @@ def keeper(gradient: Any, present: tuple[int, ...], unread: tuple[str, ...]) -> 
     lines.append("ctx.set_materialize_grads(False)")  # a zero gradient is work, None is not
     if gradient.overwrites:  # a hook may hand out what its owner still looks at
         lines.append("ctx.unhooked = hooks(False) is None")
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks
-    return written("keep(ctx, args, output)", lines, f"{op.name} kept", {"hooks": hooks})
+    names = {"hooks": torch_private.saved_tensors_hooks}
+    return written("keep(ctx, args, output)", lines, f"{op.name} kept", names)
 
 
 def make(

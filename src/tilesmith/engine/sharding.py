@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilesmith.engine.torch_private import all_reduce
+
 Label = str | int
 _LAYOUTS: dict[tuple, Layout] = {}
 
@@ -297,14 +299,12 @@ class Layout:
 
     def _seed(self, seed: Tensor) -> Tensor:
         """The same for ranks that hold the same elements, another for each part, which counts its elements from 0."""
-        from torch.distributed._functional_collectives import all_reduce, wait_tensor
-
         if hasattr(seed, "device_mesh"):
             seed = seed.to_local()
         part = 0
         for m, label in enumerate(self.labels):
             if label is None and self.mesh.size(m) > 1:
-                seed = wait_tensor(all_reduce(seed, "max", (self.mesh, m)))
+                seed = all_reduce(seed, "max", (self.mesh, m))
             elif label is not None:
                 part = part * self.mesh.size(m) + self.mesh.get_local_rank(m)
         return seed + torch.tensor([0, part], device=seed.device) if part else seed

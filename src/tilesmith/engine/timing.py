@@ -21,6 +21,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from tilesmith.engine import torch_private
 from tilesmith.hardware.detect import arch_of
 
 EVENTS = ("cuda", "xpu")  # device types whose streams time themselves
@@ -234,8 +235,8 @@ def _wall_round(plan: _Plan, device: torch.device, flush) -> float:
 def _burn(device: torch.device, seconds: float, flush) -> None:
     """Keep the device busy for about `seconds` without the host waiting for it."""
     seconds = min(seconds, LONGEST_SLEEP)
-    if device.type == "cuda":
-        torch.cuda._sleep(int(seconds * SLEEP_CLOCK))
+    if device.type == "cuda" and torch_private.sleep is not None:
+        torch_private.sleep(int(seconds * SLEEP_CLOCK))
     else:
         for _ in range(max(1, int(seconds / 1e-4))):
             flush()

@@ -24,8 +24,8 @@ def check(context: Any) -> None:
     with contextlib.suppress(AttributeError):  # of a PyTorch that keeps its guards elsewhere: they only cost time
         _unguard(context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output)
     op = DECLARED[context.get_local("name").as_python_constant()]
-    args = context.get_local("args")._i_will_not_complain_if_bc_breaks_VariableTracker()
     try:
+        args = context.get_local("args")._i_will_not_complain_if_bc_breaks_VariableTracker()
         op.check(*(_known(a) for a in args.items))
     except Exception as problem:
         context.graph_break(f"{type(problem).__name__}: {problem}")

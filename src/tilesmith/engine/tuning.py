@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.engine.launch import refusals
 from tilesmith.engine.table import Row, append
 from tilesmith.engine.timing import Timing, measure
+from tilesmith.engine.triton_private import refusals
 from tilesmith.hardware.detect import arch_of, driver
 
 GAIN = 0.03  # a configuration that is not faster than the default by this share is no row

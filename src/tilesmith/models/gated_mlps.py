@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.engine import torch_private
 from tilesmith.models.reach import observed, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
@@ -107,7 +108,7 @@ def _recomputed(hidden: Tensor, mlp: GatedMlp, gate: Tensor, up: Tensor) -> cont
     """
     if not torch.is_grad_enabled() or not hidden.requires_grad or torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    if type(_local(hidden)) is not Tensor or torch._C._functorch.peek_interpreter_stack() is not None:
+    if type(_local(hidden)) is not Tensor or torch_private.functorch() is not None:
         return contextlib.nullcontext()
     kept = (gate.detach(), up.detach())
     versions = (gate._version, up._version)

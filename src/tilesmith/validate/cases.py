@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ def check_each(
     device: torch.device | str,
     dtype: torch.dtype,
     runs: int = 3,
+    pinned: Mapping[str, str] | None = None,
 ) -> Iterator[Result]:
     """Kernels on one case against the fp64 oracle.
 
@@ -76,7 +77,8 @@ def check_each(
     vjp, in the case's dtype. The reference itself is held to the rounding of that dtype; in fp32, where it rounds at
     every step, it runs in fp64 and is held to fp32's rounding. A kernel that rejects the case passes with
     its reasons as the message; one whose vjp does is checked with whichever vjp is chosen. runs: of small cases on a
-    device; the second call of a shape is recorded and the third replays it (engine/replay.py).
+    device; the second call of a shape is recorded and the third replays it (engine/replay.py). pinned: op -> backend,
+    in place of the kernel's for the op and its gradient.
     """
     device = torch.device(device)
     large = "gpu" in case.tags
@@ -85,7 +87,7 @@ def check_each(
     exact, yardstick = oracle(op, args) if large else {}, {}
     for backend in backends:
         own = tuple(_wide(a, False) for a in args) if backend == REFERENCE and dtype is torch.float32 else args
-        got, refusal = _run(op, backend, own, 1 if device.type == "cpu" or large else runs)
+        got, refusal = _run(op, backend, own, 1 if device.type == "cpu" or large else runs, pinned)
         if refusal:
             yield Result(op.name, backend, case.name, dtype, True, 0.0, 0.0, f"rejects: {refusal}")
             continue
@@ -101,14 +103,16 @@ def check_each(
         yield _judge(op, backend, case, dtype, got, same, exact)
 
 
-def _run(op: Op, backend: str, args: tuple, runs: int) -> tuple[list[dict[str, Tensor]], NotImplementedError | None]:
+def _run(
+    op: Op, backend: str, args: tuple, runs: int, pinned: Mapping[str, str] | None
+) -> tuple[list[dict[str, Tensor]], NotImplementedError | None]:
     """What each of several calls gives; or why the kernel rejects them."""
     try:
-        with use(**pins_of(op, backend)), poisoned():
+        with use(**(pinned or pins_of(op, backend))), poisoned():
             return [outputs_and_gradients(op, args) for _ in range(runs)], None
     except NotImplementedError as reasons:
         # a pin holds for the backward, too: where only that is rejected, the kernel is checked if it is the one chosen
-        if op.explain(*args).kernel.backend != backend:
+        if pinned or op.explain(*args).kernel.backend != backend:
             return [], reasons
     with poisoned():
         return [outputs_and_gradients(op, args) for _ in range(runs)], None

@@ -22,11 +22,16 @@ _ARCHS = {("cuda", 80): "sm80", ("cuda", 90): "sm90", ("cuda", 100): "sm100"}
 
 
 def compile_family(
-    family: str, target: Any, dtype: torch.dtype = torch.bfloat16, names: Sequence[str] = ()
+    family: str,
+    target: Any,
+    dtype: torch.dtype = torch.bfloat16,
+    names: Sequence[str] = (),
+    served: tuple[str, ...] = ("triton", "hopper"),
 ) -> list[tuple[str, str, Any]]:
     """Every device kernel that the family's Triton launchers launch for its first test cases, compiled for `target`;
     or, in any case, those that the named cases launch.
 
+    served: how the names of the backends begin.
     Returns (op, kernel name, triton's compiled object); of each op, or named case, one configuration, that of the
     target's architecture.
     """
@@ -38,7 +43,7 @@ def compile_family(
         compiled: list[tuple[str, Any]] = []
         for case in [c for c in cases(op.name) if _chosen(c, names) and dtype in c.dtypes]:
             one: list[tuple[str, Any]] = [] if names else compiled
-            _launch_all(op, case, dtype, target, arch, one)
+            _launch_all(op, case, dtype, target, arch, served, one)
             compiled += one if names else []
         found += [(op.name, name, kernel) for name, kernel in compiled]
     return found
@@ -48,10 +53,13 @@ def _chosen(case: Any, names: Sequence[str]) -> bool:
     return case.name in names if names else bool({"interpret", "compile"} & case.tags)
 
 
-def _launch_all(op: Op, case: Any, dtype: torch.dtype, target: Any, arch: Any, compiled: list) -> None:
+def _launch_all(
+    op: Op, case: Any, dtype: torch.dtype, target: Any, arch: Any, served: tuple[str, ...], compiled: list
+) -> None:
     """Call the launchers, forward and backward, with CPU tensors while `launch` compiles."""
     args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
-    served = ("triton", "hopper") if (target.backend, target.arch) == ("cuda", 90) else "triton"
+    if (target.backend, target.arch) != ("cuda", 90):
+        served = tuple(b for b in served if b != "hopper")
     both = [op] if op.vjp is None else [op, op.vjp]
     for backend in dict.fromkeys(b for x in both for b in x.backends() if b.startswith(served)):
         taps = [_Tap(x, backend, arch) for x in both if backend in x.backends()]
@@ -94,26 +102,24 @@ class _Tap:
 
 
 def main(family: str, backend: str, arch: str, warp: str, *names: str) -> int:
-    """Compile and print one line a kernel: registers, spills and shared memory where the target tells them."""
+    """Compile and print one line a kernel: warps and shared memory; for NVIDIA also registers, spills and code size."""
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp))
     found = compile_family(family, target, names=names)
     forms: dict[str, list[str]] = {}
+    faults = []
     for op, name, compiled in found:
         form = f"{name} shared={compiled.metadata.shared} warps={compiled.metadata.num_warps}"
+        if target.backend == "cuda":
+            cubin = compiled.asm["cubin"]
+            text = sass.disassembled(cubin)
+            form += "".join(f" {field}={value}" for field, value in sass.usage(cubin, text)._asdict().items())
+            faults += [f"{name}: {x}\n" for x in sass.unwritten(text)] if target.arch == 90 else []
         forms.setdefault(form, []).append(op)
     sys.stdout.write("".join(f"compiled {form} for {' '.join(names)}\n" for form, names in sorted(forms.items())))
-    faults = [f"{name}: {x}\n" for _, name, kernel in found for x in _faults(kernel)]
     sys.stderr.write("".join(faults))
     return 0 if found and not faults else 1
-
-
-def _faults(kernel: Any) -> list[str]:
-    """What `sass.unwritten` finds in a kernel for Hopper."""
-    if kernel.metadata.target.backend != "cuda" or kernel.metadata.target.arch != 90:
-        return []
-    return sass.unwritten(sass.disassembled(kernel.asm["cubin"]))
 
 
 if __name__ == "__main__":

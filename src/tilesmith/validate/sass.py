@@ -8,6 +8,7 @@ it. Here each path from a kernel's entry counts, also those that no call takes.
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ from typing import NamedTuple
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@(!?U?PT?\d*)\s+)?([A-Z][\w.]*)\s*(.*?);")
 _UNIFORM = re.compile(r"(g?desc)?\[?UR(\d+)\b")
+_SPILL = re.compile(r"(STL|LDL)\b")
+_SIZED, _REGCOUNT = 0x04, 0x2F  # in .nv.info
+_NOBITS = 8  # a section without content
+_CONSTANT = re.compile(r"c\[0x\w+\]\[UR(\d+)")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 # whose first operand is a uniform register that they write
 _WRITERS = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX")
@@ -42,9 +47,12 @@ class _Instruction(NamedTuple):
 
     def reads(self) -> set[int]:
         """Uniform registers that it reads. A descriptor is two registers, those of a product's two tiles are four, of
-        which one whose first operand lies in registers reads but the last two."""
+        which one whose first operand lies in registers reads but the last two. An index into constants is one."""
         found = set()
         for operand in self.operands[self._predicates() + 1 if self.writes() else 0 :]:
+            if index := _CONSTANT.search(operand):
+                found.add(int(index[1]))
+                continue
             for kind, number in _UNIFORM.findall(operand):
                 first = int(number)
                 if kind == "gdesc":
@@ -58,6 +66,45 @@ class _Instruction(NamedTuple):
     def _predicates(self) -> int:
         """How many predicates it writes before a register: one or none."""
         return int(len(self.operands) > 1 and re.match(r"U?P\d|U?PT", self.operands[0]) is not None)
+
+
+class Usage(NamedTuple):
+    """What a kernel takes of a multiprocessor. registers: of a thread at the start, before warpgroups share them out
+    anew. spills: instructions that store registers to local memory or load them. code: bytes of instructions."""
+
+    registers: int
+    spills: int
+    code: int
+
+
+def usage(cubin: bytes, text: str) -> Usage:
+    """The usage of the kernel in `cubin`, whose machine code `text` is."""
+    sections = dict(_sections(cubin))
+    code = sum(len(content) for name, content in sections.items() if name.startswith(".text."))
+    spills = sum(_SPILL.match(instruction.name) is not None for instruction in _parsed(text)[0])
+    return Usage(_registers(sections.get(".nv.info", b"")), spills, code)
+
+
+def _registers(info: bytes) -> int:
+    """The number that `.nv.info` holds as EIATTR_REGCOUNT: (format, attribute, value or size of what follows) each."""
+    at = 0
+    while at + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        if (form, attribute) == (_SIZED, _REGCOUNT):
+            return struct.unpack_from("<I", info, at + 8)[0]  # behind the function's index
+        at += 4 + (size if form == _SIZED else 0)
+    return 0
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each section of a 64-bit ELF file."""
+    (start,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, start + i * size) for i in range(count)]
+    table = headers[names][4]
+    for name, kind, _, _, offset, length in headers:
+        content = elf[offset : offset + length] if kind != _NOBITS else b""
+        yield elf[table + name : elf.index(b"\0", table + name)].decode(), content
 
 
 def unwritten(text: str) -> list[str]:

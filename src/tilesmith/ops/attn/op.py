@@ -14,6 +14,7 @@ from torch import Tensor
 from tilesmith.device import philox, portable
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import probability
+from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.metadata import describer
 from tilesmith.ops.attn import checks, reference, sharding
 from tilesmith.ops.attn.mask import Mask, Score
@@ -92,6 +93,18 @@ def _tokens_of_factor(x: Tensor, scale: Tensor | None) -> int:
         return 0
     return -1 if scale.shape[2] == 1 else 1 if scale.shape[2] == x.shape[2] else reference.FACTOR_BLOCK
 
+
+def _hands_on(device: torch.device, pinned: bool) -> str | None:
+    if device.type == "cpu" and not pinned:
+        return "the tensors are on cpu, where the reference serves what this would hand on; it serves only pinned calls"
+    return None
+
+
+declare_backend("triton_split", like="triton")
+declare_backend("hopper_split", like="hopper")
+declare_backend("hopper_cluster", like="hopper")
+declare_backend("hopper_fp8", like="hopper")
+declare_backend("dequantised", _hands_on)
 
 attention_vjp = Op(
     reference.attention_vjp,

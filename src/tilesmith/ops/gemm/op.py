@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tilesmith.device import portable
 from tilesmith.engine import Op
+from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.memory import ChunkedOp
 from tilesmith.ops.gemm import checks, reference
 from tilesmith.ops.gemm.memory import memory_efficient_linear_need
 
+declare_backend("aten")
 KERNELS = {"aten": "tilesmith.ops.gemm.aten", "triton": "tilesmith.ops.gemm.triton.linear"}
 EVERYWHERE = {**KERNELS, portable.NAME: "tilesmith.ops.gemm.portable"}
 

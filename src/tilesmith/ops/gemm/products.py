@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.engine import torch_private
 from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat
 
 
@@ -38,7 +39,7 @@ def activated_product(
     start = x.new_zeros(weight.shape[0]) if bias is None else bias.to(x.dtype)
     use_gelu = activation == "gelu_tanh"
     where = {} if out is None else {"out": out}
-    y = torch._addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu, **where)
+    y = torch_private.addmm_activation(start, x, weight.to(x.dtype).t(), use_gelu=use_gelu, **where)
     return y.square_() if activation == "relu_squared" else y
 
 
@@ -46,7 +47,7 @@ def has_epilogue(x: Tensor, activation: str) -> bool:
     """Whether `activated_product` serves x: cuBLASLt has an epilogue for the activation. It is not called without
     features."""
     served = activation in ("relu", "relu_squared") or (activation == "gelu_tanh" and _takes_gelu(x))
-    return served and x.device.type == "cuda" and x.numel() > 0
+    return served and torch_private.addmm_activation is not None and x.device.type == "cuda" and x.numel() > 0
 
 
 def epilogue_tells(x: Tensor, activation: str, kept: bool = False) -> list[str]:

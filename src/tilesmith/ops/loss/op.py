@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Choice, Op
+from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.memory import ChunkedOp
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.sharding import distributed
@@ -125,6 +126,7 @@ class LinearCrossEntropy(LossWithGradients):
         return replace(choice, note="; ".join(filter(None, (choice.note, mode))))
 
 
+declare_backend("chunked")
 _KERNELS = {"triton": "tilesmith.ops.loss.triton.cross_entropy", "chunked": "tilesmith.ops.loss.chunked.cross_entropy"}
 _LINEAR_KERNELS = {**_KERNELS, "triton": "tilesmith.ops.loss.triton.linear"}
 _FORWARD_KERNELS = {**_LINEAR_KERNELS, "hopper": "tilesmith.ops.loss.hopper.linear"}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.engine.choice import pinned
+from tilesmith.engine.torch_private import all_reduce
 from tilesmith.ops.loss import checks
 from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads
 from tilesmith.ops.loss.reference import Terms
@@ -221,9 +222,7 @@ def _slopes(z: Tensor, terms: Terms) -> Tensor | float:
 
 def exchange(values: Tensor, how: str, part: Part) -> Tensor:
     """The "max" or "sum" over the ranks of a part's group."""
-    from torch.distributed._functional_collectives import all_reduce, wait_tensor
-
-    return wait_tensor(all_reduce(values.contiguous(), how, part.group))
+    return all_reduce(values.contiguous(), how, part.group)
 
 
 def refuse_twice(name: str) -> None:

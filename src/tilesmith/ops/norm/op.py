@@ -12,6 +12,7 @@ from tilesmith.device import portable
 from tilesmith.device.rows import empty_row_values, empty_rows, row_order
 from tilesmith.engine import Op
 from tilesmith.engine.arguments import small
+from tilesmith.engine.backends import declare_backend
 from tilesmith.ops.norm import reference
 from tilesmith.ops.norm.arguments import (
     add_layer_norm_vjp_arguments,
@@ -22,6 +23,7 @@ from tilesmith.ops.norm.arguments import (
 
 TRITON = {"triton": "tilesmith.ops.norm.triton.norm", "hopper": "tilesmith.ops.norm.hopper.norm"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable.norm"}
+declare_backend("hopper_persistent", like="hopper")
 FORWARD = {**EVERYWHERE, "hopper_persistent": "tilesmith.ops.norm.hopper.persistent"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CASTINGS = ("fp32", "llama")

@@ -11,11 +11,13 @@ from tilesmith.device.dropout import check_dropout, seed_for
 from tilesmith.device.rows import empty_rows, row_order
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import probability
+from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.sharding import spread
 from tilesmith.ops.norm import softmax_reference as reference
 
 TRITON = {"triton": "tilesmith.ops.norm.triton.softmax"}
 SOFTMAX = {**TRITON, "hopper": "tilesmith.ops.norm.hopper.softmax"}
+declare_backend("hopper_causal", like="hopper")
 CAUSAL = {"hopper_causal": "tilesmith.ops.norm.hopper.softmax_causal"}
 DROPOUT = {**TRITON, "hopper": "tilesmith.ops.norm.hopper.softmax_dropout", **CAUSAL}
 PORTABLE = {portable.NAME: "tilesmith.ops.norm.portable.softmax"}

@@ -129,6 +129,7 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
             Case(
                 "parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALVES
             ),
+            Case("parts_staying", args(2, 66_048), TEST | {"compile"}, HALVES),
             Case("residual_in_another_order", other, SMALL),
             Case("frozen_residual", args(6, 40) | {"residual": T(6, 40, grad=False)}, SMALL),
             Case("frozen_x", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),

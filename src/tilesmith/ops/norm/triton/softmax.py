@@ -13,13 +13,16 @@ from tilesmith.device.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.device.rows import empty_rows, row_order, row_steps, rows
 from tilesmith.device.triton.dropout import keep_block, keep_or_0, keep_tile
 from tilesmith.device.triton.philox import load_key
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, releases
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # `_weights` may be off by 2**-24 of the exponent, unseen in 16 bits; not in rows of few columns, of whose dx nothing is
 # left but what does not cancel.
 LEAST_FUSED = tl.constexpr(64)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+# From Triton 3.9 on, LLVM's SLP vectorizer ends the process (signal 11) where a loop adds up both y and y · dy of the
+# same groups of columns: the sums of y then take a register for each column of a thread.
+APART = tl.constexpr(releases.numbers() >= (3, 9))
 
 # Pointers that are None stand for tensors that a call does not have; Triton compiles a variant without them.
 # Outputs are packed: the stride of their rows is `cols`.
@@ -281,7 +284,7 @@ def _softmax_bwd_wide_kernel(
         if top_ptr is not None:
             top = tl.load(top_ptr + row)
         dots = tl.zeros([BLOCK_COLS // GROUP], tl.float32)
-        sums = tl.zeros([BLOCK_COLS // GROUP], tl.float32)
+        sums = tl.zeros([BLOCK_COLS // GROUP, GROUP] if APART else [BLOCK_COLS // GROUP], tl.float32)
         for start in tl.range(0, end, BLOCK_COLS):
             col = start + lane
             inside = _loaded(col, cols, end, CAUSAL, EVEN)
@@ -298,8 +301,8 @@ def _softmax_bwd_wide_kernel(
             if CAUSAL or (top_ptr is not None and not EVEN):
                 y = tl.where(col < end, y, 0.0)
             dots += tl.sum(y * dy, 1)
-            sums += tl.sum(y, 1)
-        over_total = 1.0 / tl.sum(sums, 0)
+            sums += y if APART else tl.sum(y, 1)
+        over_total = 1.0 / tl.sum(tl.sum(sums, 1) if APART else sums, 0)
         mean = tl.sum(dots, 0) * over_total
         factor = scale
         if top_ptr is not None:

@@ -1,0 +1,249 @@
+"""Every private name of PyTorch, Dynamo and Inductor that the engine uses, each with what takes its place.
+
+Names are looked up once, when this module is imported; `ABSENT` holds those that this PyTorch does not have, with what
+that costs, for `tilesmith doctor`. None of them decides a result: without one, calls are slower, or go through
+PyTorch's dispatcher, or something optional is off. Triton's are in `engine.triton_private`, Gluon's in the shim of the
+device code: both load Triton, which `import tilesmith` does not.
+
+Dynamo and Inductor cost more than a second to import, so what is theirs is looked up where they are at work:
+`engine.tracing` breaks the graph where it cannot read what Dynamo knows, and `engine.inductor` leaves its calls to the
+dispatcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = {
+    "torch._C._functorch.peek_interpreter_stack": "each call asks for the whole stack of transforms, which is slower",
+    "torch._C._len_torch_dispatch_stack": "each call goes through PyTorch's dispatcher",
+    "torch._C._functorch.get_interpreter_stack": "backwards under torch.func differentiate the reference",
+    "torch._C._functorch.TransformType": "backwards under torch.func differentiate the reference",
+    "torch._C._autograd._get_current_graph_task_keep_graph": "no gradient is written over what was saved",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "no gradient is written over what was saved",
+    "torch._C._get_deterministic_algorithms": "replays ask the public function, which is slower",
+    "torch._C._is_any_autocast_enabled": "each kind of device is asked for autocast",
+    "torch._C._dynamo.guards._empty_strided_cuda": "replays allocate through the dispatcher",
+    "torch._C._dynamo.guards._reinterpret_tensor": "replays make views through the dispatcher",
+    "torch._C._cuda_getDevice": "the current device is asked for by the public function, which is slower",
+    "torch._C._cuda_getCurrentRawStream": "the current stream is asked for by the public function, which is slower",
+    "torch._C._current_graph_task_id": "pins of a backward are those that its thread was left with",
+    "torch._C._is_key_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
+    "torch._C._get_obj_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
+    "torch._C._stash_obj_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
+    "torch.utils._python_dispatch.TorchDispatchMode": "launchers are not replayed; doctor cannot watch a call",
+    "torch.utils._python_dispatch._disable_current_modes": "launchers that number their launches are not replayed",
+    "torch._addmm_activation": "products with relu or gelu behind them take two calls",
+    "torch.cuda._sleep": "timings queue reads of memory in front of what they time",
+}
+"""Each name, and what it costs where PyTorch does not have it."""
+
+
+def _look_up(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    found: Any = sys.modules.get("torch")
+    for part in module.split(".")[1:]:
+        found = getattr(found, part, None)
+    if found is None and not module.startswith("torch._C"):
+        with contextlib.suppress(ImportError):
+            found = importlib.import_module(module)
+    return getattr(found, attribute, None)
+
+
+_FOUND = {name: _look_up(name) for name in NAMES}
+_CUDA_ONLY = ("_cuda_", "_empty_strided_cuda", "cuda._sleep")
+
+
+def _is_absent(name: str) -> bool:
+    expected = torch.backends.cuda.is_built() or not any(part in name for part in _CUDA_ONLY)
+    return expected and _FOUND[name] is None
+
+
+ABSENT = {name: cost for name, cost in NAMES.items() if _is_absent(name)}
+"""What of NAMES this PyTorch should have and has not."""
+
+
+def _get(name: str, instead: Any = None) -> Any:
+    found = _FOUND[name]
+    return instead if found is None else found
+
+
+def _always(*args: Any) -> bool:
+    return True
+
+
+# calls ----------------------------------------------------------------------------------------------------------------
+
+dispatch_modes: Callable[[], Any] = _get("torch._C._len_torch_dispatch_stack", _always)
+"""How many dispatch modes are on, of which each wants to see each call."""
+
+_stack, _kinds = _get("torch._C._functorch.get_interpreter_stack"), _get("torch._C._functorch.TransformType")
+
+
+def _transforms() -> Any:
+    return (_stack() or None) if _stack is not None else True
+
+
+functorch: Callable[[], Any] = _get("torch._C._functorch.peek_interpreter_stack", _transforms)
+"""What is not None while a transform of torch.func is at work."""
+
+knows_functorch = functorch is not _transforms or _stack is not None
+"""Whether `functorch` can tell; else one may be at work in each call: all go to the dispatcher, torch.func raises."""
+
+_any_autocast = _get("torch._C._is_any_autocast_enabled")
+
+
+def _each_autocast() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu", "mps"))
+
+
+any_autocast: Callable[[], bool] = _any_autocast or _each_autocast
+"""Whether autocast is on for any kind of device."""
+
+
+# gradients ------------------------------------------------------------------------------------------------------------
+
+
+def differentiates_gradients() -> bool:
+    """Whether what a backward computes, with gradients enabled, will be differentiated: by plain autograd
+    (create_graph), or by more than one gradient of torch.func."""
+    if _stack is None or _kinds is None:
+        return True
+    levels = _stack()
+    return not levels or sum(level.key() == _kinds.Grad for level in levels) > 1
+
+
+graph_is_kept: Callable[[], bool] = _get("torch._C._autograd._get_current_graph_task_keep_graph", _always)
+"""Whether the backward that runs may run again."""
+
+saved_tensors_hooks: Callable[[bool], Any] = _get("torch._C._autograd._top_saved_tensors_default_hooks", _always)
+"""The hooks that tensors saved now would pass, None if there are none. The argument is PyTorch's own, False here."""
+
+
+# devices --------------------------------------------------------------------------------------------------------------
+
+deterministic: Callable[[], bool] = _get(
+    "torch._C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+
+current_device: Callable[[], int] = _get("torch._C._cuda_getDevice", torch.cuda.current_device)
+"""The index of the current CUDA device."""
+
+
+def _public_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+raw_stream: Callable[[int], int] = _get("torch._C._cuda_getCurrentRawStream", _public_stream)
+"""The driver's handle of a device's current stream."""
+
+
+def empty_strided(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory on the current CUDA device; filled where PyTorch is told to."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+# Inductor's allocator: without the dispatcher, a third of the time of torch.empty_strided
+empty_cuda: Callable[..., Tensor] = _get("torch._C._dynamo.guards._empty_strided_cuda", empty_strided)
+"""The same, never filled."""
+
+
+def _as_strided(tensor: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
+    return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
+
+
+view: Callable[..., Tensor] = _get("torch._C._dynamo.guards._reinterpret_tensor", _as_strided)
+"""(tensor, shape, stride, offset): a view of its memory, `offset` elements on."""
+
+sleep: Callable[[int], None] | None = _get("torch.cuda._sleep")
+"""Keep the current CUDA stream busy for so many cycles."""
+
+
+addmm_activation: Callable[..., Tensor] | None = _get("torch._addmm_activation")
+"""torch.addmm with relu or gelu behind it, in one call of cuBLASLt."""
+
+
+def aten(*names: str) -> frozenset:
+    """The operators of ATen that have these names, those left out that this PyTorch does not have."""
+    return frozenset(found for name in names if (found := getattr(torch.ops.aten, name, None)) is not None)
+
+
+# watching -------------------------------------------------------------------------------------------------------------
+
+DispatchMode: type | None = _get("torch.utils._python_dispatch.TorchDispatchMode")
+"""The base of contexts that see each operation; None: nothing can be watched."""
+
+without_modes: Callable[[], Any] = _get("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
+"""A context in which the modes that are on see nothing."""
+
+
+# what PyTorch carries to the threads that run backwards ---------------------------------------------------------------
+
+_task = _get("torch._C._current_graph_task_id", lambda: 0)
+_has, _read, _stash = (_get(f"torch._C.{name}") for name in ("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls"))
+_can_carry = None not in (_has, _read, _stash)
+
+
+def carried(key: str, in_backward: bool = True) -> Any:
+    """What was last carried under a key, None if nothing; in_backward: None outside of backwards."""
+    if not _can_carry or (in_backward and _task() == -1) or not _has(key):
+        return None
+    return _read(key)
+
+
+def carry(key: str, value: Any) -> None:
+    """Have the threads of backwards that start from here know `value`."""
+    if _can_carry:
+        if _takes_references():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+        _stash(key, value)
+
+
+@functools.cache
+def _takes_references() -> bool:
+    """Whether torch, given an object to carry, drops a reference later that it never took, as 2.11 does, not 2.13."""
+    asked = object()
+    before = sys.getrefcount(asked)
+    _stash("tilesmith_asked", asked)
+    taken = sys.getrefcount(asked) == before
+    if taken:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(asked))
+    return taken
+
+
+# distributed ----------------------------------------------------------------------------------------------------------
+
+
+def all_reduce(tensor: Tensor, operation: str, group: Any) -> Tensor:
+    """A new tensor, reduced over the group, or (mesh, dim): by functional collectives, which torch.compile can trace,
+    where there are any."""
+    try:
+        from torch.distributed._functional_collectives import all_reduce, wait_tensor
+    except ImportError:
+        if isinstance(group, tuple):
+            mesh, dim = group
+            group = mesh.get_group(dim)
+        whole = tensor.clone()
+        torch.distributed.all_reduce(whole, getattr(torch.distributed.ReduceOp, operation.upper()), group)
+        return whole
+    return wait_tensor(all_reduce(tensor, operation, group))
+
+
+def fake_tensor_mode() -> Any:
+    """A context whose tensors have no memory. Raises NotImplementedError where PyTorch has none."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError:
+        raise NotImplementedError(
+            f"PyTorch {torch.__version__} has no FakeTensorMode to ask about calls with"
+        ) from None
+    return FakeTensorMode()

@@ -1,0 +1,227 @@
+"""Releases of Triton that nobody tested: a kernel in Gluon is tried on a small case before it serves, or is refused."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilesmith import explain, use
+from tilesmith.engine import Op, backends, releases, trial
+from tilesmith.engine import ops as declared
+from tilesmith.engine.backends import declare_backend, in_gluon
+from tilesmith.engine.case import Case, T
+from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.registry import DECLARED
+from tilesmith.engine.replay import Ready
+from tilesmith.hardware.detect import arch_named
+from tilesmith.settings import settings
+from tilesmith.validate import trial as program
+from tilesmith.validate.cases import outputs_and_gradients
+from tilesmith.validate.offline import _Tap
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def made_up():
+    """An op with a kernel in Gluon, as far as the engine can tell."""
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    declare_backend("made_up", lambda device, pinned: None, gluon=True)
+    yield Op(doubled)
+    del DECLARED["doubled"]
+    del backends._BACKENDS["made_up"]
+
+
+@pytest.fixture
+def doubled(made_up, monkeypatch, tmp_path):
+    """The same under a release of Triton that is not there."""
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    monkeypatch.setattr(releases, "installed", lambda: "99.1.0")
+    monkeypatch.setattr(trial, "settings", lambda: replace(settings(), cache_dir=tmp_path, trust_triton=False))
+    monkeypatch.setattr(trial, "_found", {})
+    made_up.add_kernel(Kernel("doubled", "made_up", kernel, 50))  # which forgets earlier choices
+    yield made_up
+    trial._conditions.cache_clear()
+
+
+def _outcomes(monkeypatch, *outcomes):
+    """Trials that would run, in place of processes."""
+    left, ran = list(outcomes), []
+
+    def run(command):
+        ran.append(command[-3:])
+        return left.pop(0)
+
+    monkeypatch.setattr(trial, "_run", run)
+    return ran
+
+
+def test_a_kernel_is_tried_once_and_then_serves(doubled, monkeypatch):
+    ran = _outcomes(monkeypatch, (trial.PASSED, "right"))
+    assert "tried before its first call" in explain("doubled", torch.ones(3)).note and not ran
+    assert torch.equal(doubled(torch.ones(3)), torch.full((3,), 2.0))
+    doubled(torch.ones(4))
+    assert ran == [["doubled", "made_up", "cpu"]]
+    choice = explain("doubled", torch.ones(5))
+    assert choice.kernel.backend == "made_up" and "was tried with it on" in choice.note
+    monkeypatch.setattr(trial, "_found", {})  # another process
+    assert trial.verdict("doubled", "made_up", CPU).refusal == "" and len(ran) == 1
+
+
+def test_one_that_fails_is_refused_with_the_reason(doubled, monkeypatch):
+    ran = _outcomes(monkeypatch, (trial.FAILED, "case small: out is off by 3, allowed 0.1"))
+    assert torch.equal(doubled(torch.ones(3)), torch.full((3,), 2.0))
+    choice = explain("doubled", torch.ones(3))
+    assert choice.kernel.backend == "reference" and len(ran) == 1
+    (reason,) = dict(choice.rejected)["made_up"]
+    assert "Triton 99.1.0 is not among the tested releases" in reason and "off by 3" in reason
+    kept = trial.path("doubled", "made_up", CPU)
+    assert str(kept) in reason and json.loads(kept.read_text())["triton"] == "99.1.0"
+    with use(doubled="made_up"), pytest.raises(NotImplementedError, match="off by 3"):
+        doubled(torch.ones(3))
+
+
+def test_what_the_kernel_is_not_guilty_of_is_not_kept(doubled, monkeypatch):
+    ran = _outcomes(monkeypatch, (trial.PREVENTED, "OutOfMemoryError: no room"), (trial.PASSED, "right"))
+    assert "no room" in trial.verdict("doubled", "made_up", CPU).refusal
+    assert not trial.path("doubled", "made_up", CPU).exists()
+    monkeypatch.setattr(trial, "_found", {})
+    assert trial.verdict("doubled", "made_up", CPU).refusal == "" and len(ran) == 2
+
+
+def test_other_versions_try_anew(doubled, monkeypatch):
+    _outcomes(monkeypatch, (trial.FAILED, "wrong"), (trial.PASSED, "right"))
+    assert trial.verdict("doubled", "made_up", CPU).refusal
+    monkeypatch.setattr(trial, "_found", {})
+    monkeypatch.setattr(releases, "installed", lambda: "99.2.0")
+    trial._conditions.cache_clear()
+    assert trial.verdict("doubled", "made_up", CPU).refusal == ""
+
+
+def test_a_tested_release_and_trust_try_nothing(doubled, monkeypatch):
+    ran = _outcomes(monkeypatch)
+    monkeypatch.setattr(releases, "installed", lambda: "3.6.0")
+    assert trial.verdict("doubled", "made_up", CPU) == trial.Verdict()
+    monkeypatch.setattr(releases, "installed", lambda: "99.1.0")
+    monkeypatch.setattr(trial, "settings", lambda: replace(settings(), trust_triton=True))
+    assert trial.verdict("doubled", "made_up", CPU) == trial.Verdict() and not ran
+
+
+def test_other_backends_are_never_tried(doubled, monkeypatch):
+    ran = _outcomes(monkeypatch)
+    assert trial.verdict("doubled", "triton", CPU) == trial.verdict("doubled", "custom", CPU) == trial.Verdict()
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("print('case small: right')", (trial.PASSED, "case small: right")),
+        ("print('off'); raise SystemExit(1)", (trial.FAILED, "off")),
+        ("raise ValueError('no such name')", (trial.FAILED, "ValueError: no such name")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", (trial.FAILED, "its process was ended by SIGSEGV")),
+        ("import sys; sys.stderr.write('full'); raise SystemExit(75)", (trial.PREVENTED, "full")),
+    ],
+)
+def test_how_its_process_may_end(code, outcome):
+    assert trial._run([sys.executable, "-S", "-c", code]) == outcome
+
+
+def test_a_process_that_does_not_end_or_start(monkeypatch):
+    monkeypatch.setattr(trial, "LONGEST", 0.2)
+    assert trial._run([sys.executable, "-S", "-c", "import time; time.sleep(9)"])[0] == trial.PREVENTED
+    assert trial._run(["no-such-program"])[0] == trial.PREVENTED
+
+
+def test_the_program_runs_a_case(capsys):
+    assert program.main("rms_norm", "reference", "cpu") == trial.PASSED
+    assert capsys.readouterr().out.endswith("right\n")
+    assert program.main("rms_norm_vjp", "reference", "cpu") == trial.PASSED
+
+
+def test_the_program_finds_what_is_wrong(doubled, monkeypatch, capsys):
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return x * 2.5
+
+    doubled.add_kernel(Kernel("doubled", "made_up", wrong, 50))
+    case = Case("small", {"x": T(4)}, tags=frozenset({"compile"}))
+    monkeypatch.setattr(program, "cases", lambda name: [case])
+    monkeypatch.setattr(trial, "settings", lambda: replace(settings(), trust_triton=True))
+    assert program.main("doubled", "made_up", "cpu") == trial.FAILED
+    assert "is off by" in capsys.readouterr().out
+
+
+def _gluon_kernels():
+    for name, op in sorted(declared().items()):
+        yield from ((name, backend) for backend in op.backends() if in_gluon(backend))
+
+
+@pytest.mark.parametrize(("name", "backend"), list(_gluon_kernels()))
+def test_every_kernel_takes_one_of_the_small_cases(name, backend):
+    pytest.importorskip("triton")
+    op, whole = declared()[name], program.whole(name)
+    tap = _Tap(op, backend, arch_named("sm90"))
+    taken = []
+
+    def look(args, pin):
+        taken.append(not tap.refused(args))
+        return Ready(op.reference)
+
+    for case, dtype in program.small_cases(name):
+        op._recent.clear()
+        op._ready = look
+        try:
+            with use(**{whole.name: "reference"}):
+                outputs_and_gradients(whole, whole.bind((), case.build(CPU, dtype, case.generator())))
+        finally:
+            del op._ready
+            op._recent.clear()
+        if any(taken):
+            return
+    pytest.fail(f"none of {len(taken)} small calls of {name} is one that {backend} takes")
+
+
+def test_what_is_said_of_releases(monkeypatch):
+    assert releases.tested("3.6.0") and not releases.tested("99.1.0") and not releases.tested(None)
+    assert "values tested on NVIDIA H200" in releases.standing("3.6.0")
+    assert "not tested; each Gluon kernel is tried once" in releases.standing("99.1.0")
+    monkeypatch.setattr(releases, "installed", lambda: "3.5.1")
+    assert releases.too_old() == "Triton 3.5.1; the Hopper kernels are written in the Gluon of Triton 3.6"
+
+
+def test_every_backend_that_an_op_lists_is_declared():
+    listed = {backend for op in declared().values() for backend in op._modules}
+    assert listed - {*backends.declared()} == set()
+
+
+def test_what_a_declaration_may_say():
+    with pytest.raises(ValueError, match="no backend 'nobodys'"):
+        declare_backend("mine", like="nobodys")
+    with pytest.raises(TypeError, match="not both"):
+        declare_backend("mine", lambda device, pinned: None, like="hopper")
+    assert "mine" not in backends.declared()
+
+
+def test_a_gluon_name_that_is_gone_is_a_reason():
+    code = """
+import torch, sys
+import triton.experimental.gluon.language as gl
+del gl.allocate_shared_memory
+from tilesmith.engine import backends, ops
+import tilesmith.ops
+backends._BACKENDS["hopper"] = backends.Backend("hopper", lambda device, pinned: None, True)
+sys.modules["triton.experimental.gluon"] = None
+print(tilesmith.explain("rms_norm", torch.ones(2, 8), torch.ones(8)))
+"""
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "not hopper: its kernels do not import with Triton" in done.stdout, done.stderr
