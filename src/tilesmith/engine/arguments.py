@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -143,6 +144,14 @@ def _kind(annotation: Any) -> tuple[tuple[type, ...], tuple[type, ...], bool, st
         elements = _KINDS[element][0] if element in _LISTS else ()
     classes, words = known or ((object,), "")
     return classes, elements, optional, words + (" or None" if optional else "")
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """What to say after an unknown name: the known one that is spelled most alike, or all of them but gradients."""
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"Known: {', '.join(sorted(n for n in known if not n.endswith('_vjp')))} (and their gradients, <op>_vjp)"
 
 
 def shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilesmith.engine import torch_private, trial
-from tilesmith.engine.arguments import shown
+from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.backends import REFERENCE, in_gluon, missing
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.registry import ops
@@ -120,7 +120,7 @@ def use(**backends: str) -> Iterator[None]:
     for name, backend in backends.items():
         op = ops().get(name)
         if op is None:
-            raise ValueError(f"use(): unknown op {name!r}; known: {', '.join(sorted(ops()))}")
+            raise ValueError(f"use(): there is no op {name!r}. {suggestion(name, ops())}")
         if not isinstance(backend, str):
             raise TypeError(f"use(): {name} must be the name of a backend, got {shown(backend)}")
         if parse_pin(backend)[0] not in op.backends():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilesmith.engine.arguments import shown
+from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.choice import Asked, Choice, asking
 from tilesmith.engine.op import Op
 from tilesmith.engine.registry import PLAIN, ops
@@ -26,26 +28,43 @@ def _asked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
 
 
 def explain(
-    op: str | Op, *args: Any, compiled: bool = False, arch: str | None = None, gradient: bool = False, **kwargs: Any
+    op: str | Callable[..., Any],
+    *args: Any,
+    compiled: bool = False,
+    arch: str | None = None,
+    gradient: bool = False,
+    **kwargs: Any,
 ) -> Choice | str:
     """Why a call is served as it is: `explain("rms_norm", x, weight)`; without arguments, the op's kernels.
 
-    compiled: as under torch.compile. arch: as on a GPU of that architecture, "sm90" of `hardware/arch.toml`, which need
-    not be here; the tensors may lie on any device, or on "meta" without memory. gradient: of the call's gradient.
+    op: a name, or the op itself, such as `tilesmith.ops.rms_norm`. The other arguments are those of the call, which is
+    not made. compiled: as under torch.compile. arch: as on a GPU of that architecture, "sm90" of `hardware/arch.toml`,
+    which need not be here; the tensors may lie on any device, or on "meta" without memory. gradient: of the call's
+    gradient.
 
-    Raises ValueError for an unknown name or arch.
+    Raises ValueError for an unknown name or arch, TypeError for something that is not an op.
     """
-    name = op.name if isinstance(op, Op) else op
-    if not isinstance(name, str):
-        raise TypeError(f"explain: op must be an op or its name, got {shown(op)}")
+    name = _name_of(op)
     found = ops().get(name)
     if found is None and name in PLAIN:
         return f"{name}: a plain callable ({PLAIN[name][1]}); called as it is, never dispatched"
     if found is None:
-        raise ValueError(f"unknown op {name!r}; known: {', '.join(sorted([*ops(), *PLAIN]))}")
+        raise ValueError(f"explain: there is no op {name!r}. {suggestion(name, [*ops(), *PLAIN])}")
     if args or kwargs:
         if found.door_function is not None:
             args, kwargs = _asked(found, args, kwargs), {}
         asked = {name: value for name, value in (("arch", arch), ("gradient", gradient)) if value}
         return found.explain(*args, compiled=compiled, **asked, **kwargs)
-    return f"{name}{found.signature}: kernels {', '.join(found.backends())}"
+    return f"{name}{inspect.signature(found.door_function or found)}: kernels {', '.join(found.backends())}"
+
+
+def _name_of(op: str | Callable[..., Any]) -> str:
+    """The name of an op, given as its name, as the op or as the function by which users call it."""
+    if isinstance(op, str):
+        return op
+    if isinstance(op, Op):
+        return op.name
+    named = next((o.name for o in ops().values() if o.door_function is not None and o.door_function is op), None)
+    if named is None:
+        raise TypeError(f"explain: op must be an op or its name, got {shown(op)}")
+    return named

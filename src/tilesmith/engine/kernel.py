@@ -79,7 +79,7 @@ class Space:
 
 def optimize_kernel(
     num_warps: int | None = None, num_stages: int | None = None, debug: bool = False, *, space: Space | None = None
-):
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a kernel its configuration: pinned (`num_warps`, `num_stages`) or looked up in a `space`.
 
     The decorated function receives it as the keyword `config` if its signature has one: a mapping of the pinned values,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from tilesmith.engine.replay import Ready, Replay
 from tilesmith.engine.trial import verdict
 from tilesmith.hardware.detect import arch_named, arch_of
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 class Op:
     """An operation with a reference, a gradient and any number of kernels.
@@ -38,6 +41,8 @@ class Op:
         not be read again, so that a kernel may return saved outputs, written over, as gradients. None: gradients by
         recomputing the reference.
     outputs: their names; public: how many of them, from the left, users get (the rest exist for the gradient).
+    internal: names of the last parameters that the op fills in by itself; users' signature leaves them out, as it does
+        the outputs that are not public. Their docstring ends where the reference's has "For kernels:".
     kernels: backend -> module that registers its kernels when imported, or the kernels' functions register themselves.
     check: raises on bad arguments, before any launch. describe: arguments -> hashable metadata for `rejects`.
     alias: input -> input whose gradient is the same values (``{"residual": "x"}``), or an incoming gradient that is
@@ -59,6 +64,7 @@ class Op:
         vjp: Op | None = None,
         outputs: Sequence[str] = ("out",),
         public: int | None = None,
+        internal: Sequence[str] = (),
         kernels: Mapping[str, str] | None = None,
         check: Callable[..., None] | None = None,
         describe: Callable[..., Any] | None = None,
@@ -88,7 +94,8 @@ class Op:
         if "Tensor" not in self.types.partition("->")[0]:
             raise TypeError(f"{self.name} takes no tensor, so there is nothing to dispatch on")
         self._bind = binder(self.name, self.signature)  # not at the first call, which torch.compile may trace
-        self.__doc__, self.__name__, self.__signature__ = reference.__doc__, self.name, self.signature
+        self.__name__, self.__signature__ = self.name, _of_users(self.signature, self.public, internal)
+        self.__doc__ = _doc_of_users(self.name, self.__signature__, reference)
         self.__module__ = reference.__module__
         self.autocast = tuple(self.parameters.index(n) for n in autocast)
         self.written = tuple(self.parameters.index(n) for n in self.mutates)
@@ -157,7 +164,7 @@ class Op:
                 raise RuntimeError(f"{self._modules[backend]} registers no kernel {backend!r} for {self.name}")
         return self._kernels[backend]
 
-    def door(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def door(self, function: Function) -> Function:
         """Decorate the function that users call, where its arguments are not the op's: `explain` takes its own."""
         self.door_function = function
         return function
@@ -383,7 +390,7 @@ class Op:
         return getattr(getattr(kernel.fn, "configure", None), "hides", False)
 
     def __repr__(self) -> str:
-        return f"Op({self.name}{self.signature}, kernels={list(self.backends())})"
+        return f"Op({self.name}{self.__signature__}, kernels={list(self.backends())})"
 
     def __reduce__(self):
         return (_find, (self.name,))
@@ -399,6 +406,23 @@ def _unallocated(x: Tensor) -> Tensor:
 
 def _find(name: str) -> Op:
     return ops()[name]
+
+
+def _of_users(signature: inspect.Signature, public: int, internal: Sequence[str]) -> inspect.Signature:
+    """The signature of a call by a user: without internal parameters and with the public outputs alone."""
+    returned = typing.get_args(signature.return_annotation)
+    annotation = signature.return_annotation
+    if returned and len(returned) > public:
+        annotation = returned[0] if public == 1 else tuple[returned[:public]]
+    kept = [p for name, p in signature.parameters.items() if name not in internal]
+    return signature.replace(parameters=kept, return_annotation=annotation)
+
+
+def _doc_of_users(name: str, signature: inspect.Signature, reference: Callable[..., Any]) -> str:
+    """How `help` shows the op: its call first, since `help` abbreviates what it knows of objects, then its meaning."""
+    meaning = inspect.cleandoc(reference.__doc__ or "").partition("\n\nFor kernels:")[0]
+    call = f"{name}{signature}".replace("torch.Tensor", "Tensor").replace("collections.abc.", "")
+    return f"{call}\n\n{meaning}".rstrip()
 
 
 _UNCHECKED = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)  # what an argument of no kind may cause

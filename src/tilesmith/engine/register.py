@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tilesmith.engine.arguments import shown
 from tilesmith.engine.kernel import Kernel, accept, silent
 from tilesmith.engine.op import Op
 from tilesmith.engine.registry import PLAIN, ops
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def register_kernel(
@@ -19,7 +21,7 @@ def register_kernel(
     rejects: Callable[[Any], Sequence[str]] = accept,
     errors: Mapping[str, float] | None = None,
     tells: Callable[..., Sequence[str]] = silent,
-):
+) -> Callable[[Function], Function]:
     """Register the decorated function as a kernel of the op `name`; returns the function unchanged.
 
     A known name adds a kernel: its parameters and returns must have the types of the op's reference, else TypeError
@@ -46,7 +48,7 @@ def register_kernel(
     if errors is not None and not isinstance(errors, Mapping):
         raise TypeError(f"register_kernel: errors must be a mapping or None, got {shown(errors)}")
 
-    def add(fn):
+    def add(fn: Function) -> Function:
         op = ops().get(name)
         if op is not None:
             kernel = Kernel(name, backend or "custom", fn, rank, rejects, errors or {}, tells)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection
+from typing import TypeVar
 
 from torch import nn
 
@@ -30,13 +31,16 @@ RULES: tuple[type[rewrite.Rule], ...] = (
 )
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
 def optimize(
-    model: nn.Module,
+    model: Model,
     *,
     strict: bool = False,
     only: str | Collection[str] | None = None,
     exclude: str | Collection[str] = (),
-) -> nn.Module:
+) -> Model:
     """Make the modules of `model` compute through `tilesmith.ops` where they provably compute the same.
 
     Each module is recognised by what its class computes on small inputs, not by its name. It is replaced in place, as
@@ -85,7 +89,7 @@ def optimize(
     return model
 
 
-def undo(model: nn.Module) -> nn.Module:
+def undo(model: Model) -> Model:
     """Give `model` back the forward of every module that `optimize` replaced, exactly. Returns `model`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; undo takes a torch.nn.Module")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from torch import nn
 
 from tilesmith.rewrite.report import Report, Row
 from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
 from tilesmith.rewrite.variant import buried, forms, obstacle, original_class, swap, unswap
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class RewriteError(RuntimeError):
@@ -51,7 +54,7 @@ def rewrite(
     return report
 
 
-def undo(model: nn.Module) -> nn.Module:
+def undo(model: Model) -> Model:
     """Give every module of `model` the class back that it had before any rewrite. Returns `model`."""
     for fqn, module in model.named_modules():
         if buried(module):

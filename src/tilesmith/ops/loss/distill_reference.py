@@ -129,16 +129,16 @@ def tvd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Total variation distance of probabilities: ½ · Σ |x − target|.
 
-    x, target: [..., V], probabilities (not logarithms). Where both are equal the gradient is 0. The rest, and the count
-    that is saved: see `jsd`.
+    x, target: [..., V], probabilities (not logarithms). Where both are equal the gradient is 0. The rest: see
+    `jsd`.
 
-    grad_mask: which gradients, of x and target, autograd will ask for; None: none, unless it is filled in by a call
-    with autograd on. If any, the signs of x − target are saved for the backward, which then reads neither.
-
-    Computed in fp32 (fp64 for fp64). Raises TypeError for dtypes that are not floating, ValueError for shapes, devices,
-    reductions and a grad_mask that do not fit.
+    Computed in fp32 (fp64 for fp64). Raises TypeError for dtypes that are not floating, ValueError for shapes, devices
+    and reductions that do not fit.
 
     Source: f-divergence distillation, Wen et al., arXiv:2307.15190.
+
+    For kernels: grad_mask says which gradients, of x and target, autograd will ask for; a call with autograd on fills
+    it in. If any, the signs of x − target are saved for the backward, which then reads neither.
     """
     a, b = _wide(x, target)
     signs = torch.empty(0, dtype=torch.int16, device=x.device)
@@ -217,7 +217,7 @@ def linear_distillation(
 
     Kernels walk over chunks of tokens: both logits, the losses, the gradient in place of the student's logits, its two
     products, in one pass. chunk_tokens: tokens of a chunk; 0 lets the library choose, by `chunks.tokens_per_chunk`.
-    accumulate_fp32, grad_mask: as in `linear_preference`.
+    accumulate_fp32: as in `linear_preference`.
 
     Returns (loss, parts): a scalar, and [2], the sums of soft and of hard losses; fp32 (fp64 for fp64 x). A gradient
     through parts costs the products of the logits again.
@@ -225,6 +225,8 @@ def linear_distillation(
     Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649.
 
     Raises TypeError and ValueError for arguments of another form than said here, naming the argument.
+
+    For kernels: grad_mask as in `linear_cross_entropy`.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     z, y = linear_logits(x, weight, bias), _teacher_logits(teacher, teacher_weight, teacher_bias).to(acc)

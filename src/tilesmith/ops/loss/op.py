@@ -90,7 +90,7 @@ class LossWithGradients(ChunkedOp):
     """
 
     def __init__(self, *args: Any, differentiable: tuple[str, ...] = ("x", "weight", "bias"), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, internal=("grad_mask",), **kwargs)
         self._differentiable = differentiable
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple:

@@ -45,7 +45,7 @@ def linear_preference(
     chunks need not hold a whole pair. chunk_tokens: tokens of a chunk, rounded down to whole sequences or pairs, one at
     least (with recompute as in `linear_cross_entropy`); 0 lets the library choose, by `sequences_per_chunk`.
     accumulate_fp32: whether the weight's gradient is summed over chunks in fp32; else in weight's dtype with one
-    rounding a chunk. grad_mask: as in `linear_cross_entropy`.
+    rounding a chunk.
 
     Memory beside inputs and results, for C tokens of a chunk and e bytes an element of x: C·V·e for the logits, and
     where a chunk is not the whole batch C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K, and
@@ -55,6 +55,8 @@ def linear_preference(
 
     A gradient through log_probs costs the product of the logits again in any case. Labels are checked on a CPU only, as
     in `cross_entropy`. Raises TypeError and ValueError for arguments of another form than said here.
+
+    For kernels: grad_mask as in `linear_cross_entropy`.
     """
     losses, lse, *_ = reference.linear_cross_entropy(
         x, weight, target, bias, None, ignore_index, 0.0, 0.0, scale, softcap, "none"

@@ -53,7 +53,6 @@ def cross_entropy(
     int64 or int32. weight: [V], floating; it receives no gradient. label_smoothing: 0 to 1. z_loss, softcap: 0 or more.
 
     Returns the loss, fp32: a scalar, or [...] for "none". The gradient has logits' shape and dtype and is contiguous.
-    Saved beside it: lse [...] (0 where the target is ignored) and, for "mean", the two divisors.
 
     Raises ValueError on a CPU for a label outside 0 … V − 1 that is not ignore_index; elsewhere, where asking would
     wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments of
@@ -61,6 +60,8 @@ def cross_entropy(
 
     Source: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2204.02311 (z loss); Gemma Team,
     arXiv:2408.00118 (soft cap); Milakov and Gimelshein, arXiv:1805.02867 (one pass over the logits).
+
+    For kernels: saved beside the loss are lse [...] (0 where the target is ignored) and, for "mean", the two divisors.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     check_labels(target, logits.shape[-1], ignore_index)
@@ -140,19 +141,21 @@ def linear_cross_entropy(
 
     chunk_tokens: C; 0 lets the library choose, by `chunks.tokens_per_step`; more make the mode "chunks" where none is
     given. accumulate_fp32: whether weight's gradient is summed over chunks in fp32, which is then also how "chunks"
-    keeps it, 4·V·K bytes; else in weight's dtype, with one rounding a chunk. grad_mask: which gradients (x, weight,
-    bias) to prepare along with the loss; None: those that autograd will ask for.
+    keeps it, 4·V·K bytes; else in weight's dtype, with one rounding a chunk.
 
-    Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none". Saved beside it: lse [...], the divisors
-    of "mean", and what the mode keeps, else empty: the gradients of the undivided sum of losses (x's in its dtype,
-    weight's in fp32 for accumulate_fp32 and for fp16, whose range such sums leave, else in its dtype, bias's in fp32),
-    and that of the logits, in x's dtype, of the loss.
+    Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none".
 
     Raises TypeError for dtypes and ValueError for shapes, devices and numbers that do not fit, naming the argument; on
     a CPU ValueError for labels out of range.
 
     Source: the fused loss of Hsu et al., Liger Kernel, arXiv:2410.10989; z loss: Chowdhery et al., PaLM,
     arXiv:2204.02311.
+
+    For kernels: grad_mask says which gradients (x, weight, bias) to prepare along with the loss; a call fills in those
+    that autograd will ask for. Saved beside the loss: lse [...], the divisors of "mean", and what the mode keeps, else
+    empty: the gradients of the undivided sum of losses (x's in its dtype, weight's in fp32 for accumulate_fp32 and for
+    fp16, whose range such sums leave, else in its dtype, bias's in fp32), and that of the logits, in x's dtype, of the
+    loss.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     check_labels(target, weight.shape[0], ignore_index)

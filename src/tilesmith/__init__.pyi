@@ -1,0 +1,29 @@
+# Written by: python -m tilesmith.validate.stubs
+
+from tilesmith import bench as bench
+from tilesmith import cli as cli
+from tilesmith import codegen as codegen
+from tilesmith import core as core
+from tilesmith import engine as engine
+from tilesmith import flash_attention as flash_attention
+from tilesmith import hardware as hardware
+from tilesmith import kernels as kernels
+from tilesmith import models as models
+from tilesmith import nn as nn
+from tilesmith import ops as ops
+from tilesmith import rewrite as rewrite
+from tilesmith import runtime as runtime
+from tilesmith import settings as settings
+from tilesmith import validate as validate
+from tilesmith.engine import explain as explain
+from tilesmith.engine import optimize_kernel as optimize_kernel
+from tilesmith.engine import register_kernel as register_kernel
+from tilesmith.engine import use as use
+from tilesmith.models import optimize as optimize
+from tilesmith.models import register_for_sdpa as register_for_sdpa
+from tilesmith.models import register_for_transformers as register_for_transformers
+from tilesmith.models import undo as undo
+from tilesmith.nn import KernelConfig as KernelConfig
+from tilesmith.ops.memory import MemoryConfig as MemoryConfig
+
+__version__: str

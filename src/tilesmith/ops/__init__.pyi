@@ -1,0 +1,1087 @@
+# Written by: python -m tilesmith.validate.stubs
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilesmith.ops.attn.fp8 import attention_fp8 as attention_fp8
+from tilesmith.ops.attn.op import Mask as Mask
+from tilesmith.ops.attn.op import Score as Score
+from tilesmith.ops.attn.op import attention as attention
+from tilesmith.ops.drop.op import bias_dropout as bias_dropout
+from tilesmith.ops.drop.op import bias_dropout_residual as bias_dropout_residual
+from tilesmith.ops.loss.preference import linear_log_probs as linear_log_probs
+from tilesmith.ops.loss.vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from tilesmith.ops.loss.vocabulary_linear import (
+    vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
+)
+from tilesmith.ops.names import flash_attention_backward as flash_attention_backward
+from tilesmith.ops.names import flash_attention_forward as flash_attention_forward
+from tilesmith.ops.names import fused_add_relu as fused_add_relu
+from tilesmith.ops.names import fused_bias_dropout as fused_bias_dropout
+from tilesmith.ops.names import fused_bias_gelu as fused_bias_gelu
+from tilesmith.ops.names import fused_linear_forward as fused_linear_forward
+from tilesmith.ops.names import memory_efficient_attention as memory_efficient_attention
+from tilesmith.ops.names import rmsnorm as rmsnorm
+from tilesmith.ops.norm.dropout_op import dropout_add_norm as dropout_add_norm
+from tilesmith.ops.probability.op import softmax_dropout as softmax_dropout
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05
+) -> tuple[Tensor, Tensor]:
+    """s = x + residual and y = layer_norm(s), in one pass.
+
+    x: [..., N]. residual: x's shape, in x's dtype or fp32. s is rounded to residual's dtype, and y, in x's dtype, is
+    the norm of the rounded s, as two separate ops would give. weight, bias, eps and memory order: see `layer_norm`.
+
+    Returns (y, s). x and residual have the same gradient; it is computed in fp32 and rounded to each one's dtype.
+
+    Raises as `layer_norm` does; ValueError too for a residual of another shape or device, TypeError for its dtype.
+    """
+
+def add_layer_norm_vjp(
+    dy: Tensor | None,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dresidual, dweight, dbias) of `add_layer_norm`; dx is dresidual. dy or ds may be None: zeros."""
+
+def add_relu(x: Tensor, y: Tensor) -> Tensor:
+    """max(x + y, 0), element by element.
+
+    Args:
+        x, y: one shape and dtype, floating, any strides.
+
+    Returns a contiguous tensor of x's shape and dtype; the sum is rounded once. Only the result is saved: x and y have
+    the same gradient, dout where the result is above 0. Raises ValueError or TypeError where x and y differ in shape,
+    dtype or device, or are not floating.
+    """
+
+def add_relu_vjp(dout: Tensor, out: Tensor) -> Tensor:
+    """Gradient of `add_relu` from its result: dx, contiguous, in out's dtype; dy is dx."""
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    offset: float = 0.0,
+    casting: str = "fp32",
+) -> tuple[Tensor, Tensor]:
+    """s = x + residual and y = rms_norm(s), in one pass: what a pre-norm transformer does before each block.
+
+    x: [..., N]. residual: x's shape, in x's dtype or fp32. s is rounded to residual's dtype, and y is the norm of the
+    rounded s, as two separate ops would give. y has x's dtype, to which the casts of `casting` refer as well.
+    weight, eps, offset, casting and memory order: see `rms_norm`; s is laid out as y.
+
+    Returns (y, s). x and residual have the same gradient; it is computed in fp32 and rounded to each one's dtype.
+
+    Raises as `rms_norm` does; ValueError too for a residual of another shape or device, TypeError for its dtype.
+    """
+
+def add_rms_norm_vjp(
+    dy: Tensor | None,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dresidual, dweight) of `add_rms_norm`; dx is dresidual. Either of dy and ds may be None: zeros."""
+
+def attention_quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    granularity: str = "block",
+    smooth: bool = True,
+    rotate: bool = True,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v as `attention` takes them in float8_e4m3fn: (q8, k8, v8, q_scale, k_scale, v_scale, shift).
+
+    q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv]: fp64, fp32, fp16 or bf16, one dtype, any strides.
+
+    cos, sin [P, R/2] or [B or 1, P, R/2], P >= S, any floating dtype: q and k are rotated by these angles first, as
+      `rope` does it (interleaved is its own, too), key j by angle j and query i by angle i + S - T; T <= S.
+    smooth: the mean of each kv head's keys is taken off them: of all, or from 4,096 tokens on of the blocks of 128 that
+      `smoothed_step` picks, 2,048 tokens at least. That moves all scores of a query by one number, so `out` is what it
+      was and lse = lse of the quantised values + scale * shift, where shift [B, H, T] fp32 is q . mean (empty if not
+      smooth). It is right without softcap and sinks only. Source: SageAttention, 2024.
+    rotate: rows of q and k are multiplied by the Hadamard matrix of order D over sqrt(D), which leaves q . k as it is
+      and spreads a large element over its row; D must be a power of two. Source: QuaRot, 2024; FlashAttention-3.
+    granularity: whose largest absolute element a factor comes from: a "block" of 128 tokens of a head, a "head" of a
+      batch row, or the whole "tensor". factor = the least power of two that is at least that element / 448, so that
+      x8 * factor is a number of bf16, or 1 where that element is at most 2**-100; a value x becomes x / factor, rounded
+      once.
+
+    Returns q8, k8 and v8 of the shapes of q, k and v; q_scale, k_scale and v_scale fp32, [B, H or G, ceil(tokens /
+    128)], [B, H or G, 1] or [1, 1, 1]; shift. q8 lies in memory as q does ([B, T, H, D] if its head stride is smaller
+    than its token stride, else contiguous); k8 in [B, G, S16, D] and v8 in [B, G, Dv, S16], where S16 is S rounded up
+    to a multiple of 16. Everything is computed in fp32 (fp64 for fp64), so a value that was moved or rotated and lies
+    between two codes may get either. A NaN or an infinity reaches what shares its factor or mean. There are no
+    gradients: those of a forward in e4m3 are `attention_fp8`'s.
+    """
+
+def attention_stats(q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """The largest scaled score of each row, m, and the row's sum of exp(score - m), l, which `attention` joins in lse.
+
+    q, k, scale, causal: see `attention_weights`. Returns m and l, [B, H, T], contiguous, fp32 (fp64 for fp64), so that
+    m + log(l) = lse and 1 <= l <= S. A row that sees no key has m = -inf and l = 0.
+    """
+
+def attention_vjp(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    kv_lengths: Tensor | None,
+    prefix_lengths: Tensor | None,
+    q_documents: Tensor | None,
+    k_documents: Tensor | None,
+    block_offsets: Tensor | None,
+    block_indices: Tensor | None,
+    block_offsets_t: Tensor | None,
+    block_indices_t: Tensor | None,
+    page_table: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_q: int,
+    block_k: int,
+    deterministic: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv, dbias, dsinks) of `attention`; those that `output_mask` leaves out are empty.
+
+    dout [B, H, T, Dv] and dlse [B, H, T]: None counts as zero. dq, dk and dv have the memory order of q, k and v
+    (`torch.empty_like`), dbias and dsinks are contiguous; each has the dtype of its input.
+    """
+
+def attention_weights(q: Tensor, k: Tensor, lse: Tensor, scale: float | None = None, causal: bool = False) -> Tensor:
+    """The softmax weights that `attention` leaves as `lse`: exp(scale q . k - lse), whole in memory.
+
+    Args:
+        q: [B, H, T, D], fp64, fp32, fp16 or bf16, any strides.
+        k: [B, G, S, D] of q's dtype; query head h reads head h // (H // G).
+        lse: [B, H, T], fp32 (fp64 for fp64), as `attention` returns it for the same q, k, scale and causal.
+        scale: factor of q . k; 1 / sqrt(D) if None.
+        causal: query i sees the keys up to i + S - T only; others get 0.
+
+    Returns [B, H, T, S], contiguous, in q's dtype, computed in fp32 (fp64) and rounded once. Rows sum to 1; a row that
+    sees no key (lse -inf) is 0. Gradients flow to q, k and lse; through lse they reach q and k a second time, which
+    together is the gradient of the softmax: an lse without a gradient counts as a constant.
+
+    Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit.
+    """
+
+def attention_weights_vjp(
+    dweights: Tensor, q: Tensor, k: Tensor, lse: Tensor, scale: float | None, causal: bool, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dlse) of `attention_weights`, contiguous; an empty tensor where ``output_mask`` is False."""
+
+def bias_dropout_residual_vjp(
+    dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `bias_dropout_residual`: (dx, dbias), as of `bias_dropout`; dresidual is dout itself."""
+
+def bias_dropout_vjp(
+    dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `bias_dropout`: (dx in dout's dtype, dbias), contiguous; empty where ``output_mask`` is False."""
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """gelu(x + bias, approximate), element by element: what follows the first projection of an MLP.
+
+    Args:
+        x: [..., F], floating, any strides.
+        bias: [F], floating, or None for `gelu`.
+        approximate: "none" or "tanh", as in `gelu`.
+
+    Returns a contiguous tensor of x's shape and dtype. x + bias is not rounded. dbias is summed over rows in float32
+    (float64 for float64), in a fixed order, and rounded to bias' dtype. Raises ValueError or TypeError for a bias that
+    is not a floating [F] on x's device, an x that is not floating or has no dims, and for another ``approximate``.
+    """
+
+def bias_gelu_vjp(
+    dout: Tensor, x: Tensor, bias: Tensor | None, approximate: str, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `bias_gelu`: (dx, dbias), contiguous; an empty tensor where ``output_mask`` is False."""
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross-entropy between logits and class labels, as torch.nn.functional.cross_entropy defines it, and more.
+
+    With z = scale · logits, or softcap · tanh(scale · logits / softcap) where softcap > 0, lse = log Σ exp(z), s =
+    label_smoothing and w the class weights (all 1 without `weight`), a token with label t costs
+
+        (1 − s) · w[t] · (lse − z[t]) + (s / V) · Σ_c w[c] · (lse − z[c]) + z_loss · lse²
+
+    and nothing where t is ignore_index. "none" returns the tokens' costs, "sum" their sum. "mean" divides the first two
+    terms by the sum of w[t] over counted tokens and the third by their number; without counted tokens it is NaN, and
+    the gradient is 0. Everything is computed in fp32 (fp64 for fp64 logits).
+
+    logits: [..., V], floating; the classes are the last dim, also where torch would have them second. target: [...],
+    int64 or int32. weight: [V], floating; it receives no gradient. label_smoothing: 0 to 1. z_loss, softcap: 0 or more.
+
+    Returns the loss, fp32: a scalar, or [...] for "none". The gradient has logits' shape and dtype and is contiguous.
+
+    Raises ValueError on a CPU for a label outside 0 … V − 1 that is not ignore_index; elsewhere, where asking would
+    wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments of
+    another form than said here.
+
+    Source: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2204.02311 (z loss); Gemma Team,
+    arXiv:2408.00118 (soft cap); Milakov and Gimelshein, arXiv:1805.02867 (one pass over the logits).
+    """
+
+def cross_entropy_vjp(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    divisors: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float,
+    softcap: float,
+    reduction: str,
+    output_mask: Sequence[bool],
+) -> Tensor:
+    """The gradient dlogits of `cross_entropy`, rounded once, to logits' dtype."""
+
+def dropout_add_norm_vjp(
+    dy: Tensor | None,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    p: float,
+    kind: str,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dx, dresidual, dweight, dbias) of `dropout_add_norm`; either of dy and ds may be None: zeros.
+
+    dx has dy's dtype, which is x's (s's where dy is None).
+    """
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+    """gelu(gate, approximate) * up, element by element (GeGLU without its projections, arXiv:2002.05202).
+
+    Args:
+        gate, up: [..., F] of one shape and dtype, any strides; halves of a packed [..., 2F] projection are not copied.
+        approximate: "tanh" or "none", as in `gelu`.
+
+    Returns a contiguous tensor of gate's shape and dtype. The product is taken before rounding. Raises ValueError or
+    TypeError where gate and up differ in shape, dtype or device, or are not floating, and for another ``approximate``.
+    """
+
+def geglu_vjp(
+    dout: Tensor, gate: Tensor, up: Tensor, approximate: str, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `geglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False."""
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x Phi(x), Phi the distribution function of the standard normal, element by element (GELU, arXiv:1606.08415).
+
+    Args:
+        x: any shape and strides, floating.
+        approximate: "none": Phi through erf. "tanh": Phi(x) = (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+
+    Returns a contiguous tensor of x's shape and dtype. Raises TypeError for other dtypes, ValueError for another
+    ``approximate``.
+    """
+
+def gelu_vjp(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
+    """Gradient of `gelu`: dx, contiguous, in x's dtype."""
+
+def jsd(
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    reduction: str = "batchmean",
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence of log-probabilities: β · KL(P ‖ M) + (1 − β) · KL(Q ‖ M).
+
+    Q = exp(x), P = exp(target), M = β · P + (1 − β) · Q. At its ends it is defined as KL(P ‖ Q) for β = 0 and
+    KL(Q ‖ P) for β = 1, as in Agarwal et al., arXiv:2306.13649 (where the limits of the formula are 0).
+
+    x, target: [..., V], log-probabilities of student and teacher. labels: [...], int64 or int32; rows whose label is
+    ignore_index do not count. reduction: "none" gives the elements, "sum" their sum, "batchmean" divides it by the
+    number of rows that count (1 at least), "mean" by V times that. Either tensor may have a gradient, in its own dtype.
+    Computed in fp32 (fp64 for fp64), which is also the result's dtype.
+
+    Raises TypeError and ValueError for arguments of another form than said here. Saved beside the loss: the number of
+    rows that count, empty without labels.
+    """
+
+def jsd_vjp(
+    dloss: Tensor,
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    count: Tensor,
+    beta: float,
+    ignore_index: int,
+    reduction: str,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dx, dtarget) of `jsd`."""
+
+def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
+    """Kullback-Leibler divergence of log-probabilities x from a target distribution: Σ t · (log t − x).
+
+    As torch.nn.functional.kl_div, with the same reductions: "none" gives the elements, "sum" their sum, "mean" divides
+    it by the number of elements, "batchmean" by the size of the first dim. Where the target's probability is 0, so are
+    the element and its gradients, whatever x is; log t is taken of max(t, eps).
+
+    x: [..., V], log-probabilities. target: of the same shape, probabilities, or their logarithms if log_target (then
+    eps is not used). Either may have a gradient, in its own dtype. Computed in fp32 (fp64 for fp64), which is also the
+    result's dtype.
+
+    Raises TypeError and ValueError for arguments of another form than said here.
+    """
+
+def kl_div_vjp(
+    dloss: Tensor, x: Tensor, target: Tensor, reduction: str, log_target: bool, eps: float, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dx, dtarget) of `kl_div`."""
+
+def kv_cache_append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    q: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    page_table: Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Write new keys and values into a KV cache in place, rotating keys and queries on the way.
+
+    Token ``t`` of row ``b`` has position ``lengths[b] + t``. Its key and value go to that slot of the row's cache; with
+    ``cos`` and ``sin`` the key is rotated first (RoPE, arXiv:2104.09864), and so is ``q``.
+
+    A token whose slot lies outside the cache (a negative position, a position past the last slot, a page-table entry
+    that names no page) is dropped. ``lengths`` itself is not advanced. If two tokens name the same slot (a page that
+    rows share), which of them stays is undefined.
+
+    Args:
+        k_cache, v_cache: [B, G, S, D], or [num_pages, G, page_size, D] with ``page_table``; changed in place. Any
+            strides, as long as no two elements share memory.
+        k, v: [B, G, T, D] new keys and values; cast to the caches' dtypes, to the largest number of an 8-bit one if
+            they are beyond it.
+        lengths: [B] int32 or int64, tokens already in each row's cache; read on the device.
+        q: [B, H, T, D] queries to rotate, only with ``cos`` and ``sin``.
+        cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, T, R / 2] or
+            [1, T, R / 2] for each token. The first R <= D features are rotated, the others pass through. A position
+            that the table does not hold gives NaN.
+        page_table: [B, pages] int32 or int64; slot ``s`` of row ``b`` is slot ``s % page_size`` of page
+            ``page_table[b, s // page_size]``.
+        interleaved: features (2i, 2i + 1) form a pair; otherwise (i, i + R / 2).
+        k_scale, v_scale: fp32 [1, G, 1] or [1, 1, 1], positive: what is stored is the key (rotated) and the value
+            divided by them, as `attention` takes it. A cache in float8_e4m3fn or float8_e5m2 needs both.
+
+    Returns:
+        The rotated queries with q's shape, dtype and memory order (dense, as ``torch.empty_like`` lays it out), or an
+        empty tensor of k's dtype if ``q`` is None.
+
+    The rotation is computed in at least float32 and rounded once, to the dtype of the cache or of ``q``. There is no
+    gradient: a tensor that requires one raises ValueError while grad mode is on, as do wrong shapes; wrong dtypes raise
+    TypeError.
+    """
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05) -> Tensor:
+    """Layer normalisation of the last dim: y = (x − mean) · rstd · weight + bias.
+
+    mean and rstd = 1 / sqrt(mean((x − mean)²) + eps) in fp32 (fp64 for fp64 x), one a row; the variance is taken around
+    the mean, so it survives a mean far larger than the deviation. All in fp32, rounded once.
+
+    x: [..., N], floating. weight, bias: [N], floating, or None for 1 and 0.
+
+    Returns y, of x's shape and dtype, in x's memory order as `rms_norm` does.
+
+    Raises TypeError for a dtype that is not floating, ValueError for an empty or missing last dim, a weight or bias
+    that is not [N] or is on another device, or eps below 0.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450.
+    """
+
+def layer_norm_vjp(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of `layer_norm`; sums over rows are taken in fp32, then rounded."""
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x · weightᵀ + bias, as torch.nn.functional.linear.
+
+    x: [..., K]. weight: [N, K]. bias: [N]. Each in any strides and any floating dtype: y has x's dtype, and a weight or
+    bias of another dtype is rounded to it first, as autocast does. Sums are fp32 (fp64 for fp64 x); fp32 operands are
+    multiplied as torch.backends.cuda.matmul says (TF32 or not). Rounded once.
+
+    Returns y [..., N], contiguous. Saved for the backward: the inputs. Gradients have their input's dtype. dbias is
+    summed in fp32. dweight of a weight wider than x is not rounded to x's dtype (but on accelerators other than CUDA,
+    whose libraries cannot). Under autocast x is cast, and weight and bias follow it; their gradients stay their own.
+
+    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, ValueError for shapes or devices
+    that do not fit.
+    """
+
+def linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu", keep_pre: bool | None = None
+) -> Tensor:
+    """y = activation(x · weightᵀ + bias).
+
+    x, weight, bias, dtypes and autocast: see `linear`. activation: "gelu" (through erf), "gelu_tanh", "relu", "silu",
+    "relu_squared" (max(z, 0)²) or "none". The pre-activation and its gradient are rounded to x's dtype, as two separate
+    ops would; a kernel that activates while it multiplies rounds only y.
+
+    Saved for the backward: x, weight, bias and y; for gelu, gelu_tanh and silu the pre-activation too (y's size), since
+    y does not tell their slope. relu's slope is 1 where y > 0; relu_squared's is 2 sqrt(y), so in float16 it is 0 for
+    inputs below 2.4e-4, whose square is no longer a number there.
+    keep_pre: whether the pre-activation is written for the backward. None: where autograd will ask for a gradient.
+    False: the backward computes it again, one more product, and nothing of y's size but y is kept.
+
+    Returns y [..., N], contiguous, in x's dtype.
+
+    Raises as `linear` does, and ValueError for another activation.
+
+    Source: Hendrycks and Gimpel, arXiv:1606.08415 (GELU, SiLU); So et al., arXiv:2109.08668 (squared ReLU).
+    """
+
+def linear_act_vjp(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    pre: Tensor,
+    activation: str,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of `linear_act`; an empty `pre` that is needed is computed again."""
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+    chunk_tokens: int = 0,
+    accumulate_fp32: bool = True,
+    mode: str = "",
+) -> Tensor:
+    """`cross_entropy` of x · weightᵀ + bias, whose logits are never whole in memory (but in the reference itself).
+
+    Kernels take the products in x's dtype: they cast a weight or bias of another dtype to it first, as autocast would,
+    and round the logits and their gradient to it, as a linear layer and its gradient do. Sums of products are fp32.
+    Gradients have their input's own dtype.
+
+    x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. class_weight: [V], without gradient. The
+    other loss arguments, and what raises: see `cross_entropy`.
+
+    mode says where gradients come from; "" lets the library choose, and `explain` tells what it chose. For N tokens,
+    chunks of C of them, e bytes an element of x:
+    "keep": the gradient of all logits is kept (N·V·e bytes, the logits' own), and the backward takes its two products.
+        The loss's own gradient is multiplied into x, rounded to x's dtype, and into dx. Not for float16, where the
+        gradient of a mean can underflow.
+    "chunks": the gradients are computed along with the loss, chunk after chunk of tokens (C·V·e), and the backward
+        multiplies them by the loss's own gradient.
+    "recompute": nothing is kept; the backward computes the logits again, a fourth product, in blocks of classes (C·V·e
+        too), so that weight's gradient is final block by block and only x's is summed, in fp32 (4·N·K). With more
+        tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
+        the backward knows the tokens' weights, and for gradients that were not asked for here.
+    Chosen is "keep" where weight's gradient is wanted and `chunks.whole` holds, else "chunks"; inside a `MemoryConfig`
+    the first of "keep", "chunks" and "recompute" that meets it.
+
+    chunk_tokens: C; 0 lets the library choose, by `chunks.tokens_per_step`; more make the mode "chunks" where none is
+    given. accumulate_fp32: whether weight's gradient is summed over chunks in fp32, which is then also how "chunks"
+    keeps it, 4·V·K bytes; else in weight's dtype, with one rounding a chunk.
+
+    Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none".
+    """
+
+def linear_cross_entropy_vjp(
+    dloss: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    divisors: Tensor,
+    x_grad: Tensor,
+    weight_grad: Tensor,
+    bias_grad: Tensor,
+    logit_grad: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float,
+    softcap: float,
+    reduction: str,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    mode: str,
+    output_mask: Sequence[bool],
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of `linear_cross_entropy`.
+
+    Where the forward kept the logits' they are its products, times dloss; where it computed them they are multiplied
+    by dloss over the divisor, with `overwrite` in place where dtypes allow; the others come from the logits anew.
+    """
+
+def linear_distillation(
+    x: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None = None,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    divergence: str = "jsd",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+    ignore_index: int = -100,
+    teacher_probs: bool = False,
+    chunk_tokens: int = 0,
+    accumulate_fp32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Distance of a student's distribution from a teacher's, from hidden states; logits are never whole in memory.
+
+    With student logits z = x · weightᵀ + bias and teacher logits y, a token's soft loss is the distance of
+    softmax(z / temperature) from softmax(y / temperature) over all classes: "kl" is KL(teacher ‖ student), "reverse_kl"
+    KL(student ‖ teacher), "jsd" as `jsd` has it with `beta`, "tvd" as `tvd`. Its hard loss is the cross-entropy of
+    softmax(z) with its label. The loss is the undivided sum over tokens of soft_weight · soft + hard_weight · hard.
+
+    x: [..., K]. weight: [V, K]. teacher: hidden states [..., K'] with teacher_weight [V, K'], or without it the logits
+    [..., V], or with teacher_probs their softmax(y / temperature); no gradient in any case. target: [...], int64 or
+    int32; tokens of ignore_index do not count; None: all count, and there is no hard loss. bias, teacher_bias: [V].
+    temperature: above 0. Products and sums are rounded as in `linear_cross_entropy`.
+
+    Kernels walk over chunks of tokens: both logits, the losses, the gradient in place of the student's logits, its two
+    products, in one pass. chunk_tokens: tokens of a chunk; 0 lets the library choose, by `chunks.tokens_per_chunk`.
+    accumulate_fp32: as in `linear_preference`.
+
+    Returns (loss, parts): a scalar, and [2], the sums of soft and of hard losses; fp32 (fp64 for fp64 x). A gradient
+    through parts costs the products of the logits again.
+
+    Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649.
+    """
+
+def linear_distillation_vjp(
+    dloss: Tensor | None,
+    dparts: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    target: Tensor | None,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    x_grad: Tensor,
+    weight_grad: Tensor,
+    bias_grad: Tensor,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    ignore_index: int,
+    teacher_probs: bool,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    output_mask: Sequence[bool],
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of `linear_distillation`; the forward's own times dloss, where there are such: in
+    place with `overwrite`.
+    """
+
+def linear_preference(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    sequences: Tensor,
+    formula: str,
+    options: Sequence[float],
+    bias: Tensor | None = None,
+    tokens: Tensor | None = None,
+    ignore_index: int = -100,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    chunk_tokens: int = 0,
+    accumulate_fp32: bool = False,
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A preference loss of sequences, from x · weightᵀ + bias, whose logits are never whole in memory.
+
+    The loss is the undivided sum that `ops.loss.formulas.FORMULAS[formula]` makes of the labels' log-probabilities; the
+    caller divides it by pairs, sequences or tokens (`tilesmith.nn.preference` does). Logits are scaled and capped as in
+    `cross_entropy`, products and sums rounded as in `linear_cross_entropy`.
+
+    x: [B, T, K]; for paired formulas the first half of the B sequences are the chosen ones, the second half the
+    rejected ones in the same order. weight: [V, K]. target: [B, T], int64 or int32; a label of ignore_index does not
+    count. sequences: [rows, B], tokens: [rows, B, T], floating, without gradient: what the formula reads besides, see
+    there. options: the formula's, in its order. bias: [V].
+
+    Returns (loss, log_probs): a scalar, and the labels' log-probabilities [B, T], 0 where ignored; both fp32 (fp64 for
+    fp64 x) and differentiable.
+
+    Kernels walk over chunks of whole sequences, of whole pairs where paired: logits, log-probabilities, formula, then
+    the gradient in place of the logits and its two products, so that loss and gradients cost three products of
+    2·B·T·K·V operations. With `recompute` the backward takes the product of the logits again: a fourth product, but
+    chunks need not hold a whole pair. chunk_tokens: tokens of a chunk, rounded down to whole sequences or pairs, one at
+    least (with recompute as in `linear_cross_entropy`); 0 lets the library choose, by `sequences_per_chunk`.
+    accumulate_fp32: whether the weight's gradient is summed over chunks in fp32; else in weight's dtype with one
+    rounding a chunk.
+
+    Memory beside inputs and results, for C tokens of a chunk and e bytes an element of x: C·V·e for the logits, and
+    where a chunk is not the whole batch C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K, and
+    dweight's memory only when the logits are gone. Results are dx and dweight, and 12 bytes a token. The backward
+    scales dx and dweight in place; beside them, which takes them twice, where its graph is kept or captured, under
+    torch.compile, and under saved-tensor hooks, as in checkpointing.
+
+    A gradient through log_probs costs the product of the logits again in any case. Labels are checked on a CPU only, as
+    in `cross_entropy`. Raises TypeError and ValueError for arguments of another form than said here.
+    """
+
+def linear_preference_vjp(
+    dloss: Tensor | None,
+    dlog_probs: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    token_grad: Tensor,
+    x_grad: Tensor,
+    weight_grad: Tensor,
+    bias_grad: Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    output_mask: Sequence[bool],
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of `linear_preference`; the forward's own, times dloss, where it computed them: in
+    place with `overwrite`.
+    """
+
+def linear_vjp(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of `linear`, contiguous; an empty tensor where ``output_mask`` is False."""
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product a · b, where a may have any leading dims and b is one matrix.
+
+    a: [..., M, K] or [K]. b: [K, N], of a's dtype; both in any strides. Leading dims of a are rows like M: there is no
+    broadcasting, and b has no batch (torch.matmul serves those). Sums are fp32 (fp64 for fp64); fp32 operands are
+    multiplied as torch.backends.cuda.matmul says (TF32 or not). Rounded once.
+
+    Returns [..., M, N] or [N], contiguous, in a's dtype. Saved for the backward: a and b. Under autocast both are cast.
+
+    Raises TypeError where dtypes differ or are not floating, ValueError for other shapes or devices.
+    """
+
+def matmul_vjp(dy: Tensor, a: Tensor, b: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Gradients of `matmul`: da = dy · bᵀ and db = aᵀ · dy, contiguous; empty where ``output_mask`` is False."""
+
+def memory_efficient_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", chunk_rows: int = 0
+) -> Tensor:
+    """y = activation(x · weightᵀ + bias), of which only the inputs are saved: the backward walks over chunks of rows
+    and computes the pre-activation of each again, at the cost of one more product.
+
+    x, weight, bias, dtypes and autocast: see `linear`; activation: see `linear_act`. chunk_rows: rows of a chunk; 0
+    lets the library choose by `chunks.rows_per_chunk`: one chunk without an activation, since nothing is then computed
+    again.
+
+    Memory in bytes, beyond the inputs and dy, for M rows, chunks of C, e bytes an element of x, w one of weight:
+    forward M·N·e, and t·C·N·e while it runs; backward M·K·e + N·K·w, and while it runs b·C·N·e, and N·K·4 where w < 4
+    and C < M (dweight is summed in fp32). t = 0, b = 1 for Triton kernels on contiguous x and dy; at most t = 1, b = 3
+    in plain PyTorch on a GPU; without an activation t = b = 0. A weight of another dtype than x's is cast, N·K·e.
+
+    Returns y [..., N], contiguous, in x's dtype.
+
+    Raises as `linear_act` does, and ValueError for chunk_rows below 0.
+    """
+
+def memory_efficient_linear_vjp(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    chunk_rows: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of `memory_efficient_linear`; an empty tensor where ``output_mask`` is False."""
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from the attention over each.
+
+    out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] fp32 (fp64 for fp64): the results of `attention` over each
+    set. lse = log(exp(lse_a) + exp(lse_b)), out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse). A side with lse
+    -inf counts for nothing, whatever its `out` holds; two such sides give out 0 and lse -inf.
+
+    Returns out [..., Dv] (of 4-dim results, in memory [B, T, H, Dv] if out_a's head stride is smaller than its token
+    stride, else contiguous) and lse [...], contiguous; computed in fp32.
+    """
+
+def norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    kind: str = "rms",
+    eps: float = 1e-06,
+    offset: float = 0.0,
+) -> Tensor:
+    """y = norm(x) · weightᵀ + bias, with norm(x) = rms_norm(x, norm_weight, eps, offset) or layer_norm(x, norm_weight,
+    norm_bias, eps).
+
+    x: [..., K] with K of at least 1. weight: [N, K]. bias: [N]. norm_weight, norm_bias: [K]. kind: "rms" (norm_bias
+    must be None; offset is added to norm_weight) or "layer" (offset must be 0). The normalised x is rounded to x's
+    dtype, as two separate ops would; weight and bias as in `linear`. Under autocast x is cast before it is normalised.
+
+    Saved for the backward: the inputs and fp32 statistics, one or two a row. The normalised x is not kept: the backward
+    computes it again where dweight is asked for.
+
+    Returns y [..., N], contiguous, in x's dtype.
+
+    Raises as `linear` and the norms do, and ValueError for another kind.
+    """
+
+def norm_linear_vjp(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    kind: str,
+    eps: float,
+    offset: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias, dnorm_weight, dnorm_bias) of `norm_linear`; empty where not asked for."""
+
+def relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0)^2, element by element (squared ReLU, arXiv:2109.08668).
+
+    Args:
+        x: any shape and strides, floating.
+
+    Returns a contiguous tensor of x's shape and dtype. The square is taken before rounding. Raises TypeError for other
+    dtypes.
+    """
+
+def relu_squared_vjp(dout: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `relu_squared`: dx = 2 max(x, 0) dout, contiguous, in x's dtype."""
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-06, offset: float = 0.0, casting: str = "fp32"
+) -> Tensor:
+    """Root-mean-square normalisation of the last dim: y = x · rstd · (weight + offset).
+
+    rstd = 1 / sqrt(mean(x²) + eps) in fp32 (fp64 for fp64 x), one a row.
+
+    x: [..., N], floating. weight: [N], floating, or None for a factor of 1 (offset then has no effect).
+    offset: added to weight; 1.0 for models that store the weight around 0, as Gemma does.
+    casting: "fp32" computes in fp32 and rounds once, to x's dtype (Gemma, Olmo 2, torch.nn.functional.rms_norm).
+    "llama" rounds x · rstd to x's dtype, then multiplies by weight + offset in the dtype x and weight promote to, then
+    rounds to x's dtype (Llama and most models after it). It has no bearing on the gradient, which is taken of the
+    formula and computed in fp32.
+
+    Returns y, of x's shape and dtype. Rows keep the order they have in x's memory and are packed; so y has x's strides
+    where x is dense with a last stride of 1, and is contiguous where x is contiguous. dx likewise.
+
+    Raises TypeError for a dtype that is not floating, ValueError for an empty or missing last dim, a weight that is
+    not [N] or is on another device, eps below 0, or an unknown casting.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
+    """
+
+def rms_norm_rope(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+    norm_dim: str = "head",
+    eps: float = 1e-06,
+    weight_offset: float = 0.0,
+    casting: str = "fp32",
+) -> tuple[Tensor, Tensor]:
+    """rope(rms_norm(q)), rope(rms_norm(k)) in one pass: QK-norm as Qwen 3, Gemma 3 and Olmo 2 have it.
+
+    Args:
+        q: [B, H, T, D], any strides (memory in [B, T, H, D] order is the usual case).
+        k: [B, G, T, D] of q's dtype, or None.
+        q_weight, k_weight: [D] for ``norm_dim="head"``; [H D] and [G D], head by head, for "row"; any floating dtype;
+            None for a factor of 1.
+        cos, sin, positions, offsets, cu_seqlens, offset, interleaved: as in `rope`.
+        norm_dim: "head" normalises the D features of each head (Qwen 3, Gemma 3); "row" the H D features of each token
+            together, before they are split into heads (Olmo 2).
+        eps: added to the mean square.
+        weight_offset, casting: `offset` and `casting` of `rms_norm`. With "fp32" nothing is rounded between norm and
+            rope; with "llama" the norm is rounded to q's dtype as a norm of its own would be.
+
+    Returns:
+        (q_out, k_out), each with the shape, dtype and memory order of its input (dense, as ``torch.empty_like`` lays it
+        out); k_out is an empty tensor if ``k`` is None. dq and dk are laid out alike. Nothing is saved beyond the
+        inputs: the gradient reads the states anyway, and takes their norms again.
+
+    Raises ValueError or TypeError for what does not fit. Sources: arXiv:1910.07467, arXiv:2104.09864, arXiv:2302.05442.
+    """
+
+def rms_norm_rope_vjp(
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    norm_dim: str,
+    eps: float,
+    weight_offset: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dq_weight, dk_weight) of `rms_norm_rope`; dq and dk are laid out as q and k.
+
+    Empty tensors where ``output_mask`` is False or the incoming gradient is None (undefined, hence zero). Sums for the
+    weights are taken in fp32, then rounded to the weight's dtype. `casting` has no bearing on them.
+    """
+
+def rms_norm_vjp(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dx, dweight) of `rms_norm`; sums over rows are taken in fp32, then rounded to the input's dtype."""
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of features of queries and keys by angles that grow with the position (RoPE, arXiv:2104.09864).
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin). The first R features of a head form R/2 pairs; the other D - R
+    are copied.
+
+    The position of token t in row b is the first of: ``positions[b, t]`` if given; with ``cu_seqlens``, the index of t
+    inside its document; t. ``offset`` and ``offsets`` are added to the last two. A position that the table does not
+    hold gives NaN.
+
+    Args:
+        q: [B, H, T, D], any strides (memory in [B, T, H, D] order is the usual case).
+        k: [B, G, T, D] of q's dtype, or None.
+        cos, sin: one angle per pair, [P, R/2] indexed by position, or [B, T, R/2] or [1, T, R/2] for each token, which
+            leaves no use for a position. Any floating dtype and strides: of tables that hold each angle twice, pass the
+            view ``cos[..., : R // 2]`` (halves repeated) or ``cos[..., ::2]`` (neighbours repeated).
+        positions: [B, T] or [T] int32 or int64.
+        offsets: [B] int32 or int64, one for each row; with ``cu_seqlens`` one for each document.
+        cu_seqlens: [N + 1] int32 or int64 starting at 0: document n of the one packed row (B = 1) is the tokens
+            cu_seqlens[n] up to cu_seqlens[n + 1]. Tokens past the last boundary continue the last document.
+        offset: added to every position.
+        interleaved: features (2i, 2i + 1) form a pair (GPT-J); otherwise (i, i + R/2) (GPT-NeoX, Llama).
+
+    Returns:
+        (q_out, k_out), each with the shape, dtype and memory order of its input (dense, as ``torch.empty_like`` lays it
+        out); k_out is an empty tensor if ``k`` is None.
+
+    Computed in at least float32 and rounded once. Code that rounds each product to the model's dtype (Hugging Face's
+    ``apply_rotary_pos_emb`` in bfloat16) differs by up to its own rounding. cos and sin get no gradient.
+
+    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset.
+    """
+
+def rope_vjp(
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rope`: the incoming ones rotated by the opposite angles.
+
+    Either incoming gradient may be None (undefined, hence zero); its place in the result is an empty tensor, as where
+    ``output_mask`` is False. The memory order is that of the incoming gradient.
+    """
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), element by element.
+
+    Args:
+        x: any shape and strides, floating.
+
+    Returns a contiguous tensor of x's shape and dtype. Raises TypeError for other dtypes. The gradient is taken of the
+    rounded result, which is what is saved, as PyTorch does.
+    """
+
+def sigmoid_vjp(dout: Tensor, out: Tensor) -> Tensor:
+    """Gradient of `sigmoid` from its result: dx = dout out (1 - out), contiguous, in out's dtype."""
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), element by element (SiLU or Swish, arXiv:1702.03118).
+
+    Args:
+        x: any shape and strides, floating.
+
+    Returns a contiguous tensor of x's shape and dtype. Raises TypeError for other dtypes.
+    """
+
+def silu_vjp(dout: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `silu`: dx, contiguous, in x's dtype."""
+
+def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
+    """Softmax of the last dim: y = exp(scale · x) / sum(exp(scale · x)).
+
+    Computed in fp32 (fp64 for fp64 x) around each row's maximum, and rounded once, to x's dtype.
+
+    x: [..., N], floating; with `causal` [..., T, S]. scale: a factor of x, applied in fp32. causal: row t sees the
+    columns j <= t + S - T (the last row sees all, as in attention); y is 0 in the others, whatever x holds there, and
+    a row that sees none is 0. A row of -inf alone, or one that holds NaN or +inf, is NaN, as in torch.softmax.
+
+    Returns y, of x's shape and dtype. Rows keep the order they have in x's memory and are packed; so y has x's strides
+    where x is dense with a last stride of 1, and is contiguous where x is contiguous. dx likewise.
+
+    The backward keeps y alone: dx = scale · y · (dy - sum(y · dy) / sum(y)). Dividing by the sum of the rounded y
+    keeps dx right where y is near 1, where rounding y to 16 bits would otherwise be all of dx.
+
+    Raises TypeError for a dtype that is not floating, ValueError for an empty or missing last dim, or for `causal` with
+    fewer than two dims.
+    """
+
+def softmax_dropout_vjp(
+    dout: Tensor, x: Tensor, seed: Tensor | None, top: Tensor, total: Tensor, p: float, scale: float, causal: bool
+) -> Tensor:
+    """Gradient of `softmax_dropout`: dx, contiguous, in x's dtype."""
+
+def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
+    """Gradient of `softmax`: dx, in y's dtype and memory order. With `causal`, hidden elements of dy do not count."""
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, element by element (SwiGLU without its projections, arXiv:2002.05202).
+
+    Args:
+        gate, up: [..., F] of one shape and dtype, any strides; halves of a packed [..., 2F] projection are not copied.
+
+    Returns a contiguous tensor of gate's shape and dtype. The product is taken before rounding. Raises ValueError or
+    TypeError where gate and up differ in shape, dtype or device, or are not floating.
+    """
+
+def swiglu_vjp(dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Gradients of `swiglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False."""
+
+def tvd(
+    x: Tensor, target: Tensor, labels: Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100
+) -> Tensor:
+    """Total variation distance of probabilities: ½ · Σ |x − target|.
+
+    x, target: [..., V], probabilities (not logarithms). Where both are equal the gradient is 0. The rest: see
+    `jsd`.
+    """
+
+def tvd_vjp(
+    dloss: Tensor,
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None,
+    count: Tensor,
+    signs: Tensor,
+    reduction: str,
+    ignore_index: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dx, dtarget) of `tvd`; signs: those that it saved, or empty."""
