@@ -22,6 +22,7 @@ from tilesmith.engine import use as use
 from tilesmith.models import optimize as optimize
 from tilesmith.models import register_for_sdpa as register_for_sdpa
 from tilesmith.models import register_for_transformers as register_for_transformers
+from tilesmith.models import report as report
 from tilesmith.models import undo as undo
 from tilesmith.nn import KernelConfig as KernelConfig
 from tilesmith.ops.memory import MemoryConfig as MemoryConfig

@@ -9,6 +9,7 @@ EXPORTS = {
     "register_for_sdpa": "tilesmith.models",
     "register_for_transformers": "tilesmith.models",
     "register_kernel": "tilesmith.engine",
+    "report": "tilesmith.models",
     "shard_sequence": "tilesmith.models",
     "undo": "tilesmith.models",
     "use": "tilesmith.engine",

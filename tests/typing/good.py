@@ -17,6 +17,8 @@ dropped: torch.Tensor = ops.bias_dropout(x, None, 0.5)
 layer = tilesmith.nn.RMSNorm(8)
 model = tilesmith.optimize(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), exclude=["rope"])
 first: nn.Module = model[0]
+told: str = tilesmith.report(model).full()
+calls: dict[str, int] = tilesmith.report(model).calls()
 why = [tilesmith.explain("rms_norm", x, weight), tilesmith.explain(ops.rms_norm, x), tilesmith.explain(ops.attention)]
 with tilesmith.use(rms_norm="reference"), MemoryConfig(max_memory_gb=1):
     logits: torch.Tensor = tilesmith.undo(model)(layer(x))

@@ -5,7 +5,7 @@
 """
 
 from tilesmith.models.attention import register_for_transformers
-from tilesmith.models.optimization import optimize, undo
+from tilesmith.models.optimization import optimize, report, undo
 from tilesmith.models.sdpa import register_for_sdpa
 from tilesmith.models.sequence import model_sharding, shard_sequence
 
@@ -14,6 +14,7 @@ __all__ = [
     "optimize",
     "register_for_sdpa",
     "register_for_transformers",
+    "report",
     "shard_sequence",
     "undo",
 ]

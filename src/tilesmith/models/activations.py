@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.reach import reaches
+from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 _FUNCTIONS = {
@@ -36,7 +36,10 @@ class ActivationForm(Form):
 
         def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
             (x,) = inputs or tuple(named.values())
-            return function(x) if reaches(op, x) else base.forward(self, x)
+            if not reaches(op, x):
+                return base.forward(self, x)
+            ran(self, op)
+            return function(x)
 
         return {"forward": forward}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.models.attention_masks import TOLD, KeyMask, key_mask
 from tilesmith.models.attention_modules import computes_mask, hands_on_blocks, uses_interface
-from tilesmith.models.reach import reaches
+from tilesmith.models.reach import ran, reaches
 from tilesmith.models.selected_blocks import attend_selected, dense_selection
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
 
@@ -122,6 +122,7 @@ def attention_forward(
         behind = max(tokens - key.shape[2], 0) if causal else 0
         window = (-1, behind) if behind else None
         mask = ops.Mask(causal=causal and not behind, window=window, dense=attention_mask)
+    ran(module, "attention")
     out, _ = ops.attention(
         query,
         key,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine import torch_private
-from tilesmith.models.reach import observed, reaches
+from tilesmith.models.reach import observed, ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -71,7 +71,10 @@ class GatedMlpForm(Form):
         def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
             (x,) = inputs or tuple(named.values())
             served = reaches(op, x) and all(as_it_was(self, name) for name in passed_over)
-            return gated_mlp(self, x, mlp) if served else base.forward(self, x)
+            if not served:
+                return base.forward(self, x)
+            ran(self, op)
+            return gated_mlp(self, x, mlp)
 
         return {"forward": forward, "_tilesmith_gated_mlp": mlp}
 

@@ -34,8 +34,10 @@ class LazyLogits:
         dtype: torch.dtype,
         steps: tuple[tuple[str, Any], ...] = (),
         sample: Tensor | None = None,
+        calls: dict[str, int] | None = None,
     ):
         self.hidden, self.weight, self.bias, self.dtype, self.steps = hidden, weight, bias, dtype, steps
+        self.calls = calls  # where the output layer counts what was made of its output
         self.sample = _sample(weight, bias).clone() if sample is None else sample
         self.known: Tensor | None = None
         self.changed = False
@@ -176,10 +178,12 @@ class LazyLogits:
 
     def _stepped(self, step: str, value: Any) -> LazyLogits:
         dtype = value if step == "to" else self.dtype
-        return LazyLogits(self.hidden, self.weight, self.bias, dtype, (*self.steps, (step, value)), self.sample)
+        return LazyLogits(
+            self.hidden, self.weight, self.bias, dtype, (*self.steps, (step, value)), self.sample, self.calls
+        )
 
     def _moved(self, hidden: Tensor) -> LazyLogits:
-        return LazyLogits(hidden, self.weight, self.bias, self.dtype, self.steps, self.sample)
+        return LazyLogits(hidden, self.weight, self.bias, self.dtype, self.steps, self.sample, self.calls)
 
 
 def cross_entropy(
@@ -200,6 +204,8 @@ def cross_entropy(
         rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         return F.cross_entropy(_real(input), target, *rest)
     scale, softcap = folded
+    if input.calls is not None:
+        input.calls["linear_cross_entropy"] = input.calls.get("linear_cross_entropy", 0) + 1
     loss = ops.linear_cross_entropy(
         input.hidden,
         input.weight,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.models.logits import LazyLogits
-from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
+from tilesmith.rewrite import CALLS, Form, Replace, Rule, Site, Skip, forms, given, original_class
 from tilesmith.rewrite.variant import obstacle
 
 
@@ -55,7 +55,11 @@ class HeadForm(Form):
                 return base.forward(self, input)
             kind = input.device.type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-            return LazyLogits(_cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype), dtype)
+            # A compiled graph must not return what the module counts in.
+            calls = None if torch.compiler.is_compiling() else self.__dict__.get(CALLS)
+            return LazyLogits(
+                _cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype), dtype, calls=calls
+            )
 
         return {"forward": forward, "_tilesmith_lazy": False}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.reach import reaches
+from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 # Another order of summation moves a few results across a rounding boundary; a form that rounds elsewhere, a fifth.
@@ -45,11 +45,14 @@ class NormForm(Form):
     norm: Norm
 
     def namespace(self, base: type) -> dict[str, Any]:
-        norm = self.norm
+        norm, op = self.norm, op_of(self.norm)
 
         def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
             (x,) = inputs or tuple(named.values())
-            return normalised(self, x, norm) if servable(self, x, norm) else base.forward(self, x)
+            if not servable(self, x, norm):
+                return base.forward(self, x)
+            ran(self, op)
+            return normalised(self, x, norm)
 
         return {"forward": forward, "_tilesmith_norm": norm}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
@@ -11,9 +12,11 @@ from torch import nn
 from tilesmith import rewrite
 from tilesmith.models.activations import ActivationRule
 from tilesmith.models.attention import AttentionRule
+from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.gated_mlps import GatedMlpRule
 from tilesmith.models.losses import LossRule
 from tilesmith.models.norms import NormRule
+from tilesmith.models.reach import effects
 from tilesmith.models.residuals import AddNormRule
 from tilesmith.models.rotary import RotaryRule
 from tilesmith.models.selected_blocks import SelectionRule
@@ -28,6 +31,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     AttentionRule,
     SelectionRule,
     LossRule,
+    FunctionalRule,
 )
 
 
@@ -50,13 +54,15 @@ def optimize(
     Args:
         model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
         strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
-        only: the rules to use, of norm, add_norm, rope, mlp, activation, attention, selection and loss. All if None.
+        only: the rules to use, of norm, add_norm, rope, mlp, activation, attention, selection, loss and functional (which
+            replaces nothing: it reports calls of PyTorch's functions). All if None.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
 
     Returns:
-        `model` itself. ``model.tilesmith_report`` says what was replaced by what and why, and what was left alone and
-        why; `undo` takes everything back, also in a copy or an unpickled model.
+        `model` itself. ``print(model.tilesmith_report)`` says what was gained, what that means on the model's device,
+        what could not be replaced and why, and how often each op has run since; ``.full()`` has every module. `undo`
+        takes everything back, also in a copy or an unpickled model.
 
     Raises:
         TypeError: `model` is not a module. ValueError: `only` names no rule, or `exclude`, without a wildcard, neither
@@ -82,11 +88,26 @@ def optimize(
             f"exclude names {', '.join(unknown)}, neither a module of the model nor a rule; the rules are "
             f"{', '.join(names)}"
         )
-    report = rewrite.rewrite(
+    found = rewrite.rewrite(
         model, [rule() for rule in RULES if rule.name in wanted], strict=strict, excluded=_excluder(patterns)
     )
-    model.tilesmith_report = report
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    told = effects((op for row in found.replaced for op in row.ops), kind)
+    model.tilesmith_report = replace(found, effects=told)
     return model
+
+
+def report(model: nn.Module) -> rewrite.Report:
+    """The report of the last `optimize(model)`, which is also its attribute `tilesmith_report`.
+
+    Raises ValueError for a model that was not optimised.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"report: model must be a torch.nn.Module, got {type(model).__name__}")
+    found = getattr(model, "tilesmith_report", None)
+    if not isinstance(found, rewrite.Report):
+        raise ValueError("report: model was not optimised; call tilesmith.optimize(model) first")
+    return found
 
 
 def undo(model: Model) -> Model:

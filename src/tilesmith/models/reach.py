@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.choice import pinned
+from tilesmith.rewrite import CALLS
 
 
 def reaches(op: str, x: Tensor) -> bool:
@@ -27,6 +29,33 @@ def observed(module: nn.Module) -> bool:
     """Whether somebody sees or changes what `module` takes and returns; an op in its place would not tell them."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or "forward" in module.__dict__
+
+
+def ran(module: nn.Module, op: str) -> None:
+    """Count a call of `op` on behalf of a swapped module, for its model's report; compiled code counts nothing."""
+    if not torch.compiler.is_compiling():
+        calls = module.__dict__.get(CALLS)
+        if calls is not None:
+            calls[op] = calls.get(op, 0) + 1
+
+
+def effects(ops: Iterable[str], kind: str) -> tuple[str, ...]:
+    """What replacements by `ops` do on a type of device, in sentences."""
+    if kind == "meta":
+        return ()
+    ops = list(dict.fromkeys(ops))
+    device = torch.device(kind)
+    served = {op: [b for b in declared()[op].backends() if b != REFERENCE and missing(b, device) is None] for op in ops}
+    own = [op for op in ops if not reaches_device(op, kind) and op != "linear_cross_entropy"]
+    told, modules = [], [op for op in own if op != "attention"]
+    if modules:
+        told.append(f"On {kind} no kernel serves {', '.join(modules)}: these modules compute as before, no faster.")
+    if "attention" in own:
+        told.append(f"On {kind} no kernel serves attention: PyTorch's own serves it.")
+    ours = [f"{op} ({', '.join(served[op]) or 'reference'})" for op in ops if op not in own]
+    if ours:
+        told.append(f"On {kind} these run: {'; '.join(ours)}.")
+    return tuple(told)
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Residual and norm in one op: where a forward adds two tensors and normalises the sum next.
 
-A layer's own source is kept; only the addition and the call of the norm become one call. The pattern is exact, so the
-rewritten forward is right for every argument that the layer takes, caches and masks included.
+A layer's own source is kept; only the addition and the call of the norm become one call. What counts is where the sum
+goes, not how that is spelled, and nothing is moved past a call that could write to the sum; so the rewritten forward is
+right for every argument that the layer takes, caches and masks included.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.models.norms import Norm, epsilon, is_norm, norm_of, op_of, servable
-from tilesmith.models.reach import observed
+from tilesmith.models.reach import observed, ran
 from tilesmith.rewrite import (
     CannotRespell,
     Form,
@@ -25,27 +26,39 @@ from tilesmith.rewrite import (
     Rule,
     Site,
     Skip,
+    flow,
     original_class,
     parse,
     respelled_forward,
 )
 
 _CALL = "_tilesmith_add_"
+_NORMED = "_tilesmith_normed_"
 
 
-def add_norm(norm: Norm) -> Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The function (module, x, y) -> (module(x + y), x + y), in one op where `module` is still this norm of ours and
-    nothing observes it."""
+def add_norm(norm: Norm) -> Callable[[nn.Module, nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The function (holder, module, x, y) -> (module(x + y), x + y), in one op where `module`, or the first of an
+    `nn.Sequential`, is still this norm of ours and nothing observes it."""
 
-    def added(module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def added(holder: nn.Module, module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        leads = type(module) is nn.Sequential
+        first = module[0] if leads else module
         alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
-        if not is_norm(module, norm) or not alike or observed(module) or not servable(module, x, norm, added=True):
+        fits = is_norm(first, norm) and not observed(first) and not (leads and observed(module))
+        if not (alike and fits and servable(first, x, norm, added=True)):
             total = x + y
             return module(total), total
-        weight, eps = getattr(module, "weight", None), epsilon(module, x, norm)
+        weight, eps = getattr(first, "weight", None), epsilon(first, x, norm)
         if norm.centred:
-            return ops.add_layer_norm(x, y, weight, getattr(module, "bias", None), eps)
-        return ops.add_rms_norm(x, y, weight, eps, norm.offset, norm.casting)
+            ran(holder, "add_layer_norm")
+            y, total = ops.add_layer_norm(x, y, weight, getattr(first, "bias", None), eps)
+        else:
+            ran(holder, "add_rms_norm")
+            y, total = ops.add_rms_norm(x, y, weight, eps, norm.offset, norm.casting)
+        if leads:
+            for layer in list(module)[1:]:
+                y = layer(y)
+        return y, total
 
     return added
 
@@ -58,7 +71,7 @@ class AddNormForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         calls = {_CALL + name: add_norm(norm) for name, norm in self.norms}
-        return {"forward": respelled_forward(base, calls, _Fuser(tuple(dict(self.norms))).visit)}
+        return {"forward": respelled_forward(base, calls, Fuser(tuple(dict(self.norms))).visit)}
 
 
 class AddNormRule(Rule):
@@ -70,8 +83,9 @@ class AddNormRule(Rule):
         self._known: dict[tuple[type, tuple[tuple[str, Norm], ...]], Replace | Skip | None] = {}
 
     def match(self, site: Site) -> Replace | Skip | None:
-        norms = {name: norm_of(child) for name, child in site.module.named_children() if norm_of(child) is not None}
-        if not norms:
+        norms = {name: _leading_norm(child) for name, child in site.module.named_children()}
+        norms = {name: norm for name, norm in norms.items() if norm is not None}
+        if not norms or isinstance(site.module, nn.Sequential):
             return None
         key = original_class(type(site.module)), tuple(norms.items())
         if key not in self._known:
@@ -79,19 +93,24 @@ class AddNormRule(Rule):
         return self._known[key]
 
 
-def _decide(cls: type, norms: tuple[tuple[str, Norm], ...]) -> Replace | Skip | None:
+def _leading_norm(child: nn.Module) -> Norm | None:
+    """The norm that `child` was swapped to, or the one that an `nn.Sequential` begins with."""
+    return norm_of(child[0]) if type(child) is nn.Sequential and len(child) else norm_of(child)
+
+
+def _decide(cls: type, norms: tuple[tuple[str, Norm], ...]) -> Replace | Skip:
     """What to do with a module of this class that holds these norms, given as (child, norm)."""
     known = dict(norms)
-    fuser = _Fuser(tuple(known))
+    fuser = Fuser(tuple(known))
     try:
-        tree = parse(inspect.unwrap(cls.forward))
-        adds = any(_is_addition(node) for node in ast.walk(tree))
-        fuser.visit(tree)
-        if not fuser.fused:
-            return Skip("no sum in its forward goes straight into a norm", wanted=False) if adds else None
-        respelled_forward(cls, {})
+        fuser.visit(parse(inspect.unwrap(cls.forward)))
+        if fuser.fused:
+            respelled_forward(cls, {})
     except CannotRespell as error:
         return Skip(str(error))
+    if not fuser.fused:
+        lost = dict.fromkeys(fuser.lost)
+        return Skip("; ".join(lost)) if lost else Skip("no sum of its forward goes into a norm", wanted=False)
     fused = tuple(dict.fromkeys(fuser.fused))
     used = tuple(dict.fromkeys("add_" + op_of(known[name]) for name in fused))
     return Replace(
@@ -99,16 +118,17 @@ def _decide(cls: type, norms: tuple[tuple[str, Norm], ...]) -> Replace | Skip | 
     )
 
 
-class _Fuser(ast.NodeTransformer):
-    """Rewrites a syntax tree in place; `fused` then has the name of the norm of each fused place.
+class Fuser(ast.NodeTransformer):
+    """Rewrites the syntax tree of a forward in place. fused: the norm of each fused place; lost: in words, each sum
+    that goes into a norm and could not be fused.
 
-    Three shapes are known: `self.norm(x + y)`; `s = x + y` with `n = self.norm(s)` as the next statement but for
-    aliases `r = s`; and the same with an `if` on plain names between the two (GPT-2's optional cross-attention), which
-    takes the statements around it into both of its branches first.
+    A sum is followed through the statements after it, to the first call of a norm that takes it: as a statement of its
+    own, or anywhere inside one. An `if` on plain names between the two (GPT-2's optional cross-attention) takes the
+    statements around it into both of its branches first.
     """
 
     def __init__(self, norms: tuple[str, ...]):
-        self.norms, self.fused = norms, []
+        self.norms, self.fused, self.lost = norms, [], []
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         for field in ("body", "orelse", "finalbody"):
@@ -118,41 +138,99 @@ class _Fuser(ast.NodeTransformer):
         return super().generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        name = self._norm_of(node)
-        if name is None or not _is_addition(node.args[0]):
+        name, operands = self._norm_of(node), None
+        if name is not None:
+            operands = _addition(node.args[0])
+        if operands is None:
             return self.generic_visit(node)
         self.fused.append(name)
-        first = ast.Subscript(_call(name, node.args[0]), ast.Constant(0), ast.Load())
+        first = ast.Subscript(_call(name, operands), ast.Constant(0), ast.Load())
         return ast.fix_missing_locations(ast.copy_location(first, node))
 
     def _block(self, block: list[ast.stmt]) -> list[ast.stmt]:
         made: list[ast.stmt] = []
         while block:
-            total, addition = _assignment(block[0])
-            count, statements = 1, block[:1]
-            if _is_addition(addition):
+            total, value = _assignment(block[0])
+            operands = _addition(value)
+            if total is not None and operands is not None:
                 block = self._branched(block, total)
-                count, statements = self._fused(block, total, addition) or (1, block[:1])
-            made += statements
-            block = block[count:]
+                if not isinstance(block[0], ast.If):
+                    block = self._fused(block, total, operands)
+            elif _in_place(block[0]) is not None:
+                self._follow(block, _in_place(block[0]), in_place=True)
+            made.append(block[0])
+            block = block[1:]
         return made
 
-    def _fused(self, block: list[ast.stmt], total: str, addition: ast.BinOp) -> tuple[int, list[ast.stmt]] | None:
-        """`s = x + y; r = s; n = self.norm(s)` at the head of `block` as one call: (statements used up, new ones)."""
-        end, aliases = _aliases(block, 1, total)
-        name, result = self._normalised(block[end : end + 1], total)
-        if name is None or isinstance(block[0], ast.If):
-            return None
+    def _fused(self, block: list[ast.stmt], total: str, operands: tuple[ast.expr, ast.expr]) -> list[ast.stmt]:
+        """`s = x + y; ...; f(self.norm(s))` at the head of `block` with both in one call, if nothing speaks against."""
+        found = self._follow(block, total)
+        if found is None:
+            return block
+        at, use, aliases = found
+        name = self._norm_of(use.call)
+        call = _call(name, operands)
         self.fused.append(name)
-        call = _call(name, addition)
-        keeps = [kept for kept in (total, *aliases) if kept != result]
-        if keeps:
-            both = ast.Tuple([ast.Name(result, ast.Store()), ast.Name(keeps[0], ast.Store())], ast.Store())
-            new = [ast.Assign([both], call)]
-        else:  # nothing reads the sum again, so it is not kept alive
-            new = [ast.Assign([ast.Name(result, ast.Store())], ast.Subscript(call, ast.Constant(0), ast.Load()))]
-        new += [ast.Assign([ast.Name(kept, ast.Store())], ast.Name(keeps[0], ast.Load())) for kept in keeps[1:]]
-        return end + 1, [ast.fix_missing_locations(ast.copy_location(statement, block[end])) for statement in new]
+        result, value = _assignment(block[at])
+        if value is use.call and len(aliases) == at:  # nothing but `r = s` in between
+            return [*self._joined(call, result, aliases, block[at]), *block[at + 1 :]]
+        normed = f"{_NORMED}{len(self.fused)}"
+        block[0] = _placed(_unpacked(call, normed, total), block[0])
+        block[at] = _Put(use.call, ast.copy_location(ast.Name(normed, ast.Load()), use.call)).visit(block[at])
+        return block
+
+    def _joined(self, call: ast.Call, result: str, names: list[str], at: ast.stmt) -> list[ast.stmt]:
+        """`n, s = call; r = s`; n alone, where it takes the sum's only name, so that the sum is not kept alive."""
+        keeps = [name for name in names if name != result]
+        if not keeps:
+            first = ast.Subscript(call, ast.Constant(0), ast.Load())
+            return [_placed(ast.Assign([ast.Name(result, ast.Store())], first), at)]
+        more = (ast.Assign([ast.Name(name, ast.Store())], ast.Name(keeps[0], ast.Load())) for name in keeps[1:])
+        return [_placed(statement, at) for statement in (_unpacked(call, result, keeps[0]), *more)]
+
+    def _follow(
+        self, block: list[ast.stmt], total: str, in_place: bool = False
+    ) -> tuple[int, flow.Use, list[str]] | None:
+        """From the sum that `block[0]` binds to `total`: the statement and the call of the norm that takes it first,
+        and the names of the sum until then. None if there is none, or if it cannot be moved; `lost` says why."""
+        names, others = [total], ""
+        for at, statement in enumerate(block[1:], 1):
+            calls = {id(n): self._norm_of(n) for n in ast.walk(statement) if self._norm_of(n) is not None}
+            if not isinstance(statement, flow.SIMPLE):
+                if not flow.mentions(statement, set(names)):
+                    continue
+                taken = any(flow.mentions(n.args[0], set(names)) for n in ast.walk(statement) if id(n) in calls)
+                if taken:
+                    kind = type(statement).__name__.lower()
+                    self.lost.append(f"the sum {total} goes into a norm only inside a statement of the kind {kind!r}")
+                return None
+            use = flow.first_use(statement, set(names), calls)
+            if use is not None:
+                written = in_place or any(_in_place(s) in names for later in block[at:] for s in ast.walk(later))
+                return self._judged(at, use, names, total, others or use.others, written)
+            alias, value = _assignment(statement)
+            if isinstance(value, ast.Name) and value.id in names and alias is not None:
+                names = [*names, alias] if alias not in names else names
+                continue
+            others = others or flow.handed_out(statement, set(names))
+            names = [name for name in names if name not in flow.bound(statement)]
+            if not names:
+                return None
+        return None
+
+    def _judged(
+        self, at: int, use: flow.Use, names: list[str], total: str, others: str, written: bool
+    ) -> tuple[int, flow.Use, list[str]] | None:
+        name = self._norm_of(use.call)
+        if written:  # also later: a gradient needs the sum as it was
+            self.lost.append(f"{name} takes a sum that is written in place ({total} += ...), which others may see")
+        elif others:
+            self.lost.append(f"{name} takes the sum {total} only after {_short(others)}, which might change it")
+        elif not use.certain:
+            self.lost.append(f"{name} takes the sum {total} only under a condition")
+        else:
+            return at, use, names
+        return None
 
     def _branched(self, block: list[ast.stmt], total: str) -> list[ast.stmt]:
         """`s = x + y; if t: A; r = s; n = self.norm(s)` as one `if` whose branches both have all but the other's A."""
@@ -160,23 +238,17 @@ class _Fuser(ast.NodeTransformer):
             return block
         test = list(ast.walk(block[1].test))
         plain = all(isinstance(n, (ast.Compare, ast.Name, ast.Constant, ast.cmpop, ast.Load)) for n in test)
-        end, _ = _aliases(block, 2, total)
+        end = _after_aliases(block, 2, total)
         if not plain or any(isinstance(n, ast.Name) and n.id == total for n in test):
             return block
-        if self._normalised(block[end : end + 1], total)[0] is None:
+        _, value = _assignment(block[end]) if end < len(block) else (None, None)
+        taken = self._norm_of(value) is not None and isinstance(value.args[0], ast.Name) and value.args[0].id == total
+        if not taken:
             return block
         head, branch, tail = block[0], block[1], block[2 : end + 1]
         branch.body = [head, *branch.body, *copy.deepcopy(tail)]
         branch.orelse = [copy.deepcopy(head), *tail]
         return [branch, *block[end + 1 :]]
-
-    def _normalised(self, statements: list[ast.stmt], total: str) -> tuple[str | None, str | None]:
-        """The norm in `n = self.norm(total)`, and the name n."""
-        result, call = _assignment(statements[0]) if statements else (None, None)
-        name = self._norm_of(call)
-        if name is None or not (isinstance(call.args[0], ast.Name) and call.args[0].id == total):
-            return None, None
-        return name, result
 
     def _norm_of(self, node: ast.AST | None) -> str | None:
         """The norm that `self.norm(one argument)` calls."""
@@ -187,29 +259,72 @@ class _Fuser(ast.NodeTransformer):
         return function.attr if of_self and function.value.id == "self" and function.attr in self.norms else None
 
 
-def _is_addition(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+class _Put(ast.NodeTransformer):
+    """Puts one node in another's place."""
+
+    def __init__(self, old: ast.AST, new: ast.AST):
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self.new if node is self.old else self.generic_visit(node)
+
+
+def _addition(node: ast.AST | None) -> tuple[ast.expr, ast.expr] | None:
+    """The operands of `x + y`, `torch.add(x, y)` and `x.add(y)`."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return node.left, node.right
+    if not isinstance(node, ast.Call) or node.keywords or not isinstance(node.func, ast.Attribute):
+        return None
+    if node.func.attr != "add" or any(isinstance(a, ast.Starred) for a in node.args):
+        return None
+    of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+    operands = node.args if of_torch else [node.func.value, *node.args]
+    return tuple(operands) if len(operands) == 2 else None
+
+
+def _in_place(statement: ast.AST) -> str | None:
+    """The name x in `x += y`, and in `x.add_(y)`."""
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add):
+        return statement.target.id if isinstance(statement.target, ast.Name) else None
+    call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
+    adds = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_"
+    return call.func.value.id if adds and isinstance(call.func.value, ast.Name) else None
 
 
 def _assignment(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
     """The one plain name that a statement binds, and its value."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-        return statement.targets[0].id, statement.value
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    if len(targets) == 1 and isinstance(targets[0], ast.Name):
+        return targets[0].id, statement.value
     return None, None
 
 
-def _aliases(block: list[ast.stmt], at: int, total: str) -> tuple[int, list[str]]:
-    """Statements `r = total` from `block[at]` on: where they end, and the names they bind."""
-    names = []
+def _after_aliases(block: list[ast.stmt], at: int, total: str) -> int:
+    """Where statements `r = total` from `block[at]` on end."""
     while at < len(block):
         name, value = _assignment(block[at])
         if name in (None, total) or not (isinstance(value, ast.Name) and value.id == total):
             break
-        names.append(name)
         at += 1
-    return at, names
+    return at
 
 
-def _call(name: str, addition: ast.BinOp) -> ast.Call:
+def _unpacked(call: ast.Call, normed: str, total: str) -> ast.Assign:
+    return ast.Assign([ast.Tuple([ast.Name(normed, ast.Store()), ast.Name(total, ast.Store())], ast.Store())], call)
+
+
+def _placed(statement: ast.stmt, at: ast.stmt) -> ast.stmt:
+    return ast.fix_missing_locations(ast.copy_location(statement, at))
+
+
+def _call(name: str, operands: tuple[ast.expr, ast.expr]) -> ast.Call:
+    holder = ast.Name("self", ast.Load())
     norm = ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
-    return ast.Call(ast.Name(_CALL + name, ast.Load()), [norm, addition.left, addition.right], [])
+    return ast.Call(ast.Name(_CALL + name, ast.Load()), [holder, norm, *operands], [])
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 40 else f"{text[:37]}..."

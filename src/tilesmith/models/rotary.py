@@ -6,6 +6,7 @@ op. Which of the angles repeat is read off the model's own rotary module, on sma
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.reach import reaches
+from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import (
     CannotRespell,
     Form,
@@ -30,6 +31,7 @@ from tilesmith.rewrite import (
     Unlike,
     given,
     original_class,
+    parse,
     probe,
     respelled_forward,
 )
@@ -46,6 +48,8 @@ _SPREAD: dict[str, Callable[[Tensor], Tensor]] = {
     "single": lambda angles: angles,
 }
 
+_ROTATE = "_tilesmith_rotate_"
+
 
 @dataclass(frozen=True)
 class RotaryForm(Form):
@@ -55,8 +59,26 @@ class RotaryForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         known = inspect.unwrap(base.forward).__globals__
-        names = {name: _where_reached(known[name], layout, pairs) for name, layout, pairs in self.functions}
-        return {"forward": respelled_forward(base, names)}
+        names: dict[str, Any] = {}
+        for name, layout, pairs in self.functions:
+            names[_ROTATE + name] = _where_reached(known[name], layout, pairs)
+            names[name] = functools.partial(names[_ROTATE + name], None)
+        called = frozenset(name for name, _, _ in self.functions)
+        return {"forward": respelled_forward(base, names, _WithSelf(called).visit)}
+
+
+class _WithSelf(ast.NodeTransformer):
+    """Hands the module to the calls of some functions, which count them for its report."""
+
+    def __init__(self, names: frozenset[str]):
+        self.names = names
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in self.names:
+            node.func = ast.copy_location(ast.Name(_ROTATE + node.func.id, ast.Load()), node.func)
+            node.args.insert(0, ast.copy_location(ast.Name("self", ast.Load()), node))
+        return node
 
 
 def rotation(function: types.FunctionType, layout: str, interleaved: bool) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -80,8 +102,12 @@ def rotation(function: types.FunctionType, layout: str, interleaved: bool) -> Ca
 def _where_reached(function: types.FunctionType, layout: str, interleaved: bool) -> Callable[..., Any]:
     ours = rotation(function, layout, interleaved)
 
-    def rotate(q: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        return (ours if reaches("rope", q) else function)(q, *more, **named)
+    def rotate(module: nn.Module | None, q: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        if not reaches("rope", q):
+            return function(q, *more, **named)
+        if module is not None:
+            ran(module, "rope")
+        return ours(q, *more, **named)
 
     return rotate
 
@@ -92,18 +118,22 @@ class RotaryRule(Rule):
     name = "rope"
 
     def __init__(self) -> None:
-        self._known: dict[type, Replace | Skip | None] = {}
+        self._known: dict[tuple[type, tuple[str, ...]], Replace | Skip | None] = {}
 
     def match(self, site: Site) -> Replace | Skip | None:
         cls = original_class(type(site.module))
-        if cls not in self._known:
-            self._known[cls] = _decide(cls, site.root)
-        return self._known[cls]
+        found = _rotations(inspect.unwrap(cls.forward))
+        if len(found) > 1:
+            dead = _passed_by(site.module, inspect.unwrap(cls.forward))
+            found = {name: function for name, function in found.items() if name not in dead}
+        key = cls, tuple(found)
+        if key not in self._known:
+            self._known[key] = _decide(cls, found, site.root)
+        return self._known[key]
 
 
-def _decide(cls: type, root: nn.Module) -> Replace | Skip | None:
-    """What to do with the modules of one class in a model."""
-    found = _rotations(inspect.unwrap(cls.forward))
+def _decide(cls: type, found: dict[str, types.FunctionType], root: nn.Module) -> Replace | Skip | None:
+    """What to do with the modules of one class in a model, whose forward calls these functions."""
     if not found:
         return None
     try:
@@ -118,7 +148,10 @@ def _decide(cls: type, root: nn.Module) -> Replace | Skip | None:
             fits.append(known[0])
             reasons.append(f"{name} rotates {'neighbouring features' if known[0][2] else 'the halves of a head'}")
         else:
-            reasons.append(f"{name} differs from a rotation of pairs by the angles of the model's rotary module")
+            reasons.append(
+                f"{name} {'stays: it ' if len(found) > 1 else ''}differs, on small inputs, from a rotation of pairs by "
+                "the angles of the model's rotary module"
+            )
     return Replace(RotaryForm(tuple(fits)), ("rope",), "; ".join(reasons)) if fits else Skip("; ".join(reasons))
 
 
@@ -185,6 +218,35 @@ def _rotations(forward: Any) -> dict[str, types.FunctionType]:
         return {}
     known = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if "rotary" in name}
     return {name: f for name, f in known.items() if isinstance(f, types.FunctionType)}
+
+
+def _passed_by(module: nn.Module, forward: types.FunctionType) -> set[str]:
+    """Names that the forward has only in branches that this module's configuration never takes."""
+    try:
+        tree = parse(forward)
+    except CannotRespell:
+        return set()
+    dead: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.If, ast.IfExp)):
+            known = _setting(module, node.test)
+            branch = [] if known is None else node.orelse if known else node.body
+            dead += branch if isinstance(branch, list) else [branch]
+    gone = {id(n) for branch in dead for n in ast.walk(branch)}
+    names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
+    return {n.id for n in names} - {n.id for n in names if id(n) not in gone}
+
+
+def _setting(module: nn.Module, test: ast.expr) -> bool | None:
+    """The value of `self.a.b` where that is True or False; None for any other test."""
+    path: list[str] = []
+    while isinstance(test, ast.Attribute):
+        path.insert(0, test.attr)
+        test = test.value
+    if not path or not (isinstance(test, ast.Name) and test.id == "self"):
+        return None
+    value = functools.reduce(lambda of, name: getattr(of, name, None), path, module)
+    return value if isinstance(value, bool) and path != ["training"] else None
 
 
 def _agrees(function: types.FunctionType, layout: str, interleaved: bool, dtype: torch.dtype, pairs: int) -> bool:

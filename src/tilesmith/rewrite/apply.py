@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from tilesmith.rewrite.report import Report, Row
+from tilesmith.rewrite.report import CALLS, Report, Row
 from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
 from tilesmith.rewrite.variant import buried, forms, obstacle, original_class, swap, unswap
 
@@ -42,7 +42,7 @@ def rewrite(
         for site in sites:
             if not rows[site.fqn]:
                 rows[site.fqn] += _left_alone(site)
-        report = Report(tuple(row for site in sites for row in rows[site.fqn]))
+        report = Report(tuple(row for site in sites for row in rows[site.fqn]), counted=_counted(sites, rows))
         lost = [row for row in report.skipped if row.wanted]
         if strict and lost:
             reasons = "\n".join(f"  {row.fqn or '(model)'} ({row.cls}), {row.rule}: {row.reason}" for row in lost)
@@ -50,6 +50,7 @@ def rewrite(
     except BaseException:
         for module in reversed(swapped):
             unswap(module)
+            module.__dict__.pop(CALLS, None)
         raise
     return report
 
@@ -65,7 +66,17 @@ def undo(model: Model) -> Model:
     for module in model.modules():
         while unswap(module):
             pass
+        module.__dict__.pop(CALLS, None)
     return model
+
+
+def _counted(sites: Sequence[Site], rows: dict[str, list[Row]]) -> dict[str, dict[str, int]]:
+    """Start the counts of calls of each replaced module: name -> what the module counts in."""
+    counted: dict[str, dict[str, int]] = {}
+    for site in sites:
+        if any(row.action == "replaced" for row in rows[site.fqn]):
+            counted[site.fqn] = site.module.__dict__[CALLS] = {}
+    return counted
 
 
 def _apply(rule: Rule, site: Site, excluded: Callable[[str, str], bool], swapped: list[nn.Module]) -> Row | None:
@@ -95,6 +106,7 @@ def _left_alone(site: Site) -> Iterable[Row]:
     cls = original_class(type(site.module))
     if cls.__module__.split(".")[0] == "tilesmith":
         return [Row(site.fqn, cls.__name__, "", "skipped", (), "already tilesmith")]
-    if next(site.module.children(), None) is None:
+    # A module with parameters of its own computes something besides calling its children: a stack of experts does.
+    if next(site.module.children(), None) is None or any(p is not None for p in site.module._parameters.values()):
         return [Row(site.fqn, cls.__name__, "", "skipped", (), f"no rule for {cls.__name__}")]
     return []

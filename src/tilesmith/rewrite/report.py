@@ -1,13 +1,18 @@
-"""What a rewrite did to a model: one row per module that a rule looked at, with the reason."""
+"""What a rewrite did to a model: a summary first, and one row per module that a rule looked at, with the reason."""
 
 from __future__ import annotations
 
 import html
 import json
 import re
-from dataclasses import asdict, dataclass
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+CALLS = "_tilesmith_calls"  # attribute of a swapped module: op -> how often it called the op, shared with the report
+WIDTH = 120
 _COLUMNS = ("module", "class", "rule", "action", "ops", "reason")
 
 
@@ -31,10 +36,17 @@ class Row:
 class Report:
     """The rows of one `optimize` call, in the order of `model.named_modules()`.
 
-    `print(report)` shows a table in which the layers of a model share one line, and a notebook shows the same as HTML.
+    `print(report)` shows what was gained, what it means on the model's device, what could not be replaced and why, and
+    how often each op has run since. `print(report.full())` shows every module, the layers of a model in one line. A
+    notebook shows both.
+
+    effects: sentences on what the replacements do on the device that the model was on. counted: module name -> op ->
+    calls so far, kept up to date by the model.
     """
 
     rows: tuple[Row, ...]
+    effects: tuple[str, ...] = ()
+    counted: Mapping[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def replaced(self) -> tuple[Row, ...]:
@@ -46,30 +58,111 @@ class Report:
         """The rows of modules that were left alone."""
         return tuple(row for row in self.rows if row.action == "skipped")
 
+    @property
+    def wanted(self) -> tuple[Row, ...]:
+        """The rows of modules that a rule would have replaced and could not."""
+        return tuple(row for row in self.skipped if row.wanted)
+
+    def calls(self) -> dict[str, int]:
+        """How often the model's modules have called each op since `optimize`; 0 for one that replaced something and has
+        not run. Calls of compiled code are not counted, those of a forward that checkpointing repeats are."""
+        total = Counter(dict.fromkeys(sorted({op for row in self.replaced for op in row.ops}), 0))
+        for of_module in self.counted.values():
+            total.update(of_module)
+        return dict(total)
+
     def to_json(self, indent: int | None = 2) -> str:
         """The rows as a JSON array of objects."""
         return json.dumps([asdict(row) for row in self.rows], indent=indent)
 
     def __str__(self) -> str:
-        lines = [_COLUMNS, *self._lines()]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS) - 1)]
-        table = "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]]).rstrip() for line in lines
-        )
-        return f"{table}\n{len(self.replaced)} replaced, {len(self.skipped)} left alone"
+        return "\n".join(self._summary())
+
+    def full(self) -> str:
+        """Every module: what was done to it and why, rows that differ only in a layer's number in one."""
+        lines = [*self._summary(), "", "All modules"]
+        for name, cls, rule, action, ops, reason in self._lines():
+            done = f"{rule}: {action} by {ops}" if ops else f"{rule}: {action}" if rule else action
+            lines += _wrapped(f"{name} ({cls})  {done}", "  ", "    ")
+            lines += _wrapped(reason, "      ", "      ")
+        return "\n".join(lines)
+
+    def _summary(self) -> list[str]:
+        rest = Counter(row.cls for row in self.skipped if not row.wanted and not row.rule)
+        lines = [f"{len(self.replaced)} replaced, {len(self.wanted)} could not be, {sum(rest.values())} have no rule"]
+        lines += self._gained()
+        for effect in self.effects:
+            lines += _wrapped(effect, "  ", "    ")
+        if self.replaced:
+            lines += _wrapped(f"Calls since optimize(): {self._ran()}", "", "  ")
+        lost = self._folded(row for row in self.skipped if row.wanted)
+        lines += ["Could not be replaced"] if lost else []
+        for (rule, cls, reason), names in lost.items():
+            lines += _wrapped(f"{rule}: {_listed(names)} ({cls}): {reason}", "  ", "    ")
+        lines += self._left_alone()
+        if rest:
+            kinds = ", ".join(f"{cls} ×{n}" if n > 1 else cls for cls, n in rest.most_common())
+            lines += _wrapped(f"No rule for: {kinds}", "", "  ")
+        return lines
+
+    def _gained(self) -> list[str]:
+        """A line for each rule: how many modules of which classes, and the ops that serve them."""
+        by_rule: dict[str, list[Row]] = {}
+        for row in self.replaced:
+            by_rule.setdefault(row.rule, []).append(row)
+        lines = []
+        for rule, rows in by_rule.items():
+            ops = ", ".join(dict.fromkeys(op for row in rows for op in row.ops))
+            classes = ", ".join(f"{cls} ×{n}" if n > 1 else cls for cls, n in Counter(r.cls for r in rows).items())
+            lines += _wrapped(f"{rule + ':':<12}{ops} in {classes}", "  ", " " * 14)
+        return lines
+
+    def _left_alone(self) -> list[str]:
+        """Modules that a rule looked at and for which nothing is lost by leaving them, one line for each reason."""
+        lines = []
+        for (rule, cls, reason), names in self._folded(r for r in self.skipped if r.rule and not r.wanted).items():
+            lines += _wrapped(f"{rule}: {_listed(names)} ({cls}): {reason}", "  ", "    ")
+        return ["Left as they are", *lines] if lines else []
+
+    def _ran(self) -> str:
+        calls = self.calls()
+        if not any(calls.values()):
+            return "none of ours yet; run a step and print this again (compiled code is not counted)"
+        never = [op for op, count in calls.items() if not count]
+        told = ", ".join(f"{op} {count}" for op, count in calls.items())
+        return f"{told} (so far what {', '.join(never)} replaces was passed by)" if never else told
+
+    def _folded(self, rows: Iterable[Row]) -> dict[tuple[str, str, str], list[str]]:
+        """(rule, class, reason) -> the modules' names, numbers of layers replaced by a star."""
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for row in rows:
+            found.setdefault((row.rule, row.cls, row.reason), []).append(_starred(row.fqn))
+        return found
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in self._lines()
         )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<pre>{html.escape(str(self))}</pre><details><summary>All modules</summary>{table}</details>"
 
     def _lines(self) -> list[tuple[str, ...]]:
         """One line per distinct treatment: rows that differ only in numbers inside the module's name are counted."""
         counts: dict[tuple[str, ...], int] = {}
         for row in self.rows:
-            name = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", row.fqn) or "(model)"
-            line = (name, row.cls, row.rule, row.action, ", ".join(row.ops), row.reason)
+            line = (_starred(row.fqn), row.cls, row.rule, row.action, ", ".join(row.ops), row.reason)
             counts[line] = counts.get(line, 0) + 1
         return [(f"{line[0]} ×{n}" if n > 1 else line[0], *line[1:]) for line, n in counts.items()]
+
+
+def _starred(fqn: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", fqn) or "(model)"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(names).items())
+
+
+def _wrapped(text: str, first: str, more: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=more)

@@ -1,0 +1,62 @@
+"""Forwards that call functions of PyTorch for which the library has an op: not replaced, but said, with what to do."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+
+from torch import nn
+
+from tilesmith.models.attention_modules import uses_interface
+from tilesmith.models.norms import norm_of
+from tilesmith.rewrite import Replace, Rule, Site, Skip, forms, original_class
+
+_ADVICE = {
+    "scaled_dot_product_attention": "on a GPU ops.attention serves it after "
+    "tilesmith.register_for_sdpa() and torch.nn.attention.activate_flash_attention_impl('tilesmith')",
+    "flash_attn_func": "ops.attention takes its place, with [batch, heads, tokens, head dim]",
+    "cross_entropy": "ops.linear_cross_entropy(hidden, head.weight, labels) needs no logits",
+    "rms_norm": "an nn.RMSNorm would be replaced, or call ops.rms_norm",
+    "layer_norm": "an nn.LayerNorm would be replaced, or call ops.layer_norm",
+}
+
+
+class FunctionalRule(Rule):
+    """Modules of the user's own whose forward calls such a function itself. Their class has no child to swap, and a
+    function that many modules call is not replaced for one model."""
+
+    name = "functional"
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        cls = original_class(type(site.module))
+        if cls.__module__.partition(".")[0] == "torch" or norm_of(site.module) is not None or forms(site.module):
+            return None
+        if uses_interface(site.module):
+            return None
+        called = _names(cls)
+        found = [f"it calls {name} itself: {advice}" for name, advice in _ADVICE.items() if name in called]
+        return Skip("; ".join(found), wanted=False) if found else None
+
+
+def _names(cls: type) -> set[str]:
+    """Names that the forward of a class uses, and the methods that it calls, and so on."""
+    names: set[str] = set()
+    todo, seen = ["forward"], {"forward"}
+    while todo:
+        method = inspect.unwrap(getattr(cls, todo.pop(), None) or nn.Identity.forward)
+        if not isinstance(method, types.FunctionType) or method.__module__.startswith("torch."):
+            continue
+        for name in _names_in(method.__code__):
+            names.add(name)
+            if name not in seen:
+                seen.add(name)
+                todo.append(name)
+    return names
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names_in(inner)
