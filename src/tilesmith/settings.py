@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,8 +38,24 @@ class Settings:
     require_all: bool
 
 
+_FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("", "0", "false", "no", "off"), False)}
+
+
 def _flag(name: str) -> bool:
-    return os.environ.get(PREFIX + name, "").lower() not in ("", "0", "false", "no")
+    text = os.environ.get(PREFIX + name, "")
+    if text.lower() not in _FLAGS:
+        raise ValueError(f"{PREFIX}{name} is {text!r}; it must be 1, true, yes or on, or 0, false, no, off or empty")
+    return _FLAGS[text.lower()]
+
+
+def _check_names() -> None:
+    """Raise ValueError for a variable with the prefix that the library does not read: it would be ignored."""
+    known = [PREFIX + name for name in ("USE", "CACHE_DIR", "TUNE", "DEBUG", "PORTABLE", "REQUIRE_ALL")]
+    for name in os.environ:
+        if name.startswith(PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            told = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ValueError(f"the environment has {name}={os.environ[name]!r}, which Tilesmith does not know; {told}")
 
 
 def _pins(text: str) -> tuple[tuple[str, str], ...]:
@@ -46,7 +63,9 @@ def _pins(text: str) -> tuple[tuple[str, str], ...]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, backend = part.partition("=")
         if not equals or not name.strip() or not backend.strip():
-            raise ValueError(f"{PREFIX}USE must be a comma-separated list of op=backend, got {part!r}")
+            raise ValueError(
+                f"{PREFIX}USE has {part!r}; it must be a comma-separated list of op=backend, such as rms_norm=triton"
+            )
         pins.append((name.strip(), backend.strip()))
     return tuple(pins)
 
@@ -70,7 +89,8 @@ def _default_cache() -> Path:
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
-    """The settings of this process."""
+    """The settings of this process. Raises ValueError for a variable that is unknown or has no meaning."""
+    _check_names()
     cache = os.environ.get(PREFIX + "CACHE_DIR")
     return Settings(
         pins=_pins(os.environ.get(PREFIX + "USE", "")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -118,13 +118,7 @@ def use(**backends: str) -> Iterator[None]:
     Raises ValueError for an unknown op or backend.
     """
     for name, backend in backends.items():
-        op = ops().get(name)
-        if op is None:
-            raise ValueError(f"use(): there is no op {name!r}. {suggestion(name, ops())}")
-        if not isinstance(backend, str):
-            raise TypeError(f"use(): {name} must be the name of a backend, got {shown(backend)}")
-        if parse_pin(backend)[0] not in op.backends():
-            raise ValueError(f"use(): {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
+        check_pin("use()", ops(), name, backend)
     global _carries
     outer = torch_private.carried(_CARRIED, in_backward=False)
     _carries, here = True, {**pins(), **backends}
@@ -135,6 +129,17 @@ def use(**backends: str) -> Iterator[None]:
     finally:
         _PINS.reset(token)
         torch_private.carry(_CARRIED, outer)
+
+
+def check_pin(where: str, known: Mapping[str, Any], name: str, backend: Any) -> None:
+    """Raise unless `name` is an op of `known` and `backend` one of its kernels, perhaps with fields to configure it."""
+    op = known.get(name)
+    if op is None:
+        raise ValueError(f"{where}: there is no op {name!r}. {suggestion(name, known)}")
+    if not isinstance(backend, str):
+        raise TypeError(f"{where}: {name} must be the name of a backend, got {shown(backend)}")
+    if parse_pin(backend)[0] not in op.backends():
+        raise ValueError(f"{where}: {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
 
 
 def choose(op: Any, call: Any, pin: str, device: Any, ask: bool = False) -> Choice:

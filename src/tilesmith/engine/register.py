@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tilesmith.engine.arguments import shown
+from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.kernel import Kernel, accept, silent
 from tilesmith.engine.op import Op
 from tilesmith.engine.registry import PLAIN, ops
@@ -26,8 +26,9 @@ def register_kernel(
 
     A known name adds a kernel: its parameters and returns must have the types of the op's reference, else TypeError
     names both. An unknown name declares a new op with the function as its reference (gradients by autograd through
-    it). A function that torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and
-    shown by `explain`, without dispatch.
+    it); with arguments that describe a kernel (backend, rejects, errors, tells) it is a ValueError. A function that
+    torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and shown by `explain`,
+    without dispatch.
 
     backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
     rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
@@ -48,11 +49,19 @@ def register_kernel(
     if errors is not None and not isinstance(errors, Mapping):
         raise TypeError(f"register_kernel: errors must be a mapping or None, got {shown(errors)}")
 
+    given = {"backend": backend, "rejects": rejects is not accept, "errors": errors, "tells": tells is not silent}
+    of_kernels = [argument for argument, value in given.items() if value]
+
     def add(fn: Function) -> Function:
         op = ops().get(name)
         if op is not None:
             kernel = Kernel(name, backend or "custom", fn, rank, rejects, errors or {}, tells)
             fn.tilesmith_kernel = op.add_kernel(kernel)
+        elif of_kernels:
+            raise ValueError(
+                f"register_kernel: there is no op {name!r} for a kernel with its own {', '.join(of_kernels)}. "
+                f"Declare it first, with register_kernel({name!r}) on its reference. {suggestion(name, ops())}"
+            )
         else:
             try:
                 Op(fn, name=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilesmith._lazy import imported, resolved
+from tilesmith.settings import PREFIX, settings
 
 _FAMILIES = {
     "tilesmith.ops.attn.fp8_op": ("attention_fp8", "attention_quantize"),
@@ -119,3 +120,16 @@ def load() -> None:
     """Declare the ops of every family."""
     for home in _FAMILIES:
         imported(home)
+
+
+def _check_pins() -> None:
+    """Raise ValueError where the environment pins an op or a kernel that there is not: it would be ignored."""
+    from tilesmith.engine.choice import check_pin
+    from tilesmith.engine.registry import ops
+
+    for name, backend in settings().pins:
+        check_pin(f"{PREFIX}USE", ops(), name, backend)
+
+
+if settings().pins:
+    _check_pins()

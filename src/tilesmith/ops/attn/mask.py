@@ -57,10 +57,15 @@ class Mask:
     dense: Tensor | None = None
     blocks: Blocks | None = None
 
+    def __post_init__(self) -> None:
+        flag("Mask", "causal", self.causal)
+        if self.window is not None:
+            self._sides(self.window)
+
     def lower(self) -> dict[str, Any]:
         """The arguments of the op that say the same; what is not restricted is left out."""
         lowered: dict[str, Any] = {}
-        if flag("Mask", "causal", self.causal):
+        if self.causal:
             lowered["causal"] = True
         if self.window is not None:
             lowered["window_left"], lowered["window_right"] = self._sides(self.window)
@@ -90,7 +95,9 @@ class Mask:
         sides = (window, 0 if self.causal else window) if isinstance(window, int) else window
         numbers = isinstance(sides, tuple | list) and all(isinstance(w, int) and not isinstance(w, bool) for w in sides)
         if not numbers or len(sides) != 2:
-            raise TypeError(f"Mask: window must be an int or a pair of ints (left, right), got {window!r}")
+            raise TypeError(
+                f"Mask: window must be an int or a pair of ints (left, right), -1 unlimited, got {window!r}"
+            )
         return sides[0], sides[1]
 
     def materialize(
@@ -133,13 +140,18 @@ class Score:
     alibi: Tensor | None = None
     bias: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            number("Score", "scale", self.scale)
+        number("Score", "softcap", self.softcap, 0.0)
+
     def lower(self) -> dict[str, Any]:
         """The arguments of the op that say the same; what is not asked for is left out."""
         lowered: dict[str, Any] = {}
         if self.scale is not None:
-            lowered["scale"] = float(number("Score", "scale", self.scale))
+            lowered["scale"] = float(self.scale)
         if self.softcap != 0:
-            lowered["softcap"] = float(number("Score", "softcap", self.softcap, 0.0))
+            lowered["softcap"] = float(self.softcap)
         if self.alibi is not None:
             tensor("Score", "alibi", self.alibi)
             lowered["alibi"] = self.alibi

@@ -6,7 +6,7 @@ dim of v, N packed documents.
 
 import inspect
 from collections import namedtuple
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from tilesmith.device import philox, portable
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import probability
+from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.metadata import describer
 from tilesmith.ops.attn import checks, reference, sharding
@@ -180,6 +181,7 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     deterministic: bool | None = None,
+    **misplaced: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention: (out [B, H, T, Dv], lse [B, H, T]), both differentiable.
 
@@ -197,9 +199,12 @@ def attention(
 
     out has q's dtype and memory order, lse is fp32 (fp64 for fp64), the natural logarithm of the softmax's denominator.
     A query that sees no key gets out 0, lse -inf and zero gradients; NaN in keys that nobody sees reaches nothing.
-    Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit.
+    Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit, and
+    TypeError with the right spelling for names that other libraries use (misplaced), such as causal=True.
     The meaning in full: `tilesmith.ops.attn.reference.attention`. Source: Dao, "FlashAttention-2", 2023.
     """
+    if misplaced:
+        raise TypeError(_spelled(misplaced))
     if not isinstance(mask, Mask):
         raise TypeError(f"attention: mask must be a Mask, got {type(mask).__name__}; a tensor goes in Mask(dense=...)")
     if not isinstance(score, Score):
@@ -219,6 +224,34 @@ def attention(
         seed = philox.draw_seed(q.device)
     q, k, v = (with_unit_stride(x) for x in (q, k, v))
     return attention_op(q, k, v, seed=seed, dropout_p=dropout_p, **given)
+
+
+_SPELLINGS = {
+    **dict.fromkeys(("causal", "is_causal"), "mask=Mask(causal=True)"),
+    **dict.fromkeys(("window", "window_size", "sliding_window"), "mask=Mask(window=(left, right))"),
+    **dict.fromkeys(("attn_mask", "attention_mask"), "mask=Mask(dense=...) for bool, score=Score(bias=...) for floats"),
+    **dict.fromkeys(("block_mask", "blocks"), "mask=Mask(blocks=...)"),
+    **dict.fromkeys(("documents", "prefix", "dense"), "a field of Mask"),
+    **dict.fromkeys(("scale", "softmax_scale", "scaling"), "score=Score(scale=...)"),
+    **dict.fromkeys(("softcap", "logits_soft_cap"), "score=Score(softcap=...)"),
+    **dict.fromkeys(("alibi", "alibi_slopes"), "score=Score(alibi=...)"),
+    **dict.fromkeys(("bias", "attn_bias"), "score=Score(bias=...)"),
+    "dropout": "dropout_p=...",
+    "enable_gqa": "nothing: heads of q that share one of k and v are served as they are",
+    "score_mod": "torch.nn.attention.flex_attention: functions of scores are not served here",
+}
+
+
+def _spelled(misplaced: dict[str, Any]) -> str:
+    """What to write in place of keywords that `attention` does not have."""
+    known = [name for name in inspect.signature(attention).parameters if name != "misplaced"]
+    told = [
+        f"{name}={shown(value)}: write {_SPELLINGS[name]}"
+        if name in _SPELLINGS
+        else f"{name}. {suggestion(name, known)}"
+        for name, value in misplaced.items()
+    ]
+    return f"attention() takes no {'; no '.join(told)}"
 
 
 def _autocast_to_come(q: Tensor) -> bool:
