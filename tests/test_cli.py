@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -16,8 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import tilesmith
+from tilesmith.bench import document
 from tilesmith.bench.run import Ceilings
 from tilesmith.engine import cases, ops
+from tilesmith.hardware import arch_named
 from tilesmith.validate import Budget, Result
 
 typer_testing = pytest.importorskip("typer.testing")
@@ -70,9 +74,77 @@ def test_doctor_tells_devices_versions_and_choices():
 
 
 def test_doctor_prints_tables():
-    code, output = run("doctor", "--device", "cpu")
+    code, output = run("doctor", "--device", "cpu", "--verbose")
     assert code == 0
     assert "Kernels on cpu" in output
+
+
+def test_doctor_says_what_is_fast_first_and_each_reason_once():
+    code, output = run("doctor", "--device", "cpu")
+    assert code == 0
+    assert len(output.splitlines()) < 20
+    assert "Plain PyTorch, their reference, serves" in output
+    assert " ".join(output.split()).count("Triton kernels need a GPU that Triton reaches (") == 1
+    assert "tilesmith explain rms_norm --arch sm90" in output
+
+
+def test_explain_knows_gpus_that_are_not_here(missing):
+    if not importlib.util.find_spec("triton"):
+        missing("triton is not installed")
+    sizes = ("--shape", "x=4096x8192", "--shape", "weight=8192")
+    code, output = run("explain", "rms_norm", "--arch", "sm90", *sizes)
+    assert code == 0 and "As on H100 (sm90, 132 SMs), from its facts; nothing was run." in output
+    assert "rms_norm -> hopper" in output and "configuration: " in output
+    code, output = run("explain", "rms_norm", "--arch", "gfx942", *sizes)
+    assert "rms_norm -> triton" in output and "not hopper: gfx942; Hopper kernels need" in output
+    code, output = run("explain", "rms_norm", "--arch", "apple", "--json", *sizes)
+    assert json.loads(output)["choices"][0]["kernel"] == "portable"
+    if not torch.cuda.is_available():
+        code, output = run("explain", OP, "--device", "cuda")
+        assert code == 0 and f"{OP} -> triton" in output
+
+
+def test_explain_and_the_choice_it_explains_have_one_rule():
+    (choice, *_) = recorder.choices_of(ops()[OP], {n: torch.randn(3, 8) for n in ("gate", "up")}, arch_named("cpu"))
+    assert choice.kernel.backend == "reference"
+
+
+def test_version_and_module():
+    assert run("--version") == (0, f"tilesmith {tilesmith.__version__}\n")
+    done = subprocess.run([sys.executable, "-m", "tilesmith", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"tilesmith {tilesmith.__version__}\n"
+
+
+def test_a_wrong_environment_is_said_in_a_line():
+    wrong = {**os.environ, "TILESMITH_DEBG": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tilesmith", "doctor"], capture_output=True, text=True, check=False, env=wrong
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("tilesmith: the environment has TILESMITH_DEBG='1'") and done.stderr.count("\n") == 1
+
+
+def test_a_missing_path_is_said_before_anything_is_imported():
+    code = "import sys; from tilesmith.cli import main; sys.argv = ['tilesmith', 'optimize', 'no/such']\n"
+    code += "try: main()\nexcept SystemExit as stop: sys.exit(stop.code if 'torch' not in sys.modules else 9)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 2
+
+
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("", 160), ("wide", 160)])
+def test_a_pipe_is_as_wide_as_columns_say(monkeypatch, columns, width):
+    import io
+
+    from rich.console import Console
+
+    from tilesmith.cli import output
+
+    monkeypatch.setenv("COLUMNS", columns)
+    assert Console(file=io.StringIO(), width=output._width(io.StringIO())).width == width
+
+
+def test_tune_knows_what_ops_there_are():
+    code, output = run("tune", "nope", "--device", "cpu")
+    assert code == 2 and "there is no op 'nope'" in output
 
 
 def test_explain_says_which_kernel_and_why_not_another():
@@ -206,19 +278,35 @@ def config(tmp_path, missing):
 
 
 def test_optimize_reports_without_weights(config):
-    code, output = run("optimize", config, "--dry-run")
+    code, output = run("optimize", config, "--dry-run", "--full")
     assert code == 0
     assert "model.layers.*.mlp ×2" in output
+    code, output = run("optimize", config, "--dry-run")
+    assert code == 0 and "mlp:        swiglu in LlamaMLP ×2" in output
     code, output = run("optimize", config / "config.json", "--dry-run", "--json")
     assert code == 0
     assert {row["action"] for row in json.loads(output)} == {"replaced", "skipped"}
 
 
 def test_optimize_measures_before_and_after(config):
-    code, output = run("optimize", config, "--device", "cpu", "--tokens", "16")
+    code, output = run("optimize", config, "--device", "cpu", "--tokens", "16", "--rounds", "5")
     assert code == 0
     assert "training step" in output
     assert "peak memory" in output
+    code, output = run("optimize", config, "--device", "cpu", "--tokens", "16", "--rounds", "5", "--json")
+    step = json.loads(output)["step"]
+    assert code == 0 and len(step["before"]["rounds_us"]) == len(step["after"]["rounds_us"]) == 5
+
+
+def test_a_gain_is_told_only_beyond_the_spread():
+    from tilesmith.cli.optimize import Step, _differ
+    from tilesmith.engine.timing import Timing
+
+    def steps(before, after):
+        return {"before": Step(Timing.of(before), 1), "after": Step(Timing.of(after), 1)}
+
+    assert not _differ(steps([10.0, 30.0, 11.0], [20.0, 9.0, 12.0]))
+    assert _differ(steps([10.0, 11.0, 12.0], [9.0, 8.0, 7.0]))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +331,7 @@ def test_optimize_takes_the_architecture_that_the_configuration_names(kind, tell
     }
     named = {"T5": ["T5ForConditionalGeneration"], "ViT": ["ViTModel"]}[kind]
     getattr(transformers, f"{kind}Config")(**sizes[kind], architectures=named).save_pretrained(tmp_path)
-    code, output = run("optimize", tmp_path, "--device", "cpu", "--tokens", "4")
+    code, output = run("optimize", tmp_path, "--device", "cpu", "--tokens", "4", "--rounds", "5", "--full")
     assert code == (0 if kind == "T5" else 2)
     assert tells in " ".join(output.split())
     assert ("lm_head" in output) == (kind == "T5")
@@ -352,6 +440,17 @@ def test_the_recorder_sees_forward_and_backward():
         ops()["silu"](x).sum().backward()
         torch.relu(x)
     assert [(c.kernel.op, n) for c, n in watched.choices] == [("silu", 1), ("silu_vjp", 1)]
+
+
+def test_without_matplotlib_there_is_a_line_in_place_of_a_picture(monkeypatch, capsys):
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
+    assert not charts.available()
+    assert "no loss curves: matplotlib is not installed" in capsys.readouterr().out
+
+
+def test_the_saved_measurement_of_a_gpu_is_whole():
+    found, ours, plain = document.saved_model_rows()
+    assert found["date"] and found["hardware"]["name"] and ours["us"] > 0 and plain["times_pytorch"] == 1.0
 
 
 def test_loss_curves_are_pictures(tmp_path, missing):

@@ -53,8 +53,9 @@ def _check_names() -> None:
     known = [PREFIX + name for name in ("USE", "CACHE_DIR", "TUNE", "DEBUG", "PORTABLE", "REQUIRE_ALL")]
     for name in os.environ:
         if name.startswith(PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            told = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            short = [full.removeprefix(PREFIX) for full in known]
+            close = difflib.get_close_matches(name.removeprefix(PREFIX), short, n=1)
+            told = f"did you mean {PREFIX}{close[0]}?" if close else f"known are {', '.join(known)}"
             raise ValueError(f"the environment has {name}={os.environ[name]!r}, which Tilesmith does not know; {told}")
 
 

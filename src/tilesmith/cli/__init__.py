@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
+import tilesmith
+from tilesmith.settings import settings
+
 _HELP = "Transformer kernels for PyTorch: see what is chosen and why, check it, measure it, apply it to a model."
 
 
@@ -22,14 +25,27 @@ def build():
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_options)
+    app.callback()(_application_options())
     for command in (demo, doctor, explain, verify, bench, tune, optimize, train, generate, codegen):
         app.command(command.__name__.rpartition(".")[2])(command.command)
     return app
 
 
-def _options() -> None:
-    """Options that every subcommand shares; there are none yet, and typer needs a place for them."""
+def _application_options():
+    """The callback with the options that stand before a subcommand."""
+    import typer
+
+    def show(asked: bool) -> None:
+        if asked:
+            sys.stdout.write(f"tilesmith {tilesmith.__version__}\n")
+            raise typer.Exit
+
+    def options(
+        version: bool = typer.Option(False, "--version", callback=show, is_eager=True, help="The version, and exit."),
+    ) -> None:
+        pass
+
+    return options
 
 
 def main() -> None:
@@ -40,8 +56,13 @@ def main() -> None:
             f"tilesmith: the command line needs {' and '.join(missing)}. Install with: pip install 'tilesmith[cli]'\n"
         )
         raise SystemExit(2)
+    try:
+        settings()
+    except ValueError as problem:
+        sys.stderr.write(f"tilesmith: {problem}\n")
+        raise SystemExit(2) from None
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a line at each start and stop
-    build()()
+    build()(prog_name="tilesmith")
 
 
 def _installed(name: str) -> bool:

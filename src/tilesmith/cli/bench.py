@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilesmith.cli.output import console, device_named, dtype_named, needs, op_named, refuse, table
+from tilesmith.cli.output import console, device_named, dtype_named, errors, needs, op_named, print_json, refuse, table
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,7 @@ def command(
     forward: Annotated[bool, typer.Option("--forward", help="Of ops only the forward.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write results as JSON; rows of other cases stay.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of tables.")] = False,
     readme: Annotated[Path | None, typer.Option(help="Only fill the tables of this file from the results.")] = None,
 ) -> None:
     """Measure beside PyTorch, torch.compile and other kernel libraries, in one process, interleaved.
@@ -83,6 +84,7 @@ def command(
         if save:
             write(found, out, keep=True)
 
+    documents: list[dict[str, Any]] = []
     for subject in _subjects(what, tag or _tag(where), sweep):
         with console.status(f"measuring {subject}") as status:
             told = lambda step, subject=subject: status.update(f"measuring {subject}: {step}")  # noqa: E731
@@ -93,12 +95,18 @@ def command(
             else:
                 asked = {**measure, "progress": told, "so_far": so_far, "named": case or (), "forward": forward}
                 found = _op(subject, sweep, asked, tag or _tag(where))
-        _show(found)
+        if as_json:
+            documents.append(found)
+        else:
+            _show(found)
         if save:
             some = subject == "model" or bool(case) or forward or "=" in (sweep or "")
-            console.print(f"wrote {write(found, out, keep=some)}", highlight=False)
+            told = errors if as_json else console
+            told.print(f"wrote {write(found, out, keep=some)}", highlight=False)
         if plot is not None:
             _plot(found, plot)
+    if as_json:
+        print_json(documents)
 
 
 def _op(name: str, sweep: str | None, measure: dict[str, Any], tag: str) -> dict[str, Any]:

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+from tilesmith.cli.output import console
+
 COLOURS = ("#8a8a8a", "#d1495b", "#2e86ab", "#3c887e")
+
+
+def available() -> bool:
+    """Whether pictures can be drawn; says in one line why not, and what to install."""
+    if find_spec("matplotlib") is not None:
+        return True
+    told = "no loss curves: matplotlib is not installed (pip install 'tilesmith\\[bench]')"
+    console.print(told, style="dim", highlight=False)
+    return False
 
 
 def loss_curves(losses: Mapping[str, Sequence[float]], folder: Path, title: str) -> list[Path]:

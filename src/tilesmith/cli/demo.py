@@ -54,7 +54,6 @@ def command(
 
     Exits with 1 when the optimised model is not equal to the original within budget.
     """
-    needs("matplotlib", "bench", "drawing the loss curves")
     from tilesmith.cli import subject as subjects
 
     if model is not None and export is not None:
@@ -85,8 +84,10 @@ def command(
     losses = _train(models, subject, plan, seed)
     _cost(models, subject, plan, losses)
     _kernels(models[OPTIMISED], subject, plan)
+    if where.type == "cpu":
+        _on_a_gpu()
     _curves({name: run.losses for name, run in losses.items()}, out, text)
-    _write(models[OPTIMISED], subject, seed)
+    _write(models[OPTIMISED], subject, seed, trained=model is not None)
     if export is not None:
         _export(models[OPTIMISED], subject, export)
     if not equal:
@@ -268,12 +269,38 @@ def _unreached(model: nn.Module, device: torch.device) -> dict[str, list[tuple[s
 def _curves(losses: Mapping[str, list[float]], out: Path, text: Path | None) -> None:
     from tilesmith.cli import charts
 
+    if not charts.available():
+        return
     paths = charts.loss_curves(losses, out, f"Training on {text.name if text else BUILTIN}")
     console.print(f"loss curves: {', '.join(map(str, paths))}", highlight=False)
 
 
-def _write(model: nn.Module, subject: Subject, seed: int) -> None:
+def _on_a_gpu() -> None:
+    """What was measured on a GPU, since a CPU shows none of it."""
+    from tilesmith.bench.document import saved_model_rows
+
+    found = saved_model_rows()
+    if found is None:
+        return
+    document, ours, plain = found
+    console.print(
+        f"A CPU keeps the model's own code, so nothing is faster here. Measured on {document['hardware']['name']} on "
+        f"{document['date']}: a training step of {ours['model']}, {ours['batch']} × {ours['tokens']:,} tokens in "
+        f"{document['dtype']}, in {ours['us'] / 1e3:,.0f} ms ({plain['us'] / 1e3:,.0f} ms by PyTorch, "
+        f"{plain['us'] / ours['us']:.2f}×) and {ours['peak_bytes'] / 1e9:.0f} GB ({plain['peak_bytes'] / 1e9:.0f} GB).",
+        highlight=False,
+    )
+
+
+def _write(model: nn.Module, subject: Subject, seed: int, trained: bool) -> None:
     console.rule("Writing with a KV cache", align="left")
+    if not trained:
+        console.print(
+            f"A model of {subject.size / 1e6:.1f} M parameters, trained for a minute, knows which pieces of words "
+            "follow one another; it does not write English. What counts here is that cache and no cache agree.",
+            style="dim",
+            highlight=False,
+        )
     with progress() as bars:
         bar = bars.add_task("generating", total=subject.new_tokens)
         written = subject.write(model, seed, lambda done: bars.update(bar, completed=done))

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import platform
+from collections import Counter
 from typing import Annotated
 
 import typer
 
-from tilesmith.cli.output import CHECK_FAILED, console, table
+import tilesmith
+from tilesmith.cli.output import CHECK_FAILED, console, print_json, table
 
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     device: Annotated[str | None, typer.Option(help="Choose kernels for this device only.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Each op, its kernel and why not the others.")
+    ] = False,
 ) -> None:
-    """Devices, versions, and for each op the kernel that serves it here and why not the others.
+    """What is fast on this machine, what is not and why, and what would change it.
 
     Exits with 1 when an op would run its reference on an accelerator.
     """
     found = examine(device)
     if as_json:
-        console.print_json(json.dumps(found))
+        print_json(found)
     else:
-        _show(found)
+        _summarise(found)
+        if verbose:
+            _show(found)
+        for problem in found["problems"]:
+            console.print(f"[yellow]![/] {problem}", highlight=False)
     if found["problems"]:
         raise typer.Exit(CHECK_FAILED)
 
@@ -43,6 +51,7 @@ def examine(device_name: str | None = None) -> dict:
     choices = [row for name in _forward_ops() for row in _choices(name, chosen)]
     slow = [c["op"] for c in choices if c["kernel"] == "reference"] if chosen.type != "cpu" else []
     return {
+        "tilesmith": tilesmith.__version__,
         "platform": platform.platform(),
         "versions": versions(),
         "cuda": torch.version.cuda or torch.version.hip,
@@ -50,7 +59,9 @@ def examine(device_name: str | None = None) -> dict:
         "triton": releases.standing(releases.installed()),
         "devices": [_device(d, arch_of(d)) for d in devices],
         "device": str(chosen),
+        "arch": str(arch_of(chosen)),
         "ops": choices,
+        "advice": _advice(chosen, driver()),
         "problems": [f"{op} runs its reference on {chosen}" for op in slow],
     }
 
@@ -62,21 +73,37 @@ def _forward_ops() -> list[str]:
 
 
 def _choices(name: str, device) -> list[dict]:
-    from tilesmith.cli.explain import _arguments, _empty
+    from tilesmith.cli.explain import _arguments, _empty, as_dict
     from tilesmith.cli.output import dtype_named
     from tilesmith.cli.recorder import choices_of
     from tilesmith.engine import ops
 
     built = _empty(_arguments(name, None, {}, {}), device, dtype_named(None, device))
     return [
-        {
-            "op": choice.kernel.op,
-            "kernel": choice.kernel.backend,
-            "because": "; ".join(filter(None, (choice.because, choice.note))),
-            "rejected": {backend: list(reasons) for backend, reasons in choice.rejected},
-        }
+        {**as_dict(choice), "because": "; ".join(filter(None, (choice.because, choice.note)))}
         for choice in choices_of(ops()[name], built)
     ]
+
+
+def _advice(device, driver: str | None) -> list[str]:
+    """What would make more of the library's kernels serve calls here: commands, or what is missing."""
+    import torch
+
+    from tilesmith.engine.backends import triton_missing
+
+    if device.type == "cpu" and driver and torch.version.cuda is None:
+        return [
+            f"torch is a build for CPUs, and there is an NVIDIA driver {driver}: pip install --force-reinstall torch"
+        ]
+    if device.type == "cpu":
+        return [
+            "kernels need a GPU: NVIDIA, AMD or Intel through Triton, Apple through Metal",
+            "what a GPU would choose: tilesmith explain rms_norm --arch sm90",
+            "check the kernels on this CPU, slowly: TRITON_INTERPRET=1 tilesmith verify rms_norm",
+        ]
+    if device.type in ("cuda", "xpu") and triton_missing():
+        return ["pip install triton"]
+    return []
 
 
 def _device(device, arch) -> dict:
@@ -89,7 +116,38 @@ def _device(device, arch) -> dict:
     return row
 
 
+def _summarise(found: dict) -> None:
+    """The device, how many ops a kernel serves, the reasons where none does, each once, and what would change it."""
+    forward = [c for c in found["ops"] if not c["op"].endswith("_vjp")]
+    by_kernel = Counter(c["kernel"] for c in forward)
+    slow = [c["op"] for c in forward if c["kernel"] == "reference"]
+    console.print(
+        f"Tilesmith {found['tilesmith']} on {found['arch']}, torch {found['versions']['torch']}", highlight=False
+    )
+    served = ", ".join(f"{count} by {kernel}" for kernel, count in by_kernel.most_common() if kernel != "reference")
+    console.print(
+        f"Kernels serve {len(forward) - len(slow)} of {len(forward)} ops{f': {served}' if served else ''}.",
+        highlight=False,
+    )
+    if slow:
+        names = ", ".join(slow) if len(slow) < len(forward) / 2 else f"{len(slow)} ops"
+        console.print(f"Plain PyTorch, their reference, serves {names}. Why:", highlight=False)
+        for reason, count in _reasons_of([c for c in forward if c["kernel"] == "reference"]).most_common(4):
+            console.print(f"  {reason}{f' ({count} ops)' if count > 1 else ''}", highlight=False, markup=False)
+    for line in found["advice"]:
+        console.print(f"→ {line}", highlight=False, markup=False)
+    console.print("Each op and its kernel: tilesmith doctor --verbose; one call: tilesmith explain OP", style="dim")
+
+
+def _reasons_of(choices: list[dict]) -> Counter[str]:
+    """In how many ops each reason against a kernel comes up, the most telling first."""
+    return Counter(
+        reason for c in choices for reason in dict.fromkeys(r for why in c["rejected"].values() for r in why)
+    )
+
+
 def _show(found: dict) -> None:
+    console.print()
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     console.print(versions, highlight=False)
     if found["cuda"]:
@@ -113,8 +171,6 @@ def _show(found: dict) -> None:
     console.print()
     rows = [(c["op"], c["kernel"], c["because"], _reasons(c["rejected"])) for c in found["ops"]]
     console.print(table(("op", "kernel", "because", "not"), rows, title=f"Kernels on {found['device']}"))
-    for problem in found["problems"]:
-        console.print(f"[yellow]![/] {problem}", highlight=False)
 
 
 def _reasons(rejected: dict[str, list[str]]) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilesmith.cli.output import console, device_named, dtype_named, op_named, refuse, setting
+from tilesmith.cli.output import console, device_named, dtype_named, op_named, print_json, refuse, setting
+
+if TYPE_CHECKING:
+    from tilesmith.engine import Choice
+    from tilesmith.hardware import Arch
 
 
 def command(
@@ -18,25 +22,65 @@ def command(
     case: Annotated[str | None, typer.Option(help="Which of the op's example inputs to start from.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps.")] = None,
+    arch: Annotated[str | None, typer.Option(help="sm80, sm90, gfx942, ...: a GPU that need not be here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Which kernels serve a call of an op and its backward, and why not the others.
 
-    Without options the call is the op's first example. Tensors are not filled: only their metadata matters.
+    Without options the call is the op's first example. Tensors are not filled: only their metadata matters. With
+    --arch, or --device cuda where there is none, it is what the facts about that GPU and the kernels' own rules say.
     """
+    import torch
+
     from tilesmith.cli.recorder import choices_of
 
     declared = op_named(op)
-    where = device_named(device)
+    there = _arch(arch, device)
+    where = torch.device("cpu") if there is not None else device_named(device)
     options = dict(setting(text, "causal=true") for text in set_ or [])
     args = _arguments(op, case, dict(map(_size, shape or [])), options)
-    built = _empty(args, where, dtype_named(dtype, where))
+    kind = torch.bfloat16 if there is not None and dtype is None else dtype_named(dtype, where)
+    built = _empty(args, where, kind)
     try:
-        choices = choices_of(declared, built)
+        choices = choices_of(declared, built, there)
     except (TypeError, ValueError) as problem:
         refuse(str(problem))
+    on = str(there or where)
+    if as_json:
+        shown = {name: _show(value) for name, value in built.items()}
+        print_json({"op": op, "device": on, "arguments": shown, "choices": list(map(as_dict, choices))})
+        return
+    if there is not None:
+        console.print(f"As on {on}, from its facts; nothing was run.", style="dim", highlight=False)
     console.print(", ".join(f"{name} {_show(value)}" for name, value in built.items()), style="dim", highlight=False)
     for choice in choices:
         console.print(str(choice), highlight=False, markup=False)
+
+
+def _arch(name: str | None, device: str | None) -> Arch | None:
+    """The GPU that is not here for which to explain, or None: then it is a device that is."""
+    from tilesmith.hardware import arch_named, detect_available_devices
+
+    kind = (device or "").partition(":")[0]
+    if name is None and kind == "cuda" and not detect_available_devices()["cuda"]:
+        name = "sm90"
+    if name is None:
+        return None
+    try:
+        return arch_named(name)
+    except ValueError as problem:
+        refuse(f"--arch: {problem}")
+
+
+def as_dict(choice: Choice) -> dict:
+    """A choice as plain data."""
+    return {
+        "op": choice.kernel.op,
+        "kernel": choice.kernel.backend,
+        "because": choice.because,
+        "rejected": {backend: list(reasons) for backend, reasons in choice.rejected},
+        "note": choice.note,
+    }
 
 
 def _arguments(op: str, case: str | None, shapes: dict, values: dict) -> dict:

@@ -1,47 +1,77 @@
-"""`tilesmith optimize`: what would be replaced in a model, and why the rest would not."""
+"""`tilesmith optimize`: what would be replaced in a model, why the rest would not, and what that does to a step."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, dtype_named, needs, refuse, table
+from tilesmith.cli.output import (
+    CHECK_FAILED,
+    console,
+    device_named,
+    dtype_named,
+    needs,
+    print_json,
+    refuse,
+    table,
+)
+
+if TYPE_CHECKING:
+    from tilesmith.engine.timing import Timing
+
+
+class Step(NamedTuple):
+    """A training step: its time over the rounds, and its peak memory in bytes."""
+
+    timing: Timing
+    peak: int
 
 
 def command(
     model: Annotated[Path, typer.Argument(help="A checkpoint folder, or a config.json of Hugging Face transformers.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report; builds no weights.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows and figures as JSON.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Report every module, not the summary.")] = False,
     device: Annotated[str | None, typer.Option(help="Where to measure: cpu, cuda, cuda:1, xpu, mps.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of the measured batch.")] = 1,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 512,
+    rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median is reported.")] = 7,
 ) -> None:
     """Report what `tilesmith.optimize` does to a model; without --dry-run also time a training step before and after.
 
-    Exits with 1 when nothing would be replaced.
+    The two take turns, round by round. Exits with 1 when nothing would be replaced.
     """
+    if not model.exists():
+        refuse(f"{model} does not exist; give a checkpoint folder or a config.json (nothing is downloaded)")
     needs("transformers", "hf", "reading a model")
     import torch
 
-    from tilesmith.models import optimize
+    from tilesmith.models import optimize, report
 
     config = _config(model)
     where, kind = (torch.device("meta"), torch.bfloat16) if dry_run else _place(device, dtype)
     built = _build(config, where, kind)
     if not dry_run:
         _trains_on_tokens(built)
-    before = None if dry_run else _measured(built, batch, tokens)
-    found = optimize(built).tilesmith_report
+    optimised = optimize(_twin(built))
+    found = report(optimised)
+    if not dry_run:
+        with console.status("timing a training step before and after"):
+            steps = _measured(built, optimised, batch, tokens, rounds)
     if as_json:
-        console.print_json(found.to_json())
+        rows = json.loads(found.to_json())
+        print_json(rows if dry_run else {"rows": rows, "step": _as_dict(steps)})
     else:
-        console.print(str(found), highlight=False, markup=False, soft_wrap=True)
-    if before is not None:
-        _compare(before, _measured(built, batch, tokens))
+        console.print(found.full() if full else str(found), highlight=False, markup=False, soft_wrap=True)
+        if not dry_run:
+            _compare(steps, where.type)
     if not found.replaced:
         raise typer.Exit(CHECK_FAILED)
 
@@ -49,8 +79,6 @@ def command(
 def _config(path: Path):
     from transformers import AutoConfig
 
-    if not path.exists():
-        refuse(f"{path} does not exist; give a checkpoint folder or a config.json (nothing is downloaded)")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as problem:
@@ -88,8 +116,8 @@ def _trains_on_tokens(model) -> None:
         refuse(f"{type(model).__name__} takes no {' and no '.join(absent)}, so no step is timed; add --dry-run")
 
 
-def _measured(model, batch: int, tokens: int) -> tuple[float, int]:
-    """Median µs and peak bytes of a training step on random tokens."""
+def _measured(model, optimised, batch: int, tokens: int, rounds: int) -> dict[str, Step]:
+    """A training step of either model on random tokens, in turns."""
     import torch
 
     from tilesmith.engine.timing import measure, peak_memory
@@ -97,22 +125,52 @@ def _measured(model, batch: int, tokens: int) -> tuple[float, int]:
     weight = next(model.parameters())
     ids = torch.randint(model.config.get_text_config().vocab_size, (batch, tokens), device=weight.device)
 
-    def step():
-        out = model(input_ids=ids, labels=ids)
+    def step(of):
+        out = of(input_ids=ids, labels=ids)
         out.loss.backward()
-        model.zero_grad()
+        of.zero_grad()
 
-    timing = measure({"step": step}, weight.device, cold=False, warmup=1)["step"]
-    return timing.median_us, peak_memory(step, weight.device)
+    steps = {"before": lambda: step(model), "after": lambda: step(optimised)}
+    timings = measure(steps, weight.device, rounds=rounds, cold=False, warmup=2)
+    return {name: Step(timings[name], peak_memory(steps[name], weight.device)) for name in steps}
 
 
-def _compare(before: tuple[float, int], after: tuple[float, int]) -> None:
+def _twin(model):
+    """A copy of the model that shares its parameters and buffers, so that both fit where one does."""
+    return copy.deepcopy(model, {id(t): t for t in itertools.chain(model.parameters(), model.buffers())})
+
+
+def _differ(steps: dict[str, Step]) -> bool:
+    """Whether the two times lie further apart than they scatter: no round of one among those of the other."""
+    before, after = steps["before"].timing.rounds, steps["after"].timing.rounds
+    return max(after) < min(before) or max(before) < min(after)
+
+
+def _compare(steps: dict[str, Step], kind: str) -> None:
+    before, after = steps["before"], steps["after"]
+    gain = f"{before.timing.median_us / after.timing.median_us:.2f}×" if _differ(steps) else "none beyond the spread"
     rows = [
-        ("training step", f"{before[0] / 1e3:.1f} ms", f"{after[0] / 1e3:.1f} ms", f"{before[0] / after[0]:.2f}×"),
-        ("peak memory", _gb(before[1]), _gb(after[1]), f"{before[1] / max(after[1], 1):.2f}×"),
+        ("training step", _time(before.timing), _time(after.timing), gain),
+        ("peak memory", _gb(before.peak), _gb(after.peak), f"{before.peak / max(after.peak, 1):.2f}×"),
     ]
     console.print()
     console.print(table(("", "before", "after", "gain"), rows, right="before,after,gain"))
+    told = f"Medians of {len(before.timing.rounds)} interleaved rounds, ± half the interquartile range, on {kind}."
+    console.print(told, style="dim", highlight=False)
+
+
+def _as_dict(steps: dict[str, Step]) -> dict:
+    return {
+        **{
+            name: {"median_us": step.timing.median_us, "rounds_us": list(step.timing.rounds), "peak_bytes": step.peak}
+            for name, step in steps.items()
+        },
+        "beyond_spread": _differ(steps),
+    }
+
+
+def _time(timing: Timing) -> str:
+    return f"{timing.median_us / 1e3:.1f} ms ±{50 * timing.spread:.0f} %"
 
 
 def _gb(count: int) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -20,8 +22,14 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 160
 
-console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-errors = Console(stderr=True, width=None if sys.stderr.isatty() else PIPED_WIDTH)
+
+def _width(stream: TextIO) -> int | None:
+    """Columns of a stream: None where rich finds them out, in a terminal and where COLUMNS says them."""
+    return None if stream.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PIPED_WIDTH
+
+
+console = Console(width=_width(sys.stdout))
+errors = Console(stderr=True, width=_width(sys.stderr))
 
 WRONG_USE = 2
 CHECK_FAILED = 1
@@ -31,6 +39,11 @@ def refuse(message: str) -> NoReturn:
     """Say what is wrong with the request, and exit with code 2."""
     errors.print(f"[bold red]error:[/] {message}", highlight=False)
     raise typer.Exit(WRONG_USE)
+
+
+def print_json(found: Any) -> None:
+    """Plain data as JSON on standard output, whole lines whatever the width."""
+    sys.stdout.write(json.dumps(found, indent=2) + "\n")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, right: str = "") -> Table:
@@ -95,8 +108,8 @@ def op_named(name: str) -> Op:
     if name not in known:
         forward = sorted(op for op in known if not op.endswith("_vjp"))
         close = difflib.get_close_matches(name, forward, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        refuse(f"there is no op {name!r}.{hint} Known: {', '.join(forward)} (and their gradients, <op>_vjp)")
+        told = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(forward)} (and their gradients, <op>_vjp)"
+        refuse(f"there is no op {name!r}. {told}")
     return known[name]
 
 

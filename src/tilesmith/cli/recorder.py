@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Choice, Op, ops, torch_private
+from tilesmith.hardware import Arch
 
 
 class Recorder(torch_private.DispatchMode or object):
-    """A context that watches the ops of the library run. `choices`: each distinct choice with its number of calls."""
+    """A context that watches the ops of the library run. `choices`: each distinct choice with its number of calls.
 
-    def __init__(self):
+    arch: the choices as they would be there, instead of those that are made here.
+    """
+
+    def __init__(self, arch: Arch | None = None):
         super().__init__()
+        self._arch = arch
         self._seen: Counter[Choice] = Counter()
 
     @property
@@ -29,15 +34,20 @@ class Recorder(torch_private.DispatchMode or object):
         if namespace == "tilesmith":
             op = ops()[name]
             with torch.enable_grad():  # a forward that autograd records runs without
-                self._seen[op.explain(*op.complete(args))] += 1
+                args_of_op = op.complete(args)
+                choice = op.explain(*args_of_op) if self._arch is None else choice_on(op, args_of_op, self._arch)
+                self._seen[choice] += 1
         return func(*args, **(kwargs or {}))
 
 
-def choices_of(op: Op, args: Mapping[str, Any]) -> list[Choice]:
-    """The choices for a call of `op` and, where an argument asks for a gradient, for its backward. Runs nothing."""
+def choices_of(op: Op, args: Mapping[str, Any], arch: Arch | None = None) -> list[Choice]:
+    """The choices for a call of `op` and, where an argument asks for a gradient, for its backward. Runs nothing.
+
+    arch: a GPU that is not here, for which to choose.
+    """
     with torch_private.fake_tensor_mode() as fake:
         faked = {n: fake.from_tensor(v) if isinstance(v, Tensor) else v for n, v in args.items()}
-        with Recorder() as recorder:
+        with Recorder(arch) as recorder:
             out = op(**faked)
             outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
             inputs = [v for v in faked.values() if isinstance(v, Tensor) and v.requires_grad]

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from tilesmith.cli.text import BytePairs
 from tilesmith.cli.writing import sample
-from tilesmith.models import optimize
+from tilesmith.models import optimize, report
 from tilesmith.nn import DecoderConfig
-from tilesmith.rewrite import Report
 
 PROMPT = "The following example shows how"
 POSITIONS = 2048
@@ -136,11 +135,8 @@ def load(folder: Path, text: str, device: torch.device, dtype: torch.dtype) -> S
 
 
 def optimise_in_place(model: nn.Module) -> tuple[nn.Module, str]:
-    """`tilesmith.optimize` on the model, and its report: what was replaced, and what a rule wanted and could not."""
-    report = optimize(model).tilesmith_report
-    told = Report(tuple(row for row in report.rows if row.action == "replaced" or row.wanted))
-    rows = str(told).rpartition("\n")[0]
-    return model, f"{rows}\n{len(report.replaced)} replaced, {len(report.skipped)} left alone"
+    """`tilesmith.optimize` on the model, and its report in short."""
+    return model, str(report(optimize(model)))
 
 
 def _hugging_face_llama(sizes: Sizes) -> tuple[str, nn.Module, Callable[[nn.Module], tuple[nn.Module, str]]]:

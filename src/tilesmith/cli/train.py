@@ -79,7 +79,6 @@ def command(
     and leaves.
     """
     options = {name: value for name, value in locals().items() if name in context.params}  # Typer's own are unconverted
-    needs("matplotlib", "bench", "drawing the loss curves")
     needs("safetensors", "cli", "writing checkpoints")
     given = {name for name in options if context.get_parameter_source(name).name == "COMMANDLINE"}
     where = device_named(device)
@@ -335,7 +334,7 @@ def _interruption() -> Iterator[threading.Event]:
 def _curves(trainer: Trainer, out: Path, about: dict[str, Any]) -> None:
     from tilesmith.cli import charts
 
-    if trainer.history.loss:
+    if trainer.history.loss and charts.available():
         names = ", ".join(Path(text).name for text in about["texts"])
         paths = charts.training_curves(trainer.history.loss, trainer.history.validation, out, f"Training on {names}")
         console.print(f"loss curves: {', '.join(map(str, paths))}", highlight=False)

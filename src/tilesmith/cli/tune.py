@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, dtype_named, op_named, refuse, table
+from tilesmith.cli.output import CHECK_FAILED, console, device_named, dtype_named, op_named, print_json, refuse, table
+
+_FIELDS = ("case", "kernel", "default", "best", "gain", "configuration", "tried")
 
 
 def command(
@@ -17,6 +19,7 @@ def command(
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds of each comparison.")] = 3,
     save: Annotated[bool, typer.Option("--save", help="Keep what is faster, for this machine.")] = False,
     ship: Annotated[bool, typer.Option("--ship", help="Keep it in the package instead, for every such GPU.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of tables.")] = False,
 ) -> None:
     """Search the configurations of the kernels that serve the cases tagged "tune".
 
@@ -31,27 +34,34 @@ def command(
     from tilesmith.engine.tuning import row_of
     from tilesmith.hardware import arch_of
 
+    names = [n for n in declared() if not n.endswith("_vjp")] if ops == ["all"] else [op_named(n).name for n in ops]
     where = device_named(device)
     kind = dtype_named(dtype, where)
     if where.type == "cpu" and not case:
         refuse("the cases to tune on are made for a GPU; name smaller ones with --case to tune on a CPU")
-    names = [n for n in declared() if not n.endswith("_vjp")] if ops == ["all"] else [op_named(n).name for n in ops]
-    for name in names:
-        if not any("tune" in c.tags or c.name in (case or ()) for c in cases(name)):
-            continue
+    tunable = [n for n in names if any("tune" in c.tags or c.name in (case or ()) for c in cases(n))]
+    if not tunable:
+        refuse(f"no case of {', '.join(names)} is meant for tuning; name one with --case")
+    found: list[dict] = []
+    for name in tunable:
         with console.status(f"checking {name}") as status:
             if save or ship:
                 _check(name, where)
             told = lambda step, name=name: status.update(f"tuning {name}: {step}")  # noqa: E731
             tuned = list(tune(name, where, kind, named=case or (), rounds=rounds, progress=told))
-        columns = ("case", "kernel", "default", "best", "gain", "configuration", "tried")
+        if as_json:
+            found += [{"op": name, **dict(zip(_FIELDS, _line(t)))} for t in tuned]
         rows = [_line(t) for t in tuned]
-        console.print(table(columns, rows, title=f"{name} on {arch_of(where).device_name}", right="default,best,gain"))
+        if not as_json:
+            title = f"{name} on {arch_of(where).device_name}"
+            console.print(table(_FIELDS, rows, title=title, right="default,best,gain"))
         for t in kept(tuned) if save or ship else ():
             _check_winner(name, t, where, kind)
             module = t.configure.fn.__module__
             path = shipped_file(module, arch_of(where).name) if ship else None
             append(module, arch_of(where).name, [row_of(t.configure, t.args, t.found)], path)
+    if as_json:
+        print_json(found)
 
 
 def _check(name: str, device) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, op_named, refuse, table
+from tilesmith.cli.output import CHECK_FAILED, console, device_named, op_named, print_json, refuse, table
 
 
 def command(
@@ -37,7 +36,7 @@ def command(
             status.update(f"{len(results)} checks, now {result.op}")
     failed = [r for r in results if not r.passed]
     if as_json:
-        console.print_json(json.dumps([_row(r) for r in results]))
+        print_json([_row(r) for r in results])
     else:
         shown = results if every else failed
         rows = [(r.op, r.kernel, r.case, str(r.dtype).removeprefix("torch."), _ratio(r), r.message) for r in shown]

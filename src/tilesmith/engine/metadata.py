@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.hardware.detect import arch_of
+from tilesmith.hardware.detect import arch_of, assumed
 
 
 class TensorFacts(NamedTuple):
@@ -48,7 +48,7 @@ def describer(name: str, parameters: Sequence[str]) -> Callable[..., Any]:
                 values.append(None)
             else:
                 values.append(tuple(a) if type(a) is list else a)
-        arch = archs.get(device)
+        arch = assumed() or archs.get(device)
         if arch is None:
             arch = archs[device] = arch_of(device or torch.device("cpu"))
         values.append(arch)
