@@ -81,10 +81,10 @@ def test_doctor_prints_tables():
 
 def test_doctor_says_what_is_fast_first_and_each_reason_once():
     code, output = run("doctor", "--device", "cpu")
-    assert code == 0
-    assert len(output.splitlines()) < 20
+    assert code == 0 and len(output.splitlines()) < 25
+    output = " ".join(output.split())
     assert "Plain PyTorch, their reference, serves" in output
-    assert " ".join(output.split()).count("Triton kernels need a GPU that Triton reaches (") == 1
+    assert output.count("Hopper kernels need an NVIDIA GPU") == 1
     assert "tilesmith explain rms_norm --arch sm90" in output
 
 
@@ -94,7 +94,7 @@ def test_explain_knows_gpus_that_are_not_here(missing):
     sizes = ("--shape", "x=4096x8192", "--shape", "weight=8192")
     code, output = run("explain", "rms_norm", "--arch", "sm90", *sizes)
     assert code == 0 and "As on H100 (sm90, 132 SMs), from its facts; nothing was run." in output
-    assert "rms_norm -> hopper" in output and "configuration: " in output
+    assert "rms_norm_vjp -> hopper" in output and "configuration: " in output
     code, output = run("explain", "rms_norm", "--arch", "gfx942", *sizes)
     assert "rms_norm -> triton" in output and "not hopper: gfx942; Hopper kernels need" in output
     code, output = run("explain", "rms_norm", "--arch", "apple", "--json", *sizes)

@@ -4,6 +4,8 @@ from tilesmith import bench as bench
 from tilesmith import cli as cli
 from tilesmith import codegen as codegen
 from tilesmith import core as core
+from tilesmith import device as device
+from tilesmith import distributed as distributed
 from tilesmith import engine as engine
 from tilesmith import flash_attention as flash_attention
 from tilesmith import hardware as hardware
@@ -19,12 +21,13 @@ from tilesmith.engine import explain as explain
 from tilesmith.engine import optimize_kernel as optimize_kernel
 from tilesmith.engine import register_kernel as register_kernel
 from tilesmith.engine import use as use
+from tilesmith.engine.memory import MemoryConfig as MemoryConfig
 from tilesmith.models import optimize as optimize
 from tilesmith.models import register_for_sdpa as register_for_sdpa
 from tilesmith.models import register_for_transformers as register_for_transformers
 from tilesmith.models import report as report
+from tilesmith.models import shard_sequence as shard_sequence
 from tilesmith.models import undo as undo
 from tilesmith.nn import KernelConfig as KernelConfig
-from tilesmith.ops.memory import MemoryConfig as MemoryConfig
 
 __version__: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def _flag(name: str) -> bool:
 
 def _check_names() -> None:
     """Raise ValueError for a variable with the prefix that the library does not read: it would be ignored."""
-    known = [PREFIX + name for name in ("USE", "CACHE_DIR", "TUNE", "DEBUG", "PORTABLE", "REQUIRE_ALL")]
+    known = [PREFIX + ("USE" if field.name == "pins" else field.name.upper()) for field in fields(Settings)]
     for name in os.environ:
         if name.startswith(PREFIX) and name not in known:
             short = [full.removeprefix(PREFIX) for full in known]

@@ -4,27 +4,27 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tilesmith.ops.attn.fp8 import attention_fp8 as attention_fp8
+from tilesmith.ops.aliases import flash_attention_backward as flash_attention_backward
+from tilesmith.ops.aliases import flash_attention_forward as flash_attention_forward
+from tilesmith.ops.aliases import fused_add_relu as fused_add_relu
+from tilesmith.ops.aliases import fused_bias_dropout as fused_bias_dropout
+from tilesmith.ops.aliases import fused_bias_gelu as fused_bias_gelu
+from tilesmith.ops.aliases import fused_linear_forward as fused_linear_forward
+from tilesmith.ops.aliases import memory_efficient_attention as memory_efficient_attention
+from tilesmith.ops.aliases import rmsnorm as rmsnorm
+from tilesmith.ops.attn.fp8_op import attention_fp8 as attention_fp8
 from tilesmith.ops.attn.op import Mask as Mask
 from tilesmith.ops.attn.op import Score as Score
 from tilesmith.ops.attn.op import attention as attention
-from tilesmith.ops.drop.op import bias_dropout as bias_dropout
-from tilesmith.ops.drop.op import bias_dropout_residual as bias_dropout_residual
-from tilesmith.ops.loss.preference import linear_log_probs as linear_log_probs
+from tilesmith.ops.elementwise.dropout_op import bias_dropout as bias_dropout
+from tilesmith.ops.elementwise.dropout_op import bias_dropout_residual as bias_dropout_residual
+from tilesmith.ops.loss.preference_op import linear_log_probs as linear_log_probs
 from tilesmith.ops.loss.vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from tilesmith.ops.loss.vocabulary_linear import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
-from tilesmith.ops.names import flash_attention_backward as flash_attention_backward
-from tilesmith.ops.names import flash_attention_forward as flash_attention_forward
-from tilesmith.ops.names import fused_add_relu as fused_add_relu
-from tilesmith.ops.names import fused_bias_dropout as fused_bias_dropout
-from tilesmith.ops.names import fused_bias_gelu as fused_bias_gelu
-from tilesmith.ops.names import fused_linear_forward as fused_linear_forward
-from tilesmith.ops.names import memory_efficient_attention as memory_efficient_attention
-from tilesmith.ops.names import rmsnorm as rmsnorm
 from tilesmith.ops.norm.dropout_op import dropout_add_norm as dropout_add_norm
-from tilesmith.ops.probability.op import softmax_dropout as softmax_dropout
+from tilesmith.ops.norm.softmax_op import softmax_dropout as softmax_dropout
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05
