@@ -75,6 +75,7 @@ def test_import_contracts(missing):
 def test_nobody_imports_a_door(path):
     names = _imports(path)
     home = _module(path).split(".")[1:2]
+    home = ["cli"] if home == ["__main__"] else home  # `python -m tilesmith` is that door
     foreign = {
         n for n in names if n.startswith("tilesmith.") and n.split(".")[1] in DOORS and n.split(".")[1:2] != home
     }

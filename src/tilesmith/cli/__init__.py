@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-import tilesmith
+from tilesmith import __version__
 from tilesmith.settings import settings
 
 _HELP = "Transformer kernels for PyTorch: see what is chosen and why, check it, measure it, apply it to a model."
@@ -37,7 +37,7 @@ def _application_options():
 
     def show(asked: bool) -> None:
         if asked:
-            sys.stdout.write(f"tilesmith {tilesmith.__version__}\n")
+            sys.stdout.write(f"tilesmith {__version__}\n")
             raise typer.Exit
 
     def options(

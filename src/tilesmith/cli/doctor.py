@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-import tilesmith
+from tilesmith import __version__
 from tilesmith.cli.output import CHECK_FAILED, console, print_json, table
 
 
@@ -51,7 +51,7 @@ def examine(device_name: str | None = None) -> dict:
     choices = [row for name in _forward_ops() for row in _choices(name, chosen)]
     slow = [c["op"] for c in choices if c["kernel"] == "reference"] if chosen.type != "cpu" else []
     return {
-        "tilesmith": tilesmith.__version__,
+        "tilesmith": __version__,
         "platform": platform.platform(),
         "versions": versions(),
         "cuda": torch.version.cuda or torch.version.hip,

@@ -17,10 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import tilesmith
 from tilesmith.engine import Op
 
-ROOT = Path(tilesmith.__file__).parent
+ROOT = Path(__file__).parents[1]
 COMMAND = "python -m tilesmith.validate.stubs"
 WIDTH = 120
 
