@@ -1,5 +1,6 @@
 # Written by: python -m tilesmith.validate.stubs
 
+from tilesmith import attention as attention
 from tilesmith import bench as bench
 from tilesmith import cli as cli
 from tilesmith import codegen as codegen

@@ -54,8 +54,8 @@ def optimize(
     Args:
         model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
         strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
-        only: the rules to use, of norm, add_norm, rope, mlp, activation, attention, selection, loss and functional (which
-            replaces nothing: it reports calls of PyTorch's functions). All if None.
+        only: the rules to use, of norm, add_norm, rope, mlp, activation, attention, selection, loss and functional
+            (which replaces nothing: it reports calls of PyTorch's functions). All if None.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
 

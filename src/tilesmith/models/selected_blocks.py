@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tilesmith.attention.selected import selected_block_attention
 from tilesmith.models.attention_masks import KeyMask
-from tilesmith.models.reach import reaches
+from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, original_class
 
 LARGEST = 1 << 25  # index scores in memory at a time
@@ -49,6 +49,7 @@ def attend_selected(
         key, value, keys = key[:, :, :tokens], value[:, :, :tokens], tokens
     if dropout > 0.0 or keys < tokens or (tokens > 1 and (keys - tokens) % size) or not reaches("attention", query):
         return None
+    ran(module, "attention")
     return selected_block_attention(query, key, value, selection, size, scale=scaling)[0]
 
 

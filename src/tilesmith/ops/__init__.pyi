@@ -49,7 +49,12 @@ def add_layer_norm_vjp(
     rstd: Tensor,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dresidual, dweight, dbias) of `add_layer_norm`; dx is dresidual. dy or ds may be None: zeros."""
+    """Gradients (dresidual, dweight, dbias) of `add_layer_norm`; dx is dresidual. dy or ds may be None: zeros.
+
+    dy, ds: [..., N], the gradients of y and of s. s: [..., N] and mean, rstd: [...], which the forward saved. dresidual
+    = ds + the dx of `layer_norm_vjp` at s, computed in fp32 (fp64 for fp64 s), in s's dtype. An empty tensor stands for
+    a gradient that `output_mask` does not ask for.
+    """
 
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
     """max(x + y, 0), element by element.
@@ -63,7 +68,10 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
     """
 
 def add_relu_vjp(dout: Tensor, out: Tensor) -> Tensor:
-    """Gradient of `add_relu` from its result: dx, contiguous, in out's dtype; dy is dx."""
+    """Gradient of `add_relu` from its result: dx, contiguous, in out's dtype; dy is dx.
+
+    dout, out: one shape, any strides, floating. dx = dout where out is above 0, else 0.
+    """
 
 def add_rms_norm(
     x: Tensor,
@@ -93,7 +101,12 @@ def add_rms_norm_vjp(
     offset: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dresidual, dweight) of `add_rms_norm`; dx is dresidual. Either of dy and ds may be None: zeros."""
+    """Gradients (dresidual, dweight) of `add_rms_norm`; dx is dresidual. Either of dy and ds may be None: zeros.
+
+    dy, ds: [..., N], the gradients of y and of s. s: [..., N] and rstd: [...], which the forward saved. dresidual = ds
+    + the dx of `rms_norm_vjp` at s, computed in fp32 (fp64 for fp64 s), in s's dtype. An empty tensor stands for a
+    gradient that `output_mask` does not ask for.
+    """
 
 def attention_quantize(
     q: Tensor,
@@ -209,12 +222,20 @@ def attention_weights_vjp(
 def bias_dropout_residual_vjp(
     dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `bias_dropout_residual`: (dx, dbias), as of `bias_dropout`; dresidual is dout itself."""
+    """Gradients of `bias_dropout_residual`: (dx, dbias), as of `bias_dropout`; dresidual is dout itself.
+
+    dout: [..., F], floating. dx: [..., F], in dout's dtype; dbias: [F], in bias's dtype. An empty tensor stands for a
+    gradient that `output_mask` does not ask for.
+    """
 
 def bias_dropout_vjp(
     dout: Tensor, bias: Tensor | None, seed: Tensor | None, p: float, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `bias_dropout`: (dx in dout's dtype, dbias), contiguous; empty where ``output_mask`` is False."""
+    """Gradients of `bias_dropout`: (dx in dout's dtype, dbias), contiguous; empty where ``output_mask`` is False.
+
+    dout: [..., F], floating. dx is dout where the dropout kept an element, divided by the probability of that, and 0
+    elsewhere. dbias: [F], the sum of dx over rows in fp32 (fp64 for fp64), in bias's dtype.
+    """
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(x + bias, approximate), element by element: what follows the first projection of an MLP.
@@ -232,7 +253,107 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
 def bias_gelu_vjp(
     dout: Tensor, x: Tensor, bias: Tensor | None, approximate: str, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `bias_gelu`: (dx, dbias), contiguous; an empty tensor where ``output_mask`` is False."""
+    """Gradients of `bias_gelu`: (dx, dbias), contiguous; an empty tensor where ``output_mask`` is False.
+
+    dout, x: [..., F], floating; bias: [F] or None. dx: x's shape and dtype. dbias: [F], the sum of dx over rows in fp32
+    (fp64 for fp64), in a fixed order, in bias's dtype.
+    """
+
+def block_lists(keep: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Block lists of a table, without asking the device how many entries there are.
+
+    Args:
+        keep: bool [B, L, R, C].
+        room: how many entries `indices` has room for; it must be at least the number of True. Entries beyond it are
+            left out, of the lists by rows and of those by columns, which then differ.
+
+    Returns offsets int32 [B, L, R + 1], indices int32 [room], and the same by columns: offsets_t [B, L, C + 1],
+    indices_t [room]: the form that `attention` takes. Entries behind the last list are 0. Not differentiable.
+    """
+
+def block_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    offsets: Tensor | None = None,
+    indices: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    block_q: int = 128,
+    block_k: int = 128,
+) -> Tensor:
+    """The share of each block of keys in the attention of each block of queries: mean of sum of exp(scale q . k - lse).
+
+    The sum is over the keys of a block, the mean over its queries and the query heads of a kv head. With the `lse` that
+    `attention` returns for the same mask, the shares of a row add up to 1 (to less where a query sees nothing).
+
+    Args:
+        q, k, scale, causal, block_q, block_k: see `block_scores`.
+        lse: [B, H, T], fp32 (fp64 for fp64). A query with -inf counts as one whose shares are 0.
+        offsets, indices: block lists as `attention` takes them, int32 [B|1, G|1, R + 1] and [entries]: only blocks in
+            a list are computed, others are 0. None: all.
+
+    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
+    """
+
+def block_max_scores(
+    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block_k: int = 128
+) -> Tensor:
+    """The largest score of each query in each block of keys, [B, H, T, C] fp32 (fp64 for fp64), contiguous.
+
+    q, k, scale, causal: see `block_scores`. -inf where the query sees no key of the block. Gradients are those of this
+    reference, recomputed.
+    """
+
+def block_scores(
+    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block_q: int = 128, block_k: int = 128
+) -> Tensor:
+    """How much each block of queries has to do with each block of keys: log(sum of exp(scale q . k)) over its pairs.
+
+    Args:
+        q: [B, H, T, D], fp64, fp32, fp16 or bf16, any strides.
+        k: [B, G, S, D] of q's dtype; query head h reads head h // (H // G).
+        scale: factor of q . k; 1 / sqrt(D) if None.
+        causal: query i sees the keys up to i + S - T only, and only such pairs count.
+        block_q, block_k: tokens of a block; the last ones may be shorter.
+
+    Returns [B, H, R, C] fp32 (fp64 for fp64), contiguous; -inf where no pair counts. Differentiable.
+    Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit.
+    """
+
+def block_scores_vjp(
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    scale: float | None,
+    causal: bool,
+    block_q: int,
+    block_k: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dq, dk) of `block_scores`, contiguous; an empty tensor where ``output_mask`` is False.
+
+    Blocks whose dscores is 0 cost nothing: a loss that looks at few blocks has a cheap gradient.
+    """
+
+def block_select(
+    scores: Tensor, counts: Tensor, visible: Tensor, mass: float = 1.0, first: int = 0, last: int = 0
+) -> Tensor:
+    """Which blocks of keys each block of queries keeps: bool [B, L, R, C], contiguous.
+
+    Of the first visible[r] columns a row keeps the counts[r] best: its `last` last ones (from the diagonal backward),
+    then its `first` first ones, then by score, the leftmost of equal ones. With mass < 1 scores must be shares, none
+    below 0: the row then stops as soon as what it keeps adds up to `mass` of what it sees.
+
+    Args:
+        scores: [B, L, R, C], fp64, fp32, fp16 or bf16; NaN counts as -inf.
+        counts, visible: int32 [R]; numbers beyond the columns count as all of them.
+        mass: in (0, 1].
+        first, last: how many blocks are kept whatever their scores are.
+
+    Not differentiable. Raises ValueError or TypeError, naming the argument, for what does not fit.
+    """
 
 def cross_entropy(
     logits: Tensor,
@@ -284,7 +405,13 @@ def cross_entropy_vjp(
     reduction: str,
     output_mask: Sequence[bool],
 ) -> Tensor:
-    """The gradient dlogits of `cross_entropy`, rounded once, to logits' dtype."""
+    """The gradient dlogits of `cross_entropy`, rounded once, to logits' dtype.
+
+    dloss: a scalar, or [...] for reduction "none". logits: [..., V], target: [...], weight: [V]; lse: [...] and
+    divisors: [2] for "mean", else empty, which the forward saved. Computed in fp32 (fp64 for fp64 logits) as the
+    derivative of the forward's formula: softmax − the smoothed label, times the class weight, plus 2 · z_loss · lse ·
+    softmax. An empty tensor where `output_mask` does not ask for it.
+    """
 
 def dropout_add_norm_vjp(
     dy: Tensor | None,
@@ -302,6 +429,11 @@ def dropout_add_norm_vjp(
     """Gradients (dx, dresidual, dweight, dbias) of `dropout_add_norm`; either of dy and ds may be None: zeros.
 
     dx has dy's dtype, which is x's (s's where dy is None).
+
+    dy, ds: [..., N], the gradients of y and of s. s: [..., N]; mean (layer norm) and rstd: [...]; seed: those of the
+    forward. dresidual is that of `add_layer_norm_vjp` or `add_rms_norm_vjp`, in s's dtype; dx is dresidual where the
+    dropout kept an element, divided by the probability of that, and 0 elsewhere. dweight, dbias: [N]. An empty tensor
+    stands for a gradient that `output_mask` does not ask for.
     """
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
@@ -318,7 +450,11 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 def geglu_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, approximate: str, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `geglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False."""
+    """Gradients of `geglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False.
+
+    dout, gate, up: one shape, any strides, floating. dgate = dout · up · gelu'(gate) and dup = dout · gelu(gate),
+    computed in fp32 (fp64 for fp64), in the inputs' dtype.
+    """
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """x Phi(x), Phi the distribution function of the standard normal, element by element (GELU, arXiv:1606.08415).
@@ -332,7 +468,11 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """
 
 def gelu_vjp(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
-    """Gradient of `gelu`: dx, contiguous, in x's dtype."""
+    """Gradient of `gelu`: dx, contiguous, in x's dtype.
+
+    dout, x: one shape, any strides, floating. dx = dout · (Φ(x) + x · φ(x)), or the derivative of the tanh form,
+    computed in fp32 (fp64 for fp64).
+    """
 
 def jsd(
     x: Tensor,
@@ -367,7 +507,14 @@ def jsd_vjp(
     reduction: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dtarget) of `jsd`."""
+    """Gradients (dx, dtarget) of `jsd`.
+
+    dloss: a scalar, or [..., V] for reduction "none". x, target: [..., V] and labels: [...], those of the forward;
+    count: the rows that count, which it saved. With P, Q and M as in `jsd`, for 0 < β < 1, dx = (1 − β) · Q ·
+    (x − log M) and dtarget = β · P · (target − log M), times dloss over the divisor; for β = 0 and β = 1 the gradients
+    of KL(P ‖ Q) and KL(Q ‖ P). Computed in fp32 (fp64 for fp64), each in the dtype of its input. An empty tensor stands
+    for a gradient that `output_mask` does not ask for.
+    """
 
 def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
     """Kullback-Leibler divergence of log-probabilities x from a target distribution: Σ t · (log t − x).
@@ -381,12 +528,20 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
     result's dtype.
 
     Raises TypeError and ValueError for arguments of another form than said here.
+
+    Source: Kullback and Leibler, On Information and Sufficiency (1951).
     """
 
 def kl_div_vjp(
     dloss: Tensor, x: Tensor, target: Tensor, reduction: str, log_target: bool, eps: float, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dtarget) of `kl_div`."""
+    """Gradients (dx, dtarget) of `kl_div`.
+
+    dloss: a scalar, or [..., V] for reduction "none". x, target: [..., V], those of the forward. dx = −t · dloss over
+    the divisor of the reduction; dtarget = (log t + 1 − x) · dloss over it, or t · (log t − x + 1) for log_target.
+    Computed in fp32 (fp64 for fp64), each in the dtype of its input. An empty tensor stands for a gradient that
+    `output_mask` does not ask for.
+    """
 
 def kv_cache_append(
     k_cache: Tensor,
@@ -461,7 +616,13 @@ def layer_norm_vjp(
     rstd: Tensor,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `layer_norm`; sums over rows are taken in fp32, then rounded."""
+    """Gradients (dx, dweight, dbias) of `layer_norm`; sums over rows are taken in fp32, then rounded.
+
+    dy: [..., N], the gradient of y, in any floating dtype. x, weight, bias: those of the forward. mean, rstd: [...],
+    which it saved. Computed in fp32 (fp64 for fp64 x): with x̂ = (x − mean) · rstd and g = dy · weight, dx = (g −
+    mean(g) − x̂ · mean(g · x̂)) · rstd; dweight = Σ dy · x̂ and dbias = Σ dy over rows. An empty tensor stands for a
+    gradient that `output_mask` does not ask for.
+    """
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x · weightᵀ + bias, as torch.nn.functional.linear.
@@ -510,7 +671,12 @@ def linear_act_vjp(
     activation: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `linear_act`; an empty `pre` that is needed is computed again."""
+    """Gradients (dx, dweight, dbias) of `linear_act`; an empty `pre` that is needed is computed again.
+
+    dy, y: [..., N]; pre: [..., N], what the forward kept, or [..., 0]; x: [..., K]; weight: [N, K]; bias: [N] or None.
+    dz = dy · activation'(z) is rounded to x's dtype; dx, dweight and dbias are those of `linear_vjp` at dz. An empty
+    tensor stands for a gradient that `output_mask` does not ask for.
+    """
 
 def linear_cross_entropy(
     x: Tensor,
@@ -556,6 +722,12 @@ def linear_cross_entropy(
     keeps it, 4·V·K bytes; else in weight's dtype, with one rounding a chunk.
 
     Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none".
+
+    Raises TypeError for dtypes and ValueError for shapes, devices and numbers that do not fit, naming the argument; on
+    a CPU ValueError for labels out of range.
+
+    Source: the fused loss of Hsu et al., Liger Kernel, arXiv:2410.10989; z loss: Chowdhery et al., PaLM,
+    arXiv:2204.02311.
     """
 
 def linear_cross_entropy_vjp(
@@ -587,6 +759,10 @@ def linear_cross_entropy_vjp(
 
     Where the forward kept the logits' they are its products, times dloss; where it computed them they are multiplied
     by dloss over the divisor, with `overwrite` in place where dtypes allow; the others come from the logits anew.
+
+    dloss: a scalar, or [...] for reduction "none". x: [..., K], weight: [V, K], bias: [V]; lse, divisors, x_grad,
+    weight_grad, bias_grad, logit_grad: what the forward saved. Returns [..., K], [V, K] and [V], in the dtypes of x,
+    weight and bias. An empty tensor stands for a gradient that `output_mask` does not ask for.
     """
 
 def linear_distillation(
@@ -627,6 +803,8 @@ def linear_distillation(
     through parts costs the products of the logits again.
 
     Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649.
+
+    Raises TypeError and ValueError for arguments of another form than said here, naming the argument.
     """
 
 def linear_distillation_vjp(
@@ -656,6 +834,11 @@ def linear_distillation_vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_distillation`; the forward's own times dloss, where there are such: in
     place with `overwrite`.
+
+    dloss: a scalar; dparts: [2]; either may be None (zeros). x_grad, weight_grad, bias_grad: what the forward saved, or
+    empty. All else: its arguments. Where dparts is given, the gradients come from logits that are computed again.
+    Returns [..., K], [V, K] and [V], in the dtypes of x, weight and bias. An empty tensor stands for a gradient that
+    `output_mask` does not ask for.
     """
 
 def linear_preference(
@@ -728,12 +911,21 @@ def linear_preference_vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_preference`; the forward's own, times dloss, where it computed them: in
     place with `overwrite`.
+
+    dloss: a scalar; dlog_probs: [B, T]; either may be None (zeros). lse, token_grad: [B, T]; x_grad, weight_grad,
+    bias_grad: what the forward saved, or empty. Where dlog_probs is given, the gradients come from logits that are
+    computed again. Returns [B, T, K], [V, K] and [V], in the dtypes of x, weight and bias. An empty tensor stands for a
+    gradient that `output_mask` does not ask for.
     """
 
 def linear_vjp(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `linear`, contiguous; an empty tensor where ``output_mask`` is False."""
+    """Gradients (dx, dweight, dbias) of `linear`, contiguous; an empty tensor where ``output_mask`` is False.
+
+    dy: [..., N]; x: [..., K]; weight: [N, K]; bias: [N] or None. dx = dy · weight, in x's dtype; dweight = dyᵀ · x and
+    dbias = Σ dy over rows, each in its parameter's dtype. Sums are fp32 (fp64 for fp64).
+    """
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product a · b, where a may have any leading dims and b is one matrix.
@@ -748,7 +940,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """
 
 def matmul_vjp(dy: Tensor, a: Tensor, b: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Gradients of `matmul`: da = dy · bᵀ and db = aᵀ · dy, contiguous; empty where ``output_mask`` is False."""
+    """Gradients of `matmul`: da = dy · bᵀ and db = aᵀ · dy, contiguous; empty where ``output_mask`` is False.
+
+    dy: [..., M, N] or [N], in a's dtype. da: a's shape and dtype; db: [K, N], in b's dtype. Sums are fp32 (fp64 for
+    fp64), rounded once.
+    """
 
 def memory_efficient_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", chunk_rows: int = 0
@@ -779,14 +975,19 @@ def memory_efficient_linear_vjp(
     chunk_rows: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `memory_efficient_linear`; an empty tensor where ``output_mask`` is False."""
+    """Gradients (dx, dweight, dbias) of `memory_efficient_linear`; an empty tensor where ``output_mask`` is False.
+
+    dy: [..., N]; x: [..., K]; weight: [N, K]; bias: [N] or None. As `linear_act_vjp`, but pre-activations are computed
+    again, `chunk_rows` rows at a time; dweight and dbias are summed over chunks in fp32 (fp64 for fp64).
+    """
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys from the attention over each.
 
     out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] fp32 (fp64 for fp64): the results of `attention` over each
     set. lse = log(exp(lse_a) + exp(lse_b)), out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse). A side with lse
-    -inf counts for nothing, whatever its `out` holds; two such sides give out 0 and lse -inf.
+    -inf counts for nothing, whatever its `out` holds; two such sides give out 0 and lse -inf. An lse of NaN makes both
+    results NaN.
 
     Returns out [..., Dv] (of 4-dim results, in memory [B, T, H, Dv] if out_a's head stride is smaller than its token
     stride, else contiguous) and lse [...], contiguous; computed in fp32.
@@ -831,7 +1032,13 @@ def norm_linear_vjp(
     offset: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias, dnorm_weight, dnorm_bias) of `norm_linear`; empty where not asked for."""
+    """Gradients (dx, dweight, dbias, dnorm_weight, dnorm_bias) of `norm_linear`; empty where not asked for.
+
+    dy: [..., N]; x: [..., K]; weight: [N, K]; norm_weight, norm_bias: [K] or None; mean, rstd: [...], which the forward
+    saved. The gradients of `linear_vjp` at the normalised x, which is computed again, then those of `rms_norm_vjp` or
+    `layer_norm_vjp`; each in its input's dtype. An empty tensor stands for a gradient that `output_mask` does not ask
+    for.
+    """
 
 def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0)^2, element by element (squared ReLU, arXiv:2109.08668).
@@ -844,7 +1051,10 @@ def relu_squared(x: Tensor) -> Tensor:
     """
 
 def relu_squared_vjp(dout: Tensor, x: Tensor) -> Tensor:
-    """Gradient of `relu_squared`: dx = 2 max(x, 0) dout, contiguous, in x's dtype."""
+    """Gradient of `relu_squared`: dx = 2 max(x, 0) dout, contiguous, in x's dtype.
+
+    dout, x: one shape, any strides, floating.
+    """
 
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-06, offset: float = 0.0, casting: str = "fp32"
@@ -931,12 +1141,21 @@ def rms_norm_rope_vjp(
 
     Empty tensors where ``output_mask`` is False or the incoming gradient is None (undefined, hence zero). Sums for the
     weights are taken in fp32, then rounded to the weight's dtype. `casting` has no bearing on them.
+
+    dq_out: [B, H, T, D], dk_out: [B, G, T, D]: the gradients of the results. All else: the arguments of the forward.
+    The gradient is rotated by the opposite angles, as in `rope_vjp`, then goes through the norm, as in `rms_norm_vjp`.
     """
 
 def rms_norm_vjp(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dweight) of `rms_norm`; sums over rows are taken in fp32, then rounded to the input's dtype."""
+    """Gradients (dx, dweight) of `rms_norm`; sums over rows are taken in fp32, then rounded to the input's dtype.
+
+    dy: [..., N], the gradient of y, in any floating dtype. x, weight, offset: those of the forward. rstd: [...], which
+    it saved. Computed in fp32 (fp64 for fp64 x): with x̂ = x · rstd and g = dy · (weight + offset), dx = (g − x̂ ·
+    mean(g · x̂)) · rstd and dweight = Σ dy · x̂ over rows. An empty tensor stands for a gradient that `output_mask`
+    does not ask for.
+    """
 
 def rope(
     q: Tensor,
@@ -997,6 +1216,9 @@ def rope_vjp(
 
     Either incoming gradient may be None (undefined, hence zero); its place in the result is an empty tensor, as where
     ``output_mask`` is False. The memory order is that of the incoming gradient.
+
+    dq_out: [B, H, T, D], dk_out: [B, G, T, D], floating. cos, sin, positions, offsets, cu_seqlens, offset, interleaved:
+    those of the forward. Returns (dq, dk) in the dtype of the incoming gradients, computed in fp32 (fp64 for fp64).
     """
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -1010,7 +1232,10 @@ def sigmoid(x: Tensor) -> Tensor:
     """
 
 def sigmoid_vjp(dout: Tensor, out: Tensor) -> Tensor:
-    """Gradient of `sigmoid` from its result: dx = dout out (1 - out), contiguous, in out's dtype."""
+    """Gradient of `sigmoid` from its result: dx = dout out (1 - out), contiguous, in out's dtype.
+
+    dout, out: one shape, any strides, floating.
+    """
 
 def silu(x: Tensor) -> Tensor:
     """x sigmoid(x), element by element (SiLU or Swish, arXiv:1702.03118).
@@ -1022,7 +1247,11 @@ def silu(x: Tensor) -> Tensor:
     """
 
 def silu_vjp(dout: Tensor, x: Tensor) -> Tensor:
-    """Gradient of `silu`: dx, contiguous, in x's dtype."""
+    """Gradient of `silu`: dx, contiguous, in x's dtype.
+
+    dout, x: one shape, any strides, floating. dx = dout · σ(x) · (1 + x · (1 − σ(x))), computed in fp32 (fp64 for
+    fp64).
+    """
 
 def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
     """Softmax of the last dim: y = exp(scale · x) / sum(exp(scale · x)).
@@ -1046,10 +1275,19 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
 def softmax_dropout_vjp(
     dout: Tensor, x: Tensor, seed: Tensor | None, top: Tensor, total: Tensor, p: float, scale: float, causal: bool
 ) -> Tensor:
-    """Gradient of `softmax_dropout`: dx, contiguous, in x's dtype."""
+    """Gradient of `softmax_dropout`: dx, contiguous, in x's dtype.
+
+    dout: [..., N], the gradient of the result. x, seed, p, scale, causal: those of the forward. top, total: [...],
+    fp32, which it saved: the maximum of scale · x and the sum of exponentials of each row. The weights and the mask are
+    computed again: with y = exp(scale · x − top) / total and g = dout · mask / (1 − p), dx = scale · y · (g − Σ g · y).
+    """
 
 def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
-    """Gradient of `softmax`: dx, in y's dtype and memory order. With `causal`, hidden elements of dy do not count."""
+    """Gradient of `softmax`: dx, in y's dtype and memory order. With `causal`, hidden elements of dy do not count.
+
+    dy: [..., N], the gradient of y. y: [..., N], the forward's result. Computed in fp32 (fp64 for fp64): dx = scale · y
+    · (dy − Σ dy · y / Σ y), where the sums run over the last dim; dividing by Σ y takes up the rounding of y.
+    """
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element (SwiGLU without its projections, arXiv:2002.05202).
@@ -1062,7 +1300,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
 
 def swiglu_vjp(dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Gradients of `swiglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False."""
+    """Gradients of `swiglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False.
+
+    dout, gate, up: one shape, any strides, floating. dgate = dout · up · silu'(gate) and dup = dout · silu(gate),
+    computed in fp32 (fp64 for fp64), in the inputs' dtype.
+    """
 
 def tvd(
     x: Tensor, target: Tensor, labels: Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100
@@ -1071,6 +1313,11 @@ def tvd(
 
     x, target: [..., V], probabilities (not logarithms). Where both are equal the gradient is 0. The rest: see
     `jsd`.
+
+    Computed in fp32 (fp64 for fp64). Raises TypeError for dtypes that are not floating, ValueError for shapes, devices
+    and reductions that do not fit.
+
+    Source: f-divergence distillation, Wen et al., arXiv:2307.15190.
     """
 
 def tvd_vjp(
@@ -1084,4 +1331,9 @@ def tvd_vjp(
     ignore_index: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dtarget) of `tvd`; signs: those that it saved, or empty."""
+    """Gradients (dx, dtarget) of `tvd`; signs: those that it saved, or empty.
+
+    dloss: a scalar, or [..., V] for reduction "none". x, target: [..., V]; signs: int16 [..., ⌈V / 8⌉], two bits an
+    element. dx = ½ · sign(x − target) · dloss over the divisor, in x's dtype; dtarget = −dx, in target's dtype. An
+    empty tensor stands for a gradient that `output_mask` does not ask for.
+    """

@@ -1,0 +1,20 @@
+# Written by: python -m tilesmith.validate.stubs
+
+from tilesmith.attention.config import AttentionConfig as AttentionConfig
+from tilesmith.attention.config import AttentionPatterns as AttentionPatterns
+from tilesmith.attention.context_parallel import ContextParallelAttention as ContextParallelAttention
+from tilesmith.attention.context_parallel import create_context_parallel_attention as create_context_parallel_attention
+from tilesmith.attention.estimate import estimated_shares as estimated_shares
+from tilesmith.attention.factory import create_attention as create_attention
+from tilesmith.attention.flex import from_block_mask as from_block_mask
+from tilesmith.attention.flex import to_block_mask as to_block_mask
+from tilesmith.attention.indexer import BlockIndexer as BlockIndexer
+from tilesmith.attention.layers import FlashAttention3 as FlashAttention3
+from tilesmith.attention.patterns import SparsePattern as SparsePattern
+from tilesmith.attention.patterns import pattern_blocks as pattern_blocks
+from tilesmith.attention.report import SparsityReport as SparsityReport
+from tilesmith.attention.ring import RingAttentionLayer as RingAttentionLayer
+from tilesmith.attention.ring import create_ring_attention as create_ring_attention
+from tilesmith.attention.selected import selected_block_attention as selected_block_attention
+from tilesmith.attention.sparse import DynamicSparseAttention as DynamicSparseAttention
+from tilesmith.attention.sparse import create_sparse_attention as create_sparse_attention
