@@ -94,7 +94,7 @@ def test_explain_knows_gpus_that_are_not_here(missing):
     sizes = ("--shape", "x=4096x8192", "--shape", "weight=8192")
     code, output = run("explain", "rms_norm", "--arch", "sm90", *sizes)
     assert code == 0 and "As on H100 (sm90, 132 SMs), from its facts; nothing was run." in output
-    assert "rms_norm_vjp -> hopper" in output and "configuration: " in output
+    assert "rms_norm_vjp -> hopper" in output
     code, output = run("explain", "rms_norm", "--arch", "gfx942", *sizes)
     assert "rms_norm -> triton" in output and "not hopper: gfx942; Hopper kernels need" in output
     code, output = run("explain", "rms_norm", "--arch", "apple", "--json", *sizes)

@@ -21,7 +21,7 @@ class Recorder(torch_private.DispatchMode or object):
 
     def __init__(self, arch: Arch | None = None):
         super().__init__()
-        self._arch = arch
+        self._arch = None if arch is None else arch.name
         self._seen: Counter[Choice] = Counter()
 
     @property
@@ -34,9 +34,7 @@ class Recorder(torch_private.DispatchMode or object):
         if namespace == "tilesmith":
             op = ops()[name]
             with torch.enable_grad():  # a forward that autograd records runs without
-                args_of_op = op.complete(args)
-                choice = op.explain(*args_of_op) if self._arch is None else choice_on(op, args_of_op, self._arch)
-                self._seen[choice] += 1
+                self._seen[op.explain(*op.complete(args), arch=self._arch)] += 1
         return func(*args, **(kwargs or {}))
 
 

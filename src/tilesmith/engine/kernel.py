@@ -159,10 +159,6 @@ class _Configure:
             return at_first_call(self, args)
         return default if row is None else type(default)(**{**default._asdict(), **row.config})
 
-    def configuration_on(self, args: tuple, arch: Any, first: Tensor) -> Any:
-        """The configuration that these arguments would have on another architecture. first: a tensor of them."""
-        return self._look_up(args, self.space.dims(*args), arch, first, search=False)
-
     def with_fields(self, args: tuple, fields: Mapping[str, int], search: bool = True) -> Any:
         """The configuration for these arguments with `fields` at given values, and with every field that ends in one of
         their names; the others are made to fit.

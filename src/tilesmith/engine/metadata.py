@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.hardware.detect import arch_of, assumed
+from tilesmith.hardware.detect import arch_of
 
 
 class TensorFacts(NamedTuple):
@@ -48,7 +48,7 @@ def describer(name: str, parameters: Sequence[str]) -> Callable[..., Any]:
                 values.append(None)
             else:
                 values.append(tuple(a) if type(a) is list else a)
-        arch = assumed() or archs.get(device)
+        arch = archs.get(device)
         if arch is None:
             arch = archs[device] = arch_of(device or torch.device("cpu"))
         values.append(arch)
