@@ -57,7 +57,7 @@ NORMS = [
     ("eps", lambda: ops.rms_norm(X, VECTOR, -1.0), ValueError, "rms_norm: eps is -1.0; it must be"),
     ("eps nan", lambda: ops.rms_norm(X, VECTOR, NAN), ValueError, "rms_norm: eps is nan"),
     ("casting", lambda: ops.rms_norm(X, VECTOR, casting=""), ValueError, "rms_norm: casting is ''.*'fp32' or 'llama'"),
-    ("rmsnorm", lambda: ops.rmsnorm(X, r(7)), ValueError, "rms_norm: weight has shape"),
+    ("rmsnorm", lambda: ops.rmsnorm(X, r(7)), ValueError, "rmsnorm: weight has shape"),
     ("bias", lambda: ops.layer_norm(X, VECTOR, r(9)), ValueError, "layer_norm: bias has shape"),
     ("layer eps", lambda: ops.layer_norm(X, VECTOR, VECTOR, -1.0), ValueError, "layer_norm: eps is -1.0"),
     ("residual", lambda: ops.add_rms_norm(X, r(2, 5, 9), VECTOR), ValueError, "add_rms_norm: residual has shape"),
@@ -71,7 +71,12 @@ NORMS = [
     ("p 1", lambda: ops.dropout_add_norm(X, X, p=1.0), ValueError, r"dropout_add_norm: p must be in \[0, 1\), got 1.0"),
     ("p nan", lambda: ops.dropout_add_norm(X, X, p=NAN), ValueError, "dropout_add_norm: p must be"),
     ("p None", lambda: ops.dropout_add_norm(X, X, p=None), TypeError, "dropout_add_norm: p must be a number.*None"),
-    ("kind", lambda: ops.dropout_add_norm(X, X, p=0.5, kind="rmsnorm"), ValueError, "dropout_add_norm: kind is"),
+    (
+        "kind",
+        lambda: ops.dropout_add_norm(X, X, p=0.5, kind="rmsnorm"),
+        ValueError,
+        "dropout_add_norm: kind must be one of",
+    ),
     ("shapes after p", lambda: ops.dropout_add_norm(X, r(2, 5), p=0.5), ValueError, "dropout_add_norm: residual has"),
     (
         "rms has no bias",
@@ -162,7 +167,7 @@ ROTARY = [
 PRODUCTS = [
     ("inner", lambda: ops.linear(X, r(11, 7)), ValueError, r"linear: weight has shape \(11, 7\)"),
     ("dtype", lambda: ops.linear(X.to(LONG), W), TypeError, "linear: x has dtype"),
-    ("bias", lambda: ops.fused_linear_forward(X, W, r(1)), ValueError, "linear: bias has shape"),
+    ("bias", lambda: ops.fused_linear_forward(X, W, r(1)), ValueError, "fused_linear_forward: bias has shape"),
     ("activation", lambda: ops.linear_act(X, W, None, "relu6"), ValueError, "linear_act: activation is 'relu6'"),
     ("matmul vector", lambda: ops.matmul(X, r(8)), ValueError, "matmul: b has shape"),
     ("matmul dtype", lambda: ops.matmul(X, W.T.half()), TypeError, "matmul: b has dtype"),
@@ -272,8 +277,13 @@ ATTENTION = [
         ValueError,
         "merge_attention: lse_b is on meta, out_a on cpu",
     ),
-    ("forward", lambda: ops.flash_attention_forward(Q, K, V[:1]), ValueError, "attention: v must be"),
-    ("forward causal", lambda: ops.flash_attention_forward(Q, K, V, None, "x"), TypeError, "Mask: causal must be"),
+    ("forward", lambda: ops.flash_attention_forward(Q, K, V[:1]), ValueError, "flash_attention_forward: v must be"),
+    (
+        "forward causal",
+        lambda: ops.flash_attention_forward(Q, K, V, None, "x"),
+        TypeError,
+        "flash_attention_forward: causal must be",
+    ),
     (
         "backward",
         lambda: ops.flash_attention_backward(Q, K, V, Q, r(2, 4, 6), [1.0]),
