@@ -8,7 +8,7 @@ code, which only Gluon kernels import; those of PyTorch in `engine.torch_private
 | `CudaLauncher.launch`, below its `__call__` | each launch goes through `__call__`, 1-2 us slower |
 | the launcher below `wrap_handle_tensordesc`, `fill_tma_descriptor` | Triton encodes each descriptor at each launch |
 | `packed_metadata` of (warps, CTAs, shared memory) | clusters cannot be launched: RuntimeError |
-| `cuOccupancyMaxActiveClusters` | as many clusters as fit if each multiprocessor is free; none of more than 8 CTAs |
+| `cuOccupancyMaxActiveClusters` | as many clusters are resident as the smallest GPCs hold; none of more than 8 CTAs |
 | `knobs.runtime` hooks | a profiler that listens to Triton's hooks hears only of first launches |
 | `create_function_from_signature`, `_pack_args` | nothing can be compiled for a GPU that is not here |
 """

@@ -22,7 +22,7 @@ HEAD = """# Triton releases that compile the kernels
 
 Written by `make matrix` on {date}: Python {python}, torch {torch}, for sm_90, without a GPU. A cell says how many
 device kernels the smallest cases of a family launch, all of which the release compiled. That says nothing of results:
-tests run the kernels with the Triton that torch brings, and Hopper's are offered with Triton 3.6 only.
+tests run the kernels with the Triton that torch brings, and Hopper's by the rules of gluon-releases.md.
 
 """
 

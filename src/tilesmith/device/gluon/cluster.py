@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from tilesmith.device.gluon.shim import gl, gluon, reserve_smem
+from tilesmith.engine.triton_private import most_clusters
 from tilesmith.hardware.detect import arch_of
 
 HEAD = 16  # bytes of a room before the first number: a barrier, and what keeps numbers in vectors
@@ -29,13 +30,10 @@ def resident_clusters(device: torch.device, parts: int, per_sm: int) -> int:
     arch = arch_of(device)
     if device.type != "cuda" or parts == 1:
         return max(1, arch.sms * per_sm // parts)
-    from triton.runtime import driver
-
     with torch.cuda.device(device):
-        compiled = _nothing_kernel[(0,)](num_warps=4)
-        return driver.active.utils.cuOccupancyMaxActiveClusters(
-            compiled.function, arch.shared_memory // per_sm - 1024, parts
-        )
+        found = most_clusters(_nothing_kernel, arch.shared_memory // per_sm - 1024, parts)
+    # a GPC of Hopper has 16 or 18 multiprocessors
+    return max(1, arch.sms // 18 * (16 * per_sm // parts)) if found is None else found
 
 
 @gluon.jit

@@ -1,7 +1,9 @@
-"""The names of Gluon (Triton's explicit dialect) that change between Triton releases, under one roof.
+"""The names of Gluon (Triton's explicit dialect) that change between Triton releases, or are private, under one roof.
 
 Kernels take these from here and everything else from `gl`. When a release renames one, only this file
 has to change. The kernels were run with Triton 3.6 and compile with 3.7, 3.8 and 3.9, which removed names that 3.6 has.
+Where a name is gone that has no substitute here, the import fails, which `engine.choice` takes as the reason against
+these kernels: Triton's then serve.
 """
 
 import math
