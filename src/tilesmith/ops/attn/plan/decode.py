@@ -38,7 +38,7 @@ def combine_few(s: Shape, arch: Any, splits: int) -> Step | None:
     if splits == 1:
         return None
     rows = s.rows * s.tokens
-    if rows > FEW_ROWS.value * arch.sms:
+    if rows > FEW_ROWS.value * arch.sms and arch.kind != "cpu":  # there kernels are compiled, not run
         return combine(s, splits, True)
     wide = columns(s.value_dim)
     return Step(
