@@ -111,6 +111,43 @@ def check_fsdp_with_a_head_of_the_decoder(mesh):
         ops.linear_cross_entropy(torch.randn(1, 6, 16, requires_grad=True), model.lm_head.weight, labels[:1])
 
 
+def check_fsdp_of_fp8_layers(mesh):
+    """Converted before or after `fully_shard`: gradients are the ranks' mean; a fault of one rank skips both's step."""
+    from torch.distributed.fsdp import fully_shard
+
+    from tilesmith.precision import FP8Config, FP8TrainingEngine, convert_model_to_fp8
+
+    config = FP8Config(min_features=16, min_tokens=1)
+    torch.manual_seed(1)
+    first = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.GELU())
+    whole = torch.nn.Sequential(first, torch.nn.Sequential(torch.nn.Linear(48, 32)))
+    x, y = torch.randn(2, 24, 32), torch.randn(2, 24, 32)
+    rank = mesh.get_rank()
+    means = []
+    for one, target in zip(x, y):
+        alone = convert_model_to_fp8(copy.deepcopy(whole), config)
+        torch.nn.functional.mse_loss(alone(one), target).backward()
+        means.append([p.grad for p in alone.parameters()])
+    for before in (True, False):
+        model = copy.deepcopy(whole)
+        if before:
+            convert_model_to_fp8(model, config)
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+        trainer = FP8TrainingEngine(model, config)
+        trainer.setup_fp8_training()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer.training_step(x[rank], y[rank])
+        for p, a, b in zip(model.parameters(), *means):
+            torch.testing.assert_close(p.grad.full_tensor(), (a + b) / 2, rtol=1e-4, atol=1e-6)
+        assert trainer.optimizer_step(optimizer)
+        trainer.training_step(x[rank], y[rank] * (float("nan") if rank == 0 else 1.0))
+        assert not trainer.optimizer_step(optimizer) and trainer.loss_scale == 0.5
+        trainer.training_step(x[rank], y[rank])
+        assert trainer.optimizer_step(optimizer)
+        assert all(p.full_tensor().isfinite().all() for p in model.parameters())
+
+
 def check_compiled(mesh):
     """One graph, with the collectives in it; values and gradients as without."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

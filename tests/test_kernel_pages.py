@@ -1,4 +1,4 @@
-"""docs/kernels is what its command writes today; the code of docs/guides/portable-kernels.md does what it says."""
+"""docs/kernels is what its command writes today; the code of docs/guides does what it says."""
 
 from __future__ import annotations
 
@@ -50,7 +50,12 @@ def test_the_guide(tmp_path):
         assert re.search(rf"guide_{k}\.py:\d+: ", str(problem.value))
 
 
+def test_the_guide_to_fp8_training():
+    text = (DOCS / "guides" / "fp8-training.md").read_text(encoding="utf-8")
+    exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), {"__name__": "guide"})
+
+
 def test_links_of_the_pages_lead_somewhere():
-    for page in [*DOCS.glob("kernels/*.md"), DOCS / "guides" / "portable-kernels.md"]:
+    for page in [*DOCS.glob("kernels/*.md"), *DOCS.glob("guides/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -20,6 +20,7 @@ TARGETS = {
     "gfx1100": ("hip", "gfx1100", 32),
 }
 FAMILIES = sorted({op.reference.__module__.split(".")[2] for op in ops().values()})
+REFUSED = {"quant": {"sm80", "gfx942", "gfx1100"}}  # no conversions to 8-bit floats: all kernels refuse these
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -29,6 +30,9 @@ def test_compiles_offline(family, target):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tilesmith.validate.offline", family, *map(str, TARGETS[target])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    if target in REFUSED.get(family, ()):
+        assert done.returncode == 1 and not done.stdout + done.stderr  # nothing compiled, nothing failed
+        return
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     names = set(re.findall(r"^compiled (\S+)", done.stdout, re.MULTILINE))
     assert names

@@ -12,6 +12,7 @@ _HOMES = {
     "BlockIndexer": "tilesmith.attention.indexer",
     "ContextParallelAttention": "tilesmith.attention.context_parallel",
     "DynamicSparseAttention": "tilesmith.attention.sparse",
+    "FP8AttentionConfig": "tilesmith.precision.attention",
     "FlashAttention3": "tilesmith.attention.layers",
     "RingAttentionLayer": "tilesmith.attention.ring",
     "SparsePattern": "tilesmith.attention.patterns",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.models.reach import ran, reaches
+from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 # Another order of summation moves a few results across a rounding boundary; a form that rounds elsewhere, a fifth.
@@ -95,7 +96,7 @@ def normalised(module: nn.Module, x: Tensor, norm: Norm) -> Tensor:
     weight, eps = getattr(module, "weight", None), epsilon(module, x, norm)
     if norm.centred:
         return ops.layer_norm(x, weight, getattr(module, "bias", None), eps)
-    return ops.rms_norm(x, weight, eps, norm.offset, norm.casting)
+    return (casting_child(module, x) or ops).rms_norm(x, weight, eps, norm.offset, norm.casting)
 
 
 def epsilon(module: nn.Module, x: Tensor, norm: Norm) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.models.norms import Norm, epsilon, is_norm, norm_of, op_of, servable
 from tilesmith.models.reach import observed, ran
+from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import (
     CannotRespell,
     Form,
@@ -54,7 +55,7 @@ def add_norm(norm: Norm) -> Callable[[nn.Module, nn.Module, Tensor, Tensor], tup
             y, total = ops.add_layer_norm(x, y, weight, getattr(first, "bias", None), eps)
         else:
             ran(holder, "add_rms_norm")
-            y, total = ops.add_rms_norm(x, y, weight, eps, norm.offset, norm.casting)
+            y, total = (casting_child(first, x) or ops).add_rms_norm(x, y, weight, eps, norm.offset, norm.casting)
         if leads:
             for layer in list(module)[1:]:
                 y = layer(y)

@@ -36,6 +36,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] to [..., C]."""
+        caster = self._modules.get("_fp8")  # of tilesmith.precision
+        if caster is not None and caster.serves(x, self.gate_proj, self.up_proj, self.down_proj):
+            return caster(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self.activation == "swiglu":
             return self.down_proj(ops.swiglu(gate, up))

@@ -9,6 +9,12 @@ from tilesmith import ops
 from tilesmith.engine.argument_checks import choice, number, size
 
 
+def casting_child(module: nn.Module, x: Tensor) -> nn.Module | None:
+    """The child that `tilesmith.precision` gave a norm to compute it together with its cast to 8 bits, if it serves."""
+    child = module._modules.get("_fp8")
+    return child if child is not None and child.serves(x) else None
+
+
 class RMSNorm(nn.Module):
     """`ops.rms_norm` over the last dim, with a weight.
 
@@ -40,11 +46,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of x [..., dim]."""
-        return ops.rms_norm(x, self.weight, self.eps, self.offset, self.casting)
+        caster = casting_child(self, x)
+        return (caster or ops).rms_norm(x, self.weight, self.eps, self.offset, self.casting)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of s, s) for s = x + residual, in one pass."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps, self.offset, self.casting)
+        caster = casting_child(self, x)
+        return (caster or ops).add_rms_norm(x, residual, self.weight, self.eps, self.offset, self.casting)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, casting={self.casting!r}"

@@ -1,0 +1,272 @@
+"""Example inputs of the quant family."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+from tilesmith.ops.quant.reference import BLOCK, FORMATS
+
+SMALL = frozenset({"test", "interpret"})
+TEST = frozenset({"test"})
+GPU = frozenset({"gpu"})
+BENCH = frozenset({"gpu", "bench", "tune"})
+TIMED = (torch.bfloat16,)
+WIDE = (torch.float32,)  # a 16-bit value that the oracle has a little otherwise may get the neighbouring code
+
+
+def _number(value: float):
+    """A tensor of one number."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.full(tuple(shape), value, device=device)
+
+    return init
+
+
+def _zeros(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.zeros(tuple(shape), device=device)
+
+
+def _one(value: float) -> T:
+    return T(1, dtype=torch.float32, grad=False, init=_number(value))
+
+
+def _spread(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers of very different size, and a row of zeros."""
+    x = torch.randn(tuple(shape), generator=generator, device=device)
+    x = x * torch.logspace(-4, 2, shape[-1], device=device) if shape[-1] else x
+    if x.numel():
+        x.view(-1, shape[-1])[-1] = 0
+    return x
+
+
+def _eight(dtype: torch.dtype):
+    """Normal numbers in 8 bits."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
+
+    return init
+
+
+def _powers(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Factors: powers of two from 1/16 to 8, whose memory runs along the rows."""
+    power = torch.randint(-4, 4, tuple(reversed(shape)), generator=generator, device=device)
+    return torch.exp2(power.float()).t()
+
+
+def _powers_packed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    return _powers(generator, shape, device).contiguous()
+
+
+def _x(*shape: int, **how: object) -> T:
+    return T(*shape, grad=False, **how)
+
+
+def _scaled(*shape: int, bound: float = 4.0, seen: float = 0.0, **more: object) -> dict:
+    """Arguments of `fp8_cast`. more: its options, and what `T` takes."""
+    kind = {name: more.pop(name) for name in ("layout", "init") if name in more}
+    return {"x": _x(*shape, **kind), "bound": _one(bound), "amax": _one(seen), **more}
+
+
+CAST = [
+    Case("small", _scaled(6, 33), SMALL),
+    Case("e5m2", _scaled(6, 33, format="e5m2"), SMALL),
+    Case("both", _scaled(20, 40, columns=True), SMALL),
+    Case("columns", _scaled(33, 20, rows=False, columns=True), SMALL),
+    Case("both_e5m2", _scaled(17, 70, columns=True, format="e5m2"), SMALL),
+    Case("three_dims", _scaled(2, 5, 16, columns=True), SMALL),
+    Case("one_dim", _scaled(40), SMALL),
+    Case("too_large", _scaled(6, 40, bound=0.01), SMALL),
+    Case("bound_unknown", _scaled(6, 40, bound=0.0), SMALL),
+    Case("seen_larger", _scaled(6, 40, seen=50.0), SMALL),
+    Case("zeros", _scaled(6, 40, init=_zeros), SMALL),
+    Case("spread", _scaled(6, 40, init=_spread, bound=300.0), SMALL),
+    Case("strided", _scaled(5, 40, layout="strided", columns=True), SMALL),
+    Case("transposed", _scaled(9, 12, layout="transposed"), SMALL),
+    Case("neither", _scaled(4, 8, rows=False), SMALL),
+    Case("no_rows", _scaled(0, 16, columns=True), SMALL),
+    Case("no_columns", _scaled(4, 0, columns=True), SMALL),
+    Case("many_tiles", _scaled(300, 530, columns=True), TEST),
+    *(Case(f"{m}x{n}", _scaled(m, n), BENCH, TIMED) for m, n in ((8192, 4096), (8192, 28_672), (16_384, 14_336))),
+    *(
+        Case(f"both_{m}x{n}", _scaled(m, n, columns=True, format="e5m2"), BENCH, TIMED)
+        for m, n in ((8192, 4096), (8192, 28_672), (16_384, 14_336))
+    ),
+]
+
+
+def _normed(*shape: int, residual: torch.dtype | bool | None = None, bound: float = 4.0, **more: object) -> dict:
+    kind = {name: more.pop(name) for name in ("layout", "init") if name in more}
+    weight = more.pop("weight", T(shape[-1], grad=False))
+    args = {"x": _x(*shape, **kind)}
+    if residual is not None:
+        args["residual"] = _x(*shape, dtype=None if residual is True else residual, **kind)
+    return {**args, "weight": weight, "bound": _one(bound), "amax": _one(0.0), **more}
+
+
+def _norm_cases(residual: bool | None) -> list[Case]:
+    def args(*shape: int, **more: object) -> dict:
+        return _normed(*shape, residual=residual, **more)
+
+    return [
+        Case("small", args(6, 33), SMALL, WIDE),
+        Case("three_dims", args(2, 5, 16), SMALL, WIDE),
+        Case("offset", args(4, 40, offset=1.0), SMALL, WIDE),
+        Case("llama", args(6, 40, casting="llama"), SMALL, WIDE),
+        Case("no_weight", args(6, 40, weight=None), SMALL, WIDE),
+        Case("too_large", args(6, 40, bound=0.01), SMALL, WIDE),
+        Case("e5m2", args(6, 40, format="e5m2"), SMALL, WIDE),
+        Case("strided", args(5, 40, layout="strided"), SMALL, WIDE),
+        Case("zeros", args(4, 40, init=_zeros), SMALL, WIDE),
+        Case("no_rows", args(0, 16), SMALL, WIDE),
+        Case("wide", args(3, 5000), TEST, WIDE),
+        *(Case(f"{m}x{n}", args(m, n), BENCH, TIMED) for m, n in ((8192, 4096), (16_384, 8192))),
+    ]
+
+
+def _gated(*shape: int, gradient: bool = False, bound: float = 4.0, **more: object) -> dict:
+    kind = {name: more.pop(name) for name in ("layout", "init") if name in more}
+    args = {name: _x(*shape, **kind) for name in (("dh",) if gradient else ()) + ("gate", "up")}
+    args |= {"bound": _one(bound), "amax": _one(0.0)}
+    return {**args, **({"h_factor": _one(2.0**-5)} if gradient else {}), **more}
+
+
+def _gate_cases(gradient: bool) -> list[Case]:
+    def args(*shape: int, **more: object) -> dict:
+        return _gated(*shape, gradient=gradient, **more)
+
+    return [
+        Case("small", args(6, 33), SMALL, WIDE),
+        Case("three_dims", args(2, 5, 16), SMALL, WIDE),
+        Case("other_format", args(6, 40, format="e4m3" if gradient else "e5m2"), SMALL, WIDE),
+        Case("too_large", args(6, 40, bound=0.01), SMALL, WIDE),
+        Case("strided", args(5, 40, layout="strided"), SMALL, WIDE),
+        Case("zeros", args(4, 40, init=_zeros), SMALL, WIDE),
+        Case("no_rows", args(0, 16), SMALL, WIDE),
+        Case("no_columns", args(4, 0), SMALL, WIDE),
+        Case("many_tiles", args(150, 200), TEST, WIDE),
+        *(Case(f"{m}x{n}", args(m, n), BENCH, TIMED) for m, n in ((8192, 14_336), (16_384, 14_336))),
+    ]
+
+
+def _product(m: int, n: int, k: int, by: str = "tensor", kinds: Sequence[str] = ("e4m3", "e4m3"), **more) -> dict:
+    """Arguments of `scaled_matmul`. by: tensor, row, block (b by rows) or square (b by blocks of 128 x 128)."""
+    along = -(-k // BLOCK)
+    shapes = {"tensor": ((1,), (1,)), "row": ((m, 1), (n, 1)), "block": ((m, along), (n, along))}
+    shapes["square"] = ((m, along), (-(-n // BLOCK), along))
+    inits = (_powers, _powers_packed if by == "square" else _powers)
+    a, b = (
+        T(*shape, dtype=FORMATS[kind], grad=False, init=_eight(FORMATS[kind]))
+        for shape, kind in zip(((m, k), (n, k)), kinds)
+    )
+    factors = [
+        _one(0.25) if by == "tensor" else T(*shape, dtype=torch.float32, grad=False, init=init)
+        for shape, init in zip(shapes[by], inits)
+    ]
+    return {"a": a, "b": b, "a_factor": factors[0], "b_factor": factors[1], **more}
+
+
+def _exact(m: int, n: int, k: int) -> dict:
+    """What the oracle is given: numbers that were not cast."""
+    args = {name: T(*shape, dtype=torch.float64, grad=False) for name, shape in (("a", (m, k)), ("b", (n, k)))}
+    return {**args, "a_factor": _one(0.25), "b_factor": _one(0.25)}
+
+
+def _biased(dtype: torch.dtype, n: int) -> T:
+    return T(n, dtype=dtype, grad=False)
+
+
+ONCE = (torch.float32,)  # the dtypes are those of the arguments
+CASES: dict[str, list[Case]] = {
+    "fp8_amax": [
+        Case("small", {"x": _x(6, 33)}, SMALL),
+        Case("strided", {"x": _x(5, 40, layout="strided")}, SMALL),
+        Case("scalar", {"x": _x()}, SMALL),
+        Case("empty", {"x": _x(0, 16)}, SMALL),
+        Case("many_blocks", {"x": _x(300, 530)}, TEST),
+        *(Case(f"{m}x{n}", {"x": _x(m, n)}, BENCH, TIMED) for m, n in ((8192, 4096), (16_384, 14_336))),
+    ],
+    "fp8_cast": CAST,
+    "fp8_transpose": [
+        Case("exact", {"x8": _x(6, 33, dtype=torch.float64)}, TEST, ONCE),  # torch's own checks compare no 8-bit floats
+        *(
+            Case(f"{name}_{m}x{n}", {"x8": T(m, n, dtype=d, grad=False, init=_eight(d))}, SMALL, ONCE)
+            for name, d in FORMATS.items()
+            for m, n in ((6, 33), (32, 20), (0, 16))
+        ),
+        Case(
+            "8192x4096",
+            {"x8": T(8192, 4096, dtype=FORMATS["e4m3"], grad=False, init=_eight(FORMATS["e4m3"]))},
+            BENCH,
+            ONCE,
+        ),
+    ],
+    "fp8_cast_rows": [
+        Case("small", {"x": _x(6, 33)}, SMALL),
+        Case("e5m2", {"x": _x(6, 33), "format": "e5m2"}, SMALL),
+        Case("three_dims", {"x": _x(2, 5, 16)}, SMALL),
+        Case("spread", {"x": _x(6, 40, init=_spread)}, SMALL),
+        Case("zeros", {"x": _x(6, 40, init=_zeros)}, SMALL),
+        Case("strided", {"x": _x(5, 40, layout="strided")}, SMALL),
+        Case("no_rows", {"x": _x(0, 16)}, SMALL),
+        Case("no_columns", {"x": _x(4, 0)}, SMALL),
+        Case("wide", {"x": _x(3, 9000)}, TEST),
+        *(Case(f"{m}x{n}", {"x": _x(m, n)}, BENCH, TIMED) for m, n in ((8192, 4096), (8192, 28_672))),
+    ],
+    "fp8_cast_blocks": [
+        Case("small", {"x": _x(6, 33)}, SMALL),
+        Case("both", {"x": _x(40, 150), "columns": True}, SMALL),
+        Case("columns", {"x": _x(140, 20), "rows": False, "columns": True}, SMALL),
+        Case("square", {"x": _x(140, 150), "columns": True, "square": True}, SMALL),
+        Case("e5m2", {"x": _x(20, 33), "format": "e5m2", "columns": True}, SMALL),
+        Case("zeros", {"x": _x(6, 40, init=_zeros), "columns": True}, SMALL),
+        Case("strided", {"x": _x(20, 40, layout="strided"), "columns": True}, SMALL),
+        Case("transposed", {"x": _x(20, 40, layout="transposed")}, SMALL),
+        Case("no_rows", {"x": _x(0, 16), "columns": True}, SMALL),
+        *(Case(f"{m}x{n}", {"x": _x(m, n), "columns": True}, BENCH, TIMED) for m, n in ((8192, 4096), (8192, 28_672))),
+    ],
+    "rms_norm_fp8": _norm_cases(None),
+    "add_rms_norm_fp8": [
+        *_norm_cases(True),
+    ],
+    "swiglu_fp8": _gate_cases(False),
+    "swiglu_vjp_fp8": _gate_cases(True),
+    "scaled_matmul": [
+        Case("exact", _exact(5, 7, 32), TEST, ONCE),
+        Case("tensor", _product(33, 48, 64), TEST, ONCE),
+        Case("tensor_fp32", _product(32, 48, 64, dtype="float32"), TEST, ONCE),
+        Case("gradient", _product(32, 48, 64, kinds=("e5m2", "e4m3"), fast=True), TEST, ONCE),
+        Case("gradient_of_b", _product(32, 48, 64, kinds=("e4m3", "e5m2")), TEST, ONCE),
+        Case("biased", _product(32, 48, 64) | {"bias": _biased(torch.bfloat16, 48)}, TEST, ONCE),
+        Case("row", _product(32, 48, 64, "row"), TEST, ONCE),
+        Case("row_biased", _product(32, 48, 64, "row") | {"bias": _biased(torch.bfloat16, 48)}, TEST, ONCE),
+        Case("block", _product(128, 256, 512, "block"), TEST, ONCE),
+        Case("square", _product(128, 256, 512, "square"), TEST, ONCE),
+        Case("square_fast", _product(128, 256, 512, "square", fast=True), TEST, ONCE),
+        Case("square_six_blocks", _product(128, 256, 768, "square"), TEST, ONCE),
+        Case("block_odd_rows", _product(130, 256, 512, "block"), TEST, ONCE),
+        Case("square_odd_rows", _product(129, 256, 640, "square"), TEST, ONCE),
+        Case("ragged", _product(5, 7, 32), TEST, ONCE),
+        Case("no_rows", _product(0, 16, 32), TEST, ONCE),
+        *(
+            Case(f"{m}x{n}x{k}", _product(m, n, k, fast=True), BENCH, ONCE)
+            for m, n, k in ((8192, 28_672, 4096), (8192, 4096, 14_336))
+        ),
+    ],
+}
+
+
+bytes_moved = {
+    "fp8_amax": lambda x: x.numel() * x.element_size(),
+    "fp8_cast_rows": lambda x: x.numel() * (x.element_size() + 1),
+    "fp8_cast_blocks": lambda x: x.numel() * (x.element_size() + 2),
+    "fp8_transpose": lambda x8: 2 * x8.numel(),
+    "rms_norm_fp8": lambda x: x.numel() * (2 * x.element_size() + 1),
+    "add_rms_norm_fp8": lambda x: x.numel() * (4 * x.element_size() + 1),
+    "swiglu_fp8": lambda gate: gate.numel() * (2 * gate.element_size() + 1),
+    "swiglu_vjp_fp8": lambda gate: gate.numel() * (3 * gate.element_size() + 5),
+    "fp8_cast": lambda x, rows=True, columns=False: x.numel() * (x.element_size() + rows + columns),
+}

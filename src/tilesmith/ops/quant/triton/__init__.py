@@ -1,0 +1,1 @@
+"""Casts and fused producers in Triton."""

@@ -1,0 +1,252 @@
+"""Norms and SwiGLU in Triton that cast what they make."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.device.rows import dense, rows
+from tilesmith.device.triton.activations import activate
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.quant.op import rounded_up
+from tilesmith.ops.quant.reference import FORMATS
+from tilesmith.ops.quant.triton.cast import CastConfig, rejects
+from tilesmith.ops.quant.triton.rounding import load_factor, magnitude, raise_to, round8
+
+MAX_COLS = 16_384
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, bound_ptr, amax_ptr, y_ptr, s_ptr, y8_ptr, factor_ptr, rstd_ptr,
+    num_rows, num_cols, x_row, residual_row, eps, offset,
+    LLAMA: tl.constexpr, E5M2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Whole rows a program, in registers. residual_ptr, s_ptr: None without an addition."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    lane = tl.arange(0, BLOCK_COLS)
+    inside = (row < num_rows) & (lane < num_cols)[None, :]
+    x = tl.load(x_ptr + row * x_row + lane[None, :], mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + row * residual_row + lane[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = x.to(s_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(s_ptr + row * num_cols + lane[None, :], x, mask=inside)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * (1.0 / num_cols) + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
+    y = x * rstd
+    if LLAMA:
+        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + lane, mask=lane < num_cols, other=0.0).to(tl.float32) + offset
+        if LLAMA and weight_ptr.dtype == y_ptr.dtype:
+            weight = weight.to(weight_ptr.dtype.element_ty).to(tl.float32)
+        y *= weight[None, :]
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * num_cols + lane[None, :], y, mask=inside)
+    factor, inverse = load_factor(bound_ptr, E5M2)
+    if tl.program_id(0) == 0:
+        tl.store(factor_ptr, factor)
+    y = y.to(tl.float32)
+    tl.store(y8_ptr + row * num_cols + lane[None, :], round8(y, inverse, y8_ptr, E5M2), mask=inside)
+    raise_to(amax_ptr, tl.max(tl.max(magnitude(tl.where(inside, y, 0.0)), 1), 0))
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_ptr, up_ptr, bound_ptr, amax_ptr, h8_ptr, factor_ptr, num_rows, num_cols, gate_row, up_row,
+    E5M2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(num_cols, BLOCK_COLS)
+    program = tl.program_id(0).to(tl.int64)
+    row = (program // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    inside = (row < num_rows) & (col < num_cols)
+    gate = tl.load(gate_ptr + row * gate_row + col, mask=inside, other=0.0)
+    up = tl.load(up_ptr + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
+    value, _ = activate(gate.to(tl.float32), "silu")
+    h = (value * up).to(gate.dtype).to(tl.float32)
+    factor, inverse = load_factor(bound_ptr, E5M2)
+    if program == 0:
+        tl.store(factor_ptr, factor)
+    tl.store(h8_ptr + row * num_cols + col, round8(h, inverse, h8_ptr, E5M2), mask=inside)
+    raise_to(amax_ptr, tl.max(tl.max(magnitude(h), 1), 0))
+
+
+@triton.jit
+def _swiglu_vjp_kernel(
+    dh_ptr, gate_ptr, up_ptr, bound_ptr, amax_ptr, h_factor_ptr, d8_ptr, d8_t_ptr, h8_t_ptr, factor_ptr,
+    num_rows, num_cols, dh_row, gate_row, up_row, room,
+    E5M2: tl.constexpr, H_E5M2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile a program: the gradients of gate and of up side by side, them transposed, and h again, transposed."""
+    blocks = tl.cdiv(num_cols, BLOCK_COLS)
+    program = tl.program_id(0).to(tl.int64)
+    row = (program // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    inside = (row < num_rows) & (col < num_cols)
+    mask_t = tl.trans((row < room) & (col < num_cols))
+    at_t = tl.trans(col) * room + tl.trans(row)
+    raw = tl.load(gate_ptr + row * gate_row + col, mask=inside, other=0.0)
+    up = tl.load(up_ptr + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
+    dh = tl.load(dh_ptr + row * dh_row + col, mask=inside, other=0.0).to(tl.float32)
+    value, slope = activate(raw.to(tl.float32), "silu")
+    factor, inverse = load_factor(bound_ptr, E5M2)
+    if program == 0:
+        tl.store(factor_ptr, factor)
+    h_inverse = 1.0 / tl.load(h_factor_ptr)  # a power of two: exact
+    h = (value * up).to(raw.dtype).to(tl.float32)
+    tl.store(h8_t_ptr + at_t, tl.trans(round8(h, h_inverse, h8_t_ptr, H_E5M2)), mask=mask_t)
+    dgate = (dh * up * slope).to(raw.dtype).to(tl.float32)
+    dgate8 = round8(dgate, inverse, d8_ptr, E5M2)
+    tl.store(d8_ptr + row * (2 * num_cols) + col, dgate8, mask=inside)
+    tl.store(d8_t_ptr + at_t, tl.trans(dgate8), mask=mask_t)
+    dup = (dh * value).to(raw.dtype).to(tl.float32)
+    dup8 = round8(dup, inverse, d8_ptr, E5M2)
+    tl.store(d8_ptr + row * (2 * num_cols) + num_cols + col, dup8, mask=inside)
+    tl.store(d8_t_ptr + tl.cast(num_cols, tl.int64) * room + at_t, tl.trans(dup8), mask=mask_t)
+    raise_to(amax_ptr, tl.max(tl.max(tl.maximum(magnitude(dgate), magnitude(dup)), 1), 0))
+
+
+class NormConfig(NamedTuple):
+    """tile: elements that a program holds, in whole rows (at least one)."""
+
+    tile: int
+    num_warps: int
+
+
+def _norm_rejects(call) -> list[str]:
+    reasons = rejects(call)
+    if call.x.cols > MAX_COLS:
+        reasons.append(f"x has {call.x.cols} columns; up to {MAX_COLS} are held in registers")
+    return reasons
+
+
+def _norm_dims(x, *rest) -> dict[str, int]:
+    return {"rows": x.numel() // max(1, x.shape[-1]), "cols": x.shape[-1]}
+
+
+def _norm_default(dims, arch, dtype) -> NormConfig:
+    width = next_power_of_2(dims["cols"])
+    return NormConfig(2048, 4 if width <= 2048 else 8 if width <= 8192 else 16)
+
+
+NORM_SPACE = Space(
+    default=_norm_default, dims=_norm_dims, choices={"tile": (2048, 4096, 8192), "num_warps": (4, 8, 16)}
+)
+GATE_SPACE = Space(
+    default=lambda dims, arch, dtype: CastConfig(1, 2048, 4),
+    dims=_norm_dims,
+    choices={"block_rows": (1, 2), "block_cols": (1024, 2048, 4096), "num_warps": (4, 8)},
+)
+VJP_SPACE = Space(
+    default=lambda dims, arch, dtype: CastConfig(64, 64, 4),
+    dims=_norm_dims,
+    choices={"block_rows": (64, 128), "block_cols": (32, 64, 128), "num_warps": (4, 8)},
+)
+
+
+def _norm(x, residual, weight, bound, amax, eps, offset, casting, format, config: NormConfig):
+    y, y8 = (torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in (x.dtype, FORMATS[format]))
+    s = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    factor = x.new_empty(1, dtype=torch.float32)
+    x2, residual2 = rows(x), None if residual is None else rows(residual)
+    count, cols = x2.shape
+    width = next_power_of_2(cols)
+    block_rows = max(1, config.tile // width)
+    launch(
+        _norm_kernel, (max(1, cdiv(count, block_rows)),), x2, residual2, dense(weight), bound, amax, y, s, y8, factor,
+        rstd, count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset,
+        LLAMA=casting == "llama", E5M2=format == "e5m2", BLOCK_ROWS=block_rows, BLOCK_COLS=width,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return y, s, y8, factor, rstd
+
+
+@register_kernel("rms_norm_fp8", backend="triton", rank=20, rejects=_norm_rejects)
+@optimize_kernel(space=NORM_SPACE)
+def rms_norm_fp8(
+    x: Tensor,
+    weight: Tensor | None,
+    bound: Tensor,
+    amax: Tensor,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    format: str = "e4m3",
+    *,
+    config: NormConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, _, y8, factor, rstd = _norm(x, None, weight, bound, amax, eps, offset, casting, format, config)
+    return y, y8, factor, rstd
+
+
+@register_kernel("add_rms_norm_fp8", backend="triton", rank=20, rejects=_norm_rejects)
+@optimize_kernel(space=NORM_SPACE)
+def add_rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bound: Tensor,
+    amax: Tensor,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    format: str = "e4m3",
+    *,
+    config: NormConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _norm(x, residual, weight, bound, amax, eps, offset, casting, format, config)
+
+
+@register_kernel("swiglu_fp8", backend="triton", rank=20, rejects=rejects)
+@optimize_kernel(space=GATE_SPACE)
+def swiglu_fp8(
+    gate: Tensor, up: Tensor, bound: Tensor, amax: Tensor, format: str = "e4m3", *, config: CastConfig
+) -> tuple[Tensor, Tensor]:
+    h8 = torch.empty(gate.shape, dtype=FORMATS[format], device=gate.device)
+    factor = gate.new_empty(1, dtype=torch.float32)
+    gate2, up2 = rows(gate), rows(up)
+    count, cols = gate2.shape
+    width = min(config.block_cols, next_power_of_2(cols))
+    block_rows = min(max(1, config.block_rows * config.block_cols // width), next_power_of_2(count))
+    launch(
+        _swiglu_kernel, (max(1, cdiv(count, block_rows) * cdiv(cols, width)),), gate2, up2, bound, amax, h8, factor,
+        count if cols else 0, max(1, cols), gate2.stride(0), up2.stride(0),
+        E5M2=format == "e5m2", BLOCK_ROWS=block_rows, BLOCK_COLS=width, num_warps=config.num_warps,
+    )  # fmt: skip
+    return h8, factor
+
+
+@register_kernel("swiglu_vjp_fp8", backend="triton", rank=20, rejects=rejects)
+@optimize_kernel(space=VJP_SPACE)
+def swiglu_vjp_fp8(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    bound: Tensor,
+    amax: Tensor,
+    h_factor: Tensor,
+    format: str = "e5m2",
+    h_format: str = "e4m3",
+    *,
+    config: CastConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dh2, gate2, up2 = rows(dh), rows(gate), rows(up)
+    count, cols = gate2.shape
+    room = rounded_up(count)
+    d8, d8_t = (gate.new_empty(shape, dtype=FORMATS[format]) for shape in ((count, 2 * cols), (2 * cols, room)))
+    h8_t = gate.new_empty(cols, room, dtype=FORMATS[h_format])
+    factor = gate.new_empty(1, dtype=torch.float32)
+    block_rows = min(config.block_rows, max(16, next_power_of_2(count)))
+    block_cols = min(config.block_cols, next_power_of_2(cols))
+    launch(
+        _swiglu_vjp_kernel, (max(1, cdiv(room, block_rows) * cdiv(cols, block_cols)),),
+        dh2, gate2, up2, bound, amax, h_factor, d8, d8_t, h8_t, factor,
+        count if cols else 0, max(1, cols), dh2.stride(0), gate2.stride(0), up2.stride(0), room if cols else 0,
+        E5M2=format == "e5m2", H_E5M2=h_format == "e5m2", BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return d8, d8_t, h8_t, factor

@@ -1,0 +1,231 @@
+"""convert_model_to_fp8: the linear layers of a model in 8 bits, in place or in a copy, and back."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from tilesmith.nn import GatedMLP, RMSNorm
+from tilesmith.precision.config import TENSORWISE, FP8Config
+from tilesmith.precision.fused import FP8GatedMLP, FP8Norm
+from tilesmith.precision.linear import FP8LinearLayer, Relay, misfit_of
+from tilesmith.precision.scaling import follow, unfollow
+from tilesmith.rewrite import Report, Row
+
+log = logging.getLogger(__name__)
+
+CHILD = "_fp8"  # what a norm or a gated MLP asks for its casts
+HEADS = frozenset({"lm_head", "output", "embed_out", "score", "classifier", "head"})
+ROUTERS = frozenset({"router", "gate", "gating", "w_router"})
+
+
+def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, inplace: bool = True) -> nn.Module:
+    """Make linear layers of `model` `FP8LinearLayer`s, whose products are of 8-bit numbers.
+
+    Args:
+        model: any module, before or after `optimize`, `fully_shard` or PEFT; not compiled yet. Layers keep their
+            parameters, so an optimizer made before goes on working, and state dicts load either way. Norms and gated
+            MLPs cast what they make if `optimize` was called before.
+        fp8_config: see `FP8Config`; None: the delayed recipe.
+        inplace: convert `model` itself, else a deep copy.
+
+    Under torch.compile a model must not write in place into a tensor between two converted layers that it gives it to:
+    the second would take the cast of what the tensor was, since a graph has no version numbers. In eager mode such a
+    write is noticed.
+
+    Returns:
+        The converted model. ``model.fp8_report`` says which layers were converted and why others were not.
+
+    Raises:
+        TypeError: `model` is no module or `fp8_config` no FP8Config. ValueError: no layer is eligible, or the model is
+        converted already. RuntimeError: a layer's device has no 8-bit floats. The model is then as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert_model_to_fp8: model must be a torch.nn.Module, got {type(model).__name__}")
+    if fp8_config is not None and not isinstance(fp8_config, FP8Config):
+        raise TypeError(f"convert_model_to_fp8: fp8_config must be an FP8Config, got {type(fp8_config).__name__}")
+    config = fp8_config or FP8Config()
+    if any(isinstance(module, FP8LinearLayer) for module in model.modules()):
+        raise ValueError("convert_model_to_fp8: the model is converted already; revert_model_from_fp8 takes it back")
+    if not inplace:
+        model = copy.deepcopy(model)
+    chosen, rows = _choose(model, config)
+    if not chosen:
+        reasons = "; ".join(f"{row.fqn}: {row.reason}" for row in rows[:5]) or "it has none"
+        raise ValueError(f"convert_model_to_fp8: no linear layer is eligible ({reasons}); see FP8Config")
+    _check_devices(chosen)
+    relay = Relay()
+    done: list[nn.Module] = []
+    try:
+        for layer in chosen.values():
+            done.append(layer)
+            object.__setattr__(layer, "__class__", FP8LinearLayer)
+            layer.enter(config, relay)
+        if config.fuse and config.recipe in TENSORWISE:
+            rows += _fuse(model, config, relay)
+    except BaseException:
+        _take_back(model, done)
+        raise
+    model.register_forward_hook(_Clear(relay))
+    model.fp8_report = Report(tuple(rows))
+    follow(model)
+    log.info("fp8 (%s): %d linear layers converted, %d left alone", config.recipe, len(chosen), len(rows) - len(chosen))
+    return model
+
+
+def revert_model_from_fp8(model: nn.Module) -> nn.Module:
+    """Make `FP8LinearLayer`s `nn.Linear`s again, with their parameters. Returns `model`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"revert_model_from_fp8: model must be a torch.nn.Module, got {type(model).__name__}")
+    _take_back(model, [module for module in model.modules() if isinstance(module, FP8LinearLayer)])
+    for module in model.modules():
+        module.__dict__.pop("fp8_report", None)
+        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Clear)]:
+            del module._forward_hooks[key]
+        unfollow(module)
+    return model
+
+
+class _Clear:
+    """A forward hook: nobody keeps the last activation once the model is through."""
+
+    def __init__(self, relay: Relay):
+        self.relay = relay
+
+    def __call__(self, module: nn.Module, args: tuple, out: object) -> None:
+        self.relay.clear()
+
+
+def _choose(model: nn.Module, config: FP8Config) -> tuple[dict[str, nn.Linear], list[Row]]:
+    """The layers to convert by name, and a row for each linear layer."""
+    heads = {id(head) for head in _heads(model)}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    chosen: dict[str, nn.Linear] = {}
+    rows = []
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        reason = _reason(fqn, module, config, id(module) in heads or id(module.weight) in embeddings)
+        action = "skipped" if reason else "replaced"
+        if not reason:
+            chosen[fqn] = module
+        rows.append(Row(fqn, type(module).__name__, "fp8", action, () if reason else ("scaled_matmul",), reason or ""))
+    return chosen, rows
+
+
+def _reason(fqn: str, module: nn.Linear, config: FP8Config, head: bool) -> str | None:
+    """Why a layer is left alone."""
+    if type(module) is not nn.Linear:
+        return f"it is a {type(module).__module__}.{type(module).__name__}, not nn.Linear itself"
+    if "forward" in module.__dict__ or getattr(module, "parametrizations", None) is not None:
+        return "its forward or its weight was replaced on the instance"
+    misfit = misfit_of(module)
+    if misfit:
+        return misfit
+    if config.module_filter_fn is not None:
+        return None if config.module_filter_fn(module, fqn) else "module_filter_fn left it out"
+    name = fqn.rpartition(".")[2]
+    if head or name in HEADS:
+        return "it is an output projection, whose errors reach the loss undamped"
+    if name in ROUTERS:
+        return "it is a router, whose errors change which experts are asked"
+    least = min(module.in_features, module.out_features)
+    if least < config.min_features:
+        return f"{module.in_features} x {module.out_features} has a side below min_features, {config.min_features}"
+    return None
+
+
+def _heads(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        if callable(getter):
+            try:
+                head = getter()
+            except (AttributeError, NotImplementedError):  # of a model without one
+                continue
+            if isinstance(head, nn.Module):
+                yield head
+
+
+def _check_devices(chosen: dict[str, nn.Linear]) -> None:
+    for device in {layer.weight.device for layer in chosen.values()}:
+        if device.type == "meta":
+            continue
+        try:
+            torch.zeros(1, device=device).to(torch.float8_e4m3fn)
+        except (RuntimeError, TypeError, NotImplementedError) as problem:
+            raise RuntimeError(f"convert_model_to_fp8: {device} has no 8-bit floats in PyTorch: {problem}") from problem
+
+
+def _fuse(model: nn.Module, config: FP8Config, relay: Relay) -> list[Row]:
+    """Give norms and gated MLPs the child that casts for them."""
+    rows = []
+    if config.recipe == "delayed":
+        for fqn, norm in _feeding_norms(model):
+            norm.add_module(CHILD, FP8Norm(config, relay, norm.weight.device))
+            rows.append(Row(fqn, type(norm).__name__, "fp8", "replaced", ("rms_norm_fp8",), "casts what it returns"))
+    for fqn, module in model.named_modules():
+        layers = _gated_layers(module)
+        if layers is not None:
+            module.add_module(CHILD, FP8GatedMLP(config, layers))
+            rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("swiglu_fp8",), "gate and up as one"))
+    return rows
+
+
+def _feeding_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """RMSNorms that may feed a converted layer: those that stand beside it, or beside what holds it, and are as wide as
+    its input. Whether one does shows when the model runs: the layer is given the very tensor that the norm returned."""
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for fqn, layer in modules.items():
+        if not isinstance(layer, FP8LinearLayer):
+            continue
+        path = fqn
+        while path:
+            path = path.rpartition(".")[0]
+            norms = {
+                f"{path}.{name}".lstrip("."): child
+                for name, child in modules[path].named_children()
+                if _is_rms_norm(child) and child.weight.shape[0] == layer.in_features
+            }
+            found.update(norms)
+            if norms:
+                break
+    return iter(found.items())
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    if getattr(module, "weight", None) is None:
+        return False
+    known = getattr(type(module), "_tilesmith_norm", None)  # what `optimize` made of a norm
+    return isinstance(module, RMSNorm) if known is None else not known.centred
+
+
+def _gated_layers(module: nn.Module) -> tuple[FP8LinearLayer, FP8LinearLayer, FP8LinearLayer] | None:
+    """(gate, up, down) of a module that computes down(silu(gate(x)) * up(x)) by converted layers without biases."""
+    known = getattr(type(module), "_tilesmith_gated_mlp", None)  # what `optimize` made of an MLP
+    if known is not None:
+        if known.activation != "silu" or known.up is None or known.inner_dropout or known.outer_dropout:
+            return None
+        names = known.gate, known.up, known.down
+    elif isinstance(module, GatedMLP) and module.activation == "swiglu":
+        names = "gate_proj", "up_proj", "down_proj"
+    else:
+        return None
+    layers = tuple(module._modules.get(name) for name in names)
+    served = all(type(layer) is FP8LinearLayer and layer.bias is None for layer in layers)
+    return layers if served and layers[0].weight.dtype == layers[1].weight.dtype else None
+
+
+def _take_back(model: nn.Module, layers: list[nn.Module]) -> None:
+    for module in model.modules():
+        if isinstance(module._modules.get(CHILD), FP8Norm | FP8GatedMLP):
+            del module._modules[CHILD]
+    for layer in layers:
+        if type(layer) is FP8LinearLayer:
+            layer.leave()
+            object.__setattr__(layer, "__class__", nn.Linear)

@@ -1,0 +1,185 @@
+"""FP8TrainingEngine: the steps of a training run in 8 bits, with what may go wrong in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilesmith.precision.config import FP8Config, FP8Format
+from tilesmith.precision.convert import convert_model_to_fp8
+from tilesmith.precision.linear import FP8LinearLayer
+from tilesmith.precision.scaling import Scaling, follow, roll
+
+
+def create_fp8_trainer(
+    model: nn.Module,
+    forward_format: FP8Format = FP8Format.E4M3,
+    backward_format: FP8Format = FP8Format.E5M2,
+    device: torch.device | None = None,
+) -> FP8TrainingEngine:
+    """An engine that trains `model` in 8 bits by the delayed recipe.
+
+    forward_format: of activations and weights. backward_format: of gradients. device: where to move the model first;
+    None: it stays. Raises as `FP8Config`, `FP8TrainingEngine` and `Module.to` do.
+    """
+    config = FP8Config(forward_format=forward_format, backward_format=backward_format)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"create_fp8_trainer: model must be a torch.nn.Module, got {type(model).__name__}")
+    if device is not None:
+        model.to(device)
+    return FP8TrainingEngine(model, config)
+
+
+class FP8TrainingEngine:
+    """Converts a model to 8 bits and runs its training steps.
+
+    A step whose gradients are not finite on any rank is skipped on all; the loss's factor is then halved, and doubled
+    again after `loss_scale_growth_interval` steps that were not, up to where it began.
+
+    Args:
+        model: any module; converted in place by `setup_fp8_training`, also if it is compiled or wrapped already in
+            modules that keep the layers. A model that is converted already is taken as it is.
+        config: see `FP8Config`. None: the delayed recipe.
+        process_group: the ranks that skip together; None: all, where torch.distributed is up.
+
+    As a context manager it converts on entry; on leaving, the model stays converted.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: FP8Config | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"FP8TrainingEngine: model must be a torch.nn.Module, got {type(model).__name__}")
+        if config is not None and not isinstance(config, FP8Config):
+            raise TypeError(f"FP8TrainingEngine: config must be an FP8Config, got {type(config).__name__}")
+        self.model, self.config, self.process_group = model, config or FP8Config(), process_group
+        self.loss_scale = float(self.config.loss_scale)
+        self._ready = False
+        self._steps = self._skipped = self._good = 0
+
+    def __enter__(self) -> FP8TrainingEngine:
+        self.setup_fp8_training()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """The model stays converted."""
+
+    def setup_fp8_training(self) -> None:
+        """Convert the model, once. Raises as `convert_model_to_fp8` does."""
+        if self._ready:
+            return
+        if any(isinstance(module, FP8LinearLayer) for module in self.model.modules()):
+            follow(self.model)
+        else:
+            convert_model_to_fp8(self.model, self.config)
+        self._ready = True
+
+    def training_step(
+        self, inputs: Any, targets: Tensor | None = None, loss_fn: Callable[[Any, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Forward and backward of one batch; gradients add up until `optimizer_step`. Returns the loss, detached.
+
+        inputs: passed to the model; a mapping by keyword, a tuple by position. targets: the loss is
+        ``loss_fn(output, targets)``; without a loss_fn it is the cross-entropy of outputs [..., classes] and integer
+        targets [...], or the mean squared error of floating targets of the output's shape. targets None: the loss is
+        the model's output or its `loss`.
+
+        Raises RuntimeError before `setup_fp8_training`, ValueError where no loss can be made.
+        """
+        if not self._ready:
+            raise RuntimeError("FP8TrainingEngine: call setup_fp8_training() or enter the engine first")
+        if isinstance(inputs, dict):
+            out = self.model(**inputs)
+        else:
+            out = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+        loss = _loss(out, targets, loss_fn)
+        (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
+        return loss.detach()
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step `optimizer` unless a gradient of it is not finite on any rank, then clear the gradients. Returns whether
+        it stepped."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer_step: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            )
+        if not self._ready:
+            raise RuntimeError("FP8TrainingEngine: call setup_fp8_training() or enter the engine first")
+        found = self._unscale([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None])
+        if found:
+            self._skipped, self._good = self._skipped + 1, 0
+            self.loss_scale *= 0.5
+            roll(self.model)
+        else:
+            optimizer.step()  # the hook of `scaling` does the rest
+            self._steps, self._good = self._steps + 1, self._good + 1
+            if self._good % self.config.loss_scale_growth_interval == 0:
+                self.loss_scale = min(self.loss_scale * 2, float(self.config.loss_scale))
+        optimizer.zero_grad(set_to_none=True)
+        return not found
+
+    def get_training_statistics(self) -> dict[str, Any]:
+        """steps, skipped: calls of `optimizer_step` that stepped and that did not. overflows: how often, over all
+        tensors and steps, a value was beyond its scale's range or not finite. loss_scale. scales, amax_histories: of
+        each tensor that has a scale of its own, by name. Asks the device."""
+        scalings = {name: m for name, m in self.model.named_modules() if isinstance(m, Scaling)}
+        return {
+            "steps": self._steps,
+            "skipped": self._skipped,
+            "overflows": int(sum(s.overflows.item() for s in scalings.values())),
+            "loss_scale": self.loss_scale,
+            "scales": {name: s.bound.item() for name, s in scalings.items()},
+            "amax_histories": {name: s.history.tolist() for name, s in scalings.items()},
+        }
+
+    def _unscale(self, grads: list[Tensor]) -> bool:
+        """Divide gradients by the loss's factor; whether one is not finite anywhere."""
+        local = [getattr(g, "_local_tensor", g) for g in grads]
+        by_kind: dict[tuple, list[Tensor]] = {}
+        for grad in local:
+            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        flags = []
+        for (device, _), group in by_kind.items():
+            found = torch.zeros(1, device=device)
+            factor = torch.full((1,), 1.0 / self.loss_scale, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
+            flags.append(found)
+        if dist.is_available() and dist.is_initialized():
+            device = flags[0].device if flags else _device_of(self.model)
+            total = torch.stack([flag.to(device) for flag in flags]).amax(0) if flags else torch.zeros(1, device=device)
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.process_group)
+            return bool(total.item())
+        return any(flag.item() for flag in flags)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _loss(out: Any, targets: Tensor | None, loss_fn: Callable[[Any, Tensor], Tensor] | None) -> Tensor:
+    if targets is None:
+        loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError("training_step: without targets the model must return its loss, or an object with one")
+        return loss
+    if loss_fn is not None:
+        return loss_fn(out, targets)
+    out = out if isinstance(out, Tensor) else getattr(out, "logits", out)
+    if not isinstance(out, Tensor):
+        raise ValueError(f"training_step: the model returned {type(out).__name__}; pass a loss_fn")
+    if not targets.is_floating_point():
+        return F.cross_entropy(out.flatten(0, -2).float(), targets.flatten())
+    if targets.shape != out.shape:
+        raise ValueError(
+            f"training_step: targets are {list(targets.shape)}, the output {list(out.shape)}; pass a loss_fn"
+        )
+    return F.mse_loss(out, targets)

@@ -1,0 +1,252 @@
+"""Linear layers and gated MLPs in 8 bits, forward and backward, as functions.
+
+Legend: x [M, K], weight [N, K], y = x weight^T; the gradient of x is dy weight, that of weight dy^T x. Tensor cores of
+Hopper take 8-bit operands whose contracted dim runs along memory, so the weight and its transpose are both kept, and
+x and dy are needed transposed for the weight's gradient. What a forward keeps of x is its cast.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilesmith import ops
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+class Cast(NamedTuple):
+    """A tensor in 8 bits: x8 [M, K] and its factor; x8_t [K, M] and its factor, if that is another one (Dynamo takes no
+    tensor twice). What is not there is None."""
+
+    x8: Tensor | None
+    factor: Tensor
+    x8_t: Tensor | None = None
+    factor_t: Tensor | None = None
+
+
+class Plan(NamedTuple):
+    """How a layer computes. dtype: of its output. forward, backward: formats. delayed: scales of earlier steps."""
+
+    recipe: str
+    forward: str
+    backward: str
+
+
+def cast_tensorwise(
+    x: Tensor, bound: Tensor | None, amax: Tensor, format: str, rows: bool = True, columns: bool = False
+) -> Cast:
+    """x by one factor: of `bound`, or of its own largest value where that is None. amax is raised."""
+    x8, x8_t, factor = ops.fp8_cast(x, ops.fp8_amax(x) if bound is None else bound, amax, format, rows, columns)
+    return Cast(x8 if rows else None, factor, x8_t if columns else None)
+
+
+def cast_input(x: Tensor, plan: Plan, bound: Tensor | None, amax: Tensor, trains: bool) -> Cast:
+    """An activation as `linear` takes it. trains: whether a weight's gradient will be asked for."""
+    if plan.recipe == "rowwise":
+        return Cast(*ops.fp8_cast_rows(x, plan.forward))
+    if plan.recipe == "blockwise":
+        x8, factor, x8_t, factor_t = ops.fp8_cast_blocks(x.reshape(-1, x.shape[-1]), plan.forward, True, trains)
+        return Cast(x8, factor, *((x8_t, factor_t) if trains else (None, None)))
+    return cast_tensorwise(x, bound, amax, plan.forward)
+
+
+def cast_weight(weight: Tensor, plan: Plan) -> Cast:
+    """A weight, both ways round."""
+    if plan.recipe == "rowwise":
+        return Cast(*ops.fp8_cast_rows(weight, plan.forward), *ops.fp8_cast_rows(weight.t().contiguous(), plan.forward))
+    if plan.recipe == "blockwise":
+        return Cast(*ops.fp8_cast_blocks(weight, plan.forward, True, True, True))
+    bound = ops.fp8_amax(weight)
+    return cast_tensorwise(weight, bound, bound.clone(), plan.forward, True, True)
+
+
+def cast_weights(first: Tensor, second: Tensor, plan: Plan) -> Cast:
+    """Two weights of one input by one factor, as if they were one on top of the other."""
+    bound = torch.maximum(ops.fp8_amax(first), ops.fp8_amax(second))
+    casts = [cast_tensorwise(w, bound, bound.clone(), plan.forward, True, True) for w in (first, second)]
+    as_bytes = [[t.view(torch.uint8) for t in (c.x8, c.x8_t)] for c in casts]
+    x8, x8_t = (torch.cat(pair, dim).view(casts[0].x8.dtype) for dim, pair in enumerate(zip(*as_bytes)))
+    return Cast(x8, casts[0].factor, x8_t)
+
+
+class Gradient(NamedTuple):
+    """Where the gradient of an output finds its scale: what it is expected to stay below (None: its own largest value
+    is looked for), and where its largest value is noted."""
+
+    bound: Tensor | None
+    amax: Tensor
+
+
+def linear(
+    x: Tensor, parameters: tuple[Tensor, Tensor | None], given: Cast, cast: Cast, plan: Plan, dtype: torch.dtype,
+    gradient: Gradient,
+) -> Tensor:  # fmt: skip
+    """x weight^T + bias in `dtype`, from the casts of x (`given`) and of the weight. parameters: weight and bias."""
+    function = {"rowwise": _Rowwise, "blockwise": _Blockwise}.get(plan.recipe, _Tensorwise)
+    return function.apply(x, *parameters, plan, dtype, *given, *cast, *gradient)
+
+
+def _product(a: Tensor, b: Tensor, a_factor: Tensor, b_factor: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
+    return ops.scaled_matmul(a, b, a_factor, b_factor, None, NAMES[dtype], fast)
+
+
+def _forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype, casts: tuple):
+    """(y, cast of x, cast of weight), and what is no tensor kept. casts: as `linear` passes them on."""
+    given, cast, (ctx.bound, ctx.amax) = Cast(*casts[:4]), Cast(*casts[4:8]), casts[8:]
+    bias16 = None if bias is None else bias.to(dtype)
+    a = given.x8.reshape(-1, x.shape[-1])
+    y = ops.scaled_matmul(a, cast.x8, given.factor, cast.factor, bias16, NAMES[dtype], True)
+    ctx.plan, ctx.shape = plan, x.shape
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    return _shaped(y, x), given, cast
+
+
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    """y [M, N] with the leading dims of x, and no view to autograd: a caller may write into it."""
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
+
+
+def _bias_gradient(ctx, dy: Tensor) -> Tensor | None:
+    return dy.sum(0).to(ctx.dtypes[2]) if ctx.needs_input_grad[2] else None
+
+
+class _Tensorwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, plan, dtype, *casts):
+        y, given, cast = _forward(ctx, x, weight, bias, plan, dtype, casts)
+        kept = (given.x8, given.factor) if weight.requires_grad else (None, None)
+        ctx.save_for_backward(*kept, cast.x8_t, cast.factor)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x8, x_factor, w8_t, w_factor = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = dweight = None
+        if wants_x or wants_weight:
+            d = cast_tensorwise(dy, ctx.bound, ctx.amax, ctx.plan.backward, wants_x, wants_weight)
+        if wants_x:
+            dx = _product(d.x8, w8_t, d.factor, w_factor, ctx.dtypes[0]).view(ctx.shape)
+        if wants_weight:
+            x8_t = ops.fp8_transpose(x8.reshape(-1, ctx.shape[-1]))
+            dweight = _product(d.x8_t, x8_t, d.factor, x_factor, ctx.dtypes[1])
+        return dx, dweight, _bias_gradient(ctx, dy), *(None,) * 12
+
+
+class _Rowwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, plan, dtype, *casts):
+        y, given, cast = _forward(ctx, x, weight, bias, plan, dtype, casts)
+        kept = (given.x8, given.factor) if weight.requires_grad else (None, None)
+        ctx.save_for_backward(*kept, cast.x8_t, cast.factor_t)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x8, x_factor, w8_t, w_t_factor = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = dweight = None
+        if wants_x:
+            d8, factor = ops.fp8_cast_rows(dy, ctx.plan.backward)
+            dx = _product(d8, w8_t, factor, w_t_factor, ctx.dtypes[0]).view(ctx.shape)
+        if wants_weight:  # factors are powers of two, so x comes back as it was multiplied
+            x = x8.reshape(-1, ctx.shape[-1]).to(dy.dtype) * x_factor.to(dy.dtype)
+            dweight = torch.mm(dy.t(), x).to(ctx.dtypes[1])
+        return dx, dweight, _bias_gradient(ctx, dy), *(None,) * 12
+
+
+class _Blockwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, plan, dtype, *casts):
+        y, given, cast = _forward(ctx, x, weight, bias, plan, dtype, casts)
+        kept = (given.x8_t, given.factor_t) if weight.requires_grad else (None, None)
+        ctx.save_for_backward(*kept, cast.x8_t, cast.factor_t)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x8_t, x_t_factor, w8_t, w_t_factor = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = dweight = None
+        d8, factor, d8_t, factor_t = ops.fp8_cast_blocks(dy, ctx.plan.backward, wants_x, wants_weight)
+        if wants_x:
+            dx = _product(d8, w8_t, factor, w_t_factor, ctx.dtypes[0]).view(ctx.shape)
+        if wants_weight:
+            dweight = _product(d8_t, x8_t, factor_t, x_t_factor, ctx.dtypes[1])
+        return dx, dweight, _bias_gradient(ctx, dy), *(None,) * 12
+
+
+class Bounds(NamedTuple):
+    """(bound or None, amax) of the hidden values of a gated MLP, of its output's gradient and of gate's and up's."""
+
+    h_bound: Tensor | None
+    h_amax: Tensor
+    dy_bound: Tensor | None
+    dy_amax: Tensor
+    d_bound: Tensor | None
+    d_amax: Tensor
+
+
+def gated_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, given: Cast, cast: Cast, cast_down: Cast, bounds: Bounds,
+    plan: Plan, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """down(silu(gate(x)) * up(x)) without biases, by one scale a tensor. cast: of gate and up together."""
+    return _GatedMlp.apply(x, gate, up, down, plan, dtype, *given[:2], *cast[:3], *cast_down[:3], *bounds)
+
+
+class _GatedMlp(torch.autograd.Function):
+    """Gate and up are one product, and so are their gradients. The hidden values are not kept: the kernel that makes
+    their gradient makes them again, in 8 bits."""
+
+    @staticmethod
+    def forward(ctx, x, gate, up, down, plan, dtype, *casts):
+        x8, x_factor, w8, w_factor, w8_t, down8, down_factor, down8_t = casts[:8]
+        bounds, inner = Bounds(*casts[8:]), gate.shape[0]
+        both = ops.scaled_matmul(x8.reshape(-1, x.shape[-1]), w8, x_factor, w_factor, None, NAMES[dtype], True)
+        first, second = both[:, :inner], both[:, inner:]
+        if bounds.h_bound is None:
+            h = cast_tensorwise(ops.swiglu(first, second), None, bounds.h_amax, plan.forward)
+        else:
+            h = Cast(*ops.swiglu_fp8(first, second, bounds.h_bound, bounds.h_amax, plan.forward))
+        y = ops.scaled_matmul(h.x8, down8, h.factor, down_factor, None, NAMES[dtype], True)
+        ctx.save_for_backward(x8, x_factor, both, h.factor, w8_t, w_factor, down8_t, down_factor)
+        ctx.plan, ctx.bounds, ctx.inner, ctx.shape, ctx.dtypes = plan, bounds, inner, x.shape, (x.dtype, gate.dtype)
+        return _shaped(y, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x8, x_factor, both, h_factor, w8_t, w_factor, down8_t, down_factor = ctx.saved_tensors
+        inner, plan, bounds, (x_dtype, w_dtype) = ctx.inner, ctx.plan, ctx.bounds, ctx.dtypes
+        wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad[:4]
+        first, second = both[:, :inner], both[:, inner:]
+        dy = dy.reshape(-1, dy.shape[-1])
+        d_out = cast_tensorwise(dy, bounds.dy_bound, bounds.dy_amax, plan.backward, True, wants_down)
+        dh = _product(d_out.x8, down8_t, d_out.factor, down_factor, both.dtype)
+        d_bound = bounds.d_bound
+        if d_bound is None:  # the gradients twice: for their largest value, and to be cast where they are made
+            d_bound = torch.maximum(*map(ops.fp8_amax, ops.swiglu_vjp(dh, first, second, (True, True))))
+        d8, d8_t, h8_t, factor = ops.swiglu_vjp_fp8(
+            dh, first, second, d_bound, bounds.d_amax, h_factor, plan.backward, plan.forward
+        )
+        d = Cast(d8, factor, d8_t)
+        dx = dgate = dup = ddown = None
+        if wants_down:
+            ddown = _product(d_out.x8_t, h8_t, d_out.factor, h_factor, w_dtype)
+        if wants_x:
+            dx = _product(d.x8, w8_t, d.factor, w_factor, x_dtype).view(ctx.shape)
+        if wants_gate or wants_up:
+            x8_t = ops.fp8_transpose(x8.reshape(-1, ctx.shape[-1]))
+            dgate, dup = _product(d.x8_t, x8_t, d.factor, x_factor, w_dtype).split(inner)
+        return dx, dgate if wants_gate else None, dup if wants_up else None, ddown, *(None,) * 16

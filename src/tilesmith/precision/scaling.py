@@ -1,0 +1,126 @@
+"""Scales that are kept between steps: largest values seen, their history, and the casts of weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tilesmith.ops.quant.reference import GREATEST
+
+_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_hook: list = []
+
+
+class Scaling(nn.Module):
+    """The scale of one tensor. Its buffers are no part of a state dict: a run that goes on takes its first step with
+    scales of its own tensors, as the first step of any run does.
+
+    amax: the largest absolute value since the last `roll`. bound: what the next values are expected to stay below.
+    history: of the last steps. overflows: how often a value was above the bound's range, or not finite. warm: whether
+    bound is known, which `roll` finds out.
+    """
+
+    def __init__(self, format: str, history: int, device: torch.device):
+        super().__init__()
+        self.format, self.warm = format, False
+        for name, size in (("amax", 1), ("bound", 1), ("history", history), ("overflows", 1)):
+            self.register_buffer(name, torch.zeros(size, device=device), persistent=False)
+
+    def known(self, delayed: bool) -> Tensor | None:
+        """The bound, where a step may go by it."""
+        return self.bound if delayed and self.warm else None
+
+    def _apply(self, fn, recurse: bool = True) -> Scaling:
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():  # a model that goes to bf16 does not take its scales along
+            self._buffers[name] = buffer.float()
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.format}, {'known' if self.warm else 'not known yet'}"
+
+
+class CastsWeights(nn.Module):
+    """A module that keeps casts of weights, which `refresh` makes anew."""
+
+    def refresh(self) -> None:
+        raise NotImplementedError
+
+
+def scalings_of(root: nn.Module) -> Iterator[Scaling]:
+    return (module for module in root.modules() if isinstance(module, Scaling))
+
+
+def roll(root: nn.Module) -> None:
+    """Take what was seen since the last time into the histories, and the bounds from these.
+
+    A value that was too large raises the bound at once, since it is in the history; one that is not finite doubles it.
+    A tensor that was not cast keeps its bound. All scales in a few launches; the device is asked only while a scale is
+    not known yet.
+    """
+    by_device: dict[tuple, list[Scaling]] = {}
+    for scaling in scalings_of(root):
+        by_device.setdefault((scaling.amax.device, scaling.history.numel()), []).append(scaling)
+    for scalings in by_device.values():
+        _roll(scalings)
+
+
+@torch.no_grad()
+def _roll(scalings: list[Scaling]) -> None:
+    amax = torch.cat([s.amax for s in scalings])
+    bound = torch.cat([s.bound for s in scalings])
+    history = torch.stack([s.history for s in scalings])
+    limit = amax.new_tensor([GREATEST[s.format] for s in scalings])
+    # a power of two above bound / limit: what is beyond limit times it was cut off
+    reach = limit * torch.exp2(torch.ceil(torch.log2(bound / limit)))
+    finite = amax.isfinite()
+    over = ((amax > reach) & (bound > 0)) | ~finite
+    seen = torch.where(finite, amax, 2 * bound)
+    shifted = torch.cat((seen[:, None], history[:, :-1]), 1)
+    history = torch.where((seen > 0)[:, None], shifted, history)
+    bound = history.amax(1)
+    torch._foreach_copy_([s.history for s in scalings], list(history.unbind()))
+    torch._foreach_copy_([s.bound for s in scalings], list(bound[:, None].unbind()))
+    torch._foreach_add_([s.overflows for s in scalings], list(over.to(amax.dtype)[:, None].unbind()))
+    torch._foreach_zero_([s.amax for s in scalings])
+    if not all(s.warm for s in scalings):
+        for scaling, known in zip(scalings, (bound > 0).tolist()):
+            scaling.warm = scaling.warm or known
+
+
+def refresh_fp8(model: nn.Module) -> None:
+    """Cast the weights of a converted model anew. Needed only after weights were changed by other means than an
+    optimizer's step, `load_state_dict` or an eager forward's own look: under torch.compile."""
+    for module in model.modules():
+        if isinstance(module, CastsWeights):
+            module.refresh()
+
+
+def follow(root: nn.Module) -> None:
+    """From now on, a step of an optimizer that holds parameters of `root` casts its weights anew and rolls its
+    scales."""
+    _roots.add(root)
+    if not _hook:
+        _hook.append(register_optimizer_step_post_hook(_stepped))
+
+
+def unfollow(root: nn.Module) -> None:
+    _roots.discard(root)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    if not len(_roots):
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for root in list(_roots):
+        if _any_in(root.parameters(), held):
+            refresh_fp8(root)
+            roll(root)
+
+
+def _any_in(parameters: Iterable[Tensor], held: set[int]) -> bool:
+    return any(id(p) in held for p in parameters)

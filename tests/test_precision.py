@@ -1,0 +1,473 @@
+"""FP8 training on a CPU: layers against bf16 products, conversion and back, the engine and its faults."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tilesmith import nn as tnn
+from tilesmith.precision import (
+    FP8AttentionConfig,
+    FP8Config,
+    FP8Format,
+    FP8LinearLayer,
+    FP8TrainingEngine,
+    convert_model_to_fp8,
+    create_fp8_trainer,
+    refresh_fp8,
+    revert_model_from_fp8,
+)
+from tilesmith.precision.config import RECIPES
+from tilesmith.precision.scaling import Scaling, roll
+
+DECODER = tnn.DecoderConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2
+)
+SMALL = {"min_features": 16, "min_tokens": 1}
+HALF = 2.0**-4  # half a step of e4m3, relative to a number
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def _config(recipe="delayed", **more):
+    return FP8Config(recipe=recipe, **SMALL, **more)
+
+
+def _stack(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96, dtype=dtype), nn.GELU(), nn.Linear(96, 64, bias=False, dtype=dtype))
+
+
+def _decoder(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return tnn.Decoder(DECODER, dtype=dtype)
+
+
+def _tokens(batch=4, length=17, seed=0):
+    tokens = torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _gradients(model, x, dy):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    found = {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+    model.zero_grad()
+    return found
+
+
+def _distance(a, b):
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_is_that_of_its_rounded_operands(recipe, dtype):
+    """Sums of products of two numbers rounded at random: each adds at most half a step, and a sum averages them."""
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 96, dtype=dtype)
+    model = convert_model_to_fp8(nn.Sequential(copy.deepcopy(plain)), _config(recipe))
+    x, dy = torch.randn(3, 32, 64, dtype=dtype), torch.randn(3, 32, 96, dtype=dtype)
+    expected = _gradients(nn.Sequential(plain), x, dy)
+    for _ in range(2):  # the second time with the scales of the first
+        found = _gradients(model, x, dy)
+        for name, value in found.items():
+            assert value.dtype is expected[name].dtype
+            assert _distance(value, expected[name]) < 2 * HALF, name
+        assert not torch.equal(found["y"], expected["y"])
+        roll(model)
+
+
+@each_recipe
+def test_rounding_is_all_that_differs(recipe):
+    """Numbers of 8 bits with one scale come through exactly; so do zero rows, and rows of different size by rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randint(-7, 8, (128, 128)) * 2.0**-3)
+    x, dy = (torch.randint(-7, 8, (128, 128)).float() for _ in range(2))
+    x[3] = dy[5] = 0
+    expected = _gradients(model, x, dy)
+    found = _gradients(convert_model_to_fp8(model, _config(recipe, backward_format=FP8Format.E4M3)), x, dy)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=2.0**-7, atol=0, msg=name)  # bf16 results in between
+
+
+@each_recipe
+def test_training_follows_that_in_bf16(recipe):
+    tokens, labels = _tokens()
+    last = []
+    for convert in (False, True):
+        model = _decoder()
+        if convert:
+            convert_model_to_fp8(model, _config(recipe))
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        losses = []
+        for _ in range(12):
+            loss = model(tokens, labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] - 0.5
+        last.append(losses[-1])
+    assert abs(last[1] - last[0]) < 0.02 * last[0]
+
+
+def test_norms_and_gated_mlps_cast_what_they_make():
+    model = convert_model_to_fp8(_decoder(), _config())
+    replaced = {row.fqn: row for row in model.fp8_report.rows if row.action == "replaced"}
+    assert {"layers.0.mlp", "layers.0.self_attn.q_proj"} <= replaced.keys()
+    assert any("norm" in name for name in replaced)
+    skipped = {row.fqn: row.reason for row in model.fp8_report.rows if row.action == "skipped"}
+    assert "output projection" in skipped["lm_head"]
+    tokens, labels = _tokens()
+    for _ in range(2):
+        model(tokens, labels).backward()
+        roll(model)
+    scalings = [m for m in model.modules() if isinstance(m, Scaling)]
+    assert any(s.warm for s in scalings)
+    # q, k and v take the norm's cast: they look for no scale of their own
+    attention = model.layers[0].self_attn
+    assert not any(getattr(attention, name).input_scaling.warm for name in ("q_proj", "k_proj", "v_proj"))
+    assert attention.o_proj.input_scaling.warm
+
+
+@each_recipe
+def test_state_dicts_go_both_ways(recipe):
+    plain, model = _decoder(), convert_model_to_fp8(_decoder(), _config(recipe))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    plain.load_state_dict(model.state_dict())
+    tokens, labels = _tokens()
+    fresh = convert_model_to_fp8(copy.deepcopy(plain), _config(recipe))
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model(tokens, labels), fresh(tokens, labels))
+    revert_model_from_fp8(model)
+    assert not any(isinstance(m, FP8LinearLayer | Scaling) for m in model.modules())
+    assert torch.equal(model(tokens, labels), plain(tokens, labels))
+
+
+def test_copies_share_nothing():
+    model = convert_model_to_fp8(_decoder(), _config())
+    tokens, labels = _tokens()
+    for _ in range(2):
+        model(tokens, labels).backward()
+        roll(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(model(tokens, labels), twin(tokens, labels))
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    before = model(tokens, labels)
+    refresh_fp8(twin)
+    assert torch.equal(model(tokens, labels), before)
+    assert not torch.equal(twin(tokens, labels), before)
+    other = convert_model_to_fp8(_stack(), _config(), inplace=False)
+    assert isinstance(other[0], FP8LinearLayer)
+
+
+def test_inplace_false_leaves_the_model():
+    model = _stack()
+    other = convert_model_to_fp8(model, _config(), inplace=False)
+    assert type(model[0]) is nn.Linear and type(other[0]) is FP8LinearLayer
+    assert model[0].weight is not other[0].weight
+
+
+def test_weights_are_cast_again_when_they_change():
+    model = convert_model_to_fp8(_stack(), _config("current"))
+    x = torch.randn(32, 64)
+    before = model(x)
+    with torch.no_grad():
+        model[0].weight.neg_()
+    assert not torch.equal(model(x), before)
+    model[0].weight.data.neg_()  # what an optimizer may do: no version is counted
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    model(x).sum().backward()
+    optimizer.step()
+    assert torch.equal(model(x), before)
+
+
+def test_a_write_between_two_layers_is_noticed():
+    torch.manual_seed(0)
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x):
+            x = x * 1
+            a = self.first(x)
+            x.mul_(-1)
+            return a, self.second(x)
+
+    model = convert_model_to_fp8(Two(), _config("current"))
+    x = torch.randn(32, 64)
+    with torch.no_grad():
+        assert _distance(model(x)[1], F.linear(-x, second.weight, second.bias)) < 2 * HALF
+
+
+@each_recipe
+def test_activation_checkpointing(recipe):
+    x, dy = torch.randn(32, 64), torch.randn(32, 64)
+    model = convert_model_to_fp8(_stack(), _config(recipe))
+    expected = _gradients(model, x, dy)
+    x = x.clone().requires_grad_()
+    checkpoint(model, x, use_reentrant=False).backward(dy)
+    assert torch.equal(x.grad, expected["x"])
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, expected[name]), name
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_compiled(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(tnn.RMSNorm(64), tnn.GatedMLP(64, 96)) if recipe == "delayed" else _stack()
+    convert_model_to_fp8(model, _config(recipe))
+    x, dy = torch.randn(32, 64), torch.randn(32, 64)
+    for _ in range(2):
+        _gradients(model, x, dy)
+        roll(model)
+    expected = _gradients(model, x, dy)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = x.clone().requires_grad_()
+    compiled(x).backward(dy)
+    found = {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+class _Adapted(nn.Module):
+    """A frozen layer with a low-rank one beside it, as PEFT puts it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+@each_recipe
+def test_a_frozen_base_trains_adapters_and_keeps_no_activation(recipe):
+    torch.manual_seed(0)
+    model = convert_model_to_fp8(nn.Sequential(_Adapted(nn.Linear(64, 96))), _config(recipe))
+    assert isinstance(model[0].base_layer, FP8LinearLayer) and type(model[0].down) is nn.Linear
+    x = torch.randn(32, 64, requires_grad=True)
+    kept = _saved(lambda: model[0].base_layer(x).sum())
+    assert not any(t.numel() == x.numel() for t in kept)
+    model(x).sum().backward()
+    assert model[0].base_layer.weight.grad is None and model[0].down.weight.grad is not None
+
+
+def _saved(run):
+    """What a call keeps for its gradient, each storage once."""
+    found = {}
+
+    def pack(t):
+        found[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
+def test_bytes_kept_of_activations(recipe):
+    """The input of each layer in 8 bits; torchao's layers keep it in bf16."""
+    model = convert_model_to_fp8(_stack(torch.bfloat16), _config(recipe))
+    torch.manual_seed(0)
+    rows = 1024
+    for layer, width in ((model[0], 64), (model[2], 96)):
+        x = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True)
+        weights = {t.untyped_storage().data_ptr() for t in (layer.weight, *layer.weight_cast()) if t is not None}
+        kept = [t for t in _saved(lambda layer=layer, x=x: layer(x)) if t.untyped_storage().data_ptr() not in weights]
+        assert sum(t.untyped_storage().nbytes() for t in kept) <= 0.55 * rows * width * 2
+
+
+def test_eval_and_small_calls():
+    model = convert_model_to_fp8(_stack(), FP8Config(min_features=16, min_tokens=8))
+    x = torch.randn(4, 64)
+    assert torch.equal(model(x), _stack()(x))
+    x = torch.randn(2, 4, 64)
+    assert not torch.equal(model(x), _stack()(x))
+    model.eval()
+    assert torch.equal(model(1024 * x)[:1], model(1024 * x)[:1])
+    assert _distance(model(1024 * x), _stack()(1024 * x)) < 2 * HALF
+
+
+# What is refused
+
+
+def _state(model):
+    return {name: (type(m), set(m._modules), set(m._forward_hooks)) for name, m in model.named_modules()}
+
+
+def test_what_conversion_refuses(monkeypatch):
+    for bad, kind in ((3, TypeError), (nn.Sequential(nn.GELU()), ValueError), (nn.Linear(40, 40), ValueError)):
+        with pytest.raises(kind, match="convert_model_to_fp8"):
+            convert_model_to_fp8(bad, _config())
+    with pytest.raises(TypeError, match="fp8_config"):
+        convert_model_to_fp8(_stack(), {"recipe": "delayed"})
+    with pytest.raises(ValueError, match="min_features"):
+        convert_model_to_fp8(_stack())
+    model = convert_model_to_fp8(_stack(), _config())
+    with pytest.raises(ValueError, match="converted already"):
+        convert_model_to_fp8(model, _config())
+
+
+def test_a_failed_conversion_leaves_the_model_as_it_was(monkeypatch):
+    model = _decoder()
+    before, dictionaries = _state(model), {name: set(m.__dict__) for name, m in model.named_modules()}
+    calls = []
+    genuine = FP8LinearLayer.enter
+
+    def fails(self, *given):
+        calls.append(self)
+        if len(calls) == 4:
+            raise MemoryError("no room")
+        genuine(self, *given)
+
+    monkeypatch.setattr(FP8LinearLayer, "enter", fails)
+    with pytest.raises(MemoryError):
+        convert_model_to_fp8(model, _config())
+    assert _state(model) == before
+    assert {name: set(m.__dict__) for name, m in model.named_modules()} == dictionaries
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"recipe": "tensorwise"}, "recipe"),
+        ({"forward_format": FP8Format.E5M2, "backward_format": FP8Format.E4M3}, "swapped"),
+        ({"recipe": "rowwise", "backward_format": FP8Format.E5M2}, "E4M3"),
+        ({"amax_history_length": 0}, "amax_history_length"),
+        ({"min_tokens": True}, "min_tokens"),
+        ({"loss_scale": math.inf}, "loss_scale"),
+    ],
+)
+def test_what_a_config_refuses(given, said):
+    with pytest.raises(ValueError, match=said):
+        FP8Config(**given)
+
+
+def test_formats_are_what_they_say():
+    assert FP8Format.E4M3.dtype is torch.float8_e4m3fn and FP8Format("e5m2").dtype is torch.float8_e5m2
+    with pytest.raises(TypeError, match="forward_format"):
+        FP8Config(forward_format="e4m3")
+
+
+def test_attention_as_a_recipe():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 32, 16, requires_grad=True).unbind(0)
+    out, lse = FP8AttentionConfig("head").attention(q, k, v)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    assert lse.shape == (1, 2, 32)
+    assert 0 < _distance(out, exact) < 2 * HALF
+    with pytest.raises(ValueError, match="granularity"):
+        FP8AttentionConfig("row")
+
+
+# The engine
+
+
+def _trainer(recipe="delayed", **more):
+    model = _stack()
+    return FP8TrainingEngine(model, _config(recipe, **more)), torch.optim.SGD(model.parameters(), 1e-2)
+
+
+def test_the_engine_takes_steps():
+    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    trainer, optimizer = _trainer()
+    with pytest.raises(RuntimeError, match="setup_fp8_training"):
+        trainer.training_step(x, y)
+    losses = []
+    with trainer:
+        for _ in range(6):
+            losses.append(trainer.training_step(x, y).item())
+            assert trainer.optimizer_step(optimizer)
+    assert losses[-1] < losses[0]
+    told = trainer.get_training_statistics()
+    assert (told["steps"], told["skipped"], told["overflows"]) == (6, 0, 0)
+    assert all(scale > 0 for scale in told["scales"].values())
+    assert all(len(history) == 16 for history in told["amax_histories"].values())
+
+
+def test_create_fp8_trainer_raises_early():
+    with pytest.raises(TypeError, match="model"):
+        create_fp8_trainer(3)
+    with pytest.raises(ValueError, match="swapped"):
+        create_fp8_trainer(_stack(), FP8Format.E5M2, FP8Format.E4M3)
+    trainer = create_fp8_trainer(_stack())
+    with pytest.raises(ValueError, match="no linear layer is eligible"):
+        trainer.setup_fp8_training()
+
+
+@each_recipe
+@pytest.mark.parametrize("fault", [math.inf, math.nan, 1e6])
+def test_faults_are_survived(recipe, fault):
+    """A spoilt batch skips its step, or is cut off; the next ones train on, and no weight is harmed."""
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    trainer, optimizer = _trainer(recipe, loss_scale=4.0, loss_scale_growth_interval=2)
+    with trainer:
+        first = trainer.training_step(x, y).item()
+        assert trainer.optimizer_step(optimizer)
+        trainer.training_step(x, y)
+        assert trainer.optimizer_step(optimizer)
+        spoilt = x.clone()
+        spoilt[3, 5] = fault
+        trainer.training_step(spoilt, y)
+        if math.isfinite(fault):
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        stepped = trainer.optimizer_step(optimizer)
+        assert stepped == math.isfinite(fault)
+        assert trainer.loss_scale == (4.0 if stepped else 2.0)
+        for _ in range(4):
+            last = trainer.training_step(x, y).item()
+            assert trainer.optimizer_step(optimizer)
+    assert trainer.loss_scale == 4.0
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+    assert last < first
+    told = trainer.get_training_statistics()
+    assert told["skipped"] == (0 if stepped else 1)
+    if recipe == "delayed":
+        assert told["overflows"] > 0
+    assert all(math.isfinite(scale) for scale in told["scales"].values())
+
+
+def test_losses_of_the_engine():
+    trainer, _ = _trainer()
+    trainer.setup_fp8_training()
+    x = torch.randn(32, 64)
+    labels = torch.randint(64, (32,))
+    assert torch.isfinite(trainer.training_step(x, labels))
+    own = trainer.training_step((x,), x, lambda out, target: (out - target).abs().mean())
+    assert torch.isfinite(own)
+    with pytest.raises(ValueError, match="targets"):
+        trainer.training_step(x, torch.randn(32, 3))
+    with pytest.raises(ValueError, match="without targets"):
+        trainer.training_step(x)
+    with pytest.raises(TypeError, match="optimizer"):
+        trainer.optimizer_step(None)
+
+
+def test_accumulated_gradients_take_one_cast_of_the_weights():
+    model = convert_model_to_fp8(_stack(), _config())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first = model[0].cached
+    for _ in range(3):
+        model(torch.randn(32, 64)).sum().backward()
+        assert model[0].cached is first
+    optimizer.step()
+    assert model[0].cached is not first

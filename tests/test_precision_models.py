@@ -1,0 +1,42 @@
+"""FP8 training of transformers models, before and after `optimize`."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from optimize_models import batch, build
+from tilesmith import optimize, undo
+from tilesmith.precision import FP8Config, FP8LinearLayer, convert_model_to_fp8, revert_model_from_fp8
+from tilesmith.precision.scaling import Scaling, roll
+
+CONFIG = FP8Config(min_features=16, min_tokens=1)
+
+
+@pytest.mark.parametrize("first", ["optimize", "convert"])
+def test_with_optimize(first):
+    model = build("llama")
+    inputs = batch("llama")
+    plain = copy.deepcopy(model)(**inputs).loss
+    if first == "optimize":
+        convert_model_to_fp8(optimize(model), CONFIG)
+    else:
+        optimize(convert_model_to_fp8(model, CONFIG))
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        roll(model)
+    assert abs(loss - plain) < 0.05 * plain
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    layers = [m for m in model.modules() if isinstance(m, FP8LinearLayer)]
+    assert layers and any(m.warm for m in model.modules() if isinstance(m, Scaling))
+    fused = any(name.endswith("mlp._fp8") for name, _ in model.named_modules())
+    assert fused == (first == "optimize")
+    keys = set(model.state_dict())
+    revert_model_from_fp8(model)
+    assert set(model.state_dict()) == keys == set(build("llama").state_dict())
+    undo(model)
+    torch.testing.assert_close(model(**inputs).loss, plain)
