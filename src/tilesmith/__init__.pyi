@@ -14,6 +14,7 @@ from tilesmith import kernels as kernels
 from tilesmith import models as models
 from tilesmith import nn as nn
 from tilesmith import ops as ops
+from tilesmith import precision as precision
 from tilesmith import rewrite as rewrite
 from tilesmith import runtime as runtime
 from tilesmith import settings as settings

@@ -18,3 +18,4 @@ from tilesmith.attention.ring import create_ring_attention as create_ring_attent
 from tilesmith.attention.selected import selected_block_attention as selected_block_attention
 from tilesmith.attention.sparse import DynamicSparseAttention as DynamicSparseAttention
 from tilesmith.attention.sparse import create_sparse_attention as create_sparse_attention
+from tilesmith.precision.attention import FP8AttentionConfig as FP8AttentionConfig

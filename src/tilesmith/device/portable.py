@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.backends import declare_backend, triton_missing
+from tilesmith.hardware.detect import Arch, assumed
 
 NAME = "portable"
 RANK = 10
@@ -35,7 +36,13 @@ def _missing(device: torch.device, pinned: bool) -> str | None:
     return reason and f"{backend}: {reason}"
 
 
-declare_backend(NAME, _missing, lacks=lambda arch: "it tells only of devices that are here")
+def _lacks(arch: Arch) -> str | None:
+    if arch.kind == "mps":
+        return None
+    return f"{arch.name}; where Triton reaches a GPU portable kernels serve it only when pinned"
+
+
+declare_backend(NAME, _missing, lacks=_lacks)
 
 
 def reasons(call: Any, *names: str) -> list[str]:
@@ -51,7 +58,8 @@ def reasons(call: Any, *names: str) -> list[str]:
             found.append(f"{name} has dtype {facts.dtype}; portable kernels hold float32, float16 and bfloat16")
             continue
         backend = runtime.backend_of(facts.device)
-        lacks = backend and runtime.missing(backend, {TYPES[facts.dtype]} - {"f32"})
+        here = backend and assumed() is None  # a device that is not here cannot be asked
+        lacks = runtime.missing(backend, {TYPES[facts.dtype]} - {"f32"}) if here else None
         if lacks is not None:
             found.append(f"{name} has dtype {facts.dtype}; {backend}: {lacks}")
     return found

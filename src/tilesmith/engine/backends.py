@@ -116,13 +116,13 @@ def _needs_hopper(device: torch.device, pinned: bool) -> str | None:
 
 def _triton_lacks(arch: Arch) -> str | None:
     if arch.kind not in ("cuda", "hip", "xpu"):
-        return f"{arch.name} is no GPU that Triton reaches"
+        return f"{arch.name}; Triton kernels need a GPU that Triton reaches"
     return triton_missing()  # its registrations say what it would do
 
 
 def _hopper_lacks(arch: Arch) -> str | None:
     if arch.capability != (9, 0):
-        return f"{arch.name} has no WGMMA; Hopper kernels need compute capability 9.0"
+        return f"{arch.name}; Hopper kernels need an NVIDIA GPU of compute capability 9.0"
     return triton_missing()
 
 

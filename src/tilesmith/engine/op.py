@@ -22,11 +22,11 @@ from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel, as_written
 from tilesmith.engine.key import Direct, Known, make_key
-from tilesmith.engine.metadata import describer
+from tilesmith.engine.metadata import TensorFacts, describer
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
 from tilesmith.engine.trial import verdict
-from tilesmith.hardware.detect import arch_named, arch_of
+from tilesmith.hardware.detect import Arch, arch_named, arch_of, assuming
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -314,19 +314,19 @@ class Op:
         )
 
     def explain(
-        self, *args: Any, compiled: bool = False, arch: str | None = None, gradient: bool = False, **kwargs: Any
+        self, *args: Any, compiled: bool = False, arch: str | Arch | None = None, gradient: bool = False, **kwargs: Any
     ) -> Choice:
         """Which kernel would serve this call, why not the others, and what it tells of how. Runs nothing.
 
-        arch: name of an architecture of `hardware/arch.toml` in place of the tensors' device. gradient: of the op's
-        gradient in its place. Raises ValueError for an unknown arch, and for an op whose gradient is no op.
+        arch: an architecture, or its name in `hardware/arch.toml`, in place of the tensors' device. gradient: of the
+        op's gradient in its place. Raises ValueError for an unknown arch, and for an op whose gradient is no op.
         """
         args = self.bind(args, kwargs)
         if self.autocast:
             args = self._autocast(args)
         self.check(*args)
         device = next(a.device for a in args if isinstance(a, Tensor))
-        where = arch_of(device) if arch is None else arch_named(arch)
+        where = arch_of(device) if arch is None else arch_named(arch) if isinstance(arch, str) else arch
         if gradient:
             return self._explained_gradient(args, device if arch is None else None, where)
         if arch is not None:
@@ -351,9 +351,18 @@ class Op:
 
     def _explained(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
         """The choice for tensors as if they were on `device`, or, without one, on any of an architecture."""
-        call = self._describe(*args)._replace(arch=arch)
-        choice = choose(self, call, pinned(self.name), device or arch, ask=True)
-        return replace(choice, note="; ".join(self._told(choice.kernel, args, arch)))
+        here = device or torch.device(_TYPES.get(arch.kind, "meta"))
+        with assuming(arch):
+            call = self._describe(*args)
+            moved = [f._replace(device=here) if isinstance(f, TensorFacts) else f for f in call]
+            call = type(call)(*moved)._replace(arch=arch)
+            choice = choose(self, call, pinned(self.name), device or arch, ask=True)
+            notes = self._told(choice.kernel, args, arch)
+            configure = getattr(choice.kernel.fn, "configure", None)
+            if configure is not None:
+                config = configure.on(arch, args, parse_pin(pinned(self.name))[1])
+                notes.append("configuration: " + ", ".join(f"{n} {value}" for n, value in config._asdict().items()))
+        return replace(choice, note="; ".join(notes))
 
     def _explained_gradient(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
         """The choice for this call's gradient. Its arguments are made up, of no memory."""
@@ -426,6 +435,8 @@ def _doc_of_users(name: str, signature: inspect.Signature, reference: Callable[.
 
 
 _UNCHECKED = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)  # what an argument of no kind may cause
+# Rules ask the driver of a tensor on cuda, which may not be here; of a meta tensor they know as much as fits.
+_TYPES = {"mps": "mps", "cpu": "cpu"}
 _LOWERED = (torch.float32, torch.float16, torch.bfloat16)
 _functorch = torch_private.functorch
 _compiling = torch.compiler.is_compiling

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -43,11 +46,32 @@ class Arch:
 _UNITS = {"cuda": "SMs", "hip": "compute units", "xpu": "Xe cores", "mps": "GPU cores", "cpu": "cores"}
 
 
+_ASSUMED: ContextVar[Arch | None] = ContextVar("tilesmith_arch", default=None)
+
+
+@contextlib.contextmanager
+def assuming(arch: Arch) -> Iterator[None]:
+    """Inside, every device is taken for one of `arch`: to ask what rules would say of a GPU that is not here."""
+    token = _ASSUMED.set(arch)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def assumed() -> Arch | None:
+    """The Arch that `assuming` names in this context."""
+    return _ASSUMED.get()
+
+
 def arch_of(device: torch.device | str) -> Arch:
     """What `device` is. Cached for each device, so it costs a dictionary look-up after the first call.
 
     A device type other than cuda, xpu, mps and cpu gets an Arch of that kind whose numbers are 0.
     """
+    there = _ASSUMED.get()
+    if there is not None:
+        return there
     device = torch.device(device)
     if device.index is None and device.type in ("cuda", "xpu"):
         device = torch.device(device.type, getattr(torch, device.type).current_device())

@@ -92,6 +92,19 @@ def add_rms_norm(
     Raises as `rms_norm` does; ValueError too for a residual of another shape or device, TypeError for its dtype.
     """
 
+def add_rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bound: Tensor,
+    amax: Tensor,
+    eps: float = 1e-06,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    format: str = "e4m3",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`add_rms_norm` and the cast of its y in one pass: (y, s, y8, factor, rstd). See `rms_norm_fp8`."""
+
 def add_rms_norm_vjp(
     dy: Tensor | None,
     ds: Tensor | None,
@@ -435,6 +448,43 @@ def dropout_add_norm_vjp(
     dropout kept an element, divided by the probability of that, and 0 elsewhere. dweight, dbias: [N]. An empty tensor
     stands for a gradient that `output_mask` does not ask for.
     """
+
+def fp8_amax(x: Tensor) -> Tensor:
+    """max |x| over all of x as fp32 [1]; NaN where x holds one, 0 for an empty x. x: any shape, floating."""
+
+def fp8_cast(
+    x: Tensor, bound: Tensor, amax: Tensor, format: str = "e4m3", rows: bool = True, columns: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x in 8 bits by one factor for the whole tensor: (x8, x8_t, factor), and amax becomes max(amax, max |x|).
+
+    x: [..., N], floating, any strides. bound: fp32 [1], what max |x| is expected to be; the factor is the least power
+    of two that is at least bound / the format's largest number (1 for a bound of zero). amax: fp32 [1], written; NaN
+    where x holds one, infinite where x holds an infinity: so an overflow and numbers that are not finite are known
+    after the pass, without another one and without asking the device.
+
+    Returns x8 of x's shape, contiguous (empty unless `rows`); x8_t [N, M16], x8 transposed, with zeros in columns that
+    are no rows of x (empty unless `columns`); factor fp32 [1].
+    """
+
+def fp8_cast_blocks(
+    x: Tensor, format: str = "e4m3", rows: bool = True, columns: bool = False, square: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x in 8 bits by one factor for 128 neighbours: (x8, factor, x8_t, factor_t).
+
+    x: [M, N], floating. square: the factors are those of blocks of 128 x 128 elements; else each layout has its own, of
+    128 neighbours along its last dim. rows: x8 [M, N] with factor [M, ceil(N / 128)] fp32, whose memory runs along M;
+    square: [ceil(M / 128), ceil(N / 128)], contiguous. columns: x8_t [N, M16] and factor_t of it likewise, from x and
+    not from x8. What is not asked for is empty.
+    """
+
+def fp8_cast_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
+    """x in 8 bits by one factor a row: x8 of x's shape, contiguous, and factor fp32 [M, 1].
+
+    x: [..., N], floating. A row's factor is that of its largest absolute element, 1 for a row of zeros.
+    """
+
+def fp8_transpose(x8: Tensor) -> Tensor:
+    """x8 [..., N] in 8 bits as [N, M16], with zeros in columns that are no rows of x8."""
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     """gelu(gate, approximate) * up, element by element (GeGLU without its projections, arXiv:2002.05202).
@@ -1079,6 +1129,23 @@ def rms_norm(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
 
+def rms_norm_fp8(
+    x: Tensor,
+    weight: Tensor | None,
+    bound: Tensor,
+    amax: Tensor,
+    eps: float = 1e-06,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    format: str = "e4m3",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rms_norm` and the cast of what it returns in one pass: (y, y8, factor, rstd).
+
+    x, weight, eps, offset, casting and y: as `rms_norm` has them; x is contiguous but for a stride of its rows. bound,
+    amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. Gradients are the caller's: those
+    of `rms_norm` with rstd.
+    """
+
 def rms_norm_rope(
     q: Tensor,
     k: Tensor | None,
@@ -1221,6 +1288,23 @@ def rope_vjp(
     those of the forward. Returns (dq, dk) in the dtype of the incoming gradients, computed in fp32 (fp64 for fp64).
     """
 
+def scaled_matmul(
+    a: Tensor,
+    b: Tensor,
+    a_factor: Tensor,
+    b_factor: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    fast: bool = False,
+) -> Tensor:
+    """a b^T of numbers in 8 bits, each times its factor: [M, N] in `dtype` ("bfloat16", "float16" or "float32").
+
+    a [M, K], b [N, K]: float8_e4m3fn or float8_e5m2, not both e5m2; contiguous. a_factor, b_factor, fp32: [1] each; or
+    [M, 1] and [N, 1]; or, for blocks of 128 along K, [M, ceil(K / 128)] and [N, ceil(K / 128)] or [ceil(N / 128),
+    ceil(K / 128)], as `fp8_cast_blocks` lays them out. bias: [N] in `dtype`, or None. fast: partial sums may be kept in
+    the tensor cores' own registers, of 14 bits or so on Hopper, all along K.
+    """
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), element by element.
 
@@ -1299,11 +1383,34 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     TypeError where gate and up differ in shape, dtype or device, or are not floating.
     """
 
+def swiglu_fp8(gate: Tensor, up: Tensor, bound: Tensor, amax: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
+    """silu(gate) * up in 8 bits, (h8, factor), as `fp8_cast` makes it of what `swiglu` returns.
+
+    gate, up: [..., N], one shape and dtype; the rows of each lie at one stride.
+    """
+
 def swiglu_vjp(dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
     """Gradients of `swiglu`: (dgate, dup), contiguous; an empty tensor where ``output_mask`` is False.
 
     dout, gate, up: one shape, any strides, floating. dgate = dout · up · silu'(gate) and dup = dout · silu(gate),
     computed in fp32 (fp64 for fp64), in the inputs' dtype.
+    """
+
+def swiglu_vjp_fp8(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    bound: Tensor,
+    amax: Tensor,
+    h_factor: Tensor,
+    format: str = "e5m2",
+    h_format: str = "e4m3",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of gate and up in 8 bits, both layouts, with silu(gate) * up again: (d8, d8_t, h8_t, factor).
+
+    dh, gate, up: [..., N], one shape and dtype. d8 [M, 2N]: the gradients of gate and of up side by side, rounded to
+    gate's dtype first, by the factor of `bound`; d8_t [2N, M16] is d8 transposed. h8_t [N, M16]: what `swiglu_fp8` made
+    with h_factor, transposed. amax becomes the largest absolute element of both gradients, as in `fp8_cast`.
     """
 
 def tvd(

@@ -23,7 +23,7 @@ from tilesmith.engine.backends import in_gluon
 from tilesmith.engine.timing import measure
 from tilesmith.engine.trial import TRUST
 from tilesmith.validate.cases import backends_of, check_each
-from tilesmith.validate.drawn import kinds, shared_out
+from tilesmith.validate.sampled import kinds, shared_out
 
 LONGEST = 600  # tokens of drawn cases
 
@@ -35,7 +35,7 @@ def subjects(names: Sequence[str], count: int) -> Iterator[tuple[str, Case, torc
             continue
         every = [case for case in cases(name) if "test" in case.tags]
         for kind, numbers in shared_out(name, count):
-            every += [kinds(name)[kind].draw(kind, number, LONGEST) for number in numbers]
+            every += [kinds(name)[kind].sample(kind, number, LONGEST) for number in numbers]
         yield from ((op.name, case, dtype) for case in every for dtype in case.dtypes if dtype.itemsize == 2)
 
 

@@ -17,6 +17,7 @@ from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.memory import ChunkedOp
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.sharding import distributed
+from tilesmith.hardware.detect import Arch
 from tilesmith.ops.loss import checks, reference, sharded
 from tilesmith.ops.loss.arguments import (
     cross_entropy_arguments,
@@ -114,9 +115,11 @@ class LinearCrossEntropy(LossWithGradients):
             full = (*full[:at], mode, *full[at + 1 :])
         return super().bind(full, {})
 
-    def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Choice:
+    def explain(
+        self, *args: Any, compiled: bool = False, arch: str | Arch | None = None, gradient: bool = False, **kwargs: Any
+    ) -> Choice:
         """As `Op.explain`, and which mode serves and why."""
-        choice = super().explain(*args, compiled=compiled, **kwargs)
+        choice = super().explain(*args, compiled=compiled, arch=arch, gradient=gradient, **kwargs)
         given = Op.bind(self, args, kwargs)
         if distributed(given):
             mode = sharded.described_mode(given)
