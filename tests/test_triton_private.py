@@ -130,3 +130,12 @@ def test_every_kernel_is_compiled_with_contraction_whatever_the_release_defaults
 
     launch_function(Kernel(), (1,), 2, BLOCK=4)
     assert asked == [{"BLOCK": 4, **OPTIONS}] and OPTIONS["enable_fp_fusion"] is True
+
+
+def test_an_option_that_a_launcher_gives_stays_as_given():
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **named: (grid, args, named)
+
+    for given, fused in (({}, True), ({"enable_fp_fusion": False}, False)):
+        assert triton_private.run(Kernel(), (3,), (1,), given) == ((3,), (1,), {"enable_fp_fusion": fused})

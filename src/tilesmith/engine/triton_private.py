@@ -32,7 +32,7 @@ _ENCODE = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any]) -> Any:
     """Triton's own launch of a kernel, all of whose options are given; returns what it compiled."""
-    return kernel[grid](*args, **named, **OPTIONS)
+    return kernel[grid](*args, **{**OPTIONS, **named})
 
 
 class Compiled:
@@ -188,7 +188,7 @@ def compile_for(kernel: Any, args: tuple, named: Mapping[str, Any], target: Any)
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    named = {**named, **OPTIONS}
+    named = {**OPTIONS, **named}
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(*args, **named)
