@@ -124,6 +124,8 @@ def _summarise(found: dict) -> None:
     console.print(
         f"Tilesmith {found['tilesmith']} on {found['arch']}, torch {found['versions']['torch']}", highlight=False
     )
+    if found["device"] != "cpu":
+        console.print(found["triton"], highlight=False)
     served = ", ".join(f"{count} by {kernel}" for kernel, count in by_kernel.most_common() if kernel != "reference")
     console.print(
         f"Kernels serve {len(forward) - len(slow)} of {len(forward)} ops{f': {served}' if served else ''}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -34,8 +35,13 @@ class Recorder(torch_private.DispatchMode or object):
         if namespace == "tilesmith":
             op = ops()[name]
             with torch.enable_grad():  # a forward that autograd records runs without
-                self._seen[op.explain(*op.complete(args), arch=self._arch)] += 1
+                self._seen[self._explained(op, op.complete(args))] += 1
         return func(*args, **(kwargs or {}))
+
+    def _explained(self, op: Op, args: tuple) -> Choice:
+        with warnings.catch_warnings():  # how a kernel is told of may depend on an address, which fake tensors lack
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            return op.explain(*args, arch=self._arch)
 
 
 def choices_of(op: Op, args: Mapping[str, Any], arch: Arch | None = None) -> list[Choice]:
