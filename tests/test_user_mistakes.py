@@ -44,7 +44,11 @@ def _within(**bounds):
 
 
 ATTENTION = [
-    ("causal", lambda: ops.attention(Q, K, K, causal=True), "attention() takes no causal=bool True|Mask(causal=True)"),
+    (
+        "causal",
+        lambda: ops.attention(Q, K, K, causal=True),
+        "attention: there is no argument causal=bool True|Mask(causal=True)",
+    ),
     ("is_causal", lambda: ops.attention(Q, K, K, is_causal=True), "is_causal=bool True|Mask(causal=True)"),
     (
         "window",

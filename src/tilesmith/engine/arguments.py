@@ -151,7 +151,8 @@ def suggestion(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"Did you mean {close[0]!r}?"
-    return f"Known: {', '.join(sorted(n for n in known if not n.endswith('_vjp')))} (and their gradients, <op>_vjp)"
+    forward = sorted(name for name in known if not name.endswith("_vjp"))
+    return f"Known: {', '.join(forward)}{' (and their gradients, <op>_vjp)' if len(forward) < len(known) else ''}"
 
 
 def shown(value: Any) -> str:

@@ -251,7 +251,7 @@ def _spelled(misplaced: dict[str, Any]) -> str:
         else f"{name}. {suggestion(name, known)}"
         for name, value in misplaced.items()
     ]
-    return f"attention() takes no {'; no '.join(told)}"
+    return f"attention: there is no argument {'; no argument '.join(told)}"
 
 
 def _autocast_to_come(q: Tensor) -> bool:
