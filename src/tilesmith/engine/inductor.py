@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-import tilesmith
+from tilesmith import __version__
 
 
 def teach(op: Any) -> None:
@@ -52,7 +52,7 @@ def _tag() -> None:
     config = getattr(torch.compiler, "config", None)
     if not hasattr(config, "cache_key_tag"):  # then `known` and `direct` refuse the code of another version
         return
-    tag = f"tilesmith={tilesmith.__version__}"
+    tag = f"tilesmith={__version__}"
     if tag not in config.cache_key_tag.split():
         config.cache_key_tag = f"{config.cache_key_tag} {tag}".lstrip()
 
@@ -67,7 +67,7 @@ def _way(node: Any, given: list[str]) -> str:
     tensors = {i: v for i, v in enumerate(values) if hasattr(v, "get_stride")}
     facts = {i: (v.get_dtype(), v.get_device(), *v.get_size(), "by", *v.get_stride()) for i, v in tensors.items()}
     plain = [a for i, a in enumerate(given) if i not in tensors]
-    version = tilesmith.__version__
+    version = __version__
     sizes = [str(n) for fact in facts.values() for n in fact[2:]]
     if not all(n == "by" or n.isdecimal() for n in sizes) or not all(map(_constant, plain)):
         return f"direct['{version}']"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-import tilesmith
+from tilesmith import __version__
 from tilesmith.engine import torch_private
 from tilesmith.engine.written import written
 
@@ -55,9 +55,9 @@ class Direct(dict):
 
 
 def _same_version(version: str, op: Any) -> None:
-    if version != tilesmith.__version__:
+    if version != __version__:
         raise RuntimeError(
-            f"this compiled code of {op.name} was written for tilesmith {version}; this is {tilesmith.__version__}: "
+            f"this compiled code of {op.name} was written for tilesmith {version}; this is {__version__}: "
             "compile the model again, in a new process with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
         )
 

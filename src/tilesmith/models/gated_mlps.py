@@ -82,9 +82,10 @@ class GatedMlpForm(Form):
 def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
     """What `module` computes; the layers are called as modules, since adapters and hooks may sit on them."""
     caster = module._modules.get("_fp8")  # of tilesmith.precision
-    layers = tuple(module._modules.get(name or "") for name in (mlp.gate, mlp.up, mlp.down))
-    if caster is not None and caster.serves(x, *layers) and not any(map(observed, layers)):
-        return caster(x)
+    if caster is not None:
+        layers = tuple(module._modules.get(name or "") for name in (mlp.gate, mlp.up, mlp.down))
+        if caster.serves(x, *layers) and not any(map(observed, layers)):
+            return caster(x)
     gate = getattr(module, mlp.gate)(x)
     gate, up = gate.chunk(2, dim=-1) if mlp.up is None else (gate, getattr(module, mlp.up)(x))
     if gate.dtype is not up.dtype:  # adapters of another dtype on one of the two

@@ -348,7 +348,7 @@ def _scores(values: _Values, bias, alibi, position_q, position_k, visible, scale
         scores = scores - alibi.to(scores.dtype)[..., None, None] * distance
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
-    return torch.where(visible, scores, float("-inf")), slope
+    return torch.where(visible & (scores != float("-inf")), scores, float("-inf")), slope  # and no gradient there
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
