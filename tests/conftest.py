@@ -21,6 +21,7 @@ def _start_at_a_gpu_of_ones_own() -> None:
 
 
 _start_at_a_gpu_of_ones_own()
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and the command line honours it
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

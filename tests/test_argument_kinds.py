@@ -37,7 +37,14 @@ def test_every_parameter_refuses_other_kinds(op, args, parameter, value):
     at = op.parameters.index(parameter)
     wrong = [{}, object()]
     if isinstance(value, Tensor):
-        wrong += ["x", 1.0, [1.0], (value,), value.detach().numpy() if value.dtype.itemsize > 1 else b"", JAGGED]
+        wrong += [
+            "x",
+            1.0,
+            [1.0],
+            (value,),
+            b"" if value.dtype.itemsize == 1 else value.detach().float().numpy(),
+            JAGGED,
+        ]
         wrong += [value.detach().to_sparse()] if value.ndim else []
     elif isinstance(value, bool):
         wrong += ["yes", 1.5, None if op.signature.parameters[parameter].annotation is bool else "no", torch.ones(3)]

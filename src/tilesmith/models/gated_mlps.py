@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.engine import torch_private
 from tilesmith.models.reach import observed, ran, reaches
+from tilesmith.nn.norm import has_caster
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -81,8 +82,8 @@ class GatedMlpForm(Form):
 
 def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
     """What `module` computes; the layers are called as modules, since adapters and hooks may sit on them."""
-    caster = module._modules.get("_fp8")  # of tilesmith.precision
-    if caster is not None:
+    if has_caster(module):
+        caster = module._modules["_fp8"]
         layers = tuple(module._modules.get(name or "") for name in (mlp.gate, mlp.up, mlp.down))
         if caster.serves(x, *layers) and not any(map(observed, layers)):
             return caster(x)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import choice, size
+from tilesmith.nn.norm import has_caster
 
 
 class GatedMLP(nn.Module):
@@ -36,9 +37,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] to [..., C]."""
-        caster = self._modules.get("_fp8")  # of tilesmith.precision
-        if caster is not None and caster.serves(x, self.gate_proj, self.up_proj, self.down_proj):
-            return caster(x)
+        if has_caster(self) and self._modules["_fp8"].serves(x, self.gate_proj, self.up_proj, self.down_proj):
+            return self._modules["_fp8"](x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self.activation == "swiglu":
             return self.down_proj(ops.swiglu(gate, up))

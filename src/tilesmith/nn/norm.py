@@ -8,11 +8,29 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.engine.argument_checks import choice, number, size
 
+_CASTERS = {"exist": False}  # whether any module of this process has one: until then a compiled model asks nothing
+
+
+def expect_casters() -> None:
+    """Called by `tilesmith.precision`, whose modules the casters are."""
+    _CASTERS["exist"] = True
+
+
+def has_caster(module: nn.Module) -> bool:
+    """Whether `tilesmith.precision` gave a module a child that computes it together with a cast to 8 bits.
+
+    torch.compile keeps the answer of its trace: a conversion changes the classes of linear layers, for which a model is
+    traced anew.
+    """
+    return _CASTERS["exist"] and "_fp8" in module._modules
+
 
 def casting_child(module: nn.Module, x: Tensor) -> nn.Module | None:
-    """The child that `tilesmith.precision` gave a norm to compute it together with its cast to 8 bits, if it serves."""
-    child = module._modules.get("_fp8")
-    return child if child is not None and child.serves(x) else None
+    """The child that computes a norm together with its cast to 8 bits, if there is one and it serves x."""
+    if not has_caster(module):
+        return None
+    child = module._modules["_fp8"]
+    return child if child.serves(x) else None
 
 
 class RMSNorm(nn.Module):

@@ -7,11 +7,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilesmith import ops
+from tilesmith.nn.norm import expect_casters
 from tilesmith.precision import products
 from tilesmith.precision.config import FP8Config
 from tilesmith.precision.linear import FP8LinearLayer, Relay, copied, keeps, output_dtype, plain, stamp
 from tilesmith.precision.products import Bounds, Cast, Plan
 from tilesmith.precision.scaling import CastsWeights, Scaling
+
+expect_casters()  # here, since a process that only unpickles a model comes this way too
 
 
 class FP8Norm(nn.Module):

@@ -196,6 +196,16 @@ AMAX_SPACE = Space(
 )
 
 
+def tile_rejects(call) -> list[str]:
+    """Why a cast by two-dimensional tiles is not for this device or dtype."""
+    reasons = rejects(call)
+    x = next(getattr(call, name) for name in ("x", "gate") if hasattr(call, name))
+    if x.dtype == torch.float32 and call.arch.kind != "cpu":
+        # H200, Triton 3.6: some elements of float32 tiles are not their rounded values; the cause is not known
+        reasons.append("the tensors are float32; on a GPU this kernel is right for 16-bit tensors only")
+    return reasons
+
+
 @register_kernel("fp8_amax", backend="triton", rank=20, rejects=rejects)
 @optimize_kernel(space=AMAX_SPACE)
 def fp8_amax(x: Tensor, *, config: AmaxConfig) -> Tensor:
@@ -209,7 +219,7 @@ def fp8_amax(x: Tensor, *, config: AmaxConfig) -> Tensor:
     return amax
 
 
-@register_kernel("fp8_cast", backend="triton", rank=20, rejects=rejects)
+@register_kernel("fp8_cast", backend="triton", rank=20, rejects=tile_rejects)
 @optimize_kernel(space=TILE_SPACE)
 def fp8_cast(
     x: Tensor,
@@ -291,7 +301,7 @@ def fp8_cast_rows(x: Tensor, format: str = "e4m3", *, config: CastConfig) -> tup
     return x8, factor
 
 
-@register_kernel("fp8_cast_blocks", backend="triton", rank=20, rejects=rejects)
+@register_kernel("fp8_cast_blocks", backend="triton", rank=20, rejects=tile_rejects)
 @optimize_kernel(num_warps=8)
 def fp8_cast_blocks(
     x: Tensor,

@@ -12,7 +12,7 @@ from tilesmith.device.triton.activations import activate
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.quant.op import rounded_up
 from tilesmith.ops.quant.reference import FORMATS
-from tilesmith.ops.quant.triton.cast import CastConfig, rejects
+from tilesmith.ops.quant.triton.cast import CastConfig, rejects, tile_rejects
 from tilesmith.ops.quant.triton.rounding import load_factor, magnitude, raise_to, round8
 
 MAX_COLS = 16_384
@@ -220,7 +220,7 @@ def swiglu_fp8(
     return h8, factor
 
 
-@register_kernel("swiglu_vjp_fp8", backend="triton", rank=20, rejects=rejects)
+@register_kernel("swiglu_vjp_fp8", backend="triton", rank=20, rejects=tile_rejects)
 @optimize_kernel(space=VJP_SPACE)
 def swiglu_vjp_fp8(
     dh: Tensor,
