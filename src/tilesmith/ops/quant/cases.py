@@ -269,4 +269,9 @@ bytes_moved = {
     "swiglu_fp8": lambda gate: gate.numel() * (2 * gate.element_size() + 1),
     "swiglu_vjp_fp8": lambda gate: gate.numel() * (3 * gate.element_size() + 5),
     "fp8_cast": lambda x, rows=True, columns=False: x.numel() * (x.element_size() + rows + columns),
+    "scaled_matmul": lambda a, b, dtype: (
+        a.numel() + b.numel() + a.shape[0] * b.shape[0] * (4 if dtype == "float32" else 2)
+    ),
 }
+
+flops = {"scaled_matmul": lambda a, b: 2 * a.numel() * b.shape[0]}

@@ -157,10 +157,12 @@ flops = {
     "block_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_max_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_mass": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
+    "block_scores_vjp": lambda q, k, causal: 6 * _plane(q, k, causal) * q.shape[3],  # the scores once more, dq and dk
 }
 
 bytes_moved = {
     "block_scores": lambda q, k, block_q, block_k: _held(q, k) + 4 * _plane(q, k) // (block_q * block_k),
+    "block_scores_vjp": lambda q, k, block_q, block_k: 2 * _held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
     "block_max_scores": lambda q, k, block_k: _held(q, k) + 4 * _plane(q, k) // block_k,
     "block_mass": lambda q, k, lse, block_q, block_k: _held(q, k, lse) + 4 * _plane(q, k) // (block_q * block_k),
     "block_select": lambda scores: scores.numel() * (scores.element_size() + 1),
