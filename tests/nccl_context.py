@@ -70,7 +70,8 @@ def check_torchs_context_parallel():
     mine = [layout.shard(x.detach(), rank, 2).requires_grad_() for x in whole]
     mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
     activate_flash_attention_impl("tilesmith")
-    with context_parallel(mesh), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    unused = torch.zeros(2 * dist.get_world_size(), device="cuda")  # torch 2.11 looks at the first buffer
+    with context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         got = F.scaled_dot_product_attention(*mine, is_causal=True)
         grads = torch.autograd.grad(got, mine, layout.shard(dout, rank, 2))
     close(got, layout.shard(out, rank, 2))

@@ -199,7 +199,9 @@ def _torchs(problem: Problem, method: str, backend: SDPBackend, expand: bool = F
     @contextlib.contextmanager
     def within() -> Iterator[None]:
         set_rotate_method(method)
-        with context_parallel(mesh), sdpa_kernel(backend):
+        # torch 2.11 looks at the first buffer, so there must be one
+        unused = torch.zeros(2 * dist.get_world_size(), device=_device())
+        with context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]), sdpa_kernel(backend):
             yield
 
     def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
