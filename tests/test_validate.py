@@ -25,12 +25,12 @@ def _tripled(x: Tensor) -> Tensor:
 
 
 def test_a_kernel_whose_backend_rejects_the_backward_is_checked_with_another_one():
-    vjp = Op(_doubled_vjp, name="doubled_vjp", fake=lambda dout, x, output_mask: torch.empty_like(x), outputs=("dx",))
-    op = Op(_doubled, name="doubled", fake=torch.empty_like, vjp=vjp, outputs=("out",))
+    vjp = Op(_doubled_vjp, name="twice_vjp", fake=lambda dout, x, output_mask: torch.empty_like(x), outputs=("dx",))
+    op = Op(_doubled, name="twice", fake=torch.empty_like, vjp=vjp, outputs=("out",))
     case = Case("row", {"x": T(5)})
-    register_kernel("doubled_vjp", backend="here", rank=20, rejects=lambda call: ["not here"])(_doubled_vjp)
+    register_kernel("twice_vjp", backend="here", rank=20, rejects=lambda call: ["not here"])(_doubled_vjp)
 
-    register_kernel("doubled", backend="here", rank=20, rejects=lambda call: [])(_tripled)
+    register_kernel("twice", backend="here", rank=20, rejects=lambda call: [])(_tripled)
     wrong = check(op, "here", case, "cpu", torch.float32)
     assert not wrong.passed and wrong.message.startswith("out is off")
 
