@@ -181,7 +181,9 @@ def test_explain_prints_the_plan_of_a_gpu_that_is_not_here():
     token, cache = (torch.empty(1, h, t, 128, dtype=torch.bfloat16) for h, t in ((64, 1), (8, 8192)))
     assert "attention_cluster_kernel" in str(tilesmith.explain("attention", token, cache, cache, arch="sm90"))
     assert "_attention_split_kernel" in str(tilesmith.explain("attention", token, cache, cache, arch="sm80"))
-    assert "not triton: apple; Triton kernels need a GPU" in str(tilesmith.explain("attention", token, cache, cache, arch="apple"))
+    assert "not triton: apple; Triton kernels need a GPU" in str(
+        tilesmith.explain("attention", token, cache, cache, arch="apple")
+    )
     with pytest.raises(ValueError, match="unknown arch 'sm1'"):
         tilesmith.explain("attention", q, q, q, arch="sm1")
 
