@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilesmith
 from tilesmith import ops
-from tilesmith.engine import arguments
+from tilesmith.engine import arguments, key
 from tilesmith.engine import ops as declared
 
 inductor = pytest.importorskip("torch._inductor.utils")
@@ -73,7 +73,7 @@ def test_code_of_another_version_is_not_run(monkeypatch):
     assert f"known['{tilesmith.__version__}|" in code
     assert f"tilesmith={tilesmith.__version__}" in torch.compiler.config.cache_key_tag.split()
     op = declared()["rms_norm"]
-    monkeypatch.setattr(tilesmith, "__version__", "99.0")  # as where the code came from a disk
+    monkeypatch.setattr(key, "__version__", "99.0")  # as where the code came from a disk
     op.handle.known.clear()
     with pytest.raises(RuntimeError, match="was written for tilesmith .*; this is 99.0: compile the model again"):
         compiled(x, weight)
@@ -124,7 +124,7 @@ def test_a_mode_sees_the_ops_of_a_compiled_graph():
 CACHED = """
 import sys, torch
 from tilesmith import ops
-from tilesmith.engine import arguments
+from tilesmith.engine import arguments, key
 from torch._dynamo.utils import counters
 arguments.SMALL = 0
 compiled = torch.compile(lambda x: ops.rms_norm(x))
