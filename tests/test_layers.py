@@ -115,6 +115,20 @@ def test_lazy_names_resolve(package, name):
     assert getattr(importlib.import_module(package), name) is not None
 
 
+def test_no_name_of_a_package_hides_a_module_of_it():
+    """As `from tilesmith.engine.launch import launch` would in an `__init__`: the module is then no attribute of it."""
+    hidden = []
+    for package in (path.parent for path in SOURCES if path.name == "__init__.py"):
+        imports = (
+            n for n in ast.walk(ast.parse((package / "__init__.py").read_text())) if isinstance(n, ast.ImportFrom)
+        )
+        for name in (
+            a.asname or a.name for n in imports for a in n.names if n.module != _module(package / "__init__.py")
+        ):
+            hidden += [f"{_module(package / '__init__.py')}.{name}"] if (package / f"{name}.py").exists() else []
+    assert not hidden
+
+
 LAZY = {"tilesmith": "use", "tilesmith.ops": "rope", "tilesmith.hardware": "arch_of", "tilesmith.codegen": "interpret"}
 
 

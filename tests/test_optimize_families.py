@@ -148,7 +148,7 @@ def test_checkpointing_copies_and_pickles(family):
 
 def test_unpickling_registers_attention():
     transformers = pytest.importorskip("transformers")
-    from tilesmith.rewrite.variant import variant
+    from tilesmith.rewrite.variants import variant
 
     data = pickle.dumps(optimize(build("llama", layers=1)))
     for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):

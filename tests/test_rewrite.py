@@ -15,7 +15,7 @@ from torch import nn
 from tilesmith import rewrite
 from tilesmith.rewrite import probe
 from tilesmith.rewrite.report import Report, Row
-from tilesmith.rewrite.variant import obstacle
+from tilesmith.rewrite.variants import obstacle
 
 FACTOR = 2.0
 

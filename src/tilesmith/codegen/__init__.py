@@ -141,7 +141,7 @@ from tilesmith.codegen.types import (
     u32x4,
     vector,
 )
-from tilesmith.codegen.verify import verify
+from tilesmith.codegen.verifier import verify
 
 if TYPE_CHECKING:
     from tilesmith.codegen.interpreter import Fault, interpret

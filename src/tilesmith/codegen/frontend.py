@@ -18,7 +18,7 @@ from tilesmith.codegen.nodes import Builtin, Const, Expr, Param, Var
 from tilesmith.codegen.statements import Statements
 from tilesmith.codegen.typed import Misuse
 from tilesmith.codegen.types import KernelError, bool_, i32, u32
-from tilesmith.codegen.verify import verify
+from tilesmith.codegen.verifier import verify
 from tilesmith.codegen.writer import Slot
 
 if TYPE_CHECKING:

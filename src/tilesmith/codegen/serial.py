@@ -9,7 +9,7 @@ from tilesmith.codegen import nodes
 from tilesmith.codegen.ir import Array, Buffer, Fragment, KernelIR, Scalar, Variable
 from tilesmith.codegen.node import Node
 from tilesmith.codegen.types import KernelError, Type, type_named
-from tilesmith.codegen.verify import verify
+from tilesmith.codegen.verifier import verify
 
 VERSION = 1
 _DECLARED = (Array, Buffer, Fragment, Scalar, Variable)

@@ -49,7 +49,7 @@ from tilesmith.codegen.spirv_module import FUNCTION, INPUT, STORAGE, UNIFORM, WO
 from tilesmith.codegen.spirv_tables import BINARY, BUILTINS, BY_TYPE, CASTS, GLSL, REDUCE
 from tilesmith.codegen.types import KernelError, Type, bool_, u32
 from tilesmith.codegen.variables import single_values
-from tilesmith.codegen.verify import fits
+from tilesmith.codegen.verifier import fits
 
 if TYPE_CHECKING:
     from tilesmith.hardware.limits import Limits

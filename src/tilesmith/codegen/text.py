@@ -44,7 +44,7 @@ from tilesmith.codegen.nodes import (
 from tilesmith.codegen.reserved import RESERVED
 from tilesmith.codegen.typed import LARGEST
 from tilesmith.codegen.types import KernelError, Type
-from tilesmith.codegen.verify import fits
+from tilesmith.codegen.verifier import fits
 
 if TYPE_CHECKING:
     from tilesmith.hardware.limits import Limits

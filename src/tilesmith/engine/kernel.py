@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.engine.launch import hooked
+from tilesmith.engine.launcher import hooked
 from tilesmith.engine.registry import backend_of, ops
 from tilesmith.engine.table import Table
 from tilesmith.hardware.detect import arch_of

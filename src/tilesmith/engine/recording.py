@@ -202,7 +202,7 @@ class Recorder(torch_private.DispatchMode or object):
         self.steps.append(_Step(result, tuple(used), line))
 
     def launched(self, found: Any, device: int, grid: tuple[int, int, int], values: list[Any]) -> None:
-        """`engine.launch` ran a compiled kernel; None: one that it could not keep."""
+        """`engine.launcher` ran a compiled kernel; None: one that it could not keep."""
         if self.refusal:
             return
         try:

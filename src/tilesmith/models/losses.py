@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tilesmith.models.logits import LazyLogits
 from tilesmith.rewrite import CALLS, Form, Replace, Rule, Site, Skip, forms, given, original_class
-from tilesmith.rewrite.variant import obstacle
+from tilesmith.rewrite.variants import obstacle
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from tilesmith.rewrite.probe import Unlike
 from tilesmith.rewrite.report import CALLS, Report, Row
 from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
 from tilesmith.rewrite.source import CannotRespell, parse, respell, respelled_forward
-from tilesmith.rewrite.variant import Form, forms, given, original_class, swap, unswap, variant
+from tilesmith.rewrite.variants import Form, forms, given, original_class, swap, unswap, variant
 
 __all__ = [
     "Rule", "Site", "Replace", "Skip", "Form",

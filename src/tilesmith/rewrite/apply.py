@@ -9,7 +9,7 @@ from torch import nn
 
 from tilesmith.rewrite.report import CALLS, Report, Row
 from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
-from tilesmith.rewrite.variant import buried, forms, obstacle, original_class, swap, unswap
+from tilesmith.rewrite.variants import buried, forms, obstacle, original_class, swap, unswap
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tilesmith.rewrite.variant import original_class
+from tilesmith.rewrite.variants import original_class
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from tilesmith.rewrite.variant import Form
+from tilesmith.rewrite.variants import Form
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilesmith.engine import Op, cases, ops
-from tilesmith.engine.launch import compiling_for
+from tilesmith.engine.launcher import compiling_for
 from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named
 from tilesmith.validate import sass

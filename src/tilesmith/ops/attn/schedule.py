@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tilesmith.engine.launch import cdiv
+from tilesmith.engine.launcher import cdiv
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilesmith.device.alignment import tma_strides, tma_view
 from tilesmith.device.gluon.shim import TensorDescriptor, gl
 from tilesmith.engine import register_kernel
-from tilesmith.engine.launch import cdiv
+from tilesmith.engine.launcher import cdiv
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.execute import execute

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilesmith.ops.attn.plan import hopper_backward, hopper_forward
 from tilesmith.ops.attn.plan.decode import hopper_cluster, hopper_split, triton_split
-from tilesmith.ops.attn.plan.hopper_backward import hopper_backward
-from tilesmith.ops.attn.plan.hopper_forward import hopper_forward, hopper_fp8
 from tilesmith.ops.attn.plan.model import Buffer, Plan, Step
 from tilesmith.ops.attn.plan.shape import Shape, shape_of
 from tilesmith.ops.attn.plan.triton import triton_backward, triton_forward
@@ -19,13 +18,13 @@ from tilesmith.ops.attn.plan.triton import triton_backward, triton_forward
 __all__ = ["PLANNERS", "Buffer", "Plan", "Shape", "Step", "plan", "shape_of"]
 
 PLANNERS = {
-    ("attention", "hopper"): hopper_forward,
-    ("attention", "hopper_fp8"): hopper_fp8,
+    ("attention", "hopper"): hopper_forward.hopper_forward,
+    ("attention", "hopper_fp8"): hopper_forward.hopper_fp8,
     ("attention", "hopper_split"): hopper_split,
     ("attention", "hopper_cluster"): hopper_cluster,
     ("attention", "triton"): triton_forward,
     ("attention", "triton_split"): triton_split,
-    ("attention_vjp", "hopper"): hopper_backward,
+    ("attention_vjp", "hopper"): hopper_backward.hopper_backward,
     ("attention_vjp", "triton"): triton_backward,
 }
 

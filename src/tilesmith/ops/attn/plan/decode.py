@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.engine.launcher import cdiv, next_power_of_2
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import ClusterConfig, SplitConfig, SplitKvConfig
 from tilesmith.ops.attn.plan.hopper_forward import NO_KEYS

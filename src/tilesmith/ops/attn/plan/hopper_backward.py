@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from tilesmith.engine.launch import cdiv
+from tilesmith.engine.launcher import cdiv
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import HopperVjpConfig
 from tilesmith.ops.attn.plan.hopper_forward import (

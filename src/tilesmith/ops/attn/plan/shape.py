@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tilesmith.device.dropout import parts_dropout_flags
-from tilesmith.engine.launch import next_power_of_2
+from tilesmith.engine.launcher import next_power_of_2
 from tilesmith.ops.attn import reference
 
 

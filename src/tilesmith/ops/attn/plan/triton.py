@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilesmith.device.dropout import dropout_flags
-from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.engine.launcher import cdiv, next_power_of_2
 from tilesmith.ops.attn.plan.configs import AttentionConfig, AttentionVjpConfig
 from tilesmith.ops.attn.plan.model import Buffer, Part, Plan, Source, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape

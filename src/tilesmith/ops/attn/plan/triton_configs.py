@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilesmith.engine.launch import next_power_of_2
+from tilesmith.engine.launcher import next_power_of_2
 from tilesmith.ops.attn.plan.configs import AttentionConfig, AttentionVjpConfig, SplitConfig
 
 

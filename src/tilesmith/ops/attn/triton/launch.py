@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilesmith.device.alignment import tma_strides
 from tilesmith.device.dropout import kernel_numbers, kernel_seed
 from tilesmith.device.rows import dense
-from tilesmith.engine.launch import cdiv
+from tilesmith.engine.launcher import cdiv
 from tilesmith.ops.attn.plan.model import Step, Tile
 from tilesmith.ops.attn.plan.triton import padded
 from tilesmith.ops.attn.triton.tiles import FAR, LOG2E

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
-from tilesmith.engine.launch import cdiv, next_power_of_2
+from tilesmith.engine.launcher import cdiv, next_power_of_2
 from tilesmith.ops.attn.quantize_reference import SMALLEST, factors, outputs_like, smoothed_step
 from tilesmith.ops.attn.reference import FACTOR_BLOCK
 
