@@ -51,6 +51,39 @@ def test_every_tile_has_one_number():
         assert found == {(block, head) for block in range(blocks) for head in range(rows)}
 
 
+def test_sections_leave_no_tile_alone_at_the_end():
+    r = random.Random(4)
+    grown = 0
+    for _ in range(200):
+        tiles, heads, least = r.randint(1, 60), r.randint(1, 40), r.randint(1, 8)
+        steps = tuple(sorted((r.randint(1, 300) for _ in range(tiles)), reverse=True))
+        section = schedule.section_of(least, 66, heads, steps, 132)
+        assert min(least, heads) <= section <= max(min(66, heads), min(least, heads))
+        order = [steps[schedule.numbered(n, tiles, section, heads)[0]] for n in range(tiles * heads)]
+        assert order == list(schedule.in_sections(steps, heads, section))
+        spans = [
+            schedule.makespan(schedule.in_sections(steps, heads, width), 132, schedule.TILE)
+            for width in (min(least, heads), section)
+        ]
+        assert spans[1] <= spans[0]
+        grown += section > min(least, heads)
+    assert grown > 20
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "kv_heads", "least"),
+    [(1, 11000, 28, 4, 0.85), (2, 3000, 24, 8, 0.9), (1, 12784, 32, 8, 0.97), (4, 4096, 32, 8, 0.98)],
+)
+def test_causal_gradients_keep_the_device_busy(batch, tokens, heads, kv_heads, least):
+    """Heads of Qwen2.5-7B, Llama-3.2-3B and Llama-3 8B, whose groups leave long tiles."""
+    plan = backward(Shape(batch, heads, kv_heads, tokens, tokens, 128, 128, 2, 2, causal=True, window_right=0))
+    section = next(n for n in (step.numbers.get("section") for step in plan.steps) if n)
+    steps = [n * heads // kv_heads for n in schedule.key_steps(tokens, tokens, 64, 128, 0, 0, None, 0)]
+    rows = batch * kv_heads
+    ideal = rows * sum(n + schedule.TILE for n in steps) / SM90.sms
+    assert ideal / schedule.makespan(schedule.in_sections(steps, rows, section), SM90.sms, schedule.TILE) >= least
+
+
 def test_stream_k_gives_each_step_to_one_cta():
     met = 0
     for s in _shapes(4000, 3):

@@ -2,13 +2,15 @@
 
 Pure functions of sizes. The order of tiles and the split of their steps are those of the device kernels, which do the
 same arithmetic; `makespan` predicts how many steps the slowest SM makes. Today it ranks splits of the keys
-(`splits_of`) and runs of narrow windows (`run_of`); the thresholds of `plan.tables` are what it has yet to replace.
+(`splits_of`), runs of narrow windows (`run_of`) and sections of heads of a backward (`section_of`); the thresholds of
+`plan.tables` are what it has yet to replace.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -88,6 +90,56 @@ def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | N
         begin = 0 if left is None else max(min(start + keys - tokens - left, keys - 1), 0)
         found.append(max(cdiv(end - begin, block_n), 1))
     return found
+
+
+def key_steps(
+    tokens: int, keys: int, block_m: int, block_n: int, q_begin: int, k_begin: int, left: int | None, right: int | None
+) -> list[int]:
+    """The steps of each tile of keys of a head, from key k_begin on: the blocks of queries, counted from q_begin, that
+    see any of its keys, at least one (`KeyWalk.span`). left, right: of the window; None where that edge hides nothing.
+    """
+    blocks, shift, found = cdiv(tokens - q_begin, block_m), keys - tokens, []
+    for start in range(k_begin, keys, block_n):
+        first = 0 if right is None else min(max(start - shift - right - q_begin, 0) // block_m, blocks - 1)
+        end = blocks if left is None else min(blocks, cdiv(max(start + block_n - shift + left - q_begin, 0), block_m))
+        found.append(max(end - first, 1))
+    return found
+
+
+NEAR = 1.02  # a schedule that much longer than the shortest one is as good
+TILE = 1.5  # what a tile of keys costs beside its steps, in steps
+
+
+@functools.lru_cache(maxsize=1024)
+def section_of(least: int, most: int, heads: int, steps: tuple[int, ...], ctas: int) -> int:
+    """How many heads a backward works on together: the fewest of least, 2 · least, 4 · least, … up to `most` or all
+    heads whose makespan is within 2 % of the shortest.
+
+    Few heads at a time share what they stream in L2. But the longest tile of the last section starts late, and where a
+    head has few more tiles than there are CTAs, nothing is left to fill the time in which it runs alone.
+
+    steps: of the tiles of a head, in the order in which they are taken (`numbered`).
+    """
+    most = min(heads, most)
+    if least >= most or (max(steps) + TILE) * ctas <= (NEAR - 1) * heads * sum(steps):  # list scheduling's bound
+        return min(least, heads)
+    enough = NEAR * heads * (sum(steps) + TILE * len(steps)) / ctas  # no schedule is shorter than an even one
+    spans: dict[int, float] = {}
+    section = least
+    while not spans or min(spans.values()) > enough:
+        spans[section] = makespan(in_sections(steps, heads, section), ctas, TILE)
+        if section == most:
+            break
+        section = min(2 * section, most)
+    return next(section for section, span in spans.items() if span <= NEAR * min(spans.values()))
+
+
+def in_sections(steps: Sequence[int], heads: int, section: int) -> Iterable[int]:
+    """The steps of every tile in the order of `numbered`."""
+    for start in range(0, heads, section):
+        width = min(section, heads - start)
+        for size in steps:
+            yield from itertools.repeat(size, width)
 
 
 class KeyTile(NamedTuple):

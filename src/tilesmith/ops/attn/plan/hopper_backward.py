@@ -26,7 +26,7 @@ from tilesmith.ops.attn.plan.tables import (
     STREAM_K_L2,
     STREAM_K_STEPS_VJP,
 )
-from tilesmith.ops.attn.schedule import run_of, stream_k_ctas
+from tilesmith.ops.attn.schedule import key_steps, run_of, section_of, stream_k_ctas
 
 WINDOW_RUNS = (2, 4, 8, 16, 32, 64, 128)
 BLOCK_N = 128  # keys of a tile of the main kernel
@@ -175,6 +175,11 @@ def _order(s: Shape, b: Blocks, arch: Any) -> Order:
     left, right = b.window.hides_left, b.window.hides_right
     ordered = s.deterministic and b.wide <= 128
     section = kv_heads_together(s, b.k_blocks, arch, ordered, right)
+    if right and not (ordered or s.packed or s.lists):
+        window = b.window.left if left else None, b.window.right
+        steps = key_steps(s.tokens, s.keys, b.block_m, b.block_n, b.q_begin, b.k_begin, *window)
+        # with two tiles of a head at a time, each read from memory serves two CTAs
+        section = section_of(section, arch.sms // 2, s.batch * s.kv_heads, tuple(n * s.group for n in steps), arch.sms)
     known = not (left or s.packed or s.lists)  # every tile's place follows from its number
     ring = ordered and known and not (right or s.dropout) and rings(s, b.q_blocks, b.k_blocks, section, arch)
     woven = s.group > 1 and right and b.block_m == 64 and known and not s.deterministic
