@@ -39,6 +39,11 @@ def command(
     sweep: Annotated[
         str | None, typer.Option(help="Along columns, tokens or vocabulary; columns=512,4096 at these values.")
     ] = None,
+    zoo: Annotated[
+        int | None, typer.Option(help="At shapes of published models, drawn by this seed: attention, rows, losses.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Of --zoo: how many calls.")] = 20,
+    decode: Annotated[bool, typer.Option("--decode", help="Of --zoo: calls of attention that decode.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Folder for plots of a sweep, SVG and PNG.")] = None,
     shape: Annotated[str, typer.Option(help="Which model: 1.5b, 1.5b-long or tiny.")] = "1.5b",
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median is reported.")] = 5,
@@ -71,6 +76,10 @@ def command(
             refuse("plot saved results, or measure; not both at once")
         _saved(results, plot)
         return
+    if zoo is not None and (sweep is not None or tag or case):
+        refuse("--zoo draws the calls; --sweep, --tag and --case choose others: leave them out")
+    if decode and zoo is None:
+        refuse("--decode belongs to --zoo SEED")
     if plot is not None and sweep is None:
         refuse("--plot draws a sweep; say along what: --sweep columns, tokens or vocabulary")
     from tilesmith.bench.document import save as write
@@ -92,6 +101,9 @@ def command(
                 found = _model(shape, {**measure, "progress": told, "so_far": so_far, "limit": limit})
             elif subject == "host":
                 found = _host({**measure, "progress": told, "so_far": so_far, "named": case or ()})
+            elif zoo is not None:
+                drawn = {"seed": zoo, "count": count, "decode": decode, "forward": forward}
+                found = _zoo(subject, {**measure, **drawn, "progress": told, "so_far": so_far})
             else:
                 asked = {**measure, "progress": told, "so_far": so_far, "named": case or (), "forward": forward}
                 found = _op(subject, sweep, asked, tag or _tag(where))
@@ -121,6 +133,15 @@ def _op(name: str, sweep: str | None, measure: dict[str, Any], tag: str) -> dict
         return sweeps.run(name, axis, **measure, at=[int(value) for value in filter(None, values.split(","))])
     except ValueError as problem:
         refuse(f"--sweep {sweep}: {problem}" if sweep else str(problem))
+
+
+def _zoo(name: str, measure: dict[str, Any]) -> dict[str, Any]:
+    from tilesmith.bench import zoo
+
+    try:
+        return zoo.run(name, **measure)
+    except ValueError as problem:
+        refuse(f"--zoo: {problem}")
 
 
 def _host(measure: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +256,10 @@ def _show(found: dict[str, Any]) -> None:
     columns = ("case", "pass", "by", "time", "±", "rate", "of ceiling", "× best peer", "peak memory")
     title = f"{found['subject']} on {found['hardware']['name']}"
     console.print(table(columns, rows, title=title, right=",".join(columns[3:])))
+    for which, ratios in found.get("summary", {}).items():
+        worst = "; ".join(f"{row['case']} {row['times_best_peer']:.2f}" for row in ratios["worst"])
+        mean = f"geometric mean {ratios['geometric_mean']:.3f}, minimum {ratios['minimum']:.3f}"
+        console.print(f"{which}, {ratios['calls']} calls, × best peer: {mean}; worst: {worst}", highlight=False)
     unmeasured: dict[str, list[str]] = {}
     for row in found["rows"]:
         if "error" in row:

@@ -1,0 +1,217 @@
+"""Measure an op at shapes of published models, drawn at random: what a user's own model gets, not what was tuned."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith.bench.document import document
+from tilesmith.bench.run import case_rows, ceilings
+from tilesmith.bench.sweep_inputs import INPUTS, LARGE
+from tilesmith.engine import Case, T, ops
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+TOKENS = 32768  # of all sequences of a call, at most
+SHORTEST = 256
+CACHES = (1024, 4096, 16384, 65536)
+DRAFTS = (1, 1, 4, 16)  # query tokens of a decode
+GATED = ("swiglu", "geglu", "silu", "gelu", "sigmoid", "relu_squared", "bias_gelu", "add_relu")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a published model; see `models.toml`."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocabulary: int = 0
+    value_dim: int = 0
+    window: int = 0
+    windows: str = "some"
+    sides: int = 1
+    softcap: float = 0.0
+    sinks: bool = False
+    causal: bool = True
+    longest: int = 131072
+
+    def attention(self, chance: random.Random) -> dict[str, Any]:
+        """Options of one of its layers, those that have a window or those that have none."""
+        found: dict[str, Any] = {"causal": self.causal}
+        if self.window and (self.windows == "all" or chance.random() < 0.5):
+            found["window_left"] = self.window - 1 if self.sides == 1 else self.window
+            if self.sides == 2:
+                found["window_right"] = self.window
+        if self.softcap:
+            found["softcap"] = self.softcap
+        if self.sinks:
+            found["sinks"] = T(self.heads)
+        return found
+
+
+@lru_cache(maxsize=1)
+def models() -> tuple[Model, ...]:
+    """The models of `models.toml`, in its order."""
+    text = (Path(__file__).parent / "models.toml").read_text(encoding="utf-8")
+    return tuple(Model(**row) for row in tomllib.loads(text)["model"])
+
+
+def served() -> list[str]:
+    """Names of the ops that can be measured at models' shapes."""
+    return ["attention", *(name for name, axes in INPUTS.items() if {"columns", "vocabulary"} & set(axes))]
+
+
+def sample(op: str, seed: int, count: int, decode: bool = False) -> list[Case]:
+    """`count` cases of an op, which follow from the seed alone.
+
+    Attention: heads and mask of a model, 256 to 32,768 tokens log-uniform in multiples of 8, as many sequences as make
+    32,768 tokens at most; decode: 1, 4 or 16 query tokens on a cache. Ops on rows: a model's width and a number of
+    rows. Losses: a model's vocabulary and hidden size. Raises ValueError for an op that follows no model's shape.
+    """
+    if op not in served():
+        raise ValueError(f"{op} cannot be drawn from models; ops that can: {', '.join(sorted(served()))}")
+    if decode and op != "attention":
+        raise ValueError(f"decode is a call of attention, not of {op}")
+    chance = random.Random(f"{op} {decode} {seed}")
+    draw = _decode if decode else _attention if op == "attention" else _losses if _has_classes(op) else _rows
+    found: dict[str, Case] = {}
+    while len(found) < count:
+        case = draw(op, chance)
+        found.setdefault(case.name, case)
+    return list(found.values())
+
+
+def _log_uniform(chance: random.Random, least: int, most: int, step: int = 1) -> int:
+    drawn = math.exp(chance.uniform(math.log(least), math.log(max(most, least))))
+    return max(step, round(drawn / step) * step)
+
+
+def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """[B, H, T, D] over memory in [B, T, H, D] order, as a projection leaves it."""
+    batch, heads, tokens, dim = shape
+    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
+
+
+def _attention(op: str, chance: random.Random) -> Case:
+    model = chance.choice(models())
+    tokens = _log_uniform(chance, min(SHORTEST, model.longest // 2), min(TOKENS, model.longest), 8)
+    batch = _log_uniform(chance, 1, max(1, TOKENS // tokens))
+    options = model.attention(chance)
+    dims = model.head_dim, model.head_dim, model.value_dim or model.head_dim
+    heads = model.heads, model.kv_heads, model.kv_heads
+    args = {n: T(batch, h, tokens, d, init=_tokens_first) for n, h, d in zip("qkv", heads, dims)}
+    return Case(f"{model.name} {batch} x {tokens}{_said(options)}", {**args, **options})
+
+
+def _said(options: Mapping[str, Any]) -> str:
+    return f", window {options['window_left'] + 1}" if "window_left" in options else ""
+
+
+def _decode(op: str, chance: random.Random) -> Case:
+    model = chance.choice([m for m in models() if m.causal and not m.value_dim])
+    tokens, keys, batch = chance.choice(DRAFTS), chance.choice(CACHES), _log_uniform(chance, 1, 64)
+    batch = max(1, min(batch, 2**20 // keys))
+    options = {n: v for n, v in model.attention(chance).items() if n != "sinks"}
+    if model.sinks:
+        options["sinks"] = T(model.heads, dtype=torch.float32, grad=False)
+    plain = {"grad": False, "init": _tokens_first}
+    args = {"q": T(batch, model.heads, tokens, model.head_dim, **plain)}
+    args |= {n: T(batch, model.kv_heads, keys, model.head_dim, **plain) for n in "kv"}
+    name = f"{model.name} decode {batch} x {tokens} on {keys}{_said(options)}"
+    return Case(name, {**args, **options})
+
+
+def _has_classes(op: str) -> bool:
+    return "vocabulary" in INPUTS[op]
+
+
+def _losses(op: str, chance: random.Random) -> Case:
+    model = chance.choice([m for m in models() if m.vocabulary > 1000])
+    tokens = _log_uniform(chance, 1024, 16384)
+    held = _held(tokens=tokens, hidden=model.hidden, vocab=model.vocabulary)
+    (args,) = INPUTS[op]["vocabulary"].build(model.vocabulary, held).values()
+    return Case(f"{model.name} {min(tokens, 8192)} x {model.hidden} x {model.vocabulary}", args)
+
+
+def _rows(op: str, chance: random.Random) -> Case:
+    model = chance.choice(models())
+    columns = model.intermediate if op in GATED else model.hidden
+    rows = _log_uniform(chance, SHORTEST, 2 * TOKENS) | 1
+    (args,) = INPUTS[op]["columns"].build(columns, _held(tokens=rows)).values()
+    return Case(f"{model.name} {rows} x {columns}", args)
+
+
+def _held(**sizes: int) -> Any:
+    return type(LARGE)(**{**asdict(LARGE), **sizes})
+
+
+def run(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+    count: int,
+    command: str,
+    decode: bool = False,
+    only: Sequence[str] = (),
+    rounds: int = 5,
+    forward: bool = False,
+    progress: Callable[[str], None] = lambda what: None,
+    so_far: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:
+    """The document of `count` calls drawn by `seed`: rows as `bench.run.run` makes them, and `summary`.
+
+    so_far: is given the document after each call, for a run that may not reach its end. Raises ValueError as `sample`.
+    """
+    wanted = sample(op, seed, count, decode)
+    found = document(
+        f"{op}-{'decode-' if decode else ''}zoo",
+        device,
+        command,
+        [],
+        dtype=str(dtype).removeprefix("torch."),
+        rounds=rounds,
+        ceilings=asdict(ceilings(device)),
+        seed=seed,
+    )
+    for number, case in enumerate(wanted, 1):
+        progress(f"{number} of {count}, {case.name}")
+        found["rows"] += case_rows(ops()[op], case, device, dtype, only, rounds, forward or decode)
+        found["summary"] = summary(found["rows"])
+        so_far(found)
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
+    return found
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each pass how many times faster ours is than the best peer: geometric mean, minimum, the five worst calls."""
+    passes: dict[str, list[tuple[float, str]]] = {}
+    for row in rows:
+        if "times_best_peer" in row:
+            passes.setdefault(row["pass"], []).append((row["times_best_peer"], row["case"]))
+    return {
+        which: {
+            "calls": len(found),
+            "geometric_mean": round(math.exp(sum(math.log(times) for times, _ in found) / len(found)), 4),
+            "minimum": min(found)[0],
+            "worst": [{"case": case, "times_best_peer": times} for times, case in sorted(found)[:5]],
+        }
+        for which, found in passes.items()
+    }
