@@ -1,6 +1,7 @@
-"""Compile a family's kernels for a GPU that is not here: `python -m tilesmith.validate.offline norm cuda 90 32`.
+"""Compile kernels for a GPU that is not here: `python -m tilesmith.validate.offline norm,loss cuda 90 32`.
 
-Names of cases behind that compile what these launch, in place of the first form of each kernel.
+Names of cases behind that compile what these launch, in place of the first form of each kernel. With `--brief` nothing
+is disassembled: no registers, spills and code sizes, and no search for faults of ptxas.
 """
 
 from __future__ import annotations
@@ -101,17 +102,21 @@ class _Tap:
             self.configure.arch = None
 
 
-def main(family: str, backend: str, arch: str, warp: str, *names: str) -> int:
-    """Compile and print one line a kernel: warps and shared memory; for NVIDIA also registers, spills and code size."""
+def main(families: str, backend: str, arch: str, warp: str, *more: str) -> int:
+    """Compile and print one line a kernel: warps and shared memory; for NVIDIA also registers, spills and code size.
+
+    Exits with 1 where nothing was compiled, or where the code for Hopper reads a register that nothing has written.
+    """
     from triton.backends.compiler import GPUTarget
 
+    names = [name for name in more if name != "--brief"]
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp))
-    found = compile_family(family, target, names=names)
+    found = [row for family in families.split(",") for row in compile_family(family, target, names=names)]
     forms: dict[str, list[str]] = {}
     faults = []
     for op, name, compiled in found:
         form = f"{name} shared={compiled.metadata.shared} warps={compiled.metadata.num_warps}"
-        if target.backend == "cuda":
+        if target.backend == "cuda" and "--brief" not in more:
             cubin = compiled.asm["cubin"]
             text = sass.disassembled(cubin)
             form += "".join(f" {field}={value}" for field, value in sass.usage(cubin, text)._asdict().items())
