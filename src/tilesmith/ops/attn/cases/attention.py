@@ -242,7 +242,7 @@ ATTENTION = [
         tokens=30, keys=60, causal=True, cu_seqlens_q=(10, 5, 15), cu_seqlens_k=(20, 20, 20),
         kv_lengths=(23, -4, 20)), SMALL),
     Case("dropout", _attend(2, 2, 2, 33, 36, dropout_p=0.3), SMALL),
-    Case("dropout_apart", {**_attend(2, 2, 2, 33, 36, dropout_p=0.3), "seed": T(
+    Case("dropout_apart", {**_attend(1, 1, 1, 17, 20, dropout_p=0.3), "seed": T(
         2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([[3, 7], [4, -9]], device=device)[:, 1])}, SMALL),
     Case("dropout_by_eight", _attend(2, 2, 1, 33, 40, dropout_p=0.3), SMALL),
     Case("dropout_odd", _attend(1, 4, 2, 33, 37, dropout_p=0.6, causal=True, bias=(1, 4, 1, 37)), SMALL),
@@ -275,7 +275,7 @@ ATTENTION = [
     Case("d64_dropout_packed_small", _attend(
         1, 2, 1, 50, 60, 64, causal=True, dropout_p=0.6, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
     Case("d128_dropout_small", _attend(1, 2, 2, 20, 45, 128, sinks=True, dropout_p=0.3), SMALL),
-    Case("d128_shares_small", _attend(1, 8, 1, 250, 40, 128), SMALL),
+    Case("d128_shares_small", _attend(1, 8, 1, 250, 40, 128), TEST | {"compile"}),
     Case("d128_key_shares_small", _attend(1, 1, 1, 20, 4000, 128), TEST | {"compile"}),
     Case("d128_causal_key_shares_small", _attend(1, 1, 1, 20, 4000, 128, causal=True), TEST | {"compile"}),
     Case("d64_key_shares_small", _attend(1, 1, 1, 20, 4000, 64), TEST | {"compile"}),
