@@ -40,8 +40,8 @@ def check_attention(
         _check_plane("bias", bias, q, (q.dtype, torch.float32), (batch, heads, tokens, keys))
     if alibi is not None:
         _floating("alibi", alibi, q)
-        if tuple(alibi.shape) not in ((heads,), (batch, heads)):
-            raise ValueError(f"attention: alibi must be [{heads}] or [{batch}, {heads}], got {list(alibi.shape)}")
+        if tuple(alibi.shape) not in ((heads,), (batch, heads), (documents, heads)):
+            raise ValueError(f"attention: alibi must be [{heads}] or [{documents}, {heads}], got {list(alibi.shape)}")
     if sinks is not None:
         _floating("sinks", sinks, q)
         if tuple(sinks.shape) != (heads,):

@@ -132,7 +132,8 @@ class Score:
     """How scores are made from q . k.
 
     scale: factor, 1/sqrt(head dim) if None. softcap: c > 0 bends a scaled score s to c * tanh(s / c). alibi: slopes [H]
-    or [B, H], fp32; slope * |distance| is taken off. bias: added, broadcastable to [B, H, T, S]; it gets a gradient.
+    or [B, H], of N packed documents [N, H], fp32; slope * |distance| is taken off. bias: added, broadcastable to
+    [B, H, T, S]; it gets a gradient.
     """
 
     scale: float | None = None

@@ -63,7 +63,7 @@ def attention(
     Score of query i and key j
       s = (q_i . k_j) * scale * q_scale * k_scale; scale is 1/sqrt(D) if None
       s = softcap * tanh(s / softcap) if softcap > 0
-      s = s - alibi * |position of i - position of j|, alibi [H] or [B, H], fp32
+      s = s - alibi * |position of i - position of j|, alibi [H], [B, H] or [N, H] of N packed documents, fp32
       s = s + bias, bias [B|1, H|1, T|1, S|1], of q's dtype or fp32
     Visible: key j for query i, where everything given agrees. Positions are aligned bottom right: the last query and
     the last valid key have the same one, p_i = i + (valid keys) - T and p_j = j.
@@ -104,7 +104,8 @@ def attention(
         block_offsets, block_indices, page_table, causal, window_left, window_right, block_q, block_k,
     )  # fmt: skip
     values.hide(visible)
-    scores, _ = _scores(values, bias, alibi, position_q, position_k, visible, scale, softcap)
+    slopes = _slopes(alibi, cu_seqlens_q, shape[2])
+    scores, _ = _scores(values, bias, slopes, position_q, position_k, visible, scale, softcap)
     logits = scores
     if sinks is not None:
         column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
@@ -168,7 +169,8 @@ def attention_vjp(
         block_offsets, block_indices, page_table, causal, window_left, window_right, block_q, block_k,
     )  # fmt: skip
     values.hide(visible)
-    scores, slope = _scores(values, bias, alibi, position_q, position_k, visible, scale, softcap)
+    slopes = _slopes(alibi, cu_seqlens_q, shape[2])
+    scores, slope = _scores(values, bias, slopes, position_q, position_k, visible, scale, softcap)
     lse = lse.to(values.q.dtype)
     p = _probabilities(scores, lse)
     seen = visible.any(-1, keepdim=True)
@@ -336,16 +338,35 @@ def by_token(factors: Tensor, x: Tensor) -> Tensor:
     return factors.unsqueeze(-1)
 
 
-def _scores(values: _Values, bias, alibi, position_q, position_k, visible, scale, softcap):
+def slopes_of_documents(alibi: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+    """Whether alibi [N, H] has a row for each packed document."""
+    return alibi.ndim == 2 and cu_seqlens_q is not None and alibi.shape[0] > 1
+
+
+def slopes_of_tokens(alibi: Tensor, cu_seqlens_q: Tensor, tokens: int) -> Tensor:
+    """[T, H]: the slopes of each token's document; of a token behind the last document those of that one."""
+    token = torch.arange(tokens, device=alibi.device, dtype=cu_seqlens_q.dtype)
+    document = torch.searchsorted(cu_seqlens_q[1:].contiguous(), token, right=True)
+    return alibi[document.clamp(max=len(alibi) - 1)]
+
+
+def _slopes(alibi: Tensor | None, cu_seqlens_q: Tensor | None, tokens: int) -> Tensor | None:
+    """Slopes that broadcast to [B, H, T, S]."""
+    if alibi is None or not slopes_of_documents(alibi, cu_seqlens_q):
+        return None if alibi is None else alibi[..., None, None]
+    return slopes_of_tokens(alibi, cu_seqlens_q, tokens).t()[None, :, :, None]
+
+
+def _scores(values: _Values, bias, slopes, position_q, position_k, visible, scale, softcap):
     """Scores, -inf where not visible, and their derivative by q . k."""
     slope = values.q.shape[-1] ** -0.5 if scale is None else scale
     scores = (values.q @ values.k.transpose(-1, -2)) * slope
     if softcap > 0.0:
         bent = torch.tanh(scores / softcap)
         scores, slope = bent * softcap, slope * (1.0 - bent * bent)
-    if alibi is not None:
+    if slopes is not None:
         distance = (position_q[:, :, None] - position_k[:, None, :]).abs().unsqueeze(1)
-        scores = scores - alibi.to(scores.dtype)[..., None, None] * distance
+        scores = scores - slopes.to(scores.dtype) * distance
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     return torch.where(visible & (scores != float("-inf")), scores, float("-inf")), slope  # and no gradient there

@@ -19,7 +19,8 @@ def _pattern(given: dict[str, Any]) -> str:
     k, rows = f"{b}{h}S", "N" if packed else b
     if given["page_table"] is not None:  # k and v are a pool of pages that all rows share
         k, b = f"P{h}S", "B" if packed else b
-    alibi = h if given["alibi"] is None or given["alibi"].ndim == 1 else b + h
+    slopes = given["alibi"]
+    alibi = h if slopes is None or slopes.ndim == 1 else ("N" if packed and slopes.shape[0] > 1 else b) + h
     lists = "L M L M"
     table = ("N" if packed else b) + "P"
     return (

@@ -70,7 +70,9 @@ def _kept(share: float) -> Init:
 
 
 def _slopes(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return torch.exp2(-8.0 * torch.arange(1, shape[-1] + 1, device=device) / shape[-1]).expand(*shape).contiguous()
+    """Slopes [H], or of rows [B, H], each row's steeper than those of the one before."""
+    slopes = torch.exp2(-8.0 * torch.arange(1, shape[-1] + 1, device=device) / shape[-1])
+    return slopes if len(shape) == 1 else torch.arange(1, shape[0] + 1, device=device)[:, None] * slopes
 
 
 def _hidden(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -232,6 +234,7 @@ ATTENTION = [
     Case("packed", _attend(1, 4, 2, 45, 45, causal=True, **PACKED), SMALL),
     Case("packed_cross", _attend(1, 2, 2, 40, 64, cu_seqlens_q=(13, 20, 7), cu_seqlens_k=(10, 0, 50)), SMALL),
     Case("packed_one", _attend(tokens=20, keys=20, causal=True, cu_seqlens_q=(20,), cu_seqlens_k=(20,)), SMALL),
+    Case("packed_alibi", _attend(tokens=40, keys=40, causal=True, alibi=(4, 2), **PACKED), SMALL),
     Case("packed_window", _attend(tokens=40, keys=40, causal=True, window_left=4, alibi=(2,), **PACKED), SMALL),
     Case("packed_prefix", _attend(
         tokens=40, keys=40, causal=True, window_left=4, prefix_lengths=(5, 0, 18, 3), **PACKED), SMALL),

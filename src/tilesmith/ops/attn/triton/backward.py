@@ -110,7 +110,7 @@ def _attention_dq_kernel(
         mask_ptr += long_batch * mask_strides[0] + long_head * mask_strides[1]
     slope = 0.0
     if alibi_ptr is not None:
-        slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
+        slope = load_slope(alibi_ptr, alibi_strides, batch, head, rows[:, None], tokens, EXACT)
     if q_documents_ptr is not None:
         q_document = tl.load(q_documents_ptr + long_batch * tokens + rows, mask=rows < tokens, other=0)
 
@@ -276,11 +276,11 @@ def _attention_dkv_kernel(
                 bias_head = bias_ptr
                 if bias_ptr is not None:
                     bias_head = bias_ptr + long_batch * bias_strides[0] + long_head * bias_strides[1]
-                slope = 0.0
-                if alibi_ptr is not None:
-                    slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
                 place = head_row.to(tl.int64) * tokens + first + tl.arange(0, BLOCK_M)
                 rows = first + tl.arange(0, BLOCK_M)
+                slope = 0.0
+                if alibi_ptr is not None:
+                    slope = load_slope(alibi_ptr, alibi_strides, batch, head, rows[None, :], tokens, EXACT)
                 q = load_tile(
                     q_ptr + long_head * q_strides[1], q_desc, batch, head, first, q_strides[2], outer_lo, outer_hi,
                     DIM, BLOCK_M, BLOCK_D, BULK and (not masked or not PADDED), masked,
@@ -415,7 +415,7 @@ def _attention_dbias_kernel(
             delta = tl.load(delta_ptr + place, mask=rows < tokens, other=0.0)
             slope = 0.0
             if alibi_ptr is not None:
-                slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
+                slope = load_slope(alibi_ptr, alibi_strides, batch, head, rows[:, None], tokens, EXACT)
             score, _ = attention_scores(
                 tl.dot(q, tl.trans(k), input_precision="ieee"), rows[:, None], cols, shift[:, None],
                 bias_ptr + long_batch * bias_strides[0] + long_head * bias_strides[1], bias_strides, slope,

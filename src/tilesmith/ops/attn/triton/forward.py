@@ -67,7 +67,7 @@ def _attention_fwd_kernel(
         mask_ptr += long_batch * mask_strides[0] + head.to(tl.int64) * mask_strides[1]
     slope = 0.0
     if alibi_ptr is not None:
-        slope = load_slope(alibi_ptr, alibi_strides, batch, head, EXACT)
+        slope = load_slope(alibi_ptr, alibi_strides, batch, head, rows[:, None], tokens, EXACT)
     if q_documents_ptr is not None:
         q_document = tl.load(q_documents_ptr + long_batch * tokens + rows, mask=rows < tokens, other=0)
 

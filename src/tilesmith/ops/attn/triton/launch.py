@@ -10,6 +10,7 @@ from tilesmith.device.alignment import tma_strides
 from tilesmith.device.dropout import kernel_numbers, kernel_seed
 from tilesmith.device.rows import dense
 from tilesmith.engine.launcher import cdiv
+from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.plan.model import Step, Tile
 from tilesmith.ops.attn.plan.triton import padded
 from tilesmith.ops.attn.triton.tiles import FAR, LOG2E
@@ -27,9 +28,14 @@ def call_tensors(call) -> dict[str, Any]:
     mask = None if mask is None else mask.view(torch.uint8).expand(whole)
     below, keep = kernel_numbers(call.dropout_p) if call.dropout_p > 0.0 else (0, 1.0)
     bias_strides = None if call.bias is None else call.bias.expand(whole).stride()
-    alibi_strides = None if call.alibi is None else call.alibi.expand(batch, heads).stride()
+    alibi, alibi_strides = call.alibi, None
+    if alibi is not None and reference.slopes_of_documents(alibi, call.cu_seqlens_q):
+        alibi = reference.slopes_of_tokens(alibi, call.cu_seqlens_q, q.shape[2])
+        alibi_strides = (0, alibi.stride(1), alibi.stride(0))
+    elif alibi is not None:
+        alibi_strides = alibi.expand(batch, heads).stride()
     return {
-        **{f"{name}_ptr": getattr(call, name) for name in ASKED}, "mask_ptr": mask,
+        **{f"{name}_ptr": getattr(call, name) for name in ASKED}, "alibi_ptr": alibi, "mask_ptr": mask,
         "seed_ptr": kernel_seed(call.seed, call.dropout_p), "cu_q_ptr": dense(call.cu_seqlens_q),
         "cu_k_ptr": dense(call.cu_seqlens_k), "lengths_ptr": dense(call.kv_lengths),
         "prefix_ptr": dense(call.prefix_lengths), "q_documents_ptr": dense(call.q_documents),

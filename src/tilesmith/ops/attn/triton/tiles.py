@@ -58,8 +58,14 @@ def add_product(total, a, b, real):
 
 
 @triton.jit
-def load_slope(alibi_ptr, strides, batch, head, EXACT: tl.constexpr):
-    return tl.load(alibi_ptr + batch * strides[0] + head * strides[1]).to(tl.float32) * unit(EXACT)
+def load_slope(alibi_ptr, strides, batch, head, rows, tokens, EXACT: tl.constexpr):
+    """The slope of a head, or with a third stride those of rows, in their shape."""
+    if len(strides) == 3:
+        ptr = alibi_ptr + rows.to(tl.int64) * strides[2] + head * strides[1]
+        slope = tl.load(ptr, mask=rows < tokens, other=0.0)
+    else:
+        slope = tl.load(alibi_ptr + batch * strides[0] + head * strides[1])
+    return slope.to(tl.float32) * unit(EXACT)
 
 
 @triton.jit
