@@ -100,8 +100,9 @@ def test_compiles_whole(family, padded):
     torch.testing.assert_close(found[:2], wanted[:2])
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["model", "model.model"])
 @pytest.mark.parametrize(("family", "packed"), [("llama", False), ("llama", True), ("gemma2", False)])
-def test_a_compiled_model_has_the_masks_of_an_eager_one(family, packed, monkeypatch):
+def test_a_compiled_model_has_the_masks_of_an_eager_one(family, packed, alone, monkeypatch):
     seen, real = [], attention.ops.attention
 
     def spied(q, k, v, mask, *args, **named):
@@ -113,10 +114,11 @@ def test_a_compiled_model_has_the_masks_of_an_eager_one(family, packed, monkeypa
     inputs = {"input_ids": torch.randint(3, 100, (2, 12)), "use_cache": False}
     if packed:
         inputs["position_ids"] = torch.cat((torch.arange(5), torch.arange(7)))[None]
-    wanted = model(**inputs).logits
+    called = model.model if alone else model
+    wanted = called(**inputs)[0]
     eager = seen.copy()
     seen.clear()
-    found = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).logits
+    found = torch.compile(called, fullgraph=True, backend="aot_eager")(**inputs)[0]
     assert seen == eager and len(eager) == 2 and all(mask[2] for mask in seen)
     torch.testing.assert_close(found, wanted)
 

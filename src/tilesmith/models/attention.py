@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,12 +165,7 @@ class AttentionForm(Form):
             if given("output_attentions", weights, args, kwargs):
                 with form.chosen(self):  # nobody else has the weights
                     return whole(self, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                return whole(self, *args, **kwargs)
-            TOLD.known, TOLD.positions = True, given("position_ids", positions, args, kwargs)
-            out = whole(self, *args, **kwargs)
-            TOLD.known, TOLD.positions = False, None
-            return out
+            return _telling(whole, self, args, kwargs, positions)
 
         return {"forward": forward}
 
@@ -200,6 +195,34 @@ class AttentionForm(Form):
         return [(config, implementation) for config, implementation in known if config._attn_implementation == NAME]
 
 
+@dataclass(frozen=True)
+class PositionsForm(Form):
+    """A model inside of one that has an `AttentionForm`, which may be compiled, or called by another library, alone."""
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        whole = base.forward
+        names = list(inspect.signature(whole).parameters)[1:]
+        positions = names.index("position_ids") if "position_ids" in names else None
+
+        @functools.wraps(whole)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if TOLD.known:  # by the model that calls this one
+                return whole(self, *args, **kwargs)
+            return _telling(whole, self, args, kwargs, positions)
+
+        return {"forward": forward}
+
+
+def _telling(whole: Callable, model: nn.Module, args: tuple, kwargs: dict[str, Any], positions: int | None) -> Any:
+    """Run a model's forward, under torch.compile with `TOLD` saying which positions the caller gave."""
+    if not torch.compiler.is_compiling():
+        return whole(model, *args, **kwargs)
+    TOLD.known, TOLD.positions = True, given("position_ids", positions, args, kwargs)
+    out = whole(model, *args, **kwargs)
+    TOLD.known, TOLD.positions = False, None
+    return out
+
+
 def _own_configuration(model: nn.Module) -> None:
     """Give the model copies of its configurations: two models made from one object would otherwise change together."""
     from transformers import PreTrainedConfig
@@ -224,9 +247,8 @@ class AttentionRule(Rule):
         if transformers is None:
             return None
         if isinstance(module, transformers.PreTrainedModel):
-            if any(isinstance(holder, transformers.PreTrainedModel) for holder in site.holders()):
-                return None
-            return self._whole(module)
+            holders = [h for h in site.holders() if isinstance(h, transformers.PreTrainedModel)]
+            return self._inner(module, holders[-1]) if holders else self._whole(module)
         if not uses_interface(module):
             return None
         config = getattr(module, "config", None)
@@ -235,6 +257,13 @@ class AttentionRule(Rule):
         if not any(isinstance(holder, transformers.PreTrainedModel) for holder in site.holders()):
             return Skip("a configuration chooses its attention: optimize the whole model")
         return Skip(f"the model's attention is {getattr(config, '_attn_implementation', None)}", wanted=False)
+
+    def _inner(self, module: nn.Module, outer: nn.Module) -> Replace | None:
+        ours = any(isinstance(form, AttentionForm) for form in forms(outer))
+        if not ours or "position_ids" not in inspect.signature(module.forward).parameters:
+            return None
+        told = "compiled alone, a row is packed documents if the caller gives position_ids"
+        return Replace(PositionsForm(), (), told)
 
     def _whole(self, model: nn.Module) -> Replace | Skip | None:
         configured = _configurations(model)
