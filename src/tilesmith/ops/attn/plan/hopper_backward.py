@@ -178,8 +178,7 @@ def _order(s: Shape, b: Blocks, arch: Any) -> Order:
     if right and not (ordered or s.packed or s.lists):
         window = b.window.left if left else None, b.window.right
         steps = key_steps(s.tokens, s.keys, b.block_m, b.block_n, b.q_begin, b.k_begin, *window)
-        # with two tiles of a head at a time, each read from memory serves two CTAs
-        section = section_of(section, arch.sms // 2, s.batch * s.kv_heads, tuple(n * s.group for n in steps), arch.sms)
+        section = section_of(section, s.batch * s.kv_heads, tuple(n * s.group for n in steps), arch.sms)
     known = not (left or s.packed or s.lists)  # every tile's place follows from its number
     ring = ordered and known and not (right or s.dropout) and rings(s, b.q_blocks, b.k_blocks, section, arch)
     woven = s.group > 1 and right and b.block_m == 64 and known and not s.deterministic
