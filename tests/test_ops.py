@@ -206,10 +206,10 @@ def test_gradients_of_one_output_alone(name, dtype):
     for backend in kernels_of(op):
         with use(**pins_of(op, backend)):
             try:
-                outs = op(*args)
+                outs = [o for o in op(*args) if o.is_floating_point()]
             except NotImplementedError:
                 continue
-            for i in range(op.public):
+            for i in range(len(outs)):
                 cotangents = [torch.ones_like(o) if i == j else torch.zeros_like(o) for j, o in enumerate(outs)]
                 want = torch.autograd.grad(outs, leaves, cotangents, allow_unused=True, retain_graph=True)
                 got = torch.autograd.grad(outs[i], leaves, cotangents[i], allow_unused=True, retain_graph=True)

@@ -82,6 +82,8 @@ _FAMILIES = {
         "memory_efficient_attention",
         "rmsnorm",
     ),
+    "tilesmith.ops.moe.op": ("experts", "experts_vjp"),
+    "tilesmith.ops.moe.route_op": ("route", "route_vjp", "router_losses", "router_losses_vjp"),
     "tilesmith.ops.norm.dropout_op": ("dropout_add_norm", "dropout_add_norm_vjp"),
     "tilesmith.ops.norm.op": (
         "add_layer_norm",

@@ -1,0 +1,256 @@
+"""Example inputs of the moe family, and what they must move and compute."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+from tilesmith.ops.moe.reference import GATED, UNGATED
+
+SMALL = frozenset({"test", "interpret"})
+TEST = frozenset({"test"})
+BIG = frozenset({"gpu"})
+BENCH = frozenset({"gpu", "bench", "tune"})
+BF16 = (torch.bfloat16,)
+GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+
+Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
+
+
+def _unit(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Weights that give outputs of unit size."""
+    return torch.randn(*shape, generator=generator, device=device) / max(1, shape[-1]) ** 0.5
+
+
+def _quarters(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Multiples of 1/4, whose products and sums every dtype holds: no rounding moves one across a clamp."""
+    return torch.randint(-3, 4, tuple(shape), generator=generator, device=device) / 4
+
+
+def _shares(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Weights of a token's experts: positive, of sum 1."""
+    return torch.randn(*shape, generator=generator, device=device).softmax(-1)
+
+
+def _uniform(experts: int) -> Init:
+    """Different experts for each token, every one as likely."""
+
+    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        noise = torch.rand(*shape[:-1], experts, generator=generator, device=device)
+        return noise.argsort(-1)[..., : shape[-1]].contiguous()
+
+    return draw
+
+
+def _zipf(experts: int) -> Init:
+    """Expert e with a probability in proportion to 1 / (e + 1)."""
+
+    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        noise = torch.rand(*shape[:-1], experts, generator=generator, device=device)
+        odds = 1 / torch.arange(1, experts + 1, device=device)
+        return (noise.log() / odds).argsort(-1, descending=True)[..., : shape[-1]].contiguous()
+
+    return draw
+
+
+def _one(expert: int) -> Init:
+    """The same expert for all."""
+    return lambda generator, shape, device: torch.full(tuple(shape), expert, dtype=torch.int64, device=device)
+
+
+def _half_of_them(experts: int) -> Init:
+    """The first expert for every second token, the others at random."""
+
+    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        found = _uniform(experts)(generator, shape, device)
+        found[..., ::2, :1] = 0
+        return found
+
+    return draw
+
+
+def _with_sentinels(experts: int) -> Init:
+    """About half of the indices below 0 or at least E, as of experts that other ranks hold."""
+
+    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.randint(-2, 2 * experts, tuple(shape), generator=generator, device=device)
+
+    return draw
+
+
+def _experts(
+    lead: tuple[int, ...] | int,
+    hidden: int,
+    inner: int,
+    experts: int,
+    top_k: int,
+    *,
+    activation: str = "swiglu",
+    bias: bool = False,
+    indices: Init | None = None,
+    integers: torch.dtype = torch.int64,
+    scales: torch.dtype | None = None,
+    layout: str = "contiguous",
+    weight_layout: str = "contiguous",
+    grad: bool = True,
+    **options: object,
+) -> dict:
+    """Arguments of experts. scales: dtype of the routing weights; grad: whether the experts' weights ask for one."""
+    shape = (lead,) if isinstance(lead, int) else lead
+    wide = 2 * inner if activation in GATED else inner
+    weight = {"init": _unit, "layout": weight_layout, "grad": grad}
+    args: dict = {
+        "x": T(*shape, hidden, layout=layout),
+        "gate_up": T(experts, wide, hidden, **weight),
+        "down": T(experts, hidden, inner, **weight),
+        "indices": T(*shape, top_k, dtype=integers, init=indices or _uniform(experts)),
+        "weights": T(*shape, top_k, dtype=scales, init=_shares),
+        "activation": activation,
+    }
+    if bias:
+        args |= {"gate_up_bias": T(experts, wide), "down_bias": T(experts, hidden)}
+    return {**args, **options}
+
+
+def _clamped(args: dict, limit: float) -> dict:
+    """The same call with a clamp, of exact pre-activations between which the limit lies."""
+    exact = {
+        n: T(*a.shape, init=_quarters, layout=a.layout, grad=a.grad)
+        for n, a in args.items()
+        if n in ("x", "gate_up", "gate_up_bias")
+    }
+    return {**args, **exact, "limit": limit}
+
+
+def _bench(tokens: int, hidden: int, inner: int, experts: int, top_k: int, **how: object) -> Case:
+    name = f"{tokens}x{hidden}_e{experts}_i{inner}_k{top_k}"
+    return Case(name, _experts(tokens, hidden, inner, experts, top_k, **how), BENCH, BF16)
+
+
+def _logits(lead: tuple[int, ...] | int, experts: int, top_k: int, *, bias: bool = False, **options: object) -> dict:
+    shape = (lead,) if isinstance(lead, int) else lead
+    args: dict = {"logits": T(*shape, experts), "top_k": top_k}
+    if bias:
+        args["bias"] = T(experts, dtype=torch.float32, grad=False)
+    return {**args, **options}
+
+
+CASES: dict[str, list[Case]] = {
+    "experts": [
+        Case("small", _experts((2, 5), 24, 16, 4, 2), SMALL),
+        Case("several_tiles", _experts(70, 40, 40, 3, 2), SMALL),
+        Case("one_token", _experts(1, 24, 16, 8, 3), SMALL),
+        Case("no_tokens", _experts((2, 0), 16, 8, 4, 2), SMALL),
+        Case("vector", _experts((), 16, 8, 4, 2), SMALL),
+        Case("empty_experts", _experts(3, 24, 16, 12, 1), SMALL),
+        Case("one_expert_has_all", _experts(37, 24, 16, 4, 1, indices=_one(2)), SMALL),
+        Case("twice_the_same", _experts(9, 24, 16, 4, 2, indices=_one(3)), TEST),
+        Case("sentinels", _experts(20, 24, 16, 3, 4, indices=_with_sentinels(3), bias=True), SMALL),
+        Case("only_sentinels", _experts(5, 16, 8, 3, 2, indices=_one(3)), SMALL),
+        Case("many_choices", _experts(6, 16, 8, 20, 16), SMALL),
+        Case("int32_fp32_scales", _experts(12, 24, 16, 4, 2, integers=torch.int32, scales=torch.float32), SMALL),
+        Case("bias", _experts(12, 24, 16, 4, 2, bias=True), SMALL),
+        Case(
+            "gpt_oss",
+            _clamped(_experts(24, 24, 16, 4, 2, bias=True, weight_layout="transposed", **GPT_OSS), 0.6),
+            SMALL,
+        ),
+        Case("interleaved", _experts(24, 24, 20, 4, 2, interleaved=True), SMALL),
+        Case("clamped", _clamped(_experts(24, 24, 20, 4, 2), 0.6), SMALL),
+        Case("odd", _experts(19, 21, 11, 5, 3), SMALL),
+        Case("strided", _experts((2, 6), 16, 8, 3, 2, layout="strided", weight_layout="strided"), SMALL),
+        Case("transposed", _experts(12, 16, 8, 3, 2, layout="transposed", weight_layout="transposed"), SMALL),
+        Case("frozen", _experts(12, 24, 16, 4, 2, grad=False), SMALL),
+        *(
+            Case(name, _experts(11, 16, 12, 3, 2, activation=name), SMALL)
+            for name in (*GATED, *UNGATED)
+            if name != "swiglu"
+        ),
+        Case("many_experts", _experts(64, 64, 32, 512, 10), TEST),
+        Case("odd_large", _experts((3, 331), 200, 120, 33, 5, bias=True), BIG),
+        Case("qwen3", _experts(1024, 2048, 768, 128, 8), BIG, BF16),
+        Case("decode", _experts(4, 2048, 768, 128, 8), BIG, BF16),
+        Case("gpt_oss_large", _experts(512, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS), BIG),
+        Case("sentinels_large", _experts(1024, 512, 256, 16, 8, indices=_with_sentinels(16)), BIG, BF16),
+        _bench(8192, 2048, 768, 128, 8),
+        _bench(32768, 2048, 768, 128, 8),
+        _bench(8192, 2048, 512, 512, 10),
+        _bench(8192, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS),
+        _bench(8192, 2048, 1408, 64, 6),
+        *(_bench(tokens, 2048, 768, 128, 8) for tokens in (1, 4, 16)),
+        Case("zipf_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_zipf(128)), BENCH, BF16),
+        Case("half_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_half_of_them(128)), BENCH, BF16),
+    ],
+    "route": [
+        Case("small", _logits((2, 5), 8, 2), SMALL),
+        Case("softmax_of_all", _logits(9, 8, 3, normalise=False), SMALL),
+        Case("sigmoid", _logits(9, 8, 3, scores="sigmoid", scale=2.5), SMALL),
+        Case("all_chosen", _logits(4, 3, 3), SMALL),
+        Case("one_chosen", _logits(7, 12, 1, normalise=False), SMALL),
+        Case("one_token", _logits((), 16, 4), SMALL),
+        Case("no_tokens", _logits((2, 0), 8, 2), SMALL),
+        Case("odd", _logits(67, 100, 16), SMALL),
+        Case("strided", _logits((2, 3), 8, 2) | {"logits": T(2, 3, 8, layout="strided")}, SMALL),
+        Case("transposed", _logits(6, 8, 2) | {"logits": T(6, 8, layout="transposed")}, SMALL),
+        Case("bias", _logits(9, 8, 3, bias=True, scores="sigmoid", scale=2.5), SMALL),
+        Case("deepseek", _logits(9, 16, 4, bias=True, scores="sigmoid", groups=4, kept_groups=2), SMALL),
+        Case("best_groups", _logits(9, 16, 4, groups=4, kept_groups=2, group_score="max", normalise=False), SMALL),
+        *(
+            Case(f"{tokens}_of_{experts}", _logits(tokens, experts, top_k), BENCH, BF16)
+            for tokens, experts, top_k in ((8192, 128, 8), (8192, 512, 10), (8192, 32, 4))
+        ),
+    ],
+    "router_losses": [
+        Case("small", {"logits": T(2, 5, 8), "indices": T(2, 5, 2, dtype=torch.int64, init=_uniform(8))}, SMALL),
+        Case("one_token", {"logits": T(8), "indices": T(2, dtype=torch.int64, init=_uniform(8))}, TEST),
+        Case("no_tokens", {"logits": T(0, 8), "indices": T(0, 2, dtype=torch.int64, init=_uniform(8))}, TEST),
+        Case(
+            "sigmoid",
+            {"logits": T(33, 8), "indices": T(33, 3, dtype=torch.int64, init=_uniform(8)), "scores": "sigmoid"},
+            SMALL,
+        ),
+        Case("sentinels", {"logits": T(9, 8), "indices": T(9, 3, dtype=torch.int32, init=_with_sentinels(8))}, TEST),
+    ],
+}
+
+
+def _size(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _read(gate_up: Tensor, indices: Tensor) -> float:
+    """The share of the experts whose weights are read at least: as many as pairs, where those are fewer."""
+    return min(1.0, indices.numel() / gate_up.shape[0])
+
+
+def _flops(gate_up: Tensor, down: Tensor, indices: Tensor) -> int:
+    return 2 * indices.numel() * (gate_up[0].numel() + down[0].numel())
+
+
+def _bytes(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> int:
+    return 2 * _size(x) + _size(indices, weights) + int(_read(gate_up, indices) * _size(gate_up, down))
+
+
+def _bytes_vjp(
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, pre: Tensor, output_mask: Sequence[bool]
+) -> int:
+    written = output_mask[0] * _size(x) + output_mask[1] * _size(gate_up) + output_mask[2] * _size(down)
+    return _size(dy, x, pre, indices) + int(_read(gate_up, indices) * _size(gate_up, down)) + written
+
+
+def _flops_vjp(gate_up: Tensor, down: Tensor, indices: Tensor, output_mask: Sequence[bool]) -> int:
+    first, second = (2 * indices.numel() * t[0].numel() for t in (gate_up, down))
+    return second + first * (output_mask[0] + output_mask[1]) + second * output_mask[2]
+
+
+flops = {"experts": _flops, "experts_vjp": _flops_vjp}
+
+bytes_moved = {
+    "experts": _bytes,
+    "experts_vjp": _bytes_vjp,
+    "route": lambda logits, top_k: _size(logits) + logits.numel() // logits.shape[-1] * top_k * 12,
+    "route_vjp": lambda logits, dweights, indices: 2 * _size(logits) + _size(dweights, indices),
+    "router_losses": lambda logits, indices: _size(logits, indices),
+    "router_losses_vjp": lambda logits, indices: 2 * _size(logits) + _size(indices),
+}

@@ -1,0 +1,155 @@
+"""What the arguments of the moe family must be, said before anything is computed."""
+
+import torch
+from torch import Tensor
+
+from tilesmith.ops.moe.reference import ACTIVATIONS, GATED
+from tilesmith.ops.moe.route_reference import GROUP_SCORES, SCORES
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+INTEGERS = frozenset({torch.int32, torch.int64})
+LARGEST = 2**31 - 1
+
+
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+) -> None:
+    _floating("experts", "x", x)
+    if x.ndim == 0:
+        raise ValueError("experts: x is a scalar; it must be [..., C]")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"experts: activation is {activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}"
+        )
+    _options(activation, interleaved, limit, alpha, up_offset)
+    _weights(x, gate_up, down, gate_up_bias, down_bias, activation)
+    _choice("experts", x, indices)
+    _floating("experts", "weights", weights)
+    if weights.shape != indices.shape:
+        raise ValueError(
+            f"experts: weights has shape {tuple(weights.shape)}; it must be that of indices, {tuple(indices.shape)}"
+        )
+    _together("experts", "weights", weights, "x", x)
+    if indices.numel() > LARGEST:
+        raise ValueError(f"experts: indices has {indices.numel()} elements; it must have fewer than 2**31")
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    scores: str,
+    groups: int,
+    kept_groups: int,
+    group_score: str,
+    normalise: bool,
+    scale: float,
+) -> None:
+    _scored("route", logits, scores)
+    experts = logits.shape[-1]
+    if groups < 1 or experts % groups:
+        raise ValueError(f"route: groups is {groups}; it must divide the {experts} experts of logits")
+    if not 1 <= kept_groups <= groups:
+        raise ValueError(f"route: kept_groups is {kept_groups}; it must be from 1 to groups, {groups}")
+    most = experts // groups * kept_groups
+    if not 1 <= top_k <= most:
+        raise ValueError(f"route: top_k is {top_k}; it must be from 1 to {most}, the experts that can be chosen")
+    if group_score not in GROUP_SCORES:
+        raise ValueError(f"route: group_score is {group_score!r}; it must be 'top2' or 'max'")
+    if bias is not None:
+        _floating("route", "bias", bias)
+        if bias.shape != (experts,):
+            raise ValueError(f"route: bias has shape {tuple(bias.shape)}; it must be [{experts}]")
+        _together("route", "bias", bias, "logits", logits)
+
+
+def router_losses(logits: Tensor, indices: Tensor, scores: str) -> None:
+    _scored("router_losses", logits, scores)
+    _choice("router_losses", logits, indices, "logits")
+
+
+def _scored(op: str, logits: Tensor, scores: str) -> None:
+    _floating(op, "logits", logits)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}; it must be [..., E] with E of at least 1")
+    if scores not in SCORES:
+        raise ValueError(f"{op}: scores is {scores!r}; it must be 'softmax' or 'sigmoid'")
+
+
+def _options(activation: str, interleaved: bool, limit: float, alpha: float, up_offset: float) -> None:
+    if not limit >= 0:
+        raise ValueError(f"experts: limit is {limit}; it must be 0 (no clamp) or more")
+    given = {"interleaved": interleaved, "limit": limit != 0, "up_offset": up_offset != 0}
+    extra = [name for name, there in given.items() if there]
+    if activation not in GATED and extra:
+        raise ValueError(f"experts: {extra[0]} is given with activation {activation!r}, which has no gate; leave it out")
+    if activation != "swiglu" and alpha != 1:
+        raise ValueError(f"experts: alpha is {alpha} with activation {activation!r}; only 'swiglu' has one")
+
+
+def _weights(
+    x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, activation: str
+) -> None:
+    hidden = x.shape[-1]
+    if gate_up.ndim != 3 or gate_up.shape[2] != hidden:
+        raise ValueError(
+            f"experts: gate_up has shape {tuple(gate_up.shape)}; for x of shape {tuple(x.shape)} it must be "
+            f"[E, N, {hidden}] (pass weights kept as [E, {hidden}, N] as gate_up.transpose(1, 2))"
+        )
+    experts, wide = gate_up.shape[:2]
+    gated = activation in GATED
+    if experts == 0:
+        raise ValueError("experts: gate_up has no experts; it must be [E, N, C] with E of at least 1")
+    if gated and wide % 2:
+        raise ValueError(f"experts: gate_up has {wide} rows an expert; with {activation!r} they must be even")
+    inner = wide // 2 if gated else wide
+    if tuple(down.shape) != (experts, hidden, inner):
+        raise ValueError(
+            f"experts: down has shape {tuple(down.shape)}; for gate_up of shape {tuple(gate_up.shape)} and "
+            f"{activation!r} it must be [{experts}, {hidden}, {inner}]"
+        )
+    biases = {"gate_up_bias": (gate_up_bias, wide), "down_bias": (down_bias, hidden)}
+    for name, (bias, size) in biases.items():
+        if bias is not None and tuple(bias.shape) != (experts, size):
+            raise ValueError(f"experts: {name} has shape {tuple(bias.shape)}; it must be [{experts}, {size}]")
+    tensors = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        _floating("experts", name, tensor)
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"experts: {name} has dtype {tensor.dtype}, x has {x.dtype}; they must agree")
+        _together("experts", name, tensor, "x", x)
+
+
+def _choice(op: str, x: Tensor, indices: Tensor, name: str = "x") -> None:
+    if indices.dtype not in INTEGERS:
+        raise TypeError(f"{op}: indices has dtype {indices.dtype}; it must be int64 or int32")
+    if indices.ndim != x.ndim or indices.shape[:-1] != x.shape[:-1] or indices.shape[-1] == 0:
+        lead = "".join(f"{n}, " for n in x.shape[:-1])
+        raise ValueError(
+            f"{op}: indices has shape {tuple(indices.shape)}; for {name} of shape {tuple(x.shape)} it must be "
+            f"[{lead}K] with K of at least 1"
+        )
+    _together(op, "indices", indices, name, x)
+
+
+def _floating(op: str, name: str, x: Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+
+
+def _together(op: str, name: str, tensor: Tensor, other: str, first: Tensor) -> None:
+    if tensor.device != first.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, {other} on {first.device}; move them to one device")

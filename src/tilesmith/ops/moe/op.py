@@ -1,0 +1,55 @@
+"""The experts of a mixture-of-experts layer as one op: what it is, what it accepts and which kernels it has."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Op
+from tilesmith.ops.moe import checks, reference
+
+KERNELS = {"triton": "tilesmith.ops.moe.triton.launch"}
+
+
+def _fake(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((indices.numel(), gate_up.shape[1]))
+
+
+def _fake_vjp(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    *rest: object,
+) -> tuple[Tensor, ...]:
+    wants: Sequence[bool] = rest[-1]
+    biases = (gate_up_bias, down_bias)
+    return (
+        x.new_empty(x.shape if wants[0] else 0),
+        torch.empty_like(gate_up) if wants[1] else x.new_empty(0),
+        torch.empty_like(down) if wants[2] else x.new_empty(0),
+        weights.new_empty(weights.shape) if wants[3] else x.new_empty(0),
+        *(x.new_empty(b.shape if wanted else 0) for b, wanted in zip(biases, wants[4:])),
+    )
+
+
+experts_vjp = Op(
+    reference.experts_vjp,
+    fake=_fake_vjp,
+    outputs=("dx", "dgate_up", "ddown", "dweights", "dgate_up_bias", "ddown_bias"),
+    kernels={},
+)
+experts = Op(
+    reference.experts,
+    fake=_fake,
+    vjp=experts_vjp,
+    outputs=("y", "pre"),
+    public=1,
+    check=checks.experts,
+    kernels={},
+    autocast=("x", "gate_up", "down", "gate_up_bias", "down_bias"),
+)

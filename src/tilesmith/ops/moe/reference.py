@@ -1,0 +1,242 @@
+"""What mixture-of-experts layers compute, in plain PyTorch: the oracle of every kernel.
+
+Legend: T tokens (all leading dims of x), C hidden size, E experts, K experts of a token, S = T K pairs of a token and an
+expert, I width inside an expert, N = 2 I where experts have a gate, else I.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+GATED = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_erf": "gelu"}
+UNGATED = ("relu_squared", "relu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = (*GATED, *UNGATED)
+
+
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """y[t] = Σ_k weights[t, k] (down[e] · act(gate_up[e] · x[t] + gate_up_bias[e]) + down_bias[e]), e = indices[t, k].
+
+    x: [..., C]. gate_up: [E, N, C], the rows of gate first, then those of up, or with `interleaved` a row of gate and a
+    row of up in turn. down: [E, C, I]. Weights in any strides: those that a model keeps as [E, C, N] and [E, I, C] are
+    passed as `.transpose(1, 2)`, and their gradients come in the same strides. gate_up_bias: [E, N]; down_bias: [E, C].
+    x, gate_up, down and the biases have one floating dtype. indices: [..., K], int64 or int32. A pair whose index is
+    negative or at least E contributes nothing, and its weight's gradient is 0: what expert parallelism needs for experts
+    of other ranks. weights: [..., K], any floating dtype.
+    activation: "swiglu", "geglu" (the tanh form of GELU) or "geglu_erf", which have a gate (N = 2 I):
+    act(gate) (up + up_offset), where swiglu's act is gate · sigmoid(alpha gate); or without a gate (N = I)
+    "relu_squared", "relu", "silu", "gelu" (through erf) or "gelu_tanh". limit: above 0, gate is clamped to at most
+    `limit` and up to [-limit, limit] before that, with the gradient of torch.clamp. gpt-oss has alpha 1.702, limit 7
+    and up_offset 1.
+
+    Sums are fp32 (fp64 for fp64). The pre-activation, the activation, and the output of each expert before its weight
+    are rounded to x's dtype; the sum over k is rounded once. The order of every sum is fixed, so results are the same
+    bit for bit in each run. Saved for the backward: the inputs and the pre-activation [S, N]. Under autocast x, the
+    weights of experts and the biases are cast.
+
+    Returns y [..., C] in x's dtype, contiguous.
+
+    Raises TypeError for dtypes, ValueError for shapes, devices, an unknown activation and options that it does not have.
+
+    Source: Shazeer et al., arXiv:1701.06538; Shazeer, arXiv:2002.05202 (gated activations); gpt-oss model card,
+    arXiv:2508.10925 (clamped SwiGLU).
+    """
+    acc = _acc(x)
+    tokens, order, sizes = grouped(x, indices, gate_up.shape[0])
+    pairs = flat(x).to(acc)[tokens[order]]
+    z = _grouped_linear(pairs, gate_up, gate_up_bias, sizes).to(x.dtype)
+    hidden = activate(z.to(acc), activation, interleaved, limit, alpha, up_offset).to(x.dtype)
+    rows = _grouped_linear(hidden.to(acc), down, down_bias, sizes).to(x.dtype).to(acc)
+    y = combined(rows, order, indices.numel(), weights)
+    missing = indices.numel() - z.shape[0]
+    return y.to(x.dtype).reshape(x.shape), F.pad(z.detach(), (0, 0, 0, missing)).contiguous()
+
+
+def experts_vjp(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    pre: Tensor,
+    activation: str,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias) of `experts`; an empty tensor where
+    `output_mask` is False.
+
+    dy: [..., C]. pre: [S, N], the pre-activations in the order of experts, pairs of one expert in the order of tokens;
+    rows of pairs without an expert come last and are 0. The activation is computed again from it. The gradient of the
+    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype. dgate_up and
+    ddown have the strides of torch.empty_like(gate_up) and of torch.empty_like(down).
+    """
+    acc, experts = _acc(x), gate_up.shape[0]
+    tokens, order, sizes = grouped(x, indices, experts)
+    found, count = tokens[order], order.numel()
+    z = pre[:count].to(acc)
+    scales = weights.reshape(-1)[order].to(acc)[:, None]
+    dys = flat(dy).to(acc)[found]
+    slope = _grouped_linear(dys, down.transpose(1, 2), None, sizes)
+    hidden, dz = _activation_vjp(slope * scales, z, activation, interleaved, limit, alpha, up_offset)
+    dz = dz.to(x.dtype).to(acc)
+    dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias = (x.new_empty(0) for _ in range(6))
+    if output_mask[0]:
+        rows = _grouped_linear(dz, gate_up.transpose(1, 2), None, sizes).to(x.dtype).to(acc)
+        dx = combined(rows, order, indices.numel(), weights.detach().new_ones(weights.shape)).to(x.dtype)
+        dx = dx.reshape(x.shape)
+    if output_mask[1]:
+        dgate_up = _weight_gradient(dz, flat(x).to(acc)[found], gate_up, sizes)
+    if output_mask[2]:
+        ddown = _weight_gradient(dys, (hidden * scales).to(x.dtype).to(acc), down, sizes)
+    if output_mask[3]:
+        each = (slope * hidden).sum(1)
+        if down_bias is not None:
+            each = each + (dys * _repeated(down_bias.to(acc), sizes)).sum(1)
+        dweights = each.new_zeros(indices.numel()).index_copy(0, order, each).reshape(weights.shape).to(weights.dtype)
+    if output_mask[4]:
+        dgate_up_bias = torch.stack([part.sum(0) for part in dz.split(sizes)]).to(x.dtype)
+    if output_mask[5]:
+        ddown_bias = torch.stack([part.sum(0) for part in (dys * scales).split(sizes)]).to(x.dtype)
+    return dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias
+
+
+def grouped(x: Tensor, indices: Tensor, experts: int) -> tuple[Tensor, Tensor, list[int]]:
+    """(token of each pair [S], the pairs that have an expert in the order of experts, pairs of each expert)."""
+    chosen = indices.reshape(-1).long()
+    there = (chosen >= 0) & (chosen < experts)
+    chosen = torch.where(there, chosen, experts)
+    order = chosen.sort(stable=True).indices
+    sizes = torch.bincount(chosen, minlength=experts + 1).tolist()
+    tokens = torch.arange(chosen.numel(), device=chosen.device) // max(1, indices.shape[-1])
+    return tokens, order[: chosen.numel() - sizes[experts]], sizes[:experts]
+
+
+def activate(z: Tensor, activation: str, interleaved: bool, limit: float, alpha: float, up_offset: float) -> Tensor:
+    """The activation [S, I] of pre-activations z [S, N]."""
+    if activation in UNGATED:
+        return _function(z, activation)
+    gate, up = halves(z, interleaved)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "swiglu":
+        return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
+    return _function(gate, GATED[activation]) * (up + up_offset)
+
+
+def halves(z: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up, each [..., I], of z [..., N]."""
+    if interleaved:
+        return z[..., ::2], z[..., 1::2]
+    gate, up = z.chunk(2, -1)
+    return gate, up
+
+
+def combined(rows: Tensor, order: Tensor, pairs: int, weights: Tensor) -> Tensor:
+    """Σ_k weights[t, k] rows of (t, k), [T, C]: rows are in the order `order` of pairs; pairs without a row add 0."""
+    there = torch.zeros(pairs, dtype=torch.bool, device=order.device).index_fill(0, order, True)
+    scales = torch.where(there, weights.reshape(-1), 0).to(rows.dtype)
+    placed = rows.new_zeros(pairs, rows.shape[1]).index_copy(0, order, rows)
+    top_k = weights.shape[-1]
+    tokens = weights.numel() // top_k if top_k else weights.shape[:-1].numel()
+    return (placed * scales[:, None]).reshape(tokens, top_k, rows.shape[1]).sum(1)
+
+
+def flat(x: Tensor) -> Tensor:
+    """[..., C] as [T, C]."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _acc(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _function(z: Tensor, name: str) -> Tensor:
+    if name == "relu_squared":
+        return F.relu(z).square()
+    if name in ("relu", "silu"):
+        return getattr(F, name)(z)
+    return F.gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def _activation_vjp(
+    dhidden: Tensor, z: Tensor, activation: str, interleaved: bool, limit: float, alpha: float, up_offset: float
+) -> tuple[Tensor, Tensor]:
+    """The activation at z and the gradient of z."""
+    if activation in UNGATED:
+        return _function(z, activation), dhidden * _slope(z, activation)
+    gate, up = halves(z, interleaved)
+    passes_gate, passes_up = torch.ones_like(gate), torch.ones_like(up)
+    if limit > 0:
+        passes_gate, passes_up = (gate <= limit).to(z.dtype), (up.abs() <= limit).to(z.dtype)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "swiglu":
+        sigmoid = torch.sigmoid(alpha * gate)
+        value = gate * sigmoid
+        slope = sigmoid + alpha * value * (1 - sigmoid)
+    else:
+        value, slope = _function(gate, GATED[activation]), _slope(gate, GATED[activation])
+    dz = torch.empty_like(z)
+    dgate, dup = halves(dz, interleaved)
+    dgate.copy_(dhidden * slope * (up + up_offset) * passes_gate)
+    dup.copy_(dhidden * value * passes_up)
+    return value * (up + up_offset), dz
+
+
+def _slope(z: Tensor, name: str) -> Tensor:
+    """The derivative of `_function`."""
+    if name == "relu_squared":
+        return 2 * F.relu(z)
+    if name == "relu":
+        return (z > 0).to(z.dtype)
+    if name == "silu":
+        sigmoid = torch.sigmoid(z)
+        return sigmoid * (1 + z * (1 - sigmoid))
+    if name == "gelu":
+        return 0.5 * (1 + torch.erf(z * 0.5**0.5)) + z * torch.exp(-0.5 * z * z) * (2 * math.pi) ** -0.5
+    bend = (2 / math.pi) ** 0.5
+    tanh = torch.tanh(bend * (z + 0.044715 * z**3))
+    return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh * tanh) * bend * (1 + 3 * 0.044715 * z * z)
+
+
+def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:
+    """rows · weight[e]ᵀ + bias[e] for the rows of each expert, in rows' dtype."""
+    parts = [
+        F.linear(part, weight[e].to(part.dtype), None if bias is None else bias[e].to(part.dtype))
+        for e, part in enumerate(rows.split(sizes))
+        if part.shape[0]
+    ]
+    return torch.cat(parts) if parts else rows.new_zeros(0, weight.shape[1]) + 0 * rows.sum()
+
+
+def _weight_gradient(left: Tensor, right: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+    """Σ left[r] ⊗ right[r] over the rows of each expert, like weight [E, ., .]."""
+    made = torch.empty_like(weight)
+    for e, (a, b) in enumerate(zip(left.split(sizes), right.split(sizes))):
+        made[e] = (a.t() @ b).to(weight.dtype)
+    return made
+
+
+def _repeated(vectors: Tensor, sizes: list[int]) -> Tensor:
+    return vectors.repeat_interleave(torch.tensor(sizes, device=vectors.device), 0)
