@@ -65,6 +65,8 @@ class ActivationRule(Rule):
         holder = next(site.holders(), None)
         if hasattr(type(holder), "_tilesmith_gated_mlp"):
             return Skip("the MLP that holds it computes it with the product", wanted=False)
+        if hasattr(type(holder), "_tilesmith_experts"):
+            return Skip("the experts that hold it compute it with the product", wanted=False)
         form = ActivationForm(function)
         return Replace(form, (form.op,), f"computes {function}")
 

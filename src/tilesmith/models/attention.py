@@ -33,7 +33,7 @@ _UNSERVED = ("indices", "sinks")
 
 
 def register_for_transformers() -> None:
-    """Make `attn_implementation="tilesmith"` known to transformers, which must be version 5 or later.
+    """Make attn_implementation="tilesmith" and experts_implementation="tilesmith" known to transformers 5 or later.
 
         tilesmith.register_for_transformers()
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilesmith")
@@ -52,6 +52,9 @@ def register_for_transformers() -> None:
         raise ImportError(
             "register_for_transformers needs transformers 5 or later: pip install 'transformers>=5'"
         ) from problem
+    from tilesmith.models.experts import register_experts
+
+    register_experts()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, key_mask)
 

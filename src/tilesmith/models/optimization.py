@@ -12,6 +12,7 @@ from torch import nn
 from tilesmith import rewrite
 from tilesmith.models.activations import ActivationRule
 from tilesmith.models.attention import AttentionRule
+from tilesmith.models.experts import ExpertsRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.gated_mlps import GatedMlpRule
 from tilesmith.models.losses import LossRule
@@ -27,6 +28,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     AddNormRule,
     RotaryRule,
     GatedMlpRule,
+    ExpertsRule,
     ActivationRule,
     AttentionRule,
     SelectionRule,
@@ -54,8 +56,8 @@ def optimize(
     Args:
         model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
         strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
-        only: the rules to use, of norm, add_norm, rope, mlp, activation, attention, selection, loss and functional
-            (which replaces nothing: it reports calls of PyTorch's functions). All if None.
+        only: the rules to use, of norm, add_norm, rope, mlp, experts, activation, attention, selection, loss and
+            functional (which replaces nothing: it reports calls of PyTorch's functions). All if None.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
 

@@ -41,7 +41,7 @@ experts_vjp = Op(
     reference.experts_vjp,
     fake=_fake_vjp,
     outputs=("dx", "dgate_up", "ddown", "dweights", "dgate_up_bias", "ddown_bias"),
-    kernels={},
+    kernels=KERNELS,
 )
 experts = Op(
     reference.experts,
@@ -50,6 +50,6 @@ experts = Op(
     outputs=("y", "pre"),
     public=1,
     check=checks.experts,
-    kernels={},
+    kernels=KERNELS,
     autocast=("x", "gate_up", "down", "gate_up_bias", "down_bias"),
 )

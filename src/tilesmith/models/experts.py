@@ -1,0 +1,227 @@
+"""Mixture-of-experts layers of transformers models: experts whose weights are stacked in tensors of three dims."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+from tilesmith.engine.sharding import distributed
+from tilesmith.models.reach import ran, reaches
+from tilesmith.ops.moe import reference
+from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
+
+NAME = "tilesmith"
+_REPLACED = (None, "eager", "grouped_mm", "batched_mm", NAME)
+_HIDDEN, _INNER, _TOKENS = 24, 8, 6
+_DEVIATION = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+# Large values show a clamp, small ones tell the two kinds of gelu apart.
+_SETTINGS = ((torch.float32, 0.3), (torch.float32, 10.0), (torch.float32, 1000.0), (torch.bfloat16, 0.3))
+_KNOWN = "_tilesmith_experts"
+
+
+class StackedExperts(NamedTuple):
+    """What a module of experts computes, in the words of `ops.experts`. up: the name of its first weight; transposed:
+    weights are [E, C, N] and [E, I, C]."""
+
+    up: str
+    transposed: bool
+    activation: str
+    interleaved: bool = False
+    limit: float = 0.0
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    def __str__(self) -> str:
+        numbers = {"limit": self.limit, "alpha": self.alpha - 1 and self.alpha, "up_offset": self.up_offset}
+        told = [self.activation, *(f"{name} {value:g}" for name, value in numbers.items() if value)]
+        layout = [word for word, there in (("interleaved", self.interleaved), ("transposed", self.transposed)) if there]
+        return f"computes experts ({', '.join(told + layout)})"
+
+
+def experts_of(module: nn.Module, x: Tensor, indices: Tensor, weights: Tensor, found: StackedExperts) -> tuple:
+    """The arguments of `ops.experts` for a call of `module`."""
+    up, down = getattr(module, found.up), module.down_proj
+    if found.transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    biases = getattr(module, f"{found.up}_bias", None), getattr(module, "down_proj_bias", None)
+    return x, up, down, indices, weights, *biases, *found[2:]
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any
+) -> Tensor:
+    """Experts as transformers calls them: hidden_states [T, C], top_k_index and top_k_weights [T, K].
+
+    What the module computes is found out at its first call. Where no kernel of the library is, transformers' grouped
+    products serve the call. Raises ValueError for a module that computes something else.
+    """
+    found = getattr(module, _KNOWN, None)
+    if found is None:
+        try:
+            found = module.__dict__[_KNOWN] = recognise(module)
+        except Unlike as verdict:
+            raise ValueError(
+                f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
+                "choose 'grouped_mm' for this model"
+            ) from None
+    if not _served(module, hidden_states, found):
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    ran(module, "experts")
+    return ops.experts(*experts_of(module, hidden_states, top_k_index, top_k_weights, found))
+
+
+def register_experts() -> None:
+    """Make `experts_implementation="tilesmith"` known to a transformers that has such a choice (5.0 and later)."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def _served(module: nn.Module, x: Tensor, found: StackedExperts) -> bool:
+    """Whether the op takes a call: a kernel is there, tensors are whole and, but under autocast, of one dtype."""
+    up = getattr(module, found.up)
+    one = x.dtype == up.dtype or torch.is_autocast_enabled(x.device.type)
+    return reaches("experts", x) and one and not distributed((x, up, module.down_proj))
+
+
+@dataclass(frozen=True)
+class ExpertsForm(Form):
+    """Stacked experts by the op."""
+
+    experts: StackedExperts
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        found = self.experts
+        first, second, third = list(inspect.signature(base.forward).parameters)[1:4]
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            x, indices = given(first, 0, args, kwargs), given(second, 1, args, kwargs)
+            weights = given(third, 2, args, kwargs)
+            if not _served(self, x, found):
+                return base.forward(self, *args, **kwargs)
+            ran(self, "experts")
+            return ops.experts(*experts_of(self, x, indices, weights, found))
+
+        return {"forward": forward, _KNOWN: found}
+
+
+class ExpertsRule(Rule):
+    """Modules with stacked weights of three dims whose forward takes tokens, experts and their weights."""
+
+    name = "experts"
+
+    def __init__(self) -> None:
+        self._verdicts = probe.Verdicts()
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        module = site.module
+        if _up(module) is None:
+            return None
+        asked = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        if asked not in _REPLACED:
+            return Skip(f"its experts were set to {asked}", wanted=False)
+        try:
+            found = self._verdicts.of(module, lambda: recognise(module))
+        except Unlike as verdict:
+            return Skip(str(verdict))
+        return Replace(ExpertsForm(found), ("experts",), str(found))
+
+
+def recognise(module: nn.Module) -> StackedExperts:
+    """What `module` computes, found by running its class with small weights. Raises `Unlike`."""
+    up = _up(module)
+    if up is None:
+        raise Unlike("it has no stacked weights of three dims")
+    if getattr(module, "has_post_expert_norm", False):
+        raise Unlike("it normalises what each expert gives before its weight")
+    weights = getattr(module, up), module.down_proj
+    if any(not w.is_floating_point() for w in weights):
+        raise Unlike(f"its weights are {weights[0].dtype}; quantised experts are not served")
+    forward = inspect.unwrap(original_class(type(module)).forward)
+    known = list(_candidates(module, up))
+    for dtype, scale in _SETTINGS:
+        agreeing = []
+        for transposed in {c.transposed for c in known}:
+            twin, call = _twin(module, up, transposed, dtype, scale)
+            wanted = probe.call(forward, twin, *call)
+            agreeing += [c for c in known if c.transposed == transposed and _agrees(twin, c, call, wanted)]
+        known = agreeing
+    if not known:
+        raise Unlike("on small inputs it differs from down(act(gate) * up) for the activations that ops.experts has")
+    return known[0]
+
+
+def _up(module: nn.Module) -> str | None:
+    """The name of the first of two stacked weights; None for other modules."""
+    for name in ("gate_up_proj", "up_proj"):
+        first, second = module._parameters.get(name), module._parameters.get("down_proj")
+        if first is not None and second is not None and first.ndim == second.ndim == 3:
+            return name
+    return None
+
+
+def _candidates(module: nn.Module, up: str) -> Iterator[StackedExperts]:
+    """Everything that the shapes of the weights and the numbers among the module's attributes allow."""
+    (_, a, b), (_, p, q) = getattr(module, up).shape, module.down_proj.shape
+    if up == "up_proj":
+        layouts = [bool(getattr(module, "is_transposed", False))]
+        for transposed, name in itertools.product(layouts, reference.UNGATED):
+            if (a, b) == (q, p):
+                yield StackedExperts(up, transposed, name)
+        return
+    layouts = [t for t, fits in ((False, (a, b) == (2 * q, p)), (True, (a, b) == (q, 2 * p))) if fits]
+    numbers = {float(v) for v in module.__dict__.values() if type(v) in (int, float) and 0 < v < 1e4}
+    sizes = {float(n) for n in (*getattr(module, up).shape, *module.down_proj.shape)}
+    limits = [0.0, *sorted(numbers - sizes)]
+    for transposed, interleaved, limit in itertools.product(layouts, (False, True), limits):
+        for alpha, offset in itertools.product((1.0, *sorted(numbers - sizes - {1.0})), (0.0, 1.0)):
+            yield StackedExperts(up, transposed, "swiglu", interleaved, limit, alpha, offset)
+        for name in ("geglu", "geglu_erf"):
+            yield StackedExperts(up, transposed, name, interleaved, limit)
+
+
+def _twin(
+    module: nn.Module, up: str, transposed: bool, dtype: torch.dtype, scale: float
+) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor]]:
+    """The module with small weights, and the tokens, indices and weights of a call."""
+    experts = module.down_proj.shape[0]
+    wide = _INNER if up == "up_proj" else 2 * _INNER
+    shapes = {up: (experts, wide, _HIDDEN), "down_proj": (experts, _HIDDEN, _INNER)}
+    if transposed:
+        shapes = {name: (e, b, a) for name, (e, a, b) in shapes.items()}
+    shapes |= {f"{up}_bias": (experts, wide), "down_proj_bias": (experts, _HIDDEN)}
+    made = {
+        name: probe.wave(*shape, phase=0.7 * i, scale=0.2).to(dtype)
+        for i, (name, shape) in enumerate(shapes.items())
+        if module._parameters.get(name) is not None
+    }
+    others = [name for name, p in module._parameters.items() if p is not None and name not in made]
+    if others:
+        raise Unlike(f"it also has a parameter {others[0]}")
+    children = {name: probe.shell(child) for name, child in module.named_children()}
+    twin = probe.shell(module, made, children)
+    real = {module.down_proj.shape[2 if transposed else 1]: _HIDDEN, module.down_proj.shape[1 if transposed else 2]: _INNER}
+    for name in ("hidden_size", "hidden_dim", "intermediate_size", "intermediate_dim", "expert_dim"):
+        if twin.__dict__.get(name) in real:
+            twin.__dict__[name] = real[twin.__dict__[name]]
+    x = probe.wave(_TOKENS, _HIDDEN, phase=1.0, scale=scale).to(dtype)
+    steps = torch.arange(_TOKENS * min(2, experts), device="cpu").view(_TOKENS, -1)
+    scales = (1.5 + probe.wave(*steps.shape, phase=2.0, scale=0.5)).to(dtype)
+    return twin, (x, (steps * 3) % experts, scales)
+
+
+def _agrees(twin: nn.Module, candidate: StackedExperts, call: tuple, wanted: Any) -> bool:
+    with probe.quiet():
+        found, _ = reference.experts(*experts_of(twin, *call, candidate))
+    if not isinstance(wanted, Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    return bool((found - wanted).abs().max() <= _DEVIATION[found.dtype] * wanted.abs().max())

@@ -1,0 +1,85 @@
+"""Block sizes of the experts' kernels, from the sizes of a call and facts of a GPU: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class ForwardConfig(NamedTuple):
+    """block_m: pairs of one expert in a tile, block_n: columns of the tile's sums, for gated experts half of gate and
+    half of up; block_k: features of a step. down_n: columns of a tile of the down product. group_m: tiles of pairs
+    before the next columns."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    down_n: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+
+class BackwardConfig(NamedTuple):
+    """block_m, block_n, block_k: the tile of the gradients of activations, as in the forward; weight_m, weight_n: tile
+    of a weight's gradient, weight_k: pairs of a step of its sum."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    weight_m: int
+    weight_n: int
+    weight_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+
+def dims(pairs: int, experts: int, hidden: int, inner: int) -> dict[str, int]:
+    """The sizes that the best configuration depends on."""
+    return {"pairs": pairs, "experts": experts, "hidden": hidden, "inner": inner}
+
+
+def most_tiles(pairs: int, experts: int, block_m: int) -> int:
+    """Tiles that pairs may fill however they are spread over the experts and over none."""
+    groups = min(experts + 1, pairs)
+    return (pairs + groups * (block_m - 1)) // block_m
+
+
+def forward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> ForwardConfig:
+    """The configuration of the forward where none was measured."""
+    if arch.kind == "cpu" or dtype.itemsize > 2:
+        return ForwardConfig(32, 32, 32, 32, 8, num_warps=4, num_stages=2)
+    block_m = _height(sizes)
+    if arch.kind != "cuda":
+        return ForwardConfig(min(block_m, 128), 128, 64, 128, 8, num_warps=8 if block_m >= 64 else 4, num_stages=2)
+    if block_m <= 32:  # bound by reading weights: narrow tiles with much of them in flight
+        stages = _stages(block_m, 64, 128, 5, arch)
+        return ForwardConfig(block_m, 64, 128, 64, 8, num_warps=4, num_stages=stages)
+    wide = 256 if arch.capability >= (9, 0) and block_m >= 128 else 128
+    block_k = 64 if arch.shared_memory >= 120_000 else 32
+    stages = _stages(block_m, wide, block_k, 4, arch)
+    return ForwardConfig(block_m, wide, block_k, wide, 8, num_warps=8 if block_m >= 128 else 4, num_stages=stages)
+
+
+def backward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> BackwardConfig:
+    """The configuration of the backward where none was measured."""
+    if arch.kind == "cpu" or dtype.itemsize > 2:
+        return BackwardConfig(32, 32, 32, 32, 32, 32, 8, num_warps=4, num_stages=2)
+    block_m = max(32, _height(sizes))
+    block_k = 64 if arch.shared_memory >= 120_000 else 32
+    if arch.kind != "cuda":
+        return BackwardConfig(min(block_m, 128), 128, 32, 128, 128, 32, 8, num_warps=8, num_stages=2)
+    stages = _stages(128, 128, block_k, 4, arch)
+    return BackwardConfig(block_m, 128, block_k, 128, 128, block_k, 8, num_warps=8, num_stages=stages)
+
+
+def _height(sizes: Mapping[str, int]) -> int:
+    """Pairs of a tile: about those that an expert gets, if they are spread evenly."""
+    each = -(-sizes["pairs"] // max(1, sizes["experts"]))
+    return next((height for height in (16, 32, 64) if each <= height), 128)
+
+
+def _stages(block_m: int, block_n: int, block_k: int, most: int, arch: Any) -> int:
+    """As many steps in flight as shared memory holds."""
+    return max(2, min(most, (arch.shared_memory - 2048) // (2 * block_k * (block_m + block_n))))

@@ -1,0 +1,158 @@
+"""The gradients of experts in Triton: of the pre-activations, of the weights of experts, of biases and of the routing
+weights. Legend as in `kernels`."""
+
+import triton
+import triton.language as tl
+
+from tilesmith.device.triton.activations import activate
+from tilesmith.ops.moe.triton.kernels import _gate, _split, _tile
+
+
+@triton.jit
+def pre_gradient_kernel(
+    dy_ptr, weight_ptr, pre_ptr, scales_ptr, dpre_ptr, scaled_ptr, parts_ptr,
+    order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
+    pairs, experts, tiles, top_k, hidden, inner, dy_row, weight_expert, weight_row, weight_col, limit, alpha, up_offset,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """With g = dy[token] · down[e] and h the activation of pre: dpre [S, N] = scale g act', scaled [S, I] = scale h,
+    and parts [columns of tiles, S] = Σ g h over a tile's columns, in the order of pairs."""
+    tile, column = _tile(tl.program_id(0), tiles, tl.cdiv(inner, BLOCK_N), GROUP_M)
+    expert, first_row, first = tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile), column * BLOCK_N
+    if expert == experts:
+        return
+    row, col, k = first_row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    inside, there = row < tl.load(starts_ptr + expert + 1), col < inner
+    pair = tl.load(order_ptr + row, mask=inside, other=0)
+    a_tile = dy_ptr + (pair // top_k).to(tl.int64)[:, None] * dy_row + k[None, :]
+    b_tile = (
+        weight_ptr + expert.to(tl.int64) * weight_expert
+        + k.to(tl.int64)[:, None] * weight_row + col.to(tl.int64)[None, :] * weight_col
+    )  # fmt: skip
+    step = tl.cast(weight_row, tl.int64) * BLOCK_K
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, hidden, BLOCK_K):
+        left = hidden - start
+        a = tl.load(a_tile, mask=inside[:, None] & (k < left)[None, :], other=0.0)
+        b = tl.load(b_tile, mask=(k < left)[:, None] & there[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_tile += BLOCK_K
+        b_tile += step
+    scale = tl.load(scales_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
+    both = inside[:, None] & there[None, :]
+    place = row.to(tl.int64)[:, None] * inner + col[None, :]
+    dtype = dpre_ptr.dtype.element_ty
+    if not GATED:
+        z = tl.load(pre_ptr + place, mask=both, other=0.0).to(tl.float32)
+        h, slope = activate(z, ACTIVATION)
+        tl.store(dpre_ptr + place, (acc * scale * slope).to(dtype), mask=both)
+    else:
+        if INTERLEAVED:
+            wide = 2 * first + tl.arange(0, 2 * BLOCK_N)
+            wide_place = row.to(tl.int64)[:, None] * (2 * inner) + wide[None, :]
+            wide_both = inside[:, None] & (wide < 2 * inner)[None, :]
+            z = tl.load(pre_ptr + wide_place, mask=wide_both, other=0.0).to(tl.float32)
+            gate, up = _split(z, True, BLOCK_M, BLOCK_N)
+        else:
+            gate_place = row.to(tl.int64)[:, None] * (2 * inner) + col[None, :]
+            gate = tl.load(pre_ptr + gate_place, mask=both, other=0.0).to(tl.float32)
+            up = tl.load(pre_ptr + gate_place + inner, mask=both, other=0.0).to(tl.float32)
+        h, by_gate, by_up = _gate(gate, up, limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
+        dgate, dup = (acc * scale * by_gate).to(dtype), (acc * scale * by_up).to(dtype)
+        if INTERLEAVED:
+            joined = tl.reshape(tl.join(dgate, dup), (BLOCK_M, 2 * BLOCK_N))
+            tl.store(dpre_ptr + wide_place, joined, mask=wide_both)
+        else:
+            tl.store(dpre_ptr + gate_place, dgate, mask=both)
+            tl.store(dpre_ptr + gate_place + inner, dup, mask=both)
+    tl.store(scaled_ptr + place, (h * scale).to(scaled_ptr.dtype.element_ty), mask=both)
+    part = tl.sum(tl.where(both, acc * h, 0.0), 1)
+    tl.store(parts_ptr + column.to(tl.int64) * pairs + pair, part, mask=inside)
+
+
+@triton.jit
+def scale_gradient_kernel(
+    parts_ptr, indices_ptr, dy_ptr, bias_ptr, out_ptr, pairs, experts, top_k, parts, hidden, dy_row,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = Σ parts[., pair] + dy[token] · bias[e]; 0 for pairs without an expert."""
+    pair = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert = tl.load(indices_ptr + pair, mask=pair < pairs, other=-1)
+    there = (expert >= 0) & (expert < experts)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for i in range(0, parts):
+        total += tl.load(parts_ptr + tl.cast(i, tl.int64) * pairs + pair, mask=there, other=0.0)
+    if HAS_BIAS:
+        products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(0, hidden, BLOCK_N):
+            col = first + tl.arange(0, BLOCK_N)
+            inside = there[:, None] & (col < hidden)[None, :]
+            dy = tl.load(dy_ptr + (pair // top_k)[:, None] * dy_row + col[None, :], mask=inside, other=0.0)
+            place = expert.to(tl.int64)[:, None] * hidden + col[None, :]
+            bias = tl.load(bias_ptr + place, mask=inside, other=0.0)
+            products += dy.to(tl.float32) * bias.to(tl.float32)
+        total += tl.sum(products, 1)
+    tl.store(out_ptr + pair, total.to(out_ptr.dtype.element_ty), mask=pair < pairs)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    left_ptr, right_ptr, out_ptr, order_ptr, starts_ptr, top_k, rows, cols, left_row, right_row,
+    out_expert, out_row, out_col,
+    GATHERS_LEFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """out[e] [rows, cols] = Σ left[r] ⊗ right[r] over the pairs r of expert e. One of them is in the order of experts,
+    the other, left with GATHERS_LEFT, belongs to tokens."""
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
+    expert = tl.program_id(0) // (tiles_m * tiles_n)
+    tile, column = _tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    row, col = tile * BLOCK_M + tl.arange(0, BLOCK_M), column * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        inside = at < end
+        token = tl.load(order_ptr + at, mask=inside, other=0) // top_k
+        first, second = (token, at) if GATHERS_LEFT else (at, token)
+        a = tl.load(
+            left_ptr + first.to(tl.int64)[:, None] * left_row + row[None, :],
+            mask=inside[:, None] & (row < rows)[None, :], other=0.0,
+        )  # fmt: skip
+        b = tl.load(
+            right_ptr + second.to(tl.int64)[:, None] * right_row + col[None, :],
+            mask=inside[:, None] & (col < cols)[None, :], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
+    place = (
+        out_ptr + expert.to(tl.int64) * out_expert
+        + row.to(tl.int64)[:, None] * out_row + col.to(tl.int64)[None, :] * out_col
+    )  # fmt: skip
+    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (col < cols)[None, :])
+
+
+@triton.jit
+def bias_gradient_kernel(
+    source_ptr, scales_ptr, out_ptr, order_ptr, starts_ptr, top_k, cols, source_row,
+    GATHERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out[e] [cols] = Σ source[r] over the pairs of expert e or, with GATHERS, Σ scale source[token]."""
+    blocks = tl.cdiv(cols, BLOCK_N)
+    expert = tl.program_id(0) // blocks
+    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(begin, end, BLOCK_M):
+        at = start + tl.arange(0, BLOCK_M)
+        inside = at < end
+        pair = tl.load(order_ptr + at, mask=inside, other=0)
+        source = pair // top_k if GATHERS else at
+        place = source.to(tl.int64)[:, None] * source_row + col[None, :]
+        values = tl.load(source_ptr + place, mask=inside[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
+        if GATHERS:
+            values *= tl.load(scales_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total += values
+    tl.store(
+        out_ptr + expert.to(tl.int64) * cols + col, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=col < cols
+    )
