@@ -11,6 +11,7 @@ from tilesmith.ops.moe.reference import GATED, UNGATED
 SMALL = frozenset({"test", "interpret"})
 TEST = frozenset({"test"})
 BIG = frozenset({"gpu"})
+COMPILE = frozenset({"compile", "gpu"})  # in the configuration of large calls
 BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
@@ -167,6 +168,11 @@ CASES: dict[str, list[Case]] = {
             for name in (*GATED, *UNGATED)
             if name != "swiglu"
         ),
+        Case("whole_tiles", _experts(256, 256, 128, 2, 2), COMPILE, BF16),
+        Case(
+            "whole_tiles_gpt_oss", _experts(256, 256, 128, 2, 2, bias=True, weight_layout="transposed", **GPT_OSS),
+            COMPILE, BF16,
+        ),  # fmt: skip
         Case("many_experts", _experts(64, 64, 32, 512, 10), TEST),
         Case("odd_large", _experts((3, 331), 200, 120, 33, 5, bias=True), BIG),
         Case("qwen3", _experts(1024, 2048, 768, 128, 8), BIG, BF16),

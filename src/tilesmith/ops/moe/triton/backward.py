@@ -9,6 +9,44 @@ from tilesmith.ops.moe.triton.kernels import _gate, _split, _tile
 
 
 @triton.jit
+def _store_pre_gradient(
+    acc, scale, pre_ptr, dpre_ptr, scaled_ptr, row, inside, first, inner, limit, alpha, up_offset,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store what `pre_gradient_kernel` does for a tile acc of g at column `first`; returns the sums of g h [BLOCK_M]."""
+    col = first + tl.arange(0, BLOCK_N)
+    both = inside[:, None] & (col < inner)[None, :]
+    place = row.to(tl.int64)[:, None] * inner + col[None, :]
+    dtype = dpre_ptr.dtype.element_ty
+    if not GATED:
+        z = tl.load(pre_ptr + place, mask=both, other=0.0).to(tl.float32)
+        h, slope = activate(z, ACTIVATION)
+        tl.store(dpre_ptr + place, (acc * scale * slope).to(dtype), mask=both)
+    else:
+        gate_place = row.to(tl.int64)[:, None] * (2 * inner) + col[None, :]
+        wide = 2 * first + tl.arange(0, 2 * BLOCK_N)
+        wide_place = row.to(tl.int64)[:, None] * (2 * inner) + wide[None, :]
+        wide_both = inside[:, None] & (wide < 2 * inner)[None, :]
+        if INTERLEAVED:
+            gate, up = _split(tl.load(pre_ptr + wide_place, mask=wide_both, other=0.0), True, BLOCK_M, BLOCK_N)
+            gate, up = gate.to(tl.float32), up.to(tl.float32)
+        else:
+            gate = tl.load(pre_ptr + gate_place, mask=both, other=0.0).to(tl.float32)
+            up = tl.load(pre_ptr + gate_place + inner, mask=both, other=0.0).to(tl.float32)
+        h, by_gate, by_up = _gate(gate, up, limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
+        dgate, dup = (acc * scale * by_gate).to(dtype), (acc * scale * by_up).to(dtype)
+        if INTERLEAVED:
+            joined = tl.reshape(tl.join(dgate, dup), (BLOCK_M, 2 * BLOCK_N))
+            tl.store(dpre_ptr + wide_place, joined, mask=wide_both)
+        else:
+            tl.store(dpre_ptr + gate_place, dgate, mask=both)
+            tl.store(dpre_ptr + gate_place + inner, dup, mask=both)
+    tl.store(scaled_ptr + place, (h * scale).to(scaled_ptr.dtype.element_ty), mask=both)
+    return tl.sum(tl.where(both, acc * h, 0.0), 1)
+
+
+@triton.jit
 def pre_gradient_kernel(
     dy_ptr, weight_ptr, pre_ptr, scales_ptr, dpre_ptr, scaled_ptr, parts_ptr,
     order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
@@ -40,34 +78,16 @@ def pre_gradient_kernel(
         a_tile += BLOCK_K
         b_tile += step
     scale = tl.load(scales_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
-    both = inside[:, None] & there[None, :]
-    place = row.to(tl.int64)[:, None] * inner + col[None, :]
-    dtype = dpre_ptr.dtype.element_ty
-    if not GATED:
-        z = tl.load(pre_ptr + place, mask=both, other=0.0).to(tl.float32)
-        h, slope = activate(z, ACTIVATION)
-        tl.store(dpre_ptr + place, (acc * scale * slope).to(dtype), mask=both)
-    else:
-        if INTERLEAVED:
-            wide = 2 * first + tl.arange(0, 2 * BLOCK_N)
-            wide_place = row.to(tl.int64)[:, None] * (2 * inner) + wide[None, :]
-            wide_both = inside[:, None] & (wide < 2 * inner)[None, :]
-            z = tl.load(pre_ptr + wide_place, mask=wide_both, other=0.0).to(tl.float32)
-            gate, up = _split(z, True, BLOCK_M, BLOCK_N)
-        else:
-            gate_place = row.to(tl.int64)[:, None] * (2 * inner) + col[None, :]
-            gate = tl.load(pre_ptr + gate_place, mask=both, other=0.0).to(tl.float32)
-            up = tl.load(pre_ptr + gate_place + inner, mask=both, other=0.0).to(tl.float32)
-        h, by_gate, by_up = _gate(gate, up, limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
-        dgate, dup = (acc * scale * by_gate).to(dtype), (acc * scale * by_up).to(dtype)
-        if INTERLEAVED:
-            joined = tl.reshape(tl.join(dgate, dup), (BLOCK_M, 2 * BLOCK_N))
-            tl.store(dpre_ptr + wide_place, joined, mask=wide_both)
-        else:
-            tl.store(dpre_ptr + gate_place, dgate, mask=both)
-            tl.store(dpre_ptr + gate_place + inner, dup, mask=both)
-    tl.store(scaled_ptr + place, (h * scale).to(scaled_ptr.dtype.element_ty), mask=both)
-    part = tl.sum(tl.where(both, acc * h, 0.0), 1)
+    # In halves: gate, up and their gradients beside a whole tile of sums spill.
+    left, right = _split(acc, False, BLOCK_M, BLOCK_N // 2)
+    part = _store_pre_gradient(
+        left, scale, pre_ptr, dpre_ptr, scaled_ptr, row, inside, first, inner, limit, alpha, up_offset,
+        ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, BLOCK_M, BLOCK_N // 2,
+    )  # fmt: skip
+    part += _store_pre_gradient(
+        right, scale, pre_ptr, dpre_ptr, scaled_ptr, row, inside, first + BLOCK_N // 2, inner, limit, alpha, up_offset,
+        ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, BLOCK_M, BLOCK_N // 2,
+    )  # fmt: skip
     tl.store(parts_ptr + column.to(tl.int64) * pairs + pair, part, mask=inside)
 
 
