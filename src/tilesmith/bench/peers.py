@@ -17,6 +17,7 @@ from tilesmith.bench import (
     peers_attention,
     peers_cache,
     peers_distill,
+    peers_experts,
     peers_gate,
     peers_gemm,
     peers_probability,
@@ -347,6 +348,15 @@ PEERS: dict[str, dict[str, Adapter]] = {
         "products": peers_gemm.loss_products,
     },
 }
-for _family in (peers_cache, peers_distill, peers_gate, peers_gemm, peers_probability, peers_rotary, peers_scores):
+for _family in (
+    peers_cache,
+    peers_distill,
+    peers_experts,
+    peers_gate,
+    peers_gemm,
+    peers_probability,
+    peers_rotary,
+    peers_scores,
+):
     EAGER.update(_family.EAGER)
     PEERS.update(_family.PEERS)

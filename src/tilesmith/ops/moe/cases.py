@@ -239,10 +239,11 @@ def _bytes(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: T
 
 
 def _bytes_vjp(
-    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, pre: Tensor, output_mask: Sequence[bool]
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, output_mask: Sequence[bool]
 ) -> int:
     written = output_mask[0] * _size(x) + output_mask[1] * _size(gate_up) + output_mask[2] * _size(down)
-    return _size(dy, x, pre, indices) + int(_read(gate_up, indices) * _size(gate_up, down)) + written
+    pre = indices.numel() * gate_up.shape[1] * x.element_size()
+    return pre + _size(dy, x, indices) + int(_read(gate_up, indices) * _size(gate_up, down)) + written
 
 
 def _flops_vjp(gate_up: Tensor, down: Tensor, indices: Tensor, output_mask: Sequence[bool]) -> int:
@@ -256,7 +257,7 @@ bytes_moved = {
     "experts": _bytes,
     "experts_vjp": _bytes_vjp,
     "route": lambda logits, top_k: _size(logits) + logits.numel() // logits.shape[-1] * top_k * 12,
-    "route_vjp": lambda logits, dweights, indices: 2 * _size(logits) + _size(dweights, indices),
+    "route_vjp": lambda logits, dweights: 2 * _size(logits) + 3 * _size(dweights),
     "router_losses": lambda logits, indices: _size(logits, indices),
     "router_losses_vjp": lambda logits, indices: 2 * _size(logits) + _size(indices),
 }
