@@ -126,6 +126,8 @@ def new(sizes: Sizes, tokenizer: BytePairs, positions: int) -> LanguageModel:
         num_kv_heads=sizes.kv_heads,
         max_positions=positions,
         init_std=sizes.deviation,
+        num_experts=sizes.experts,
+        experts_per_token=sizes.chosen,
     )
     return LanguageModel(OwnLlama(config, plain=True), tokenizer, positions)
 
@@ -254,6 +256,8 @@ def _save_own(model: OwnLlama, folder: Path) -> None:
         "eos_token_id": None,
         OWN: asdict(config),
     }
+    if config.num_experts:  # no model of transformers has these layers
+        llama |= {"architectures": [], "model_type": "tilesmith"}
     (folder / CONFIG).write_text(json.dumps(llama, indent=1), encoding="utf-8")
     state = model.decoder.state_dict()
     named = {n if n.startswith("lm_head.") else f"model.{n}": v.cpu().contiguous() for n, v in state.items()}

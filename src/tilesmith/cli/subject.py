@@ -22,7 +22,8 @@ POSITIONS = 2048
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a Llama model. deviation: of the initial weights."""
+    """Sizes of a Llama model. deviation: of the initial weights. experts: above 0, each layer's MLP is that many
+    experts, `inter` wide, of which each token has `chosen`."""
 
     vocab: int
     hidden: int
@@ -31,6 +32,8 @@ class Sizes:
     heads: int
     kv_heads: int
     deviation: float
+    experts: int = 0
+    chosen: int = 2
 
 
 SMALL = Sizes(vocab=1024, hidden=128, inter=352, layers=4, heads=4, kv_heads=2, deviation=0.06)

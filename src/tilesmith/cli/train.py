@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tilesmith.cli.text import BytePairs
     from tilesmith.cli.trainer import Plan, Trainer
 
-SIZES = ("vocab", "hidden", "inter", "layers", "heads", "kv_heads")
+SIZES = ("vocab", "hidden", "inter", "layers", "heads", "kv_heads", "experts", "chosen")
 FREE = ("steps",)  # of the plan, what a resumed run may change
 POSITIONS = 2048
 SCHEDULE, MODEL = "Optimizer and schedule", "Model"
@@ -71,6 +71,10 @@ def command(
     layers: Annotated[int | None, typer.Option(min=1, help="Layers.", rich_help_panel=MODEL)] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads.", rich_help_panel=MODEL)] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key/value heads.", rich_help_panel=MODEL)] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=0, help="Experts, each --inter wide, in place of an MLP.", rich_help_panel=MODEL)
+    ] = None,
+    chosen: Annotated[int | None, typer.Option(min=1, help="Experts of a token.", rich_help_panel=MODEL)] = None,
 ) -> None:
     """Train on text files, the beginning to learn from and the end to validate on.
 

@@ -19,6 +19,7 @@ from tilesmith.nn.distillation import (
     TVDLoss,
     distillation_loss,
 )
+from tilesmith.nn.experts import Experts, MixtureOfExperts, Router
 from tilesmith.nn.fused_preference import (
     FusedLinearCPOLoss,
     FusedLinearDPOLoss,
@@ -43,6 +44,7 @@ __all__ = [
     "Decoder",
     "DecoderBlock",
     "DecoderConfig",
+    "Experts",
     "FusedGELU",
     "FusedLinearCPOLoss",
     "FusedLinearDPOLoss",
@@ -60,9 +62,11 @@ __all__ = [
     "KernelConfig",
     "LayerNorm",
     "Llama3Scaling",
+    "MixtureOfExperts",
     "OptimizedLinear",
     "RMSNorm",
     "RotaryEmbedding",
+    "Router",
     "TVDLoss",
     "distillation_loss",
     "generate",

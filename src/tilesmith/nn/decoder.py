@@ -12,6 +12,7 @@ from tilesmith import ops
 from tilesmith.engine.argument_checks import number, probability, size, tensor
 from tilesmith.nn.attention import Attention, SharedSequence
 from tilesmith.nn.cache import KVCache
+from tilesmith.nn.experts import Experts, MixtureOfExperts, Router
 from tilesmith.nn.mlp import GatedMLP
 from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
@@ -25,6 +26,10 @@ class DecoderConfig:
     rotary_dim: rotated features of a head, all if None. logit_softcap: c > 0 bends logits to c tanh(logit / c).
     tie_embeddings: the output projection is the embedding matrix. init_std: deviation of the initial weights.
     hidden_dropout: probability to drop an element of what a layer adds to the residual stream, in training.
+    num_experts: above 0, blocks from `dense_layers` on have a `MixtureOfExperts` in the place of the MLP, each expert
+    `expert_size` wide inside (None: intermediate_size), `experts_per_token` of them for a token, and `shared_size` as
+    there. router_balance, router_z: factors of the means over these layers of the load-balancing loss and the z-loss
+    (`ops.router_losses`), which are added to the loss in training.
     """
 
     vocab_size: int
@@ -52,24 +57,45 @@ class DecoderConfig:
     init_std: float = 0.02
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 2
+    expert_size: int | None = None
+    shared_size: int = 0
+    dense_layers: int = 0
+    router_scores: str = "softmax"
+    router_balance: float = 0.01
+    router_z: float = 0.001
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions"):
             size("DecoderConfig", name, getattr(self, name), 0 if name == "num_layers" else 1)
-        for name in ("num_kv_heads", "head_dim", "rotary_dim"):
+        for name in ("num_experts", "shared_size", "dense_layers"):
+            size("DecoderConfig", name, getattr(self, name), 0)
+        size("DecoderConfig", "experts_per_token", self.experts_per_token)
+        if self.num_experts and self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"DecoderConfig: experts_per_token is {self.experts_per_token}; there are {self.num_experts} experts"
+            )
+        for name in ("num_kv_heads", "head_dim", "rotary_dim", "expert_size"):
             if getattr(self, name) is not None:
                 size("DecoderConfig", name, getattr(self, name))
         for name in ("attention_dropout", "hidden_dropout"):
             probability("DecoderConfig", name, getattr(self, name))
-        for name in ("softcap", "logit_softcap", "norm_eps", "init_std"):
+        for name in ("softcap", "logit_softcap", "norm_eps", "init_std", "router_balance", "router_z"):
             number("DecoderConfig", name, getattr(self, name), 0.0)
 
 
 class DecoderBlock(nn.Module):
-    """Attention and a gated MLP, each after a norm. The residual stream is added to inside the norms."""
+    """Attention and a gated MLP or, with `routed`, a mixture of experts, each after a norm. The residual stream is
+    added to inside the norms."""
 
     def __init__(
-        self, config: DecoderConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: DecoderConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        routed: bool = False,
     ):
         super().__init__()
         self.input_layernorm = _norm(config, device, dtype)
@@ -88,7 +114,7 @@ class DecoderBlock(nn.Module):
             dtype=dtype,
         )
         self.post_attention_layernorm = _norm(config, device, dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, device=device, dtype=dtype)
+        self.mlp = _feed_forward(config, routed, device, dtype)
         self.dropout = config.hidden_dropout
 
     def forward(
@@ -101,15 +127,18 @@ class DecoderBlock(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
         sequence: SharedSequence | None = None,
+        losses: list[tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) to the next block's: the stream is their sum, which the next norm takes. residual None is 0."""
+        """(x, residual) to the next block's: the stream is their sum, which the next norm takes. residual None is 0.
+        losses: see `MixtureOfExperts`; a dense block appends none."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, rotary, cu_seqlens=cu_seqlens, cache=cache, layer=layer, sequence=sequence)
         x, residual = self.post_attention_layernorm.add(self._dropped(x), residual)
-        return self._dropped(self.mlp(x)), residual
+        x = self.mlp(x, losses) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(x)
+        return self._dropped(x), residual
 
     def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.training and self.dropout else x
@@ -132,7 +161,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        self.layers = nn.ModuleList(DecoderBlock(config, device, dtype) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderBlock(config, device, dtype, routed=config.num_experts > 0 and i >= config.dense_layers)
+            for i in range(config.num_layers)
+        )
         self.norm = _norm(config, device, dtype)
         tied = config.tie_embeddings
         self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, False, device, dtype)
@@ -154,8 +186,11 @@ class Decoder(nn.Module):
     def reset_parameters(self) -> None:
         """Normal weights of deviation `init_std`, biases of 0, norms of 1."""
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding | Router):
                 nn.init.normal_(module.weight, std=self.config.init_std)
+            if isinstance(module, Experts):
+                nn.init.normal_(module.gate_up_proj, std=self.config.init_std)
+                nn.init.normal_(module.down_proj, std=self.config.init_std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
             if isinstance(module, RMSNorm):
@@ -170,17 +205,23 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         sequence: SharedSequence | None = None,
     ) -> Tensor:
-        """Logits [B, T, vocab_size] of tokens [B, T] or, with labels, their mean cross-entropy, a scalar.
+        """Logits [B, T, vocab_size] of tokens [B, T] or, with labels, their mean cross-entropy, a scalar, to which a
+        decoder with experts adds its routers' losses in training.
 
         labels: [B, T]: labels[b, t] is what tokens[b, t] should predict, so usually tokens[b, t + 1]; -100 is left
         out. The loss is computed in chunks of tokens, so that the logits are never whole in memory. cu_seqlens and
         sequence: see `Attention`; with a sequence the mean is over this rank's labels. cache: tokens continue its rows,
         and it is advanced by T tokens.
         """
-        x = self.hidden_states(tokens, cu_seqlens=cu_seqlens, cache=cache, sequence=sequence)
+        losses: list[tuple[Tensor, Tensor]] | None = [] if self.training and labels is not None else None
+        x = self.hidden_states(tokens, cu_seqlens=cu_seqlens, cache=cache, sequence=sequence, losses=losses)
         if labels is None:
             return self.logits(x)
-        return ops.linear_cross_entropy(x, self.output_weight, labels, softcap=self.config.logit_softcap)
+        loss = ops.linear_cross_entropy(x, self.output_weight, labels, softcap=self.config.logit_softcap)
+        if not losses:
+            return loss
+        balance, z = (torch.stack(each).mean() for each in zip(*losses))
+        return loss + self.config.router_balance * balance + self.config.router_z * z
 
     def hidden_states(
         self,
@@ -189,8 +230,9 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
         sequence: SharedSequence | None = None,
+        losses: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """What the output projection reads, [B, T, C]. Arguments as of `forward`.
+        """What the output projection reads, [B, T, C]. Arguments as of `forward`. losses: see `MixtureOfExperts`.
 
         Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents.
         """
@@ -209,7 +251,7 @@ class Decoder(nn.Module):
         x, residual = self.embed_tokens(tokens), None
         for i, block in enumerate(self.layers):
             x, residual = block(
-                x, residual, self.rotary, cu_seqlens=cu_seqlens, cache=cache, layer=i, sequence=sequence
+                x, residual, self.rotary, cu_seqlens=cu_seqlens, cache=cache, layer=i, sequence=sequence, losses=losses
             )
         if cache is not None:
             cache.lengths.add_(tokens.shape[1])
@@ -254,4 +296,22 @@ def _norm(config: DecoderConfig, device: torch.device | str | None, dtype: torch
         casting=config.norm_casting,
         device=device,
         dtype=dtype,
+    )
+
+
+def _feed_forward(
+    config: DecoderConfig, routed: bool, device: torch.device | str | None, dtype: torch.dtype | None
+) -> GatedMLP | MixtureOfExperts:
+    hidden, inner, how = config.hidden_size, config.intermediate_size, {"device": device, "dtype": dtype}
+    if not routed:
+        return GatedMLP(hidden, inner, config.activation, **how)
+    return MixtureOfExperts(
+        hidden,
+        config.expert_size or inner,
+        config.num_experts,
+        config.experts_per_token,
+        config.activation,
+        shared_size=config.shared_size,
+        scores=config.router_scores,
+        **how,
     )

@@ -1,0 +1,150 @@
+"""Mixture of experts: a router, the experts, and the feed-forward layer that they make."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith import ops
+from tilesmith.engine.argument_checks import choice, number, size
+from tilesmith.nn.mlp import GatedMLP
+
+ACTIVATIONS = ("swiglu", "geglu", "geglu_erf", "relu_squared")
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token: `ops.route` of a linear layer without bias.
+
+    The options are those of `ops.route`. corrected: whether a buffer `e_score_correction_bias` [E], 0 at first, is
+    added to the scores for the choice (DeepSeek-V3); nothing here changes it. Raises ValueError for sizes below 1 and
+    for what `ops.route` refuses.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        scores: str = "softmax",
+        normalise: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        kept_groups: int = 1,
+        corrected: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for name, value in (("hidden_size", hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
+            size("Router", name, value)
+        if top_k > num_experts:
+            raise ValueError(f"Router: top_k is {top_k}; there are {num_experts} experts")
+        choice("Router", "scores", scores, ("softmax", "sigmoid"))
+        number("Router", "scale", scale)
+        self.top_k, self.scores, self.normalise, self.scale = top_k, scores, normalise, scale
+        self.groups, self.kept_groups = groups, kept_groups
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if corrected else None
+        self.register_buffer("e_score_correction_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of deviation 0.02."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(weights [..., K] in fp32, indices [..., K], logits [..., E]) of tokens x [..., C]."""
+        logits = ops.linear(x, self.weight)
+        weights, indices = ops.route(
+            logits,
+            self.top_k,
+            self.e_score_correction_bias,
+            self.scores,
+            self.groups,
+            self.kept_groups,
+            normalise=self.normalise,
+            scale=self.scale,
+        )
+        return weights, indices, logits
+
+    def extra_repr(self) -> str:
+        experts, hidden = self.weight.shape
+        return f"{hidden}, experts={experts}, top_k={self.top_k}, scores={self.scores!r}"
+
+
+class Experts(nn.Module):
+    """Gated MLPs side by side: `ops.experts` of stacked weights, with the names and layout of transformers' experts.
+
+    gate_up_proj: [E, 2 I, C] (relu_squared, which has no gate: [E, I, C]); down_proj: [E, C, I].
+    activation: "swiglu", "geglu", "geglu_erf" or "relu_squared". Raises ValueError for another and for sizes below 1.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        activation: str = "swiglu",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+        for name, value in sizes.items():
+            size("Experts", name, value)
+        self.activation = choice("Experts", "activation", activation, ACTIVATIONS)
+        wide = intermediate_size if activation == "relu_squared" else 2 * intermediate_size
+        how = {"device": device, "dtype": dtype}
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, wide, hidden_size, **how))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, **how))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of deviation 0.02."""
+        nn.init.normal_(self.gate_up_proj, std=0.02)
+        nn.init.normal_(self.down_proj, std=0.02)
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Σ_k weights[..., k] · expert indices[..., k] of x [..., C]."""
+        return ops.experts(x, self.gate_up_proj, self.down_proj, indices, weights, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        experts, hidden, inner = self.down_proj.shape
+        return f"{hidden}, {inner}, experts={experts}, activation={self.activation!r}"
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward layer of routed experts, with shared experts beside them where `shared_size` is above 0.
+
+    shared_size: inner width of a `GatedMLP` that every token passes. The other options are those of `Router`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        activation: str = "swiglu",
+        *,
+        shared_size: int = 0,
+        scores: str = "softmax",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        how = {"device": device, "dtype": dtype}
+        self.gate = Router(hidden_size, num_experts, top_k, scores=scores, **how)
+        self.experts = Experts(hidden_size, intermediate_size, num_experts, activation, **how)
+        size("MixtureOfExperts", "shared_size", shared_size, 0)
+        self.shared_experts = GatedMLP(hidden_size, shared_size, activation, **how) if shared_size else None
+
+    def forward(self, x: Tensor, losses: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
+        """x [..., C] to [..., C]. losses: where `ops.router_losses` of this call are appended."""
+        weights, indices, logits = self.gate(x)
+        if losses is not None:
+            losses.append(ops.router_losses(logits, indices, self.gate.scores))
+        y = self.experts(x, indices, weights)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
