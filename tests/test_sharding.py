@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-MODULES = ("sharded_ops", "sharded_losses", "sharded_models")
+MODULES = ("sharded_ops", "sharded_losses", "sharded_models", "sharded_experts")
 
 
 def checks(modules=MODULES) -> dict:

@@ -1,4 +1,5 @@
 """Attention over sequences that several devices hold: context parallelism over torch.distributed or in one process.
+Experts that several ranks hold.
 
 Legend: B batch, T tokens of a rank, S tokens of the sequence, H query heads, G kv heads (H % G == 0), D head dim, P
 ranks.
@@ -10,6 +11,7 @@ from tilesmith._lazy import resolved
 
 _HOMES = {
     "context_parallel_attention": "tilesmith.distributed.attention",
+    "expert_parallel": "tilesmith.distributed.experts",
     "explain_context_parallel": "tilesmith.distributed.attention",
     "ring_of": "tilesmith.distributed.attention",
     "Decision": "tilesmith.distributed.cost",

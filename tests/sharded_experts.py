@@ -1,0 +1,60 @@
+"""What ranks check of experts: expert parallelism equals one process. Run by test_sharding.py in one spawn."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tilesmith import ops
+from tilesmith.distributed import expert_parallel
+
+
+def _case(experts, tokens, top_k=3, hidden=6, inner=4):
+    """x, gate_up, down, indices, weights and biases of all ranks, the same on each."""
+    shapes = ((tokens, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner), (tokens, top_k))
+    x, gate_up, down, weights = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
+    biases = [torch.randn(experts, n, dtype=torch.float64, requires_grad=True) for n in (2 * inner, hidden)]
+    indices = torch.randint(-1, experts + 1, (tokens, top_k))  # also of no expert
+    return x, gate_up, down, indices, weights, *biases
+
+
+def check_expert_parallel(mesh):
+    rank, ranks = mesh.get_rank(), mesh.size()
+    for tokens in (9 * ranks, ranks):
+        torch.manual_seed(3)
+        x, gate_up, down, indices, weights, first, second = _case(2 * ranks, tokens)
+        options = {"activation": "swiglu", "alpha": 1.5, "up_offset": 1.0}
+        y = ops.experts(x, gate_up, down, indices, weights, first, second, **options)
+        cotangent = torch.randn_like(y)
+        leaves = (x, weights, gate_up, down, first, second)
+        exact = torch.autograd.grad(y, leaves, cotangent)
+        mine = slice(0, 0) if rank == 0 and tokens == ranks else slice(rank * tokens // ranks, (rank + 1) * tokens // ranks)
+        shards = [t.detach()[mine].requires_grad_() for t in (x, weights)]
+        held = [t.detach().chunk(ranks)[rank].clone().requires_grad_() for t in leaves[2:]]
+        got = expert_parallel(
+            shards[0], held[0], held[1], indices[mine], shards[1], mesh,
+            gate_up_bias=held[2], down_bias=held[3], **options,
+        )  # fmt: skip
+        torch.testing.assert_close(got, y.detach()[mine])
+        grads = torch.autograd.grad(got, shards + held, cotangent[mine])
+        for g, e in zip(grads[:2], exact[:2]):
+            torch.testing.assert_close(g, e[mine])
+        if tokens != ranks:  # there rank 0 has no tokens, so that the others' are not all
+            for g, e in zip(grads[2:], exact[2:]):
+                torch.testing.assert_close(g, e.chunk(ranks)[rank])
+
+
+def check_experts_of_no_equal_share(mesh):
+    x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(4, 4))
+    held = 1 + mesh.get_rank()
+    with pytest.raises(ValueError, match="expert_parallel: gate_up has .* experts here; on the ranks"):
+        expert_parallel(x, gate_up[:held], down[:held], indices, weights, mesh.get_group())
+
+
+def check_dtensors_are_refused(mesh):
+    x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(4, 4))
+    sharded = distribute_tensor(gate_up, mesh, [Shard(0)])
+    assert isinstance(sharded, DTensor)
+    with pytest.raises(ValueError, match=r"experts: takes no DTensors.*to_local\(\)"):
+        ops.experts(x, sharded, distribute_tensor(down, mesh, [Shard(0)]), indices, weights)
+    dist.barrier()
