@@ -62,15 +62,8 @@ def experts_forward(
     What the module computes is found out at its first call. Where no kernel of the library is, transformers' grouped
     products serve the call. Raises ValueError for a module that computes something else.
     """
-    found = getattr(module, _KNOWN, None)
-    if found is None:
-        try:
-            found = module.__dict__[_KNOWN] = recognise(module)
-        except Unlike as verdict:
-            raise ValueError(
-                f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
-                "choose 'grouped_mm' for this model"
-            ) from None
+    _learn(module)
+    found = getattr(module, _KNOWN)
     if not _served(module, hidden_states, found):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -79,10 +72,26 @@ def experts_forward(
     return ops.experts(*experts_of(module, hidden_states, top_k_index, top_k_weights, found))
 
 
-def register_experts() -> None:
-    """Make `experts_implementation="tilesmith"` known to a transformers that has such a choice (5.0 and later)."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+@torch.compiler.assume_constant_result  # run, not traced, where a compiled model calls the module first
+def _learn(module: nn.Module) -> bool:
+    """Find out once what `module` computes."""
+    if not hasattr(module, _KNOWN):
+        try:
+            module.__dict__[_KNOWN] = recognise(module)
+        except Unlike as verdict:
+            raise ValueError(
+                f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
+                "choose 'grouped_mm' for this model"
+            ) from None
+    return True
 
+
+def register_experts() -> None:
+    """Make `experts_implementation="tilesmith"` known to transformers; nothing where it has no such choice."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 

@@ -1,0 +1,258 @@
+"""Experts beyond the generic harness: models of transformers, routers, the index of pairs, plans, layers, mistakes."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn as torch_nn
+
+import tilesmith
+from optimize_models import assert_within_budget, batch, build, train
+from tilesmith import nn, ops
+from tilesmith.engine import use
+from tilesmith.hardware.detect import arch_named
+from tilesmith.models import experts as rules
+from tilesmith.models import optimize, undo
+from tilesmith.ops.moe import plan
+
+MODELS = {
+    "mixtral": "computes experts (swiglu)",
+    "qwen3_moe": "computes experts (swiglu)",
+    "deepseek_v3": "computes experts (swiglu)",
+    "gpt_oss": "computes experts (swiglu, limit 7, alpha 1.702, up_offset 1, interleaved, transposed)",
+}
+
+
+@pytest.fixture
+def served():
+    """The op runs on a CPU too, by its reference."""
+    with use(experts="reference"):
+        yield
+
+
+def rows(model):
+    return [row for row in model.tilesmith_report.rows if row.rule == "experts"]
+
+
+# models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_trains_as_before_and_undo_is_exact(family):
+    inputs, model = batch(family), build(family)
+    oracle, before = train(build(family).double(), inputs), train(model, inputs)
+    optimize(model, only="experts")
+    assert {(row.action, row.reason) for row in rows(model)} == {("replaced", MODELS[family])}
+    assert_within_budget(train(model, inputs), before, oracle)
+    assert model.tilesmith_report.calls()["experts"] == len(rows(model))
+    undo(model)
+    loss, logits, gradients = train(model, inputs)
+    assert torch.equal(loss, before[0]) and torch.equal(logits, before[1])
+    assert all(torch.equal(gradients[n], g) for n, g in before[2].items())
+
+
+@pytest.mark.usefixtures("served")
+def test_transformers_calls_the_op_under_its_name():
+    tilesmith.register_for_transformers()
+    inputs, model = batch("qwen3_moe"), build("qwen3_moe")
+    oracle, before = train(build("qwen3_moe").double(), inputs), train(model, inputs)
+    model.set_experts_implementation("tilesmith")
+    assert_within_budget(train(model, inputs), before, oracle)
+    layer = build("qwen3_moe").model.layers[0].mlp
+    layer.experts.config._experts_implementation = "tilesmith"
+    x = torch.randn(2, 5, 64)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)  # what it computes is learnt while tracing
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_without_a_kernel_the_model_s_own_products_run(monkeypatch):
+    monkeypatch.setattr(rules, "reaches", lambda op, x: False)
+    tilesmith.register_for_transformers()
+    model, x = build("qwen3_moe"), batch("qwen3_moe")["input_ids"]
+    model.set_experts_implementation("grouped_mm")
+    wanted = model(x).logits
+    model.set_experts_implementation("tilesmith")
+    assert torch.equal(model(x).logits, wanted)
+    assert torch.equal(optimize(model, only="experts")(x).logits, wanted)
+
+
+def changed(**methods):
+    """The experts of a small Qwen3 model whose class differs."""
+    found = build("qwen3_moe", layers=1).model.layers[0].mlp.experts
+    found.__class__ = type("OtherExperts", (type(found),), methods)
+    return found
+
+
+def halved(self, hidden_states, top_k_index, top_k_weights):
+    return 0.5 * super(type(self), self).forward(hidden_states, top_k_index, top_k_weights)
+
+
+def test_experts_that_look_alike_stay():
+    for module, reason in (
+        (changed(forward=halved), "on small inputs it differs from"),
+        (changed(has_post_expert_norm=True), "it normalises what each expert gives"),
+    ):
+        module.__dict__.pop("has_post_expert_norm" if "norm" in reason else "", None)
+        (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
+        assert row.action == "skipped" and reason in row.reason
+    chosen = build("qwen3_moe")
+    chosen.config._experts_implementation = "deepgemm"
+    assert all(row.reason == "its experts were set to deepgemm" for row in rows(optimize(chosen, only="experts")))
+    tilesmith.register_for_transformers()
+    with pytest.raises(ValueError, match="'tilesmith' does not serve OtherExperts.*choose 'grouped_mm'"):
+        rules.experts_forward(changed(forward=halved), torch.randn(3, 64), torch.zeros(3, 1).long(), torch.ones(3, 1))
+
+
+def test_experts_of_two_dtypes_are_left_to_the_model():
+    module = build("qwen3_moe", layers=1).model.layers[0].mlp.experts.bfloat16()
+    with use(experts="reference"):
+        assert not rules._served(module, torch.randn(2, 64), rules.recognise(module))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert rules._served(module, torch.randn(2, 64), rules.recognise(module))
+
+
+# routing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_router_chooses_as_deepseek_s():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV3Config(
+        hidden_size=16, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5
+    )
+    theirs = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter(config)
+    ours = nn.Router(16, 16, 4, scores="sigmoid", scale=2.5, groups=4, kept_groups=2, corrected=True)
+    with torch.no_grad():
+        theirs.weight.normal_()
+        theirs.e_score_correction_bias.normal_(std=0.1)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(64, 16)
+    weights, indices, logits = ours(x)
+    wanted_logits, wanted_weights, wanted = theirs(x)
+    torch.testing.assert_close(logits, wanted_logits)
+    order, wanted_order = indices.argsort(-1), wanted.argsort(-1)
+    assert torch.equal(indices.gather(-1, order), wanted.gather(-1, wanted_order))
+    torch.testing.assert_close(weights.gather(-1, order), wanted_weights.gather(-1, wanted_order))
+
+
+def test_the_balance_is_that_of_transformers():
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    logits = torch.randn(40, 8)
+    _, indices = ops.route(logits, 3)
+    balance, z = ops.router_losses(logits, indices)
+    torch.testing.assert_close(balance, mixtral.load_balancing_loss_func((logits,), 8, 3))
+    torch.testing.assert_close(z, logits.logsumexp(-1).square().mean())
+    even = torch.zeros(8, 8), torch.arange(24).view(8, 3) % 8
+    assert ops.router_losses(*even)[0] == 3
+
+
+def test_what_is_not_a_number_is_chosen_and_stays_one():
+    logits = torch.randn(3, 8)
+    logits[1, 4] = torch.nan
+    weights, indices = ops.route(logits, 2)
+    assert weights[1].isnan().all() and weights[[0, 2]].isfinite().all()
+    assert indices[1, 0] == 4 and ((0 <= indices) & (indices < 8)).all()
+
+
+def test_of_equal_scores_the_first_are_chosen():
+    for scores in ("softmax", "sigmoid"):
+        assert ops.route(torch.zeros(2, 9), 4, scores=scores)[1].tolist() == [[0, 1, 2, 3]] * 2
+    assert ops.route(torch.zeros(9), 2, groups=3, kept_groups=1)[1].tolist() == [0, 1]
+
+
+# kernels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_pairs_are_grouped_as_a_stable_sort_does():
+    from tilesmith.ops.moe.triton.index import group
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for shape, experts, block_m in (((1, 1), 1, 16), ((70, 3), 5, 16), ((33, 10), 130, 32), ((200, 1), 2, 128)):
+        indices = torch.randint(-1, experts + 1, shape, device=device)
+        found = group(indices, experts, block_m)
+        flat = torch.where((indices < 0) | (indices >= experts), experts, indices).view(-1)
+        assert torch.equal(found.order.long(), flat.argsort(stable=True))
+        sizes = torch.bincount(flat, minlength=experts + 1)
+        assert torch.equal(found.starts.long(), sizes.cumsum(0) - sizes)
+        starts, tiles = found.starts.tolist(), []
+        for e, size in enumerate(sizes.tolist()):
+            tiles += [(e, starts[e] + first) for first in range(0, size, block_m)]
+        listed = list(zip(found.tile_expert.tolist(), found.tile_row.tolist()))
+        assert listed[: len(tiles)] == tiles
+        assert all(e == experts and row >= indices.numel() for e, row in listed[len(tiles) :])
+
+
+def test_there_are_always_enough_tiles():
+    for sizes in ([1] * 7, [0, 130, 0], [128, 128], [127, 129, 1], [5, 0, 0, 64]):
+        for height in (16, 32, 64, 128):
+            needed = sum(-(-size // height) for size in sizes)
+            assert plan.most_tiles(sum(sizes), len(sizes), height) >= needed
+    assert plan.most_tiles(8192 * 8, 128, 128) <= 8192 * 8 // 128 + 129
+
+
+@pytest.mark.parametrize("name", ["sm80", "sm90", "gfx942"])
+def test_plans_fit_shared_memory_and_follow_the_pairs_of_an_expert(name):
+    arch, heights = arch_named(name), []
+    for tokens in (1, 16, 512, 8192, 32768):
+        sizes = plan.dims(tokens * 8, 128, 2048, 768)
+        config, back = plan.forward(sizes, arch, torch.bfloat16), plan.backward(sizes, arch, torch.bfloat16)
+        stages = config.num_stages if arch.kind == "cuda" else 1
+        assert 2 * stages * config.block_k * (config.block_m + config.block_n) <= arch.shared_memory
+        assert 2 * back.block_k * (back.block_m + back.block_n) <= arch.shared_memory
+        heights.append(config.block_m)
+    assert heights == sorted(heights) and heights[0] == 16 and heights[-1] == 128
+
+
+def test_no_pre_activation_is_written_where_nobody_asks_for_a_gradient():
+    args = [torch.randn(s) for s in ((5, 8), (3, 12, 8), (3, 8, 6))]
+    indices, weights = torch.randint(3, (5, 2)), torch.rand(5, 2)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        ops.experts(*(a.requires_grad_() for a in args), indices, weights)
+    assert kept.count((10, 12)) == 1  # the pre-activation, once; nothing else has a row for each pair
+    assert all(shape in {(5, 8), (3, 12, 8), (3, 8, 6), (5, 2), (10, 12)} for shape in kept)
+
+
+# layers -----------------------------------------------------------------------------------------------------------
+
+ROUTED = nn.DecoderConfig(
+    19, 16, 24, 3, 2, max_positions=32, num_experts=4, expert_size=8, shared_size=12, dense_layers=1
+)  # fmt: skip
+
+
+def test_a_decoder_of_experts_trains_with_its_routers_losses():
+    torch.manual_seed(0)
+    decoder, tokens = nn.Decoder(ROUTED), torch.randint(19, (2, 12))
+    labels = tokens.roll(-1, 1)
+    kinds = [type(layer.mlp) for layer in decoder.layers]
+    assert kinds == [nn.GatedMLP, nn.MixtureOfExperts, nn.MixtureOfExperts]
+    losses = []
+    decoder.hidden_states(tokens, losses=losses)
+    balance, z = (torch.stack(x).mean() for x in zip(*losses))
+    in_training, alone = decoder(tokens, labels), decoder.eval()(tokens, labels)
+    torch.testing.assert_close(in_training, alone + 0.01 * balance + 0.001 * z)
+    in_training.backward()
+    assert all(p.grad is not None and p.grad.any() for p in decoder.parameters())
+
+
+def test_checkpointed_experts_have_the_same_gradients():
+    torch.manual_seed(0)
+    layer, x = nn.MixtureOfExperts(16, 8, 4, 2, shared_size=8), torch.randn(3, 5, 16, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    plain = torch.autograd.grad(layer(x).square().sum(), leaves)
+    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    for a, b in zip(plain, torch.autograd.grad(again.square().sum(), leaves)):
+        assert torch.equal(a, b)
+
+
+def test_layers_refuse_what_does_not_fit():
+    for call, words in (
+        (lambda: nn.Router(8, 4, 5), "top_k is 5; there are 4 experts"),
+        (lambda: nn.Router(8, 4, 2, scores="tanh"), "scores must be one of"),
+        (lambda: nn.Experts(8, 4, 0), "num_experts must be at least 1"),
+        (lambda: nn.Experts(8, 4, 2, "silu"), "activation must be one of"),
+        (lambda: dataclasses.replace(ROUTED, experts_per_token=5), "experts_per_token is 5; there are 4"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
