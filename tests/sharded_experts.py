@@ -28,7 +28,11 @@ def check_expert_parallel(mesh):
         cotangent = torch.randn_like(y)
         leaves = (x, weights, gate_up, down, first, second)
         exact = torch.autograd.grad(y, leaves, cotangent)
-        mine = slice(0, 0) if rank == 0 and tokens == ranks else slice(rank * tokens // ranks, (rank + 1) * tokens // ranks)
+        mine = (
+            slice(0, 0)
+            if rank == 0 and tokens == ranks
+            else slice(rank * tokens // ranks, (rank + 1) * tokens // ranks)
+        )
         shards = [t.detach()[mine].requires_grad_() for t in (x, weights)]
         held = [t.detach().chunk(ranks)[rank].clone().requires_grad_() for t in leaves[2:]]
         got = expert_parallel(

@@ -605,6 +605,70 @@ def test_rotary(call, error, words):
     check(call, error, words)
 
 
+MOE_X, MOE_UP, MOE_DOWN, CHOSEN, SHARES = r(5, 8), r(4, 12, 8), r(4, 8, 6), ids(5, 2, most=4), r(5, 2)
+
+
+def moe(x=MOE_X, gate_up=MOE_UP, down=MOE_DOWN, indices=CHOSEN, weights=SHARES, **more):
+    return lambda: ops.experts(x, gate_up, down, indices, weights, **more)
+
+
+EXPERTS = [
+    ("dtype", moe(x=MOE_X.long()), TypeError, "experts: x has dtype torch.int64"),
+    ("scalar", moe(x=r()), ValueError, "experts: x is a scalar"),
+    ("gate_up rank", moe(gate_up=r(12, 8)), ValueError, r"experts: gate_up has shape \(12, 8\)"),
+    ("gate_up kept transposed", moe(gate_up=r(4, 8, 12)), ValueError, r"gate_up.transpose\(1, 2\)"),
+    ("gate_up dtype", moe(gate_up=MOE_UP.half()), TypeError, "experts: gate_up has dtype torch.float16, x has"),
+    ("gate_up device", moe(gate_up=MOE_UP.to("meta")), ValueError, "experts: gate_up is on meta, x on cpu"),
+    ("no experts", moe(gate_up=r(0, 12, 8), down=r(0, 8, 6)), ValueError, "experts: gate_up has no experts"),
+    ("odd", moe(gate_up=r(4, 11, 8)), ValueError, "experts: gate_up has 11 rows an expert; with 'swiglu'"),
+    ("down", moe(down=r(4, 6, 8)), ValueError, r"experts: down has shape.*\[4, 8, 6\]"),
+    ("down of others", moe(down=r(3, 8, 6)), ValueError, "experts: down has shape"),
+    ("ungated", moe(activation="relu"), ValueError, r"experts: down has shape.*'relu' it must be \[4, 8, 12\]"),
+    ("gate_up_bias", moe(gate_up_bias=r(4, 8)), ValueError, r"experts: gate_up_bias has shape.*\[4, 12\]"),
+    ("down_bias dtype", moe(down_bias=r(4, 8).double()), TypeError, "experts: down_bias has dtype"),
+    ("indices dtype", moe(indices=CHOSEN.short()), TypeError, "experts: indices has dtype torch.int16"),
+    ("indices rank", moe(indices=CHOSEN[0]), ValueError, r"experts: indices has shape.*\[5, K\]"),
+    ("no choice", moe(indices=CHOSEN[:, :0], weights=SHARES[:, :0]), ValueError, "experts: indices has shape"),
+    ("indices device", moe(indices=CHOSEN.to("meta")), ValueError, "experts: indices is on meta"),
+    ("weights shape", moe(weights=SHARES[:, :1]), ValueError, "experts: weights has shape"),
+    ("weights dtype", moe(weights=CHOSEN), TypeError, "experts: weights has dtype torch.int64"),
+    ("activation", moe(activation="tanh"), ValueError, "experts: activation is 'tanh'; it must be one of 'swiglu'"),
+    ("limit", moe(limit=-1.0), ValueError, "experts: limit is -1.0"),
+    ("limit nan", moe(limit=NAN), ValueError, "experts: limit is nan"),
+    ("alpha", moe(activation="geglu", alpha=2.0), ValueError, "experts: alpha is 2.0 with activation 'geglu'"),
+    (
+        "no gate",
+        moe(activation="relu", down=r(4, 8, 12), interleaved=True),
+        ValueError,
+        "experts: interleaved is given with activation 'relu'",
+    ),
+    ("top_k", lambda: ops.route(X, 9), ValueError, "route: top_k is 9; it must be from 1 to 8"),
+    ("top_k 0", lambda: ops.route(X, 0), ValueError, "route: top_k is 0"),
+    ("groups", lambda: ops.route(X, 2, groups=3), ValueError, "route: groups is 3; it must divide the 8 experts"),
+    ("kept", lambda: ops.route(X, 2, groups=2, kept_groups=3), ValueError, "route: kept_groups is 3"),
+    ("too few kept", lambda: ops.route(X, 3, groups=4), ValueError, "route: top_k is 3; it must be from 1 to 2"),
+    ("group score", lambda: ops.route(X, 2, group_score="sum"), ValueError, "route: group_score is 'sum'"),
+    ("scores", lambda: ops.route(X, 2, scores="relu"), ValueError, "route: scores is 'relu'"),
+    ("logits", lambda: ops.route(X.long(), 2), TypeError, "route: logits has dtype"),
+    ("no logits", lambda: ops.route(r(3, 0), 1), ValueError, "route: logits has shape"),
+    ("correction", lambda: ops.route(X, 2, r(7)), ValueError, r"route: bias has shape \(7,\); it must be \[8\]"),
+    (
+        "correction of a gradient",
+        lambda: ops.route(X, 2, r(8).requires_grad_()),
+        ValueError,
+        "route: bias requires a gradient and receives none",
+    ),
+    ("loss scores", lambda: ops.router_losses(X, ids(2, 5, 2), "max"), ValueError, "router_losses: scores is 'max'"),
+    ("loss indices", lambda: ops.router_losses(X, ids(2, 4, 2)), ValueError, "router_losses: indices has shape"),
+    ("loss dtype", lambda: ops.router_losses(X, r(2, 5, 2)), TypeError, "router_losses: indices has dtype"),
+]
+
+
+@refused(EXPERTS)
+def test_experts(call, error, words):
+    check(call, error, words)
+
+
 @refused(PRODUCTS)
 def test_products(call, error, words):
     check(call, error, words)

@@ -89,11 +89,12 @@ def halved(self, hidden_states, top_k_index, top_k_weights):
 
 
 def test_experts_that_look_alike_stay():
+    normed = changed()
+    normed.has_post_expert_norm = True
     for module, reason in (
         (changed(forward=halved), "on small inputs it differs from"),
-        (changed(has_post_expert_norm=True), "it normalises what each expert gives"),
+        (normed, "it normalises what each expert gives"),
     ):
-        module.__dict__.pop("has_post_expert_norm" if "norm" in reason else "", None)
         (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
         assert row.action == "skipped" and reason in row.reason
     chosen = build("qwen3_moe")
@@ -151,7 +152,7 @@ def test_what_is_not_a_number_is_chosen_and_stays_one():
     logits[1, 4] = torch.nan
     weights, indices = ops.route(logits, 2)
     assert weights[1].isnan().all() and weights[[0, 2]].isfinite().all()
-    assert indices[1, 0] == 4 and ((0 <= indices) & (indices < 8)).all()
+    assert indices[1, 0] == 4 and ((indices >= 0) & (indices < 8)).all()
 
 
 def test_of_equal_scores_the_first_are_chosen():

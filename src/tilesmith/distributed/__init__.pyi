@@ -7,6 +7,7 @@ from tilesmith.distributed.cost import Decision as Decision
 from tilesmith.distributed.cost import Estimate as Estimate
 from tilesmith.distributed.cost import Link as Link
 from tilesmith.distributed.cost import Machine as Machine
+from tilesmith.distributed.experts import expert_parallel as expert_parallel
 from tilesmith.distributed.layout import Layout as Layout
 from tilesmith.distributed.ring import LocalRing as LocalRing
 from tilesmith.distributed.ring import ProcessGroupRing as ProcessGroupRing

@@ -218,7 +218,10 @@ def _twin(
         raise Unlike(f"it also has a parameter {others[0]}")
     children = {name: probe.shell(child) for name, child in module.named_children()}
     twin = probe.shell(module, made, children)
-    real = {module.down_proj.shape[2 if transposed else 1]: _HIDDEN, module.down_proj.shape[1 if transposed else 2]: _INNER}
+    real = {
+        module.down_proj.shape[2 if transposed else 1]: _HIDDEN,
+        module.down_proj.shape[1 if transposed else 2]: _INNER,
+    }
     for name in ("hidden_size", "hidden_dim", "intermediate_size", "intermediate_dim", "expert_dim"):
         if twin.__dict__.get(name) in real:
             twin.__dict__[name] = real[twin.__dict__[name]]

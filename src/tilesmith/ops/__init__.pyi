@@ -449,6 +449,73 @@ def dropout_add_norm_vjp(
     stands for a gradient that `output_mask` does not ask for.
     """
 
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """y[t] = Σ_k weights[t, k] (down[e] · act(gate_up[e] · x[t] + gate_up_bias[e]) + down_bias[e]), e = indices[t, k].
+
+    x: [..., C]. gate_up: [E, N, C], the rows of gate first, then those of up, or with `interleaved` a row of gate and a
+    row of up in turn. down: [E, C, I]. Weights in any strides: those that a model keeps as [E, C, N] and [E, I, C] are
+    passed as `.transpose(1, 2)`, and their gradients come in the same strides. gate_up_bias: [E, N]; down_bias: [E, C].
+    x, gate_up, down and the biases have one floating dtype. indices: [..., K], int64 or int32. A pair whose index is
+    negative or at least E contributes nothing, and its weight's gradient is 0: expert parallelism marks the experts of
+    other ranks so. weights: [..., K], any floating dtype.
+    activation: "swiglu", "geglu" (the tanh form of GELU) or "geglu_erf", which have a gate (N = 2 I):
+    act(gate) (up + up_offset), where swiglu's act is gate · sigmoid(alpha gate); or without a gate (N = I)
+    "relu_squared", "relu", "silu", "gelu" (through erf) or "gelu_tanh". limit: above 0, gate is clamped to at most
+    `limit` and up to [-limit, limit] before that, with the gradient of torch.clamp. gpt-oss has alpha 1.702, limit 7
+    and up_offset 1.
+
+    Sums are fp32 (fp64 for fp64). The pre-activation, the activation, and the output of each expert before its weight
+    are rounded to x's dtype; the sum over k is rounded once. The order of every sum is fixed, so results are the same
+    bit for bit in each run. Saved for the backward: the inputs and the pre-activation [S, N]. Under autocast x, the
+    weights of experts and the biases are cast.
+
+    Returns y [..., C] in x's dtype, contiguous.
+
+    Raises TypeError for dtypes, ValueError for shapes, devices, an unknown activation and options that it lacks.
+
+    Source: Shazeer et al., arXiv:1701.06538; Shazeer, arXiv:2002.05202 (gated activations); gpt-oss model card,
+    arXiv:2508.10925 (clamped SwiGLU).
+    """
+
+def experts_vjp(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    pre: Tensor,
+    activation: str,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias) of `experts`; an empty tensor where
+    `output_mask` is False.
+
+    dy: [..., C]. pre: [S, N], the pre-activations in the order of experts, pairs of one expert in the order of tokens;
+    rows of pairs without an expert come last and are 0. The activation is computed again from it. The gradient of the
+    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype. dgate_up and
+    ddown have the strides of torch.empty_like(gate_up) and of torch.empty_like(down).
+    """
+
 def fp8_amax(x: Tensor) -> Tensor:
     """max |x| over all of x as fp32 [1]; NaN where x holds one, 0 for an empty x. x: any shape, floating."""
 
@@ -1287,6 +1354,56 @@ def rope_vjp(
     dq_out: [B, H, T, D], dk_out: [B, G, T, D], floating. cos, sin, positions, offsets, cu_seqlens, offset, interleaved:
     those of the forward. Returns (dq, dk) in the dtype of the incoming gradients, computed in fp32 (fp64 for fp64).
     """
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None = None,
+    scores: str = "softmax",
+    groups: int = 1,
+    kept_groups: int = 1,
+    group_score: str = "top2",
+    normalise: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights.
+
+    logits: [..., E], any floating dtype; computed in fp32 (fp64 for fp64). scores: "softmax" over all experts or
+    "sigmoid" of each. The `top_k` experts of the highest scores are chosen; of equal ones, that of the lowest index.
+    bias: [E], added to the scores for the choice alone (DeepSeek-V3's correction); it receives no gradient. groups:
+    equal parts of the experts, in order, of which only the `kept_groups` of the highest score take part: the sum of a
+    group's two highest scores ("top2"), or its highest ("max"). normalise: the weights of a token are divided by their
+    sum (plus 1e-20), which for softmax is the softmax over the chosen logits. scale: multiplies the weights.
+    A NaN counts as the highest score, so the weights of its token are NaN and its indices valid.
+
+    Returns weights [..., top_k] in fp32 (fp64 for fp64) and indices [..., top_k], int64, by falling score.
+
+    Raises TypeError for dtypes; ValueError for top_k above E or above the experts of the kept groups, groups that do
+    not divide E, a shape or device of bias, an unknown name, and a bias that requires a gradient.
+
+    Source: DeepSeek-V3, arXiv:2412.19437 (sigmoid, correction, groups); Fedus et al., arXiv:2101.03961.
+    """
+
+def route_vjp(dweights: Tensor, logits: Tensor, indices: Tensor, scores: str, normalise: bool, scale: float) -> Tensor:
+    """The gradient of `route`'s logits, [..., E] in their dtype; the choice itself has none."""
+
+def router_losses(logits: Tensor, indices: Tensor, scores: str = "softmax") -> tuple[Tensor, Tensor]:
+    """(load-balancing loss, z-loss) of a router, scalars in fp32 (fp64 for fp64).
+
+    logits: [..., E]; indices: [..., K], the choice for each of the T tokens. The first is E Σ_e f_e p_e, where f_e is
+    the number of pairs that chose e over T and p_e the mean over tokens of the softmax, or with "sigmoid" of the
+    sigmoid over its sum; it is K where every expert is as likely as another. The second is the mean of
+    logsumexp(logits)². Indices outside [0, E) count for no expert. 0 without tokens. f_e has no gradient.
+
+    Raises TypeError for dtypes, ValueError for shapes, devices and an unknown name.
+
+    Source: Fedus et al., arXiv:2101.03961 (load balancing); Zoph et al., arXiv:2202.08906 (z-loss).
+    """
+
+def router_losses_vjp(
+    dbalance: Tensor | None, dz_loss: Tensor | None, logits: Tensor, indices: Tensor, scores: str
+) -> Tensor:
+    """The gradient of `router_losses`' logits, in their shape and dtype, contiguous."""
 
 def scaled_matmul(
     a: Tensor,

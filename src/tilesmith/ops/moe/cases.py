@@ -170,9 +170,11 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("whole_tiles", _experts(256, 256, 128, 2, 2), COMPILE, BF16),
         Case(
-            "whole_tiles_gpt_oss", _experts(256, 256, 128, 2, 2, bias=True, weight_layout="transposed", **GPT_OSS),
-            COMPILE, BF16,
-        ),  # fmt: skip
+            "whole_tiles_gpt_oss",
+            _experts(256, 256, 128, 2, 2, bias=True, weight_layout="transposed", **GPT_OSS),
+            COMPILE,
+            BF16,
+        ),
         Case("many_experts", _experts(64, 64, 32, 512, 10), TEST),
         Case("odd_large", _experts((3, 331), 200, 120, 33, 5, bias=True), BIG),
         Case("qwen3", _experts(1024, 2048, 768, 128, 8), BIG, BF16),

@@ -93,7 +93,9 @@ def _options(activation: str, interleaved: bool, limit: float, alpha: float, up_
     given = {"interleaved": interleaved, "limit": limit != 0, "up_offset": up_offset != 0}
     extra = [name for name, there in given.items() if there]
     if activation not in GATED and extra:
-        raise ValueError(f"experts: {extra[0]} is given with activation {activation!r}, which has no gate; leave it out")
+        raise ValueError(
+            f"experts: {extra[0]} is given with activation {activation!r}, which has no gate; leave it out"
+        )
     if activation != "swiglu" and alpha != 1:
         raise ValueError(f"experts: alpha is {alpha} with activation {activation!r}; only 'swiglu' has one")
 

@@ -1,7 +1,7 @@
 """What mixture-of-experts layers compute, in plain PyTorch: the oracle of every kernel.
 
-Legend: T tokens (all leading dims of x), C hidden size, E experts, K experts of a token, S = T K pairs of a token and an
-expert, I width inside an expert, N = 2 I where experts have a gate, else I.
+Legend: T tokens (all leading dims of x), C hidden size, E experts, K experts of a token, S = T K pairs of a token and
+an expert, I width inside an expert, N = 2 I where experts have a gate, else I.
 """
 
 import math
@@ -36,8 +36,8 @@ def experts(
     row of up in turn. down: [E, C, I]. Weights in any strides: those that a model keeps as [E, C, N] and [E, I, C] are
     passed as `.transpose(1, 2)`, and their gradients come in the same strides. gate_up_bias: [E, N]; down_bias: [E, C].
     x, gate_up, down and the biases have one floating dtype. indices: [..., K], int64 or int32. A pair whose index is
-    negative or at least E contributes nothing, and its weight's gradient is 0: what expert parallelism needs for experts
-    of other ranks. weights: [..., K], any floating dtype.
+    negative or at least E contributes nothing, and its weight's gradient is 0: expert parallelism marks the experts of
+    other ranks so. weights: [..., K], any floating dtype.
     activation: "swiglu", "geglu" (the tanh form of GELU) or "geglu_erf", which have a gate (N = 2 I):
     act(gate) (up + up_offset), where swiglu's act is gate · sigmoid(alpha gate); or without a gate (N = I)
     "relu_squared", "relu", "silu", "gelu" (through erf) or "gelu_tanh". limit: above 0, gate is clamped to at most
@@ -51,7 +51,7 @@ def experts(
 
     Returns y [..., C] in x's dtype, contiguous.
 
-    Raises TypeError for dtypes, ValueError for shapes, devices, an unknown activation and options that it does not have.
+    Raises TypeError for dtypes, ValueError for shapes, devices, an unknown activation and options that it lacks.
 
     Source: Shazeer et al., arXiv:1701.06538; Shazeer, arXiv:2002.05202 (gated activations); gpt-oss model card,
     arXiv:2508.10925 (clamped SwiGLU).

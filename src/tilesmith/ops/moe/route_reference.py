@@ -1,7 +1,5 @@
 """How tokens choose their experts, and what balances the choice, in plain PyTorch."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -45,9 +43,7 @@ def route(
     return weights * scale, indices
 
 
-def route_vjp(
-    dweights: Tensor, logits: Tensor, indices: Tensor, scores: str, normalise: bool, scale: float
-) -> Tensor:
+def route_vjp(dweights: Tensor, logits: Tensor, indices: Tensor, scores: str, normalise: bool, scale: float) -> Tensor:
     """The gradient of `route`'s logits, [..., E] in their dtype; the choice itself has none."""
     values = _scores(logits, scores)
     chosen = values.gather(-1, indices)

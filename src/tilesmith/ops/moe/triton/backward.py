@@ -14,7 +14,7 @@ def _store_pre_gradient(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store what `pre_gradient_kernel` does for a tile acc of g at column `first`; returns the sums of g h [BLOCK_M]."""
+    """Store what `pre_gradient_kernel` does, for a tile acc of g at column `first`; returns Σ g h [BLOCK_M]."""
     col = first + tl.arange(0, BLOCK_N)
     both = inside[:, None] & (col < inner)[None, :]
     place = row.to(tl.int64)[:, None] * inner + col[None, :]
@@ -101,7 +101,7 @@ def scale_gradient_kernel(
     expert = tl.load(indices_ptr + pair, mask=pair < pairs, other=-1)
     there = (expert >= 0) & (expert < experts)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    for i in range(0, parts):
+    for i in range(parts):
         total += tl.load(parts_ptr + tl.cast(i, tl.int64) * pairs + pair, mask=there, other=0.0)
     if HAS_BIAS:
         products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -173,6 +173,4 @@ def bias_gradient_kernel(
         if GATHERS:
             values *= tl.load(scales_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
         total += values
-    tl.store(
-        out_ptr + expert.to(tl.int64) * cols + col, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=col < cols
-    )
+    tl.store(out_ptr + expert.to(tl.int64) * cols + col, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=col < cols)

@@ -165,7 +165,7 @@ def combine_kernel(
     token = (tl.program_id(0) // blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, top_k):
+    for k in range(top_k):
         pair = token.to(tl.int64) * top_k + k
         expert = tl.load(indices_ptr + pair, mask=token < tokens, other=-1)
         there = (expert >= 0) & (expert < experts)
@@ -175,4 +175,6 @@ def combine_kernel(
             rows *= tl.load(scales_ptr + pair, mask=there, other=0.0).to(tl.float32)[:, None]
         total += rows
     place = token.to(tl.int64)[:, None] * cols + col[None, :]
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & (col < cols)[None, :])
+    tl.store(
+        out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & (col < cols)[None, :]
+    )

@@ -93,8 +93,7 @@ def _combined(rows_: Tensor, indices: Tensor, scales: Tensor | None, like: Tenso
 def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
     """Three launches behind those that build the index: gate and up with the activation, down, the sum over k."""
     x, gate_up, indices = rows(call.x), call.gate_up, call.indices.contiguous()
-    (tokens, features), (count, wide), pairs = x.shape, gate_up.shape[:2], indices.numel()
-    inner = call.down.shape[2]
+    (count, features, inner), wide, pairs = call.down.shape, gate_up.shape[1], indices.numel()
     pre = x.new_empty((pairs, wide)) if hidden else x.new_empty((pairs, 0))
     if pairs == 0 or features == 0:
         return x.new_zeros(call.x.shape), pre
