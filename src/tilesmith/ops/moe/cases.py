@@ -146,6 +146,8 @@ CASES: dict[str, list[Case]] = {
         Case("vector", _experts((), 16, 8, 4, 2), SMALL),
         Case("empty_experts", _experts(3, 24, 16, 12, 1), SMALL),
         Case("one_expert_has_all", _experts(37, 24, 16, 4, 1, indices=_one(2)), SMALL),
+        Case("no_width", _experts(5, 16, 0, 3, 2, bias=True), TEST),
+        Case("even_steps", _experts(20, 32, 32, 3, 2), SMALL),
         Case("twice_the_same", _experts(9, 24, 16, 4, 2, indices=_one(3)), TEST),
         Case("sentinels", _experts(20, 24, 16, 3, 4, indices=_with_sentinels(3), bias=True), SMALL),
         Case("only_sentinels", _experts(5, 16, 8, 3, 2, indices=_one(3)), SMALL),

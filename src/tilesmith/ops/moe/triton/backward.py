@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from tilesmith.device.triton.activations import activate
-from tilesmith.ops.moe.triton.kernels import _gate, _split, _tile
+from tilesmith.ops.moe.triton.kernels import _gate, _split, _tile, product
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def pre_gradient_kernel(
     order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
     pairs, experts, tiles, top_k, hidden, inner, dy_row, weight_expert, weight_row, weight_col, limit, alpha, up_offset,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """With g = dy[token] · down[e] and h the activation of pre: dpre [S, N] = scale g act', scaled [S, I] = scale h,
     and parts [columns of tiles, S] = Σ g h over a tile's columns, in the order of pairs."""
@@ -61,22 +61,15 @@ def pre_gradient_kernel(
     if expert == experts:
         return
     row, col, k = first_row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    inside, there = row < tl.load(starts_ptr + expert + 1), col < inner
+    inside = row < tl.load(starts_ptr + expert + 1)
     pair = tl.load(order_ptr + row, mask=inside, other=0)
     a_tile = dy_ptr + (pair // top_k).to(tl.int64)[:, None] * dy_row + k[None, :]
     b_tile = (
         weight_ptr + expert.to(tl.int64) * weight_expert
         + k.to(tl.int64)[:, None] * weight_row + col.to(tl.int64)[None, :] * weight_col
     )  # fmt: skip
-    step = tl.cast(weight_row, tl.int64) * BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, hidden, BLOCK_K):
-        left = hidden - start
-        a = tl.load(a_tile, mask=inside[:, None] & (k < left)[None, :], other=0.0)
-        b = tl.load(b_tile, mask=(k < left)[:, None] & there[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-        a_tile += BLOCK_K
-        b_tile += step
+    acc = product(a_tile, b_tile, col < inner, acc, hidden, tl.cast(weight_row, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
     scale = tl.load(scales_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
     # In halves: gate, up and their gradients beside a whole tile of sums spill.
     left, right = _split(acc, False, BLOCK_M, BLOCK_N // 2)

@@ -42,6 +42,28 @@ def _columns(first, inner, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK
 
 
 @triton.jit
+def product(a_tile, b_tile, there, acc, features, b_step, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """acc + a · b over all features, from pointers to the first tiles of a [M, BLOCK_K] and b [BLOCK_K, N].
+
+    there [N]: the columns of b that are there. Rows beyond a are those of others, which the caller does not store: with
+    EVEN steps no mask changes from one to the next. A clamp instead of `there` would hide from the compiler that columns
+    are neighbours.
+    """
+    k = tl.arange(0, BLOCK_K)
+    for start in range(0, features, BLOCK_K):
+        if EVEN:
+            a, b = tl.load(a_tile), tl.load(b_tile, mask=there[None, :], other=0.0)
+        else:
+            inside = k < features - start
+            a = tl.load(a_tile, mask=inside[None, :], other=0.0)
+            b = tl.load(b_tile, mask=inside[:, None] & there[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_tile += BLOCK_K
+        b_tile += b_step
+    return acc
+
+
+@triton.jit
 def _gate(gate, up, limit, alpha, up_offset, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
     """(act(gate) (up + up_offset), its derivatives by gate and by up)."""
     passes_gate, passes_up = True, True
@@ -67,8 +89,8 @@ def gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, pre_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
     pairs, experts, tiles, top_k, hidden, inner, x_row, weight_expert, weight_row, weight_col, limit, alpha, up_offset,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, KEEPS_PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, KEEPS_PRE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """out [S, I] = activation(x[token] · weight[e]ᵀ + bias[e]) and pre [S, N] what was activated, 0 for pairs without
     an expert."""
@@ -94,15 +116,8 @@ def gate_up_kernel(
         weight_ptr + expert.to(tl.int64) * weight_expert
         + k.to(tl.int64)[:, None] * weight_col + col.to(tl.int64)[None, :] * weight_row
     )  # fmt: skip
-    step = tl.cast(weight_col, tl.int64) * BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, hidden, BLOCK_K):
-        left = hidden - start
-        a = tl.load(a_tile, mask=inside[:, None] & (k < left)[None, :], other=0.0)
-        b = tl.load(b_tile, mask=(k < left)[:, None] & there[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-        a_tile += BLOCK_K
-        b_tile += step
+    acc = product(a_tile, b_tile, there, acc, hidden, tl.cast(weight_col, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * n + col, mask=there, other=0.0).to(tl.float32)[None, :]
     z = acc.to(out_ptr.dtype.element_ty)
@@ -124,7 +139,8 @@ def gate_up_kernel(
 def rows_kernel(
     a_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
     pairs, experts, tiles, features, outputs, weight_expert, weight_out, weight_in,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """out[order[r]] = a[r] · weight[e]ᵀ + bias[e]; a [S, features] in the order of experts, out [S, outputs] in that of
     pairs. Rows of pairs without an expert are not written."""
@@ -134,20 +150,13 @@ def rows_kernel(
         return
     row, col, k = first_row + tl.arange(0, BLOCK_M), column * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     inside, there = row < tl.load(starts_ptr + expert + 1), col < outputs
-    a_tile = a_ptr + row.to(tl.int64)[:, None] * features + k[None, :]
+    a_tile = a_ptr + tl.where(inside, row, first_row).to(tl.int64)[:, None] * features + k[None, :]
     b_tile = (
         weight_ptr + expert.to(tl.int64) * weight_expert
         + k.to(tl.int64)[:, None] * weight_in + col.to(tl.int64)[None, :] * weight_out
     )  # fmt: skip
-    step = tl.cast(weight_in, tl.int64) * BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, features, BLOCK_K):
-        left = features - start
-        a = tl.load(a_tile, mask=inside[:, None] & (k < left)[None, :], other=0.0)
-        b = tl.load(b_tile, mask=(k < left)[:, None] & there[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-        a_tile += BLOCK_K
-        b_tile += step
+    acc = product(a_tile, b_tile, there, acc, features, tl.cast(weight_in, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * outputs + col, mask=there, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order_ptr + row, mask=inside, other=0)

@@ -25,7 +25,9 @@ from tilesmith.ops.moe.triton.kernels import combine_kernel, gate_up_kernel, row
 
 def _reasons(call: Any) -> list[str]:
     wide = [name for name in ("x", "weights") if getattr(call, name).dtype == torch.float64]
-    return [f"{wide[0]} is torch.float64; this kernel sums in float32"] if wide else []
+    found = [f"{wide[0]} is torch.float64; this kernel sums in float32"] if wide else []
+    empty = [name for name in ("x", "down") if getattr(call, name).cols == 0]
+    return found + [f"{name} has no columns" for name in empty]
 
 
 def _dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) -> dict[str, int]:
@@ -67,7 +69,7 @@ def _rows_product(
     grid = (groups.tiles * cdiv(outputs, config["BLOCK_N"]),)
     launch(
         rows_kernel, grid, a, weight, bias, out, *groups, pairs, experts, groups.tiles, features, outputs,
-        *weight.stride(), HAS_BIAS=bias is not None, **config, **options,
+        *weight.stride(), HAS_BIAS=bias is not None, EVEN=features % config["BLOCK_K"] == 0, **config, **options,
     )  # fmt: skip
     return out
 
@@ -95,7 +97,7 @@ def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor
     x, gate_up, indices = rows(call.x), call.gate_up, call.indices.contiguous()
     (count, features, inner), wide, pairs = call.down.shape, gate_up.shape[1], indices.numel()
     pre = x.new_empty((pairs, wide)) if hidden else x.new_empty((pairs, 0))
-    if pairs == 0 or features == 0:
+    if pairs == 0:
         return x.new_zeros(call.x.shape), pre
     groups = group(indices, count, config.block_m)
     activated = x.new_empty((pairs, inner))
@@ -107,7 +109,8 @@ def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor
         gate_up_kernel, (groups.tiles * cdiv(inner, each),),
         x, gate_up, dense(call.gate_up_bias), pre, activated, *groups, pairs, count, groups.tiles, indices.shape[-1],
         features, inner, x.stride(0), *gate_up.stride(), *_numbers(call),
-        HAS_BIAS=call.gate_up_bias is not None, KEEPS_PRE=hidden, BLOCK_N=config.block_n, **flags, **sized, **options,
+        HAS_BIAS=call.gate_up_bias is not None, KEEPS_PRE=hidden, EVEN=features % config.block_k == 0,
+        BLOCK_N=config.block_n, **flags, **sized, **options,
     )  # fmt: skip
     each_row = _rows_product(
         activated, call.down, dense(call.down_bias), groups, {**sized, "BLOCK_N": config.down_n}, **options
@@ -137,7 +140,7 @@ class _Backward:
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         call, x, mask = self.call, self.x, self.call.output_mask
-        if self.pairs == 0 or self.hidden == 0:
+        if self.pairs == 0:
             return self._zeros()
         self.groups = group(self.indices, self.experts, self.config.block_m)
         dpre, scaled, parts = self._pre_gradient()
@@ -177,7 +180,7 @@ class _Backward:
             self.dy, call.down, call.pre, self.scales, dpre, scaled, parts, *self.groups,
             self.pairs, self.experts, self.groups.tiles, self.top_k, self.hidden, self.inner, self.dy.stride(0),
             *call.down.stride(), *_numbers(call), **_activation(call), **self.sized, BLOCK_N=config.block_n,
-            **self.options,
+            EVEN=self.hidden % config.block_k == 0, **self.options,
         )  # fmt: skip
         return dpre, scaled, parts
 
