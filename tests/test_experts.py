@@ -147,6 +147,16 @@ def test_the_balance_is_that_of_transformers():
     assert ops.router_losses(*even)[0] == 3
 
 
+@pytest.fixture(params=["reference", "triton"])
+def router(request):
+    """Routing is by this kernel."""
+    if request.param == "triton":
+        request.getfixturevalue("needs_triton")
+    with use(route=request.param):
+        yield
+
+
+@pytest.mark.usefixtures("router")
 def test_what_is_not_a_number_is_chosen_and_stays_one():
     logits = torch.randn(3, 8)
     logits[1, 4] = torch.nan
@@ -155,7 +165,10 @@ def test_what_is_not_a_number_is_chosen_and_stays_one():
     assert indices[1, 0] == 4 and ((indices >= 0) & (indices < 8)).all()
 
 
+@pytest.mark.usefixtures("router")
 def test_of_equal_scores_the_first_are_chosen():
+    logits = torch.tensor([0.0, -0.0, 1.0, -0.0])
+    assert ops.route(logits, 3)[1].tolist() == [2, 0, 1]
     for scores in ("softmax", "sigmoid"):
         assert ops.route(torch.zeros(2, 9), 4, scores=scores)[1].tolist() == [[0, 1, 2, 3]] * 2
     assert ops.route(torch.zeros(9), 2, groups=3, kept_groups=1)[1].tolist() == [0, 1]
@@ -169,7 +182,13 @@ def test_pairs_are_grouped_as_a_stable_sort_does():
     from tilesmith.ops.moe.triton.index import group
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for shape, experts, block_m in (((1, 1), 1, 16), ((70, 3), 5, 16), ((33, 10), 130, 32), ((200, 1), 2, 128)):
+    for shape, experts, block_m in (
+        ((1, 1), 1, 16),
+        ((21, 3), 5, 16),
+        ((12, 10), 200, 16),
+        ((70, 3), 5, 16),
+        ((33, 10), 130, 32),
+    ):
         indices = torch.randint(-1, experts + 1, shape, device=device)
         found = group(indices, experts, block_m)
         flat = torch.where((indices < 0) | (indices >= experts), experts, indices).view(-1)

@@ -6,6 +6,8 @@ from torch import Tensor
 from tilesmith.engine import Op
 from tilesmith.ops.moe import checks, route_reference
 
+KERNELS = {"triton": "tilesmith.ops.moe.triton.route"}
+
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
@@ -24,6 +26,7 @@ route_vjp = Op(
     route_reference.route_vjp,
     fake=lambda dweights, logits, *_: logits.new_empty(logits.shape),
     outputs=("dlogits",),
+    kernels=KERNELS,
     fold=("dweights", "logits", "indices"),
 )
 route = Op(
@@ -32,6 +35,7 @@ route = Op(
     vjp=route_vjp,
     outputs=("weights", "indices"),
     check=checks.route,
+    kernels=KERNELS,
     fold=("logits",),
 )
 

@@ -1,7 +1,8 @@
 """Pairs of tokens and experts in the order of experts: a counting sort on the device, without a synchronisation.
 
-Four passes: pairs of each expert in each block of pairs; their prefix sums; where each expert begins, with the table of
-tiles; the place of each pair. The sort is stable, so that sums over an expert's pairs have a fixed order.
+Four passes, or one for few pairs: pairs of each expert in each block of pairs; their prefix sums; where each expert
+begins, with the table of tiles; the place of each pair. The sort is stable, so that sums over an expert's pairs have a
+fixed order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tilesmith.engine import cdiv, launch, next_power_of_2
 from tilesmith.ops.moe.plan import most_tiles
 
 BLOCK = 128  # pairs of a block; ranks within it come from comparing all with all
+FEW = 128  # pairs up to which one program does it all: decoding waits for launches, not for them
 
 
 class Groups(NamedTuple):
@@ -101,14 +103,52 @@ def _place_kernel(indices_ptr, counts_ptr, starts_ptr, order_ptr, pairs, experts
     tl.store(order_ptr + place, at, mask=at < pairs)
 
 
+@triton.jit
+def _small_kernel(
+    indices_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, pairs, experts, tiles,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """All passes in one program, for few pairs: places come from comparing all with all."""
+    at = tl.arange(0, BLOCK)
+    found = tl.where(at < pairs, _expert(indices_ptr, at, pairs, experts), EXPERTS)
+    before = found[None, :] < found[:, None]
+    earlier = (found[None, :] == found[:, None]) & (at[None, :] < at[:, None])
+    rank = tl.sum(earlier.to(tl.int32), 1)
+    place = rank + tl.sum(before.to(tl.int32), 1)
+    tl.store(order_ptr + place, at, mask=at < pairs)
+    # The first pair of each tile writes it, at the number of such pairs before it.
+    heads = (rank % BLOCK_M == 0) & (at < pairs)
+    same = found[None, :] == found[:, None]
+    column_heads = tl.reshape(heads, (1, BLOCK))
+    tile = tl.sum(((before | (same & (at[None, :] < at[:, None]))) & column_heads).to(tl.int32), 1)
+    tl.store(tile_expert_ptr + tile, found, mask=heads)
+    tl.store(tile_row_ptr + tile, place, mask=heads)
+    slot = tl.arange(0, TILES)
+    unused = (slot >= tl.sum(heads.to(tl.int32), 0)) & (slot < tiles)
+    tl.store(tile_expert_ptr + slot, tl.zeros((TILES,), tl.int32) + experts, mask=unused)
+    tl.store(tile_row_ptr + slot, tl.zeros((TILES,), tl.int32) + pairs, mask=unused)
+    expert = tl.arange(0, EXPERTS)
+    totals = tl.histogram(tl.where(at < pairs, found, EXPERTS - 1), EXPERTS)
+    tl.store(starts_ptr + expert, tl.cumsum(totals, 0) - totals, mask=expert <= experts)
+
+
 def group(indices: Tensor, experts: int, block_m: int) -> Groups:
     """The pairs of indices [T, K] in the order of experts, and tiles of block_m of them. There is at least one pair."""
     indices, pairs = indices.contiguous(), indices.numel()
     blocks, wide = cdiv(pairs, BLOCK), next_power_of_2(experts + 1)
     tiles = most_tiles(pairs, experts, block_m)
-    counts, totals, order, starts, tile_expert, tile_row = (
-        torch.empty(size, dtype=torch.int32, device=indices.device)
-        for size in ((experts + 1) * blocks, experts + 1, pairs, experts + 1, tiles, tiles)
+    order, starts, tile_expert, tile_row = (
+        torch.empty(size, dtype=torch.int32, device=indices.device) for size in (pairs, experts + 1, tiles, tiles)
+    )
+    if pairs <= FEW:
+        launch(
+            _small_kernel, (1,), indices, order, starts, tile_expert, tile_row, pairs, experts, tiles,
+            BLOCK_M=block_m, BLOCK=max(16, next_power_of_2(pairs)), EXPERTS=wide, TILES=next_power_of_2(tiles),
+            num_warps=4,
+        )  # fmt: skip
+        return Groups(order, starts, tile_expert, tile_row)
+    counts, totals = (
+        torch.empty(size, dtype=torch.int32, device=indices.device) for size in ((experts + 1) * blocks, experts + 1)
     )
     launch(
         _count_kernel, (blocks,), indices, counts, pairs, experts, blocks, BLOCK=BLOCK, EXPERTS=wide, num_warps=4

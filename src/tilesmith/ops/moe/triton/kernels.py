@@ -46,8 +46,8 @@ def product(a_tile, b_tile, there, acc, features, b_step, EVEN: tl.constexpr, BL
     """acc + a · b over all features, from pointers to the first tiles of a [M, BLOCK_K] and b [BLOCK_K, N].
 
     there [N]: the columns of b that are there. Rows beyond a are those of others, which the caller does not store: with
-    EVEN steps no mask changes from one to the next. A clamp instead of `there` would hide from the compiler that columns
-    are neighbours.
+    EVEN steps no mask changes from one to the next. A clamp instead of `there` would hide from the compiler that
+    columns are neighbours.
     """
     k = tl.arange(0, BLOCK_K)
     for start in range(0, features, BLOCK_K):
