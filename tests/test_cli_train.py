@@ -397,3 +397,15 @@ def test_characters_are_told_whole():
     half = writing.Spelling(pairs.decode, [])
     assert half.add(ids[1]) == ""
     assert half.rest() == "\ufffd"
+
+
+def test_a_decoder_of_experts_is_trained_and_read_again(book, tmp_path):
+    code, text = run("train", book, "--out", tmp_path / "out", *SMALL, *PLAN, "--experts", 4, "--chosen", 3)
+    assert code == 0, text
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "tilesmith" and config["architectures"] == []
+    decoder = checkpoint.read(tmp_path / "out").model.decoder
+    assert (decoder.config.num_experts, decoder.config.experts_per_token) == (4, 3)
+    assert all(isinstance(layer.mlp, layers.MixtureOfExperts) for layer in decoder.layers)
+    code, text = run("train", book, "--out", tmp_path / "other", *SMALL, *PLAN, "--experts", 2, "--chosen", 3)
+    assert code != 0 and "experts_per_token is 3; there are 2 experts" in text

@@ -23,6 +23,13 @@ _HIDDEN, _INNER, _TOKENS = 24, 8, 6
 _DEVIATION = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 # Large values show a clamp, small ones tell the two kinds of gelu apart.
 _SETTINGS = ((torch.float32, 0.3), (torch.float32, 10.0), (torch.float32, 1000.0), (torch.bfloat16, 0.3))
+_SIZES = {  # attributes by which forwards of models reshape
+    "hidden_size": _HIDDEN,
+    "hidden_dim": _HIDDEN,
+    "intermediate_size": _INNER,
+    "intermediate_dim": _INNER,
+    "expert_dim": _INNER,
+}
 _KNOWN = "_tilesmith_experts"
 
 
@@ -218,13 +225,7 @@ def _twin(
         raise Unlike(f"it also has a parameter {others[0]}")
     children = {name: probe.shell(child) for name, child in module.named_children()}
     twin = probe.shell(module, made, children)
-    real = {
-        module.down_proj.shape[2 if transposed else 1]: _HIDDEN,
-        module.down_proj.shape[1 if transposed else 2]: _INNER,
-    }
-    for name in ("hidden_size", "hidden_dim", "intermediate_size", "intermediate_dim", "expert_dim"):
-        if twin.__dict__.get(name) in real:
-            twin.__dict__[name] = real[twin.__dict__[name]]
+    twin.__dict__.update({name: size for name, size in _SIZES.items() if name in twin.__dict__})
     x = probe.wave(_TOKENS, _HIDDEN, phase=1.0, scale=scale).to(dtype)
     steps = torch.arange(_TOKENS * min(2, experts), device="cpu").view(_TOKENS, -1)
     scales = (1.5 + probe.wave(*steps.shape, phase=2.0, scale=0.5)).to(dtype)
