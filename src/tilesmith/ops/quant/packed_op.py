@@ -11,6 +11,7 @@ from tilesmith.ops.quant import packed_reference as reference
 from tilesmith.ops.quant.packed_reference import GROUP, OUTPUTS, TILE_ROWS, WORDS_PER_BIT
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+TRITON = {"triton": "tilesmith.ops.quant.triton.packed"}
 EXACT = torch.float64  # what the oracle computes in
 
 
@@ -113,12 +114,15 @@ def _check_linear_vjp(
     _check_product("dequant_linear_vjp", "dy", dy, rows, codes, (scale, zero, order, strips), rows)
 
 
-quantize_packed = Op(reference.quantize_packed, fake=_fake_quantize, outputs=("codes",), check=_check_quantize)
+quantize_packed = Op(
+    reference.quantize_packed, fake=_fake_quantize, outputs=("codes",), check=_check_quantize, kernels=TRITON
+)
 dequantize_packed = Op(
     reference.dequantize_packed,
     fake=_fake_dequantize,
     outputs=("weight",),
     check=_check_dequantize,
+    kernels=TRITON,
 )
 dequant_linear_vjp = Op(
     reference.dequant_linear_vjp,
@@ -134,7 +138,7 @@ dequant_linear = Op(
     vjp=dequant_linear_vjp,
     outputs=("y",),
     check=_check_linear,
-    kernels={"aten": "tilesmith.ops.quant.aten"},
+    kernels={"aten": "tilesmith.ops.quant.aten", "triton": "tilesmith.ops.quant.triton.packed_linear"},
     autocast=("x",),
     fold=("x",),
 )

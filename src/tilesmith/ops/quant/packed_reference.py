@@ -5,8 +5,8 @@ of 64 columns; a tile is one group of one strip, and its 1024 codes have one wid
 place of a tile among those of its strip, which lie in the order of their widths. An element is (code - zero) * scale.
 
   codes  int32 [words]: a strip's tiles one after the other, 32 words for each bit of the width. A tile consists of
-         planes: 2 bits; 2 and 1; 4; 4 and 2; 4 and 4, the first of which holds the lowest bits. A plane of p bits has
-         2p words for each of the 16 rows; field i of word j belongs to column i * 2p + j of the group.
+         planes: 2 bits; 2 and 1; 4; 4 and 2; 4 and 4, the first of which holds the lowest bits. A plane of p bits is
+         [2p, 16] words, the rows side by side; field i of word j belongs to column i * 2p + j of the group.
   scale, zero  float16 [S, G, 16]: of each row of a tile, by slot.
   order  int16 [S, G]: the group that is at a slot; a permutation in each strip.
   strips int32 [S, 5]: a strip's first word, then the number of its slots of up to 2, 3, 4 and 6 bits.
@@ -109,7 +109,7 @@ def pack(values: Tensor, strips: Tensor, words: int) -> Tensor:
             part = (values[chosen] >> shift) & (2**plane - 1)
             fields = part.view(-1, TILE_ROWS, 32 // plane, 2 * plane)
             places = torch.arange(0, 32, plane, device=values.device)[:, None]
-            planes.append((fields << places).sum(2).flatten(1))
+            planes.append((fields << places).sum(2).transpose(1, 2).flatten(1))
             shift += plane
         at = first[chosen][:, None] + torch.arange(bits * WORDS_PER_BIT, device=values.device)
         packed = torch.cat(planes, 1)
@@ -127,9 +127,9 @@ def unpack(codes: Tensor, strips: Tensor, groups: int) -> Tensor:
         found = values.new_zeros(at.shape[0], TILE_ROWS, GROUP)
         for plane in PLANES[bits]:
             inside = torch.arange(plane * WORDS_PER_BIT, device=codes.device)
-            words = codes[at[:, None] + inside].view(-1, TILE_ROWS, 1, 2 * plane)
+            words = codes[at[:, None] + inside].view(-1, 2 * plane, TILE_ROWS).transpose(1, 2)[:, :, None]
             places = torch.arange(0, 32, plane, device=codes.device, dtype=torch.int32)[:, None]
-            found += (((words >> places) & (2**plane - 1)) << shift).view(-1, TILE_ROWS, GROUP)
+            found += (((words >> places) & (2**plane - 1)) << shift).reshape(-1, TILE_ROWS, GROUP)
             at, shift = at + plane * WORDS_PER_BIT, shift + plane
         values[chosen] = found
     return values
