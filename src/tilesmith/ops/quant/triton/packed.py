@@ -161,14 +161,20 @@ def dequantize_packed(
     *,
     config: PackedConfig,
 ) -> Tensor:
-    count, groups = order.shape
-    weight = scale.new_empty(rows, groups * GROUP, dtype=OUTPUTS[dtype])
-    if order.numel():
+    return unpacked(codes, (scale, zero, order, strips), rows, OUTPUTS[dtype], config)
+
+
+def unpacked(
+    codes: Tensor, tables: tuple[Tensor, ...], rows: int, dtype: torch.dtype, config: PackedConfig
+) -> Tensor:
+    """The weight [rows, K] in dtype. tables: scale, zero, order and strips."""
+    count, groups = tables[2].shape
+    weight = codes.new_empty(rows, groups * GROUP, dtype=dtype)
+    if weight.numel():
         block = min(config.block_tiles, next_power_of_2(groups))
         launch(
-            _dequantize_kernel, (count, cdiv(groups, block)), codes, scale.contiguous(), zero.contiguous(),
-            order.contiguous(), strips.contiguous(), weight, rows, groups,
-            BLOCK_TILES=block, num_warps=config.num_warps,
+            _dequantize_kernel, (count, cdiv(groups, block)), codes, *(t.contiguous() for t in tables), weight, rows,
+            groups, BLOCK_TILES=block, num_warps=config.num_warps,
         )  # fmt: skip
     return weight
 
