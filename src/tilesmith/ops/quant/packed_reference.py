@@ -1,8 +1,9 @@
 """Weights in 2 to 8 bits, packed tile by tile, and products with them, in plain PyTorch.
 
-Legend: a weight is [N, K], N outputs, K inputs, K a multiple of 64. S = ceil(N / 16) strips of 16 rows, G = K / 64 groups
-of 64 columns; a tile is one group of one strip, and its 1024 codes have one width: 2, 3, 4, 6 or 8 bits. A slot is the
-place of a tile among those of its strip, which lie in the order of their widths. An element is (code - zero) * scale.
+Legend: a weight is [N, K], N outputs, K inputs, K a multiple of 64. S = ceil(N / 16) strips of 16 rows, G = K / 64
+groups of 64 columns; a tile is one group of one strip, and its 1024 codes have one width: 2, 3, 4, 6 or 8 bits. A slot is
+the place of a tile among those of its strip, which lie in the order of their widths. An element is
+(code - zero) * scale.
 
   codes  int32 [words]: a strip's tiles one after the other, 32 words for each bit of the width. A tile consists of
          planes: 2 bits; 2 and 1; 4; 4 and 2; 4 and 4, the first of which holds the lowest bits. A plane of p bits is
@@ -25,7 +26,8 @@ OUTPUTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 def quantize_packed(weight: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, words: int) -> Tensor:
     """The codes of a weight, int32 [words]: round(weight / scale + zero) within the tile's width, packed.
 
-    weight: [N, K], floating; rows that N lacks to a multiple of 16 get the codes of zeros, NaN gets code 0. scale, zero,
+    weight: [N, K], floating; rows that N lacks to a multiple of 16 get the codes of zeros, NaN gets code 0. scale,
+      zero,
     order, strips: see the legend; a scale of 0 stands for 1. words: how many words the strips have, 32 times the sum of
     their tiles' widths. Ties round to even.
     """
@@ -57,8 +59,8 @@ def dequant_linear(
 ) -> Tensor:
     """y = x weight^T of a packed weight: [..., rows] in x's dtype, summed in fp32.
 
-    x: [..., K], float32, bfloat16 or float16. codes, scale, zero, order, strips: see the legend. rows: N. The weight has
-    no gradient; x has.
+    x: [..., K], float32, bfloat16 or float16. codes, scale, zero, order, strips: see the legend. rows: N. The weight
+    has no gradient; x has.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     weight = weight_of(codes, scale, zero, order, strips, rows).to(x.dtype)

@@ -11,8 +11,8 @@ def allocate(losses: Tensor, sizes: Tensor, budget: int) -> Tensor:
     budget.
 
     losses: [items, options]; sizes: int64 [items, options], in bytes, growing along the options. The sum of losses is
-    that of the best choice plus at most one step of one item: options on the lower convex hull of each item are taken in
-    the order of what a byte gains (the Lagrangian of the problem), then what is left is filled with the steps that fit.
+    that of the best choice plus at most one step of one item: options on the lower convex hull of each item are taken
+    in the order of what a byte gains (the Lagrangian of the problem), then what is left is filled with steps that fit.
 
     Raises ValueError where even the smallest options exceed the budget, or a loss is not finite.
     """

@@ -28,8 +28,8 @@ class Calibration:
         """A scalar the mean squares of whose gradients are a Fisher information, of the batch's rows added up.
 
         Of a loss_fn: the loss times the number of positions that it averages. Of a model with logits: cross-entropy of
-        labels that the model itself draws. Of any other output: its product with random signs, which stands for half the
-        squared change of the output.
+        labels that the model itself draws. Of any other output: its product with random signs, which stands for half
+        the squared change of the output.
         """
         if self.loss_fn is not None:
             loss = _scalar(self.loss_fn(model, batch))
@@ -50,8 +50,9 @@ class Calibration:
             return [output_of(call(model, batch))[1].detach() for batch in self.held_out]
 
     def loss(self, model: nn.Module, references: list[Tensor] | None, batches: Sequence[Any] | None = None) -> float:
-        """The mean loss on the held-out batches, or on others that a loss_fn knows. Without a loss_fn: the KL divergence
-        from the original logits to the model's, or the squared distance from the original output over its square."""
+        """The mean loss on the held-out batches, or on others that a loss_fn knows. Without a loss_fn: the KL
+        divergence from the original logits to the model's, or the squared distance from the original output over its
+        square."""
         total = 0.0
         batches = self.held_out if batches is None else batches
         with torch.no_grad():
@@ -79,10 +80,13 @@ def calibration_of(given: Any, loss_fn: Loss | None, device: torch.device | None
         given = given.chunk(min(8, given.shape[0]))
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise TypeError(
-            f"calibration must be a tensor or a sequence of batches (tensors, tuples, dicts), got {type(given).__name__}"
+            "calibration must be a tensor or a sequence of batches (tensors, tuples, dicts), got "
+            f"{type(given).__name__}"
         )
     if len(given) < 2:
-        raise ValueError(f"calibration has {len(given)} batches; it must have 2 or more: one is kept to compare allocations")
+        raise ValueError(
+            f"calibration has {len(given)} batches; it must have 2 or more: one is kept to compare allocations"
+        )
     for i, batch in enumerate(given):
         if not isinstance(batch, Tensor | tuple | list | dict):
             raise TypeError(f"calibration: batch {i} is {type(batch).__name__}; it must be a tensor, a tuple or a dict")
@@ -92,7 +96,8 @@ def calibration_of(given: Any, loss_fn: Loss | None, device: torch.device | None
 
 
 def check_fit(calibration: Calibration, model: nn.Module) -> None:
-    """Run the model on the first batch of each kind. ValueError where it does not take them or its loss is not finite."""
+    """Run the model on the first batch of each kind. ValueError where it does not take them or its loss is not
+    finite."""
     for name, batch in (("batch 0", calibration.batches[0]), ("its last batch", calibration.held_out[-1])):
         try:
             with torch.no_grad():
@@ -101,7 +106,9 @@ def check_fit(calibration: Calibration, model: nn.Module) -> None:
                 else:
                     value = output_of(call(model, batch))[1].float().square().mean()
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as problem:
-            raise ValueError(f"calibration does not fit the model: {name} raises {type(problem).__name__}: {problem}") from problem
+            raise ValueError(
+                f"calibration does not fit the model: {name} raises {type(problem).__name__}: {problem}"
+            ) from problem
         if not math.isfinite(float(value)):
             raise ValueError(f"calibration: on {name} the model's loss or output is {float(value)}; it must be finite")
 
@@ -136,8 +143,8 @@ def distance(kind: str, out: Tensor, original: Tensor) -> Tensor:
 
 
 def positions(batch: Any) -> int:
-    """How many positions the loss of a batch averages, as far as its first tensor tells: all of [B, T] integers, else the
-    rows."""
+    """How many positions the loss of a batch averages, as far as its first tensor tells: all of [B, T] integers, else
+    the rows."""
     tensors = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else (batch,)
     first = next((t for t in tensors if isinstance(t, Tensor)), None)
     if first is None or not first.ndim:

@@ -26,7 +26,8 @@ def uniform(layers: Mapping[str, nn.Linear], width: int) -> Widths:
 
 
 def widest(layers: Mapping[str, nn.Linear], widths: tuple[int, ...], budget: int) -> int:
-    """The widest uniform width whose layers take at most `budget` bytes; ValueError where not even the narrowest fits."""
+    """The widest uniform width whose layers take at most `budget` bytes; ValueError where not even the narrowest
+    fits."""
     sizes = {w: sum(layer_bytes(layer, w) for layer in layers.values()) for w in widths}
     fitting = [w for w in widths if sizes[w] <= budget]
     if not fitting:

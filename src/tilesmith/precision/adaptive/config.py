@@ -12,7 +12,8 @@ GROUP = 64  # columns of a tile, which share a scale and a zero point in each ro
 
 
 class PrecisionFormat(Enum):
-    """What a weight is kept in. INT formats are codes of so many bits with a float16 scale and zero for 64 neighbours."""
+    """What a weight is kept in. INT formats are codes of so many bits with a float16 scale and zero for 64
+    neighbours."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -35,8 +36,8 @@ class AllocationStrategy(Enum):
 
     UNIFORM: one width for all, the widest that fits. Needs no calibration.
     ENTROPY_BASED: reverse water-filling on the tiles' differential entropy plus half the logarithm of their Fisher
-      information: a tile of variance v and information f is taken to lose f v 4^-bits. Source: Cover and Thomas, Elements
-      of Information Theory, 10.3.3.
+      information: a tile of variance v and information f is taken to lose f v 4^-bits. Source: Cover and Thomas,
+      Elements of Information Theory, 10.3.3.
     FISHER: a tile loses what the Fisher information says of the errors that its codes really have at each width.
     MEASURED: one width for each layer, by the loss measured on the calibration data with this layer alone packed.
     """
@@ -67,8 +68,8 @@ class PrecisionConfig:
       parameters take 0.6 of the bytes that they would take in it. What is not packed keeps its own dtype.
     allocation_strategy: see `AllocationStrategy`; all but UNIFORM need calibration data.
     quantization_mode: see `QuantizationMode`; STATIC needs calibration data.
-    entropy_threshold: bits of information that the code of a weight can hold at least: narrower widths are not used. 1.5
-      admits 2 bits, 2.5 begins at 3 bits, 8.0 leaves 8 bits alone.
+    entropy_threshold: bits of information that the code of a weight can hold at least: narrower widths are not used.
+      1.5 admits 2 bits, 2.5 begins at 3 bits, 8.0 leaves 8 bits alone.
     target_memory_reduction: at least this share of the bytes is saved, in (0, 1).
     gradient_weight, activation_weight: how much the two factors of the Fisher information, the mean squares of a row's
       output gradients and of a column's inputs, count: in proportion to the defaults, as exponents. At the defaults the
@@ -93,11 +94,11 @@ class PrecisionConfig:
         }
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"PrecisionConfig: {name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+                raise TypeError(f"PrecisionConfig: {name} must be of {kind.__name__}, got {getattr(self, name)!r}")
         if self.base_precision not in (PrecisionFormat.FP32, PrecisionFormat.FP16, PrecisionFormat.BF16):
             raise ValueError(
-                f"PrecisionConfig: base_precision is {self.base_precision.name}; memory is counted against FP32, FP16 or "
-                "BF16, and target_memory_reduction says how much smaller the weights get"
+                f"PrecisionConfig: base_precision is {self.base_precision.name}; memory is counted against FP32, FP16 "
+                "or BF16, and target_memory_reduction says how much smaller the weights get"
             )
         for name in ("entropy_threshold", "target_memory_reduction", "gradient_weight", "activation_weight"):
             value = getattr(self, name)
@@ -105,10 +106,13 @@ class PrecisionConfig:
                 raise TypeError(f"PrecisionConfig: {name} must be a finite number, got {value!r}")
         if not 0 < self.target_memory_reduction < 1:
             raise ValueError(
-                f"PrecisionConfig: target_memory_reduction is {self.target_memory_reduction}; it must be between 0 and 1"
+                f"PrecisionConfig: target_memory_reduction is {self.target_memory_reduction}; it must be between 0 and "
+                "1"
             )
         if not 0 <= self.entropy_threshold <= WIDTHS[-1]:
-            raise ValueError(f"PrecisionConfig: entropy_threshold is {self.entropy_threshold}; it must be in [0, 8] bits")
+            raise ValueError(
+                f"PrecisionConfig: entropy_threshold is {self.entropy_threshold}; it must be in [0, 8] bits"
+            )
         for name in ("gradient_weight", "activation_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"PrecisionConfig: {name} is {getattr(self, name)}; it must be 0 or more")

@@ -18,7 +18,8 @@ WORDS_PER_BIT = TILE * GROUP // 32
 class PackedLinear(nn.Module):
     """y = x W^T + bias with a packed W; see `ops.dequant_linear` for the tensors, which are buffers of these names.
 
-    x: [..., in_features], float32, bfloat16 or float16; y has its dtype. The weight is frozen, x and bias get gradients.
+    x: [..., in_features], float32, bfloat16 or float16; y has its dtype. The weight is frozen, x and bias get
+    gradients.
     """
 
     def __init__(self, packed: dict[str, Tensor], out_features: int, bias: nn.Parameter | None):
@@ -78,8 +79,8 @@ def misfit_of(layer: nn.Linear) -> str | None:
 def pack_layer(
     layer: nn.Linear, widths: Tensor, information: Tensor | None = None, hessian: Tensor | None = None
 ) -> PackedLinear:
-    """A layer whose tiles have these widths, int [S, G]. information: [N, K], what squared errors count. hessian: [K, K];
-    where it is given, GPTQ rounds. The bias is the same parameter."""
+    """A layer whose tiles have these widths, int [S, G]. information: [N, K], what squared errors count. hessian:
+    [K, K]; where it is given, GPTQ rounds. The bias is the same parameter."""
     weight = layer.weight.detach()
     bits = widths.to(weight.device).repeat_interleave(TILE, 0)[: weight.shape[0]]
     if hessian is not None:
@@ -125,7 +126,9 @@ def check_packed(packed: dict[str, Tensor], rows: int) -> None:
     if bool((counts < 0).any()) or not torch.equal(strips[:, 0], sizes.cumsum(0) - sizes):
         raise ValueError("packed weight: strips do not follow one another, or count tiles that are not there")
     if packed["codes"].numel() != int(sizes.sum()):
-        raise ValueError(f"packed weight: codes has {packed['codes'].numel()} words; its strips need {int(sizes.sum())}")
+        raise ValueError(
+            f"packed weight: codes has {packed['codes'].numel()} words; its strips need {int(sizes.sum())}"
+        )
     if packed["scale"].shape != (*order.shape, TILE) or packed["zero"].shape != packed["scale"].shape:
         raise ValueError(f"packed weight: scale and zero must be {[*order.shape, TILE]}")
     if not (len(order) - 1) * TILE < rows <= len(order) * TILE:

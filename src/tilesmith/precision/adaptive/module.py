@@ -100,10 +100,10 @@ def create_ultra_precision_module(
         model: any module; it stays as it is. The packed one shares what is not packed with it, unless it moves.
         config: see `PrecisionConfig`; None: its defaults.
         device: where the packed model is made and stays; None: where the model is.
-        calibration: inputs as the model will get them: a tensor whose rows are samples, or a sequence of batches (tensors,
-            tuples, dicts). Three quarters show which weights the loss notices; on the rest the chosen widths must have a
-            lower loss than uniform widths of no more bytes, else uniform widths are used. None: uniform widths, since
-            the entropy of weights alone was measured to choose worse than that.
+        calibration: inputs as the model will get them: a tensor whose rows are samples, or a sequence of batches
+            (tensors, tuples, dicts). Three quarters show which weights the loss notices; on the rest the chosen widths
+            must have a lower loss than uniform widths of no more bytes, else uniform widths are used. None: uniform
+            widths, since the entropy of weights alone was measured to choose worse than that.
         loss_fn: (model, batch) -> mean loss; None: how far outputs are from the original's.
 
     Without calibration, or where the check fails, `get_precision_stats().fallback` says so.
@@ -112,8 +112,9 @@ def create_ultra_precision_module(
         The packed model, in the mode (train or eval) that `model` is in. Its weights are frozen.
 
     Raises:
-        TypeError: an argument of another type. ValueError: no layer is eligible, a parameter is on meta, the target cannot
-        be reached, calibration is missing where the config needs it or does not fit the model. `model` is then as it was.
+        TypeError: an argument of another type. ValueError: no layer is eligible, a parameter is on meta, the target
+        cannot be reached, calibration is missing where the config needs it or does not fit the model. `model` is then
+        as it was.
     """
     check_model(OP, model)
     if config is not None and not isinstance(config, PrecisionConfig):
@@ -155,11 +156,12 @@ def _budget(model: nn.Module, chosen: Mapping[str, nn.Linear], config: Precision
     budget = int((1 - config.target_memory_reduction) * base) - rest
     least = sum(layer_bytes(layer, config.widths[0]) for layer in chosen.values())
     if budget < least:
+        most = 1 - (rest + least) / base
         raise ValueError(
-            f"{OP}: target_memory_reduction is {config.target_memory_reduction}, but at most {1 - (rest + least) / base:.3f} "
-            f"can be had: what is not packed takes {rest} bytes, the packed layers at {config.widths[0]} bits {least}, and "
-            f"the model in {config.base_precision.name} {base}. Lower the target or entropy_threshold, or cast the model "
-            "to 16 bits first"
+            f"{OP}: target_memory_reduction is {config.target_memory_reduction}, but at most {most:.3f} can be had: what "
+            f"is not packed takes {rest} bytes, the packed layers at {config.widths[0]} bits {least}, and the model in "
+            f"{config.base_precision.name} {base}. Lower the target or entropy_threshold, or cast the model to 16 bits "
+            "first"
         )
     return budget
 
@@ -212,8 +214,8 @@ class _Packer:
         }
         if not losses["adaptive"] < losses["uniform"]:
             reason = (
-                f"{strategy.value} widths did not win: their loss on held-out batches is {losses['adaptive']:.6g}, that of "
-                f"uniform widths {losses['uniform']:.6g}; the widths are uniform"
+                f"{strategy.value} widths did not win: their loss on held-out batches is {losses['adaptive']:.6g}, "
+                f"that of uniform widths {losses['uniform']:.6g}; the widths are uniform"
             )
             return plain, {"strategy": AllocationStrategy.UNIFORM.value, "fallback": reason, "held_out": losses}
         shares = {name: share / total if total > 0 else 0.0 for name, share in shares.items()}

@@ -16,8 +16,8 @@ def group_parameters(weight: Tensor, bits: Tensor, importance: Tensor | None = N
     weight: [..., 64] fp32. bits: int, broadcast to weight's leading dims. importance: what the square of each weight's
     error counts, broadcast to weight; None: 1.
 
-    The weighted squared error is made small: codes at several clippings of the group's range, then, alternating, the line
-    code -> weight by least squares and codes by that line. The best line counts.
+    The weighted squared error is made small: codes at several clippings of the group's range, then, alternating, the
+    line code -> weight by least squares and codes by that line. The best line counts.
     """
     top = (2.0 ** bits.to(weight.dtype) - 1)[..., None].expand(*weight.shape[:-1], 1)
     share = torch.ones_like(weight) if importance is None else importance.to(weight.dtype).expand(weight.shape)
@@ -26,6 +26,7 @@ def group_parameters(weight: Tensor, bits: Tensor, importance: Tensor | None = N
     low, high = weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     best, kept = torch.full_like(low, torch.inf), (torch.zeros_like(low), torch.zeros_like(low))
+    codes = torch.zeros_like(weight)
     for clip in CLIPS:
         scale, offset = 2 * half * clip / top, middle - half * clip
         for again in range(ROUNDS):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    """One packed layer. bits: all its bytes but the bias's, in bits a weight. tiles: how many have each width. sensitivity:
-    its share of the loss that the strategy predicts for all layers; None of uniform widths."""
+    """One packed layer. bits: all its bytes but the bias's, in bits a weight. tiles: how many have each width.
+    sensitivity: its share of the loss that the strategy predicts for all layers; None of uniform widths."""
 
     shape: tuple[int, int]
     bits: float
@@ -27,8 +27,8 @@ class PrecisionStats:
     packed_bytes: of the packed layers' codes, scales, zeros and tables. bits_per_weight: these over the packed weights.
     layers: by name. skipped: why other linear layers were left alone.
     strategy: the one that the widths in use come from. fallback: why these are uniform though the config asks for
-    something else, else "". held_out: the losses on the held-out batches, of "original", "uniform" and "adaptive", as far
-    as they were measured.
+    something else, else "". held_out: the losses on the held-out batches, of "original", "uniform" and "adaptive", as
+    far as they were measured.
     """
 
     memory_savings_ratio: float
@@ -46,8 +46,8 @@ class PrecisionStats:
     def __str__(self) -> str:
         """The figures in a few lines."""
         lines = [
-            f"{self.total_bytes / 2**20:.2f} MiB, {self.memory_savings_ratio:.1%} less than {self.base_bytes / 2**20:.2f}; "
-            f"{self.bits_per_weight:.2f} bits a packed weight, {self.strategy} widths",
+            f"{self.total_bytes / 2**20:.2f} MiB, {self.memory_savings_ratio:.1%} less than "
+            f"{self.base_bytes / 2**20:.2f}; {self.bits_per_weight:.2f} bits a packed weight, {self.strategy} widths",
         ]
         lines += [self.fallback] if self.fallback else []
         lines += [f"{name}: loss {loss:.6g} on held-out batches" for name, loss in self.held_out.items()]

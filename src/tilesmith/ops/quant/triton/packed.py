@@ -164,9 +164,7 @@ def dequantize_packed(
     return unpacked(codes, (scale, zero, order, strips), rows, OUTPUTS[dtype], config)
 
 
-def unpacked(
-    codes: Tensor, tables: tuple[Tensor, ...], rows: int, dtype: torch.dtype, config: PackedConfig
-) -> Tensor:
+def unpacked(codes: Tensor, tables: tuple[Tensor, ...], rows: int, dtype: torch.dtype, config: PackedConfig) -> Tensor:
     """The weight [rows, K] in dtype. tables: scale, zero, order and strips."""
     count, groups = tables[2].shape
     weight = codes.new_empty(rows, groups * GROUP, dtype=dtype)
@@ -177,5 +175,3 @@ def unpacked(
             groups, BLOCK_TILES=block, num_warps=config.num_warps,
         )  # fmt: skip
     return weight
-
-

@@ -1,7 +1,8 @@
 """Products with packed weights of mixed widths in Triton: one row by multiplications, up to 64 by tensor cores.
 
-Tiles of one width lie side by side in a strip, so that each width has a loop of its own without a branch. The planes of a
-width are loaded apart and their sums added: a code is the sum of its planes' fields times powers of two.
+Tiles of one width lie side by side in a strip, so that the loop over them has no branch. The planes of a width are
+loaded
+apart and their sums added: a code is the sum of its planes' fields times powers of two.
 """
 
 from typing import NamedTuple
@@ -21,30 +22,59 @@ BASE = tl.constexpr(8388608.0)
 
 
 @triton.jit
-def _plane_row(
-    x_ptr, words_ptr, scale_ptr, order_ptr, count, words_step,
-    PLANE: tl.constexpr, SHIFT: tl.constexpr, BLOCK_TILES: tl.constexpr,
+def _field(word, MOVED: tl.constexpr, AT: tl.constexpr, PLANE: tl.constexpr):
+    """2^AT times the field of a word at bit MOVED + AT, which is at most 20 - PLANE + MOVED."""
+    return (((word >> MOVED) & (((1 << PLANE) - 1) << AT)) | MAGIC).to(tl.float32, bitcast=True) - BASE
+
+
+@triton.jit
+def _segment(strip_ptr, num_groups, index):
+    """Tiles of a strip that share a plane: (first slot, how many, first word, words from tile to tile, what a field
+    counts, 1 where the zero belongs to this plane).
+
+    index: planes of 4 bits: 0 of width 4, 1 of 6, 2 and 3 of 8; of 2 bits: 4 of width 2, 5 of 3, 6 of 6; of 1 bit: 7.
+    """
+    two, three = tl.load(strip_ptr + 1), tl.load(strip_ptr + 2)
+    four, six = tl.load(strip_ptr + 3), tl.load(strip_ptr + 4)
+    first3 = 64 * two
+    first4 = first3 + 96 * (three - two)
+    first6 = first4 + 128 * (four - three)
+    first8 = first6 + 192 * (six - four)
+    of3, of6, of8 = (index == 5) | (index == 7), (index == 1) | (index == 6), (index == 2) | (index == 3)
+    slot = tl.where(index == 0, three, tl.where(of3, two, tl.where(of6, four, tl.where(of8, six, 0))))
+    stop = tl.where(index == 0, four, tl.where(of3, three, tl.where(of6, six, tl.where(of8, num_groups, two))))
+    word = tl.where(index == 0, first4, tl.where(of3, first3, tl.where(of6, first6, tl.where(of8, first8, 0))))
+    step = tl.where(index == 0, 128, tl.where(of3, 96, tl.where(of6, 192, tl.where(of8, 256, 64))))
+    upper = (index == 3) | (index == 6)
+    word += tl.where(upper, 128, tl.where(index == 7, 64, 0)) + tl.load(strip_ptr)
+    factor = tl.where(upper, 16.0, tl.where(index == 7, 4.0, 1.0))
+    return slot, stop - slot, word, step, factor, tl.where(factor == 1.0, 1.0, 0.0)
+
+
+@triton.jit
+def _planes_row(
+    x_ptr, codes_ptr, scale_ptr, order_ptr, strip_ptr, num_groups,
+    PLANE: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """[16]: x times the fields of one plane, times scale and 2^SHIFT, summed over `count` tiles `words_step` apart."""
-    FIELDS: tl.constexpr = 32 // PLANE
+    """[16]: x times the fields of the segments BEGIN to END, which have planes of PLANE bits, times their scales."""
     NEAR: tl.constexpr = 20 // PLANE  # fields that are numbers where they are, in the mantissa of 2^23
     tile = tl.arange(0, BLOCK_TILES)[:, None, None]
     j, lane = tl.arange(0, 2 * PLANE)[None, :, None], tl.arange(0, 16)[None, None, :]
     acc = tl.zeros([BLOCK_TILES, 2 * PLANE, 16], tl.float32)
-    for first in range(0, count, BLOCK_TILES):
-        slot = first + tile
-        inside = slot < count
-        group = tl.load(order_ptr + slot, mask=inside, other=0).to(tl.int32)
-        word = tl.load(words_ptr + slot.to(tl.int64) * words_step + j * 16 + lane, mask=inside, other=0)
-        scale = tl.load(scale_ptr + slot * 16 + lane, mask=inside, other=0.0).to(tl.float32)
-        part = tl.zeros([BLOCK_TILES, 2 * PLANE, 16], tl.float32)
-        for i in tl.static_range(FIELDS):
-            x = tl.load(x_ptr + group * 64 + i * (2 * PLANE) + j, mask=inside, other=0.0).to(tl.float32)
-            at: tl.constexpr = (i % NEAR) * PLANE
-            moved = word >> (i // NEAR * NEAR * PLANE)
-            field = ((moved & (((1 << PLANE) - 1) << at)) | MAGIC).to(tl.float32, bitcast=True) - BASE
-            part += field * (x * (1.0 / (1 << at)))
-        acc += part * (scale * (1 << SHIFT))
+    for index in range(BEGIN, END):
+        begin, count, word_first, words_step, factor, _ = _segment(strip_ptr, num_groups, index)
+        for first in range(0, count, BLOCK_TILES):
+            slot = first + tile
+            inside = slot < count
+            group = tl.load(order_ptr + begin + slot, mask=inside, other=0).to(tl.int32)
+            word = tl.load(codes_ptr + word_first + slot * words_step + j * 16 + lane, mask=inside, other=0)
+            scale = tl.load(scale_ptr + (begin + slot) * 16 + lane, mask=inside, other=0.0).to(tl.float32)
+            part = tl.zeros([BLOCK_TILES, 2 * PLANE, 16], tl.float32)
+            for i in tl.static_range(32 // PLANE):
+                x = tl.load(x_ptr + group * 64 + i * (2 * PLANE) + j, mask=inside, other=0.0).to(tl.float32)
+                field = _field(word, i // NEAR * NEAR * PLANE, i % NEAR * PLANE, PLANE)
+                part += field * (x * (1.0 / (1 << i % NEAR * PLANE)))
+            acc += part * (scale * factor)
     return tl.sum(tl.sum(acc, 1), 0)
 
 
@@ -59,8 +89,6 @@ def _row_kernel(
     zero_ptr += strip * num_groups * 16
     order_ptr += strip * num_groups
     table = strips_ptr + strip * 5
-    two, three, four, six = tl.load(table + 1), tl.load(table + 2), tl.load(table + 3), tl.load(table + 4)
-    words = codes_ptr + tl.load(table)
     lane = tl.arange(0, 16)
     y = tl.zeros([16], tl.float32)
     tile, k = tl.arange(0, BLOCK_TILES), tl.arange(0, 64)[None, :]
@@ -73,61 +101,41 @@ def _row_kernel(
         scale = tl.load(scale_ptr + place, mask=inside[:, None], other=0.0).to(tl.float32)
         zero = tl.load(zero_ptr + place, mask=inside[:, None], other=0.0).to(tl.float32)
         y -= tl.sum(tl.sum(x, 1)[:, None] * (scale * zero), 0)
-    y += _plane_row(x_ptr, words, scale_ptr, order_ptr, two, 64, 2, 0, BLOCK_TILES)
-    words += 64 * two
-    scale_ptr += two * 16
-    order_ptr += two
-    count = three - two
-    y += _plane_row(x_ptr, words, scale_ptr, order_ptr, count, 96, 2, 0, BLOCK_TILES)
-    y += _plane_row(x_ptr, words + 64, scale_ptr, order_ptr, count, 96, 1, 2, BLOCK_TILES)
-    words += 96 * count
-    scale_ptr += count * 16
-    order_ptr += count
-    count = four - three
-    y += _plane_row(x_ptr, words, scale_ptr, order_ptr, count, 128, 4, 0, BLOCK_TILES)
-    words += 128 * count
-    scale_ptr += count * 16
-    order_ptr += count
-    count = six - four
-    y += _plane_row(x_ptr, words, scale_ptr, order_ptr, count, 192, 4, 0, BLOCK_TILES)
-    y += _plane_row(x_ptr, words + 128, scale_ptr, order_ptr, count, 192, 2, 4, BLOCK_TILES)
-    words += 192 * count
-    scale_ptr += count * 16
-    order_ptr += count
-    count = num_groups - six
-    y += _plane_row(x_ptr, words, scale_ptr, order_ptr, count, 256, 4, 0, BLOCK_TILES)
-    y += _plane_row(x_ptr, words + 128, scale_ptr, order_ptr, count, 256, 4, 4, BLOCK_TILES)
+    y += _planes_row(x_ptr, codes_ptr, scale_ptr, order_ptr, table, num_groups, 4, 0, 4, BLOCK_TILES)
+    y += _planes_row(x_ptr, codes_ptr, scale_ptr, order_ptr, table, num_groups, 2, 4, 7, BLOCK_TILES)
+    y += _planes_row(x_ptr, codes_ptr, scale_ptr, order_ptr, table, num_groups, 1, 7, 8, BLOCK_TILES)
     row = strip * 16 + lane
     tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < num_rows)
 
 
 @triton.jit
-def _plane_rows(
-    acc, x_ptr, token, num_tokens, x_row, words_ptr, scale_ptr, zero_ptr, order_ptr, count, words_step,
-    PLANE: tl.constexpr, SHIFT: tl.constexpr, FIRST: tl.constexpr, BLOCK_TILES: tl.constexpr,
+def _planes_rows(
+    acc, x_ptr, token, num_tokens, x_row, codes_ptr, scale_ptr, zero_ptr, order_ptr, strip_ptr, num_groups,
+    PLANE: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """acc [tokens, 16] + x times the numbers of one plane, rounded to x's dtype; the FIRST plane also takes the zero."""
+    """acc [tokens, 16] + x times the numbers of the segments BEGIN to END, which have planes of PLANE bits; numbers are
+    rounded to x's dtype."""
     inner = tl.arange(0, BLOCK_TILES * 2 * PLANE)
     tile, j, lane = inner // (2 * PLANE), inner % (2 * PLANE), tl.arange(0, 16)[None, :]
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    for first in range(0, count, BLOCK_TILES):
-        slot = first + tile
-        inside = slot < count
-        group = tl.load(order_ptr + slot, mask=inside, other=0).to(tl.int32)
-        place = slot.to(tl.int64)[:, None] * words_step + j[:, None] * 16 + lane
-        word = tl.load(words_ptr + place, mask=inside[:, None], other=0)
-        scale = tl.load(scale_ptr + slot[:, None] * 16 + lane, mask=inside[:, None], other=0.0).to(tl.float32)
-        if FIRST:
-            zero = tl.load(zero_ptr + slot[:, None] * 16 + lane, mask=inside[:, None], other=0.0).to(tl.float32)
-        for i in tl.static_range(32 // PLANE):
-            field = ((word >> (i * PLANE)) & ((1 << PLANE) - 1)).to(tl.float32)
-            weight = ((field - zero) if FIRST else (field * (1 << SHIFT))) * scale
-            col = group * 64 + i * (2 * PLANE) + j
-            x = tl.load(
-                x_ptr + token[:, None] * x_row + col[None, :],
-                mask=(token < num_tokens)[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
-            acc = tl.dot(x, weight.to(dtype), acc, input_precision="ieee")
+    for index in range(BEGIN, END):
+        begin, count, word_first, words_step, factor, has_zero = _segment(strip_ptr, num_groups, index)
+        for first in range(0, count, BLOCK_TILES):
+            slot = first + tile
+            inside = slot < count
+            group = tl.load(order_ptr + begin + slot, mask=inside, other=0).to(tl.int32)
+            word_at = word_first + slot * words_step + j * 16
+            word = tl.load(codes_ptr + word_at[:, None] + lane, mask=inside[:, None], other=0)
+            place = (begin + slot)[:, None] * 16 + lane
+            scale = tl.load(scale_ptr + place, mask=inside[:, None], other=0.0).to(tl.float32)
+            zero = tl.load(zero_ptr + place, mask=inside[:, None], other=0.0).to(tl.float32) * has_zero
+            for i in tl.static_range(32 // PLANE):
+                field = ((word >> (i * PLANE)) & ((1 << PLANE) - 1)).to(tl.float32)
+                weight = (field * factor - zero) * scale
+                x = tl.load(
+                    x_ptr + token[:, None] * x_row + (group * 64 + i * (2 * PLANE) + j)[None, :],
+                    mask=(token < num_tokens)[:, None] & inside[None, :], other=0.0,
+                )  # fmt: skip
+                acc = tl.dot(x, weight.to(x_ptr.dtype.element_ty), acc, input_precision="ieee")
     return acc
 
 
@@ -138,60 +146,23 @@ def _rows_kernel(
 ):  # fmt: skip
     """y of up to BLOCK_M rows of x and one strip a program."""
     strip = tl.program_id(0).to(tl.int64)
-    token = tl.arange(0, BLOCK_M)
+    token = tl.arange(0, BLOCK_M).to(tl.int64)
     scale_ptr += strip * num_groups * 16
     zero_ptr += strip * num_groups * 16
     order_ptr += strip * num_groups
     table = strips_ptr + strip * 5
-    two, three, four, six = tl.load(table + 1), tl.load(table + 2), tl.load(table + 3), tl.load(table + 4)
-    words = codes_ptr + tl.load(table)
     acc = tl.zeros([BLOCK_M, 16], tl.float32)
-    acc = _plane_rows(
-        acc, x_ptr, token, num_tokens, x_row, words, scale_ptr, zero_ptr, order_ptr, two, 64, 2, 0, True, BLOCK_TILES
-    )
-    words += 64 * two
-    scale_ptr += two * 16
-    zero_ptr += two * 16
-    order_ptr += two
-    count = three - two
-    acc = _plane_rows(
-        acc, x_ptr, token, num_tokens, x_row, words, scale_ptr, zero_ptr, order_ptr, count, 96, 2, 0, True, BLOCK_TILES
-    )
-    acc = _plane_rows(
-        acc, x_ptr, token, num_tokens, x_row, words + 64, scale_ptr, zero_ptr, order_ptr, count, 96,
-        1, 2, False, BLOCK_TILES,
+    acc = _planes_rows(
+        acc, x_ptr, token, num_tokens, x_row, codes_ptr, scale_ptr, zero_ptr, order_ptr, table, num_groups,
+        4, 0, 4, BLOCK_TILES,
     )  # fmt: skip
-    words += 96 * count
-    scale_ptr += count * 16
-    zero_ptr += count * 16
-    order_ptr += count
-    count = four - three
-    acc = _plane_rows(
-        acc, x_ptr, token, num_tokens, x_row, words, scale_ptr, zero_ptr, order_ptr, count, 128, 4, 0, True, BLOCK_TILES
-    )
-    words += 128 * count
-    scale_ptr += count * 16
-    zero_ptr += count * 16
-    order_ptr += count
-    count = six - four
-    acc = _plane_rows(
-        acc, x_ptr, token, num_tokens, x_row, words, scale_ptr, zero_ptr, order_ptr, count, 192, 4, 0, True, BLOCK_TILES
-    )
-    acc = _plane_rows(
-        acc, x_ptr, token, num_tokens, x_row, words + 128, scale_ptr, zero_ptr, order_ptr, count, 192,
-        2, 4, False, BLOCK_TILES,
+    acc = _planes_rows(
+        acc, x_ptr, token, num_tokens, x_row, codes_ptr, scale_ptr, zero_ptr, order_ptr, table, num_groups,
+        2, 4, 7, BLOCK_TILES,
     )  # fmt: skip
-    words += 192 * count
-    scale_ptr += count * 16
-    zero_ptr += count * 16
-    order_ptr += count
-    count = num_groups - six
-    acc = _plane_rows(
-        acc, x_ptr, token, num_tokens, x_row, words, scale_ptr, zero_ptr, order_ptr, count, 256, 4, 0, True, BLOCK_TILES
-    )
-    acc = _plane_rows(
-        acc, x_ptr, token, num_tokens, x_row, words + 128, scale_ptr, zero_ptr, order_ptr, count, 256,
-        4, 4, False, BLOCK_TILES,
+    acc = _planes_rows(
+        acc, x_ptr, token, num_tokens, x_row, codes_ptr, scale_ptr, zero_ptr, order_ptr, table, num_groups,
+        1, 7, 8, BLOCK_TILES,
     )  # fmt: skip
     row = strip * 16 + tl.arange(0, 16)
     mask = (token < num_tokens)[:, None] & (row < num_rows)[None, :]
@@ -203,6 +174,7 @@ class LinearConfig(NamedTuple):
 
     block_tiles: int
     num_warps: int
+    num_stages: int
 
 
 def _rejects(call) -> list[str]:
@@ -210,7 +182,9 @@ def _rejects(call) -> list[str]:
     return [f"{name} is float64; this kernel computes in float32" for name in exact]
 
 
-def _tells(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int) -> list[str]:
+def _tells(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
+) -> list[str]:
     tokens = _tokens(x)
     if tokens == 1:
         return ["_row_kernel: one row, multiplied where the codes are unpacked"]
@@ -227,8 +201,8 @@ def _default(dims, arch, dtype) -> LinearConfig:
     if dims["tokens"] == 1:
         # one strip a program: as many warps as its tiles keep busy
         tiles = min(32, max(8, next_power_of_2(dims["groups"]) // 4))
-        return LinearConfig(tiles, max(4, tiles // 2))
-    return LinearConfig(8, 4)
+        return LinearConfig(tiles, max(4, tiles // 2), 3)
+    return LinearConfig(8, 4, 2 if dims["tokens"] > 16 else 3)  # in 3 stages 64 rows of x take 210 KiB
 
 
 LINEAR_SPACE = Space(
@@ -238,7 +212,7 @@ LINEAR_SPACE = Space(
         "strips": scale.shape[0],
         "groups": scale.shape[1],
     },
-    choices={"block_tiles": (8, 16, 32), "num_warps": (4, 8, 16)},
+    choices={"block_tiles": (8, 16, 32), "num_warps": (4, 8, 16), "num_stages": (2, 3, 4)},
 )
 
 
@@ -267,12 +241,13 @@ def dequant_linear(
     block = max(8, min(config.block_tiles, next_power_of_2(groups)))  # 8 tiles of a plane of 1 bit are a product's 16
     if tokens == 1:
         launch(
-            _row_kernel, (count,), flat, *packed, y, rows, groups, BLOCK_TILES=block, num_warps=config.num_warps
-        )
+            _row_kernel, (count,), flat, *packed, y, rows, groups,
+            BLOCK_TILES=block, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
     else:
         block_m = max(16, next_power_of_2(tokens))
         launch(
             _rows_kernel, (count,), flat, *packed, y, tokens, rows, groups, flat.stride(0),
-            BLOCK_M=block_m, BLOCK_TILES=block, num_warps=config.num_warps,
+            BLOCK_M=block_m, BLOCK_TILES=block, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return y
