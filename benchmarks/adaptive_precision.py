@@ -41,7 +41,7 @@ OPS = ("quantize_packed", "dequantize_packed", "dequant_linear")
 BITS = (2.5, 3, 3.5, 4)
 SMALL = {
     "width": 128, "layers": 4, "heads": 4, "length": 128, "batch": 8, "steps": 500, "lr": 3e-3,
-    "calibration": 12, "tokens": 2**16,
+    "calibration": 8, "tokens": 2**15,
 }  # fmt: skip
 LARGE = {
     "width": 512, "layers": 12, "heads": 8, "length": 512, "batch": 32, "steps": 3000, "lr": 1e-3,
@@ -140,7 +140,9 @@ def tables_of(model: nn.Module) -> int:
     return sum(m.order.nbytes + m.strips.nbytes for m in model.modules() if isinstance(m, PackedLinear))
 
 
-def quality(seed: int, data: Tensor, size: dict, device: torch.device, mode: QuantizationMode) -> dict:
+def quality(
+    seed: int, data: Tensor, size: dict, device: torch.device, mode: QuantizationMode, strategies: list[str]
+) -> dict:
     """The losses of one seed's model: trained, uniform, adaptive."""
     split = len(data) * 9 // 10
     training, unseen = data[:split], data[split:]
@@ -182,7 +184,7 @@ def quality(seed: int, data: Tensor, size: dict, device: torch.device, mode: Qua
         share = bits - low
         budget = int(sizes[low] * (1 - share) + sizes[high] * share)
         beside = math.exp(math.log(losses[low]) * (1 - share) + math.log(losses[high]) * share)
-        for strategy in (AllocationStrategy.ENTROPY_BASED, AllocationStrategy.FISHER):
+        for strategy in map(AllocationStrategy, strategies):
             made = packed(strategy, budget)
             stats = made.get_precision_stats()
             delta = held_out_loss(made, tested) - base
@@ -216,7 +218,7 @@ def summary(rows: list[dict]) -> list[dict]:
     """For each budget and strategy the mean cut over the seeds with its 95 % interval."""
     found = []
     for bits in BITS:
-        for strategy in ("entropy_based", "fisher"):
+        for strategy in dict.fromkeys(a["strategy"] for a in rows[0]["adaptive"]):
             cuts = [a["cut"] for row in rows for a in row["adaptive"] if (a["bits"], a["strategy"]) == (bits, strategy)]
             mean = statistics.mean(cuts)
             wide = T_95[len(cuts)] * statistics.stdev(cuts) / len(cuts) ** 0.5 if len(cuts) in T_95 else None
@@ -286,6 +288,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="of training; 0: as the size has it")
     parser.add_argument("--mode", choices=[m.value for m in QuantizationMode], default="dynamic")
+    parser.add_argument("--strategies", nargs="+", default=["entropy_based", "fisher"])
     parser.add_argument("--only", choices=("times", "quality"))
     args = parser.parse_args()
     device = torch.device("cpu" if args.cpu else "cuda")
@@ -300,7 +303,7 @@ def main() -> int:
     if not report.get("wrong") and args.only != "times":
         data = corpus()
         for seed in range(args.seeds):
-            rows.append(quality(seed, data, size, device, QuantizationMode(args.mode)))
+            rows.append(quality(seed, data, size, device, QuantizationMode(args.mode), args.strategies))
             report |= {"quality": rows, "summary": summary(rows) if len(rows) > 1 else []}
             Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Weights in 2 to 8 bits, packed tile by tile, and products with them, in plain PyTorch.
 
 Legend: a weight is [N, K], N outputs, K inputs, K a multiple of 64. S = ceil(N / 16) strips of 16 rows, G = K / 64
-groups of 64 columns; a tile is one group of one strip, and its 1024 codes have one width: 2, 3, 4, 6 or 8 bits. A slot is
-the place of a tile among those of its strip, which lie in the order of their widths. An element is
+groups of 64 columns; a tile is one group of one strip, and its 1024 codes have one width: 2, 3, 4, 6 or 8 bits. A slot
+is the place of a tile among those of its strip, which lie in the order of their widths. An element is
 (code - zero) * scale.
 
   codes  int32 [words]: a strip's tiles one after the other, 32 words for each bit of the width. A tile consists of
