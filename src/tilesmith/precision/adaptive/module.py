@@ -159,9 +159,9 @@ def _budget(model: nn.Module, chosen: Mapping[str, nn.Linear], config: Precision
         most = 1 - (rest + least) / base
         raise ValueError(
             f"{OP}: target_memory_reduction is {config.target_memory_reduction}, but at most {most:.3f} can be had: "
-            f"what is not packed takes {rest} bytes, the packed layers at {config.widths[0]} bits {least}, and the model in "
-            f"{config.base_precision.name} {base}. Lower the target or entropy_threshold, or cast the model to 16 bits "
-            "first"
+            f"what is not packed takes {rest} bytes, the packed layers at {config.widths[0]} bits {least}, and the "
+            f"model in {config.base_precision.name} {base}. Lower the target or entropy_threshold, or cast the model "
+            "to 16 bits first"
         )
     return budget
 
