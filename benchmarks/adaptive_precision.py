@@ -4,9 +4,8 @@ of a product with one packed weight.
     python benchmarks/adaptive_precision.py results.json [--cpu] [--seeds 3]
 
 Trains a byte-level model on the sources of Python's standard library for each seed, then packs it at 2.5, 3, 3.5 and 4
-bits a weight. Uniform widths pass through the same quantiser and the same groups; their bytes leave out the tables of
-tiles, which they do not need, and at 2.5 and 3.5 bits their loss is interpolated, in its logarithm, between whole
-bits. On a GPU also the time of y = x W^T, 4096 x 14336, at 1, 16 and 64 rows, beside bf16 and torchao's int4 where that
+bits a weight. Uniform widths pass through the same quantiser and the same groups and are stored alike, tables of tiles
+included; at 2.5 and 3.5 bits their loss is interpolated, in its logarithm, between whole bits. On a GPU also the time of y = x W^T, 4096 x 14336, at 1, 16 and 64 rows, beside bf16 and torchao's int4 where that
 can be imported.
 """
 
@@ -177,8 +176,8 @@ def quality(
         found = {w for each in stats.layers.values() for w, n in each.tiles.items() if n}
         if found != {width}:
             raise RuntimeError(f"the uniform arm has the widths {found}, not {width}")
-        sizes[width], losses[width] = stats.total_bytes - tables_of(made), held_out_loss(made, tested) - base
-        row["uniform"][width] = {"bytes": sizes[width], "delta": losses[width]}
+        sizes[width], losses[width] = stats.total_bytes, held_out_loss(made, tested) - base
+        row["uniform"][width] = {"bytes": sizes[width], "tables": tables_of(made), "delta": losses[width]}
     for bits in BITS:
         low, high = math.floor(bits), math.ceil(bits)
         share = bits - low

@@ -140,4 +140,6 @@ bytes_moved = {
     ),
 }
 
+bytes_moved["dequant_linear_vjp"] = bytes_moved["dequant_linear"]
 flops = {"dequant_linear": lambda x, rows: 2 * x.numel() * rows}
+flops["dequant_linear_vjp"] = flops["dequant_linear"]

@@ -179,7 +179,10 @@ class LinearConfig(NamedTuple):
 
 def _rejects(call) -> list[str]:
     exact = [name for name in ("x", "scale") if getattr(call, name).dtype == torch.float64]
-    return [f"{name} is float64; this kernel computes in float32" for name in exact]
+    reasons = [f"{name} is float64; this kernel computes in float32" for name in exact]
+    if call.arch.kind == "hip":
+        reasons.append(f"{call.arch.name} was not tried: this kernel was compiled for NVIDIA's GPUs only")
+    return reasons
 
 
 def _tells(
