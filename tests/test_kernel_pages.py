@@ -50,8 +50,10 @@ def test_the_guide(tmp_path):
         assert re.search(rf"guide_{k}\.py:\d+: ", str(problem.value))
 
 
-def test_the_guide_to_fp8_training():
-    text = (DOCS / "guides" / "fp8-training.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["adaptive-precision", "fp8-training"])
+def test_the_code_of_a_guide_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "guides" / f"{page}.md").read_text(encoding="utf-8")
     exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), {"__name__": "guide"})
 
 

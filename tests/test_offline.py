@@ -20,7 +20,7 @@ TARGETS = {
     "gfx1100": ("hip", "gfx1100", 32),
 }
 FAMILIES = sorted({op.reference.__module__.split(".")[2] for op in ops().values()})
-REFUSED = {"quant": {"sm80", "gfx942", "gfx1100"}}  # no conversions to 8-bit floats: all kernels refuse these
+REFUSED: dict[str, set[str]] = {}  # family -> targets that all its kernels refuse
 # a process compiles several families, since its start takes as long as a dozen kernels; those of Hopper in three parts
 HOPPER = (("attn",), ("gemm", "loss"), tuple(f for f in FAMILIES if f not in ("attn", "gemm", "loss")))
 LOADS = [("sm90", part) for part in HOPPER] + [(target, tuple(FAMILIES)) for target in TARGETS if target != "sm90"]

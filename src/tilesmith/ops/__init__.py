@@ -108,6 +108,7 @@ _FAMILIES = {
         "swiglu_fp8",
         "swiglu_vjp_fp8",
     ),
+    "tilesmith.ops.quant.packed_op": ("dequant_linear", "dequant_linear_vjp", "dequantize_packed", "quantize_packed"),
     "tilesmith.ops.rotary.norm_op": ("rms_norm_rope", "rms_norm_rope_vjp"),
     "tilesmith.ops.rotary.op": ("rope", "rope_vjp"),
     "tilesmith.ops.attn.scores_op": ("attention_stats", "attention_weights", "attention_weights_vjp"),

@@ -426,6 +426,28 @@ def cross_entropy_vjp(
     softmax. An empty tensor where `output_mask` does not ask for it.
     """
 
+def dequant_linear(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
+) -> Tensor:
+    """y = x weight^T of a packed weight: [..., rows] in x's dtype, summed in fp32.
+
+    x: [..., K], float32, bfloat16 or float16. codes, scale, zero, order, strips: see the legend. rows: N. The weight
+    has no gradient; x has.
+    """
+
+def dequant_linear_vjp(
+    dy: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
+) -> Tensor:
+    """dx = dy weight, [..., K] in dy's dtype."""
+
+def dequantize_packed(
+    codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int, dtype: str = "float16"
+) -> Tensor:
+    """The weight that packed codes stand for, [rows, K] in `dtype` ("bfloat16", "float16" or "float32").
+
+    codes, scale, zero, order, strips: see the legend. rows: N, at most 16 S. Computed in fp32, rounded once.
+    """
+
 def dropout_add_norm_vjp(
     dy: Tensor | None,
     ds: Tensor | None,
@@ -1155,6 +1177,15 @@ def norm_linear_vjp(
     saved. The gradients of `linear_vjp` at the normalised x, which is computed again, then those of `rms_norm_vjp` or
     `layer_norm_vjp`; each in its input's dtype. An empty tensor stands for a gradient that `output_mask` does not ask
     for.
+    """
+
+def quantize_packed(weight: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, words: int) -> Tensor:
+    """The codes of a weight, int32 [words]: round(weight / scale + zero) within the tile's width, packed.
+
+    weight: [N, K], floating; rows that N lacks to a multiple of 16 get the codes of zeros, NaN gets code 0. scale,
+      zero,
+    order, strips: see the legend; a scale of 0 stands for 1. words: how many words the strips have, 32 times the sum of
+    their tiles' widths. Ties round to even.
     """
 
 def relu_squared(x: Tensor) -> Tensor:

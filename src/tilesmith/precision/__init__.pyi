@@ -1,5 +1,15 @@
 # Written by: python -m tilesmith.validate.stubs
 
+from tilesmith.precision.adaptive.analysis import analyze_precision_opportunities as analyze_precision_opportunities
+from tilesmith.precision.adaptive.checkpoint import load_ultra_precision_module as load_ultra_precision_module
+from tilesmith.precision.adaptive.config import AllocationStrategy as AllocationStrategy
+from tilesmith.precision.adaptive.config import PrecisionConfig as PrecisionConfig
+from tilesmith.precision.adaptive.config import PrecisionFormat as PrecisionFormat
+from tilesmith.precision.adaptive.config import QuantizationMode as QuantizationMode
+from tilesmith.precision.adaptive.layer import PackedLinear as PackedLinear
+from tilesmith.precision.adaptive.module import UltraPrecisionModule as UltraPrecisionModule
+from tilesmith.precision.adaptive.module import create_ultra_precision_module as create_ultra_precision_module
+from tilesmith.precision.adaptive.stats import PrecisionStats as PrecisionStats
 from tilesmith.precision.attention import FP8AttentionConfig as FP8AttentionConfig
 from tilesmith.precision.config import FP8Config as FP8Config
 from tilesmith.precision.config import FP8Format as FP8Format

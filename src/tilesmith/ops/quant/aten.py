@@ -1,11 +1,12 @@
-"""Products of 8-bit numbers by PyTorch's scaled matmul: cuBLASLt on CUDA, oneDNN on a CPU."""
+"""Products of 8-bit numbers by PyTorch's scaled matmul (cuBLASLt on CUDA, oneDNN on a CPU), and of packed weights that
+are dequantised first."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tilesmith.engine import register_kernel
-from tilesmith.ops.quant import reference
+from tilesmith.ops.quant import packed_op, reference
 from tilesmith.ops.quant.reference import BLOCK, OUTPUTS
 
 
@@ -93,3 +94,29 @@ def _padded(b: Tensor, factor: Tensor, bias: Tensor | None, rows: int) -> tuple[
     if factor.ndim == 2 and factor.shape[0] == b.shape[0]:
         factor = F.pad(factor.t(), (0, rows), value=1.0).t()
     return _extended(b, rows, 0), factor, None if bias is None else F.pad(bias, (0, rows))
+
+
+NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
+
+
+def _rejects_packed(call) -> list[str]:
+    x = call.x if hasattr(call, "x") else call.dy
+    return [] if x.dtype in NAMES else [f"the tensors are {x.dtype}; the weight is made in 16 or 32 bits"]
+
+
+@register_kernel("dequant_linear", backend="aten", rank=10, rejects=_rejects_packed)
+def dequant_linear(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
+) -> Tensor:
+    """The weight in x's dtype, then one product of all rows."""
+    weight = packed_op.dequantize_packed(codes, scale, zero, order, strips, rows, NAMES[x.dtype])
+    return torch.mm(reference.as_rows(x), weight.t()).view(*x.shape[:-1], rows)
+
+
+@register_kernel("dequant_linear_vjp", backend="aten", rank=10, rejects=_rejects_packed)
+def dequant_linear_vjp(
+    dy: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
+) -> Tensor:
+    """The weight in dy's dtype, then one product of all rows."""
+    weight = packed_op.dequantize_packed(codes, scale, zero, order, strips, rows, NAMES[dy.dtype])
+    return torch.mm(reference.as_rows(dy), weight).view(*dy.shape[:-1], weight.shape[1])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.ops.quant import packed_cases
 from tilesmith.ops.quant.reference import BLOCK, FORMATS
 
 SMALL = frozenset({"test", "interpret"})
@@ -256,6 +257,7 @@ CASES: dict[str, list[Case]] = {
             for m, n, k in ((8192, 28_672, 4096), (8192, 4096, 14_336))
         ),
     ],
+    **packed_cases.CASES,
 }
 
 
@@ -272,6 +274,7 @@ bytes_moved = {
     "scaled_matmul": lambda a, b, dtype: (
         a.numel() + b.numel() + a.shape[0] * b.shape[0] * (4 if dtype == "float32" else 2)
     ),
+    **packed_cases.bytes_moved,
 }
 
-flops = {"scaled_matmul": lambda a, b: 2 * a.numel() * b.shape[0]}
+flops = {"scaled_matmul": lambda a, b: 2 * a.numel() * b.shape[0], **packed_cases.flops}

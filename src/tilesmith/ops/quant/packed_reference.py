@@ -1,0 +1,137 @@
+"""Weights in 2 to 8 bits, packed tile by tile, and products with them, in plain PyTorch.
+
+Legend: a weight is [N, K], N outputs, K inputs, K a multiple of 64. S = ceil(N / 16) strips of 16 rows, G = K / 64
+groups of 64 columns; a tile is one group of one strip, and its 1024 codes have one width: 2, 3, 4, 6 or 8 bits. A slot
+is the place of a tile among those of its strip, which lie in the order of their widths. An element is
+(code - zero) * scale.
+
+  codes  int32 [words]: a strip's tiles one after the other, 32 words for each bit of the width. A tile consists of
+         planes: 2 bits; 2 and 1; 4; 4 and 2; 4 and 4, the first of which holds the lowest bits. A plane of p bits is
+         [2p, 16] words, the rows side by side; field i of word j belongs to column i * 2p + j of the group.
+  scale, zero  float16 [S, G, 16]: of each row of a tile, by slot.
+  order  int16 [S, G]: the group that is at a slot; a permutation in each strip.
+  strips int32 [S, 5]: a strip's first word, then the number of its slots of up to 2, 3, 4 and 6 bits.
+"""
+
+import torch
+from torch import Tensor
+
+WIDTHS = (2, 3, 4, 6, 8)
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (4, 4)}
+TILE_ROWS, GROUP = 16, 64
+WORDS_PER_BIT = TILE_ROWS * GROUP // 32
+OUTPUTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def quantize_packed(weight: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, words: int) -> Tensor:
+    """The codes of a weight, int32 [words]: round(weight / scale + zero) within the tile's width, packed.
+
+    weight: [N, K], floating; rows that N lacks to a multiple of 16 get the codes of zeros, NaN gets code 0. scale,
+      zero,
+    order, strips: see the legend; a scale of 0 stands for 1. words: how many words the strips have, 32 times the sum of
+    their tiles' widths. Ties round to even.
+    """
+    acc = torch.promote_types(weight.dtype, torch.float32)
+    count, groups = order.shape
+    padded = torch.nn.functional.pad(weight.to(acc), (0, 0, 0, count * TILE_ROWS - weight.shape[0]))
+    tiles = padded.view(count, TILE_ROWS, groups, GROUP).transpose(1, 2)
+    tiles = tiles.gather(1, order.long()[:, :, None, None].expand(-1, -1, TILE_ROWS, GROUP))
+    step = torch.where(scale == 0, 1.0, scale.to(acc))
+    width = slot_widths(strips, groups)
+    values = torch.round(tiles / step[..., None] + zero.to(acc)[..., None]).nan_to_num(nan=0.0)
+    values = torch.minimum(values.clamp(min=0), (2.0**width - 1)[:, :, None, None].to(acc)).to(torch.int64)
+    return pack(values, strips, words)
+
+
+def dequantize_packed(
+    codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int, dtype: str = "float16"
+) -> Tensor:
+    """The weight that packed codes stand for, [rows, K] in `dtype` ("bfloat16", "float16" or "float32").
+
+    codes, scale, zero, order, strips: see the legend. rows: N, at most 16 S. Computed in fp32, rounded once.
+    """
+    exact = scale.dtype is torch.float64
+    return weight_of(codes, scale, zero, order, strips, rows).to(torch.float64 if exact else OUTPUTS[dtype])
+
+
+def dequant_linear(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
+) -> Tensor:
+    """y = x weight^T of a packed weight: [..., rows] in x's dtype, summed in fp32.
+
+    x: [..., K], float32, bfloat16 or float16. codes, scale, zero, order, strips: see the legend. rows: N. The weight
+    has no gradient; x has.
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    weight = weight_of(codes, scale, zero, order, strips, rows).to(x.dtype)
+    return (x.to(acc) @ weight.to(acc).t()).to(x.dtype)
+
+
+def dequant_linear_vjp(
+    dy: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
+) -> Tensor:
+    """dx = dy weight, [..., K] in dy's dtype."""
+    acc = torch.promote_types(dy.dtype, torch.float32)
+    weight = weight_of(codes, scale, zero, order, strips, rows).to(dy.dtype)
+    return (dy.to(acc) @ weight.to(acc)).to(dy.dtype)
+
+
+def weight_of(codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int) -> Tensor:
+    """The weight [rows, K] in fp32, or in fp64 where the scales are."""
+    acc = torch.promote_types(scale.dtype, torch.float32)
+    count, groups = order.shape
+    values = unpack(codes, strips, groups).to(acc)
+    tiles = (values - zero.to(acc)[..., None]) * scale.to(acc)[..., None]
+    back = order.long().argsort(1)[:, :, None, None].expand(-1, -1, TILE_ROWS, GROUP)
+    return tiles.gather(1, back).transpose(1, 2).reshape(count * TILE_ROWS, groups * GROUP)[:rows]
+
+
+def slot_widths(strips: Tensor, groups: int) -> Tensor:
+    """The width of each slot, int64 [S, G]."""
+    slot = torch.arange(groups, device=strips.device)
+    known = torch.tensor(WIDTHS, device=strips.device)
+    return known[(slot[None, :, None] >= strips[:, None, 1:]).sum(2)]
+
+
+def slot_words(strips: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The width and the first word of each slot, int64 [S, G]."""
+    width = slot_widths(strips, groups)
+    size = width * WORDS_PER_BIT
+    return width, strips[:, :1].long() + size.cumsum(1) - size
+
+
+def pack(values: Tensor, strips: Tensor, words: int) -> Tensor:
+    """int32 [words] of codes int64 [S, G, 16, 64] by slot."""
+    codes = torch.zeros(words, dtype=torch.int32, device=values.device)
+    width, first = slot_words(strips, values.shape[1])
+    for bits in WIDTHS:
+        chosen = width == bits
+        planes, shift = [], 0
+        for plane in PLANES[bits]:
+            part = (values[chosen] >> shift) & (2**plane - 1)
+            fields = part.view(-1, TILE_ROWS, 32 // plane, 2 * plane)
+            places = torch.arange(0, 32, plane, device=values.device)[:, None]
+            planes.append((fields << places).sum(2).transpose(1, 2).flatten(1))
+            shift += plane
+        at = first[chosen][:, None] + torch.arange(bits * WORDS_PER_BIT, device=values.device)
+        packed = torch.cat(planes, 1)
+        codes[at] = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    return codes
+
+
+def unpack(codes: Tensor, strips: Tensor, groups: int) -> Tensor:
+    """Codes int32 [S, G, 16, 64] by slot."""
+    values = torch.zeros(strips.shape[0], groups, TILE_ROWS, GROUP, dtype=torch.int32, device=codes.device)
+    width, first = slot_words(strips, groups)
+    for bits in WIDTHS:
+        chosen = width == bits
+        at, shift = first[chosen], 0
+        found = values.new_zeros(at.shape[0], TILE_ROWS, GROUP)
+        for plane in PLANES[bits]:
+            inside = torch.arange(plane * WORDS_PER_BIT, device=codes.device)
+            words = codes[at[:, None] + inside].view(-1, 2 * plane, TILE_ROWS).transpose(1, 2)[:, :, None]
+            places = torch.arange(0, 32, plane, device=codes.device, dtype=torch.int32)[:, None]
+            found += (((words >> places) & (2**plane - 1)) << shift).reshape(-1, TILE_ROWS, GROUP)
+            at, shift = at + plane * WORDS_PER_BIT, shift + plane
+        values[chosen] = found
+    return values

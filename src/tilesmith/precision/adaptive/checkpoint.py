@@ -1,0 +1,139 @@
+"""Packed models as safetensors files, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith.precision.adaptive.config import (
+    AllocationStrategy,
+    PrecisionConfig,
+    PrecisionFormat,
+    QuantizationMode,
+)
+from tilesmith.precision.adaptive.layer import PARTS, PackedLinear
+from tilesmith.precision.adaptive.layers import check_model, eligible, place, structure_of
+from tilesmith.precision.adaptive.module import Made, UltraPrecisionModule
+
+FORMAT = "tilesmith packed 1"
+KINDS = {
+    "base_precision": PrecisionFormat,
+    "allocation_strategy": AllocationStrategy,
+    "quantization_mode": QuantizationMode,
+}
+
+
+def save(packed: UltraPrecisionModule, path: str | os.PathLike) -> None:
+    """Write the tensors of a packed model once each, and what its layers are, to a safetensors file at `path`."""
+    save_file = _safetensors("save_file")
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[tuple, str] = {}
+    for name, tensor in packed.model.state_dict().items():
+        kind = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+        if tensor.numel() and kind in names:
+            aliases[name] = names[kind]
+        else:
+            names[kind], tensors[name] = name, tensor.detach().contiguous()
+    layers = {n: m.out_features for n, m in packed.model.named_modules() if isinstance(m, PackedLinear)}
+    made = dataclasses.asdict(packed._made)
+    config = {n: v.value if isinstance(v, Enum) else v for n, v in dataclasses.asdict(packed.config).items()}
+    said = {"format": FORMAT, "layers": layers, "aliases": aliases, "made": made, "config": config}
+    save_file(tensors, os.fspath(path), metadata={"tilesmith": json.dumps(said)})
+
+
+def load_ultra_precision_module(
+    model: nn.Module, path: str | os.PathLike, device: torch.device | None = None
+) -> UltraPrecisionModule:
+    """A packed model from the file that `UltraPrecisionModule.save_packed` wrote.
+
+    Args:
+        model: a model of the architecture that was packed, with any weights; it stays as it is.
+        path: the file. device: where the packed model goes; None: where the model is.
+
+    Raises:
+        ImportError: safetensors is not installed. ValueError: the file is none of a packed model, or is of another
+        architecture; what it lacks or has too much is named.
+    """
+    check_model("load_ultra_precision_module", model)
+    safe_open = _safetensors("safe_open")
+    with safe_open(os.fspath(path), framework="pt") as file:
+        said = _said(path, file.metadata())
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors |= {name: tensors[source] for name, source in said["aliases"].items()}
+    linear, _ = eligible(model)
+    absent = sorted(set(said["layers"]) - set(linear))
+    if absent:
+        raise ValueError(
+            f"{path}: the model has no linear layer {absent[0]!r} that could be packed; {len(absent)} lack"
+        )
+    place_on = next((p.device for p in model.parameters()), torch.device("cpu")) if device is None else device
+    tensors = {name: tensor.to(place_on) for name, tensor in tensors.items()}
+    work = structure_of(model, torch.device(place_on))
+    place(work, {name: _layer(path, name, linear[name], rows, tensors) for name, rows in said["layers"].items()})
+    wanted = set(work.state_dict())
+    if wanted != set(tensors):
+        odd = sorted(wanted ^ set(tensors))
+        raise ValueError(
+            f"{path} is of another architecture: {', '.join(odd[:5])} on one side only ({len(odd)} in all)"
+        )
+    _take(path, work, tensors)
+    config = PrecisionConfig(**{n: KINDS[n](v) if n in KINDS else v for n, v in said["config"].items()})
+    return UltraPrecisionModule(work, config, Made(**said["made"])).train(model.training)
+
+
+def _layer(path: Any, name: str, layer: nn.Linear, rows: int, tensors: dict[str, Tensor]) -> PackedLinear:
+    parts = {part: tensors.get(f"{name}.{part}") for part in PARTS}
+    lacking = [part for part, tensor in parts.items() if tensor is None]
+    if lacking:
+        raise ValueError(f"{path}: {name} lacks {', '.join(lacking)}")
+    made = PackedLinear(parts, rows, layer.bias)
+    if (made.out_features, made.in_features) != (layer.out_features, layer.in_features):
+        raise ValueError(
+            f"{path}: {name} is {made.out_features} x {made.in_features}, the model's {layer.out_features} x "
+            f"{layer.in_features}"
+        )
+    return made
+
+
+def _take(path: Any, work: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a model these tensors in place of its own, which another model may share."""
+    fresh: dict[int, nn.Parameter] = {}
+    for module_name, module in work.named_modules():
+        for table in (module._parameters, module._buffers):
+            for name, old in table.items():
+                key = f"{module_name}.{name}".lstrip(".")
+                if old is None or key not in tensors:
+                    continue
+                if old.shape != tensors[key].shape:
+                    raise ValueError(f"{path}: {key} is {list(tensors[key].shape)}, the model's {list(old.shape)}")
+                if table is module._buffers:
+                    table[name] = tensors[key]
+                elif id(old) not in fresh:
+                    fresh[id(old)] = nn.Parameter(tensors[key], old.requires_grad)
+                    table[name] = fresh[id(old)]
+                else:
+                    table[name] = fresh[id(old)]
+
+
+def _said(path: Any, metadata: dict[str, str] | None) -> dict:
+    said = json.loads((metadata or {}).get("tilesmith", "{}"))
+    if said.get("format") != FORMAT:
+        raise ValueError(f"{path} is no packed model: its format is {said.get('format')!r}, known is {FORMAT!r}")
+    return said
+
+
+def _safetensors(name: str) -> Any:
+    """`safe_open` or `save_file`; ImportError says what to install."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as problem:
+        raise ImportError("packed models are safetensors files: pip install 'tilesmith[cli]'") from problem
+    return safetensors.safe_open if name == "safe_open" else safetensors.torch.save_file

@@ -1,0 +1,89 @@
+"""Which layers of a model are packed, and what a model's tensors take."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith.precision.adaptive.config import PrecisionFormat
+from tilesmith.precision.adaptive.layer import misfit_of
+
+
+def check_model(op: str, model: nn.Module) -> None:
+    """TypeError for what is no module; ValueError for parameters on meta and for those that are not finite."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type == "meta":
+            raise ValueError(f"{op}: {name} is on meta; load the weights first")
+
+
+def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """The layers to pack by name, and why the other linear layers stay."""
+    owners: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=True):
+        for name, p in module._parameters.items():
+            if p is not None:
+                owners.setdefault(id(p), []).append(f"{prefix}.{name}".lstrip("."))
+    chosen, left = {}, {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        shared = [owner for owner in owners.get(id(module.weight), []) if owner != f"{name}.weight".lstrip(".")]
+        if type(module) is not nn.Linear:
+            left[name] = f"it is a {type(module).__module__}.{type(module).__name__}, not nn.Linear itself"
+        elif "forward" in module.__dict__ or hasattr(module, "parametrizations"):
+            left[name] = "its forward or its weight was replaced on the instance"
+        elif shared:
+            left[name] = f"its weight is also {', '.join(shared)}"
+        elif module.weight.numel() and not bool(module.weight.detach().abs().max() <= 30000.0):
+            left[name] = "its weight has elements that are not finite or exceed 30000, as scales in float16 cannot"
+        else:
+            misfit = misfit_of(module)
+            left |= {name: misfit} if misfit else {}
+            chosen |= {} if misfit else {name: module}
+    return chosen, left
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a model, those with one storage once."""
+    found: dict[tuple, Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        found.setdefault((tensor.device, tensor.untyped_storage().data_ptr(), tensor.numel()), tensor)
+    return list(found.values())
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, measured from the tensors."""
+    return sum(t.nbytes for t in tensors_of(model))
+
+
+def base_bytes(model: nn.Module, base: PrecisionFormat) -> int:
+    """Bytes of a model's parameters if each floating number took the base format's; buffers as they are."""
+    parameters = {id(p): p for p in model.parameters()}
+    total = bytes_of(model)
+    for p in parameters.values():
+        if p.is_floating_point():
+            total += p.numel() * base.bits // 8 - p.nbytes
+    return total
+
+
+def structure_of(model: nn.Module, device: torch.device | None) -> nn.Module:
+    """A copy of a model's modules around the same parameters and buffers; around copies where they have to move."""
+    tensors = tensors_of(model)
+    if device is not None and any(t.device != device for t in tensors):
+        return copy.deepcopy(model).to(device)
+    memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
+
+
+def place(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Put modules at their names, and wherever else the module that was there stands."""
+    swaps = {id(model.get_submodule(name)): module for name, module in modules.items()}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if id(child) in swaps:
+                parent._modules[name] = swaps[id(child)]

@@ -1,0 +1,245 @@
+"""create_ultra_precision_module: a model whose linear layers are packed, with the widths that a strategy chose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith.precision.adaptive.calibration import Calibration, Loss, calibration_of, check_fit
+from tilesmith.precision.adaptive.choice import Widths, by_layer, by_tile, informations, layer_bytes, uniform, widest
+from tilesmith.precision.adaptive.config import AllocationStrategy, PrecisionConfig, QuantizationMode
+from tilesmith.precision.adaptive.layer import PackedLinear, pack_layer
+from tilesmith.precision.adaptive.layers import base_bytes, bytes_of, check_model, eligible, place, structure_of
+from tilesmith.precision.adaptive.sensitivity import Seen, observe
+from tilesmith.precision.adaptive.stats import LayerPrecision, PrecisionStats
+
+log = logging.getLogger(__name__)
+
+OP = "create_ultra_precision_module"
+
+
+class UltraPrecisionModule(nn.Module):
+    """A model whose linear layers are `PackedLinear`s. Made by `create_ultra_precision_module` or
+    `load_ultra_precision_module`; called as the model is.
+
+    model: the packed model. config: what it was made for.
+    """
+
+    def __init__(self, model: nn.Module, config: PrecisionConfig, made: Made):
+        super().__init__()
+        self.model, self.config, self._made = model, config, made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def get_precision_stats(self) -> PrecisionStats:
+        """What the model takes now, from its tensors, and how the widths were chosen."""
+        layers = {name: m for name, m in self.model.named_modules() if isinstance(m, PackedLinear)}
+        rows = {
+            name: LayerPrecision(
+                (m.out_features, m.in_features),
+                8 * m.packed_bytes() / (m.out_features * m.in_features),
+                m.packed_bytes(),
+                m.tile_counts(),
+                self._made.shares.get(name),
+            )
+            for name, m in layers.items()
+        }
+        total, packed = bytes_of(self.model), sum(row.bytes for row in rows.values())
+        weights = sum(m.out_features * m.in_features for m in layers.values())
+        return PrecisionStats(
+            1 - total / self._made.base_bytes,
+            total,
+            self._made.base_bytes,
+            self._made.original_bytes,
+            packed,
+            8 * packed / weights,
+            rows,
+            dict(self._made.skipped),
+            self._made.strategy,
+            self._made.fallback,
+            dict(self._made.held_out),
+        )
+
+    def save_packed(self, path: str) -> None:
+        """Write the model to one safetensors file; see `load_ultra_precision_module`."""
+        from tilesmith.precision.adaptive.checkpoint import save
+
+        save(self, path)
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a packed model came about."""
+
+    base_bytes: int
+    original_bytes: int
+    skipped: Mapping[str, str]
+    strategy: str
+    fallback: str = ""
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+
+def create_ultra_precision_module(
+    model: nn.Module,
+    config: PrecisionConfig | None = None,
+    device: torch.device | None = None,
+    *,
+    calibration: Any = None,
+    loss_fn: Loss | None = None,
+) -> UltraPrecisionModule:
+    """Pack the linear layers of `model` in 2 to 8 bits a weight, so that its bytes fall by `target_memory_reduction`.
+
+    Args:
+        model: any module; it stays as it is. The packed one shares what is not packed with it, unless it moves.
+        config: see `PrecisionConfig`; None: its defaults.
+        device: where the packed model is made and stays; None: where the model is.
+        calibration: inputs as the model will get them: a tensor whose rows are samples, or a sequence of batches
+            (tensors, tuples, dicts). Three quarters show which weights the loss notices; on the rest the chosen widths
+            must have a lower loss than uniform widths of no more bytes, else uniform widths are used. None: uniform
+            widths, since the entropy of weights alone was measured to choose worse than that.
+        loss_fn: (model, batch) -> mean loss; None: how far outputs are from the original's.
+
+    Without calibration, or where the check fails, `get_precision_stats().fallback` says so.
+
+    Returns:
+        The packed model, in the mode (train or eval) that `model` is in. Its weights are frozen.
+
+    Raises:
+        TypeError: an argument of another type. ValueError: no layer is eligible, a parameter is on meta, the target
+        cannot be reached, calibration is missing where the config needs it or does not fit the model. `model` is then
+        as it was.
+    """
+    check_model(OP, model)
+    if config is not None and not isinstance(config, PrecisionConfig):
+        raise TypeError(f"{OP}: config must be a PrecisionConfig, got {type(config).__name__}")
+    config = config or PrecisionConfig()
+    device = None if device is None else torch.device(device)
+    if any(isinstance(m, PackedLinear) for m in model.modules()):
+        raise ValueError(f"{OP}: the model is packed already")
+    if calibration is None and config.quantization_mode is QuantizationMode.STATIC:
+        raise ValueError(f"{OP}: QuantizationMode.STATIC rounds by the layers' inputs; pass calibration=")
+    given = None if calibration is None else calibration_of(calibration, loss_fn, device)
+    if given is None and loss_fn is not None:
+        raise ValueError(f"{OP}: loss_fn is of no use without calibration=")
+    chosen, skipped = eligible(model)
+    if not chosen:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:5]) or "it has none"
+        raise ValueError(f"{OP}: no linear layer is eligible ({reasons})")
+    base, original = base_bytes(model, config.base_precision), bytes_of(model)
+    budget = _budget(model, chosen, config, base)
+    work = structure_of(model, device)
+    layers = {name: work.get_submodule(name) for name in chosen}
+    training = work.training
+    if given is not None:
+        check_fit(given, work.eval())
+    packer = _Packer(work, layers, config, given)
+    widths, made = packer.choose(budget)
+    place(work, packer.packed(widths))
+    work.train(training)
+    made = Made(base, original, skipped, **made)
+    if made.fallback:
+        log.warning("%s", made.fallback)
+    packed = UltraPrecisionModule(work, config, made).train(training)
+    return packed.to(device) if device is not None else packed
+
+
+def _budget(model: nn.Module, chosen: Mapping[str, nn.Linear], config: PrecisionConfig, base: int) -> int:
+    """Bytes for the packed weights. ValueError where the target leaves less than the narrowest width takes."""
+    rest = bytes_of(model) - sum(layer.weight.nbytes for layer in chosen.values())
+    budget = int((1 - config.target_memory_reduction) * base) - rest
+    least = sum(layer_bytes(layer, config.widths[0]) for layer in chosen.values())
+    if budget < least:
+        most = 1 - (rest + least) / base
+        raise ValueError(
+            f"{OP}: target_memory_reduction is {config.target_memory_reduction}, but at most {most:.3f} can be had: "
+            f"what is not packed takes {rest} bytes, the packed layers at {config.widths[0]} bits {least}, and the "
+            f"model in {config.base_precision.name} {base}. Lower the target or entropy_threshold, or cast the model "
+            "to 16 bits first"
+        )
+    return budget
+
+
+class _Packer:
+    """Makes packed layers of a working copy, whose own layers stay."""
+
+    def __init__(
+        self, work: nn.Module, layers: Mapping[str, nn.Linear], config: PrecisionConfig, given: Calibration | None
+    ):
+        self.work, self.layers, self.config, self.given = work, layers, config, given
+        self.seen: Mapping[str, Seen] = {}
+        self.information: Mapping[str, Tensor] = {}
+        if given is not None:
+            static = config.quantization_mode is QuantizationMode.STATIC
+            self.seen = observe(work, layers, given, hessians=static)
+            self.information = informations(self.seen, config)
+
+    def packed(self, widths: Widths) -> dict[str, PackedLinear]:
+        return {name: self.one(name, w) for name, w in widths.items()}
+
+    def one(self, name: str, widths: Tensor) -> PackedLinear:
+        seen = self.seen.get(name)
+        hessian = None if seen is None or seen.hessian is None else seen.hessian / max(1, seen.rows)
+        return pack_layer(self.layers[name], widths, self.information.get(name), hessian)
+
+    def choose(self, budget: int) -> tuple[Widths, dict[str, Any]]:
+        """Widths for so many bytes, and how they came about."""
+        plain = uniform(self.layers, widest(self.layers, self.config.widths, budget))
+        strategy = self.config.allocation_strategy
+        if strategy is AllocationStrategy.UNIFORM:
+            return plain, {"strategy": strategy.value}
+        if self.given is None:
+            reason = (
+                f"{strategy.value} widths need calibration data, and none was given; the widths are uniform. Pass "
+                "calibration= to have them chosen"
+            )
+            return plain, {"strategy": AllocationStrategy.UNIFORM.value, "fallback": reason}
+        references = self.given.references(self.work)
+        original = self.given.loss(self.work, references)
+        if strategy is AllocationStrategy.MEASURED:
+            widths, shares = by_layer(self.layers, self._measured(), self.config, budget)
+        else:
+            widths, shares = by_tile(self.layers, self.information, self.config, budget)
+        total = sum(shares.values())
+        losses = {
+            "original": original,
+            "uniform": self._loss_of(plain, references),
+            "adaptive": self._loss_of(widths, references),
+        }
+        if not losses["adaptive"] < losses["uniform"]:
+            reason = (
+                f"{strategy.value} widths did not win: their loss on held-out batches is {losses['adaptive']:.6g}, "
+                f"that of uniform widths {losses['uniform']:.6g}; the widths are uniform"
+            )
+            return plain, {"strategy": AllocationStrategy.UNIFORM.value, "fallback": reason, "held_out": losses}
+        shares = {name: share / total if total > 0 else 0.0 for name, share in shares.items()}
+        return widths, {"strategy": strategy.value, "held_out": losses, "shares": shares}
+
+    def _loss_of(self, widths: Widths, references: list[Tensor] | None) -> float:
+        """The held-out loss with these widths."""
+        place(self.work, self.packed(widths))
+        try:
+            return self.given.loss(self.work, references)
+        finally:
+            place(self.work, self.layers)
+
+    def _measured(self):
+        """(name, width) -> the loss on the calibration batches with one layer packed, above the original's."""
+        same = Calibration(self.given.batches, self.given.batches, self.given.loss_fn)
+        references = same.references(self.work)
+        original = same.loss(self.work, references)
+
+        def measured(name: str, width: int) -> float:
+            place(self.work, {name: self.one(name, uniform({name: self.layers[name]}, width)[name])})
+            try:
+                return max(0.0, same.loss(self.work, references) - original)
+            finally:
+                place(self.work, {name: self.layers[name]})
+
+        return measured

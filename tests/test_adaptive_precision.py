@@ -1,0 +1,472 @@
+"""Adaptive precision on a CPU: allocation, rounding, packed layers, whole models, files and what goes wrong."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tilesmith import ops
+from tilesmith.precision import (
+    AllocationStrategy,
+    PackedLinear,
+    PrecisionConfig,
+    PrecisionFormat,
+    QuantizationMode,
+    analyze_precision_opportunities,
+    create_ultra_precision_module,
+    load_ultra_precision_module,
+)
+from tilesmith.precision.adaptive.allocation import allocate
+from tilesmith.precision.adaptive.choice import uniform
+from tilesmith.precision.adaptive.config import WIDTHS
+from tilesmith.precision.adaptive.layer import code_bytes, overhead_bytes, pack_layer
+from tilesmith.precision.adaptive.layers import bytes_of
+from tilesmith.precision.adaptive.quantizer import gptq, group_parameters, nearest
+
+ENTROPY, FISHER, MEASURED, UNIFORM = (
+    AllocationStrategy.ENTROPY_BASED,
+    AllocationStrategy.FISHER,
+    AllocationStrategy.MEASURED,
+    AllocationStrategy.UNIFORM,
+)
+
+
+def _uneven(seed=0, dtype=torch.float32):
+    """A model whose tiles matter very differently: columns and rows of its weights differ in size."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 64), nn.Linear(64, 50))
+    with torch.no_grad():
+        for layer in model[::2]:
+            layer.weight *= torch.logspace(-1.5, 0.5, layer.in_features)
+        model[2].weight *= torch.logspace(-1, 0.5, 64)[:, None]
+    return model.to(dtype).eval()
+
+
+def _inputs(rows=64, seed=1):
+    return torch.randn(rows, 128, generator=torch.Generator().manual_seed(seed))
+
+
+# allocation ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_allocation_is_the_best_but_for_one_step(seed):
+    generator = torch.Generator().manual_seed(seed)
+    sensitivity = torch.rand(5, 1, generator=generator, dtype=torch.float64) ** 4
+    jitter = 0.5 + torch.rand(5, 4, generator=generator, dtype=torch.float64)
+    losses = sensitivity * 4.0 ** -torch.arange(4.0, dtype=torch.float64) * (jitter if seed % 2 else 1)
+    sizes = torch.tensor([2, 3, 4, 6]).expand(5, -1) * torch.randint(1, 4, (5, 1), generator=generator)
+    every = torch.arange(5)
+    for budget in range(int(sizes[:, 0].sum()), int(sizes[:, -1].sum()) + 1, 3):
+        chosen = allocate(losses, sizes, budget)
+        assert sizes[every, chosen].sum() <= budget
+        best = min(
+            losses[every, torch.tensor(c)].sum().item()
+            for c in itertools.product(range(4), repeat=5)
+            if sizes[every, torch.tensor(c)].sum() <= budget
+        )
+        step = (losses[:, :1] - losses).max().item()
+        assert losses[every, chosen].sum() <= best + step
+        if budget == sizes[:, -1].sum():
+            assert losses[every, chosen].sum() == pytest.approx(losses.min(1).values.sum().item())
+
+
+def test_allocation_of_alike_items_is_exact():
+    """Sizes of one step: what the Lagrangian leaves is less than a step."""
+    losses = torch.tensor([[16.0, 4.0, 1.0], [8.0, 2.0, 0.5], [4.0, 1.0, 0.25]])
+    sizes = torch.tensor([[1, 2, 3]]).expand(3, -1)
+    for budget in range(3, 10):
+        every = [c for c in itertools.product(range(3), repeat=3) if sum(c) + 3 <= budget]
+        best = min(sum(losses[i, o].item() for i, o in enumerate(c)) for c in every)
+        chosen = allocate(losses, sizes, budget)
+        assert losses[torch.arange(3), chosen].sum().item() == pytest.approx(best)
+
+
+def test_allocation_refuses():
+    with pytest.raises(ValueError, match="the smallest options take 4 bytes; the budget is 3"):
+        allocate(torch.ones(2, 2), torch.tensor([[2, 3], [2, 3]]), 3)
+    with pytest.raises(ValueError, match="finite"):
+        allocate(torch.tensor([[float("nan")]]), torch.ones(1, 1, dtype=torch.int64), 3)
+
+
+# rounding -----------------------------------------------------------------------------------------------------------
+
+
+def _hqq(weight, bits):
+    """Half-quadratic quantisation (Badri and Shaji, 2023): the zero point by alternating shrinkage, p = 0.7."""
+    top = 2**bits - 1
+    low, high = weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
+    scale, beta = (high - low) / top, 10.0
+    zero = -low / scale
+    for _ in range(20):
+        codes = (weight / scale + zero).round().clamp(0, top)
+        error = weight - (codes - zero) * scale
+        shrunk = error.sign() * F.relu(error.abs() - error.abs().clamp(min=1e-8) ** -0.3 / beta)
+        zero = (codes - (weight - shrunk) / scale).mean(-1, keepdim=True)
+        beta *= 1.01
+    codes = (weight / scale + zero).round().clamp(0, top)
+    return (codes - zero) * scale
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_rounding_is_closer_than_hqq(bits):
+    weight = torch.randn(64, 4, 64, generator=torch.Generator().manual_seed(0))
+    width = torch.tensor([[bits]])
+    ours = nearest(weight, *group_parameters(weight, width), width)
+    assert (weight - ours).square().mean() < (weight - _hqq(weight, bits)).square().mean()
+
+
+def test_gptq_makes_errors_good():
+    torch.manual_seed(0)
+    mixed = torch.randn(512, 32) @ torch.randn(32, 128) + 0.1 * torch.randn(512, 128)
+    weight, bits = torch.randn(48, 128), torch.full((48, 2), 3)
+    hessian = mixed.t() @ mixed / 512
+    groups = weight.unflatten(1, (-1, 64))
+    plain = nearest(groups, *group_parameters(groups, bits), bits).flatten(1)
+    values, scale, zero = gptq(weight, hessian, bits)
+    assert torch.allclose(nearest(values.unflatten(1, (-1, 64)), scale, zero, bits).flatten(1), values, atol=1e-5)
+    ours, theirs = ((mixed @ (weight - w).t()).square().mean() for w in (values, plain))
+    assert ours < 0.6 * theirs
+
+
+@pytest.mark.parametrize("value", [0.0, 0.7, -0.7, 3e-6])
+def test_groups_of_one_value(value):
+    weight, width = torch.full((2, 1, 64), value), torch.tensor([[2]])
+    got = nearest(weight, *group_parameters(weight, width), width)
+    assert (got - weight).abs().max() <= abs(value) * 2**-10 + 2**-24
+
+
+# packed layers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_is_the_product_with_its_weight(bias):
+    torch.manual_seed(0)
+    layer = nn.Linear(192, 40, bias=bias)
+    widths = torch.tensor(WIDTHS)[torch.randint(5, (3, 3))]
+    packed = pack_layer(layer, widths)
+    x = torch.randn(2, 3, 192, requires_grad=True)
+    y = packed(x)
+    weight = packed.dequantized()
+    torch.testing.assert_close(y, F.linear(x, weight, layer.bias))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))
+    assert {w: n for w, n in packed.tile_counts().items() if n} == {
+        int(w): int((widths == w).sum()) for w in widths.unique()
+    }
+    codes = sum(code_bytes(int(w)) for w in widths.flatten())
+    assert packed.packed_bytes() == codes + overhead_bytes(40, 192)
+    error = (weight - layer.weight).abs().unflatten(1, (3, 64)).amax(2)
+    by_width = {int(w): error[widths.repeat_interleave(16, 0)[:40] == w].max() for w in widths.unique()}
+    assert sorted(by_width.values(), reverse=True) == [by_width[w] for w in sorted(by_width)]
+
+
+def test_casts_leave_the_scales():
+    layer = pack_layer(nn.Linear(64, 16), torch.full((1, 1), 4)).to(torch.bfloat16)
+    assert layer.scale.dtype == layer.zero.dtype == torch.float16 and layer.codes.dtype == torch.int32
+    assert layer(torch.ones(2, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_tables_that_are_wrong_are_refused():
+    layer = pack_layer(nn.Linear(128, 32), torch.tensor([[2, 4], [8, 3]]))
+    parts = {name: value.clone() for name, value in layer.named_buffers()}
+    for name, value, match in (
+        ("order", torch.zeros_like(parts["order"]), "permutation"),
+        ("codes", parts["codes"][:-1], "words"),
+        ("strips", parts["strips"] + 1, "strips"),
+        ("scale", parts["scale"][:, :1], "scale and zero"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            PackedLinear(parts | {name: value}, 32, None)
+    with pytest.raises(ValueError, match="33 rows"):
+        PackedLinear(parts, 33, None)
+
+
+# whole models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", QuantizationMode)
+@pytest.mark.parametrize("strategy", AllocationStrategy)
+def test_a_model_meets_its_target_and_is_closer_than_uniform(strategy, mode):
+    model, before = _uneven(), None
+    before = copy.deepcopy(model.state_dict())
+    config = PrecisionConfig(allocation_strategy=strategy, quantization_mode=mode, target_memory_reduction=0.75)
+    packed = create_ultra_precision_module(model, config, calibration=_inputs(256))
+    stats = packed.get_precision_stats()
+    assert stats.memory_savings_ratio >= 0.75
+    assert stats.total_bytes == bytes_of(packed) == sum(t.nbytes for t in packed.state_dict().values())
+    assert stats.base_bytes == 2 * sum(p.numel() for p in model.parameters()) == stats.original_bytes // 2
+    assert set(stats.layers) == {"0", "2", "3"} and stats.strategy == strategy.value and not stats.fallback
+    plain = create_ultra_precision_module(
+        model, PrecisionConfig(PrecisionFormat.FP16, UNIFORM, mode, 1.5, 0.75), calibration=_inputs(256)
+    )
+    x = _inputs(64, seed=9)
+    errors = [float((m(x) - model(x)).square().mean()) for m in (packed, plain)]
+    if strategy is UNIFORM:
+        assert errors[0] == errors[1] and not stats.held_out
+    else:
+        assert errors[0] < errors[1] and stats.held_out["adaptive"] < stats.held_out["uniform"]
+        assert sum(row.sensitivity for row in stats.layers.values()) == pytest.approx(1.0)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not model.training and not packed.training
+
+
+def test_without_calibration_widths_are_uniform_and_it_says_so(caplog):
+    packed = create_ultra_precision_module(_uneven())
+    stats = packed.get_precision_stats()
+    assert stats.strategy == "uniform" and "none was given" in stats.fallback and "none was given" in str(stats)
+    assert stats.fallback in caplog.text
+    assert stats.memory_savings_ratio >= 0.4
+
+
+def test_widths_that_lose_are_replaced(monkeypatch):
+    """An allocation turned upside down: what matters most gets the fewest bits."""
+    from tilesmith.precision.adaptive import choice
+
+    true = choice.entropy_losses
+    monkeypatch.setattr(choice, "entropy_losses", lambda h, s, widths: true(-h, -s, widths))
+    config = PrecisionConfig(target_memory_reduction=0.75)
+    stats = create_ultra_precision_module(_uneven(), config, calibration=_inputs(64)).get_precision_stats()
+    assert stats.strategy == "uniform" and "did not win" in stats.fallback
+    assert stats.held_out["adaptive"] >= stats.held_out["uniform"]
+    assert all(sum(n > 0 for n in row.tiles.values()) == 1 for row in stats.layers.values())
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"entropy_threshold": 2.5}, {"gradient_weight": 0.0}, {"activation_weight": 0.8},
+        {"base_precision": PrecisionFormat.FP32}, {"target_memory_reduction": 0.7},
+        {"allocation_strategy": FISHER}, {"quantization_mode": QuantizationMode.STATIC},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_field_changes_something(field):
+    x = _inputs()
+    first = create_ultra_precision_module(_uneven(), PrecisionConfig(target_memory_reduction=0.72), calibration=x)
+    config = PrecisionConfig(**{"target_memory_reduction": 0.72, **field})
+    other = create_ultra_precision_module(_uneven(), config, calibration=x)
+    assert not torch.equal(first(x), other(x))
+
+
+def test_loss_fn_and_batches():
+    model, (x, y) = _uneven(), (_inputs(64), torch.randint(50, (64,)))
+    batches = [{"x": a, "y": b} for a, b in zip(x.chunk(4), y.chunk(4))]
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    config = PrecisionConfig(target_memory_reduction=0.75)
+    stats = create_ultra_precision_module(model, config, calibration=batches, loss_fn=loss_fn).get_precision_stats()
+    with torch.no_grad():
+        assert stats.held_out["original"] == pytest.approx(float(loss_fn(model, batches[-1])))
+
+
+def test_a_language_model(tmp_path):
+    pytest.importorskip("transformers")
+    from optimize_models import batch, build
+
+    model = build("llama").eval()
+    ids = batch("llama")["input_ids"]
+    packed = create_ultra_precision_module(
+        model.half(), PrecisionConfig(target_memory_reduction=0.3), calibration=[{"input_ids": ids}] * 3
+    )
+    assert packed.get_precision_stats().memory_savings_ratio >= 0.3
+    assert packed(input_ids=ids).logits.isfinite().all()
+
+
+def test_saved_and_loaded(tmp_path):
+    pytest.importorskip("safetensors")
+    config, x = PrecisionConfig(target_memory_reduction=0.75, quantization_mode=QuantizationMode.STATIC), _inputs(64)
+    packed = create_ultra_precision_module(_uneven(), config, calibration=x)
+    packed.save_packed(tmp_path / "model.safetensors")
+    other = _uneven(seed=5)
+    kept = copy.deepcopy(other.state_dict())
+    loaded = load_ultra_precision_module(other, tmp_path / "model.safetensors")
+    assert torch.equal(loaded(x), packed(x))
+    assert loaded.get_precision_stats() == packed.get_precision_stats() and loaded.config == config
+    assert all(torch.equal(kept[n], t) for n, t in other.state_dict().items())
+    with pytest.raises(ValueError, match="no linear layer '0'"):
+        load_ultra_precision_module(nn.Sequential(nn.ReLU()), tmp_path / "model.safetensors")
+    wider = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 64), nn.Linear(64, 50))
+    with pytest.raises(ValueError, match="0 is 192 x 128, the model's 256 x 128"):
+        load_ultra_precision_module(wider, tmp_path / "model.safetensors")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.inner(self.embedding(x)))
+
+
+def test_tied_weights_stay(tmp_path):
+    model, x = Tied(), torch.arange(64).view(4, 16)
+    packed = create_ultra_precision_module(model.half(), PrecisionConfig(target_memory_reduction=0.3))
+    stats = packed.get_precision_stats()
+    assert set(stats.layers) == {"inner"} and "embedding.weight" in stats.skipped["head"]
+    assert packed.model.head.weight is packed.model.embedding.weight is model.embedding.weight
+    assert stats.total_bytes == bytes_of(packed)
+    packed.save_packed(tmp_path / "tied.safetensors")
+    loaded = load_ultra_precision_module(Tied().half(), tmp_path / "tied.safetensors")
+    assert loaded.model.head.weight is loaded.model.embedding.weight
+    assert torch.equal(loaded(x), packed(x))
+
+
+def test_opportunities():
+    model = _uneven()
+    before = copy.deepcopy(model.state_dict())
+    found = analyze_precision_opportunities(model, _inputs())
+    assert 0 < found["potential_savings"] < 1 and found["recommendations"]
+    assert set(found["sensitivity"]) == set(found["bits"]) == {"0", "2", "3"} and not found["skipped"]
+    distance = found["predicted_distance"]
+    assert list(distance) == list(WIDTHS) and all(distance[a] > distance[b] for a, b in itertools.pairwise(WIDTHS))
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    layers = {n: m for n, m in model.named_children() if isinstance(m, nn.Linear)}
+    x, measured = _inputs(256, seed=3), copy.deepcopy(model)
+    for name, widths in uniform(layers, 3).items():
+        setattr(measured, name, pack_layer(layers[name], widths))
+    real = float((measured(x) - model(x)).square().mean() / model(x).square().mean())
+    assert real / 4 < distance[3] < real * 4
+
+
+# what goes wrong ----------------------------------------------------------------------------------------------------
+
+
+def _fails_later(model, batch):
+    """A loss that can be computed at first, and no more once layers are packed."""
+    if any(isinstance(m, PackedLinear) for m in model.modules()):
+        raise RuntimeError("out of patience")
+    return model(batch).square().mean()
+
+
+X = _inputs(8)
+REFUSED = [
+    ("no module", lambda m: create_ultra_precision_module("m"), TypeError, "model must be a torch.nn.Module"),
+    ("config", lambda m: create_ultra_precision_module(m, {}), TypeError, "config must be a PrecisionConfig"),
+    ("meta", lambda m: create_ultra_precision_module(m.to("meta")), ValueError, "0.weight is on meta; load"),
+    (
+        "no layer",
+        lambda m: create_ultra_precision_module(nn.Sequential(nn.Linear(30, 64))),
+        ValueError,
+        "no linear layer is eligible .0: in_features is 30; multiples of 64",
+    ),
+    (
+        "nan",
+        lambda m: create_ultra_precision_module(nn.Sequential(_poisoned(m[0]))),
+        ValueError,
+        "not finite or exceed 30000",
+    ),
+    (
+        "target",
+        lambda m: create_ultra_precision_module(m, PrecisionConfig(target_memory_reduction=0.95)),
+        ValueError,
+        "at most 0.8.* can be had",
+    ),
+    (
+        "static",
+        lambda m: create_ultra_precision_module(m, PrecisionConfig(quantization_mode=QuantizationMode.STATIC)),
+        ValueError,
+        "STATIC rounds by the layers' inputs; pass calibration=",
+    ),
+    ("loss_fn", lambda m: create_ultra_precision_module(m, loss_fn=len), ValueError, "no use without calibration"),
+    ("twice", lambda m: create_ultra_precision_module(create_ultra_precision_module(m)), ValueError, "packed already"),
+    (
+        "columns",
+        lambda m: create_ultra_precision_module(m, calibration=X[:, :5]),
+        ValueError,
+        "calibration does not fit",
+    ),
+    ("one row", lambda m: create_ultra_precision_module(m, calibration=X[:1]), ValueError, "2 rows or more"),
+    ("one batch", lambda m: create_ultra_precision_module(m, calibration=[X]), ValueError, "1 batches; it must have 2"),
+    (
+        "no batches",
+        lambda m: create_ultra_precision_module(m, calibration=3),
+        TypeError,
+        "calibration must be a tensor",
+    ),
+    ("kind", lambda m: create_ultra_precision_module(m, calibration=["a", "b"]), TypeError, "batch 0 is str"),
+    ("infinite", lambda m: create_ultra_precision_module(m, calibration=X / 0), ValueError, "must be finite"),
+    (
+        "loss",
+        lambda m: create_ultra_precision_module(m, calibration=X, loss_fn=lambda m, b: 1.0),
+        ValueError,
+        "loss_fn must return a tensor",
+    ),
+    (
+        "late",
+        lambda m: create_ultra_precision_module(m, calibration=X, loss_fn=_fails_later),
+        RuntimeError,
+        "out of patience",
+    ),
+    ("sample", lambda m: analyze_precision_opportunities(m, 3), TypeError, "sample_input must be a tensor"),
+    ("sample fit", lambda m: analyze_precision_opportunities(m, X[:, :5]), ValueError, "does not fit"),
+]
+
+
+def _poisoned(layer):
+    with torch.no_grad():
+        layer.weight[3, 3] = float("nan")
+    return layer
+
+
+@pytest.mark.parametrize(("call", "error", "match"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_bad_input_is_refused_and_changes_nothing(call, error, match):
+    model = _uneven().train()
+    before, modules = {n: t.clone() for n, t in model.state_dict().items()}, list(model.modules())
+    with pytest.raises(error, match=match):
+        call(model)
+    if match.startswith(("0.weight is on meta", "not finite")):
+        return
+    assert list(model.modules()) == modules and all(m.training for m in modules)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not any(m._forward_hooks for m in modules)
+
+
+@pytest.mark.parametrize(
+    ("field", "error", "match"),
+    [
+        ({"target_memory_reduction": 0.0}, ValueError, "between 0 and 1"),
+        ({"target_memory_reduction": 1}, ValueError, "between 0 and 1"),
+        ({"target_memory_reduction": "0.4"}, TypeError, "must be a finite number"),
+        ({"entropy_threshold": 9.0}, ValueError, r"in \[0, 8\]"),
+        ({"gradient_weight": -0.1}, ValueError, "0 or more"),
+        ({"activation_weight": float("nan")}, TypeError, "finite"),
+        ({"base_precision": PrecisionFormat.INT4}, ValueError, "counted against FP32, FP16 or BF16"),
+        ({"allocation_strategy": "entropy"}, TypeError, "must be of AllocationStrategy"),
+        ({"quantization_mode": None}, TypeError, "must be of QuantizationMode"),
+    ],
+    ids=str,
+)
+def test_configs_that_are_refused(field, error, match):
+    with pytest.raises(error, match=match):
+        PrecisionConfig(**field)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": torch.ones(2, 64)}, ValueError, r"x has shape \(2, 64\)"),
+        ({"x": torch.ones(2, 128, dtype=torch.int32)}, TypeError, "x has dtype torch.int32"),
+        ({"codes": torch.zeros(4)}, TypeError, "codes is torch.float32"),
+        ({"order": torch.zeros(2, 2)}, TypeError, "order is torch.float32"),
+        ({"strips": torch.zeros(2, 4, dtype=torch.int32)}, TypeError, "strips is"),
+        ({"scale": torch.ones(2, 2, 16)}, TypeError, "scale is torch.float32"),
+        ({"zero": torch.ones(2, 2, 16, dtype=torch.float16, device="meta")}, ValueError, "zero is on meta"),
+        ({"rows": 40}, ValueError, "rows is 40; 2 strips of 16 rows hold 17 to 32"),
+    ],
+    ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
+)
+def test_the_op_refuses(change, error, match):
+    layer = pack_layer(nn.Linear(128, 32), torch.tensor([[2, 4], [8, 3]]))
+    args = {"x": torch.ones(2, 128), **dict(layer.named_buffers()), "rows": 32}
+    with pytest.raises(error, match=match):
+        ops.dequant_linear(**(args | change))
