@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +47,12 @@ class GatedMlp(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedMlpForm(Form):
-    """A gated MLP by the op. passed_over: (name, class) of the children that are not called any more."""
+    """A gated MLP by the op. passed_over: (name, class) of the children that are not called any more. recompute: the
+    backward computes the inner product again."""
 
     mlp: GatedMlp
     passed_over: tuple[tuple[str, type], ...]
+    recompute: bool = True
 
     @property
     def op(self) -> str:
@@ -58,7 +60,7 @@ class GatedMlpForm(Form):
         return "swiglu" if self.mlp.activation == "silu" else "geglu"
 
     def namespace(self, base: type) -> dict[str, Any]:
-        mlp, op, classes = self.mlp, self.op, dict(self.passed_over)
+        mlp, op, classes, recompute = self.mlp, self.op, dict(self.passed_over), self.recompute
         passed_over = tuple(classes)
 
         @torch.compiler.assume_constant_result
@@ -75,12 +77,12 @@ class GatedMlpForm(Form):
             if not served:
                 return base.forward(self, x)
             ran(self, op)
-            return gated_mlp(self, x, mlp)
+            return gated_mlp(self, x, mlp, recompute)
 
         return {"forward": forward, "_tilesmith_gated_mlp": mlp}
 
 
-def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
+def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp, recompute: bool = True) -> Tensor:
     """What `module` computes; the layers are called as modules, since adapters and hooks may sit on them."""
     if has_caster(module):
         caster = module._modules["_fp8"]
@@ -96,7 +98,7 @@ def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
         hidden = getattr(module, mlp.inner_dropout)(hidden)
         out = getattr(module, mlp.down)(hidden)
     else:
-        with _recomputed(hidden, mlp, gate, up):
+        with _recomputed(hidden, mlp, gate, up) if recompute else contextlib.nullcontext():
             out = getattr(module, mlp.down)(hidden)
     return out if mlp.outer_dropout is None else getattr(module, mlp.outer_dropout)(out)
 
@@ -148,8 +150,8 @@ class GatedMlpRule(Rule):
 
     name = "mlp"
 
-    def __init__(self) -> None:
-        self._verdicts = probe.Verdicts()
+    def __init__(self, recompute: bool = True) -> None:
+        self._verdicts, self._recompute = probe.Verdicts(), recompute
 
     def match(self, site: Site) -> Replace | Skip | None:
         module = site.module
@@ -165,7 +167,7 @@ class GatedMlpRule(Rule):
             form = self._verdicts.of(module, lambda: recognise(module), tuple(_sizes(c) for c in layers.values()))
         except Unlike as verdict:
             return Skip(str(verdict)) if named else None
-        return Replace(form, (form.op,), str(form.mlp))
+        return Replace(replace(form, recompute=self._recompute), (form.op,), str(form.mlp))
 
 
 class _Half(nn.Module):
