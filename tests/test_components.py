@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +18,9 @@ from tilesmith.utils.validation_framework import ComponentValidator
 VALIDATOR = ComponentValidator(device=torch.device("cpu"))
 RIGHT = {
     "attention": lambda v: v.validate_attention_component(AttentionLayer(32, 4), 32, 4),
-    "torch's attention": lambda v: v.validate_attention_component(nn.MultiheadAttention(32, 4, batch_first=True), 32, 4),
+    "torch's attention": lambda v: v.validate_attention_component(
+        nn.MultiheadAttention(32, 4, batch_first=True), 32, 4
+    ),
     "sparse attention": lambda v: v.validate_attention_component(attention.create_sparse_attention(32, 4), 32, 4),
     "linear": lambda v: v.validate_linear_component(OptimizedLinear(16, 24), 16, 24),
     "norm": lambda v: v.validate_norm_component(tnn.RMSNorm(16), 16),
@@ -61,7 +66,9 @@ class _Wrong(nn.Linear):
         return out
 
 
-@pytest.mark.parametrize("fault", ["forward", "gradient of the input", "finite", "repeats", "rows alone", "shape", "runs"])
+@pytest.mark.parametrize(
+    "fault", ["forward", "gradient of the input", "finite", "repeats", "rows alone", "shape", "runs"]
+)
 def test_faults_are_found(fault):
     results = VALIDATOR.validate_linear_component(_Wrong(fault), 16, 16)
     assert not results.passed and not results[fault].passed, results
@@ -97,14 +104,22 @@ def test_latency_has_its_percentiles():
 
 
 BAD = [
-    (lambda: VALIDATOR.validate_attention_component(AttentionLayer(32, 4), 32, 5), ValueError, "does not divide d_model"),
+    (
+        lambda: VALIDATOR.validate_attention_component(AttentionLayer(32, 4), 32, 5),
+        ValueError,
+        "does not divide d_model",
+    ),
     (lambda: VALIDATOR.validate_attention_component(AttentionLayer(32, 4), 32, 8), ValueError, "the layer has 4"),
     (lambda: VALIDATOR.validate_linear_component("layer", 4, 4), TypeError, "must be a torch.nn.Module, got str"),
     (lambda: VALIDATOR.validate_linear_component(nn.Linear(4, 4, device="meta"), 4, 4), ValueError, "on meta"),
     (lambda: VALIDATOR.validate_norm_component(nn.LayerNorm(4), 0), ValueError, "hidden_size must be at least 1"),
     (lambda: ComponentValidator(dtype=torch.int8), TypeError, "dtype must be a floating torch.dtype"),
     (lambda: benchmark_attention_performance("m", (1, 2, 3)), TypeError, "model must be a torch.nn.Module, got str"),
-    (lambda: benchmark_attention_performance(nn.Linear(3, 3), (1, 3)), ValueError, "input_shape must be .batch, tokens"),
+    (
+        lambda: benchmark_attention_performance(nn.Linear(3, 3), (1, 3)),
+        ValueError,
+        "input_shape must be .batch, tokens",
+    ),
     (lambda: benchmark_attention_performance(nn.Linear(3, 3), (1, 0, 3)), ValueError, "tokens must be at least 1"),
     (lambda: benchmark_attention_performance(nn.Linear(3, 3), (1, 2, 3), 0), ValueError, "num_trials must be at least"),
 ]
@@ -114,3 +129,10 @@ BAD = [
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_the_guide():
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "hardware.md"
+    code = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(code) == 5
+    exec(compile("\n".join(code), guide.name, "exec"), {"__name__": "guide"})

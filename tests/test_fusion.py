@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -482,3 +483,10 @@ def test_the_benchmark_measures_both_and_changes_nothing():
     assert set(stats.to_dict()) > {"speedup", "launch_reduction", "baseline_spread"} and "operators" in str(stats)
     assert all(p.grad is None and torch.equal(p, b) for p, b in zip(layer.parameters(), before))
     assert torch.equal(seed, torch.random.get_rng_state()) and layer.training
+
+
+def test_the_guide():
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "fusion.md"
+    code = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(code) == 4
+    exec(compile("\n".join(code), guide.name, "exec"), {"__name__": "guide"})

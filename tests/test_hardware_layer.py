@@ -1,4 +1,4 @@
-"""HardwareAbstractionLayer: memory as it is measured, batches at the knee, devices by recorded facts, nothing changed."""
+"""HardwareAbstractionLayer: memory as measured, batches at the knee, devices by recorded facts, nothing changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch import nn
 import tilesmith
 from optimize_models import build
 from tilesmith import nn as tnn
-from tilesmith.hardware import HardwareAbstractionLayer, capacity_of, detect_available_devices
-from tilesmith.hardware import capacity
+from tilesmith.hardware import HardwareAbstractionLayer, capacity, capacity_of, detect_available_devices
 from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.models import batch_size, probes
 from tilesmith.models.batch_size import Costs, best_batch, rounded
@@ -53,7 +52,9 @@ def test_estimates_meet_what_is_measured(kind):
     given = sample_of(model, tokens=32)
     measured = probe(model, given, 6, backward=True, device=CPU).peak
     assert estimate.step == pytest.approx(measured, rel=0.07)
-    assert estimate.parameters == sum({p.data_ptr(): p.nbytes for p in (*model.parameters(), *model.buffers())}.values())
+    assert estimate.parameters == sum(
+        {p.data_ptr(): p.nbytes for p in (*model.parameters(), *model.buffers())}.values()
+    )
     assert hal.estimate_memory_usage(model, 6, sequence_length=32) == estimate.total / 1e9
     assert hal.memory_estimate(model, 12, sequence_length=32).step > 1.5 * estimate.step * (kind != "sequential")
     inference = hal.memory_estimate(model, 6, sequence_length=32, training=False)
@@ -141,6 +142,7 @@ def test_a_backward_that_steps_is_refused():
 
 def _costs(time, peak, traced=None):
     """A model whose steps take `time(b)` seconds and `peak(b)` bytes; memory runs out above 10,000."""
+
     def run(batch):
         return Probe(batch, time(batch), peak(batch), 0, peak(batch) <= 10_000)
 
@@ -274,7 +276,10 @@ def test_a_dtype_that_fits_is_used_and_another_refused():
         with torch.autocast("cpu", torch.bfloat16):
             wanted = tilesmith.undo(model)(x)
         torch.testing.assert_close(hal.optimize_for_hardware(model, dtype=torch.bfloat16)(x), wanted)
-    with assuming(arch_named("sm75")), pytest.raises(ValueError, match="does not compute in bfloat16; it does in float32"):
+    with (
+        assuming(arch_named("sm75")),
+        pytest.raises(ValueError, match="does not compute in bfloat16; it does in float32"),
+    ):
         HardwareAbstractionLayer().optimize_for_hardware(nn.Linear(2, 2), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="dtype must be torch.bfloat16, torch.float16 or None"):
         hal.optimize_for_hardware(nn.Linear(2, 2), dtype=torch.int8)
@@ -299,7 +304,11 @@ def test_devices():
 BAD = [
     (lambda h: h.optimize_for_hardware("model"), TypeError, "model must be a torch.nn.Module, got str"),
     (lambda h: h.optimize_for_hardware(nn.Linear(2, 2, device="meta")), ValueError, "weight is on meta"),
-    (lambda h: h.get_optimal_batch_size(nn.Linear(2, 2)), ValueError, "inputs of Linear cannot be told .* give sample="),
+    (
+        lambda h: h.get_optimal_batch_size(nn.Linear(2, 2)),
+        ValueError,
+        "inputs of Linear cannot be told .* give sample=",
+    ),
     (lambda h: h.get_optimal_batch_size(nn.Linear(2, 2), sample=3), TypeError, "sample must be a tensor, a tuple or a"),
     (lambda h: h.get_optimal_batch_size(nn.Linear(2, 2), sample={}), ValueError, "sample has no tensor with a first"),
     (lambda h: h.get_optimal_batch_size(nn.Linear(2, 2), max_batch_size=0), ValueError, "max_batch_size must be at le"),
@@ -331,7 +340,9 @@ def test_capacity_of_each_kind_of_device(monkeypatch, tmp_path):
     fake = types.SimpleNamespace(
         device=torch.device,
         cuda=_module(mem_get_info=(50, 100), memory_reserved=30, memory_allocated=20),
-        xpu=_module(get_device_properties=types.SimpleNamespace(total_memory=80), memory_reserved=30, memory_allocated=5),
+        xpu=_module(
+            get_device_properties=types.SimpleNamespace(total_memory=80), memory_reserved=30, memory_allocated=5
+        ),
         mps=_module(recommended_max_memory=64, current_allocated_memory=4),
     )
     monkeypatch.setattr(capacity, "torch", fake)

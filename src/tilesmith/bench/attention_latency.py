@@ -45,7 +45,7 @@ def benchmark_attention_performance(
     if first.device.type == "meta":
         raise ValueError(f"{who}: the model is on meta and has no values; load it first")
     device = first.device
-    x = torch.randn(tuple(input_shape), generator=torch.Generator().manual_seed(0)).to(device, first.dtype)
+    x = torch.randn(*input_shape, generator=torch.Generator().manual_seed(0)).to(device, first.dtype)
     gradients = [p.grad for p in model.parameters()]
     kind = device.type if device.type not in ("cpu", "mps") else "cuda"
     try:

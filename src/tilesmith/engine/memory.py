@@ -151,8 +151,8 @@ def rows_in_budget(op: str, need: Need, bounds: Bounds) -> int:
     wanted = need.chunked(rows)
     if wanted > limit:
         raise ValueError(
-            f"{op} needs at least {human_size(wanted)} here, more than {limit_name} = {limit / GB:g} ({human_size(limit)}); "
-            "raise it, or give the op fewer rows at a time"
+            f"{op} needs at least {human_size(wanted)} here, more than {limit_name} = {limit / GB:g} "
+            f"({human_size(limit)}); raise it, or give the op fewer rows at a time"
         )
     return rows
 

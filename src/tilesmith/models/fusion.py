@@ -50,8 +50,9 @@ class OptimizationLevel(enum.Enum):
     BALANCED: besides, what spans several modules: attention, gated MLPs, the blocks of torch's encoder and decoder
         layers (activation in the first product), the loss without logits. Attention that drops weights draws other
         random numbers than PyTorch's.
-    AGGRESSIVE: besides, what moves memory or draws other random numbers: weights that read one tensor are moved into
-        one storage for one product (q, k, v; gate, up), the dropouts of torch's layers go into one op with sum and norm.
+    AGGRESSIVE: besides, what moves memory or draws other random numbers: weights that multiply one tensor are moved
+        into one storage for one product (q, k, v; gate, up); the dropouts of torch's layers go into one op with sum and
+        norm.
     """
 
     CONSERVATIVE = "conservative"
@@ -189,8 +190,8 @@ def create_unified_attention_fusion(
 
     config: everything at once; the two arguments before it then stay as they are by default.
 
-    Raises TypeError or ValueError for other arguments, for parameters on meta, for a model whose forward another library
-    has patched, and for one that is fused by another configuration. Raises ValueError too, with the
+    Raises TypeError or ValueError for other arguments, for parameters on meta, for a model whose forward another
+    library has patched, and for one that is fused by another configuration. Raises ValueError too, with the
     reasons, where a strategy finds nothing to fuse or a level adds nothing to the one before it; the model is then left
     as it was.
     """
@@ -278,8 +279,8 @@ def _refuse_nothing(report: rewrite.Report, config: FusionConfig, levels: tuple[
         lower = levels[-2].name
         reasons = _reasons(report, added - before)
         raise ValueError(
-            f"create_unified_attention_fusion: {level} changes nothing beyond {lower} in {_class_of(report)}: {reasons}; "
-            f"use OptimizationLevel.{lower}"
+            f"create_unified_attention_fusion: {level} changes nothing beyond {lower} in {_class_of(report)}: "
+            f"{reasons}; use OptimizationLevel.{lower}"
         )
 
 

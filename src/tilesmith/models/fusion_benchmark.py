@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine.argument_checks import flag, size
+from tilesmith.engine.memory import human_size
 from tilesmith.engine.timing import Timing, interleave, launches, peak_memory
 from tilesmith.models.fusion import UnifiedAttentionFusion
 from tilesmith.models.optimization import undo
@@ -26,9 +27,9 @@ class FusionPerformanceStats:
     """A baseline and a fused model on the same inputs.
 
     *_ms: median time of a run in milliseconds; *_spread: the interquartile range of its rounds over that median.
-    *_launches: of one run: on an accelerator kernels, on a CPU ATen operators that call no other, both as torch.profiler
-    counts them. *_peak_bytes: what one run allocates at its peak above what was there before. device, backward, runs:
-    how it was measured; runs is what each round's figures add up to.
+    *_launches: of one run: on an accelerator kernels, on a CPU ATen operators that call no other, both as
+    torch.profiler counts them. *_peak_bytes: what one run allocates at its peak above what was there before. device,
+    backward, runs: how it was measured; runs is what all rounds have together.
     """
 
     baseline_ms: float
@@ -69,7 +70,7 @@ class FusionPerformanceStats:
         return (
             f"{what} on {self.device}: {self.baseline_ms:.3f} ms (spread {self.baseline_spread:.0%}) to "
             f"{self.fused_ms:.3f} ms (spread {self.fused_spread:.0%}); {unit} {self.baseline_launches} to "
-            f"{self.fused_launches}; peak {self.baseline_peak_bytes / 1e6:.1f} MB to {self.fused_peak_bytes / 1e6:.1f} MB"
+            f"{self.fused_launches}; peak {human_size(self.baseline_peak_bytes)} to {human_size(self.fused_peak_bytes)}"
         )
 
 

@@ -15,8 +15,8 @@ from tilesmith.engine import explain, ops
 from tilesmith.engine.argument_checks import flag, number, size
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.hardware.capacity import Capacity, capacity_of
-from tilesmith.hardware.facts import table
 from tilesmith.hardware.detect import Arch, arch_of, assumed, detect_available_devices
+from tilesmith.hardware.facts import table
 from tilesmith.models.batch_size import Costs, Knee, best_batch
 from tilesmith.models.memory_estimate import CannotTrace, MemoryEstimate, Optimizer, held, optimizer_bytes, traced_peak
 from tilesmith.models.optimization import RULES, optimize
@@ -85,8 +85,8 @@ class HardwareAbstractionLayer:
         kernel there; returns the model. `model.tilesmith_report` explains rules, precision and attention kernel.
 
         dtype: the forward runs under autocast to it; it must be one that the device computes in. None: precision is
-        left as it is, and the report says what would fit. exclude: as of `optimize`. `tilesmith.undo` takes back all but
-        the move.
+        left as it is, and the report says what would fit. exclude: as of `optimize`. `tilesmith.undo` takes back all
+        but the move.
 
         Raises TypeError for what is no module; ValueError for parameters on meta and for a dtype that does not fit.
         """

@@ -83,7 +83,9 @@ def traced_peak(model: nn.Module, sample: Sample, batch: int, *, backward: bool,
                     loss_of(out).backward()
             return live.peak
     except Exception as problem:  # foreign code: whatever it raises says that it wants values
-        raise CannotTrace(f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}") from problem
+        raise CannotTrace(
+            f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
+        ) from problem
     finally:
         log.disabled = silent
         torch.random.set_rng_state(random)
@@ -148,7 +150,6 @@ def _kept_per_element(optimizer: Optimizer, dtype: torch.dtype) -> float:
 
 
 def _accepted(optimizer: torch.optim.Optimizer) -> set[str]:
-
 
     return set(inspect.signature(type(optimizer).__init__).parameters)
 

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from tilesmith.engine.memory import MemoryConfig
 from tilesmith.engine.memory import human_size as shown
 from tilesmith.engine.timing import EVENTS
-from tilesmith.models.memory_estimate import LiveBytes
 from tilesmith.models.losses import HeadForm
+from tilesmith.models.memory_estimate import LiveBytes
 from tilesmith.rewrite import forms, original_class
 
 GB = 10**9
@@ -26,7 +26,7 @@ WORTH = 0.02  # of the peak: what is not worth a sentence
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """Bytes of one module's own, without those of its children. activations: what its forward saved for the backward."""
+    """Bytes of one module, without its children. activations: what its forward saved for the backward."""
 
     name: str
     cls: str
@@ -56,8 +56,8 @@ class Reduction:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What one step used. modules: in the model's order; peaks: phase -> the most bytes held during it; reductions: the
-    largest first; bounds: what the MemoryConfig says to that, in sentences."""
+    """What one step used. modules: in the model's order; peaks: phase -> the most bytes held during it; reductions:
+    the largest first; bounds: what the MemoryConfig says to that, in sentences."""
 
     modules: tuple[ModuleMemory, ...]
     peaks: dict[str, int]
@@ -81,7 +81,9 @@ class MemoryReport:
         for row in sorted(self.modules, key=lambda row: -row.total)[:SHOWN]:
             parts = ", ".join(f"{kind} {shown(getattr(row, kind))}" for kind in kinds if getattr(row, kind))
             lines.append(f"  {row.name or '(model)'} ({row.cls}): {parts}")
-        lines += ["What would reduce it", *(f"  {reduction}" for reduction in self.reductions)] if self.reductions else []
+        lines += (
+            ["What would reduce it", *(f"  {reduction}" for reduction in self.reductions)] if self.reductions else []
+        )
         return "\n".join(lines)
 
 

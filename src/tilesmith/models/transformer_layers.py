@@ -1,7 +1,7 @@
 """torch's TransformerEncoderLayer and TransformerDecoderLayer: their blocks through the ops, as far as it is asked for.
 
-Both are a row of blocks (self-attention, attention to a memory, feed-forward), each with a dropout, a sum with what went
-in, and a LayerNorm before the block or after the sum.
+Both are a row of blocks (self-attention, attention to a memory, feed-forward), each with a dropout, a sum with what
+went in, and a LayerNorm before the block or after the sum.
 """
 
 from __future__ import annotations

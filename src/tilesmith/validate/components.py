@@ -73,8 +73,8 @@ class ComponentValidator:
     A copy of the layer runs in evaluation mode. Its outputs and gradients may be off from fp64 by twice the error of a
     reference in the same dtype, plus rounding (`validate.budget`). The reference is the formula, where a layer's
     parameters tell it (linear layers, softmax attention), else the layer itself by the references of all ops. Further:
-    the shape of the output, finite values, the same result of a second call, inputs that are not written to, the same result from
-    strided inputs, and rows of a batch that do not depend on one another. The layer itself is left as it was.
+    the shape of the output, finite values, the same result of a second call, inputs that are not written to, the same
+    result from strided inputs, and rows of a batch that do not depend on one another. The layer is left as it was.
 
     device: where to validate; the layer's own if None. dtype: in which; the layer's own if None.
     """
@@ -150,7 +150,7 @@ class ComponentValidator:
         if classes:
             x = torch.randint(classes, shape, generator=generator).to(device)
         else:
-            x = torch.randn(shape, generator=generator).to(device, dtype)
+            x = torch.randn(*shape, generator=generator).to(device, dtype)
         return ValidationResults(type(layer).__name__, tuple(_checks(tried, x, wanted, oracle)))
 
 
