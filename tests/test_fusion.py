@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import io
 import itertools
@@ -24,9 +25,10 @@ from tilesmith.attention.fusion import (
     create_unified_attention_fusion,
 )
 from tilesmith.engine import use
+from tilesmith.models.norm_rotary import deferred
 from tilesmith.models.packing import PackedForm, PackRule, adjacent
 from tilesmith.models.transformer_layers import LayerRule
-from tilesmith.rewrite import forms, rewrite
+from tilesmith.rewrite import forms, parse, rewrite
 from tilesmith.validate.budget import compare
 
 AGGRESSIVE, BALANCED, CONSERVATIVE = (
@@ -490,3 +492,91 @@ def test_the_guide():
     code = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
     assert len(code) == 4
     exec(compile("\n".join(code), guide.name, "exec"), {"__name__": "guide"})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_norms_of_queries_and_keys_go_into_the_rotation(family):
+    plain = build(family)
+    ids = torch.arange(12).view(2, 6) + 3
+    with use(rms_norm_rope="reference"):
+        fused = create_unified_attention_fusion(copy.deepcopy(plain), ATTENTION, BALANCED)
+        wide = [_gradients(copy.deepcopy(m).double(), ids, labels=ids) for m in (fused, plain)]
+        torch.testing.assert_close(*({name: value.float() for name, value in found.items()} for found in wide))
+        fused(ids)
+        assert (
+            fused.fusion_report.calls() | {"rms_norm_rope": 2, "rope": 0, "rms_norm": 0} == fused.fusion_report.calls()
+        )
+        seen = []
+        fused.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *_: seen.append(1))
+        torch.testing.assert_close(fused(ids).logits, plain(ids).logits)
+        assert seen and fused.fusion_report.calls()["rope"] == 1
+    assert not any(row.fqn.endswith("layernorm") for row in fused.fusion_report.replaced)
+
+
+class _Rotates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_norm, self.k_norm = nn.RMSNorm(8, eps=1e-6), nn.RMSNorm(8, eps=1e-6)
+
+    seen = staticmethod(lambda x: x)
+
+
+class _Straight(_Rotates):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k)
+        shape = q.shape
+        q, k = apply_rotary(q, k, cos, sin)
+        return q.view(shape), k
+
+
+class _Seen(_Rotates):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q)
+        kept = q + 1
+        k = self.k_norm(k)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q + kept, k
+
+
+class _Branched(_Rotates):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q)
+        if cos is not None:
+            q = q * 2
+        k = self.k_norm(k)
+        return apply_rotary(q, k, cos, sin)
+
+
+def apply_rotary(q, k, cos, sin):
+    return q * cos, k * sin
+
+
+@pytest.mark.parametrize(("kind", "taken"), [(_Straight, True), (_Seen, False), (_Branched, False)])
+def test_norms_that_others_see_stay_where_they_are(kind, taken):
+    tree = parse(kind.forward)
+    before = ast.unparse(tree)
+    found = deferred(tree, ("q_norm", "k_norm"), ("apply_rotary",))
+    assert [spec.norms for spec in found] == [("q_norm", "k_norm")] * taken
+    assert taken or ast.unparse(tree) == before
+    assert not taken or (found[0].transposed == (True, False) and "self.q_norm" not in ast.unparse(tree))
+
+
+def test_packed_models_in_other_hands(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    ids = torch.arange(12).view(2, 6) + 3
+    plain = build("llama")
+    fused = create_unified_attention_fusion(copy.deepcopy(plain), FULL, AGGRESSIVE)
+    fused.save_pretrained(tmp_path)
+    with torch.no_grad():
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+        torch.testing.assert_close(loaded(ids).logits, plain.eval()(ids).logits)
+        compiled = torch.compile(fused.eval(), backend="eager")
+        torch.testing.assert_close(compiled(ids).logits, plain(ids).logits)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    found = []
+    for model in (fused, plain):
+        torch.manual_seed(0)
+        found.append(_gradients(peft.get_peft_model(model, config).train(), ids, labels=ids))
+    torch.testing.assert_close(*found)

@@ -22,7 +22,7 @@ from tilesmith.models.optimization import undo
 from tilesmith.models.packing import PackRule
 from tilesmith.models.reach import effects
 from tilesmith.models.residuals import AddNormRule
-from tilesmith.models.rotary import RotaryRule
+from tilesmith.models.rotary import HeadNormRule, RotaryRule
 from tilesmith.models.sample_inputs import most_tokens, sample_of
 from tilesmith.models.selected_blocks import SelectionRule
 from tilesmith.models.state import untouched
@@ -73,8 +73,8 @@ LEVEL_RULES: dict[OptimizationLevel, dict[str, tuple[str, ...]]] = {
         "norm": ("norm", "add_norm"), "attention": ("rope",), "ffn": ("activation",), "loss": (),
     },
     OptimizationLevel.BALANCED: {
-        "norm": (), "attention": ("attention", "selection", "layer:attention"), "ffn": ("mlp", "layer:feed_forward"),
-        "loss": ("loss",),
+        "norm": (), "attention": ("attention", "selection", "layer:attention", "rope:norm"),
+        "ffn": ("mlp", "layer:feed_forward"), "loss": ("loss",),
     },
     OptimizationLevel.AGGRESSIVE: {
         "norm": ("layer:dropout",), "attention": ("pack",), "ffn": ("pack",), "loss": (),
@@ -255,8 +255,10 @@ def _rules(config: FusionConfig, levels: Collection[OptimizationLevel]) -> list[
     names, strategy = rules_of(config, levels), config.strategy
     kinds = {FusionStrategy.ATTENTION_ONLY: "attention", FusionStrategy.FFN_ONLY: "ffn"}
     found: list[rewrite.Rule] = []
-    for rule in (NormRule, AddNormRule, RotaryRule):
-        found += [rule()] if rule.name in names else []
+    # norms that a rotation takes have to be recognised first; by themselves they are not of every strategy
+    found += [NormRule()] if "norm" in names else [HeadNormRule()] if "rope:norm" in names else []
+    found += [AddNormRule()] if "add_norm" in names else []
+    found += [RotaryRule(norms="rope:norm" in names)] if "rope" in names else []
     found += [GatedMlpRule(recompute=config.enable_memory_optimization)] if "mlp" in names else []
     found += [rule() for rule in (ActivationRule, AttentionRule, SelectionRule, LossRule) if rule.name in names]
     parts = [name.partition(":")[2] for name in names if name.startswith("layer:")]
@@ -285,7 +287,9 @@ def _refuse_nothing(report: rewrite.Report, config: FusionConfig, levels: tuple[
 
 
 def _names_of(row: rewrite.Row) -> set[str]:
-    """A row's rule as `LEVEL_RULES` names it."""
+    """A row's rule as `LEVEL_RULES` names it; "rope:norm" are norms of queries and keys in one op with the rotation."""
+    if "rms_norm_rope" in row.ops:
+        return {"rope", "rope:norm"}
     if row.rule != LayerRule.name:
         return {row.rule}
     by_op = {"attention": "attention", "linear_act": "feed_forward", "dropout_add_norm": "dropout"}

@@ -60,7 +60,7 @@ class GatedMlpForm(Form):
         return "swiglu" if self.mlp.activation == "silu" else "geglu"
 
     def namespace(self, base: type) -> dict[str, Any]:
-        mlp, op, classes, recompute = self.mlp, self.op, dict(self.passed_over), self.recompute
+        mlp, op, classes = self.mlp, self.op, dict(self.passed_over)
         passed_over = tuple(classes)
 
         @torch.compiler.assume_constant_result
@@ -77,12 +77,13 @@ class GatedMlpForm(Form):
             if not served:
                 return base.forward(self, x)
             ran(self, op)
-            return gated_mlp(self, x, mlp, recompute)
+            return gated_mlp(self, x, mlp)
 
-        return {"forward": forward, "_tilesmith_gated_mlp": mlp}
+        kept = {} if self.recompute else {"_tilesmith_keeps": True}
+        return {"forward": forward, "_tilesmith_gated_mlp": mlp, **kept}
 
 
-def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp, recompute: bool = True) -> Tensor:
+def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
     """What `module` computes; the layers are called as modules, since adapters and hooks may sit on them."""
     if has_caster(module):
         caster = module._modules["_fp8"]
@@ -98,7 +99,7 @@ def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp, recompute: bool = Tru
         hidden = getattr(module, mlp.inner_dropout)(hidden)
         out = getattr(module, mlp.down)(hidden)
     else:
-        with _recomputed(hidden, mlp, gate, up) if recompute else contextlib.nullcontext():
+        with _recomputed(module, hidden, mlp, gate, up):
             out = getattr(module, mlp.down)(hidden)
     return out if mlp.outer_dropout is None else getattr(module, mlp.outer_dropout)(out)
 
@@ -109,7 +110,9 @@ def _product(mlp: GatedMlp, gate: Tensor, up: Tensor) -> Tensor:
     return ops.geglu(gate, up, "tanh" if mlp.activation == "gelu_tanh" else "none")
 
 
-def _recomputed(hidden: Tensor, mlp: GatedMlp, gate: Tensor, up: Tensor) -> contextlib.AbstractContextManager:
+def _recomputed(
+    module: nn.Module, hidden: Tensor, mlp: GatedMlp, gate: Tensor, up: Tensor
+) -> contextlib.AbstractContextManager:
     """Inside, whoever saves `hidden` for its backward keeps gate and up instead, which are kept anyway.
 
     Not where memory does not tell tensors apart: in fake tensors and in the transforms of torch.func.
@@ -118,6 +121,8 @@ def _recomputed(hidden: Tensor, mlp: GatedMlp, gate: Tensor, up: Tensor) -> cont
     of a Llama of 16 layers, 8,192 wide inside, at 16,384 tokens, for 1 % of its time.
     """
     if not torch.is_grad_enabled() or not hidden.requires_grad or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    if getattr(type(module), "_tilesmith_keeps", False):
         return contextlib.nullcontext()
     if type(_local(hidden)) is not Tensor or torch_private.functorch() is not None:
         return contextlib.nullcontext()
