@@ -31,7 +31,6 @@ KNOWN = {
     "llama": lambda: build("llama", attention="sdpa"),
     "llama, optimised": lambda: tilesmith.optimize(build("llama", attention="sdpa")),
     "bert": lambda: build("bert", attention="sdpa"),
-    "t5": lambda: build("t5", attention="sdpa"),
     "whisper": lambda: build("whisper", attention="sdpa"),
     "vit": lambda: build("vit", attention="sdpa"),
 }
