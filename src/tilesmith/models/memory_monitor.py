@@ -286,8 +286,9 @@ def _reductions(
     repeated, count = _repeated(modules)
     if repeated:
         saves = repeated - repeated // max(1, _tensors_of_a_layer(modules))
-        how = "model.gradient_checkpointing_enable()" if hasattr(model, "gradient_checkpointing_enable") else (
-            "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)")  # fmt: skip
+        how = "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)"
+        switches = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the newer name first
+        how = next((f"model.{name}()" for name in switches if hasattr(model, name)), how)
         found.append(Reduction(f"checkpointing of {count} layers", saves, "one more forward of them", how))
         how = "with torch.autograd.graph.save_on_cpu(pin_memory=True): ... round the forward"
         found.append(Reduction("activations on the CPU", total("activations"), "copies to the host and back", how))
