@@ -275,6 +275,9 @@ def test_a_dtype_that_fits_is_used_and_another_refused():
         with torch.autocast("cpu", torch.bfloat16):
             wanted = tilesmith.undo(model)(x)
         torch.testing.assert_close(hal.optimize_for_hardware(model, dtype=torch.bfloat16)(x), wanted)
+    assert "under autocast to bfloat16" in str(hal.optimize_for_hardware(model).tilesmith_report)
+    with pytest.raises(ValueError, match=r"runs under autocast to torch.bfloat16 already, not torch.float16; call"):
+        hal.optimize_for_hardware(model, dtype=torch.float16)
     with (
         assuming(arch_named("sm75")),
         pytest.raises(ValueError, match="does not compute in bfloat16; it does in float32"),

@@ -46,14 +46,14 @@ class Costs:
 
     def scale(self) -> float:
         """What real steps take over what fake tensors say, by the largest real step."""
-        ran = max((p for p in self.probes if p.fits), key=lambda p: p.batch, default=None)
+        ran = max((p for p in self.probes if p.fits and p.peak), key=lambda p: p.batch, default=None)
         expected = self.fake(ran.batch) if ran is not None else None
         return ran.peak / expected if ran is not None and expected else 1.0
 
     def step(self, batch: int) -> int:
         """Bytes of a step beyond parameters. Raises ValueError where neither fake tensors nor two real runs tell."""
-        exact = next((p.peak for p in self.probes if p.fits and p.batch == batch), None)
-        if exact is not None:
+        exact = next((p.peak for p in self.probes if p.fits and p.batch == batch), 0)
+        if exact:
             return exact
         expected = self.fake(batch)
         if expected is not None:
@@ -61,7 +61,7 @@ class Costs:
         return self._from_runs(batch)
 
     def _from_runs(self, batch: int) -> int:
-        fitting = sorted((p for p in self.probes if p.fits), key=lambda p: p.batch)
+        fitting = sorted((p for p in self.probes if p.fits and p.peak), key=lambda p: p.batch)
         if len(fitting) < 2:
             raise ValueError(
                 "fake tensors do not get through this model, and it was not run at two batches: move it to the device "

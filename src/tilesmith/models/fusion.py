@@ -27,7 +27,7 @@ from tilesmith.models.sample_inputs import most_tokens, sample_of
 from tilesmith.models.selected_blocks import SelectionRule
 from tilesmith.models.state import untouched
 from tilesmith.models.transformer_layers import LayerRule
-from tilesmith.rewrite.variant import obstacle
+from tilesmith.rewrite.variants import obstacle
 
 
 class FusionStrategy(enum.Enum):

@@ -14,11 +14,20 @@ from tilesmith import rewrite
 from tilesmith.engine import explain, ops
 from tilesmith.engine.argument_checks import flag, number, size
 from tilesmith.engine.backends import REFERENCE, missing
+from tilesmith.engine.timing import EVENTS
 from tilesmith.hardware.capacity import Capacity, capacity_of
 from tilesmith.hardware.detect import Arch, arch_of, assumed, detect_available_devices
 from tilesmith.hardware.facts import table
 from tilesmith.models.batch_size import Costs, Knee, best_batch
-from tilesmith.models.memory_estimate import CannotTrace, MemoryEstimate, Optimizer, held, optimizer_bytes, traced_peak
+from tilesmith.models.memory_estimate import (
+    CannotTrace,
+    MemoryEstimate,
+    Optimizer,
+    held,
+    local,
+    optimizer_bytes,
+    traced_peak,
+)
 from tilesmith.models.optimization import RULES, optimize
 from tilesmith.models.probes import Probe, probe
 from tilesmith.models.sample_inputs import Sample, sample_of
@@ -93,18 +102,24 @@ class HardwareAbstractionLayer:
         self._check("optimize_for_hardware", model)
         if dtype is not None:
             self._check_dtype(dtype)
+        casts = next((form.dtype for form in rewrite.forms(model) if isinstance(form, HardwareForm)), None)
+        if None not in (casts, dtype) and casts is not dtype:
+            raise ValueError(
+                f"optimize_for_hardware: the model runs under autocast to {casts} already, not {dtype}; call "
+                "tilesmith.undo(model) first"
+            )
         if assumed() is None and any(p.device != self.device for p in (*model.parameters(), *model.buffers())):
             model.to(self.device)
         served = {rule: self._served(rule) for rule in _OPS_OF_RULES}
         wanted = [rule.name for rule in RULES if served.get(rule.name, True)]
         optimize(model, only=wanted, exclude=exclude)
-        if dtype is not None and not any(isinstance(form, HardwareForm) for form in rewrite.forms(model)):
+        if dtype is not None and casts is None:
             rewrite.swap(model, HardwareForm(self.device.type, dtype))
         told = [f"Fitted to {self.arch}."]
         left = [rule for rule, there in served.items() if not there]
         if left:
             told.append(f"Rules left out, as no kernel of the library serves their ops there: {', '.join(left)}.")
-        told += [self._precision(model, dtype), self._attention(model)]
+        told += [self._precision(model, dtype or casts), self._attention(model)]
         report = model.tilesmith_report
         model.tilesmith_report = replace(report, effects=(*told, *(report.effects if assumed() is None else ())))
         return model
@@ -196,7 +211,7 @@ class HardwareAbstractionLayer:
 
     def _costs(self, model: nn.Module, given: Sample, training: bool, optimizer: Optimizer | None) -> Costs:
         parameters = list(model.parameters())
-        here = all(p.device == self.device for p in parameters)
+        here = all(p.device == self.device for p in parameters) and self.device.type in ("cpu", *EVENTS)
         state, step = optimizer_bytes(model, optimizer, self.device) if training else (0, 0)
 
         def traced(batch: int) -> int | None:
@@ -209,7 +224,7 @@ class HardwareAbstractionLayer:
             traced=traced,
             run=lambda batch: probe(model, given, batch, backward=training, device=self.device),
             parameters=held(iter((*parameters, *model.buffers()))),
-            gradients=sum(p.nbytes for p in parameters if p.requires_grad) if training else 0,
+            gradients=sum(local(p).nbytes for p in parameters if p.requires_grad) if training else 0,
             optimizer_state=state,
             optimizer_step=step,
             allocated_state=_allocated_state(optimizer),
@@ -302,7 +317,7 @@ def _allocated_state(optimizer: Any) -> int:
     """Bytes that an optimizer holds already."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return 0
-    return sum(x.nbytes for one in optimizer.state.values() for x in one.values() if isinstance(x, torch.Tensor))
+    return sum(local(x).nbytes for one in optimizer.state.values() for x in one.values() if isinstance(x, torch.Tensor))
 
 
 def _devices(wanted: Sequence[torch.device] | None) -> list[torch.device]:

@@ -111,8 +111,14 @@ def _inputs(sample: Sample, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def held(tensors: Iterator[Tensor]) -> int:
-    """Bytes of these tensors, each storage once."""
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    """Bytes of these tensors on this rank, each storage once."""
+    storages = [local(x).untyped_storage() for x in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank has of a DTensor; other tensors as they are."""
+    return getattr(x, "_local_tensor", x)
 
 
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -130,11 +136,11 @@ def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None, device: torch
     kept: dict[torch.dtype, float] = {}
     for dtype in {p.dtype for p in trained}:
         kept[dtype] = _kept_per_element(optimizer, dtype)
-    state = sum(int(kept[p.dtype] * p.numel()) for p in trained)
+    state = sum(int(kept[p.dtype] * local(p).numel()) for p in trained)
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
-        state = sum(x.nbytes for one in optimizer.state.values() for x in one.values() if isinstance(x, Tensor))
+        state = sum(local(x).nbytes for one in optimizer.state.values() for x in one.values() if isinstance(x, Tensor))
     # torch's foreach implementations, the default on accelerators, hold one more tensor of each parameter's size
-    step = 0 if device.type == "cpu" or not state else sum(p.nbytes for p in trained)
+    step = 0 if device.type == "cpu" or not state else sum(local(p).nbytes for p in trained)
     return state, step
 
 

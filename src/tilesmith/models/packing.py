@@ -24,7 +24,7 @@ from tilesmith.engine import torch_private
 from tilesmith.models.reach import observed
 from tilesmith.nn import GatedMLP
 from tilesmith.rewrite import CannotRespell, Form, Replace, Rule, Site, Skip, flow, forms, original_class, parse
-from tilesmith.rewrite.variant import obstacle, swap, unswap
+from tilesmith.rewrite.variants import obstacle, swap, unswap
 
 _GROUP = "_tilesmith_group"
 # A backward joins the gradients of the parts first, one pass over them. Above so many rows that costs more than the

@@ -21,7 +21,8 @@ PATIENCE = 2.0  # seconds of a step from which on one is enough
 
 @dataclass(frozen=True)
 class Probe:
-    """One real step of `batch` rows. seconds: of a step; peak: bytes beyond what was there before; kept: bytes that
+    """One real step of `batch` rows. seconds: of a step; peak: bytes beyond what was there before, 0 where the device
+    does not tell (Apple); kept: bytes that
     stay on the device though the step is over, as workspaces of libraries do. fits: False where memory ran out."""
 
     batch: int
@@ -87,7 +88,7 @@ def _measured(model: nn.Module, sample: Sample, batch: int, backward: bool, devi
     before = _allocated(device)
     first = _timed(step, device)  # compiles, and lets libraries take their workspaces
     kept = _allocated(device) - before
-    peak = peak_memory(step, device)
+    peak = peak_memory(step, device) if device.type in ("cpu", *EVENTS) else 0
     times = [_timed(step, device) for _ in range(1 if first > PATIENCE else TIMED)]
     return Probe(batch, statistics.median(times), peak, max(0, kept))
 
