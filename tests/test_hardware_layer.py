@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,9 +27,7 @@ KNOWN = {
     "encoder": lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
     "sequential": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)),
     "decoder": lambda: tnn.Decoder(tnn.DecoderConfig(128, 32, 64, 2, 4, max_positions=64)),
-    "llama": lambda: build("llama", attention="sdpa"),
     "llama, optimised": lambda: tilesmith.optimize(build("llama", attention="sdpa")),
-    "bert": lambda: build("bert", attention="sdpa"),
     "whisper": lambda: build("whisper", attention="sdpa"),
     "vit": lambda: build("vit", attention="sdpa"),
 }
@@ -55,7 +52,7 @@ def test_estimates_meet_what_is_measured(kind):
         {p.data_ptr(): p.nbytes for p in (*model.parameters(), *model.buffers())}.values()
     )
     assert hal.estimate_memory_usage(model, 6, sequence_length=32) == estimate.total / 1e9
-    assert hal.memory_estimate(model, 12, sequence_length=32).step > 1.5 * estimate.step * (kind != "sequential")
+    assert hal.memory_estimate(model, 12, sequence_length=32).probes == 1  # the run is remembered
     inference = hal.memory_estimate(model, 6, sequence_length=32, training=False)
     assert inference.total < estimate.total and inference.optimizer_state == inference.gradients == 0
 
@@ -194,16 +191,15 @@ import torch, torch.distributed as dist
 from tilesmith.models.batch_size import best_batch
 from tilesmith.models.probes import agreed, probe
 from tilesmith.models.sample_inputs import sample_of
-sys.path.insert(0, {tests!r})
-from test_hardware_layer import _costs
+from tilesmith.models.batch_size import Costs
+from tilesmith.models.probes import Probe
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8))
 given = sample_of(model)
 found = probe(model, given, 4, backward=True, device=torch.device("cpu"))
-costs = _costs(lambda b: 1e-3 + 1e-4 * b, lambda b: 100 * b)
-inner = costs.run
-costs.run = lambda b: (lambda everyone: max(everyone, key=lambda p: p.seconds))(agreed(inner(b)))
+run = lambda b: max(agreed(Probe(b, 1e-3 + (1 + rank) * 1e-4 * b, 100 * b, 0)), key=lambda p: p.seconds)
+costs = Costs(lambda b: 80 * b, run, 100, 50, 0, 0, 0, True)
 batch = best_batch(costs, 9000 - 4000 * rank, 512).batch
 
 class Fails(torch.nn.Module):
@@ -224,8 +220,7 @@ print(json.dumps([found.seconds, found.peak, batch, said]))
 
 
 def test_all_ranks_get_one_answer(tmp_path):
-    code = RANKS.format(tests=str(Path(__file__).parent))
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", RANKS]
     ran = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in range(2)

@@ -110,7 +110,7 @@ class FusionConfig:
         size("FusionConfig", "target_sequence_length", self.target_sequence_length)
 
 
-class UnifiedAttentionFusion:
+class UnifiedAttentionFusion(nn.Module):
     """What a model is besides its own class after `create_unified_attention_fusion`; there is no other way to get one.
 
     The model stays the object that it was, with its parameters, its state dict, its hooks and its methods.
