@@ -260,9 +260,9 @@ def _rules(config: FusionConfig, levels: Collection[OptimizationLevel]) -> list[
     found += [AddNormRule()] if "add_norm" in names else []
     found += [RotaryRule(norms="rope:norm" in names)] if "rope" in names else []
     found += [GatedMlpRule(recompute=config.enable_memory_optimization)] if "mlp" in names else []
-    found += [rule() for rule in (ActivationRule, AttentionRule, SelectionRule, LossRule) if rule.name in names]
     parts = [name.partition(":")[2] for name in names if name.startswith("layer:")]
     found += [LayerRule(parts)] if parts else []
+    found += [rule() for rule in (ActivationRule, AttentionRule, SelectionRule, LossRule) if rule.name in names]
     found += [PackRule(kinds.get(strategy))] if "pack" in names else []
     return found
 

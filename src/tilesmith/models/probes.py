@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tilesmith.engine.memory import workspaces
 from tilesmith.engine.timing import EVENTS, peak_memory
 from tilesmith.models.sample_inputs import Sample
 from tilesmith.models.state import untouched
 
 TIMED = 3  # steps of a probe whose median counts, after one that is not timed
+# device -> what libraries were seen to keep on it; they take it once in a process, perhaps before the first probe
+_KEPT: dict[torch.device, int] = {}
 PATIENCE = 2.0  # seconds of a step from which on one is enough
 
 
@@ -87,10 +90,11 @@ def _measured(model: nn.Module, sample: Sample, batch: int, backward: bool, devi
 
     before = _allocated(device)
     first = _timed(step, device)  # compiles, and lets libraries take their workspaces
-    kept = _allocated(device) - before
+    _KEPT[device] = max(_KEPT.get(device, 0), _allocated(device) - before)
+    kept = _KEPT[device] or (workspaces(device) if device.type in EVENTS else 0)
     peak = peak_memory(step, device) if device.type in ("cpu", *EVENTS) else 0
     times = [_timed(step, device) for _ in range(1 if first > PATIENCE else TIMED)]
-    return Probe(batch, statistics.median(times), peak, max(0, kept))
+    return Probe(batch, statistics.median(times), peak, kept)
 
 
 def _timed(step: Any, device: torch.device) -> float:

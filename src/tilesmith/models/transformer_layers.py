@@ -81,7 +81,7 @@ class LayerForm(Form):
                 return base.forward(self, *args, **kwargs)
             return _run(self, x, call, _Plan(which, blocks, parts, activation))
 
-        return {"forward": forward}
+        return {"forward": forward, "_tilesmith_parts": parts}
 
 
 class _Plan(NamedTuple):
