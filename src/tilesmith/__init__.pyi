@@ -18,6 +18,7 @@ from tilesmith import precision as precision
 from tilesmith import rewrite as rewrite
 from tilesmith import runtime as runtime
 from tilesmith import settings as settings
+from tilesmith import utils as utils
 from tilesmith import validate as validate
 from tilesmith.engine import explain as explain
 from tilesmith.engine import optimize_kernel as optimize_kernel

@@ -18,4 +18,11 @@ from tilesmith.attention.ring import create_ring_attention as create_ring_attent
 from tilesmith.attention.selected import selected_block_attention as selected_block_attention
 from tilesmith.attention.sparse import DynamicSparseAttention as DynamicSparseAttention
 from tilesmith.attention.sparse import create_sparse_attention as create_sparse_attention
+from tilesmith.models.fusion import FusionConfig as FusionConfig
+from tilesmith.models.fusion import FusionStrategy as FusionStrategy
+from tilesmith.models.fusion import OptimizationLevel as OptimizationLevel
+from tilesmith.models.fusion import UnifiedAttentionFusion as UnifiedAttentionFusion
+from tilesmith.models.fusion import create_unified_attention_fusion as create_unified_attention_fusion
+from tilesmith.models.fusion_benchmark import FusionPerformanceStats as FusionPerformanceStats
+from tilesmith.models.fusion_benchmark import benchmark_fusion_performance as benchmark_fusion_performance
 from tilesmith.precision.attention import FP8AttentionConfig as FP8AttentionConfig

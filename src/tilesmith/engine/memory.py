@@ -137,7 +137,7 @@ def rows_in_budget(op: str, need: Need, bounds: Bounds) -> int:
     low, target, limit, limit_name = bounds
     if need.whole < low:
         raise ValueError(
-            f"{op} needs {_size(need.whole)} here, less than min_memory_gb = {low / GB:g} ({_size(low)}); "
+            f"{op} needs {human_size(need.whole)} here, less than min_memory_gb = {low / GB:g} ({human_size(low)}); "
             "lower it, or call the op outside this MemoryConfig"
         )
     target = max(target, need.least)
@@ -151,13 +151,13 @@ def rows_in_budget(op: str, need: Need, bounds: Bounds) -> int:
     wanted = need.chunked(rows)
     if wanted > limit:
         raise ValueError(
-            f"{op} needs at least {_size(wanted)} here, more than {limit_name} = {limit / GB:g} ({_size(limit)}); "
-            "raise it, or give the op fewer rows at a time"
+            f"{op} needs at least {human_size(wanted)} here, more than {limit_name} = {limit / GB:g} "
+            f"({human_size(limit)}); raise it, or give the op fewer rows at a time"
         )
     return rows
 
 
-def _size(count: int) -> str:
+def human_size(count: int) -> str:
     """Bytes in the unit that leaves a number one can read."""
     units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
     return next(

@@ -9,6 +9,10 @@ _HOMES = {
     "arch_named": "tilesmith.hardware.detect",
     "arch_of": "tilesmith.hardware.detect",
     "detect_available_devices": "tilesmith.hardware.detect",
+    "HardwareAbstractionLayer": "tilesmith.models.hardware_layer",
+    "MemoryMonitor": "tilesmith.models.memory_monitor",
+    "Capacity": "tilesmith.hardware.capacity",
+    "capacity_of": "tilesmith.hardware.capacity",
     "facts": "tilesmith.hardware.facts",
     "limits_of": "tilesmith.hardware.limits",
 }

@@ -1,5 +1,7 @@
 # Written by: python -m tilesmith.validate.stubs
 
+from tilesmith.hardware.capacity import Capacity as Capacity
+from tilesmith.hardware.capacity import capacity_of as capacity_of
 from tilesmith.hardware.detect import Arch as Arch
 from tilesmith.hardware.detect import arch_named as arch_named
 from tilesmith.hardware.detect import arch_of as arch_of
@@ -8,3 +10,5 @@ from tilesmith.hardware.facts import Facts as Facts
 from tilesmith.hardware.facts import facts as facts
 from tilesmith.hardware.limits import Limits as Limits
 from tilesmith.hardware.limits import limits_of as limits_of
+from tilesmith.models.hardware_layer import HardwareAbstractionLayer as HardwareAbstractionLayer
+from tilesmith.models.memory_monitor import MemoryMonitor as MemoryMonitor

@@ -27,6 +27,10 @@ from tilesmith.kernels.norms import (
 from tilesmith.kernels.norms_vjp import NormVjpConfig, create_norm_vjp_kernel
 from tilesmith.kernels.probability import SoftmaxDropoutConfig, create_softmax_dropout_kernel
 
+# LayerNorm and RMSNorm as one word, as in the class names
+create_layernorm_linear_kernel = create_layer_norm_linear_kernel
+create_residual_layernorm_kernel = create_residual_layer_norm_kernel
+create_rmsnorm_rope_kernel = create_rms_norm_rope_kernel
 createLayerNormLinearKernel = create_layer_norm_linear_kernel
 createRMSNormRoPEKernel = create_rms_norm_rope_kernel
 createSwiGLUKernel = create_swiglu_kernel
@@ -57,6 +61,9 @@ __all__ = [
     "create_residual_layer_norm_kernel",
     "create_geglu_kernel",
     "create_softmax_dropout_kernel",
+    "create_layernorm_linear_kernel",
+    "create_residual_layernorm_kernel",
+    "create_rmsnorm_rope_kernel",
     "createLayerNormLinearKernel",
     "createRMSNormRoPEKernel",
     "createSwiGLUKernel",

@@ -245,6 +245,9 @@ class AttentionRule(Rule):
     def match(self, site: Site) -> Replace | Skip | None:
         module = site.module
         if isinstance(module, nn.MultiheadAttention):
+            holder = next(site.holders(), None)
+            if "attention" in getattr(type(holder), "_tilesmith_parts", ()):
+                return Replace(None, ("attention",), "the layer that holds it computes it by the op")
             return Skip("torch's own module has fused paths of its own, and other code reads its weights", wanted=False)
         transformers = sys.modules.get("transformers")
         if transformers is None:

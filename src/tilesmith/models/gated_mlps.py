@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +47,12 @@ class GatedMlp(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedMlpForm(Form):
-    """A gated MLP by the op. passed_over: (name, class) of the children that are not called any more."""
+    """A gated MLP by the op. passed_over: (name, class) of the children that are not called any more. recompute: the
+    backward computes the inner product again."""
 
     mlp: GatedMlp
     passed_over: tuple[tuple[str, type], ...]
+    recompute: bool = True
 
     @property
     def op(self) -> str:
@@ -77,7 +79,8 @@ class GatedMlpForm(Form):
             ran(self, op)
             return gated_mlp(self, x, mlp)
 
-        return {"forward": forward, "_tilesmith_gated_mlp": mlp}
+        kept = {} if self.recompute else {"_tilesmith_keeps": True}
+        return {"forward": forward, "_tilesmith_gated_mlp": mlp, **kept}
 
 
 def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
@@ -96,7 +99,7 @@ def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
         hidden = getattr(module, mlp.inner_dropout)(hidden)
         out = getattr(module, mlp.down)(hidden)
     else:
-        with _recomputed(hidden, mlp, gate, up):
+        with _recomputed(module, hidden, mlp, gate, up):
             out = getattr(module, mlp.down)(hidden)
     return out if mlp.outer_dropout is None else getattr(module, mlp.outer_dropout)(out)
 
@@ -107,7 +110,9 @@ def _product(mlp: GatedMlp, gate: Tensor, up: Tensor) -> Tensor:
     return ops.geglu(gate, up, "tanh" if mlp.activation == "gelu_tanh" else "none")
 
 
-def _recomputed(hidden: Tensor, mlp: GatedMlp, gate: Tensor, up: Tensor) -> contextlib.AbstractContextManager:
+def _recomputed(
+    module: nn.Module, hidden: Tensor, mlp: GatedMlp, gate: Tensor, up: Tensor
+) -> contextlib.AbstractContextManager:
     """Inside, whoever saves `hidden` for its backward keeps gate and up instead, which are kept anyway.
 
     Not where memory does not tell tensors apart: in fake tensors and in the transforms of torch.func.
@@ -116,6 +121,8 @@ def _recomputed(hidden: Tensor, mlp: GatedMlp, gate: Tensor, up: Tensor) -> cont
     of a Llama of 16 layers, 8,192 wide inside, at 16,384 tokens, for 1 % of its time.
     """
     if not torch.is_grad_enabled() or not hidden.requires_grad or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    if getattr(type(module), "_tilesmith_keeps", False):
         return contextlib.nullcontext()
     if type(_local(hidden)) is not Tensor or torch_private.functorch() is not None:
         return contextlib.nullcontext()
@@ -148,8 +155,8 @@ class GatedMlpRule(Rule):
 
     name = "mlp"
 
-    def __init__(self) -> None:
-        self._verdicts = probe.Verdicts()
+    def __init__(self, recompute: bool = True) -> None:
+        self._verdicts, self._recompute = probe.Verdicts(), recompute
 
     def match(self, site: Site) -> Replace | Skip | None:
         module = site.module
@@ -165,7 +172,7 @@ class GatedMlpRule(Rule):
             form = self._verdicts.of(module, lambda: recognise(module), tuple(_sizes(c) for c in layers.values()))
         except Unlike as verdict:
             return Skip(str(verdict)) if named else None
-        return Replace(form, (form.op,), str(form.mlp))
+        return Replace(replace(form, recompute=self._recompute), (form.op,), str(form.mlp))
 
 
 class _Half(nn.Module):

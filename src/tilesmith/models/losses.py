@@ -77,7 +77,7 @@ def _deferrable(head: nn.Linear) -> bool:
         and torch.is_grad_enabled()
         # Sharded (DTensor) and quantised weights have types of their own; DeepSpeed takes the storage away (ds_id);
         # under FSDP2 a layer that is wrapped by itself frees its weight when its forward returns.
-        and type(weight) in (nn.Parameter, Tensor)
+        and (type(weight) in (nn.Parameter, Tensor) or isinstance(weight, torch._subclasses.FakeTensor))
         and not hasattr(weight, "ds_id")
         and not _wrapped(type(head))
         and not (head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)

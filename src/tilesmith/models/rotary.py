@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.models.norm_rotary import Deferred, deferred, names_of, norm_rotation
+from tilesmith.models.norms import Norm, NormRule, norm_of
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import (
     CannotRespell,
@@ -53,9 +55,11 @@ _ROTATE = "_tilesmith_rotate_"
 
 @dataclass(frozen=True)
 class RotaryForm(Form):
-    """The same forward, in which some global functions rotate through the op: (name, layout, interleaved) of each."""
+    """The same forward, in which some global functions rotate through the op: (name, layout, interleaved) of each.
+    norms: (child, norm) of the norms that may go into a rotation."""
 
     functions: tuple[tuple[str, str, bool], ...]
+    norms: tuple[tuple[str, Norm], ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
         known = inspect.unwrap(base.forward).__globals__
@@ -64,7 +68,32 @@ class RotaryForm(Form):
             names[_ROTATE + name] = _where_reached(known[name], layout, pairs)
             names[name] = functools.partial(names[_ROTATE + name], None)
         called = frozenset(name for name, _, _ in self.functions)
-        return {"forward": respelled_forward(base, names, _WithSelf(called).visit)}
+        specs = _taken(inspect.unwrap(base.forward), self.functions, self.norms)
+        by_name = {name: (layout, pairs) for name, layout, pairs in self.functions}
+        made = []
+        for spec in specs:
+            layout, pairs = by_name[spec.function]
+            norm = dict(self.norms)[spec.norms[0]]
+            made.append(norm_rotation(spec, norm, names[_ROTATE + spec.function], _LAYOUTS[layout], pairs))
+        names |= names_of(made)
+
+        def edit(tree: ast.FunctionDef) -> None:
+            if specs:
+                deferred(tree, tuple(dict(self.norms)), tuple(by_name))
+            _WithSelf(called).visit(tree)
+
+        return {"forward": respelled_forward(base, names, edit)}
+
+
+def _taken(
+    forward: Any, functions: tuple[tuple[str, str, bool], ...], norms: tuple[tuple[str, Norm], ...]
+) -> list[Deferred]:
+    """The rotations of a forward that take norms into them; none if queries and keys have different ones."""
+    if not norms:
+        return []
+    known = dict(norms)
+    found = deferred(parse(forward), tuple(known), tuple(name for name, _, _ in functions))
+    return found if all(known[spec.norms[0]] == known[spec.norms[1]] for spec in found) else []
 
 
 class _WithSelf(ast.NodeTransformer):
@@ -112,13 +141,24 @@ def _where_reached(function: types.FunctionType, layout: str, interleaved: bool)
     return rotate
 
 
+class HeadNormRule(NormRule):
+    """The norms of modules that rotate queries and keys, and no others."""
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        holder = next(site.holders(), None)
+        rotates = holder is not None and _rotations(inspect.unwrap(original_class(type(holder)).forward))
+        return super().match(site) if rotates else None
+
+
 class RotaryRule(Rule):
-    """Modules whose forward calls a global function that rotates its first two arguments by the next two."""
+    """Modules whose forward calls a global function that rotates its first two arguments by the next two. norms: norms
+    of queries and keys that go straight into it become part of the op."""
 
     name = "rope"
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[type, tuple[str, ...]], Replace | Skip | None] = {}
+    def __init__(self, norms: bool = False) -> None:
+        self._norms = norms
+        self._known: dict[tuple[Any, ...], Replace | Skip | None] = {}
 
     def match(self, site: Site) -> Replace | Skip | None:
         cls = original_class(type(site.module))
@@ -126,13 +166,17 @@ class RotaryRule(Rule):
         if len(found) > 1:
             dead = _passed_by(site.module, inspect.unwrap(cls.forward))
             found = {name: function for name, function in found.items() if name not in dead}
-        key = cls, tuple(found)
+        named = ((name, norm_of(child)) for name, child in site.module.named_children()) if self._norms else ()
+        norms = tuple((name, norm) for name, norm in named if norm is not None and not norm.centred)
+        key = cls, tuple(found), norms
         if key not in self._known:
-            self._known[key] = _decide(cls, found, site.root)
+            self._known[key] = _decide(cls, found, site.root, norms)
         return self._known[key]
 
 
-def _decide(cls: type, found: dict[str, types.FunctionType], root: nn.Module) -> Replace | Skip | None:
+def _decide(
+    cls: type, found: dict[str, types.FunctionType], root: nn.Module, norms: tuple[tuple[str, Norm], ...]
+) -> Replace | Skip | None:
     """What to do with the modules of one class in a model, whose forward calls these functions."""
     if not found:
         return None
@@ -152,7 +196,12 @@ def _decide(cls: type, found: dict[str, types.FunctionType], root: nn.Module) ->
                 f"{name} {'stays: it ' if len(found) > 1 else ''}differs, on small inputs, from a rotation of pairs by "
                 "the angles of the model's rotary module"
             )
-    return Replace(RotaryForm(tuple(fits)), ("rope",), "; ".join(reasons)) if fits else Skip("; ".join(reasons))
+    if not fits:
+        return Skip("; ".join(reasons))
+    taken = _taken(inspect.unwrap(cls.forward), tuple(fits), norms)
+    reasons += [f"{' and '.join(spec.norms)} go into {spec.function}" for spec in taken]
+    used = ("rms_norm_rope", "rope") if taken else ("rope",)
+    return Replace(RotaryForm(tuple(fits), norms if taken else ()), used, "; ".join(reasons))
 
 
 def _layouts(root: nn.Module) -> set[str]:

@@ -81,7 +81,7 @@ def _counted(sites: Sequence[Site], rows: dict[str, list[Row]]) -> dict[str, dic
 
 def _apply(rule: Rule, site: Site, excluded: Callable[[str, str], bool], swapped: list[nn.Module]) -> Row | None:
     cls = original_class(type(site.module))
-    if cls.__module__.split(".")[0] == "tilesmith":
+    if cls.__module__.split(".")[0] == "tilesmith" and not rule.own:
         return None
     found = rule.match(site)
     if found is None:

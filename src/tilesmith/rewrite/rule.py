@@ -33,6 +33,7 @@ class Rule:
     """One kind of rewrite. `match` decides by what the module computes on small inputs, not by what it is called."""
 
     name: ClassVar[str]
+    own: ClassVar[bool] = False  # whether it also looks at the library's own modules
 
     def match(self, site: Site) -> Replace | Skip | None:
         """What to do with the module at `site`; None when it is none of this rule's business."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,7 +19,12 @@ _FORM = "_tilesmith_form"
 
 
 class Form:
-    """What a swapped instance does differently. Subclasses are frozen dataclasses: hashable, picklable by import."""
+    """What a swapped instance does differently. Subclasses are frozen dataclasses: hashable, picklable by import.
+
+    bases: classes that the instance becomes one of besides, before the class it had.
+    """
+
+    bases: ClassVar[tuple[type, ...]] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
         """Attributes of the generated class, `forward` among them. They must not depend on any one instance.
@@ -66,7 +71,7 @@ def variant(base: type, form: Form) -> type:
         _BASE: base,
         _FORM: form,
     }
-    return type(base)(base.__name__, (base,), namespace)
+    return type(base)(base.__name__, (*form.bases, base), namespace)
 
 
 def swap(module: nn.Module, form: Form) -> None:

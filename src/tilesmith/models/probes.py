@@ -1,0 +1,110 @@
+"""Real steps of a model: what they take in time and memory, agreed upon by all ranks of a process group."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tilesmith.engine.memory import workspaces
+from tilesmith.engine.timing import EVENTS, peak_memory
+from tilesmith.models.sample_inputs import Sample
+from tilesmith.models.state import untouched
+
+TIMED = 3  # steps of a probe whose median counts, after one that is not timed
+# device -> what libraries were seen to keep on it; they take it once in a process, perhaps before the first probe
+_KEPT: dict[torch.device, int] = {}
+PATIENCE = 2.0  # seconds of a step from which on one is enough
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One real step of `batch` rows. seconds: of a step; peak: bytes beyond what was there before, 0 where the device
+    does not tell (Apple); kept: bytes that
+    stay on the device though the step is over, as workspaces of libraries do. fits: False where memory ran out."""
+
+    batch: int
+    seconds: float
+    peak: int
+    kept: int
+    fits: bool = True
+
+    @property
+    def throughput(self) -> float:
+        """Rows a second; 0 where it did not fit."""
+        return self.batch / self.seconds if self.fits and self.seconds else 0.0
+
+
+def ranks() -> int:
+    """The ranks of the default process group, 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def agreed(value: Any) -> list[Any]:
+    """The value of every rank, on every rank."""
+    if ranks() == 1:
+        return [value]
+    found: list[Any] = [None] * ranks()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def probe(model: nn.Module, sample: Sample, batch: int, *, backward: bool, device: torch.device) -> Probe:
+    """Run a few steps of so many rows and leave the model as it was. All ranks get the worst of their figures.
+
+    Raises what the model raises, on every rank, except that memory runs out, which the result says.
+    """
+    found: Probe | Exception
+    try:
+        with untouched(model):
+            model.train(backward)
+            found = _measured(model, sample, batch, backward, device)
+    except torch.OutOfMemoryError:
+        found = Probe(batch, 0.0, 0, 0, fits=False)
+    except Exception as problem:
+        if ranks() == 1:
+            raise
+        found = problem
+    if device.type in EVENTS:
+        torch.get_device_module(device).empty_cache()
+    everyone = agreed(repr(found) if isinstance(found, Exception) else found)
+    failed = next(((rank, what) for rank, what in enumerate(everyone) if isinstance(what, str)), None)
+    if failed is not None:
+        problem = RuntimeError(f"a probe of batch {batch} failed on rank {failed[0]}: {failed[1]}")
+        raise problem from (found if isinstance(found, Exception) else None)
+    fits = all(one.fits for one in everyone)
+    return Probe(batch, max(p.seconds for p in everyone), max(p.peak for p in everyone),
+                 max(p.kept for p in everyone), fits)  # fmt: skip
+
+
+def _measured(model: nn.Module, sample: Sample, batch: int, backward: bool, device: torch.device) -> Probe:
+    def step() -> None:
+        sample.step(model, batch, backward=backward)
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    before = _allocated(device)
+    first = _timed(step, device)  # compiles, and lets libraries take their workspaces
+    _KEPT[device] = max(_KEPT.get(device, 0), _allocated(device) - before)
+    kept = _KEPT[device] or (workspaces(device) if device.type in EVENTS else 0)
+    peak = peak_memory(step, device) if device.type in ("cpu", *EVENTS) else 0
+    times = [_timed(step, device) for _ in range(1 if first > PATIENCE else TIMED)]
+    return Probe(batch, statistics.median(times), peak, kept)
+
+
+def _timed(step: Any, device: torch.device) -> float:
+    wait = (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
+    wait()
+    start = time.perf_counter()
+    step()
+    wait()
+    return time.perf_counter() - start
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.get_device_module(device).memory_allocated(device) if device.type in EVENTS else 0

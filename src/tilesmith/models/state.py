@@ -1,0 +1,71 @@
+"""Run a model for its costs and leave it as it was: random numbers, gradients, buffers, training flags."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+def obstacle_to_probes(model: nn.Module) -> str | None:
+    """Why a backward of `model` would do more than fill gradients, in words; None if it would not."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            return f"{name} is on meta and has no values; load the model first"
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return (
+                f"{name} has a hook that runs after its gradient is accumulated (an optimizer inside the backward?), "
+                "which a probe would set off"
+            )
+    return None
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Inside, the model may be run forward and backward; afterwards its gradients, its buffers, its training flags and
+    the random numbers of the CPU and of its devices are what they were. Gradients are absent inside.
+
+    Raises RuntimeError for a model whose backward would do more than fill gradients.
+    """
+    why = obstacle_to_probes(model)
+    if why is not None:
+        raise RuntimeError(f"the model cannot be probed: {why}")
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters]
+    # through the modules, as a buffer may be replaced as well as written to
+    buffers = [
+        (module, name, b, None if b is None else b.detach().clone())
+        for module in model.modules()
+        for name, b in module._buffers.items()
+    ]
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        with _random_numbers(model):
+            for p in parameters:
+                p.grad = None
+            yield
+    finally:
+        for p, gradient in zip(parameters, gradients):
+            p.grad = gradient
+        for module, name, buffer, values in buffers:
+            module._buffers[name] = buffer
+            if buffer is not None:
+                with torch.no_grad():
+                    buffer.copy_(values)
+        for module, flag in training:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def _random_numbers(model: nn.Module) -> Iterator[None]:
+    devices: dict[str, set[int]] = {}
+    for p in model.parameters():
+        if p.device.type not in ("cpu", "meta"):
+            devices.setdefault(p.device.type, set()).add(p.device.index or 0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for kind, indices in devices.items():
+            stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
+        yield

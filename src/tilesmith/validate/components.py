@@ -1,0 +1,247 @@
+"""ComponentValidator: a layer against the same layer in fp64, or against its formula, with a budget for the error."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilesmith.engine import ops, use
+from tilesmith.engine.argument_checks import size
+from tilesmith.nn import AttentionLayer
+from tilesmith.validate.budget import Budget, compare
+
+BATCH, TOKENS = 3, 17
+Oracle = Callable[[nn.Module, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. error, allowed: of those that compare numbers; message: what is wrong, in words."""
+
+    name: str
+    passed: bool
+    error: float = 0.0
+    allowed: float = 0.0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ValidationResults:
+    """What was found of one component. `results["forward"]` is a check by its name; `passed` is whether all are."""
+
+    component: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    def __getitem__(self, name: str) -> Check:
+        found = next((check for check in self.checks if check.name == name), None)
+        if found is None:
+            raise KeyError(f"there is no check {name!r}; there are {', '.join(check.name for check in self.checks)}")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"component": self.component, "passed": self.passed, "checks": [asdict(c) for c in self.checks]}
+
+    def __str__(self) -> str:
+        lines = [f"{self.component}: {'passed' if self.passed else 'FAILED'}"]
+        for check in self.checks:
+            numbers = f" (error {check.error:.3g} of {check.allowed:.3g} allowed)" if check.allowed else ""
+            told = f": {check.message}" if check.message else ""
+            lines.append(f"  {'ok' if check.passed else 'WRONG'} {check.name}{numbers}{told}")
+        return "\n".join(lines)
+
+
+class ComponentValidator:
+    """Validates layers on a device: this library's, and others with the same meaning.
+
+        validator = ComponentValidator(device=torch.device("cpu"))
+        results = validator.validate_attention_component(layer, d_model=64, num_heads=4)
+        assert results.passed, results
+
+    A copy of the layer runs in evaluation mode. Its outputs and gradients may be off from fp64 by twice the error of a
+    reference in the same dtype, plus rounding (`validate.budget`). The reference is the formula, where a layer's
+    parameters tell it (linear layers, softmax attention), else the layer itself by the references of all ops. Further:
+    the shape of the output, finite values, the same result of a second call, inputs that are not written to, the same
+    result from strided inputs, and rows of a batch that do not depend on one another. The layer is left as it was.
+
+    device: where to validate; the layer's own if None. dtype: in which; the layer's own if None.
+    """
+
+    def __init__(self, device: torch.device | str | None = None, *, dtype: torch.dtype | None = None):
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+            raise TypeError(f"ComponentValidator: dtype must be a floating torch.dtype or None, got {dtype!r}")
+        self.device, self.dtype = None if device is None else torch.device(device), dtype
+
+    def validate_attention_component(
+        self, layer: nn.Module, d_model: int, num_heads: int, *, tokens: int = TOKENS
+    ) -> ValidationResults:
+        """A layer from [B, T, d_model] to the same; `torch.nn.MultiheadAttention` is given one tensor for all three.
+
+        Raises ValueError where num_heads does not divide d_model, or the layer has another number of heads.
+        """
+        size("validate_attention_component", "d_model", d_model)
+        size("validate_attention_component", "num_heads", num_heads)
+        size("validate_attention_component", "tokens", tokens)
+        if d_model % num_heads:
+            raise ValueError(
+                f"validate_attention_component: num_heads is {num_heads}, which does not divide d_model, {d_model}"
+            )
+        has = getattr(layer, "num_heads", num_heads)
+        if has != num_heads:
+            raise ValueError(f"validate_attention_component: num_heads is {num_heads}, the layer has {has}")
+        oracle = (lambda m, x: _attention(m, x, num_heads)) if _has_formula(layer) else None
+        return self._validated(layer, (BATCH, tokens, d_model), (BATCH, tokens, d_model), oracle)
+
+    def validate_linear_component(self, layer: nn.Module, in_features: int, out_features: int) -> ValidationResults:
+        """A layer from [..., in_features] to [..., out_features]."""
+        size("validate_linear_component", "in_features", in_features)
+        size("validate_linear_component", "out_features", out_features)
+        shape = getattr(getattr(layer, "weight", None), "shape", None)
+        oracle = (lambda m, x: F.linear(x, m.weight, m.bias)) if shape == (out_features, in_features) else None
+        return self._validated(layer, (BATCH, TOKENS, in_features), (BATCH, TOKENS, out_features), oracle)
+
+    def validate_norm_component(self, layer: nn.Module, hidden_size: int) -> ValidationResults:
+        """A layer that normalises [..., hidden_size]."""
+        size("validate_norm_component", "hidden_size", hidden_size)
+        return self._validated(layer, (BATCH, TOKENS, hidden_size), (BATCH, TOKENS, hidden_size), None)
+
+    def validate_mlp_component(self, layer: nn.Module, hidden_size: int) -> ValidationResults:
+        """A feed-forward layer from [..., hidden_size] to the same."""
+        size("validate_mlp_component", "hidden_size", hidden_size)
+        return self._validated(layer, (BATCH, TOKENS, hidden_size), (BATCH, TOKENS, hidden_size), None)
+
+    def validate_activation_component(self, layer: nn.Module, *, features: int = 64) -> ValidationResults:
+        """A layer that maps each element."""
+        size("validate_activation_component", "features", features)
+        return self._validated(layer, (BATCH, features), (BATCH, features), None)
+
+    def validate_decoder_component(self, model: nn.Module, vocab_size: int) -> ValidationResults:
+        """A model from token ids [B, T] to logits [B, T, vocab_size]."""
+        size("validate_decoder_component", "vocab_size", vocab_size)
+        shape = (BATCH, TOKENS, vocab_size)
+        return self._validated(model, (BATCH, TOKENS), shape, None, classes=vocab_size)
+
+    def _validated(
+        self, layer: Any, shape: tuple[int, ...], wanted: tuple[int, ...], oracle: Oracle | None, classes: int = 0
+    ) -> ValidationResults:
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"ComponentValidator: a layer must be a torch.nn.Module, got {type(layer).__name__}")
+        first = next((p for p in layer.parameters() if p.is_floating_point()), None)
+        if first is not None and first.device.type == "meta":
+            raise ValueError("ComponentValidator: the layer is on meta and has no values; load it first")
+        device = self.device or (torch.device("cpu") if first is None else first.device)
+        dtype = self.dtype or (torch.float32 if first is None else first.dtype)
+        tried = copy.deepcopy(layer).to(device, dtype).eval()
+        for parameter in tried.parameters():
+            parameter.grad = None
+        generator = torch.Generator().manual_seed(0)
+        if classes:
+            x = torch.randint(classes, shape, generator=generator).to(device)
+        else:
+            x = torch.randn(*shape, generator=generator).to(device, dtype)
+        return ValidationResults(type(layer).__name__, tuple(_checks(tried, x, wanted, oracle)))
+
+
+def _call(layer: nn.Module, x: Tensor) -> Tensor:
+    out = layer(x, x, x, need_weights=False) if isinstance(layer, nn.MultiheadAttention) else layer(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _checks(layer: nn.Module, x: Tensor, wanted: tuple[int, ...], oracle: Oracle | None) -> list[Check]:
+    given = x.clone()
+    try:
+        got = _values(layer, x, _call)
+    except Exception as problem:  # foreign code: what it raises is the finding
+        return [Check("runs", False, message=f"{type(problem).__name__}: {problem}")]
+    found = [Check("runs", True)]
+    out = got["forward"]
+    fits = tuple(out.shape) == wanted
+    found.append(Check("shape", fits, message="" if fits else f"{list(out.shape)}, not {list(wanted)}"))
+    found.append(_said("finite", bool(out.isfinite().all()), "the output has NaN or infinity"))
+    found.append(_said("inputs", torch.equal(x, given), "it writes to its input"))
+    if not fits:
+        return found
+    wide = copy.deepcopy(layer).double()
+    with _references():
+        reference = _values(layer, x, oracle or _call)
+        exact = _values(wide, x.double() if x.is_floating_point() else x, oracle or _call)
+    found += [_judged(name, got[name], reference[name], exact[name]) for name in got if name in exact]
+    lost = [name for name in exact if name not in got]
+    found += [Check(name, False, message="there is none") for name in lost]
+    with torch.no_grad():
+        once, again, strided = _call(layer, x), _call(layer, x), _call(layer, _strided(x))
+        alone = torch.cat([_call(layer, row) for row in x.split(1)])
+    found.append(_judged("repeats", again, once, once.double()))  # up to rounding: sums may be in another order
+    found.append(_judged("strided inputs", strided, reference["forward"], exact["forward"]))
+    found.append(_judged("rows alone", alone, reference["forward"], exact["forward"]))
+    return found
+
+
+def _said(name: str, passed: bool, message: str) -> Check:
+    return Check(name, passed, message="" if passed else message)
+
+
+def _judged(name: str, got: Tensor, reference: Tensor, exact: Tensor) -> Check:
+    budget: Budget = compare(got, reference, exact)
+    return Check(name, budget.passed, budget.error, budget.allowed, budget.message)
+
+
+def _values(layer: nn.Module, x: Tensor, call: Oracle) -> dict[str, Tensor]:
+    """The output, and the gradients of the input and of all parameters."""
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_(x.is_floating_point())
+    with torch.enable_grad():
+        out = call(layer, x)
+        weight = torch.linspace(-1.0, 1.0, max(1, out.numel()), dtype=torch.float64)[: out.numel()].view(out.shape)
+        if out.requires_grad:
+            (out * weight.to(out.device, out.dtype)).sum().backward()
+    found = {"forward": out.detach()}
+    if x.grad is not None:
+        found["gradient of the input"] = x.grad
+    return found | {f"gradient of {n}": p.grad for n, p in layer.named_parameters() if p.grad is not None}
+
+
+@contextlib.contextmanager
+def _references() -> Any:
+    with use(**dict.fromkeys(ops(), "reference")):
+        yield
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same values, every second element of a wider tensor."""
+    wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
+    view = wide[..., ::2]
+    view.copy_(x)
+    return view
+
+
+def _has_formula(layer: nn.Module) -> bool:
+    """Whether a layer is plain softmax attention over all tokens, of which the projections are known."""
+    return type(layer) is AttentionLayer or (
+        type(layer) is nn.MultiheadAttention and layer.batch_first and layer._qkv_same_embed_dim
+        and layer.bias_k is None and not layer.add_zero_attn
+    )  # fmt: skip
+
+
+def _attention(layer: nn.Module, x: Tensor, heads: int) -> Tensor:
+    """softmax(q kᵀ / sqrt(D)) v between the projections (arXiv:1706.03762)."""
+    if isinstance(layer, nn.MultiheadAttention):
+        packed = F.linear(x, layer.in_proj_weight, layer.in_proj_bias)
+    else:
+        packed = F.linear(x, layer.qkv_proj.weight, layer.qkv_proj.bias)
+    q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in packed.chunk(3, -1))
+    weights = torch.softmax(q @ k.transpose(2, 3) / q.shape[-1] ** 0.5, -1)
+    out = (weights @ v).transpose(1, 2).flatten(2)
+    return F.linear(out, layer.out_proj.weight, layer.out_proj.bias)

@@ -1,0 +1,138 @@
+"""ComponentValidator and the latency of attention: right layers pass, wrong ones are found, nothing is changed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tilesmith import attention
+from tilesmith import nn as tnn
+from tilesmith.core import AttentionLayer, FusedGELU, OptimizedLinear
+from tilesmith.utils.compiler_optimization_assistant import benchmark_attention_performance
+from tilesmith.utils.validation_framework import ComponentValidator
+
+VALIDATOR = ComponentValidator(device=torch.device("cpu"))
+RIGHT = {
+    "attention": lambda v: v.validate_attention_component(AttentionLayer(32, 4), 32, 4),
+    "torch's attention": lambda v: v.validate_attention_component(
+        nn.MultiheadAttention(32, 4, batch_first=True), 32, 4
+    ),
+    "sparse attention": lambda v: v.validate_attention_component(attention.create_sparse_attention(32, 4), 32, 4),
+    "linear": lambda v: v.validate_linear_component(OptimizedLinear(16, 24), 16, 24),
+    "norm": lambda v: v.validate_norm_component(tnn.RMSNorm(16), 16),
+    "mlp": lambda v: v.validate_mlp_component(tnn.GatedMLP(16, 24), 16),
+    "activation": lambda v: v.validate_activation_component(FusedGELU()),
+    "decoder": lambda v: v.validate_decoder_component(tnn.Decoder(tnn.DecoderConfig(32, 16, 24, 1, 2)), 32),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_right_components_pass(kind):
+    torch.manual_seed(0)
+    results = RIGHT[kind](VALIDATOR)
+    assert results.passed, results
+    assert results["forward"].error <= results["forward"].allowed and "ok forward" in str(results)
+    assert results.to_dict()["passed"] is True
+    with pytest.raises(KeyError, match="there is no check 'speed'; there are runs"):
+        results["speed"]
+
+
+class _Wrong(nn.Linear):
+    def __init__(self, fault):
+        super().__init__(16, 16)
+        self.fault, self.calls = fault, 0
+
+    def forward(self, x):
+        self.calls += 1
+        out = super().forward(x)
+        if self.fault == "forward":
+            return out * 1.01
+        if self.fault == "gradient of the input":
+            return out.detach() + 0 * out
+        if self.fault == "finite":
+            return out / 0
+        if self.fault == "repeats":
+            return out + self.calls % 7
+        if self.fault == "rows alone":
+            return out + x.mean(0)
+        if self.fault == "shape":
+            return out[..., :8]
+        if self.fault == "runs":
+            raise KeyError("broken")
+        return out
+
+
+@pytest.mark.parametrize(
+    "fault", ["forward", "gradient of the input", "finite", "repeats", "rows alone", "shape", "runs"]
+)
+def test_faults_are_found(fault):
+    results = VALIDATOR.validate_linear_component(_Wrong(fault), 16, 16)
+    assert not results.passed and not results[fault].passed, results
+    assert f"WRONG {fault}" in str(results)
+
+
+def test_another_formula_is_found():
+    layer = AttentionLayer(32, 4)
+    assert VALIDATOR.validate_attention_component(layer, 32, 4)["forward"].passed
+    layer.forward = lambda x: AttentionLayer.forward(layer, x, causal=True)
+    assert not VALIDATOR.validate_attention_component(layer, 32, 4)["forward"].passed
+
+
+def test_layers_are_left_as_they_were():
+    layer = AttentionLayer(32, 4).train()
+    layer.qkv_proj.weight.grad = torch.ones_like(layer.qkv_proj.weight)
+    random = torch.random.get_rng_state()
+    ComponentValidator(dtype=torch.bfloat16).validate_attention_component(layer, 32, 4)
+    benchmark_attention_performance(layer, (2, 8, 32), 2, backward=True)
+    assert layer.training and layer.qkv_proj.weight.dtype is torch.float32
+    assert torch.equal(layer.qkv_proj.weight.grad, torch.ones_like(layer.qkv_proj.weight))
+    assert torch.equal(random, torch.random.get_rng_state())
+
+
+def test_latency_has_its_percentiles():
+    found = benchmark_attention_performance(model=AttentionLayer(32, 4), input_shape=(2, 8, 32), num_trials=7)
+    order = [found[name] for name in ("min_latency", "p50_latency", "p90_latency", "p99_latency", "max_latency")]
+    assert order == sorted(order) and order[0] > 0 and order[0] <= found["avg_latency"] <= order[-1]
+    assert found["peak_memory"] >= 2 * 8 * 32 * 4 and found["launches"] > 0 and found["num_trials"] == 7
+    assert found["tokens_per_second"] == pytest.approx(16e3 / found["p50_latency"])
+    both = benchmark_attention_performance(nn.MultiheadAttention(32, 4, batch_first=True), (2, 8, 32), 2, backward=True)
+    assert both["launches"] > found["launches"] * 0.1 and both["backward"]
+
+
+BAD = [
+    (
+        lambda: VALIDATOR.validate_attention_component(AttentionLayer(32, 4), 32, 5),
+        ValueError,
+        "does not divide d_model",
+    ),
+    (lambda: VALIDATOR.validate_attention_component(AttentionLayer(32, 4), 32, 8), ValueError, "the layer has 4"),
+    (lambda: VALIDATOR.validate_linear_component("layer", 4, 4), TypeError, "must be a torch.nn.Module, got str"),
+    (lambda: VALIDATOR.validate_linear_component(nn.Linear(4, 4, device="meta"), 4, 4), ValueError, "on meta"),
+    (lambda: VALIDATOR.validate_norm_component(nn.LayerNorm(4), 0), ValueError, "hidden_size must be at least 1"),
+    (lambda: ComponentValidator(dtype=torch.int8), TypeError, "dtype must be a floating torch.dtype"),
+    (lambda: benchmark_attention_performance("m", (1, 2, 3)), TypeError, "model must be a torch.nn.Module, got str"),
+    (
+        lambda: benchmark_attention_performance(nn.Linear(3, 3), (1, 3)),
+        ValueError,
+        "input_shape must be .batch, tokens",
+    ),
+    (lambda: benchmark_attention_performance(nn.Linear(3, 3), (1, 0, 3)), ValueError, "tokens must be at least 1"),
+    (lambda: benchmark_attention_performance(nn.Linear(3, 3), (1, 2, 3), 0), ValueError, "num_trials must be at least"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD)
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_the_guide():
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "hardware.md"
+    code = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(code) == 5
+    exec(compile("\n".join(code), guide.name, "exec"), {"__name__": "guide"})
