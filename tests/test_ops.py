@@ -209,7 +209,8 @@ def test_gradients_of_one_output_alone(name, dtype):
                 outs = op(*args)
             except NotImplementedError:
                 continue
-            for i in range(op.public):
+            outs = [o for o in outs if o.requires_grad]
+            for i in range(len(outs)):
                 cotangents = [torch.ones_like(o) if i == j else torch.zeros_like(o) for j, o in enumerate(outs)]
                 want = torch.autograd.grad(outs, leaves, cotangents, allow_unused=True, retain_graph=True)
                 got = torch.autograd.grad(outs[i], leaves, cotangents[i], allow_unused=True, retain_graph=True)
