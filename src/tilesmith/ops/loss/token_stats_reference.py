@@ -29,8 +29,8 @@ def linear_token_stats(
 
     So −log_probs.mean() is the cross-entropy, (lse ** 2).mean() the z loss beside it, and predicted == target the
     accuracy of tokens, all of one product of the logits. A gradient costs that product again and two more; where only
-    log_probs has one, it is that of `linear_log_probs`. For the gradient of a cross-entropy alone `linear_cross_entropy`
-    needs three products in place of four.
+    log_probs has one, it is that of `linear_log_probs`. For the gradient of a cross-entropy alone
+    `linear_cross_entropy` needs three products in place of four.
 
     x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. Products, rounding and what raises: see
     `linear_cross_entropy`. chunk_tokens: tokens whose logits are in memory at a time; 0 lets the library choose.
@@ -73,8 +73,8 @@ def linear_token_stats_vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_token_stats`, from logits that are computed again.
 
-    dlog_probs, dentropy, dlse: [...], each may be None (zeros). entropy, lse: [...], which the forward saved. With p the
-    probabilities, the gradient of the scores is
+    dlog_probs, dentropy, dlse: [...], each may be None (zeros). entropy, lse: [...], which the forward saved. With p
+    the probabilities, the gradient of the scores is
 
         p · (dlse − dlog_probs − dentropy · (log p + entropy)) + dlog_probs · [class is the label]
 

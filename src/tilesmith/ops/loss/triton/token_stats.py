@@ -71,8 +71,9 @@ def token_stats_kernel(
 
 @triton.jit
 def token_stats_vjp_kernel(
-    logits_ptr, target_ptr, entropy_ptr, lse_ptr, dlog_probs_ptr, dentropy_ptr, dlse_ptr, cols, blocks, dlog_probs_stride,
-    dentropy_stride, dlse_stride, ignore_index, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, target_ptr, entropy_ptr, lse_ptr, dlog_probs_ptr, dentropy_ptr, dlse_ptr, cols, blocks,
+    dlog_probs_stride, dentropy_stride, dlse_stride, ignore_index, scale, softcap,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per block of a row: logits are read once, and their gradient is written over them."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
