@@ -36,7 +36,7 @@ class Norm(NamedTuple):
 
     def __str__(self) -> str:
         if self.centred:
-            return "LayerNorm"
+            return f"LayerNorm times ({self.offset:g} + weight)" if self.offset else "LayerNorm"
         weight = f"({self.offset:g} + weight)" if self.offset else "weight"
         return f"RMSNorm times {weight}, rounded {'before' if self.casting == 'llama' else 'after'} that product"
 
@@ -95,10 +95,16 @@ def servable(module: nn.Module, x: Tensor, norm: Norm, added: bool = False) -> b
 
 def normalised(module: nn.Module, x: Tensor, norm: Norm) -> Tensor:
     """What `module` computes, by the op."""
-    weight, eps = getattr(module, "weight", None), epsilon(module, x, norm)
+    weight, eps = weight_of(module, norm), epsilon(module, x, norm)
     if norm.centred:
         return ops.layer_norm(x, weight, getattr(module, "bias", None), eps)
     return (casting_child(module, x) or ops).rms_norm(x, weight, eps, norm.offset, norm.casting)
+
+
+def weight_of(module: nn.Module, norm: Norm) -> Tensor | None:
+    """The weight that the op takes; only that of RMSNorm adds an offset to it."""
+    weight = getattr(module, "weight", None)
+    return weight + norm.offset if norm.centred and norm.offset and weight is not None else weight
 
 
 def epsilon(module: nn.Module, x: Tensor, norm: Norm) -> float:
@@ -178,7 +184,7 @@ def _candidates(module: nn.Module) -> list[Norm]:
     found = []
     written = [*attributes, *_constants(original_class(type(module)))]
     for eps in [*((name, "computed") for name in written), (None, "computed"), (None, "input")]:
-        found.append(Norm(True, *eps))
+        found += [Norm(True, *eps, offset) for offset in offsets]
         if not biased:
             found += [Norm(False, *eps, *rest) for rest in itertools.product(offsets, ("fp32", "llama"))]
     return found

@@ -53,16 +53,19 @@ _ROTATE = "_tilesmith_rotate_"
 
 class Rotation(NamedTuple):
     """How a function rotates: the layout of its tables, whether pairs are neighbours, whether the angles are opposite
-    ones, and what it takes: "q, k, cos, sin" with heads before tokens or by `unsqueeze_dim`; "x, sin, cos" and "q, k,
-    cis", a complex table, with tokens before heads."""
+    ones, whether it first moves neighbours into halves, and what it takes: "q, k, cos, sin" with heads before tokens or
+    by `unsqueeze_dim`; "x, sin, cos" and "q, k, cis", a complex table, with tokens before heads."""
 
     layout: str
     interleaved: bool
     opposite: bool = False
+    moved: bool = False
     takes: str = "q, k, cos, sin"
 
     def __str__(self) -> str:
         told = "neighbouring features" if self.interleaved else "the halves of a head"
+        if self.moved:
+            told += ", into which it moves neighbours first"
         return f"{told} by the opposite angles" if self.opposite else told
 
 
@@ -109,6 +112,8 @@ def rotation(function: types.FunctionType, how: Rotation) -> Callable[..., Any]:
         if axis == 2:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         cos, sin = single(cos), single(sin)
+        if how.moved:
+            q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
         q, k = ops.rope(q, k, cos, -sin if how.opposite else sin, interleaved=how.interleaved)
         return (q.transpose(1, 2), k.transpose(1, 2)) if axis == 2 else (q, k)
 
@@ -206,9 +211,14 @@ def takes(function: types.FunctionType) -> str:
 def recognise(function: types.FunctionType) -> list[Rotation]:
     """The rotations for which the op gives what `function` gives on small inputs."""
     fits, kind = [], takes(function)
-    layouts, signs = (_LAYOUTS, (False, True)) if kind == "q, k, cos, sin" else (("single",), (False,))
-    for layout, interleaved, opposite in itertools.product(layouts, (False, True), signs):
-        how = Rotation(layout, interleaved, opposite, kind)
+    if kind == "q, k, cos, sin":
+        either = (False, True)
+        every = [Rotation(*how) for how in itertools.product(_LAYOUTS, either, either, either)]
+    else:
+        every = [Rotation("single", interleaved, takes=kind) for interleaved in (False, True)]
+    for how in every:
+        if how.moved and how.interleaved:
+            continue
         try:
             if not all(_agrees(function, how, dtype, 8) for dtype in (torch.float32, torch.bfloat16)):
                 continue
