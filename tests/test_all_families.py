@@ -42,6 +42,7 @@ def test_families_of_the_day():
     assert results and all(result.outcome == "right" for result in results), f"TILESMITH_FAMILIES={seed}\n{told}"
 
 
+METHOD = "_attn computes softmax(scale · Q · Kᵀ + mask) · V; where weights are asked for it still does"
 SERVED = {
     "gptj": ("rope", "GPTJAttention", "apply_rotary_pos_emb rotates neighbouring features"),
     "nanochat": (
@@ -51,6 +52,8 @@ SERVED = {
     ),
     "llama4_text": ("rope", "Llama4TextAttention", "apply_rotary_emb rotates neighbouring features"),
     "olmo": ("norm", "OlmoLayerNorm", "LayerNorm"),
+    "codegen": ("attention", "CodeGenAttention", METHOD),
+    "gpt_neo": ("attention", "GPTNeoSelfAttention", METHOD),
     "arcee": ("activation", "ReLUSquaredActivation", "computes relu_squared"),
 }
 

@@ -12,6 +12,7 @@ from torch import nn
 from tilesmith import rewrite
 from tilesmith.models.activations import ActivationRule
 from tilesmith.models.attention import AttentionRule
+from tilesmith.models.attention_methods import AttentionMethodRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.gated_mlps import GatedMlpRule
 from tilesmith.models.losses import LossRule
@@ -29,6 +30,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     GatedMlpRule,
     ActivationRule,
     AttentionRule,
+    AttentionMethodRule,
     SelectionRule,
     LossRule,
     FunctionalRule,

@@ -118,7 +118,8 @@ def rotation(function: types.FunctionType, how: Rotation) -> Callable[..., Any]:
         return (q.transpose(1, 2), k.transpose(1, 2)) if axis == 2 else (q, k)
 
     def rotate_one(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-        if x.ndim != 4 or cos.ndim != 3:
+        wider = torch.promote_types(x.dtype, cos.dtype) is not x.dtype  # then the function's result is wider, too
+        if x.ndim != 4 or cos.ndim != 3 or wider:
             return function(x, sin, cos)
         return ops.rope(x.transpose(1, 2), None, cos, sin, interleaved=how.interleaved)[0].transpose(1, 2)
 
