@@ -1,4 +1,4 @@
-# make demo | test | test-bare | test-gpu | sanitize | lint | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
+# make demo | test | test-bare | test-gpu | families | sanitize | lint | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +13,7 @@ gpu_tools := $(foreach tool,nvidia-smi rocminfo xpu-smi,$(shell command -v $(too
 # Without a GPU the CPU build is taken (a tenth of the size); an index that does not answer is only a warning.
 cpu_index := $(if $(gpu_tools),,--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test test-bare test-gpu sanitize lint bench matrix clean
+.PHONY: demo test test-bare test-gpu families sanitize lint bench matrix clean
 
 demo: $(venv)/installed-demo
 	@$(bin)/tilesmith demo $(ARGS)
@@ -38,6 +38,10 @@ test-bare: $(venv)/installed-dev
 test-gpu:
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m "not large" $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) $(ARGS)
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m large $(if $(LARGE_WORKERS),-n $(LARGE_WORKERS)) $(ARGS)
+
+# Every causal language model of transformers at a tiny size, plain, optimised and undone; ARGS names some
+families: $(venv)/installed-dev
+	@OMP_NUM_THREADS=1 $(bin)/python tests/all_families.py $(ARGS)
 
 # memory accesses and barriers of Hopper's kernels, in processes beside one another
 sanitize:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilesmith.engine import use
+from tilesmith.engine import ops, use
 
 OPS = (
     "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rope", "swiglu", "geglu", "silu", "gelu", "attention",
@@ -192,7 +192,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "tilesmith":
-            name = function.__name__.split(".")[0]
+            name = next(name for name, op in ops().items() if op.handle is function)
             self.counts[name] = self.counts.get(name, 0) + 1
         return function(*args, **(kwargs or {}))
 

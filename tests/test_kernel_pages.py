@@ -57,6 +57,12 @@ def test_the_code_of_a_guide_runs(page, tmp_path, monkeypatch):
     exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), {"__name__": "guide"})
 
 
+def test_the_guide_to_integrations():
+    pytest.importorskip("transformers")
+    text = (DOCS / "guides" / "integrations.md").read_text(encoding="utf-8")
+    exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), {"__name__": "guide"})
+
+
 def test_links_of_the_pages_lead_somewhere():
     for page in [*DOCS.glob("kernels/*.md"), *DOCS.glob("guides/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesmith import ops, use
 from tilesmith.engine.backends import missing
@@ -54,3 +55,57 @@ def test_gradients_are_as_exact_as_one_product(backend, hidden):
     for name, times, one, of, wide in zip(("dx", "dweight"), (2.1, 2.0), found, product, exact):
         error, allowed = ((value.double() - wide).norm() / wide.norm() for value in (one, of))
         assert error <= times * allowed, f"{name}: off by {error:.2e}, one product by {allowed:.2e}"
+
+
+def test_token_stats_are_those_of_whole_logits():
+    x, weight = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(50, 16, dtype=torch.float64)
+    target = torch.randint(50, (3, 7))
+    target[0, :2] = -100
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    kept = target != -100
+    z = x @ weight.T
+    distribution = torch.distributions.Categorical(logits=z)
+    wanted = distribution.log_prob(target.clamp(min=0)), distribution.entropy(), z.logsumexp(-1)
+    *found, predicted = ops.linear_token_stats(*leaves, target, chunk_tokens=4)
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a[kept], b[kept])
+        assert not a[~kept].any()
+    assert torch.equal(predicted[kept], z.argmax(-1)[kept]) and (predicted[~kept] == -1).all()
+    losses = [(-a[kept].mean() + 1e-2 * (c[kept] ** 2).mean() - 0.1 * b[kept].mean()) for a, b, c in (found, wanted)]
+    for a, b in zip(*(torch.autograd.grad(loss, leaves) for loss in losses)):
+        torch.testing.assert_close(a, b)
+    loss = ops.linear_cross_entropy(*leaves, target, z_loss=1e-2)
+    torch.testing.assert_close(-found[0][kept].mean() + 1e-2 * (found[2][kept] ** 2).mean(), loss)
+
+
+def test_token_stats_of_classes_that_cannot_be():
+    """A bias of -inf, as masks of a vocabulary have it, adds nothing to entropies and gets no gradient."""
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
+    bias = torch.zeros(11)
+    bias[[2, 7]] = float("-inf")
+    kept = bias == 0
+    labels = torch.tensor([0, 1, 3, 10, -100])
+    log_probs, entropy, _, predicted = ops.linear_token_stats(x, weight, labels, bias)
+    wanted = torch.distributions.Categorical(logits=(x @ weight.T)[:, kept]).entropy()
+    torch.testing.assert_close(entropy[:4], wanted[:4])
+    assert kept[predicted[:4]].all()
+    a, b = (torch.autograd.grad((e[:4]).sum(), x)[0] for e in (entropy, wanted))
+    torch.testing.assert_close(a, b)
+
+
+def test_token_stats_hold_one_chunk_of_logits():
+    x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
+    seen = []
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, tuple | list) else (out,)
+            if func.namespace == "aten":  # our op's own inputs and outputs are no logits
+                seen.extend(t.numel() for t in tensors if isinstance(t, torch.Tensor))
+            return out
+
+    with Largest():
+        log_probs, entropy, lse, _ = ops.linear_token_stats(x, weight, torch.randint(5000, (64,)), chunk_tokens=8)
+        (log_probs + entropy + lse).sum().backward()
+    assert seen and max(seen) <= 8 * 5000

@@ -294,3 +294,56 @@ def test_only_and_exclude():
         optimize(model, exclude=["norm", "attn", "layers.*"])
     with pytest.raises(TypeError, match="takes a torch.nn.Module"):
         optimize("model")
+
+
+class Attends(nn.Module):
+    """Attention as GPT-J and others write it, in a method."""
+
+    def __init__(self, causal=True, divides=True, twist=False):
+        super().__init__()
+        self.qkv, self.out, self.scale_attn = nn.Linear(16, 48), nn.Linear(16, 16), 8**0.5
+        self.attn_dropout = nn.Dropout(0.0)
+        self.divides, self.twist = divides, twist
+        self.register_buffer("bias", torch.ones(1, 1, 32, 32, dtype=torch.bool).tril() if causal else None)
+
+    def _attn(self, query, key, value, attention_mask=None):
+        scores = query.float() @ key.float().mT
+        scores = scores / self.scale_attn if self.divides else scores
+        if self.bias is not None:
+            seen = self.bias[:, :, key.shape[2] - query.shape[2] : key.shape[2], : key.shape[2]]
+            scores = torch.where(seen, scores, torch.finfo(scores.dtype).min)
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = (scores.tanh() if self.twist else scores).softmax(-1).to(value.dtype)
+        return self.attn_dropout(weights) @ value, weights
+
+    def forward(self, x, mask=None, output_attentions=False):
+        q, k, v = (h.unflatten(-1, (2, 8)).transpose(1, 2) for h in self.qkv(x).chunk(3, -1))
+        out, weights = self._attn(q, k, v, mask)
+        out = self.out(out.transpose(1, 2).flatten(2))
+        return (out, weights) if output_attentions else out
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"divides": False}], ids=str)
+def test_attention_in_a_method(options):
+    model, x = Attends(**options), torch.randn(2, 5, 16)
+    mask = torch.zeros(2, 1, 1, 5)
+    mask[1, ..., -2:] = torch.finfo(torch.float32).min
+    plain, weights = model(x, mask, output_attentions=True)
+    wanted = torch.autograd.grad(plain.sum(), model.qkv.weight)[0]
+    optimize(model)
+    with Calls() as calls:
+        found = model(x, mask)
+        assert calls["attention"] == 1
+        again = model(x, mask, output_attentions=True)
+        assert calls["attention"] == 1
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), model.qkv.weight)[0], wanted)
+    assert torch.equal(again[1], weights) and not [name for name in model.__dict__ if "weights_asked" in name]
+    assert torch.equal(undo(model)(x, mask), plain)
+
+
+def test_a_method_that_is_not_attention_stays():
+    model = optimize(Attends(twist=True))
+    (row,) = [row for row in model.tilesmith_report.rows if row.rule == "attention"]
+    assert row.action == "skipped" and "differs from softmax" in row.reason

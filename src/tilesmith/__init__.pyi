@@ -10,6 +10,7 @@ from tilesmith import distributed as distributed
 from tilesmith import engine as engine
 from tilesmith import flash_attention as flash_attention
 from tilesmith import hardware as hardware
+from tilesmith import integrations as integrations
 from tilesmith import kernels as kernels
 from tilesmith import models as models
 from tilesmith import nn as nn

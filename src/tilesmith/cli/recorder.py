@@ -31,9 +31,8 @@ class Recorder(torch_private.DispatchMode or object):
         return list(self._seen.items())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace, _, name = func.name().partition("::")
-        if namespace == "tilesmith":
-            op = ops()[name]
+        op = next((op for op in ops().values() if op.handle is func), None) if func.namespace == "tilesmith" else None
+        if op is not None:
             with torch.enable_grad():  # a forward that autograd records runs without
                 self._seen[self._explained(op, op.complete(args))] += 1
         return func(*args, **(kwargs or {}))

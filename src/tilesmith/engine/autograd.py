@@ -168,7 +168,7 @@ class Gradient:
             padded = (*needs, *(False,) * (len(op.parameters) - len(needs)))
             return self.backward(ctx, grads, padded, tuple(range(len(needs))))
 
-        torch.library.register_autograd(f"tilesmith::{op.name}", backward, setup_context=setup, lib=LIBRARY)
+        torch.library.register_autograd(f"tilesmith::{op.dispatched_as}", backward, setup_context=setup, lib=LIBRARY)
 
 
 class Way:

@@ -40,10 +40,11 @@ def teach(op: Any) -> None:
         named = dict(a.split("=", 1) for a in node.codegen_kwargs())
         given += [named.get(n) or repr(op.defaults[n]) for n in op.parameters[len(given) :]]
         given.append(named.get("pin", "''"))
-        call = f"torch.ops.tilesmith.{op.name}.default.{_way(node, given)}"
+        call = f"{target}.{_way(node, given)}"
         writeline(f"{node.get_name()} = {call}({', '.join(given)})")
 
-    CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.tilesmith.{op.name}.default"] = CustomCodegen(python=write)
+    target = f"torch.ops.tilesmith.{op.dispatched_as}.default"
+    CUSTOM_EXTERN_KERNEL_CODEGEN[target] = CustomCodegen(python=write)
 
 
 def _tag() -> None:

@@ -52,7 +52,8 @@ class Op:
     dtype while autocast is on. fold: tensor arguments whose leading dims are free, so that vmap adds rows instead of
     looping. unsaved: from a call's arguments, names of outputs that its vjp takes but will not read: it gets [..., 0]
     for them. sharding: which dims of DTensors may be sharded, a pattern as `engine.sharding` explains, or (op,
-    arguments) -> public outputs; None: DTensors raise.
+    arguments) -> public outputs; None: DTensors raise. dispatched_as: the name that torch's dispatcher sees, where
+    others recognise by it what an op computes; `torch.ops.tilesmith` has the op's own name besides, which calls it.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Op:
         fold: Sequence[str] = (),
         unsaved: Callable[..., Sequence[str]] | None = None,
         sharding: str | Callable[[Op, tuple], Any] | None = None,
+        dispatched_as: str = "",
     ):
         self.name = name or reference.__name__
+        self.dispatched_as = dispatched_as or self.name
         if self.name in DECLARED:
             raise ValueError(f"op {self.name!r} is already declared")
         self.reference, self.vjp, self.outputs = reference, vjp, tuple(outputs)
@@ -113,10 +116,14 @@ class Op:
 
     def _define(self, fake: Callable[..., Any]) -> None:
         head, arrow, returns = self.types.partition(" ->")
-        LIBRARY.define(f"{self.name}{head[:-1]}, *, str pin='') ->{returns}")
-        LIBRARY.impl(self.name, self._boundary, "CompositeExplicitAutograd")
-        qualified = f"tilesmith::{self.name}"
-        self.handle = getattr(torch.ops.tilesmith, self.name).default
+        schema = f"{head[:-1]}, *, str pin='') ->{returns}"
+        LIBRARY.define(f"{self.dispatched_as}{schema}")
+        LIBRARY.impl(self.dispatched_as, self._boundary, "CompositeExplicitAutograd")
+        qualified = f"tilesmith::{self.dispatched_as}"
+        self.handle = getattr(torch.ops.tilesmith, self.dispatched_as).default
+        if self.dispatched_as != self.name:
+            LIBRARY.define(f"{self.name}{schema}")
+            LIBRARY.impl(self.name, self.handle, "CompositeImplicitAutograd")
         self.handle.direct, self.handle.known = Direct(self), Known(self)
 
         def traced(*args: Any, pin: str = "") -> Any:

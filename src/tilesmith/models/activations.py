@@ -1,4 +1,5 @@
-"""Activations: modules that compute SiLU or either GELU, whatever they are called and however they spell it."""
+"""Activations: modules that compute SiLU, either GELU or squared ReLU, whatever they are called and however they spell
+it."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ _FUNCTIONS = {
     "silu": lambda x: ops.silu(x),
     "gelu": lambda x: ops.gelu(x),
     "gelu (tanh)": lambda x: ops.gelu(x, "tanh"),
+    "relu_squared": lambda x: ops.relu_squared(x),
 }
 
 
@@ -57,7 +59,7 @@ class ActivationRule(Rule):
         if next(module.children(), None) is not None or module._parameters or module._buffers:
             return None
         cls = original_class(type(module))
-        named = any(word in cls.__name__.lower() for word in ("gelu", "silu", "swish"))
+        named = any(word in cls.__name__.lower() for word in ("gelu", "silu", "swish", "relusquared"))
         try:
             function = self._verdicts.of(module, lambda: recognise(module))
         except Unlike as verdict:
@@ -86,7 +88,7 @@ def recognise(module: nn.Module) -> str:
     for name, function in _FUNCTIONS.items():
         if all(_agrees(module, function, *setting) for setting in _SETTINGS):
             return name
-    raise Unlike("on small inputs it differs from silu, gelu and tanh-gelu")
+    raise Unlike("on small inputs it differs from silu, gelu, tanh-gelu and squared relu")
 
 
 def _agrees(

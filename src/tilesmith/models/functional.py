@@ -1,4 +1,5 @@
-"""Forwards that call functions of PyTorch for which the library has an op: not replaced, but said, with what to do."""
+"""Forwards that call functions of PyTorch for which the library has an op, and quantised layers: not replaced, but
+said, with what to do."""
 
 from __future__ import annotations
 
@@ -29,6 +30,9 @@ class FunctionalRule(Rule):
     name = "functional"
 
     def match(self, site: Site) -> Replace | Skip | None:
+        packed = _packed(site.module)
+        if packed:
+            return Skip(f"its weights are kept in {packed}: who made them so computes its product", wanted=False)
         cls = original_class(type(site.module))
         if cls.__module__.partition(".")[0] == "torch" or norm_of(site.module) is not None or forms(site.module):
             return None
@@ -37,6 +41,15 @@ class FunctionalRule(Rule):
         called = _names(cls)
         found = [f"it calls {name} itself: {advice}" for name, advice in _ADVICE.items() if name in called]
         return Skip("; ".join(found), wanted=False) if found else None
+
+
+def _packed(module: nn.Module) -> str:
+    """What the weights of a quantised layer are kept in, "" for others."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dtype.is_floating_point or weight.dtype.is_complex:
+        return ""
+    kind = getattr(weight, "quant_type", "")  # of bitsandbytes: nf4 or fp4
+    return f"{kind}, packed in {str(weight.dtype)[6:]}" if kind else str(weight.dtype)[6:]
 
 
 def _names(cls: type) -> set[str]:

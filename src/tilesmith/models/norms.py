@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,19 +23,20 @@ _DEVIATION_FP32 = 1e-5
 class Norm(NamedTuple):
     """A norm over the last dimension: what tells it from the others.
 
-    `eps` names the attribute that holds it. Without one it is the machine epsilon of the dtype that the norm computes
-    in ("computed": at least float32) or of its input ("input"), as in versions of `nn.RMSNorm`.
+    `eps` names the attribute that holds it, or is the number itself, where the forward has it as a constant. Without
+    either it is the machine epsilon of the dtype that the norm computes in ("computed": at least float32) or of its
+    input ("input"), as in versions of `nn.RMSNorm`.
     """
 
     centred: bool
-    eps: str | None
+    eps: str | float | None
     eps_of: str = "computed"
     offset: float = 0.0
     casting: str = "fp32"
 
     def __str__(self) -> str:
         if self.centred:
-            return "LayerNorm"
+            return f"LayerNorm times ({self.offset:g} + weight)" if self.offset else "LayerNorm"
         weight = f"({self.offset:g} + weight)" if self.offset else "weight"
         return f"RMSNorm times {weight}, rounded {'before' if self.casting == 'llama' else 'after'} that product"
 
@@ -93,16 +95,24 @@ def servable(module: nn.Module, x: Tensor, norm: Norm, added: bool = False) -> b
 
 def normalised(module: nn.Module, x: Tensor, norm: Norm) -> Tensor:
     """What `module` computes, by the op."""
-    weight, eps = getattr(module, "weight", None), epsilon(module, x, norm)
+    weight, eps = weight_of(module, norm), epsilon(module, x, norm)
     if norm.centred:
         return ops.layer_norm(x, weight, getattr(module, "bias", None), eps)
     return (casting_child(module, x) or ops).rms_norm(x, weight, eps, norm.offset, norm.casting)
 
 
+def weight_of(module: nn.Module, norm: Norm) -> Tensor | None:
+    """The weight that the op takes; only that of RMSNorm adds an offset to it."""
+    weight = getattr(module, "weight", None)
+    return weight + norm.offset if norm.centred and norm.offset and weight is not None else weight
+
+
 def epsilon(module: nn.Module, x: Tensor, norm: Norm) -> float:
     """The epsilon that `module` uses for `x`."""
-    if norm.eps is not None:
+    if isinstance(norm.eps, str):
         return getattr(module, norm.eps)
+    if norm.eps is not None:
+        return norm.eps
     return torch.finfo(x.dtype if norm.eps_of == "input" else torch.promote_types(x.dtype, torch.float32)).eps
 
 
@@ -172,8 +182,16 @@ def _candidates(module: nn.Module) -> list[Norm]:
     biased = module._parameters.get("bias") is not None
     offsets = (0.0,) if module._parameters.get("weight") is None else (0.0, 1.0)
     found = []
-    for eps in [*((name, "computed") for name in attributes), (None, "computed"), (None, "input")]:
-        found.append(Norm(True, *eps))
+    written = [*attributes, *_constants(original_class(type(module)))]
+    for eps in [*((name, "computed") for name in written), (None, "computed"), (None, "input")]:
+        found += [Norm(True, *eps, offset) for offset in offsets]
         if not biased:
             found += [Norm(False, *eps, *rest) for rest in itertools.product(offsets, ("fp32", "llama"))]
     return found
+
+
+def _constants(cls: type) -> list[float]:
+    """Small numbers that the forward of a class has in its code."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    values = () if code is None else code.co_consts
+    return list(dict.fromkeys(value for value in values if isinstance(value, float) and 0 < value < 0.1))

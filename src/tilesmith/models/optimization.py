@@ -12,6 +12,7 @@ from torch import nn
 from tilesmith import rewrite
 from tilesmith.models.activations import ActivationRule
 from tilesmith.models.attention import AttentionRule
+from tilesmith.models.attention_methods import AttentionMethodRule
 from tilesmith.models.experts import ExpertsRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.gated_mlps import GatedMlpRule
@@ -31,6 +32,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     ExpertsRule,
     ActivationRule,
     AttentionRule,
+    AttentionMethodRule,
     SelectionRule,
     LossRule,
     FunctionalRule,

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.norms import Norm, epsilon, is_norm, norm_of, op_of, servable
+from tilesmith.models.norms import Norm, epsilon, is_norm, norm_of, op_of, servable, weight_of
 from tilesmith.models.reach import observed, ran
 from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import (
@@ -49,7 +49,7 @@ def add_norm(norm: Norm) -> Callable[[nn.Module, nn.Module, Tensor, Tensor], tup
         if not (alike and fits and servable(first, x, norm, added=True)):
             total = x + y
             return module(total), total
-        weight, eps = getattr(first, "weight", None), epsilon(first, x, norm)
+        weight, eps = weight_of(first, norm), epsilon(first, x, norm)
         if norm.centred:
             ran(holder, "add_layer_norm")
             y, total = ops.add_layer_norm(x, y, weight, getattr(first, "bias", None), eps)

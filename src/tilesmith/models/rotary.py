@@ -14,7 +14,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,46 +53,68 @@ _SPREAD: dict[str, Callable[[Tensor], Tensor]] = {
 _ROTATE = "_tilesmith_rotate_"
 
 
+class Rotation(NamedTuple):
+    """How a function rotates: the layout of its tables, whether pairs are neighbours, whether the angles are opposite
+    ones, whether it first moves neighbours into halves, and what it takes: "q, k, cos, sin" with heads before tokens or
+    by `unsqueeze_dim`; "x, sin, cos" and "q, k, cis", a complex table, with tokens before heads."""
+
+    layout: str
+    interleaved: bool
+    opposite: bool = False
+    moved: bool = False
+    takes: str = "q, k, cos, sin"
+
+    def __str__(self) -> str:
+        told = "neighbouring features" if self.interleaved else "the halves of a head"
+        if self.moved:
+            told += ", into which it moves neighbours first"
+        return f"{told} by the opposite angles" if self.opposite else told
+
+
 @dataclass(frozen=True)
 class RotaryForm(Form):
-    """The same forward, in which some global functions rotate through the op: (name, layout, interleaved) of each.
-    norms: (child, norm) of the norms that may go into a rotation."""
+    """The same forward, in which some global functions rotate through the op: (name, how) of each. norms: (child, norm)
+    of the norms that may go into a rotation."""
 
-    functions: tuple[tuple[str, str, bool], ...]
+    functions: tuple[tuple[str, Rotation], ...]
     norms: tuple[tuple[str, Norm], ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
         known = inspect.unwrap(base.forward).__globals__
         names: dict[str, Any] = {}
-        for name, layout, pairs in self.functions:
-            names[_ROTATE + name] = _where_reached(known[name], layout, pairs)
+        for name, how in self.functions:
+            names[_ROTATE + name] = _where_reached(known[name], how)
             names[name] = functools.partial(names[_ROTATE + name], None)
-        called = frozenset(name for name, _, _ in self.functions)
+        by_name = dict(self.functions)
         specs = _taken(inspect.unwrap(base.forward), self.functions, self.norms)
-        by_name = {name: (layout, pairs) for name, layout, pairs in self.functions}
         made = []
         for spec in specs:
-            layout, pairs = by_name[spec.function]
-            norm = dict(self.norms)[spec.norms[0]]
-            made.append(norm_rotation(spec, norm, names[_ROTATE + spec.function], _LAYOUTS[layout], pairs))
+            how, norm = by_name[spec.function], dict(self.norms)[spec.norms[0]]
+            rotate = names[_ROTATE + spec.function]
+            made.append(norm_rotation(spec, norm, rotate, _LAYOUTS[how.layout], how.interleaved))
         names |= names_of(made)
 
         def edit(tree: ast.FunctionDef) -> None:
             if specs:
-                deferred(tree, tuple(dict(self.norms)), tuple(by_name))
-            _WithSelf(called).visit(tree)
+                deferred(tree, tuple(dict(self.norms)), tuple(_plain(self.functions)))
+            _WithSelf(frozenset(by_name)).visit(tree)
 
         return {"forward": respelled_forward(base, names, edit)}
 
 
+def _plain(functions: tuple[tuple[str, Rotation], ...]) -> list[str]:
+    """The functions that rotate as `ops.rms_norm_rope` does."""
+    return [name for name, how in functions if how == Rotation(how.layout, how.interleaved)]
+
+
 def _taken(
-    forward: Any, functions: tuple[tuple[str, str, bool], ...], norms: tuple[tuple[str, Norm], ...]
+    forward: Any, functions: tuple[tuple[str, Rotation], ...], norms: tuple[tuple[str, Norm], ...]
 ) -> list[Deferred]:
     """The rotations of a forward that take norms into them; none if queries and keys have different ones."""
     if not norms:
         return []
     known = dict(norms)
-    found = deferred(parse(forward), tuple(known), tuple(name for name, _, _ in functions))
+    found = deferred(parse(forward), tuple(known), tuple(_plain(functions)))
     return found if all(known[spec.norms[0]] == known[spec.norms[1]] for spec in found) else []
 
 
@@ -110,9 +132,9 @@ class _WithSelf(ast.NodeTransformer):
         return node
 
 
-def rotation(function: types.FunctionType, layout: str, interleaved: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+def rotation(function: types.FunctionType, how: Rotation) -> Callable[..., Any]:
     """A function with the parameters of `function` that rotates through the op, and calls it for other ranks."""
-    single = _LAYOUTS[layout]
+    single = _LAYOUTS[how.layout]
     others = list(inspect.signature(function).parameters)[4:]
     place = others.index("unsqueeze_dim") if "unsqueeze_dim" in others else None
 
@@ -122,16 +144,32 @@ def rotation(function: types.FunctionType, layout: str, interleaved: bool) -> Ca
             return function(q, k, cos, sin, *more, **named)
         if axis == 2:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        q, k = ops.rope(q, k, single(cos), single(sin), interleaved=interleaved)
+        cos, sin = single(cos), single(sin)
+        if how.moved:
+            q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+        q, k = ops.rope(q, k, cos, -sin if how.opposite else sin, interleaved=how.interleaved)
         return (q.transpose(1, 2), k.transpose(1, 2)) if axis == 2 else (q, k)
 
-    return rotate
+    def rotate_one(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+        wider = torch.promote_types(x.dtype, cos.dtype) is not x.dtype  # then the function's result is wider, too
+        if x.ndim != 4 or cos.ndim != 3 or wider:
+            return function(x, sin, cos)
+        return ops.rope(x.transpose(1, 2), None, cos, sin, interleaved=how.interleaved)[0].transpose(1, 2)
+
+    def rotate_complex(q: Tensor, k: Tensor, cis: Tensor) -> tuple[Tensor, Tensor]:
+        if q.ndim != 4 or k.ndim != 4 or cis.ndim != 3 or q.dtype is not k.dtype:
+            return function(q, k, cis)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = ops.rope(q, k, cis.real, cis.imag, interleaved=how.interleaved)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return {"q, k, cos, sin": rotate, "x, sin, cos": rotate_one, "q, k, cis": rotate_complex}[how.takes]
 
 
-def _where_reached(function: types.FunctionType, layout: str, interleaved: bool) -> Callable[..., Any]:
-    ours = rotation(function, layout, interleaved)
+def _where_reached(function: types.FunctionType, how: Rotation) -> Callable[..., Any]:
+    ours = rotation(function, how)
 
-    def rotate(module: nn.Module | None, q: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def rotate(module: nn.Module | None, q: Tensor, *more: Any, **named: Any) -> Any:
         if not reaches("rope", q):
             return function(q, *more, **named)
         if module is not None:
@@ -180,17 +218,19 @@ def _decide(
     """What to do with the modules of one class in a model, whose forward calls these functions."""
     if not found:
         return None
+    fits, reasons = [], []
     try:
         respelled_forward(cls, {})
-        layouts = _layouts(root)
+        expanded = [function for function in found.values() if takes(function) == "q, k, cos, sin"]
+        layouts = _layouts(root) if expanded else {"single"}  # the others repeat the angles themselves
     except (Unlike, CannotRespell) as reason:
         return Skip(str(reason))
-    fits, reasons = [], []
     for name, function in found.items():
-        known = [(name, layout, pairs) for layout, pairs in recognise(function) if layouts == {layout}]
+        own = {"single"} if takes(function) != "q, k, cos, sin" else layouts
+        known = [how for how in recognise(function) if own == {how.layout}]
         if known:
-            fits.append(known[0])
-            reasons.append(f"{name} rotates {'neighbouring features' if known[0][2] else 'the halves of a head'}")
+            fits.append((name, known[0]))
+            reasons.append(f"{name} rotates {known[0]}")
         else:
             reasons.append(
                 f"{name} {'stays: it ' if len(found) > 1 else ''}differs, on small inputs, from a rotation of pairs by "
@@ -214,19 +254,35 @@ def _layouts(root: nn.Module) -> set[str]:
     return found
 
 
-def recognise(function: types.FunctionType) -> list[tuple[str, bool]]:
-    """The (layout, interleaved) for which the op gives what `function` gives on small inputs."""
-    fits = []
-    for layout, interleaved in itertools.product(_LAYOUTS, (False, True)):
+def takes(function: types.FunctionType) -> str:
+    """What a rotation takes, by the number and the names of its parameters; see `Rotation`."""
+    names = list(inspect.signature(function).parameters)
+    if names[1:] == ["sin", "cos"]:
+        return "x, sin, cos"
+    return "q, k, cis" if len(names) == 3 else "q, k, cos, sin"
+
+
+def recognise(function: types.FunctionType) -> list[Rotation]:
+    """The rotations for which the op gives what `function` gives on small inputs."""
+    fits, kind = [], takes(function)
+    if kind == "q, k, cos, sin":
+        either = (False, True)
+        every = [Rotation(*how) for how in itertools.product(_LAYOUTS, either, either, either)]
+    else:
+        every = [Rotation("single", interleaved, takes=kind) for interleaved in (False, True)]
+    for how in every:
+        if how.moved and how.interleaved:
+            continue
         try:
-            if not all(_agrees(function, layout, interleaved, dtype, 8) for dtype in (torch.float32, torch.bfloat16)):
+            if not all(_agrees(function, how, dtype, 8) for dtype in (torch.float32, torch.bfloat16)):
                 continue
         except Unlike:
             continue
-        with contextlib.suppress(Unlike):  # it may not take angles for less than the whole head
-            if not _agrees(function, layout, interleaved, torch.float32, 4):
-                continue
-        fits.append((layout, interleaved))
+        if kind == "q, k, cos, sin":
+            with contextlib.suppress(Unlike):  # it may not take angles for less than the whole head
+                if not _agrees(function, how, torch.float32, 4):
+                    continue
+        fits.append(how)
     return fits
 
 
@@ -298,14 +354,22 @@ def _setting(module: nn.Module, test: ast.expr) -> bool | None:
     return value if isinstance(value, bool) and path != ["training"] else None
 
 
-def _agrees(function: types.FunctionType, layout: str, interleaved: bool, dtype: torch.dtype, pairs: int) -> bool:
+def _agrees(function: types.FunctionType, how: Rotation, dtype: torch.dtype, pairs: int) -> bool:
     """Whether the op does what `function` does when the angles are for `pairs` of the 8 pairs of a head."""
     q, k = probe.wave(2, 4, 5, 16).to(dtype), probe.wave(2, 2, 5, 16, phase=1.0).to(dtype)
     angles = probe.wave(2, 5, pairs, phase=2.0)
-    cos, sin = (_SPREAD[layout](table).to(dtype) for table in (angles.cos(), angles.sin()))
-    found = probe.call(function, q.clone(), k.clone(), cos, sin)
-    wanted = probe.call(rotation(function, layout, interleaved), q, k, cos, sin)
-    if not isinstance(found, tuple) or len(found) != 2:
+    cos, sin = (_SPREAD[how.layout](table).to(dtype) for table in (angles.cos(), angles.sin()))
+    if how.takes != "q, k, cos, sin":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    inputs = {
+        "q, k, cos, sin": (q, k, cos, sin),
+        "x, sin, cos": (q, sin, cos),
+        "q, k, cis": (q, k, torch.complex(angles.cos(), angles.sin())),
+    }[how.takes]
+    found = probe.call(function, *(x.clone() for x in inputs))
+    wanted = probe.call(rotation(function, how), *inputs)
+    found, wanted = (x if isinstance(x, tuple) else (x,) for x in (found, wanted))
+    if len(found) != len(wanted) or not all(isinstance(x, Tensor) for x in found):
         return False
     allowed = 4 * torch.finfo(dtype).eps  # the function may round each product, the op rounds once
     return all(

@@ -1057,6 +1057,67 @@ def linear_preference_vjp(
     gradient that `output_mask` does not ask for.
     """
 
+def linear_token_stats(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    chunk_tokens: int = 0,
+    accumulate_fp32: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability of the label, entropy, log-sum-exp and most likely token of softmax(z), without whole logits.
+
+    z are the scores of x · weightᵀ + bias, scaled and capped as in `cross_entropy`; p = softmax(z), lse = log Σ exp(z):
+
+        log_probs = z[target] − lse      entropy = −Σ p · log p      predicted = argmax z, the first of equal ones
+
+    So −log_probs.mean() is the cross-entropy, (lse ** 2).mean() the z loss beside it, and predicted == target the
+    accuracy of tokens, all of one product of the logits. A gradient costs that product again and two more; where only
+    log_probs has one, it is that of `linear_log_probs`. For the gradient of a cross-entropy alone
+    `linear_cross_entropy` needs three products in place of four.
+
+    x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. Products, rounding and what raises: see
+    `linear_cross_entropy`. chunk_tokens: tokens whose logits are in memory at a time; 0 lets the library choose.
+    accumulate_fp32: whether weight's gradient is summed over chunks in fp32.
+
+    Returns four tensors [...]: log_probs, entropy and lse, fp32 (fp64 for fp64 x) and differentiable, and predicted,
+    int64. Where the label is ignore_index they are 0, 0, 0 and -1. A class whose score is -inf adds nothing to the
+    entropy.
+
+    Source: the definitions; Chowdhery et al., PaLM, arXiv:2204.02311 (z loss).
+    """
+
+def linear_token_stats_vjp(
+    dlog_probs: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    entropy: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    chunk_tokens: int,
+    accumulate_fp32: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of `linear_token_stats`, from logits that are computed again.
+
+    dlog_probs, dentropy, dlse: [...], each may be None (zeros). entropy, lse: [...], which the forward saved. With p
+    the probabilities, the gradient of the scores is
+
+        p · (dlse − dlog_probs − dentropy · (log p + entropy)) + dlog_probs · [class is the label]
+
+    Returns [..., K], [V, K] and [V], in the dtypes of x, weight and bias. An empty tensor stands for a gradient that
+    `output_mask` does not ask for.
+    """
+
 def linear_vjp(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:

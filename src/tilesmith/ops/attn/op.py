@@ -127,6 +127,8 @@ attention_op = Op(
     describe=_describer("attention", reference.attention),
     autocast=("q", "k", "v"),
     sharding=sharding.attention,
+    # The policies of selective checkpointing in TRL and Axolotl keep the results of ops with this in their name.
+    dispatched_as="flash_attn",
     kernels={
         "triton": "tilesmith.ops.attn.triton.launch_forward",
         "triton_split": "tilesmith.ops.attn.triton.launch_decode",

@@ -236,8 +236,8 @@ def linear_cross_entropy_vjp(
 
 def token_losses(logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
     """Each token's cross-entropy without its z term, and lse; both 0 where the target is ignored."""
-    z = _scores(logits, terms)
-    counted, valid, label = _labels(target, logits.shape[-1], terms.ignore_index)
+    z = scores(logits, terms)
+    counted, valid, label = counted_labels(target, logits.shape[-1], terms.ignore_index)
     lse = z.logsumexp(-1)
     chosen = z.gather(-1, label[..., None])[..., 0]
     losses = lse - chosen
@@ -261,9 +261,9 @@ def logit_grads(
     terms: Terms,
 ) -> Tensor:
     """The loss's gradient with respect to logits, in fp32 (fp64), from its gradients with respect to tokens' terms."""
-    z = _scores(logits, terms)
+    z = scores(logits, terms)
     classes = logits.shape[-1]
-    counted, valid, label = _labels(target, classes, terms.ignore_index)
+    counted, valid, label = counted_labels(target, classes, terms.ignore_index)
     weights = z.new_ones(classes) if weight is None else weight.to(z.dtype)
     token_grad, z_grad = token_grad.to(z.dtype), z_grad.to(z.dtype)
     hit = token_grad * (1 - terms.label_smoothing) * weights[label]
@@ -279,12 +279,12 @@ def logit_grads(
     return torch.where(counted[..., None], grad, 0.0)
 
 
-def _scores(logits: Tensor, terms: Terms) -> Tensor:
+def scores(logits: Tensor, terms: Terms) -> Tensor:
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * terms.scale
     return terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
 
 
-def _labels(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+def counted_labels(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Whether each token counts, whether its label is a class, and a label that can be looked up in any case."""
     valid = (target >= 0) & (target < classes)
     return target != ignore_index, valid, target.clamp(0, classes - 1).long()

@@ -95,8 +95,8 @@ def _forward(
         token_grad, z_grad = token_grads(losses.new_ones(()), divisors, losses.shape, grad)
     else:
         token_grad, z_grad = undivided_token_grads(losses, divisors)
-    for rows in _blocks(logits):
-        z, slope = _scores(logits[rows].to(losses.dtype, copy=copied), terms, grad != "")
+    for rows in blocks(logits):
+        z, slope = scores(logits[rows].to(losses.dtype, copy=copied), terms, grad != "")
         block = _Block(z, target[rows], class_weight, terms, 0, logits.shape[1])
         peak = z.amax(-1, keepdim=True)
         chosen = z.gather(-1, block.label)[:, 0]
@@ -122,8 +122,8 @@ def _backward(
     classes: int,
 ) -> None:
     token_grad, z_grad = token_grads(dloss, divisors, dloss.shape, "mean" if divisors.numel() else "none")
-    for rows in _blocks(logits):
-        z, slope = _scores(logits[rows].to(lse.dtype), terms, True)
+    for rows in blocks(logits):
+        z, slope = scores(logits[rows].to(lse.dtype), terms, True)
         block = _Block(z, target[rows], class_weight, terms, first_class, classes)
         z.sub_(lse[rows][:, None]).exp_()
         block.finish_gradient(lse[rows], None, token_grad[rows], z_grad[rows], slope)
@@ -227,7 +227,7 @@ class _Block:
             z.masked_fill_(~self.counted[:, None], 0.0)
 
 
-def _scores(z: Tensor, terms: Terms, grad: bool) -> tuple[Tensor, Tensor | None]:
+def scores(z: Tensor, terms: Terms, grad: bool) -> tuple[Tensor, Tensor | None]:
     """Logits scaled and capped in place, and the soft cap's derivative."""
     if terms.scale != 1:
         z.mul_(terms.scale)
@@ -243,7 +243,7 @@ def _store(z: Tensor, logits: Tensor) -> None:
         logits.copy_(z)
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def blocks(logits: Tensor) -> Iterator[slice]:
     tokens, classes = logits.shape
     elements = CPU_BLOCK if logits.device.type == "cpu" else ACCELERATOR_BLOCK
     step = max(1, elements // classes)

@@ -15,7 +15,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """tanh. Below 1/4 by its series, since 1 − exp(−2|x|) would cancel; the first term left out is below fp32's
     rounding."""
     size = tl.abs(x)
@@ -27,10 +27,10 @@ def _tanh(x):
 
 
 @triton.jit
-def _score(logits, scale, softcap, SOFTCAP: tl.constexpr):
+def score(logits, scale, softcap, SOFTCAP: tl.constexpr):
     """Scaled and capped logits in base 2, and the cap's derivative."""
     if SOFTCAP:
-        capped = _tanh(logits * (scale / softcap))
+        capped = tanh(logits * (scale / softcap))
         return capped * (softcap * LOG2E), 1.0 - capped * capped
     else:
         return logits * (scale * LOG2E), logits
@@ -125,9 +125,9 @@ def _sweep(
     thread has its own of them, so that threads exchange them once per row and not once per block."""
     inside = (at >= shift) & (at < end)
     if MASKED:
-        z, _ = _score(tl.load(row_ptr + at, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+        z, _ = score(tl.load(row_ptr + at, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
     else:
-        z, _ = _score(tl.load(row_ptr + at).to(tl.float32), scale, softcap, SOFTCAP)
+        z, _ = score(tl.load(row_ptr + at).to(tl.float32), scale, softcap, SOFTCAP)
     if SMOOTH:
         part = z
         if weight_ptr is not None:
@@ -152,7 +152,7 @@ def _gradient(
         x = tl.load(in_ptr + at, mask=mask & counted, other=0.0)
     else:
         x = tl.load(in_ptr + at, mask=counted, other=0.0)
-    z, slope = _score(x.to(tl.float32), scale, softcap, SOFTCAP)
+    z, slope = score(x.to(tl.float32), scale, softcap, SOFTCAP)
     grad = tl.exp2(z - lse2) * softmax_coef
     if SMOOTH:
         if weight_ptr is not None:
@@ -222,7 +222,7 @@ def cross_entropy_online_kernel(
         finite = tl.where(top == float("-inf"), 0.0, top)
         lse2 = tl.where(counted, top + tl.log2(tl.sum(sums * tl.exp2(peak - finite), 0)), 0.0)
         lse = lse2 * LN2
-        chosen, _ = _score(chosen, scale, softcap, SOFTCAP)
+        chosen, _ = score(chosen, scale, softcap, SOFTCAP)
         label_weight = weight_of_label(weight_ptr, label, counted & valid)
         all_weights = _sum_of_weights(weight_ptr, weight_sum_ptr, cols)
         loss = _loss(lse2, chosen, tl.sum(total, 0), label_weight, all_weights, cols, smoothing, counted, valid, SMOOTH)
@@ -283,9 +283,9 @@ def cross_entropy_row_kernel(
     at = start[:, None] + col
     read = counted[:, None] & (col < cols)
     outside = float("-inf") if PLAIN else 0.0
-    z, slope = _score(tl.load(logits_ptr + at, mask=read, other=outside).to(tl.float32), scale, softcap, SOFTCAP)
+    z, slope = score(tl.load(logits_ptr + at, mask=read, other=outside).to(tl.float32), scale, softcap, SOFTCAP)
     chosen = tl.load(logits_ptr + start + label, mask=counted & valid, other=0.0).to(tl.float32)
-    chosen, _ = _score(chosen, scale, softcap, SOFTCAP)
+    chosen, _ = score(chosen, scale, softcap, SOFTCAP)
     total = chosen
     if SMOOTH:
         part = z
@@ -421,7 +421,7 @@ def cross_entropy_row_vjp_kernel(
     )
     at = _row_start(row, stride, outer_stride, inner_rows, GROUPED, UNIT)[:, None] + col
     x = tl.load(logits_ptr + at, mask=counted[:, None] & (col < cols), other=0.0).to(tl.float32)
-    z, slope = _score(x, scale, softcap, SOFTCAP)
+    z, slope = score(x, scale, softcap, SOFTCAP)
     grad = tl.exp2(z - (lse * LOG2E)[:, None]) * softmax_coef[:, None]
     if SMOOTH:
         if weight_ptr is not None:

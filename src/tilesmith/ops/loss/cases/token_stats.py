@@ -1,0 +1,102 @@
+"""Example inputs of the statistics of predicted tokens, and what they must move and compute."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilesmith.engine import Case, T
+
+SMALL = frozenset({"test", "interpret"})
+BENCH = frozenset({"gpu", "bench"})
+FP32, BF16 = (torch.float32,), (torch.bfloat16,)
+
+
+def _labels(ignored: int, classes: int):
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        labels = torch.randint(classes, tuple(shape), generator=generator, device=device)
+        labels.view(-1)[:ignored] = -100
+        return labels
+
+    return init
+
+
+def _small(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Weights that give logits of a quarter of unit size."""
+    return torch.randn(tuple(shape), generator=generator, device=device) / (4 * shape[-1] ** 0.5)
+
+
+def _peaked(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """A bias that says which class is the most likely one, whatever the rounding of the logits."""
+    bias = torch.randn(tuple(shape), generator=generator, device=device) / 8
+    bias[shape[0] // 3] += 3
+    return bias
+
+
+def _stats(
+    *tokens: int,
+    hidden: int = 16,
+    classes: int = 40,
+    ignored: int = 2,
+    frozen: bool = False,
+    x_grad: bool = True,
+    bias: bool = True,
+    layout: str = "contiguous",
+    weight: torch.dtype | None = None,
+    **rest: object,
+) -> dict:
+    args: dict = {
+        "x": T(*tokens, hidden, grad=x_grad, layout=layout),
+        "weight": T(classes, hidden, dtype=weight, grad=not frozen, init=_small, layout=layout),
+        "target": T(*tokens, dtype=torch.int64, init=_labels(ignored, classes)),
+    }
+    if bias:
+        args["bias"] = T(classes, dtype=weight, init=_peaked, grad=not frozen)
+    return {**args, **rest}
+
+
+CASES: dict[str, list[Case]] = {
+    "linear_token_stats": [
+        Case("bias", _stats(2, 5), SMALL),
+        Case("plain", _stats(3, 7, bias=False), SMALL, FP32),
+        Case("chunks", _stats(4, 5, chunk_tokens=6), SMALL),
+        Case("chunks_rounded", _stats(4, 5, chunk_tokens=6, accumulate_fp32=False), SMALL),
+        Case("capped", _stats(2, 5, scale=1.5, softcap=20.0), SMALL),
+        Case("scaled", _stats(9, scale=0.7), SMALL),
+        Case("frozen", _stats(2, 5, frozen=True), SMALL),
+        Case("weight_only", _stats(2, 5, x_grad=False), SMALL),
+        Case("odd", _stats(5, hidden=13, classes=257), SMALL),
+        Case("swept", _stats(3, hidden=8, classes=4101), SMALL),
+        Case("strided", _stats(2, 5, layout="strided"), SMALL),
+        Case("transposed", _stats(6, layout="transposed"), SMALL),
+        Case("all_ignored", _stats(4, ignored=4), SMALL),
+        Case("no_tokens", _stats(0, ignored=0), SMALL),
+        Case("weight_fp32", _stats(2, 5, weight=torch.float32), SMALL, BF16),
+        Case("bench_8k_128k", _stats(8192, hidden=4096, classes=128_256, bias=False), BENCH, BF16),
+        Case("bench_8k_32k", _stats(8192, hidden=4096, classes=32_000, bias=False), BENCH, BF16),
+    ],
+}
+
+
+def _bytes(x: Tensor, weight: Tensor, target: Tensor, **_: object) -> int:
+    """x, weight and labels read, four numbers a token written."""
+    return sum(t.numel() * t.element_size() for t in (x, weight, target)) + 20 * target.numel()
+
+
+def _bytes_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: object) -> int:
+    """x and weight read, their gradients written."""
+    moved = ((t, 1 + wanted) for t, wanted in zip((x, weight), output_mask))
+    return sum(n * t.numel() * t.element_size() for t, n in moved)
+
+
+def _flops(x: Tensor, weight: Tensor, **_: object) -> int:
+    return 2 * x.numel() * weight.shape[0]
+
+
+def _flops_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: object) -> int:
+    """The logits once more, and the gradients."""
+    return 2 * x.numel() * weight.shape[0] * (1 + sum(output_mask[:2]))
+
+
+bytes_moved = {"linear_token_stats": _bytes, "linear_token_stats_vjp": _bytes_vjp}
+flops = {"linear_token_stats": _flops, "linear_token_stats_vjp": _flops_vjp}

@@ -1,0 +1,276 @@
+"""Entry points for others' trainers, and their examples. What is not installed is stood in for by its documented
+interface: these tests then say what our side does, not that theirs still calls it."""
+
+import contextlib
+import importlib
+import runpy
+import subprocess
+import sys
+import types
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optimize_models import Calls, batch, build, train
+from tilesmith.engine import use
+from tilesmith.models import optimize
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[1]
+EXAMPLES = {"trainer": ("accelerate",), "lora": ("peft",), "accelerate_loop": ("accelerate",), "trl_trainers": ("trl",)}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name, monkeypatch, capsys):
+    """Each compares itself with the plain model."""
+    for package in EXAMPLES[name]:
+        pytest.importorskip(package)
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert "replaced" in capsys.readouterr().out
+
+
+def test_example_on_two_ranks():
+    """FSDP2 before and after `optimize`, tensor parallelism before and after it; each equals one process."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this PyTorch has no gloo")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/sharded.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("modules replaced") == 4
+
+
+def stand_in(monkeypatch, name, **members):
+    """A module of this name, and empty packages above it; the real one where it can be imported."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        if path not in sys.modules or end == len(parts):
+            monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
+    vars(sys.modules[name]).update(members)
+    return sys.modules[name]
+
+
+def fresh(monkeypatch, name):
+    """One of our modules, imported beside what stands in for its library and forgotten afterwards."""
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    return module
+
+
+def callback(**options):
+    from tilesmith.integrations.trainer import TilesmithCallback
+
+    return TilesmithCallback(**options)
+
+
+def test_the_callback_optimises_once_and_gives_the_model_back():
+    pytest.importorskip("accelerate")
+    example = runpy.run_path(str(ROOT / "examples" / "trainer.py"))
+    model = example["tiny_model"]()
+    classes = [type(m) for m in model.modules()]
+    seen = []
+
+    class Watch(type(callback())):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append([row.rule for row in model.tilesmith_report.replaced])
+
+    example["losses"](model, [Watch(undo=True, exclude="loss")], steps=2)
+    assert len(seen) == 2 and "norm" in seen[0] and "loss" not in seen[0]
+    assert [type(m) for m in model.modules()] == classes
+    with pytest.raises(TypeError, match="there is no option onyl; there are only, exclude, strict and undo"):
+        callback(onyl="norm")
+
+
+def test_the_callback_and_checkpointing_that_keeps_attention():
+    """The Trainer's own gradient checkpointing, with a model that the callback optimised."""
+    pytest.importorskip("accelerate")
+    example = runpy.run_path(str(ROOT / "examples" / "trainer.py"))
+    plain = example["losses"](example["tiny_model"](), steps=2)
+    with use(attention="reference"):
+        again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        found = example["losses"](example["tiny_model"](), [callback()], steps=2, **again)
+    assert found == pytest.approx(plain, rel=1e-4)
+
+
+def test_layers_of_a_local_repository():
+    """The folder in the Hub's layout, through the `kernels` package where it is, else its layers by hand."""
+    folder = ROOT / "examples" / "hub_layers" / "build"
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+    names = {modeling.LlamaRMSNorm: "RMSNorm", modeling.LlamaMLP: "SwiGLUMLP"}
+    model, inputs = build("llama"), batch("llama")
+    plain = train(model, inputs)
+    try:
+        from kernels import LocalLayerRepository
+
+        layers = {cls: LocalLayerRepository(folder, layer_name=name).load() for cls, name in names.items()}
+    except ImportError:
+        offered = runpy.run_path(str(folder / "torch-cpu" / "__init__.py"))["layers"]
+        layers = {cls: getattr(offered, name) for cls, name in names.items()}
+    for layer in layers.values():  # what the package asks of a layer
+        assert layer.__init__ is nn.Module.__init__ and layer.has_backward and layer.can_torch_compile
+        assert {n for n in dir(layer) if n not in dir(nn.Module)} == {"can_torch_compile", "has_backward"}
+    for module in model.modules():
+        if type(module) in layers:
+            module.forward = types.MethodType(layers[type(module)].forward, module)
+    with Calls() as calls:
+        found = train(model, inputs)
+    assert calls["rms_norm"] == 5 and calls["swiglu"] == 2
+    torch.testing.assert_close(found[0], plain[0])
+    torch.testing.assert_close(found[2], plain[2], rtol=1e-4, atol=1e-6)
+    texts = [(folder / f"torch-{kind}" / "__init__.py").read_text() for kind in ("cpu", "cuda")]
+    assert texts[0] == texts[1]
+
+
+def test_axolotl_plugin(monkeypatch):
+    stand_in(monkeypatch, "pydantic", BaseModel=type("BaseModel", (), {}))
+    base = stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=type("BasePlugin", (), {}))
+    ours = fresh(monkeypatch, "tilesmith.integrations.axolotl")
+    plugin, model = ours.TilesmithPlugin(), build("llama", layers=1)
+    assert isinstance(plugin, base.BasePlugin)
+    home, _, name = plugin.get_input_args().rpartition(".")
+    assert home == ours.__name__ and set(getattr(ours, name).__annotations__) == {"tilesmith_only", "tilesmith_exclude"}
+    plugin.post_model_load({"tilesmith_exclude": ["rope"]}, model)
+    rules = {row.rule for row in model.tilesmith_report.replaced}
+    assert "norm" in rules and "rope" not in rules
+
+
+def test_llamafactory_runs_with_the_callback(monkeypatch):
+    given = []
+    tuner = stand_in(monkeypatch, "llamafactory.train.tuner", run_exp=None)
+    monkeypatch.setattr(tuner, "run_exp", lambda args=None, callbacks=None: given.append((args, callbacks)))
+    from tilesmith.integrations.llamafactory import run_exp
+
+    run_exp({"stage": "sft"}, exclude="loss")
+    ((args, (ours,)),) = given
+    assert args == {"stage": "sft"} and ours.options == {"exclude": "loss"}
+    model = build("llama", layers=1)
+    ours.on_train_begin(None, None, None, model=model)
+    assert model.tilesmith_report.replaced
+
+
+def titan(monkeypatch):
+    """torchtitan's configurations and the two functions that overrides use."""
+
+    @dataclass(kw_only=True)
+    class NormConfig:
+        normalized_shape: int
+        eps: float = 1e-5
+        elementwise_affine: bool = True
+
+    @dataclass(kw_only=True)
+    class FeedForwardConfig:
+        w1: nn.Module
+        w2: nn.Module
+        w3: nn.Module
+
+    class RMSNorm(nn.RMSNorm):
+        Config = NormConfig
+
+        def __init__(self, config):
+            super().__init__(config.normalized_shape, eps=config.eps, elementwise_affine=config.elementwise_affine)
+
+    class FeedForward(nn.Module):
+        Config = FeedForwardConfig
+
+        def __init__(self, config):
+            super().__init__()
+            self.w1, self.w2, self.w3 = config.w1, config.w2, config.w3
+
+        def forward(self, x):
+            return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+    def derive(source, target):
+        return target(**{f.name: getattr(source, f.name) for f in fields(source)})
+
+    def override(*, target, exact, description):
+        return lambda factory: factory
+
+    stand_in(monkeypatch, "torchtitan.config", derive=derive, override=override)
+    stand_in(monkeypatch, "torchtitan.models.common.feed_forward", FeedForward=FeedForward)
+    stand_in(monkeypatch, "torchtitan.models.common.nn_modules", RMSNorm=RMSNorm)
+
+
+def test_torchtitan_overrides(monkeypatch):
+    with contextlib.suppress(ImportError):
+        import torchtitan.config  # noqa: F401
+
+        pytest.skip("torchtitan is here: the test below runs the real one")
+    titan(monkeypatch)
+    ours = fresh(monkeypatch, "tilesmith.integrations.torchtitan")
+    from torchtitan.models.common.feed_forward import FeedForward
+    from torchtitan.models.common.nn_modules import RMSNorm
+
+    x = torch.randn(3, 8)
+    config = RMSNorm.Config(normalized_shape=8, eps=1e-3)
+    norm = ours.TilesmithRMSNorm(ours.rms_norm(config))
+    products = {name: nn.Linear(8, 8) for name in ("w1", "w2", "w3")}
+    feed_forward = ours.TilesmithFeedForward(ours.feed_forward(FeedForward.Config(**products)))
+    with Calls() as calls:
+        found = norm(x), feed_forward(x)
+    assert calls == {"rms_norm": 1, "swiglu": 1}
+    torch.testing.assert_close(found, (RMSNorm(config)(x), FeedForward(FeedForward.Config(**products))(x)))
+    bare = ours.TilesmithRMSNorm(ours.rms_norm(RMSNorm.Config(normalized_shape=8, elementwise_affine=False)))
+    torch.testing.assert_close(bare(x), nn.functional.rms_norm(x, (8,), eps=1e-5))
+
+
+def test_torchtitan_overrides_by_its_own_mechanism():
+    config = pytest.importorskip("torchtitan.config", exc_type=ImportError)
+    from torchtitan.config import Configurable, OverrideConfig, apply_overrides
+    from torchtitan.models.common.nn_modules import RMSNorm
+
+    @dataclass(kw_only=True, slots=True)
+    class Root(Configurable.Config):
+        norm: RMSNorm.Config
+
+    root = Root(norm=RMSNorm.Config(normalized_shape=8))
+    told = apply_overrides(OverrideConfig(imports=["tilesmith.integrations.torchtitan.rms_norm"]), root)
+    assert config and len(told) == 1
+    x, norm = torch.randn(3, 8), root.norm.build()
+    with Calls() as calls:
+        found = norm(x)
+    assert calls == {"rms_norm": 1}
+    torch.testing.assert_close(found, nn.functional.rms_norm(x, (8,), norm.weight, norm.eps))
+
+
+@pytest.mark.parametrize("name", ["axolotl", "torchtitan"])
+def test_a_missing_library_is_named(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    for module in [m for m in sys.modules if m.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ImportError, match=rf"tilesmith\.integrations\.{name} needs .*pip install"):
+        fresh(monkeypatch, f"tilesmith.integrations.{name}")
+
+
+def test_quantised_weights_are_named_in_the_report():
+    class Packed(nn.Module):
+        """As bitsandbytes and others keep a layer: integers that its own forward unpacks."""
+
+        def __init__(self, linear):
+            super().__init__()
+            self.scale = linear.weight.detach().abs().max() / 127
+            values = (linear.weight.detach() / self.scale).round().to(torch.int8)
+            self.weight = nn.Parameter(values, requires_grad=False)
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+    model = build("llama", layers=1)
+    layer = model.model.layers[0]
+    for owner in (layer.self_attn, layer.mlp):
+        for name, linear in list(owner.named_children()):
+            if isinstance(linear, nn.Linear):
+                setattr(owner, name, Packed(linear))
+    plain = train(model, batch("llama"))
+    report = optimize(model).tilesmith_report
+    rows = [row for row in report.skipped if row.cls == "Packed"]
+    assert len(rows) == 7 and all(row.reason.startswith("its weights are kept in int8") for row in rows)
+    assert {"norm", "rope", "activation", "attention", "loss"} <= {row.rule for row in report.replaced}
+    found = train(model, batch("llama"))
+    torch.testing.assert_close(found[2], plain[2], rtol=1e-4, atol=1e-6)
