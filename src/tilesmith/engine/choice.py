@@ -61,6 +61,7 @@ def _carried() -> dict[str, str]:
     return _environment if here is None else here
 
 
+@torch_private.constant_in_graphs
 def pinned(name: str) -> str:
     """The backend pinned for the op `name` in this context, or "". torch.compile keeps the pin of its trace."""
     return pins().get(name, "")
@@ -79,10 +80,6 @@ def parse_pin(pin: str) -> tuple[str, dict[str, int]]:
             raise ValueError(f"a pin is backend[:field=integer]..., got {pin!r}")
         fields[name] = int(value)
     return backend, fields
-
-
-# What torch.compiler.assume_constant_result sets, without its import of torch._dynamo, which costs a second.
-pinned._dynamo_marked_constant = True
 
 
 ASKED = "?"
