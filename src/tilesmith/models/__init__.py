@@ -4,7 +4,7 @@
 `shard_sequence` lets several ranks share the sequences of a transformers model.
 """
 
-from tilesmith._lazy import resolved
+from tilesmith._lazy import absent, resolved
 
 _HOMES = {
     "model_sharding": "tilesmith.models.sequence",
@@ -22,7 +22,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise absent(__name__, name, __all__)
     value = resolved(home, name)
     globals()[name] = value
     return value
