@@ -1,4 +1,4 @@
-# make demo | test | test-bare | test-gpu | sanitize | lint | docs | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
+# make demo | test | test-bare | test-gpu | sanitize | lint | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +13,7 @@ gpu_tools := $(foreach tool,nvidia-smi rocminfo xpu-smi,$(shell command -v $(too
 # Without a GPU the CPU build is taken (a tenth of the size); an index that does not answer is only a warning.
 cpu_index := $(if $(gpu_tools),,--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test test-bare test-gpu sanitize lint docs bench matrix clean
+.PHONY: demo test test-bare test-gpu sanitize lint bench matrix clean
 
 demo: $(venv)/installed-demo
 	@$(bin)/tilesmith demo $(ARGS)
@@ -49,6 +49,7 @@ lint: $(venv)/installed-dev
 	@PYTHONPATH=src $(bin)/lint-imports
 
 # the site, into build/site; a broken link is an error. ARGS=serve shows it, anew after each change
+.PHONY: docs
 docs: $(venv)/installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs $(or $(ARGS),build --strict --quiet)
 
