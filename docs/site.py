@@ -6,6 +6,7 @@ repository that are not part of the site become their paths.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -30,6 +31,7 @@ OUTSIDE = {
     "README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "examples/tour.ipynb": "tour.md",
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks/index.md",
     "examples/webgpu/README.md": "examples/webgpu.md",
@@ -42,13 +44,23 @@ def on_files(files, config):
     for page in api_pages.pages():
         files.append(File.generated(config, f"api/{page.name}.md", content=page.text))
     for path, name in OUTSIDE.items():
-        if (ROOT / path).exists():
+        if path.endswith(".md") and (ROOT / path).exists():
             files.append(File.generated(config, name, content=(ROOT / path).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "tour.md", content=_notebook(ROOT / "examples" / "tour.ipynb")))
     for picture in sorted((ROOT / "benchmarks" / "plots").rglob("*.svg")):
         name = picture.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(picture)))
     config["nav"] = _navigation({file.src_uri for file in files if file.src_uri.endswith(".md")})
     return files
+
+
+def _notebook(path: Path) -> str:
+    """The text and the code of a notebook; what they show is for whoever runs it."""
+    parts = [f"<!-- {path.name} -->"]
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def _navigation(pages: set[str]) -> list:
@@ -66,7 +78,11 @@ def _navigation(pages: set[str]) -> list:
     for title, names in GUIDES.items():
         guides.append({title: take(*(f"guides/{name}.md" for name in names))})
     guides[-1]["Go further"] += below("guides")
-    start = [*take("index.md", "quickstart.md"), {"Overview": "overview.md"}, *take("models.md", "faq.md", "terms.md")]
+    start = [
+        *take("index.md", "quickstart.md", "tour.md"),
+        {"Overview": "overview.md"},
+        *take("models.md", "faq.md", "terms.md"),
+    ]
     left.discard("overview.md")
     reference = [
         {page: take(f"api/{name}.md")[0]} for page, name in api_pages.PACKAGES.items() if f"api/{name}.md" in left
@@ -94,7 +110,7 @@ def on_page_markdown(markdown, page, config, files):
     """Point links from where a page lies in the repository to where it lies in the site."""
     outside = {name: path for path, name in OUTSIDE.items()}
     here = outside.get(page.file.src_uri) or f"docs/{page.file.src_uri}"
-    if page.file.src_uri.startswith("api/"):
+    if page.file.src_uri.startswith(("api/", "tour.")):
         return markdown
     known = {file.src_uri for file in files}
 

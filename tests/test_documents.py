@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
+import os
 import re
 import runpy
 import textwrap
@@ -202,3 +204,23 @@ def test_the_extras_of_the_readme_are_those_of_the_package():
     install = README.partition("## Install")[2].partition("\n## ")[0]
     for extra in project["optional-dependencies"]:
         assert extra in install, extra
+
+
+def test_the_notebook_runs(alone):
+    """Cell by cell, with a backend of matplotlib that shows nothing; it looks for the results above where it runs."""
+    for package in ("transformers", "matplotlib"):
+        pytest.importorskip(package)
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    os.symlink(ROOT / "benchmarks", "benchmarks")
+    cells = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names, shown = {"__name__": "notebook"}, 0
+    for k, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"tour.ipynb, cell {k + 1}", "exec"), names)
+            shown += len(plt.get_fignums())
+            plt.close("all")
+    assert shown == 3
