@@ -16,7 +16,11 @@ from tilesmith.hardware.facts import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-HEAD = """# Features of the documents this library began with
+HEAD = """---
+hide: [toc]
+---
+
+# Features of the documents this library began with
 
 Five documents named the features; their names resolve here with only the import's root changed. One row for each
 feature: our name, the tests that freeze its signature and run the documented examples, what the document claims, and

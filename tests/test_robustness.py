@@ -228,3 +228,16 @@ def test_a_fault_is_found_and_repeated_by_its_seed(monkeypatch):
     assert fuzz.attempt("silu", random.Random(7), "cpu", 7) == outcome
     told = fuzz.report([outcome], torch.device("cpu"), 1.0, "command")
     assert told["verdicts"] == {"fault": 1} and told["faults"][0]["op"] == "silu"
+
+
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, []), (1.5, ["aten"])])
+def test_wrong_results_are_faults(factor, wrong):
+    op = tilesmith.engine.ops()["linear"]
+    fn = op.kernel("aten").fn
+    case = next(c for c in fuzz.small_cases("linear") if torch.float32 in c.dtypes)
+    op.replace_kernel("aten", lambda *args: fn(*args) * factor)
+    try:
+        found = fuzz._wrong(op, case, torch.device("cpu"), torch.float32)
+    finally:
+        op.replace_kernel("aten", fn)
+    assert [result.kernel for result in found] == wrong
