@@ -52,6 +52,11 @@ lint: $(venv)/installed-dev
 	@$(bin)/ruff format --check .
 	@PYTHONPATH=src $(bin)/lint-imports
 
+# the site, into build/site; a broken link is an error. ARGS=serve shows it, anew after each change
+.PHONY: docs
+docs: $(venv)/installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs $(or $(ARGS),build --strict --quiet)
+
 bench: $(venv)/installed-demo
 	@$(bin)/tilesmith bench $(or $(ARGS),all)
 
@@ -78,3 +83,7 @@ $(venv)/installed-dev: $(venv)/installed-torch pyproject.toml
 	@$(pip) install --quiet --editable '.[dev]'
 	@$(bin)/python -c 'import triton' 2>/dev/null || $(pip) install --quiet --editable '.[interpreter]'
 	@touch $@ $(venv)/installed-demo
+
+$(venv)/installed-docs: $(venv)/installed-torch pyproject.toml
+	@$(pip) install --quiet --editable '.[docs]'
+	@touch $@

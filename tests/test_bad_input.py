@@ -566,7 +566,7 @@ NAMES = [
     ("explain call", lambda: tilesmith.explain("rms_norm", X, r(7)), ValueError, "rms_norm: weight has shape"),
     ("unknown op", lambda: pinned(rmsnorm="triton"), ValueError, "there is no op 'rmsnorm'. Did you mean 'rms_norm'"),
     ("unknown kernel", lambda: pinned(rms_norm="cuda"), ValueError, "rms_norm has no kernel 'cuda'; it has:.*triton"),
-    ("pin field", lambda: pinned(rms_norm="triton:block=x"), ValueError, "a pin is backend"),
+    ("pin field", lambda: pinned(rms_norm="triton:block=x"), ValueError, r"rms_norm must be backend\[:field"),
     ("kernel name", lambda: tilesmith.register_kernel("a b"), ValueError, "must be an identifier, got 'a b'"),
     (
         "num_warps",

@@ -26,7 +26,7 @@ from tilesmith.validate import Budget, Result
 
 typer_testing = pytest.importorskip("typer.testing")
 
-from tilesmith import cli  # noqa: E402
+from tilesmith import _install, cli  # noqa: E402
 from tilesmith.cli import charts, demo, equality, recorder, subject, text, training  # noqa: E402
 
 OP = "swiglu"
@@ -56,7 +56,7 @@ def test_without_the_extra_the_command_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; from tilesmith.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "tilesmith: the command line needs typer. Install with: pip install 'tilesmith[cli]'\n"
+    assert done.stderr == f"tilesmith: the command line needs typer. Install with: {_install.command('cli')}\n"
 
 
 def test_doctor_tells_devices_versions_and_choices():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
+import os
 import re
 import runpy
 import textwrap
@@ -20,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(p for d in ("benchmarks", "docs", "examples") for p in (ROOT / d).rglob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-TESTED = {"kernels", "guides"}  # folders whose Python test_kernel_pages runs
+NOT_RUN = re.MULTILINE | re.DOTALL
+TESTED = {"kernels", "guides"}  # folders whose Python other tests run, as that of the README and the quickstart
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -35,7 +38,7 @@ def _small() -> dict:
 
 
 def _blocks() -> list[tuple[str, str]]:
-    pages = [page for page in PAGES if page.parent.name not in TESTED]
+    pages = [page for page in PAGES if page.parent.name not in TESTED and page.stem not in ("README", "quickstart")]
     texts = [(page.relative_to(ROOT), page.read_text(encoding="utf-8")) for page in pages]
     found = [(name, code) for name, text in texts for kind, code in FENCED.findall(text) if kind == "python"]
     return [(f"{name}-{k}", code) for k, (name, code) in enumerate(found)]
@@ -70,6 +73,64 @@ def test_python_runs(title, code, as_before):
     if "register_for_sdpa" in code and not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         pytest.skip(f"torch {torch.__version__} lets nobody stand in for FlashAttention")
     exec(compile(code, title, "exec"), _small())
+
+
+def _guides() -> list[Path]:
+    """Pages whose Python is one program, to be pasted block after block. Others have a test of their own."""
+    elsewhere = {
+        "portable-kernels": "test_kernel_pages",
+        "fp8-training": "test_kernel_pages",
+        "long-context": "test_context_parallel",
+        "sparse-attention": "test_attention_api",
+    }
+    guides = [page for page in sorted((ROOT / "docs" / "guides").glob("*.md")) if page.stem not in elsewhere]
+    return [page for page in (ROOT / "README.md", ROOT / "docs" / "quickstart.md", *guides) if _program(page)]
+
+
+def _program(page: Path) -> list[str]:
+    """The Python blocks of a page but for those marked as not run."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        code
+        for kind, code in FENCED.findall(re.sub(r"<!-- not run -->\n```.*?^```", "", text, flags=NOT_RUN))
+        if kind == "python"
+    ]
+
+
+@pytest.fixture
+def alone(as_before, tmp_path, monkeypatch):
+    """A page's files, process group and state of accelerate are gone afterwards."""
+    monkeypatch.chdir(tmp_path)
+    states = _accelerate_states()
+    yield
+    for state in states:
+        state._reset_state()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _accelerate_states() -> list:
+    if importlib.util.find_spec("accelerate") is None:
+        return []
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    return [AcceleratorState, GradientState, PartialState]
+
+
+@pytest.mark.parametrize("page", _guides(), ids=lambda page: page.stem)
+def test_a_page_runs_as_pasted(page, alone):
+    """Block after block in one namespace that is empty at first, as a reader would type it in."""
+    blocks = _program(page)
+    for package in ("transformers", "accelerate", "peft"):
+        if any(re.search(rf"^from {package}\b|register_for_{package}", code, re.MULTILINE) for code in blocks):
+            pytest.importorskip(package)
+    if any("register_for_sdpa" in code for code in blocks) and not hasattr(
+        torch.nn.attention, "register_flash_attention_impl"
+    ):
+        pytest.skip(f"torch {torch.__version__} lets nobody stand in for FlashAttention")
+    names = {"__name__": "page"}
+    for k, code in enumerate(blocks):
+        exec(compile(code, f"{page.name}, block {k + 1}", "exec"), names)
 
 
 EXAMPLES = {
@@ -152,3 +213,23 @@ def test_the_extras_of_the_readme_are_those_of_the_package():
     install = README.partition("## Install")[2].partition("\n## ")[0]
     for extra in project["optional-dependencies"]:
         assert extra in install, extra
+
+
+def test_the_notebook_runs(alone):
+    """Cell by cell, with a backend of matplotlib that shows nothing; it looks for the results above where it runs."""
+    for package in ("transformers", "matplotlib"):
+        pytest.importorskip(package)
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    os.symlink(ROOT / "benchmarks", "benchmarks")
+    cells = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names, shown = {"__name__": "notebook"}, 0
+    for k, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"tour.ipynb, cell {k + 1}", "exec"), names)
+            shown += len(plt.get_fignums())
+            plt.close("all")
+    assert shown == 3

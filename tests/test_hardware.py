@@ -113,7 +113,7 @@ def test_a_device_of_an_unknown_type_is_named_after_it():
 def test_arch_named_is_the_table_alone():
     arch = hardware.arch_named("gfx942")
     assert (arch.kind, arch.warp, arch.shared_memory) == ("hip", 64, 64 * KIB)
-    with pytest.raises(ValueError, match="unknown arch 'sm1'; arch.toml has sm70, "):
+    with pytest.raises(ValueError, match="arch is 'sm1', which is unknown; it must be one of sm70, "):
         hardware.arch_named("sm1")
 
 

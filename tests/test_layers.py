@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,8 +157,9 @@ def test_kernel_modules_are_the_family_s_own(name):
         assert _level(module) == _level(family)
 
 
-def _in_fresh_process(code: str) -> dict:
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+def _in_fresh_process(code: str, **environment: str) -> dict:
+    given = {**os.environ, **environment}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=given)
     return json.loads(ran.stdout)
 
 
@@ -175,6 +177,24 @@ def test_importing_costs_little_and_loads_no_triton():
     measured = _in_fresh_process(IMPORT_COST)
     assert measured["seconds"] < 0.3
     assert not measured["triton"]
+
+
+FIRST_TOUCH = """
+import json, sys, time
+import torch
+start = time.process_time()
+import tilesmith
+tilesmith.optimize, tilesmith.undo, tilesmith.explain
+spent = time.process_time() - start
+print(json.dumps({"seconds": spent, "loaded": [m for m in ("torch._dynamo", "transformers") if m in sys.modules]}))
+"""
+
+
+def test_the_first_touch_of_optimize_loads_no_dynamo(tmp_path):
+    for _ in range(2):  # the second finds compiled bytecode, as an installed package has it
+        measured = _in_fresh_process(FIRST_TOUCH, PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(tmp_path))
+    assert not measured["loaded"]
+    assert measured["seconds"] < 0.5
 
 
 def test_declaring_every_op_loads_no_triton():

@@ -3,6 +3,8 @@
 import contextvars
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,17 @@ EXPECTED = {
 }
 
 
+def _documented(family: str) -> set[str]:
+    """The ops that docs/models.md says a family gets."""
+    rows = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
+    (row,) = (row for row in rows if row.startswith(f"| `{family}` |"))
+    return set(re.findall(r"`(\w+)`", row)) - {family}
+
+
+def _ops(model) -> set[str]:
+    return {op for row in model.tilesmith_report.replaced for op in row.ops}
+
+
 @pytest.mark.parametrize("padded", ["right", None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_computes_the_same_and_comes_back(family, padded):
@@ -33,6 +46,7 @@ def test_family_computes_the_same_and_comes_back(family, padded):
     classes = [type(m) for m in model.modules()]
 
     assert optimize(model, strict=True) is model
+    assert _documented(family) <= _ops(model)
     assert [(name, id(p)) for name, p in model.named_parameters()] == parameters
     assert list(model.state_dict()) == list(state)
     with Calls() as calls:
@@ -73,6 +87,7 @@ def test_other_families_compute_the_same(family):
     inputs = batch(family)
     oracle, original = train(copy.deepcopy(model).double(), inputs), train(model, inputs)
     assert_within_budget(train(optimize(model), inputs), original, oracle)
+    assert _documented(family) <= _ops(model)
     assert len(model.tilesmith_report.replaced) >= 5
     back = train(undo(model), inputs)
     assert all(torch.equal(back[2][name], gradient) for name, gradient in original[2].items())

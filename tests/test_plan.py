@@ -217,7 +217,7 @@ def test_explain_prints_the_plan_of_a_gpu_that_is_not_here():
     assert "not triton: apple; Triton kernels need a GPU" in str(
         tilesmith.explain("attention", token, cache, cache, arch="apple")
     )
-    with pytest.raises(ValueError, match="unknown arch 'sm1'"):
+    with pytest.raises(ValueError, match="arch is 'sm1', which is unknown"):
         tilesmith.explain("attention", q, q, q, arch="sm1")
 
 

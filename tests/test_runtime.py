@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tilesmith import runtime, use
+from tilesmith import _install, runtime, use
 from tilesmith.codegen import In, KernelError, Out, Scalar, bf16, build, cuda, f32, gid, i32, nvrtc, tid, u32
 from tilesmith.device import philox
 from tilesmith.kernels import fused_ops
@@ -333,7 +333,7 @@ def test_a_backend_that_is_absent_is_a_reason(monkeypatch):
         module = runtime._module(name)
         module.missing.cache_clear()
         monkeypatch.setattr(module, "find_spec", lambda _: None)
-        assert missing(name) == f"the package {package} is not installed: pip install 'tilesmith[{name}]'"
+        assert missing(name) == f"the package {package} is not installed: {_install.command(name)}"
         with pytest.raises(RuntimeError, match=f"{name}: the package {package} is not installed"):
             launch(copy_kernel(), (2, 1, 1), GOOD, {"n": 40, "shift": 0}, backend=name)
         module.missing.cache_clear()

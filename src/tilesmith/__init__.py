@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilesmith._exports import EXPORTS
-from tilesmith._lazy import imported, resolved
+from tilesmith._lazy import absent, imported, resolved
 
 __version__ = "0.1.0"
 __all__ = [*EXPORTS, "__version__"]
@@ -22,7 +22,7 @@ def __getattr__(name: str):
             raise
     except AttributeError as problem:  # `from tilesmith import name` would say no more than that there is no such name
         raise ImportError(f"tilesmith.{name} could not be imported: {problem}") from problem
-    raise AttributeError(f"module 'tilesmith' has no attribute {name!r}")
+    raise absent("tilesmith", name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -19,3 +21,10 @@ def imported(home: str) -> ModuleType:
 def resolved(home: str, name: str) -> Any:
     """`name` of the module `home`; ImportError as above."""
     return getattr(imported(home), name)
+
+
+def absent(package: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error of a package that has no `name`, with the known name that is spelled most alike."""
+    message = f"module {package!r} has no attribute {name!r}"
+    close = [] if name.startswith("_") else difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    return AttributeError(message + (f". Did you mean {close[0]!r}?" if close else ""))

@@ -221,7 +221,10 @@ def _check_inputs(op: str, use_half: bool, Q: Tensor, K: Tensor, V: Tensor) -> N
     if K.shape[0] != batch or K.shape[3] != dim:
         raise ValueError(f"{op}: K must be [{batch}, heads, tokens, {dim}] as Q, got {list(K.shape)}")
     if K.shape[1] == 0 or heads % K.shape[1]:
-        raise ValueError(f"{op}: K has {K.shape[1]} heads, which does not divide the {heads} heads of Q")
+        raise ValueError(
+            f"{op}: K has {K.shape[1]} heads, which does not divide the {heads} heads of Q; "
+            "give K and V a number that does"
+        )
     if V.shape[:3] != K.shape[:3]:
         raise ValueError(f"{op}: V must be {list(K.shape[:3])} as K, and a head dim, got {list(V.shape)}")
 

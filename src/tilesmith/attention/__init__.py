@@ -4,7 +4,7 @@ Legend: B batch rows, T query tokens, S key tokens, H query heads, G kv heads, D
 of keys.
 """
 
-from tilesmith._lazy import resolved
+from tilesmith._lazy import absent, resolved
 
 _HOMES = {
     "AttentionConfig": "tilesmith.attention.config",
@@ -41,7 +41,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise absent(__name__, name, __all__)
     value = resolved(home, name)
     globals()[name] = value
     return value

@@ -65,13 +65,17 @@ class AttentionConfig:
         probability(name, "dropout", self.dropout)
         number(name, "softcap", self.softcap, 0.0)
         if self.d_model % self.num_heads:
-            raise ValueError(f"{name}: num_heads is {self.num_heads}, which does not divide d_model, {self.d_model}")
+            raise ValueError(
+                f"{name}: num_heads is {self.num_heads}, which does not divide d_model, {self.d_model}; take a divisor"
+            )
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{name}: num_kv_heads is {self.num_kv_heads}, which does not divide num_heads, {self.num_heads}"
+                f"{name}: num_kv_heads is {self.num_kv_heads}, which does not divide num_heads, {self.num_heads}; "
+                "take a divisor"
             )
         if not isinstance(self.pattern, AttentionPatterns):
-            raise TypeError(f"{name}: pattern must be an AttentionPatterns, got {self.pattern!r}")
+            known = ", ".join(member.name for member in AttentionPatterns)
+            raise TypeError(f"{name}: pattern must be an AttentionPatterns ({known}), got {self.pattern!r}")
         self._check_pattern(name)
 
     def _check_pattern(self, name: str) -> None:

@@ -43,7 +43,9 @@ class ContextParallelAttention(nn.Module):
         for argument, value in sizes.items():
             size(name, argument, value)
         if d_model % num_heads:
-            raise ValueError(f"{name}: num_heads is {num_heads}, which does not divide d_model, {d_model}")
+            raise ValueError(
+                f"{name}: num_heads is {num_heads}, which does not divide d_model, {d_model}; take a divisor"
+            )
         self.d_model, self.num_heads, self.context_parallel_size = d_model, num_heads, context_parallel_size
         self.mode, self.causal = mode, causal
         self.ring = _ring(name, context_parallel_size, device_mesh)

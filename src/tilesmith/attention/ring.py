@@ -39,7 +39,10 @@ class RingAttentionLayer(nn.Module):
         for name, value in sizes.items():
             size("RingAttentionLayer", name, value)
         if d_model % num_heads:
-            raise ValueError(f"RingAttentionLayer: num_heads is {num_heads}, which does not divide d_model, {d_model}")
+            raise ValueError(
+                f"RingAttentionLayer: num_heads is {num_heads}, which does not divide d_model, {d_model}; "
+                "take a divisor"
+            )
         self.d_model, self.num_heads, self.max_sequence_length = d_model, num_heads, max_sequence_length
         self.group, self.mode, self.causal = group, mode, causal
         if device is None and torch.cuda.is_available():
@@ -71,7 +74,7 @@ class RingAttentionLayer(nn.Module):
         if tokens > self.max_sequence_length:
             raise ValueError(
                 f"RingAttentionLayer: the sequence has {tokens} tokens; max_sequence_length is "
-                f"{self.max_sequence_length}"
+                f"{self.max_sequence_length}; give the layer a larger one"
             )
         q, k, v = (
             x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1)

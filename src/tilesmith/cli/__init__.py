@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tilesmith import __version__
+from tilesmith import __version__, _install
 from tilesmith.settings import settings
 
 _HELP = "Transformer kernels for PyTorch: see what is chosen and why, check it, measure it, apply it to a model."
@@ -53,7 +53,7 @@ def main() -> None:
     missing = [name for name in ("typer", "rich") if not _installed(name)]
     if missing:
         sys.stderr.write(
-            f"tilesmith: the command line needs {' and '.join(missing)}. Install with: pip install 'tilesmith[cli]'\n"
+            f"tilesmith: the command line needs {' and '.join(missing)}. Install with: {_install.command('cli')}\n"
         )
         raise SystemExit(2)
     try:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from rich.markup import escape
+
+from tilesmith import _install
 from tilesmith.cli.output import console
 
 COLOURS = ("#8a8a8a", "#d1495b", "#2e86ab", "#3c887e")
@@ -15,8 +18,8 @@ def available() -> bool:
     """Whether pictures can be drawn; says in one line why not, and what to install."""
     if find_spec("matplotlib") is not None:
         return True
-    told = "no loss curves: matplotlib is not installed (pip install 'tilesmith\\[bench]')"
-    console.print(told, style="dim", highlight=False)
+    told = f"no loss curves: matplotlib is not installed ({_install.command('bench')})"
+    console.print(escape(told), style="dim", highlight=False)
     return False
 
 

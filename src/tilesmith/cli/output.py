@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from tilesmith import _install
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +70,7 @@ def needs(package: str, extra: str, why: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(package) is None:
-        refuse(f"{why} needs {package}, which is not installed: pip install 'tilesmith\\[{extra}]'")
+        refuse(f"{why} needs {package}, which is not installed: {escape(_install.command(extra))}")
 
 
 def device_named(name: str | None) -> torch.device:

@@ -62,7 +62,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilesmith._lazy import resolved
+from tilesmith._lazy import absent, resolved
 from tilesmith.codegen.frontend import build
 from tilesmith.codegen.ir import KernelIR
 from tilesmith.codegen.language import (
@@ -168,4 +168,4 @@ _LAZY = {"interpret": "interpreter", "Fault": "interpreter", "to_json": "serial"
 def __getattr__(name: str):
     if name in _LAZY:
         return resolved(f"tilesmith.codegen.{_LAZY[name]}", name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise absent(__name__, name, __all__)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+from tilesmith import _install
 from tilesmith.codegen.types import KernelError
 
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "nvrtc64_130_0.dll", "nvrtc64_120_0.dll")
@@ -22,7 +23,7 @@ def library() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    raise KernelError("PTX needs NVRTC: pip install 'tilesmith[cuda]' (nvidia-cuda-nvrtc), or a CUDA build of torch")
+    raise KernelError(f"PTX needs NVRTC: {_install.command('cuda')}, or a CUDA build of torch")
 
 
 def _packaged() -> list[str]:

@@ -7,7 +7,7 @@ ranks.
 
 from __future__ import annotations
 
-from tilesmith._lazy import resolved
+from tilesmith._lazy import absent, resolved
 
 _HOMES = {
     "context_parallel_attention": "tilesmith.distributed.attention",
@@ -30,7 +30,7 @@ __all__ = list(_HOMES)
 
 def __getattr__(name: str):
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise absent(__name__, name, __all__)
     value = resolved(_HOMES[name], name)
     globals()[name] = value
     return value

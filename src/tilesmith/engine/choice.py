@@ -61,12 +61,13 @@ def _carried() -> dict[str, str]:
     return _environment if here is None else here
 
 
+@torch_private.constant_in_graphs
 def pinned(name: str) -> str:
     """The backend pinned for the op `name` in this context, or "". torch.compile keeps the pin of its trace."""
     return pins().get(name, "")
 
 
-def parse_pin(pin: str) -> tuple[str, dict[str, int]]:
+def parse_pin(pin: str, said_of: str = "a pin") -> tuple[str, dict[str, int]]:
     """Backend and configuration fields of a pin: "triton:block_m=64:block_n=32" gives two fields their values.
 
     Raises ValueError for a field that is not name=integer.
@@ -76,13 +77,9 @@ def parse_pin(pin: str) -> tuple[str, dict[str, int]]:
     for part in rest:
         name, _, value = part.partition("=")
         if not name.isidentifier() or not value.isdecimal():
-            raise ValueError(f"a pin is backend[:field=integer]..., got {pin!r}")
+            raise ValueError(f"{said_of} must be backend[:field=integer]..., got {pin!r}")
         fields[name] = int(value)
     return backend, fields
-
-
-# What torch.compiler.assume_constant_result sets, without its import of torch._dynamo, which costs a second.
-pinned._dynamo_marked_constant = True
 
 
 ASKED = "?"
@@ -138,7 +135,7 @@ def check_pin(where: str, known: Mapping[str, Any], name: str, backend: Any) -> 
         raise ValueError(f"{where}: there is no op {name!r}. {suggestion(name, known)}")
     if not isinstance(backend, str):
         raise TypeError(f"{where}: {name} must be the name of a backend, got {shown(backend)}")
-    if parse_pin(backend)[0] not in op.backends():
+    if parse_pin(backend, f"{where}: {name}")[0] not in op.backends():
         raise ValueError(f"{where}: {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
 
 

@@ -157,7 +157,9 @@ class _Configure:
             from tilesmith.engine.tuning import at_first_call
 
             return at_first_call(self, args)
-        return default if row is None else type(default)(**{**default._asdict(), **row.config})
+        if row is None or not row.config.keys() <= set(default._fields):  # a row that another version kept here
+            return default
+        return default._replace(**row.config)
 
     def with_fields(self, args: tuple, fields: Mapping[str, int], search: bool = True) -> Any:
         """The configuration for these arguments with `fields` at given values, and with every field that ends in one of

@@ -140,7 +140,14 @@ class Op:
     def add_kernel(self, kernel: Kernel) -> Kernel:
         """Add a kernel; TypeError when its types are not the reference's, ValueError when its rank is taken."""
         if kernel.backend != REFERENCE:
-            types = infer_schema(_without_config(kernel.fn), mutates_args=self.mutates)
+            try:
+                types = infer_schema(_without_config(kernel.fn), mutates_args=self.mutates)
+            except ValueError as problem:  # torch says which parameter; not what the op expects there
+                raise TypeError(
+                    f"kernel {kernel.backend!r} of {self.name}: "
+                    "annotate its parameters and its result so that its types "
+                    f"are {self.types}; {problem}"
+                ) from problem
             if types != self.types:
                 raise TypeError(f"kernel {kernel.backend!r} of {self.name} has types {types}; the op has {self.types}")
             for other in self._kernels.values():

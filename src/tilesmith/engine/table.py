@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -47,15 +48,12 @@ class Table:
     def of(module: str, arch: str) -> Table:
         """Rows for the family of `module` (a kernel module such as tilesmith.ops.norm.triton.norm) on `arch`."""
         package = family_of(module)
-        rows = []
+        rows: list[Row] = []
         if package.startswith("tilesmith."):
             shipped = shipped_file(module, arch)
             if shipped.is_file():
-                rows += json.loads(shipped.read_text())
-        local = user_file(package, arch)
-        if local.is_file():
-            rows += json.loads(local.read_text())
-        return Table(tuple(Row(**row) for row in rows))
+                rows += [Row(**row) for row in json.loads(shipped.read_text())]
+        return Table((*rows, *_kept(user_file(package, arch))))
 
     def nearest(self, kernel: str, dtype: torch.dtype, dims: Mapping[str, int]) -> Row | None:
         """The row of `kernel` and `dtype` nearest to `dims` in log space, or None when none is near."""
@@ -73,6 +71,20 @@ class Table:
         return best
 
 
+def _kept(path: Path) -> list[Row]:
+    """The rows of a file of this machine. One that cannot be read is as good as none: a call must not fail for it."""
+    if not path.is_file():
+        return []
+    try:
+        return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as problem:  # no rights, no JSON, no rows
+        warnings.warn(
+            f"the tuning rows in {path} cannot be read ({problem}) and are not used; delete the file, and tune again",
+            stacklevel=2,
+        )
+        return []
+
+
 def user_file(package: str, arch: str) -> Path:
     """Where rows tuned on this machine are kept."""
     return settings().cache_dir / "tuning" / f"{package}.{arch}.json"
@@ -81,7 +93,7 @@ def user_file(package: str, arch: str) -> Path:
 def append(module: str, arch: str, rows: list[Row], path: Path | None = None) -> Path:
     """Add rows of a kernel module to a file (by default this machine's), in place of those of the same call."""
     path = path or user_file(family_of(module), arch)
-    old = [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else []
+    old = _kept(path)
     new = {(r.kernel, r.dtype, *r.dims.items()) for r in rows}
     save(path, [*(r for r in old if (r.kernel, r.dtype, *r.dims.items()) not in new), *rows])
     return path

@@ -18,7 +18,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -108,6 +108,18 @@ def _each_autocast() -> bool:
 
 any_autocast: Callable[[], bool] = _any_autocast or _each_autocast
 """Whether autocast is on for any kind of device."""
+
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+
+def constant_in_graphs(fn: _Fn) -> _Fn:
+    """Mark `fn` as assume_constant_result does, which imports torch._dynamo: a second or more.
+
+    Dynamo reads the attribute when it meets the function; a PyTorch that does not would trace into it instead.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
 
 
 # gradients ------------------------------------------------------------------------------------------------------------

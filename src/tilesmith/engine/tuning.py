@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,7 +95,14 @@ def at_first_call(configure: Any, args: tuple) -> Any:
     """TILESMITH_TUNE=1: the best configuration for these arguments, kept on this machine for later processes."""
     found = search(configure, args)
     arch = arch_of(next(a for a in args if isinstance(a, Tensor)).device)
-    append(configure.fn.__module__, arch.name, [row_of(configure, args, found)])
+    try:
+        append(configure.fn.__module__, arch.name, [row_of(configure, args, found)])
+    except OSError as problem:  # the call goes on with what was found
+        warnings.warn(
+            f"what was tuned cannot be kept: {problem}; later processes tune again, unless TILESMITH_CACHE_DIR is "
+            "set to a folder that can be written",
+            stacklevel=2,
+        )
     return found.config
 
 

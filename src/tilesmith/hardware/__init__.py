@@ -1,6 +1,6 @@
 """What the devices are: a table of facts, limits for portable kernels, detection. The bottom layer."""
 
-from tilesmith._lazy import resolved
+from tilesmith._lazy import absent, resolved
 
 _HOMES = {
     "Arch": "tilesmith.hardware.detect",
@@ -23,7 +23,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise absent(__name__, name, __all__)
     value = resolved(home, name)
     globals()[name] = value
     return value

@@ -84,7 +84,7 @@ def arch_named(name: str) -> Arch:
     row = facts(name)
     if row is None:
         known = ", ".join(dict.fromkeys(row.arch for row in table()))
-        raise ValueError(f"unknown arch {name!r}; arch.toml has {known}")
+        raise ValueError(f"arch is {name!r}, which is unknown; it must be one of {known}")
     return _from_row(row, row.models[0] if row.models else name)
 
 

@@ -4,17 +4,29 @@
 `shard_sequence` lets several ranks share the sequences of a transformers model.
 """
 
-from tilesmith.models.attention import register_for_transformers
-from tilesmith.models.optimization import optimize, report, undo
-from tilesmith.models.sdpa import register_for_sdpa
-from tilesmith.models.sequence import model_sharding, shard_sequence
+from tilesmith._lazy import absent, resolved
 
-__all__ = [
-    "model_sharding",
-    "optimize",
-    "register_for_sdpa",
-    "register_for_transformers",
-    "report",
-    "shard_sequence",
-    "undo",
-]
+_HOMES = {
+    "model_sharding": "tilesmith.models.sequence",
+    "optimize": "tilesmith.models.optimization",
+    "register_for_sdpa": "tilesmith.models.sdpa",
+    "register_for_transformers": "tilesmith.models.attention",
+    "report": "tilesmith.models.optimization",
+    "shard_sequence": "tilesmith.models.sequence",
+    "undo": "tilesmith.models.optimization",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    home = _HOMES.get(name)
+    if home is None:
+        raise absent(__name__, name, __all__)
+    value = resolved(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

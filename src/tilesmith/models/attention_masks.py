@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tilesmith import ops
+from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.models.reach import reaches_device
 
 
@@ -252,7 +253,7 @@ class _Told:
 TOLD = _Told()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _joined() -> Any:
     """The code of what transformers' `and_masks` makes."""
     from transformers.masking_utils import and_masks

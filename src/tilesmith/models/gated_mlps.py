@@ -63,7 +63,7 @@ class GatedMlpForm(Form):
         mlp, op, classes = self.mlp, self.op, dict(self.passed_over)
         passed_over = tuple(classes)
 
-        @torch.compiler.assume_constant_result
+        @torch_private.constant_in_graphs
         def is_original(name: str, cls: type) -> bool:
             return original_class(cls) is classes[name]
 

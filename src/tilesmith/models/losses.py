@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.models.logits import LazyLogits
 from tilesmith.rewrite import CALLS, Form, Replace, Rule, Site, Skip, forms, given, original_class
 from tilesmith.rewrite.variants import obstacle
@@ -85,7 +86,7 @@ def _deferrable(head: nn.Linear) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _wrapped(cls: type) -> bool:
     """Whether FSDP2 wraps modules of this class one by one."""
     return hasattr(cls, "_get_fsdp_state")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.models.reach import ran, reaches
 from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
@@ -70,7 +71,7 @@ def is_norm(module: nn.Module, norm: Norm) -> bool:
     return _class_is(type(module), norm)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _class_is(cls: type, norm: Norm) -> bool:
     return getattr(cls, "_tilesmith_norm", None) == norm
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.choice import pinned
+from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.rewrite import CALLS
 
 
@@ -19,7 +20,7 @@ def reaches(op: str, x: Tensor) -> bool:
     return reaches_device(op, x.device.type)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def reaches_device(op: str, kind: str) -> bool:
     """The same for the devices of a type."""
     return bool(pinned(op)) or _has_kernel(op, kind)

@@ -62,10 +62,16 @@ class Attention(nn.Module):
         if scale is not None and number("Attention", "scale", scale) <= 0:
             raise ValueError(f"Attention: scale must be above 0, got {scale}")
         if num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads is {num_kv_heads}, which does not divide num_heads, {num_heads}")
+            raise ValueError(
+                f"num_kv_heads is {num_kv_heads}, which does not divide num_heads, {num_heads}; take a divisor"
+            )
         if head_dim is None:
             if hidden_size % num_heads:
-                raise ValueError(f"num_heads is {num_heads}, which does not divide hidden_size, {hidden_size}")
+                raise ValueError(
+                    f"num_heads is {num_heads}, which does not divide hidden_size, {hidden_size}; "
+                    "take a divisor, or give "
+                    "head_dim"
+                )
             head_dim = hidden_size // num_heads
         self.hidden_size = hidden_size
         self.num_heads, self.num_kv_heads, self.head_dim, self.dropout = num_heads, num_kv_heads, head_dim, dropout

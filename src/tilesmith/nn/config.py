@@ -40,7 +40,7 @@ class KernelConfig:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"KernelConfig: num_attention_heads is {self.num_attention_heads}, which does not divide hidden_size, "
-                f"{self.hidden_size}"
+                f"{self.hidden_size}; take a divisor"
             )
         for name in ("attention_dropout_prob", "hidden_dropout_prob"):
             probability("KernelConfig", name, getattr(self, name))

@@ -33,7 +33,9 @@ class AttentionLayer(nn.Module):
         size("AttentionLayer", "num_heads", num_heads)
         probability("AttentionLayer", "dropout", dropout)
         if d_model % num_heads:
-            raise ValueError(f"AttentionLayer: num_heads is {num_heads}, which does not divide d_model, {d_model}")
+            raise ValueError(
+                f"AttentionLayer: num_heads is {num_heads}, which does not divide d_model, {d_model}; take a divisor"
+            )
         self.d_model, self.num_heads, self.dropout = d_model, num_heads, dropout
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias, device, dtype)
         self.out_proj = nn.Linear(d_model, d_model, bias, device, dtype)

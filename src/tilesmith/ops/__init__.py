@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilesmith._lazy import imported, resolved
+from tilesmith._lazy import absent, imported, resolved
 from tilesmith.settings import PREFIX, settings
 
 _FAMILIES = {
@@ -122,7 +122,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise absent(__name__, name, __all__)
     value = resolved(home, name)
     globals()[name] = value
     return value

@@ -148,7 +148,10 @@ def _split_heads(query: Tensor, key: Tensor, value: Tensor, num_heads: int) -> t
         raise ValueError(f"{op}: value must have key's {key.shape[1]} tokens, got {value.shape[1]}")
     size(op, "num_heads", num_heads, 1)
     if query.shape[2] % num_heads:
-        raise ValueError(f"{op}: num_heads is {num_heads}, which does not divide query's width, {query.shape[2]}")
+        raise ValueError(
+            f"{op}: num_heads is {num_heads}, which does not divide query's width, {query.shape[2]}; "
+            "take a divisor of it"
+        )
     dim = query.shape[2] // num_heads
     if dim == 0 or key.shape[2] == 0 or key.shape[2] % dim:
         raise ValueError(f"{op}: key has width {key.shape[2]}; it must be a multiple of the head dim, {dim}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from tilesmith._lazy import absent
+
 _HOMES = {
     "AllocationStrategy": "tilesmith.precision.adaptive.config",
     "FP8AttentionConfig": "tilesmith.precision.attention",
@@ -32,7 +34,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise absent(__name__, name, __all__)
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -15,6 +15,7 @@ from tilesmith.codegen import KernelIR
 from tilesmith.settings import settings
 
 _ENTRIES = 256
+_DIGEST = hashlib.sha256().digest_size
 
 
 class Compiled:
@@ -51,11 +52,13 @@ def key(*parts: str | bytes) -> str:
 
 
 def read(name: str) -> bytes | None:
-    """A kept file, or None."""
+    """A kept file, or None; also where it is not what was written, since a driver may crash on half a kernel."""
     try:
-        return (directory() / name).read_bytes()
+        kept = (directory() / name).read_bytes()
     except OSError:
         return None
+    digest, data = kept[:_DIGEST], kept[_DIGEST:]
+    return data if digest == hashlib.sha256(data).digest() else None
 
 
 def write(name: str, data: bytes) -> None:
@@ -63,5 +66,5 @@ def write(name: str, data: bytes) -> None:
     with contextlib.suppress(OSError):
         directory().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory(), delete=False) as file:
-            file.write(data)
+            file.write(hashlib.sha256(data).digest() + data)
         os.replace(file.name, directory() / name)

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from tilesmith import _install
 from tilesmith.codegen import KernelError, KernelIR, spirv
 from tilesmith.runtime import cache, cuda, vulkan_cuda
 from tilesmith.runtime.arguments import as_bytes, check_grid, check_sizes
@@ -33,7 +34,7 @@ _timing: tuple[int, list[list[float]]] | None = None
 def missing() -> str | None:
     """Why Vulkan cannot be used."""
     if find_spec("vulkan") is None:
-        return "the package vulkan is not installed: pip install 'tilesmith[vulkan]'"
+        return f"the package vulkan is not installed: {_install.command('vulkan')}"
     try:
         import vulkan
     except OSError as problem:

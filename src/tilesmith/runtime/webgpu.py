@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tilesmith import _install
 from tilesmith.codegen import KernelError, KernelIR, wgsl
 from tilesmith.hardware.limits import Limits
 from tilesmith.runtime import cache
@@ -42,7 +43,7 @@ class Pipeline(NamedTuple):
 def missing() -> str | None:
     """Why WebGPU cannot be used."""
     if find_spec("wgpu") is None:
-        return "the package wgpu is not installed: pip install 'tilesmith[webgpu]'"
+        return f"the package wgpu is not installed: {_install.command('webgpu')}"
     try:
         device()
     except (ImportError, OSError) as problem:

@@ -99,7 +99,10 @@ def check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, paged: bool = False
     if dim == 0 or v.shape[3] == 0:
         raise ValueError(f"{name}: the head dims of q and v must be positive, got {dim} and {v.shape[3]}")
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{name}: k has {kv_heads} heads, which does not divide the {heads} heads of q")
+        raise ValueError(
+            f"{name}: k has {kv_heads} heads, which does not divide the {heads} heads of q; "
+            "give k and v a number that does"
+        )
     if rows != batch and not paged:
         raise ValueError(f"{name}: k must have q's batch size {batch}, got {rows}")
 
@@ -143,7 +146,8 @@ def _check_plane(name, x, q, dtypes, shape) -> None:
     same_device(name, x, q)
     if x.dtype not in dtypes:
         allowed = " or ".join(dict.fromkeys(str(d) for d in dtypes))
-        raise TypeError(f"attention: {name} must be {allowed}, got {x.dtype}")
+        instead = "; what is added to scores goes in Score(bias=...)" if name == "mask" else ""
+        raise TypeError(f"attention: {name} must be {allowed}, got {x.dtype}{instead}")
     if x.ndim != 4 or any(n != 1 and n != m for n, m in zip(x.shape, shape)):
         raise ValueError(f"attention: {name} must be {list(shape)}, where any dim may be 1, got {list(x.shape)}")
 

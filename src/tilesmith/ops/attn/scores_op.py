@@ -53,7 +53,10 @@ def _check_values(op: str, q: Tensor, k: Tensor, scale: float | None) -> None:
     if k.shape[0] != batch or k.shape[3] != dim or dim == 0:
         raise ValueError(f"{op}: k must be [{batch}, heads, keys, {dim}] with a positive head dim, got {list(k.shape)}")
     if k.shape[1] == 0 or heads % k.shape[1]:
-        raise ValueError(f"{op}: k has {k.shape[1]} heads, which does not divide the {heads} heads of q")
+        raise ValueError(
+            f"{op}: k has {k.shape[1]} heads, which does not divide the {heads} heads of q; "
+            "give k a number of heads that does"
+        )
     if scale is not None and not 0.0 < scale < math.inf:
         raise ValueError(f"{op}: scale must be a positive number, got {scale}; put a sign into q")
 
