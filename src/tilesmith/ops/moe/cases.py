@@ -172,6 +172,7 @@ CASES: dict[str, list[Case]] = {
             if name != "swiglu"
         ),
         Case("whole_tiles", _experts(256, 256, 128, 2, 2), COMPILE, BF16),
+        Case("few_tokens", _experts(4, 256, 128, 16, 4), COMPILE, BF16),
         Case(
             "whole_tiles_gpt_oss",
             _experts(256, 256, 128, 2, 2, bias=True, weight_layout="transposed", **GPT_OSS),

@@ -21,12 +21,13 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """block_m, block_n, block_k: the tile of the gradients of activations, as in the forward; weight_m, weight_n: tile
-    of a weight's gradient, weight_k: pairs of a step of its sum."""
+    """block_m, block_n, block_k: the tile of the pre-activation's gradient, as in the forward; rows_n: columns of a
+    tile of x's gradient; weight_m, weight_n: tile of a weight's gradient, weight_k: pairs of a step of its sum."""
 
     block_m: int
     block_n: int
     block_k: int
+    rows_n: int
     weight_m: int
     weight_n: int
     weight_k: int
@@ -65,13 +66,15 @@ def forward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> ForwardConfig:
 def backward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> BackwardConfig:
     """The configuration of the backward where none was measured."""
     if arch.kind == "cpu" or dtype.itemsize > 2:
-        return BackwardConfig(32, 32, 32, 32, 32, 32, 8, num_warps=4, num_stages=2)
+        return BackwardConfig(32, 32, 32, 32, 32, 32, 32, 8, num_warps=4, num_stages=2)
     block_m = max(32, _height(sizes))
     block_k = 64 if arch.shared_memory >= 120_000 else 32
     if arch.kind != "cuda":
-        return BackwardConfig(min(block_m, 128), 128, 32, 128, 128, 32, 8, num_warps=8, num_stages=2)
-    stages = _stages(128, 128, block_k, 4, arch)
-    return BackwardConfig(block_m, 128, block_k, 128, 128, block_k, 8, num_warps=8, num_stages=stages)
+        return BackwardConfig(min(block_m, 128), 128, 32, 128, 128, 128, 32, 8, num_warps=8, num_stages=2)
+    # The pre-activation's gradient spills in wider tiles.
+    wide = 256 if arch.capability >= (9, 0) and block_m >= 128 else 128
+    stages = _stages(128, wide, block_k, 4, arch)
+    return BackwardConfig(block_m, 128, block_k, wide, 128, wide, block_k, 8, num_warps=8, num_stages=stages)
 
 
 def _height(sizes: Mapping[str, int]) -> int:

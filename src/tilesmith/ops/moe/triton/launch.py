@@ -41,7 +41,9 @@ def _dims_vjp(dy: Tensor, *args: Any) -> dict[str, int]:
 TILES = {"block_m": (64, 128), "block_n": (128, 256), "block_k": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
 FORWARD_SPACE = Space(_dims, plan.forward, {**TILES, "down_n": (128, 256)})
 BACKWARD_SPACE = Space(
-    _dims_vjp, plan.backward, {**TILES, "weight_m": (64, 128), "weight_n": (128, 256), "weight_k": (32, 64)}
+    _dims_vjp,
+    plan.backward,
+    {**TILES, "rows_n": (128, 256), "weight_m": (64, 128), "weight_n": (128, 256), "weight_k": (32, 64)},
 )
 
 
@@ -146,7 +148,7 @@ class _Backward:
         dpre, scaled, parts = self._pre_gradient()
         dx, dgate_up, ddown, dscales, dgate_up_bias, ddown_bias = (x.new_empty(0) for _ in range(6))
         if mask[0]:
-            config = {**self.sized, "BLOCK_N": self.config.block_n}
+            config = {**self.sized, "BLOCK_N": self.config.rows_n}
             each = _rows_product(dpre, call.gate_up.transpose(1, 2), None, self.groups, config, **self.options)
             dx = _combined(each, self.indices, None, call.x, self.experts)
         if mask[1]:
