@@ -5,8 +5,8 @@ of a product with one packed weight.
 
 Trains a byte-level model on the sources of Python's standard library for each seed, then packs it at 2.5, 3, 3.5 and 4
 bits a weight. Uniform widths pass through the same quantiser and the same groups and are stored alike, tables of tiles
-included; at 2.5 and 3.5 bits their loss is interpolated, in its logarithm, between whole bits. On a GPU also the time of y = x W^T, 4096 x 14336, at 1, 16 and 64 rows, beside bf16 and torchao's int4 where that
-can be imported.
+included; at 2.5 and 3.5 bits their loss is interpolated, in its logarithm, between whole bits. On a GPU also the time
+of y = x W^T, 4096 x 14336, at 1, 16 and 64 rows, beside bf16 and torchao's int4 where that can be imported.
 """
 
 import argparse

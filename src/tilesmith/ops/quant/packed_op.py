@@ -60,10 +60,8 @@ def _check_packed(
 
 
 def _check_codes(op: str, codes: Tensor) -> None:
-    if codes.dtype != torch.int32 or codes.ndim != 1 or not codes.is_contiguous():
-        raise TypeError(
-            f"{op}: codes is {codes.dtype} of shape {tuple(codes.shape)}; it must be int32 [words], contiguous"
-        )
+    if codes.dtype != torch.int32 or codes.ndim != 1:
+        raise TypeError(f"{op}: codes is {codes.dtype} of shape {tuple(codes.shape)}; it must be int32 [words]")
 
 
 def _check_quantize(weight: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, words: int) -> None:

@@ -171,7 +171,7 @@ def unpacked(codes: Tensor, tables: tuple[Tensor, ...], rows: int, dtype: torch.
     if weight.numel():
         block = min(config.block_tiles, next_power_of_2(groups))
         launch(
-            _dequantize_kernel, (count, cdiv(groups, block)), codes, *(t.contiguous() for t in tables), weight, rows,
+            _dequantize_kernel, (count, cdiv(groups, block)), *(t.contiguous() for t in (codes, *tables)), weight, rows,
             groups, BLOCK_TILES=block, num_warps=config.num_warps,
         )  # fmt: skip
     return weight

@@ -240,7 +240,7 @@ def dequant_linear(
     y, flat = x.new_empty((*x.shape[:-1], rows)), as_rows(x)
     if not y.numel():
         return y
-    packed = [codes, *(t.contiguous() for t in tables)]
+    packed = [t.contiguous() for t in (codes, *tables)]
     block = max(8, min(config.block_tiles, next_power_of_2(groups)))  # 8 tiles of a plane of 1 bit are a product's 16
     if tokens == 1:
         launch(
