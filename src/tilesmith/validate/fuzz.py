@@ -69,8 +69,10 @@ def attempt(op_name: str, draw: random.Random, device: torch.device | str, seed:
     def outcome(verdict: str, message: str = "") -> Outcome:
         return Outcome(op_name, seed, case.name, str(dtype).removeprefix("torch."), changes, verdict, message)
 
+    device = torch.device(device)
     try:
-        wrong = _wrong(op, changed, torch.device(device), dtype)
+        op(*op.bind((), changed.build(device, dtype, changed.generator())))  # as it came; a check may widen it
+        wrong = _wrong(op, changed, device, dtype)
     except REFUSALS as refusal:
         said = str(refusal)
         if any(name in said for name in (op_name, *op.parameters)):
@@ -87,12 +89,13 @@ def _wrong(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> list
     """The kernels that are wrong.
 
     The error of the reference, from which the budget follows, is one draw where the output is one number, and may be
-    small by chance. So a kernel somewhat over its budget gets 8 more draws of numbers and is wrong if most of all are.
+    small by chance: three times in ten less than half of an equal one. So a kernel somewhat over its budget gets 8 more
+    draws of numbers, and is wrong if 7 of them are.
     """
     return [
         result
         for result in check_each(op, backends_on(op, device), case, device, dtype)
-        if not result.passed and (_is_far_off(result) or _mostly_wrong(op, result.kernel, case, device, dtype))
+        if not result.passed and (_is_far_off(result) or _nearly_always_wrong(op, result.kernel, case, device, dtype))
     ]
 
 
@@ -100,11 +103,11 @@ def _is_far_off(result: Result) -> bool:
     return "is off by" not in result.message or result.error > 8 * result.budget
 
 
-def _mostly_wrong(op: Op, backend: str, case: Case, device: torch.device, dtype: torch.dtype) -> bool:
+def _nearly_always_wrong(op: Op, backend: str, case: Case, device: torch.device, dtype: torch.dtype) -> bool:
     draws = [Case(f"{case.name} {number}", case.args, case.tags, case.dtypes) for number in range(8)]
     results = [check(op, backend, draw, device, dtype) for draw in draws]
     failed = [result for result in results if not result.passed]
-    return len(failed) >= 4 or any(map(_is_far_off, failed))
+    return len(failed) >= 7 or any(map(_is_far_off, failed))
 
 
 def _changed(op: Op, case: Case, draw: random.Random) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -131,7 +134,7 @@ def _changed(op: Op, case: Case, draw: random.Random) -> tuple[dict[str, Any], t
             changes.append(f"{name} of shape {args[name].shape}")
     if plain and draw.random() < 0.1:
         name = draw.choice(plain)
-        args[name] = _with(args[name], dtype=draw.choice(WRONG), grad=False, init=_any)
+        args[name] = _with(args[name], dtype=draw.choice(WRONG), init=_any)
         changes.append(f"{name} of {args[name].dtype}")
     for name in [n for n, value in args.items() if not isinstance(value, T)]:
         if draw.random() < 0.15:
