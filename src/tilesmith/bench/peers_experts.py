@@ -28,6 +28,14 @@ def _gate(z: Tensor, activation: str, interleaved: bool, limit: float, alpha: fl
     return value * (up + up_offset if up_offset else up)
 
 
+def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """rows · weight[e]ᵀ of each expert's rows; float64, which grouped_mm has not, one by one."""
+    if rows.dtype != torch.float64:
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    parts = rows.tensor_split(ends.tolist()[:-1])
+    return torch.cat([part @ w.t() for part, w in zip(parts, weight)])
+
+
 def _grouped(
     x: Tensor,
     gate_up: Tensor,
@@ -42,19 +50,21 @@ def _grouped(
     alpha: float = 1.0,
     up_offset: float = 0.0,
 ) -> Tensor:
-    """Without synchronisation; every index must be one of an expert."""
+    """Without synchronisation; every index must be one of an expert. Raises Missing on a CPU where one is not."""
+    if indices.device.type == "cpu" and ((indices < 0) | (indices >= gate_up.shape[0])).any():
+        raise Missing("grouped products take no pair without an expert")
     chosen, order = indices.reshape(-1).sort()
     tokens = order // indices.shape[-1]
     every = torch.arange(gate_up.shape[0], device=chosen.device, dtype=chosen.dtype)
     ends = torch.searchsorted(chosen, every, right=True).int()
-    z = F.grouped_mm(reference.flat(x)[tokens], gate_up.transpose(1, 2), offs=ends)
+    z = _product(reference.flat(x)[tokens], gate_up, ends)
     z = z if gate_up_bias is None else z + gate_up_bias[chosen]
     hidden = _gate(z, activation, interleaved, limit, alpha, up_offset)
-    rows = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+    rows = _product(hidden, down, ends)
     rows = rows if down_bias is None else rows + down_bias[chosen]
     rows = rows * weights.reshape(-1)[order, None]
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    return rows[back].view(-1, indices.shape[-1], x.shape[-1]).sum(1).to(x.dtype).view(x.shape)
+    return rows[back].view(x.shape[:-1].numel(), indices.shape[-1], x.shape[-1]).sum(1).to(x.dtype).view(x.shape)
 
 
 def _liger(args: Mapping[str, Any]) -> Call:
