@@ -35,7 +35,7 @@ def _named(cell: str) -> list[str]:
 
 
 def _own_sources() -> list[Path]:
-    families = ("norm", "elementwise", "rotary", "loss", "gemm")
+    families = ("norm", "elementwise", "rotary", "loss", "gemm", "quant", "moe")
     folders = [SOURCE / "device", *(SOURCE / "ops" / name for name in families)]
     return [path for path in TEXTS if any(folder in path.parents for folder in folders)]
 

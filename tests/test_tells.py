@@ -21,7 +21,7 @@ from tilesmith.ops.gemm import products
 from tilesmith.validate.cases import outputs_and_gradients
 from tilesmith.validate.offline import _Tap
 
-FAMILIES = {f"tilesmith.ops.{name}" for name in ("norm", "elementwise", "rotary", "gemm", "loss")}
+FAMILIES = {f"tilesmith.ops.{name}" for name in ("norm", "elementwise", "rotary", "gemm", "loss", "quant", "moe")}
 HELPERS = {"_column_sums_kernel", "_sum_kernel", "scale_kernel", "_activation_kernel", "_activation_bwd_kernel"}
 """Sums of partial rows, scaling and activations: passes that follow or precede the kernel that was chosen."""
 SERVED = [
@@ -103,6 +103,17 @@ def test_rows_that_registers_hold_are_read_once():
     rest = (None, 1e-6, 0.0, "fp32")
     assert "4 x 512 are held in registers" in _row("rms_norm", short, *rest, config=config)
     assert "65536 columns are read twice, in blocks of 8192" in _row("rms_norm", wide, *rest, config=config)
+
+
+def test_experts_tell_their_tiles_and_their_index():
+    pytest.importorskip("triton")
+    few, many = (torch.zeros(tokens, 2, dtype=torch.int64) for tokens in (4, 4096))
+    gate_up, down = torch.ones(4, 16, 8), torch.ones(4, 8, 8)
+    kernel = ops()["experts"].kernel("triton")
+    for indices, told in ((few, "8 pairs are put in the order of experts by one launch"), (many, "four launches")):
+        x = torch.ones(indices.shape[0], 8)
+        config = kernel.fn.configure((x, gate_up, down, indices, indices.float()), search=False)
+        assert told in "; ".join(kernel.tells(x, gate_up, down, indices, indices.float(), config=config))
 
 
 def test_gradients_tell_where_they_come_from():

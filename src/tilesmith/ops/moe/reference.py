@@ -137,7 +137,7 @@ def activate(z: Tensor, activation: str, interleaved: bool, limit: float, alpha:
     """The activation [S, I] of pre-activations z [S, N]."""
     if activation in UNGATED:
         return _function(z, activation)
-    gate, up = halves(z, interleaved)
+    gate, up = gate_and_up(z, interleaved)
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == "swiglu":
@@ -145,7 +145,7 @@ def activate(z: Tensor, activation: str, interleaved: bool, limit: float, alpha:
     return _function(gate, GATED[activation]) * (up + up_offset)
 
 
-def halves(z: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def gate_and_up(z: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Gate and up, each [..., I], of z [..., N]."""
     if interleaved:
         return z[..., ::2], z[..., 1::2]
@@ -186,7 +186,7 @@ def _activation_vjp(
     """The activation at z and the gradient of z."""
     if activation in UNGATED:
         return _function(z, activation), dhidden * _slope(z, activation)
-    gate, up = halves(z, interleaved)
+    gate, up = gate_and_up(z, interleaved)
     passes_gate, passes_up = torch.ones_like(gate), torch.ones_like(up)
     if limit > 0:
         passes_gate, passes_up = (gate <= limit).to(z.dtype), (up.abs() <= limit).to(z.dtype)
@@ -198,7 +198,7 @@ def _activation_vjp(
     else:
         value, slope = _function(gate, GATED[activation]), _slope(gate, GATED[activation])
     dz = torch.empty_like(z)
-    dgate, dup = halves(dz, interleaved)
+    dgate, dup = gate_and_up(dz, interleaved)
     dgate.copy_(dhidden * slope * (up + up_offset) * passes_gate)
     dup.copy_(dhidden * value * passes_up)
     return value * (up + up_offset), dz

@@ -19,7 +19,7 @@ from tilesmith.ops.moe.triton.backward import (
     scale_gradient_kernel,
     weight_gradient_kernel,
 )
-from tilesmith.ops.moe.triton.index import Groups, group
+from tilesmith.ops.moe.triton.index import FEW, Groups, group
 from tilesmith.ops.moe.triton.kernels import combine_kernel, gate_up_kernel, rows_kernel
 
 
@@ -91,7 +91,16 @@ def _combined(rows_: Tensor, indices: Tensor, scales: Tensor | None, like: Tenso
     return out
 
 
-@register_kernel("experts", backend="triton", rank=20, rejects=_reasons)
+def _tells(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any, config: Any) -> list[str]:
+    pairs = indices.numel()
+    index = "one launch" if pairs <= FEW else "four launches"
+    return [
+        f"tiles of {config.block_m} pairs of one expert by {config.block_n} columns",
+        f"{pairs} pairs are put in the order of experts by {index}",
+    ]
+
+
+@register_kernel("experts", backend="triton", rank=20, rejects=_reasons, tells=_tells)
 @optimize_kernel(space=FORWARD_SPACE)
 @experts_arguments
 def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
@@ -120,7 +129,10 @@ def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor
     return _combined(each_row, indices, call.weights.contiguous(), call.x, count), pre
 
 
-@register_kernel("experts_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "experts_vjp", backend="triton", rank=20, rejects=_reasons,
+    tells=lambda dy, *args, config: _tells(*args, config=config),
+)  # fmt: skip
 @optimize_kernel(space=BACKWARD_SPACE)
 @experts_vjp_arguments
 def experts_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
