@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine.sharding import distributed
+from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.models.reach import ran, reaches
 from tilesmith.ops.moe import reference
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
@@ -79,7 +80,7 @@ def experts_forward(
     return ops.experts(*experts_of(module, hidden_states, top_k_index, top_k_weights, found))
 
 
-@torch.compiler.assume_constant_result  # run, not traced, where a compiled model calls the module first
+@constant_in_graphs  # run, not traced, where a compiled model calls the module first
 def _learn(module: nn.Module) -> bool:
     """Find out once what `module` computes."""
     if not hasattr(module, _KNOWN):

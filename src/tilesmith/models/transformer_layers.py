@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import FLOATS
+from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.models.norms import epsilon, norm_of, servable
 from tilesmith.models.reach import observed, ran, reaches
 from tilesmith.models.residuals import add_norm
@@ -290,12 +291,12 @@ def _unfit(layer: nn.Module, blocks: tuple[Block, ...], part: str, activation: s
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _is_linear(cls: type) -> bool:
     return original_class(cls).forward is nn.Linear.forward
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _is_attention(cls: type) -> bool:
     return original_class(cls) is nn.MultiheadAttention
 
