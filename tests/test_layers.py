@@ -191,10 +191,11 @@ print(json.dumps({"seconds": spent, "loaded": [m for m in ("torch._dynamo", "tra
 
 
 def test_the_first_touch_of_optimize_loads_no_dynamo(tmp_path):
-    for _ in range(2):  # the second finds compiled bytecode, as an installed package has it
-        measured = _in_fresh_process(FIRST_TOUCH, PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(tmp_path))
-    assert not measured["loaded"]
-    assert measured["seconds"] < 0.5
+    cached = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    _in_fresh_process(FIRST_TOUCH, **cached)  # writes bytecode, as an installed package has it
+    measured = [_in_fresh_process(FIRST_TOUCH, **cached) for _ in range(3)]
+    assert not measured[0]["loaded"]
+    assert min(m["seconds"] for m in measured) < 0.5
 
 
 def test_declaring_every_op_loads_no_triton():

@@ -15,7 +15,6 @@ from tilesmith import ops
 from tilesmith.engine.sharding import distributed
 from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.models.reach import ran, reaches
-from tilesmith.ops.moe import reference
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
 
 NAME = "tilesmith"
@@ -188,6 +187,8 @@ def _up(module: nn.Module) -> str | None:
 
 def _candidates(module: nn.Module, up: str) -> Iterator[StackedExperts]:
     """Everything that the shapes of the weights and the numbers among the module's attributes allow."""
+    from tilesmith.ops.moe import reference  # here, since most models have no experts
+
     (_, a, b), (_, p, q) = getattr(module, up).shape, module.down_proj.shape
     if up == "up_proj":
         layouts = [bool(getattr(module, "is_transposed", False))]
@@ -234,6 +235,8 @@ def _twin(
 
 
 def _agrees(twin: nn.Module, candidate: StackedExperts, call: tuple, wanted: Any) -> bool:
+    from tilesmith.ops.moe import reference
+
     with probe.quiet():
         found, _ = reference.experts(*experts_of(twin, *call, candidate))
     if not isinstance(wanted, Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
