@@ -106,7 +106,7 @@ def _lazy_names() -> list[tuple[str, str]]:
     found = []
     for path in SOURCES:
         if path.name == "__init__.py" and path != PACKAGE / "__init__.py":
-            package = importlib.import_module(_module(path)) if "def __getattr__" in path.read_text() else None
+            package = importlib.import_module(_module(path)) if "__getattr__" in path.read_text() else None
             found += [(package.__name__, name) for name in getattr(package, "__all__", [])]
     return found
 

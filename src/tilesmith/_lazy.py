@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -28,3 +28,20 @@ def absent(package: str, name: str, known: Iterable[str]) -> AttributeError:
     message = f"module {package!r} has no attribute {name!r}"
     close = [] if name.startswith("_") else difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return AttributeError(message + (f". Did you mean {close[0]!r}?" if close else ""))
+
+
+def lazy_names(names: dict[str, Any], homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package. names: its globals, which keep what was resolved; homes: public name ->
+    the module that has it."""
+
+    def __getattr__(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise absent(names["__name__"], name, homes)
+        value = names[name] = resolved(home, name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted(homes)
+
+    return __getattr__, __dir__

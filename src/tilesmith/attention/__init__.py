@@ -4,7 +4,7 @@ Legend: B batch rows, T query tokens, S key tokens, H query heads, G kv heads, D
 of keys.
 """
 
-from tilesmith._lazy import absent, resolved
+from tilesmith._lazy import lazy_names
 
 _HOMES = {
     "AttentionConfig": "tilesmith.attention.config",
@@ -36,16 +36,4 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    home = _HOMES.get(name)
-    if home is None:
-        raise absent(__name__, name, __all__)
-    value = resolved(home, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)

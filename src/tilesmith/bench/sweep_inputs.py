@@ -63,7 +63,7 @@ def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device
     return torch.tensor([1234, 0], device=device)
 
 
-def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+def tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """[B, H, T, D] laid out [B, T, H, D], as projections give it."""
     batch, heads, tokens, dim = shape
     return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
@@ -191,7 +191,7 @@ def _attention(tokens: int, held: Held) -> Panels:
     def args(dim: int, causal: bool) -> Args:
         heads = max(1, held.hidden // 2 // dim)
         shape = (_batch(tokens, held.total), heads, tokens, dim)
-        return {**{name: T(*shape, init=_tokens_first) for name in "qkv"}, "causal": causal}
+        return {**{name: T(*shape, init=tokens_first) for name in "qkv"}, "causal": causal}
 
     kinds = {"full": False, "causal": True}
     return {f"head dim {dim}, {kind}": args(dim, causal) for dim in held.head_dims for kind, causal in kinds.items()}
@@ -200,15 +200,15 @@ def _attention(tokens: int, held: Held) -> Panels:
 def _quantized(tokens: int, held: Held) -> Panels:
     dim = held.head_dims[len(held.head_dims) // 2]
     shape = (_batch(tokens, held.total), max(1, held.hidden // 2 // dim), tokens, dim)
-    return _one({name: T(*shape, grad=False, init=_tokens_first) for name in "qkv"})
+    return _one({name: T(*shape, grad=False, init=tokens_first) for name in "qkv"})
 
 
 def _heads(tokens: int, held: Held) -> Args:
     dim = held.head_dims[len(held.head_dims) // 2]
     batch, table = _batch(tokens, held.total), {"dtype": torch.float32, "grad": False}
     return {
-        "q": T(batch, held.heads, tokens, dim, init=_tokens_first),
-        "k": T(batch, held.kv_heads, tokens, dim, init=_tokens_first),
+        "q": T(batch, held.heads, tokens, dim, init=tokens_first),
+        "k": T(batch, held.kv_heads, tokens, dim, init=tokens_first),
         "cos": T(tokens, dim // 2, init=_angles(torch.cos), **table),
         "sin": T(tokens, dim // 2, init=_angles(torch.sin), **table),
     }
@@ -233,7 +233,7 @@ def _scores(tokens: int, held: Held, lse: bool) -> Panels:
 def _parts(tokens: int, held: Held) -> Panels:
     dim = held.head_dims[len(held.head_dims) // 2]
     shape = (_batch(tokens, held.total), held.heads, tokens)
-    out, lse = T(*shape, dim, init=_tokens_first), T(*shape, dtype=torch.float32)
+    out, lse = T(*shape, dim, init=tokens_first), T(*shape, dtype=torch.float32)
     return _one({"out_a": out, "lse_a": lse, "out_b": out, "lse_b": lse})
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilesmith.bench.document import document
 from tilesmith.bench.run import case_rows, ceilings
-from tilesmith.bench.sweep_inputs import INPUTS, LARGE
+from tilesmith.bench.sweep_inputs import INPUTS, LARGE, tokens_first
 from tilesmith.engine import Case, T, ops
 
 try:
@@ -101,12 +100,6 @@ def _log_uniform(chance: random.Random, least: int, most: int, step: int = 1) ->
     return max(step, round(drawn / step) * step)
 
 
-def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """[B, H, T, D] over memory in [B, T, H, D] order, as a projection leaves it."""
-    batch, heads, tokens, dim = shape
-    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
-
-
 def _attention(op: str, chance: random.Random) -> Case:
     model = chance.choice(models())
     tokens = _log_uniform(chance, min(SHORTEST, model.longest // 2), min(TOKENS, model.longest), 8)
@@ -114,7 +107,7 @@ def _attention(op: str, chance: random.Random) -> Case:
     options = model.attention(chance)
     dims = model.head_dim, model.head_dim, model.value_dim or model.head_dim
     heads = model.heads, model.kv_heads, model.kv_heads
-    args = {n: T(batch, h, tokens, d, init=_tokens_first) for n, h, d in zip("qkv", heads, dims)}
+    args = {n: T(batch, h, tokens, d, init=tokens_first) for n, h, d in zip("qkv", heads, dims)}
     return Case(f"{model.name} {batch} x {tokens}{_said(options)}", {**args, **options})
 
 
@@ -129,7 +122,7 @@ def _decode(op: str, chance: random.Random) -> Case:
     options = {n: v for n, v in model.attention(chance).items() if n != "sinks"}
     if model.sinks:
         options["sinks"] = T(model.heads, dtype=torch.float32, grad=False)
-    plain = {"grad": False, "init": _tokens_first}
+    plain = {"grad": False, "init": tokens_first}
     args = {"q": T(batch, model.heads, tokens, model.head_dim, **plain)}
     args |= {n: T(batch, model.kv_heads, keys, model.head_dim, **plain) for n in "kv"}
     name = f"{model.name} decode {batch} x {tokens} on {keys}{_said(options)}"
@@ -143,7 +136,7 @@ def _has_classes(op: str) -> bool:
 def _losses(op: str, chance: random.Random) -> Case:
     model = chance.choice([m for m in models() if m.vocabulary > 1000])
     tokens = _log_uniform(chance, 1024, 16384)
-    held = _held(tokens=tokens, hidden=model.hidden, vocab=model.vocabulary)
+    held = replace(LARGE, tokens=tokens, hidden=model.hidden, vocab=model.vocabulary)
     (args,) = INPUTS[op]["vocabulary"].build(model.vocabulary, held).values()
     return Case(f"{model.name} {min(tokens, 8192)} x {model.hidden} x {model.vocabulary}", args)
 
@@ -152,12 +145,8 @@ def _rows(op: str, chance: random.Random) -> Case:
     model = chance.choice(models())
     columns = model.intermediate if op in GATED else model.hidden
     rows = _log_uniform(chance, SHORTEST, 2 * TOKENS) | 1
-    (args,) = INPUTS[op]["columns"].build(columns, _held(tokens=rows)).values()
+    (args,) = INPUTS[op]["columns"].build(columns, replace(LARGE, tokens=rows)).values()
     return Case(f"{model.name} {rows} x {columns}", args)
-
-
-def _held(**sizes: int) -> Any:
-    return type(LARGE)(**{**asdict(LARGE), **sizes})
 
 
 def run(

@@ -7,7 +7,7 @@ ranks.
 
 from __future__ import annotations
 
-from tilesmith._lazy import absent, resolved
+from tilesmith._lazy import lazy_names
 
 _HOMES = {
     "context_parallel_attention": "tilesmith.distributed.attention",
@@ -26,15 +26,4 @@ _HOMES = {
     "SharedSequence": "tilesmith.distributed.sequence",
 }
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise absent(__name__, name, __all__)
-    value = resolved(_HOMES[name], name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)

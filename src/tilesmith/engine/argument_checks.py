@@ -47,15 +47,25 @@ def tensor(op: str, name: str, x: Any, dims: tuple[str, ...] | None = None) -> N
         raise ValueError(f"{op}: {name} must be [{', '.join(dims)}], got {list(x.shape)}")
 
 
+def floating(op: str, name: str, x: Tensor) -> None:
+    """TypeError unless x has one of `FLOATS`."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+
+
+def one_device(op: str, name: str, x: Tensor, other: str, y: Tensor) -> None:
+    """ValueError unless x is where y is."""
+    if x.device != y.device:
+        raise ValueError(f"{op}: {name} is on {x.device}, {other} on {y.device}; move them to one device")
+
+
 def alike(op: str, first: str, x: Tensor, name: str, y: Tensor) -> None:
     """Raise unless the tensor y has the dtype (of those that kernels serve) and the device of the tensor x."""
-    for n, t in ((first, x), (name, y)):
-        if t.dtype not in FLOATS:
-            raise TypeError(f"{op}: {n} has dtype {t.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, first, x)
+    floating(op, name, y)
     if y.dtype != x.dtype:
         raise TypeError(f"{op}: {name} has dtype {y.dtype}, {first} has {x.dtype}; they must agree")
-    if y.device != x.device:
-        raise ValueError(f"{op}: {name} is on {y.device}, {first} on {x.device}; move them to one device")
+    one_device(op, name, y, first, x)
 
 
 def shaped(op: str, name: str, x: Any, *shapes: tuple[int, ...], device: torch.device | None = None) -> None:

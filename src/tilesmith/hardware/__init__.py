@@ -1,6 +1,6 @@
 """What the devices are: a table of facts, limits for portable kernels, detection. The bottom layer."""
 
-from tilesmith._lazy import absent, resolved
+from tilesmith._lazy import lazy_names
 
 _HOMES = {
     "Arch": "tilesmith.hardware.detect",
@@ -18,16 +18,4 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    home = _HOMES.get(name)
-    if home is None:
-        raise absent(__name__, name, __all__)
-    value = resolved(home, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)

@@ -4,7 +4,7 @@
 `shard_sequence` lets several ranks share the sequences of a transformers model.
 """
 
-from tilesmith._lazy import absent, resolved
+from tilesmith._lazy import lazy_names
 
 _HOMES = {
     "model_sharding": "tilesmith.models.sequence",
@@ -17,16 +17,4 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    home = _HOMES.get(name)
-    if home is None:
-        raise absent(__name__, name, __all__)
-    value = resolved(home, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilesmith._lazy import absent, imported, resolved
+from tilesmith._lazy import imported, lazy_names
 from tilesmith.settings import PREFIX, settings
 
 _FAMILIES = {
@@ -117,19 +117,7 @@ _FAMILIES = {
 _HOMES = {name: home for home, names in _FAMILIES.items() for name in names}
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    home = _HOMES.get(name)
-    if home is None:
-        raise absent(__name__, name, __all__)
-    value = resolved(home, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)
 
 
 def load() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-
-from tilesmith._lazy import absent
+from tilesmith._lazy import lazy_names
 
 _HOMES = {
     "AllocationStrategy": "tilesmith.precision.adaptive.config",
@@ -29,16 +27,4 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    home = _HOMES.get(name)
-    if home is None:
-        raise absent(__name__, name, __all__)
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)

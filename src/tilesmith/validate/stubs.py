@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,7 +34,7 @@ def lazy_packages() -> Iterable[tuple[str, Path]]:
     """Name and `__init__.py` of the packages that need a stub."""
     for path in sorted(ROOT.rglob("__init__.py")):
         text = path.read_text(encoding="utf-8")
-        if "\ndef __getattr__(" in text and "TYPE_CHECKING" not in text:
+        if re.search(r"^(def __getattr__\(|__getattr__, )", text, re.MULTILINE) and "TYPE_CHECKING" not in text:
             yield ".".join(("tilesmith", *path.parent.relative_to(ROOT).parts)), path
 
 

@@ -1,6 +1,6 @@
 """Fusion of whole transformer blocks, under the module path of `kernel_pytorch.attention.fusion`."""
 
-from tilesmith._lazy import resolved
+from tilesmith._lazy import lazy_names
 
 _HOMES = {
     "FusionConfig": "tilesmith.models.fusion",
@@ -13,16 +13,4 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = resolved(home, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)

@@ -129,9 +129,8 @@ def section_of(least: int, heads: int, steps: tuple[int, ...], ctas: int) -> int
     times: dict[int, float] = {}
     section = least
     while not times or min(times.values()) > NEAR * even * _read_share(section, len(steps), ctas):
-        times[section] = makespan(in_sections(steps, heads, section), ctas, TILE) * _read_share(
-            section, len(steps), ctas
-        )
+        span = makespan(in_sections(steps, heads, section), ctas, TILE)
+        times[section] = span * _read_share(section, len(steps), ctas)
         if section == heads:
             break
         section = min(2 * section, heads)

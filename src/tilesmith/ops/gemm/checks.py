@@ -1,17 +1,16 @@
 """What the gemm family's arguments must be, said before anything is computed."""
 
-import torch
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import floating, one_device
 from tilesmith.ops.gemm.reference import ACTIVATIONS
 
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 KINDS = ("rms", "layer")
 
 
 def matmul(a: Tensor, b: Tensor) -> None:
-    _floating("matmul", "a", a)
-    _floating("matmul", "b", b)
+    floating("matmul", "a", a)
+    floating("matmul", "b", b)
     if a.dtype != b.dtype:
         raise TypeError(f"matmul: b has dtype {b.dtype}, a has {a.dtype}; they must agree")
     if a.ndim == 0:
@@ -21,7 +20,7 @@ def matmul(a: Tensor, b: Tensor) -> None:
             f"matmul: b has shape {tuple(b.shape)}; for a of shape {tuple(a.shape)} it must be [{a.shape[-1]}, N] "
             "(torch.matmul serves vectors and batches of matrices)"
         )
-    _together("matmul", "b", b, "a", a)
+    one_device("matmul", "b", b, "a", a)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -68,8 +67,8 @@ def memory_efficient_linear(x: Tensor, weight: Tensor, bias: Tensor | None, acti
 
 
 def _linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    _floating(op, "x", x)
-    _floating(op, "weight", weight)
+    floating(op, "x", x)
+    floating(op, "weight", weight)
     if x.ndim == 0:
         raise ValueError(f"{op}: x is a scalar; it must be [..., K]")
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
@@ -77,27 +76,17 @@ def _linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             f"{op}: weight has shape {tuple(weight.shape)}; for x of shape {tuple(x.shape)} "
             f"it must be [N, {x.shape[-1]}]"
         )
-    _together(op, "weight", weight, "x", x)
+    one_device(op, "weight", weight, "x", x)
     _vector(op, "bias", bias, weight.shape[0], x)
 
 
 def _vector(op: str, name: str, vector: Tensor | None, size: int, x: Tensor) -> None:
     if vector is None:
         return
-    _floating(op, name, vector)
+    floating(op, name, vector)
     if vector.ndim != 1 or vector.shape[0] != size:
         raise ValueError(f"{op}: {name} has shape {tuple(vector.shape)}; it must be [{size}]")
-    _together(op, name, vector, "x", x)
-
-
-def _floating(op: str, name: str, x: Tensor) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
-
-
-def _together(op: str, name: str, tensor: Tensor, other: str, first: Tensor) -> None:
-    if tensor.device != first.device:
-        raise ValueError(f"{op}: {name} is on {tensor.device}, {other} on {first.device}; move them to one device")
+    one_device(op, name, vector, "x", x)
 
 
 def _activation(op: str, activation: str) -> None:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import alike, floating, one_device
 from tilesmith.ops.moe.reference import ACTIVATIONS, GATED
 from tilesmith.ops.moe.route_reference import GROUP_SCORES, SCORES
 
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTEGERS = frozenset({torch.int32, torch.int64})
 LARGEST = 2**31 - 1
 
@@ -25,7 +25,7 @@ def experts(
     alpha: float,
     up_offset: float,
 ) -> None:
-    _floating("experts", "x", x)
+    floating("experts", "x", x)
     if x.ndim == 0:
         raise ValueError("experts: x is a scalar; it must be [..., C]")
     if activation not in ACTIVATIONS:
@@ -35,12 +35,12 @@ def experts(
     _options(activation, interleaved, limit, alpha, up_offset)
     _weights(x, gate_up, down, gate_up_bias, down_bias, activation)
     _choice("experts", x, indices)
-    _floating("experts", "weights", weights)
+    floating("experts", "weights", weights)
     if weights.shape != indices.shape:
         raise ValueError(
             f"experts: weights has shape {tuple(weights.shape)}; it must be that of indices, {tuple(indices.shape)}"
         )
-    _together("experts", "weights", weights, "x", x)
+    one_device("experts", "weights", weights, "x", x)
     if indices.numel() > LARGEST:
         raise ValueError(f"experts: indices has {indices.numel()} elements; it must have fewer than 2**31")
 
@@ -68,10 +68,10 @@ def route(
     if group_score not in GROUP_SCORES:
         raise ValueError(f"route: group_score is {group_score!r}; it must be 'top2' or 'max'")
     if bias is not None:
-        _floating("route", "bias", bias)
+        floating("route", "bias", bias)
         if bias.shape != (experts,):
             raise ValueError(f"route: bias has shape {tuple(bias.shape)}; it must be [{experts}]")
-        _together("route", "bias", bias, "logits", logits)
+        one_device("route", "bias", bias, "logits", logits)
 
 
 def router_losses(logits: Tensor, indices: Tensor, scores: str) -> None:
@@ -80,7 +80,7 @@ def router_losses(logits: Tensor, indices: Tensor, scores: str) -> None:
 
 
 def _scored(op: str, logits: Tensor, scores: str) -> None:
-    _floating(op, "logits", logits)
+    floating(op, "logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}; it must be [..., E] with E of at least 1")
     if scores not in SCORES:
@@ -127,12 +127,8 @@ def _weights(
             raise ValueError(f"experts: {name} has shape {tuple(bias.shape)}; it must be [{experts}, {size}]")
     tensors = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        _floating("experts", name, tensor)
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"experts: {name} has dtype {tensor.dtype}, x has {x.dtype}; they must agree")
-        _together("experts", name, tensor, "x", x)
+        if tensor is not None:
+            alike("experts", "x", x, name, tensor)
 
 
 def _choice(op: str, x: Tensor, indices: Tensor, name: str = "x") -> None:
@@ -144,14 +140,4 @@ def _choice(op: str, x: Tensor, indices: Tensor, name: str = "x") -> None:
             f"{op}: indices has shape {tuple(indices.shape)}; for {name} of shape {tuple(x.shape)} it must be "
             f"[{lead}K] with K of at least 1"
         )
-    _together(op, "indices", indices, name, x)
-
-
-def _floating(op: str, name: str, x: Tensor) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
-
-
-def _together(op: str, name: str, tensor: Tensor, other: str, first: Tensor) -> None:
-    if tensor.device != first.device:
-        raise ValueError(f"{op}: {name} is on {tensor.device}, {other} on {first.device}; move them to one device")
+    one_device(op, "indices", indices, name, x)

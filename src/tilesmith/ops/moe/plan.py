@@ -71,8 +71,7 @@ def backward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> BackwardConfig:
     block_k = 64 if arch.shared_memory >= 120_000 else 32
     if arch.kind != "cuda":
         return BackwardConfig(min(block_m, 128), 128, 32, 128, 128, 128, 32, 8, num_warps=8, num_stages=2)
-    # The pre-activation's gradient spills in wider tiles; those of the weights took 3.1 ms for 2.7 (H200, 8k tokens of
-    # 128 experts), as their rows are gathered from all over memory.
+    # The pre-activation's gradient spills in wider tiles; those of the weights are slower (docs/log/experts.md).
     wide = 256 if arch.capability >= (9, 0) and block_m >= 128 else 128
     stages = _stages(128, wide, block_k, 4, arch)
     return BackwardConfig(block_m, 128, block_k, wide, 128, 128, block_k, 8, num_warps=8, num_stages=stages)

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.quant import reference
 from tilesmith.ops.quant.reference import BLOCK, FORMATS, OUTPUTS
 
 TRITON = {"triton": "tilesmith.ops.quant.triton.cast"}
 PRODUCERS = {"triton": "tilesmith.ops.quant.triton.producers"}
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 SMALL = frozenset(FORMATS.values())
 EXACT = torch.float64  # in place of 8 bits: what the reference computes, exactly
 
@@ -109,8 +109,7 @@ def _fake_scaled_matmul(
 
 
 def _floating(op: str, name: str, x: Tensor) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, name, x)
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{op}: {name} requires a gradient, and rounding has none; call it under torch.no_grad(), or use "

@@ -15,7 +15,7 @@ from tilesmith.ops.attn.plan.model import Step, Tile
 from tilesmith.ops.attn.plan.triton import padded
 from tilesmith.ops.attn.triton.tiles import FAR, LOG2E
 
-ASKED = "q", "k", "v", "bias", "alibi"
+ASKED = "q", "k", "v", "bias"
 
 
 def call_tensors(call) -> dict[str, Any]:
