@@ -19,7 +19,7 @@ def _gate(z: Tensor, activation: str, interleaved: bool, limit: float, alpha: fl
     """The activation as models write it, in z's dtype."""
     if activation in reference.UNGATED:
         return reference.activate(z, activation, False, 0.0, 1.0, 0.0)
-    gate, up = reference.halves(z, interleaved)
+    gate, up = reference.gate_and_up(z, interleaved)
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation != "swiglu":

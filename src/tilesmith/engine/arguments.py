@@ -146,13 +146,19 @@ def _kind(annotation: Any) -> tuple[tuple[type, ...], tuple[type, ...], bool, st
     return classes, elements, optional, words + (" or None" if optional else "")
 
 
+_LISTED = 48  # names that an error lists
+
+
 def suggestion(name: str, known: Collection[str]) -> str:
-    """What to say after an unknown name: the known one that is spelled most alike, or all of them but gradients."""
+    """What to say after an unknown name: the known one that is spelled most alike, or the known ones but gradients."""
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"Did you mean {close[0]!r}?"
     forward = sorted(name for name in known if not name.endswith("_vjp"))
-    return f"Known: {', '.join(forward)}{' (and their gradients, <op>_vjp)' if len(forward) < len(known) else ''}"
+    left_out = len(forward) - _LISTED
+    more = f" and {left_out} more" if left_out > 0 else ""
+    gradients = " (and their gradients, <op>_vjp)" if len(forward) < len(known) else ""
+    return f"Known: {', '.join(forward[:_LISTED])}{more}{gradients}"
 
 
 def shown(value: Any) -> str:
