@@ -21,7 +21,7 @@ import tilesmith
 from tilesmith.attention.fusion import FusionConfig, OptimizationLevel, create_unified_attention_fusion
 from tilesmith.engine.timing import interleave, launches, measure, peak_memory
 from tilesmith.hardware import HardwareAbstractionLayer
-from tilesmith.models.sample_inputs import loss_of, sample_of
+from tilesmith.models.sizing.sample_inputs import loss_of, sample_of
 from tilesmith.nn import Decoder, DecoderConfig
 from tilesmith.validate.budget import compare
 

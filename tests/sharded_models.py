@@ -68,7 +68,7 @@ def check_fsdp_of_an_optimized_model(mesh):
 
     from optimize_models import OPS, batch, build, train
     from tilesmith.models import optimize
-    from tilesmith.models.logits import LazyLogits
+    from tilesmith.models.layers.logits import LazyLogits
 
     inputs = [batch("llama"), batch("llama", padded=None)]
     model = build("llama")

@@ -96,7 +96,7 @@ def check_torchs_context_parallel_with_our_kernels(mesh):
     """torch's ring calls the operators that `register_for_sdpa` replaces, here for CPU tensors: lse, max_q, philox."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
-    from tilesmith.models.sdpa import _Activation
+    from tilesmith.models.attention.sdpa import _Activation
 
     activated = _Activation("CPU")
     try:

@@ -11,8 +11,8 @@ from optimize_models import assert_within_budget, batch, build, train
 from tilesmith import nn, ops
 from tilesmith.engine import use
 from tilesmith.hardware.detect import arch_named
-from tilesmith.models import experts as rules
 from tilesmith.models import optimize, undo
+from tilesmith.models.layers import experts as rules
 from tilesmith.ops.moe import plan
 
 MODELS = {

@@ -25,9 +25,9 @@ from tilesmith.attention.fusion import (
     create_unified_attention_fusion,
 )
 from tilesmith.engine import use
-from tilesmith.models.norm_rotary import deferred
-from tilesmith.models.packing import PackedForm, PackRule, adjacent
-from tilesmith.models.transformer_layers import LayerRule
+from tilesmith.models.fusion.packing import PackedForm, PackRule, adjacent
+from tilesmith.models.layers.norm_rotary import deferred
+from tilesmith.models.layers.transformer_layers import LayerRule
 from tilesmith.rewrite import forms, parse, rewrite
 from tilesmith.validate.budget import compare
 

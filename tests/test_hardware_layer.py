@@ -16,11 +16,11 @@ from optimize_models import build
 from tilesmith import nn as tnn
 from tilesmith.hardware import HardwareAbstractionLayer, capacity, capacity_of, detect_available_devices
 from tilesmith.hardware.detect import arch_named, assuming
-from tilesmith.models import batch_size, probes
-from tilesmith.models.batch_size import Costs, best_batch, rounded
-from tilesmith.models.memory_estimate import CannotTrace, optimizer_bytes, traced_peak
-from tilesmith.models.probes import Probe, probe
-from tilesmith.models.sample_inputs import sample_of
+from tilesmith.models.sizing import batch_size, probes
+from tilesmith.models.sizing.batch_size import Costs, best_batch, rounded
+from tilesmith.models.sizing.memory_estimate import CannotTrace, optimizer_bytes, traced_peak
+from tilesmith.models.sizing.probes import Probe, probe
+from tilesmith.models.sizing.sample_inputs import sample_of
 
 CPU = torch.device("cpu")
 KNOWN = {
@@ -188,11 +188,11 @@ def test_batches_are_rounded_to_what_devices_like():
 RANKS = """
 import json, sys
 import torch, torch.distributed as dist
-from tilesmith.models.batch_size import best_batch
-from tilesmith.models.probes import agreed, probe
-from tilesmith.models.sample_inputs import sample_of
-from tilesmith.models.batch_size import Costs
-from tilesmith.models.probes import Probe
+from tilesmith.models.sizing.batch_size import best_batch
+from tilesmith.models.sizing.probes import agreed, probe
+from tilesmith.models.sizing.sample_inputs import sample_of
+from tilesmith.models.sizing.batch_size import Costs
+from tilesmith.models.sizing.probes import Probe
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilesmith.models.logits import LazyLogits
+from tilesmith.models.layers.logits import LazyLogits
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from optimize_models import (  # noqa: F401
 )
 from tilesmith import rewrite
 from tilesmith.models import optimize, undo
-from tilesmith.models.attention import attention_forward
-from tilesmith.models.logits import LazyLogits
+from tilesmith.models.attention.interface import attention_forward
+from tilesmith.models.layers.logits import LazyLogits
 
 
 def test_lazy_logits_of_a_model():

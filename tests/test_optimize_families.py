@@ -11,7 +11,7 @@ import torch
 
 from optimize_models import CAUSAL, FAMILIES, OTHERS, Calls, assert_within_budget, batch, build, ops_everywhere, train  # noqa: F401
 from tilesmith.models import optimize, undo
-from tilesmith.models.logits import LazyLogits
+from tilesmith.models.layers.logits import LazyLogits
 
 # calls of one training step; a gated product is computed again in the backward instead of being kept
 EXPECTED = {

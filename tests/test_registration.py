@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import tilesmith
 from optimize_models import assert_within_budget, batch, build, ops_everywhere, train  # noqa: F401
 from tilesmith.engine import use
-from tilesmith.models import attention, attention_masks, sdpa
-from tilesmith.models.attention import attention_forward
-from tilesmith.models.attention_masks import KeyMask, key_mask
+from tilesmith.models.attention import interface, masks, sdpa
+from tilesmith.models.attention.interface import attention_forward
+from tilesmith.models.attention.masks import KeyMask, key_mask
 from tilesmith.validate.budget import compare
 
 transformers = pytest.importorskip("transformers")
@@ -103,13 +103,13 @@ def test_compiles_whole(family, padded):
 @pytest.mark.parametrize("alone", [False, True], ids=["model", "model.model"])
 @pytest.mark.parametrize(("family", "packed"), [("llama", False), ("llama", True), ("gemma2", False)])
 def test_a_compiled_model_has_the_masks_of_an_eager_one(family, packed, alone, monkeypatch):
-    seen, real = [], attention.ops.attention
+    seen, real = [], interface.ops.attention
 
     def spied(q, k, v, mask, *args, **named):
         seen.append((mask.causal, mask.window, mask.dense is None, mask.documents is None, *named))
         return real(q, k, v, mask, *args, **named)
 
-    monkeypatch.setattr(attention.ops, "attention", spied)
+    monkeypatch.setattr(interface.ops, "attention", spied)
     model = tilesmith.optimize(build(family, layers=2))
     inputs = {"input_ids": torch.randint(3, 100, (2, 12)), "use_cache": False}
     if packed:
@@ -210,7 +210,7 @@ def test_what_needs_a_dense_mask_gets_one(monkeypatch):
         found = key_mask(mask_function=function, allow_is_causal_skip=False, **given)
         assert torch.equal(found, masking.sdpa_mask(mask_function=function, allow_is_causal_skip=False, **given))
     assert isinstance(key_mask(allow_is_causal_skip=False, **given), KeyMask)
-    monkeypatch.setattr(attention_masks, "reaches_device", lambda *where: False)
+    monkeypatch.setattr(masks, "reaches_device", lambda *where: False)
     assert isinstance(key_mask(allow_is_causal_skip=False, **given), torch.Tensor)
 
 

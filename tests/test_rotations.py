@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilesmith.models.rotary import Rotation, recognise
+from tilesmith.models.layers.rotary import Rotation, recognise
 
 
 def half(x):

@@ -5,7 +5,7 @@ import torch
 
 import tilesmith
 from tilesmith.engine import use
-from tilesmith.models import selected_blocks
+from tilesmith.models.attention import selected_blocks
 
 transformers = pytest.importorskip("transformers")
 

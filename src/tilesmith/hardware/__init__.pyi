@@ -10,5 +10,5 @@ from tilesmith.hardware.facts import Facts as Facts
 from tilesmith.hardware.facts import facts as facts
 from tilesmith.hardware.limits import Limits as Limits
 from tilesmith.hardware.limits import limits_of as limits_of
-from tilesmith.models.hardware_layer import HardwareAbstractionLayer as HardwareAbstractionLayer
-from tilesmith.models.memory_monitor import MemoryMonitor as MemoryMonitor
+from tilesmith.models.sizing.hardware_layer import HardwareAbstractionLayer as HardwareAbstractionLayer
+from tilesmith.models.sizing.memory_monitor import MemoryMonitor as MemoryMonitor

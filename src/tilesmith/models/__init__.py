@@ -9,8 +9,8 @@ from tilesmith._lazy import lazy_names
 _HOMES = {
     "model_sharding": "tilesmith.models.sequence",
     "optimize": "tilesmith.models.optimization",
-    "register_for_sdpa": "tilesmith.models.sdpa",
-    "register_for_transformers": "tilesmith.models.attention",
+    "register_for_sdpa": "tilesmith.models.attention.sdpa",
+    "register_for_transformers": "tilesmith.models.registration",
     "report": "tilesmith.models.optimization",
     "shard_sequence": "tilesmith.models.sequence",
     "undo": "tilesmith.models.optimization",

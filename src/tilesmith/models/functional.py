@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from tilesmith.models.attention_modules import uses_interface
-from tilesmith.models.norms import norm_of
+from tilesmith.models.attention.modules import uses_interface
+from tilesmith.models.layers.norms import norm_of
 from tilesmith.rewrite import Replace, Rule, Site, Skip, forms, original_class
 
 _ADVICE = {

@@ -10,18 +10,18 @@ from typing import TypeVar
 from torch import nn
 
 from tilesmith import rewrite
-from tilesmith.models.activations import ActivationRule
-from tilesmith.models.attention import AttentionRule
-from tilesmith.models.attention_methods import AttentionMethodRule
-from tilesmith.models.experts import ExpertsRule
+from tilesmith.models.attention.interface import AttentionRule
+from tilesmith.models.attention.methods import AttentionMethodRule
+from tilesmith.models.attention.selected_blocks import SelectionRule
 from tilesmith.models.functional import FunctionalRule
-from tilesmith.models.gated_mlps import GatedMlpRule
-from tilesmith.models.losses import LossRule
-from tilesmith.models.norms import NormRule
+from tilesmith.models.layers.activations import ActivationRule
+from tilesmith.models.layers.experts import ExpertsRule
+from tilesmith.models.layers.gated_mlps import GatedMlpRule
+from tilesmith.models.layers.losses import LossRule
+from tilesmith.models.layers.norms import NormRule
+from tilesmith.models.layers.residuals import AddNormRule
+from tilesmith.models.layers.rotary import RotaryRule
 from tilesmith.models.reach import effects
-from tilesmith.models.residuals import AddNormRule
-from tilesmith.models.rotary import RotaryRule
-from tilesmith.models.selected_blocks import SelectionRule
 
 # In this order: a fused residual looks for replaced norms, an activation for the MLP that computes it.
 RULES: tuple[type[rewrite.Rule], ...] = (

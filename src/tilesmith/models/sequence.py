@@ -15,8 +15,8 @@ from tilesmith import ops
 from tilesmith.distributed import Layout, Ring, context_parallel_attention, ring_of
 from tilesmith.distributed.attention import MODES
 from tilesmith.distributed.layout import boundaries
-from tilesmith.models.attention_masks import KeyMask, _rule
-from tilesmith.models.attention_modules import computes_mask, uses_interface
+from tilesmith.models.attention.masks import KeyMask, _rule
+from tilesmith.models.attention.modules import computes_mask, uses_interface
 from tilesmith.rewrite import original_class
 
 NAME = "tilesmith_sequence"  # among transformers' attention functions

@@ -3,13 +3,13 @@
 from tilesmith._lazy import lazy_names
 
 _HOMES = {
-    "FusionConfig": "tilesmith.models.fusion",
-    "FusionPerformanceStats": "tilesmith.models.fusion_benchmark",
-    "FusionStrategy": "tilesmith.models.fusion",
-    "OptimizationLevel": "tilesmith.models.fusion",
-    "UnifiedAttentionFusion": "tilesmith.models.fusion",
-    "benchmark_fusion_performance": "tilesmith.models.fusion_benchmark",
-    "create_unified_attention_fusion": "tilesmith.models.fusion",
+    "FusionConfig": "tilesmith.models.fusion.strategies",
+    "FusionPerformanceStats": "tilesmith.models.fusion.benchmark",
+    "FusionStrategy": "tilesmith.models.fusion.strategies",
+    "OptimizationLevel": "tilesmith.models.fusion.strategies",
+    "UnifiedAttentionFusion": "tilesmith.models.fusion.strategies",
+    "benchmark_fusion_performance": "tilesmith.models.fusion.benchmark",
+    "create_unified_attention_fusion": "tilesmith.models.fusion.strategies",
 }
 
 __all__ = sorted(_HOMES)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.attention_masks import TOLD, KeyMask, key_mask
-from tilesmith.models.attention_modules import computes_mask, hands_on_blocks, uses_interface
+from tilesmith.models.attention.masks import TOLD, KeyMask, key_mask
+from tilesmith.models.attention.modules import computes_mask, hands_on_blocks, uses_interface
+from tilesmith.models.attention.selected_blocks import attend_selected, dense_selection
 from tilesmith.models.reach import ran, reaches
-from tilesmith.models.selected_blocks import attend_selected, dense_selection
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
 
 # Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
@@ -32,29 +32,14 @@ _REPLACED = ("sdpa", "eager")
 _UNSERVED = ("indices", "sinks")
 
 
-def register_for_transformers() -> None:
-    """Make attn_implementation="tilesmith" and experts_implementation="tilesmith" known to transformers 5 or later.
-
-        tilesmith.register_for_transformers()
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilesmith")
-
-    or, for a model that is there, `model.set_attn_implementation("tilesmith")`. Its attention modules then call
-    `ops.attention`; masks of padding, windows, caches and packed documents reach it as arguments of a few numbers a row
-    (`attention_masks.key_mask`), others as dense masks. Where no kernel of the library is, they call PyTorch's
-    attention, or for soft caps and sinks the model's own. What padding itself attends to may differ from other
-    implementations. Under torch.compile transformers takes any call without a mask for one that may be packed, and its
-    mask is dense. `optimize` does all this, tells a compiled model by whether its caller gives position_ids, and does
-    more. Raises ImportError without such a transformers.
-    """
+def register_attention() -> None:
+    """Make attn_implementation="tilesmith" known to transformers 5 or later; raises ImportError without it."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as problem:
         raise ImportError(
             "register_for_transformers needs transformers 5 or later: pip install 'transformers>=5'"
         ) from problem
-    from tilesmith.models.experts import register_experts
-
-    register_experts()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, key_mask)
 
@@ -159,7 +144,7 @@ class AttentionForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         form, whole = self, base.forward
-        register_for_transformers()  # here, since a process that only unpickles a model comes this way too
+        register_attention()  # here, since a process that only unpickles a model comes this way too
         names = list(inspect.signature(whole).parameters)[1:]
         weights, positions = (names.index(n) if n in names else None for n in ("output_attentions", "position_ids"))
 

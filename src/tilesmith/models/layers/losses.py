@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine.torch_private import constant_in_graphs
-from tilesmith.models.logits import LazyLogits
+from tilesmith.models.layers.logits import LazyLogits
 from tilesmith.rewrite import CALLS, Form, Replace, Rule, Site, Skip, forms, given, original_class
 from tilesmith.rewrite.variants import obstacle
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from tilesmith import ops
 from tilesmith.engine.argument_checks import FLOATS
 from tilesmith.engine.torch_private import constant_in_graphs
-from tilesmith.models.norms import epsilon, norm_of, servable
+from tilesmith.models.layers.norms import epsilon, norm_of, servable
+from tilesmith.models.layers.residuals import add_norm
 from tilesmith.models.reach import observed, ran, reaches
-from tilesmith.models.residuals import add_norm
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, given, original_class
 
 PARTS = ("attention", "feed_forward", "dropout")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.attention.selected import selected_block_attention
-from tilesmith.models.attention_masks import KeyMask
+from tilesmith.models.attention.masks import KeyMask
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, original_class
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
 from tilesmith.engine.memory import human_size
-from tilesmith.models.sample_inputs import Sample, loss_of
+from tilesmith.models.sizing.sample_inputs import Sample, loss_of
 
 GRAIN = 512  # bytes that the allocators of accelerators round up to
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tilesmith.engine.memory import human_size
-from tilesmith.models.memory_estimate import MemoryEstimate
-from tilesmith.models.probes import Probe, agreed
+from tilesmith.models.sizing.memory_estimate import MemoryEstimate
+from tilesmith.models.sizing.probes import Probe, agreed
 
 MOST_PROBES = 3
 NEAR = 0.95  # of the best throughput: more rows are not worth their memory

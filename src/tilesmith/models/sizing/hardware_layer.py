@@ -18,8 +18,9 @@ from tilesmith.engine.timing import EVENTS
 from tilesmith.hardware.capacity import Capacity, capacity_of
 from tilesmith.hardware.detect import Arch, arch_of, assumed, detect_available_devices
 from tilesmith.hardware.facts import table
-from tilesmith.models.batch_size import Costs, Knee, best_batch
-from tilesmith.models.memory_estimate import (
+from tilesmith.models.optimization import RULES, optimize
+from tilesmith.models.sizing.batch_size import Costs, Knee, best_batch
+from tilesmith.models.sizing.memory_estimate import (
     CannotTrace,
     MemoryEstimate,
     Optimizer,
@@ -28,9 +29,8 @@ from tilesmith.models.memory_estimate import (
     optimizer_bytes,
     traced_peak,
 )
-from tilesmith.models.optimization import RULES, optimize
-from tilesmith.models.probes import Probe, probe
-from tilesmith.models.sample_inputs import Sample, sample_of
+from tilesmith.models.sizing.probes import Probe, probe
+from tilesmith.models.sizing.sample_inputs import Sample, sample_of
 
 GB = 10**9
 _ORDER = ("cuda", "xpu", "mps", "cpu")  # of devices where nobody names one

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.device import philox
-from tilesmith.models.attention import NAME
+from tilesmith.models.attention.interface import NAME
 from tilesmith.ops.attn.op import attention_vjp
 
 

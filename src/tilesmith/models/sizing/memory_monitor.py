@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from tilesmith.engine.memory import MemoryConfig
 from tilesmith.engine.memory import human_size as shown
 from tilesmith.engine.timing import EVENTS
-from tilesmith.models.losses import HeadForm
-from tilesmith.models.memory_estimate import LiveBytes
+from tilesmith.models.layers.losses import HeadForm
+from tilesmith.models.sizing.memory_estimate import LiveBytes
 from tilesmith.rewrite import forms, original_class
 
 GB = 10**9

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.norms import Norm, epsilon, is_norm, servable
+from tilesmith.models.layers.norms import Norm, epsilon, is_norm, servable
 from tilesmith.models.reach import observed, ran, reaches
 from tilesmith.rewrite import flow
 

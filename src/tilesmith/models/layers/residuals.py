@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.norms import Norm, epsilon, is_norm, norm_of, op_of, servable, weight_of
+from tilesmith.models.layers.norms import Norm, epsilon, is_norm, norm_of, op_of, servable, weight_of
 from tilesmith.models.reach import observed, ran
 from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import (

@@ -13,20 +13,20 @@ from torch import nn
 
 from tilesmith import rewrite
 from tilesmith.engine.argument_checks import flag, size
-from tilesmith.models.activations import ActivationRule
-from tilesmith.models.attention import AttentionRule
-from tilesmith.models.gated_mlps import GatedMlpRule
-from tilesmith.models.losses import LossRule
-from tilesmith.models.norms import NormRule
+from tilesmith.models.attention.interface import AttentionRule
+from tilesmith.models.attention.selected_blocks import SelectionRule
+from tilesmith.models.fusion.packing import PackRule
+from tilesmith.models.layers.activations import ActivationRule
+from tilesmith.models.layers.gated_mlps import GatedMlpRule
+from tilesmith.models.layers.losses import LossRule
+from tilesmith.models.layers.norms import NormRule
+from tilesmith.models.layers.residuals import AddNormRule
+from tilesmith.models.layers.rotary import HeadNormRule, RotaryRule
+from tilesmith.models.layers.transformer_layers import LayerRule
 from tilesmith.models.optimization import undo
-from tilesmith.models.packing import PackRule
 from tilesmith.models.reach import effects
-from tilesmith.models.residuals import AddNormRule
-from tilesmith.models.rotary import HeadNormRule, RotaryRule
-from tilesmith.models.sample_inputs import most_tokens, sample_of
-from tilesmith.models.selected_blocks import SelectionRule
-from tilesmith.models.state import untouched
-from tilesmith.models.transformer_layers import LayerRule
+from tilesmith.models.sizing.sample_inputs import most_tokens, sample_of
+from tilesmith.models.sizing.state import untouched
 from tilesmith.rewrite.variants import obstacle
 
 

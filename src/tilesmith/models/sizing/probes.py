@@ -13,8 +13,8 @@ from torch import nn
 
 from tilesmith.engine.memory import workspaces
 from tilesmith.engine.timing import EVENTS, peak_memory
-from tilesmith.models.sample_inputs import Sample
-from tilesmith.models.state import untouched
+from tilesmith.models.sizing.sample_inputs import Sample
+from tilesmith.models.sizing.state import untouched
 
 TIMED = 3  # steps of a probe whose median counts, after one that is not timed
 # device -> what libraries were seen to keep on it; they take it once in a process, perhaps before the first probe

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from tilesmith.engine.argument_checks import flag, size
 from tilesmith.engine.memory import human_size
 from tilesmith.engine.timing import Timing, interleave, launches, peak_memory
-from tilesmith.models.fusion import UnifiedAttentionFusion
+from tilesmith.models.fusion.strategies import UnifiedAttentionFusion
 from tilesmith.models.optimization import undo
-from tilesmith.models.sample_inputs import loss_of, sample_of
-from tilesmith.models.state import untouched
+from tilesmith.models.sizing.sample_inputs import loss_of, sample_of
+from tilesmith.models.sizing.state import untouched
 
 ROUNDS = 10
 

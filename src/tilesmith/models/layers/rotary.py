@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.norm_rotary import Deferred, deferred, names_of, norm_rotation
-from tilesmith.models.norms import Norm, NormRule, norm_of
+from tilesmith.models.layers.norm_rotary import Deferred, deferred, names_of, norm_rotation
+from tilesmith.models.layers.norms import Norm, NormRule, norm_of
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import (
     CannotRespell,

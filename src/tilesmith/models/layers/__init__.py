@@ -1,0 +1,1 @@
+"""A rule, or what it needs, for each kind of layer but attention."""
