@@ -472,8 +472,13 @@ def test_the_demo_runs_from_end_to_end(library, tmp_path, monkeypatch, missing):
     monkeypatch.setattr(demo, "SMALL", demo.Plan(batch=2, length=16, steps=6, rate=1e-3))
     monkeypatch.setattr(subject.Subject, "new_tokens", 4)
     model = tmp_path / "model"
-    code, output = run("demo", "--device", "cpu", "--steps", "5", "--out", tmp_path, "--export", model)
-    assert code == 0, output
+    asked = ("demo", "--device", "cpu", "--steps", "5", "--out", tmp_path, "--export", model, "--json")
+    result = typer_testing.CliRunner().invoke(cli.build(), [str(a) for a in asked])
+    assert result.exit_code == 0, result.output
+    found, output = json.loads(result.stdout), " ".join(result.stderr.split())
+    assert [cost["model"] for cost in found["costs"]] == ["original", "tilesmith"]
+    assert len(found["losses"]["tilesmith"]) == found["plan"]["steps"] == 5
+    assert all(check["passed"] for check in found["checks"])
     for part in ("tokens/s", "peak memory", "gradients, nearest", "linear_cross_entropy_vjp"):
         assert part in output
     assert "✗" not in output

@@ -360,6 +360,24 @@ def test_generate_reads_a_hugging_face_checkpoint(llama, book, missing):
     assert run("generate", llama.parent / "out", "-p", "the cat", "-n", 5, "--device", "cpu")[0] == 0
 
 
+def test_json_is_all_that_stands_on_standard_output(book, tmp_path):
+    def told(*arguments):
+        result = typer_testing.CliRunner().invoke(cli.build(), [str(a) for a in arguments])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    out = tmp_path / "out"
+    run_told = told("train", "--out", out, book, *SMALL, *PLAN, "--eval-every", 3, "--json")
+    assert run_told["step"] == len(run_told["history"]["loss"]) == 6
+    assert run_told["checkpoint"] == str(out / "step-000006")
+    assert run_told["plan"]["accumulate"] == 2
+    asked = ("generate", out, "--prompt", "the cat", "-n", 5, "--seed", 1, "--device", "cpu")
+    written, plain = told(*asked, "--json"), run(*asked)[1]
+    assert len(written["tokens"]) == 5
+    assert written["tokens_per_second"] > 0
+    assert " ".join((written["prompt"] + written["text"]).split()) in plain
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, dtype_named, needs, progress, refuse, table
+from tilesmith.cli.output import (
+    CHECK_FAILED,
+    console,
+    device_named,
+    dtype_named,
+    needs,
+    print_json,
+    progress,
+    refuse,
+    table,
+    words_aside,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -49,49 +60,61 @@ def command(
     export: Annotated[
         Path | None, typer.Option(help="Folder for the trained weights, as examples/webgpu wants them.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end; what is told goes to standard error.")
+    ] = False,
 ) -> None:
     """Optimise a Llama model and show, on real text, that it computes the same, how fast, and in how much memory.
 
     Exits with 1 when the optimised model is not equal to the original within budget.
     """
-    from tilesmith.cli import subject as subjects
-
     if model is not None and export is not None:
         refuse("--export writes the model that the demo makes; leave out --model")
     if export is not None:
         needs("safetensors", "cli", "--export")
     where = device_named(device)
     kind = dtype_named(dtype, where)
-    source = _text(text)
+    with words_aside(as_json):
+        subject = _subject(model, _text(text), where, kind, seed)
+        plan = LOADED if model else SMALL if where.type == "cpu" else LARGE
+        _headline(subject, where, kind, text)
+        models, report = _optimise(subject)
+        checks = _check(models, subject)
+        plan = replace(plan, steps=steps or _fitting(models, subject, plan))
+        losses = _train(models, subject, plan, seed)
+        costs = _cost(models, subject, plan, losses)
+        kernels = _kernels(models[OPTIMISED], subject, plan)
+        if where.type == "cpu":
+            _on_a_gpu()
+        _curves({name: run.losses for name, run in losses.items()}, out, text)
+        written = _write(models[OPTIMISED], subject, seed, trained=model is not None)
+        if export is not None:
+            _export(models[OPTIMISED], subject, export)
+        if as_json:
+            found = {"model": subject.name, "parameters": subject.size, "dtype": str(kind).removeprefix("torch.")}
+            found |= {"device": str(where), "text": str(text or BUILTIN), "plan": asdict(plan), "optimize": str(report)}
+            found |= {"checks": checks, "losses": {name: run.losses for name, run in losses.items()}, "costs": costs}
+            print_json(found | {"kernels": kernels, "written": written})
+    if not all(check["passed"] for check in checks):
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _subject(model: Path | None, source: str, device: torch.device, dtype: torch.dtype, seed: int) -> Subject:
+    """The checkpoint to take, or a new model."""
+    from tilesmith.cli import subject as subjects
+
     with progress() as bars:
-        if model is not None:
-            needs("transformers", "hf", "--model")
-            if not model.exists():
-                refuse(f"--model {model} does not exist; give a checkpoint folder (nothing is downloaded)")
-            try:
-                subject = subjects.load(model, source, where, kind)
-            except (OSError, ValueError) as problem:
-                refuse(f"--model {model}: {str(problem).splitlines()[0]}")
-        else:
+        if model is None:
             bar = bars.add_task("learning byte pairs", total=None)
             learned = lambda size, wanted: bars.update(bar, completed=size, total=wanted)  # noqa: E731
-            subject = subjects.build(source, where, kind, seed, learned)
-    plan = LOADED if model else SMALL if where.type == "cpu" else LARGE
-    _headline(subject, where, kind, text)
-    models = _optimise(subject)
-    equal = _check(models, subject)
-    plan = replace(plan, steps=steps or _fitting(models, subject, plan))
-    losses = _train(models, subject, plan, seed)
-    _cost(models, subject, plan, losses)
-    _kernels(models[OPTIMISED], subject, plan)
-    if where.type == "cpu":
-        _on_a_gpu()
-    _curves({name: run.losses for name, run in losses.items()}, out, text)
-    _write(models[OPTIMISED], subject, seed, trained=model is not None)
-    if export is not None:
-        _export(models[OPTIMISED], subject, export)
-    if not equal:
-        raise typer.Exit(CHECK_FAILED)
+            return subjects.build(source, device, dtype, seed, learned)
+        needs("transformers", "hf", "--model")
+        if not model.exists():
+            refuse(f"--model {model} does not exist; give a checkpoint folder (nothing is downloaded)")
+        try:
+            return subjects.load(model, source, device, dtype)
+        except (OSError, ValueError) as problem:
+            refuse(f"--model {model}: {str(problem).splitlines()[0]}")
 
 
 def _text(path: Path | None) -> str:
@@ -118,14 +141,15 @@ def _headline(subject: Subject, device: torch.device, dtype: torch.dtype, text: 
     )
 
 
-def _optimise(subject: Subject) -> dict[str, nn.Module]:
+def _optimise(subject: Subject) -> tuple[dict[str, nn.Module], object]:
     optimised, report = subject.optimise(copy.deepcopy(subject.model))
     console.rule("What optimize(model) did", align="left")
     console.print(report, highlight=False, markup=False, soft_wrap=True)
-    return {ORIGINAL: subject.model, OPTIMISED: optimised}
+    return {ORIGINAL: subject.model, OPTIMISED: optimised}, report
 
 
-def _check(models: Mapping[str, nn.Module], subject: Subject) -> bool:
+def _check(models: Mapping[str, nn.Module], subject: Subject) -> list[dict[str, Any]]:
+    """Errors of each quantity against fp64, as told."""
     from tilesmith.cli import equality
     from tilesmith.engine import use
     from tilesmith.engine.backends import REFERENCE
@@ -152,7 +176,16 @@ def _check(models: Mapping[str, nn.Module], subject: Subject) -> bool:
     over = [c.name for c in checks if not c.optimised.passed]
     if over:
         console.print(f"[red]over budget:[/] {', '.join(over)}", highlight=False)
-    return not over
+    return [
+        {
+            "quantity": check.name,
+            ORIGINAL: check.original,
+            OPTIMISED: check.optimised.error,
+            "allowed": check.optimised.allowed,
+            "passed": check.optimised.passed,
+        }
+        for check in checks
+    ]
 
 
 def _fitting(models: Mapping[str, nn.Module], subject: Subject, plan: Plan) -> int:
@@ -195,19 +228,27 @@ def _train(models: Mapping[str, nn.Module], subject: Subject, plan: Plan, seed: 
     return runs
 
 
-def _cost(models: Mapping[str, nn.Module], subject: Subject, plan: Plan, runs) -> None:
+def _cost(models: Mapping[str, nn.Module], subject: Subject, plan: Plan, runs) -> list[dict[str, Any]]:
     from tilesmith.engine.timing import launches, peak_memory
 
     console.rule("What it costs", align="left")
     ids = _batch(models[ORIGINAL], subject, plan)
     device = ids.device
-    rows = []
+    costs = []
     for name, model in models.items():
-        step = _gradients(model, ids)
-        seconds = runs[name].step_time
-        speed = f"{plan.batch * plan.length / seconds:,.0f}"
-        memory = f"{peak_memory(step, device) / 1e6:,.0f} MB"
-        rows.append((name, speed, f"{seconds * 1e3:,.1f} ms", memory, f"{launches(step, device):,}"))
+        step, seconds = _gradients(model, ids), runs[name].step_time
+        cost = {"model": name, "tokens_per_second": plan.batch * plan.length / seconds, "step_seconds": seconds}
+        costs.append(cost | {"peak_bytes": peak_memory(step, device), "launches": launches(step, device)})
+    rows = [
+        (
+            cost["model"],
+            f"{cost['tokens_per_second']:,.0f}",
+            f"{cost['step_seconds'] * 1e3:,.1f} ms",
+            f"{cost['peak_bytes'] / 1e6:,.0f} MB",
+            f"{cost['launches']:,}",
+        )
+        for cost in costs
+    ]
     called = "operators run" if device.type == "cpu" else "kernels launched"
     columns = ("", "tokens/s", "step time", "peak memory", called)
     console.print(table(columns, rows, right=",".join(columns[1:])))
@@ -218,6 +259,7 @@ def _cost(models: Mapping[str, nn.Module], subject: Subject, plan: Plan, runs) -
         style="dim",
         highlight=False,
     )
+    return costs
 
 
 def _gradients(model: nn.Module, ids: torch.Tensor):
@@ -228,7 +270,7 @@ def _gradients(model: nn.Module, ids: torch.Tensor):
     return step
 
 
-def _kernels(model: nn.Module, subject: Subject, plan: Plan) -> None:
+def _kernels(model: nn.Module, subject: Subject, plan: Plan) -> list[dict[str, Any]]:
     from tilesmith.cli.recorder import Recorder
 
     console.rule("Which kernel serves each op, and why", align="left")
@@ -251,6 +293,7 @@ def _kernels(model: nn.Module, subject: Subject, plan: Plan) -> None:
     console.print(table(("op", "calls", "kernel", "because", "not"), rows, right="calls"))
     for note, number in notes.items():
         console.print(f"({number}) {note}", style="dim", highlight=False, markup=False)
+    return [{"op": op, "calls": int(calls), "kernel": kernel, "because": why} for op, calls, kernel, why, _ in rows]
 
 
 def _unreached(model: nn.Module, device: torch.device) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
@@ -292,7 +335,7 @@ def _on_a_gpu() -> None:
     )
 
 
-def _write(model: nn.Module, subject: Subject, seed: int, trained: bool) -> None:
+def _write(model: nn.Module, subject: Subject, seed: int, trained: bool) -> dict[str, Any]:
     console.rule("Writing with a KV cache", align="left")
     if not trained:
         console.print(
@@ -314,6 +357,8 @@ def _write(model: nn.Module, subject: Subject, seed: int, trained: bool) -> None
         style="dim",
         highlight=False,
     )
+    times = {"prefill_seconds": written.prefill, "decode_seconds": written.decode, "distance": written.distance}
+    return {"prompt_tokens": written.prompt, "tokens": list(written.ids), **times}
 
 
 def _export(model: nn.Module, subject: Subject, folder: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilesmith.cli.output import device_named, dtype_named, errors, needs, refuse
+from tilesmith.cli.output import device_named, dtype_named, errors, needs, print_json, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +31,11 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps; a GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; as saved by default.")] = None,
     optimize: Annotated[bool, typer.Option(help="Let the library's kernels serve the model.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, no text before.")] = False,
 ) -> None:
     """Print the prompt and what follows it, token by token, with a key/value cache.
 
-    The text goes to standard output, the rest to standard error.
+    The text, or with --json the object, goes to standard output, the rest to standard error.
     """
     if not 0.0 < top_p <= 1.0:
         refuse(f"--top-p is {top_p}; it must be above 0 and at most 1")
@@ -45,7 +47,18 @@ def command(
     if optimize:
         language.optimize()
     ids = _prompt(language, text, max_new_tokens)
-    _write(language, ids, text, max_new_tokens, temperature, top_k, top_p, seed)
+    show = _silent if as_json else _shown
+    draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    tokens, start = _tokens(language, ids, max_new_tokens, draw, seed), time.perf_counter()
+    new, spelled, times = _write(language, ids, text, tokens, show)
+    first = times[0] - start if times else None
+    speed = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+    if as_json:
+        made = {"prompt": text, "text": spelled, "prompt_tokens": len(ids), "tokens": new}
+        print_json({**made, "seconds_to_first_token": first, "tokens_per_second": speed})
+    elif first is not None:
+        rest = "" if speed is None else f", then {speed:,.1f} tokens/s"
+        errors.print(f"first token after {first * 1e3:,.0f} ms{rest}", style="dim", highlight=False)
 
 
 def _read(folder: Path, dtype: torch.dtype | None) -> LanguageModel:
@@ -75,32 +88,43 @@ def _prompt(language: LanguageModel, text: str, count: int) -> list[int]:
     return ids
 
 
-def _write(
-    language: LanguageModel,
-    ids: list[int],
-    text: str,
-    count: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int | None,
-) -> None:
+def _tokens(
+    language: LanguageModel, ids: list[int], count: int, draw: dict[str, Any], seed: int | None
+) -> Iterator[int]:
     import torch
 
-    from tilesmith.cli.writing import Spelling, continued, sample
+    from tilesmith.cli.writing import continued, sample
 
-    draw = torch.Generator()
-    draw.seed() if seed is None else draw.manual_seed(seed)
+    generator = torch.Generator()
+    generator.seed() if seed is None else generator.manual_seed(seed)
     known = len(language.tokenizer)  # the model may tell more tokens apart
-    choose = lambda logits: sample(logits[:known], draw, temperature, top_k, top_p)  # noqa: E731
+    choose = lambda logits: sample(logits[:known], generator, **draw)  # noqa: E731
+    return continued(language.model, ids, count, choose, language.stop)
+
+
+def _write(
+    language: LanguageModel, ids: list[int], text: str, tokens: Iterator[int], show: Callable[[str], None]
+) -> tuple[list[int], str, list[float]]:
+    """Show the prompt and the tokens as they come; returns the tokens, their text, and when each was there."""
+    from tilesmith.cli.writing import Spelling
+
     spelling = Spelling(language.tokenizer.decode, ids)
+    show(text)
+    new, pieces, times = [], [], []
+    for token in tokens:
+        times.append(time.perf_counter())
+        new.append(token)
+        pieces.append(spelling.add(token))
+        show(pieces[-1])
+    pieces.append(spelling.rest())
+    show(pieces[-1] + "\n")
+    return new, "".join(pieces), times
+
+
+def _shown(text: str) -> None:
     typer.echo(text, nl=False)
-    start, times = time.perf_counter(), []
-    for token in continued(language.model, ids, count, choose, language.stop):
-        times.append(time.perf_counter() - start)
-        typer.echo(spelling.add(token), nl=False)
-        sys.stdout.flush()
-    typer.echo(spelling.rest())
-    if times:
-        rest = f", then {(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s" if len(times) > 1 else ""
-        errors.print(f"first token after {times[0] * 1e3:,.0f} ms{rest}", style="dim", highlight=False)
+    sys.stdout.flush()
+
+
+def _silent(text: str) -> None:
+    pass

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
@@ -47,6 +48,17 @@ def refuse(message: str) -> NoReturn:
 def print_json(found: Any) -> None:
     """Plain data as JSON on standard output, whole lines whatever the width."""
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def words_aside(aside: bool) -> Iterator[None]:
+    """Where `aside`, what the console prints goes to standard error, so that standard output holds nothing but data."""
+    before = console.stderr
+    console.stderr = before or aside
+    try:
+        yield
+    finally:
+        console.stderr = before
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, right: str = "") -> Table:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, needs, progress, refuse
+from tilesmith.cli.output import CHECK_FAILED, console, device_named, needs, print_json, progress, refuse, words_aside
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,9 @@ def command(
         int | None, typer.Option(min=0, help="Experts, each --inter wide, in place of an MLP.", rich_help_panel=MODEL)
     ] = None,
     chosen: Annotated[int | None, typer.Option(min=1, help="Experts of a token.", rich_help_panel=MODEL)] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end; what is told goes to standard error.")
+    ] = False,
 ) -> None:
     """Train on text files, the beginning to learn from and the end to validate on.
 
@@ -86,18 +89,31 @@ def command(
     needs("safetensors", "cli", "writing checkpoints")
     given = {name for name in options if context.get_parameter_source(name).name == "COMMANDLINE"}
     where = device_named(device)
-    if resume:
-        trainer, about = _resumed(out, given, options, where)
-    else:
-        trainer, about = _fresh(out, options, where)
-    last = min(trainer.plan.steps, stop_at or trainer.plan.steps)
-    if trainer.step >= last:
-        refuse(f"{out} is at step {trainer.step} already; give a larger {'--stop-at' if stop_at else '--steps'}")
-    _headline(trainer, about, where)
-    try:
-        _train(trainer, last, eval_every, lambda: trainer.save(out, about, keep), save_every)
-    finally:
-        _curves(trainer, out, about)
+    with words_aside(as_json):
+        trainer, about = _resumed(out, given, options, where) if resume else _fresh(out, options, where)
+        last = min(trainer.plan.steps, stop_at or trainer.plan.steps)
+        if trainer.step >= last:
+            refuse(f"{out} is at step {trainer.step} already; give a larger {'--stop-at' if stop_at else '--steps'}")
+        _headline(trainer, about, where)
+        try:
+            _train(trainer, last, eval_every, lambda: trainer.save(out, about, keep), save_every)
+        finally:
+            _curves(trainer, out, about)
+            if as_json:
+                print_json(_as_data(trainer, about, out, where))
+
+
+def _as_data(trainer: Trainer, about: dict[str, Any], out: Path, device: torch.device) -> dict[str, Any]:
+    """A run so far as plain data: what it is, how it went, and the last folder that was written."""
+    from dataclasses import asdict
+
+    from tilesmith.cli.trainer import checkpoints
+    from tilesmith.hardware import arch_of
+
+    saved = checkpoints(out)
+    run = {"model": type(trainer.language.model).__name__, "parameters": trainer.language.size, **about}
+    run |= {"device": str(arch_of(device)), "plan": asdict(trainer.plan), "history": asdict(trainer.history)}
+    return run | {"step": trainer.step, "checkpoint": str(saved[-1]) if saved else None}
 
 
 def _fresh(out: Path, options: dict[str, Any], device: torch.device) -> tuple[Trainer, dict[str, Any]]:
