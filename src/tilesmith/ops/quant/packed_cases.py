@@ -56,8 +56,10 @@ def _counts(rows: int, columns: int, mix: Sequence[int]) -> list[list[int]]:
     """How many tiles of each width the strips have: mix says how often 2, 3, 4, 6 and 8 bits come, strip by strip
     shifted by one tile."""
     widths = [i for i, n in enumerate(mix) for _ in range(n)]
-    strips, groups = -(-rows // TILE_ROWS), columns // GROUP
-    return [[sum(widths[(s + g) % len(widths)] == i for g in range(groups)) for i in range(5)] for s in range(strips)]
+    strips, groups, period = -(-rows // TILE_ROWS), columns // GROUP, len(widths)
+    first = [[widths[(s + g) % period] for g in range(groups)] for s in range(min(strips, period))]
+    counts = [[strip.count(i) for i in range(len(WIDTHS))] for strip in first]
+    return [counts[s % period] for s in range(strips)]
 
 
 def _packed(rows: int, columns: int, mix: Sequence[int]) -> dict[str, T]:
