@@ -179,7 +179,7 @@ def test_of_equal_scores_the_first_are_chosen():
 
 @pytest.mark.usefixtures("needs_triton")
 def test_pairs_are_grouped_as_a_stable_sort_does():
-    from tilesmith.ops.moe.triton.index import group
+    from tilesmith.ops.moe.index import group
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for shape, experts, block_m in (

@@ -1,4 +1,4 @@
-"""Grouped products of experts in Triton.
+"""Grouped products of experts in Triton, and the sum over a token's experts, which other backends launch, too.
 
 Legend: S pairs of a token and an expert in the order of experts (`order`), C hidden size, I width inside an expert,
 N = 2 I for gated experts. A tile has up to BLOCK_M pairs of one expert (`index.Groups`).
@@ -24,8 +24,7 @@ def _split(z, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constex
     """Gate and up of a tile: its columns in turn, or its two halves."""
     if INTERLEAVED:
         return tl.split(tl.reshape(z, (BLOCK_M, HALF, 2)))
-    else:
-        return tl.split(tl.permute(tl.reshape(z, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    return tl.split(tl.permute(tl.reshape(z, (BLOCK_M, 2, HALF)), (0, 2, 1)))
 
 
 @triton.jit
@@ -34,11 +33,10 @@ def _columns(first, inner, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK
     lane = tl.arange(0, BLOCK_N)
     if not GATED:
         return first + lane, first + lane < inner
-    elif INTERLEAVED:
+    if INTERLEAVED:
         return 2 * first + lane, first + lane // 2 < inner
-    else:
-        within = first + lane % (BLOCK_N // 2)
-        return tl.where(lane < BLOCK_N // 2, within, inner + within), within < inner
+    within = first + lane % (BLOCK_N // 2)
+    return tl.where(lane < BLOCK_N // 2, within, inner + within), within < inner
 
 
 @triton.jit
@@ -166,10 +164,11 @@ def rows_kernel(
 
 @triton.jit
 def combine_kernel(
-    rows_ptr, indices_ptr, scales_ptr, out_ptr, tokens, experts, top_k, cols,
+    rows_ptr, place_ptr, indices_ptr, scales_ptr, out_ptr, tokens, experts, top_k, cols,
     HAS_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ_k scales[t, k] rows[t, k] over the pairs that have an expert."""
+    """out[t] = Σ_k scales[t, k] rows[t, k] over the pairs that have an expert; place_ptr: where the row of each pair
+    lies, if not in the order of pairs."""
     blocks = tl.cdiv(cols, BLOCK_N)
     token = (tl.program_id(0) // blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -178,7 +177,10 @@ def combine_kernel(
         pair = token.to(tl.int64) * top_k + k
         expert = tl.load(indices_ptr + pair, mask=token < tokens, other=-1)
         there = (expert >= 0) & (expert < experts)
-        place = pair[:, None] * cols + col[None, :]
+        at = pair
+        if place_ptr is not None:
+            at = tl.load(place_ptr + pair, mask=there, other=0).to(tl.int64)
+        place = at[:, None] * cols + col[None, :]
         rows = tl.load(rows_ptr + place, mask=there[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
         if HAS_SCALES:
             rows *= tl.load(scales_ptr + pair, mask=there, other=0.0).to(tl.float32)[:, None]

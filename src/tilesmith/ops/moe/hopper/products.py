@@ -1,0 +1,284 @@
+"""The products of experts on Hopper, in Gluon: rows in the order of experts, times the weights of their expert.
+
+A CTA makes one tile of 128 rows after another: one warpgroup issues TMA loads, two run WGMMA, each for 64 of the rows,
+with an epilogue of its own. The last tile of an expert may be shorter; a consumer that has none of its rows only gives
+its stages back. Legend as in `ops.moe.kernels`.
+"""
+
+from tilesmith.device.gluon.matmul import split_columns
+from tilesmith.device.gluon.shim import (
+    fence_async,
+    gl,
+    gluon,
+    mbarrier_arrive,
+    mbarrier_expect,
+    mbarrier_wait,
+    mbarriers,
+    reinterpret,
+    smem_tiles,
+    tma_copy,
+    tma_store_wait,
+    wgmma,
+    wgmma_wait,
+)
+from tilesmith.ops.moe.hopper.tiles import FLAT, HALF_ROWS, PIECE, STEP, corner, part_corner, quarters, store_piece
+
+LOG2E = gl.constexpr(1.4426950408889634)
+COLS = 256  # of a tile
+_STEP, _HALF, _PIECE, _COLS = (gl.constexpr(n) for n in (STEP, HALF_ROWS, PIECE, COLS))
+
+
+@gluon.jit
+def _numbers(number, tiles, tiles_n, GROUP: gl.constexpr):
+    """Tile of rows and of columns: GROUP tiles down, then the next columns, so that both operands stay in L2."""
+    group = number // (GROUP * tiles_n)
+    height = gl.minimum(tiles - group * GROUP, GROUP)
+    within = number - group * (GROUP * tiles_n)
+    column = within // height
+    return group * GROUP + within - column * height, column
+
+
+@gluon.jit
+def _tile(number, table, GROUP: gl.constexpr):
+    """A tile's expert, how many rows the expert has from the tile's first on (0 where the tile is not used), where they
+    end, and the tile's number among those of columns."""
+    starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n = table
+    tile, column = _numbers(gl.minimum(number, tiles * tiles_n - 1), tiles, tiles_n, GROUP)
+    expert = gl.load(tile_expert_ptr + tile)
+    first = gl.load(tile_row_ptr + tile)
+    used = expert < experts
+    expert = gl.minimum(expert, experts - 1)
+    end = gl.load(starts_ptr + expert + 1)
+    return expert, gl.where(used, end - first, 0), end, column
+
+
+@gluon.jit
+def _load(a_desc, b_desc, a, b, full, empty, table, steps, each, second, BY_ROWS: gl.constexpr, GROUP: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
+    """BY_ROWS: the weights lie as [E, features, outputs]. A tile of columns begins at `each` times its number; the
+    second half of its weights lies `second` behind the first."""
+    BYTES: gl.constexpr = 2 * a_desc.block_type.nbytes + 2 * b_desc.block_type.nbytes
+    _, _, _, _, tiles, tiles_n = table
+    count = gl.to_tensor(0)
+    number = gl.program_id(0)
+    expert, length, end, column = _tile(number, table, GROUP)
+    while number < tiles * tiles_n:
+        following = number + gl.num_programs(0)
+        next_expert, next_length, next_end, next_column = _tile(following, table, GROUP)
+        if length > 0:
+            col = column * each
+            for i in range(steps):
+                s = count % STAGES
+                k = i * _STEP
+                mbarrier_wait(empty.index(s), ((count // STAGES) & 1) ^ 1)
+                mbarrier_expect(full.index(s), BYTES)
+                tma_copy(a_desc, corner(end, length, 0, k), full.index(s), a.index(2 * s))
+                tma_copy(a_desc, corner(end, length, _HALF, k), full.index(s), a.index(2 * s + 1))
+                if BY_ROWS:
+                    tma_copy(b_desc, (expert, k, col), full.index(s), b.index(2 * s))
+                    tma_copy(b_desc, (expert, k, col + second), full.index(s), b.index(2 * s + 1))
+                else:
+                    tma_copy(b_desc, (expert, col, k), full.index(s), b.index(2 * s))
+                    tma_copy(b_desc, (expert, col + second, k), full.index(s), b.index(2 * s + 1))
+                count += 1
+        number = following
+        expert, length, end, column = next_expert, next_length, next_end, next_column
+
+
+@gluon.jit
+def _operands(a, b, s, HALF: gl.constexpr, BY_ROWS: gl.constexpr):
+    """A stage's rows [64, STEP] of a consumer, and its weights [STEP, columns]."""
+    rows = a.index(2 * s + HALF).reshape([_HALF, _STEP])
+    weights = b.index(s)
+    if not BY_ROWS:
+        weights = weights.permute((1, 0))
+    return rows, weights
+
+
+@gluon.jit
+def _multiply(HALF: gl.constexpr, a, b, out, full, empty, table, steps, extra, write: gl.constexpr,
+              BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _COLS, 16])
+    _, _, _, _, tiles, tiles_n = table
+    count = gl.to_tensor(0)
+    number = gl.program_id(0)
+    expert, length, end, column = _tile(number, table, GROUP)
+    acc = gl.zeros([_HALF, _COLS], gl.float32, ACC)
+    while number < tiles * tiles_n:
+        following = number + gl.num_programs(0)
+        next_expert, next_length, next_end, next_column = _tile(following, table, GROUP)
+        if length > HALF * _HALF:
+            s = count % STAGES
+            mbarrier_wait(full.index(s), (count // STAGES) & 1)
+            rows, weights = _operands(a, b, s, HALF, BY_ROWS)
+            made = wgmma(rows, weights, acc, use_acc=False, is_async=True)
+            acc = wgmma_wait(1, deps=[made])
+            count += 1
+            for _ in range(1, steps):
+                before = s
+                s = count % STAGES
+                mbarrier_wait(full.index(s), (count // STAGES) & 1)
+                rows, weights = _operands(a, b, s, HALF, BY_ROWS)
+                made = wgmma(rows, weights, acc, is_async=True)
+                acc = wgmma_wait(1, deps=[made])
+                mbarrier_arrive(empty.index(before))
+                count += 1
+            acc = wgmma_wait(0, deps=[acc])
+            mbarrier_arrive(empty.index(s))
+            write(acc, expert, length, end, column, HALF * _HALF, out, *extra)
+        elif length > 0:
+            for _ in range(steps):
+                s = count % STAGES
+                mbarrier_wait(full.index(s), (count // STAGES) & 1)
+                mbarrier_arrive(empty.index(s))
+                count += 1
+        number = following
+        expert, length, end, column = next_expert, next_length, next_end, next_column
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _grouped_product(a_desc, b_desc, table, steps, each, second, extra, write: gl.constexpr, BY_ROWS: gl.constexpr,
+                     GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The body of a persistent kernel. write(acc, expert, length, end, column, row, out, *extra) is the epilogue for an
+    accumulator of 64 rows, from `row` of the tile on; `out` are two places in shared memory for `store_piece`."""
+    a = smem_tiles(2 * STAGES, a_desc)
+    halves = smem_tiles(2 * STAGES, b_desc)
+    if BY_ROWS:
+        b = reinterpret(halves, b_desc.dtype, [STAGES, _STEP, _COLS], FLAT)
+    else:
+        b = reinterpret(halves, b_desc.dtype, [STAGES, _COLS, _STEP], FLAT)
+    first = gl.allocate_shared_memory(a_desc.dtype, [2, _HALF, _PIECE], FLAT)
+    last = gl.allocate_shared_memory(a_desc.dtype, [2, _HALF, _PIECE], FLAT)
+    full = mbarriers(STAGES, 1)
+    empty = mbarriers(STAGES, 2)
+    fence_async()
+    gl.warp_specialize(
+        [
+            (_load, (a_desc, b_desc, a, halves, full, empty, table, steps, each, second, BY_ROWS, GROUP, STAGES)),
+            (_multiply, (0, a, b, first, full, empty, table, steps, extra, write, BY_ROWS, GROUP, STAGES)),
+            (_multiply, (1, a, b, last, full, empty, table, steps, extra, write, BY_ROWS, GROUP, STAGES)),
+        ],
+        [4, 4],
+        [224, 224],
+    )
+
+
+@gluon.jit
+def _add_bias(x, bias_ptr, col, cols, HAS_BIAS: gl.constexpr):
+    """x [64, N] plus the bias of its columns, of which there are `cols`."""
+    if HAS_BIAS:
+        at = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        x += gl.load(bias_ptr + at, mask=at < cols, other=0.0).to(gl.float32)[None, :]
+    return x
+
+
+@gluon.jit
+def _write_rows(acc, expert, length, end, column, row, out, out_desc, bias_ptr, cols, HAS_BIAS: gl.constexpr):
+    col = column * _COLS
+    bias_ptr += expert.to(gl.int64) * cols
+    first, second, third, fourth = quarters(acc)
+    first = _add_bias(first, bias_ptr, col, cols, HAS_BIAS)
+    store_piece(first, out_desc, corner(end, length, row, col), out, 0)
+    second = _add_bias(second, bias_ptr, col + _PIECE, cols, HAS_BIAS)
+    store_piece(second, out_desc, corner(end, length, row, col + _PIECE), out, 1)
+    third = _add_bias(third, bias_ptr, col + 2 * _PIECE, cols, HAS_BIAS)
+    store_piece(third, out_desc, corner(end, length, row, col + 2 * _PIECE), out, 2)
+    fourth = _add_bias(fourth, bias_ptr, col + 3 * _PIECE, cols, HAS_BIAS)
+    store_piece(fourth, out_desc, corner(end, length, row, col + 3 * _PIECE), out, 3)
+
+
+@gluon.jit(do_not_specialize=["experts", "tiles", "tiles_n", "steps", "cols"])
+def experts_rows_kernel(
+    a_desc, b_desc, out_desc, bias_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n, steps, cols,
+    HAS_BIAS: gl.constexpr, BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """out[r] = a[r] · weight[e]ᵀ + bias[e] for the rows of all experts; a and out in the order of experts."""
+    table = (starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n)
+    extra = (out_desc, bias_ptr, cols, HAS_BIAS)
+    _grouped_product(a_desc, b_desc, table, steps, _COLS, _COLS // 2, extra, _write_rows, BY_ROWS, GROUP, STAGES)
+
+
+@gluon.jit
+def _swiglu(gate, up, limit, alpha, up_offset, HAS_LIMIT: gl.constexpr):
+    """gate · sigmoid(alpha gate) (up + up_offset), clamped before; a NaN stays one."""
+    if HAS_LIMIT:
+        gate = gl.where(gate > limit, limit, gate)
+        up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
+    return gate / (1.0 + gl.exp2(gate * (-LOG2E * alpha))) * (up + up_offset)
+
+
+@gluon.jit
+def _write_halves(
+    gate, up, expert, length, end, col, row, out, out_desc, pre_desc, bias_ptr, inner, limit, alpha, up_offset,
+    HAS_BIAS: gl.constexpr, HAS_LIMIT: gl.constexpr, KEEPS_PRE: gl.constexpr, BEFORE: gl.constexpr,
+):  # fmt: skip
+    """A piece of gate and one of up, from column `col` of the activation on, and the activation that they give.
+    BEFORE: how many pieces of the tile were stored."""
+    dtype: gl.constexpr = out.dtype
+    gate = _add_bias(gate, bias_ptr, col, inner, HAS_BIAS).to(dtype)
+    up = _add_bias(up, bias_ptr + inner, col, inner, HAS_BIAS).to(dtype)
+    if KEEPS_PRE:
+        store_piece(gate, pre_desc, part_corner(end, length, 0, row, col), out, BEFORE)
+        store_piece(up, pre_desc, part_corner(end, length, 1, row, col), out, BEFORE + 1)
+    value = _swiglu(gate.to(gl.float32), up.to(gl.float32), limit, alpha, up_offset, HAS_LIMIT)
+    store_piece(value, out_desc, corner(end, length, row, col), out, BEFORE + 2 * KEEPS_PRE)
+
+
+@gluon.jit
+def _write_interleaved(
+    z, expert, length, end, col, row, out, out_desc, pre_desc, bias_ptr, inner, limit, alpha, up_offset,
+    HAS_BIAS: gl.constexpr, HAS_LIMIT: gl.constexpr, KEEPS_PRE: gl.constexpr, BEFORE: gl.constexpr,
+):  # fmt: skip
+    """The same of two neighbouring pieces in which columns of gate and up take turns."""
+    dtype: gl.constexpr = out.dtype
+    z = _add_bias(z, bias_ptr, 2 * col, 2 * inner, HAS_BIAS).to(dtype)
+    if KEEPS_PRE:
+        left, right = split_columns(z)
+        store_piece(left, pre_desc, corner(end, length, row, 2 * col), out, BEFORE)
+        store_piece(right, pre_desc, corner(end, length, row, 2 * col + _PIECE), out, BEFORE + 1)
+    gate, up = gl.split(gl.reshape(z, [_HALF, _PIECE, 2]))
+    value = _swiglu(gate.to(gl.float32), up.to(gl.float32), limit, alpha, up_offset, HAS_LIMIT)
+    store_piece(value, out_desc, corner(end, length, row, col), out, BEFORE + 2 * KEEPS_PRE)
+
+
+@gluon.jit
+def _write_gated(
+    acc, expert, length, end, column, row, out, out_desc, pre_desc, bias_ptr, inner, limit, alpha, up_offset,
+    INTERLEAVED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LIMIT: gl.constexpr, KEEPS_PRE: gl.constexpr,
+):  # fmt: skip
+    col = column * (_COLS // 2)
+    bias_ptr += expert.to(gl.int64) * (2 * inner)
+    left, right = split_columns(acc)
+    if INTERLEAVED:
+        _write_interleaved(left, expert, length, end, col, row, out, out_desc, pre_desc, bias_ptr, inner, limit, alpha,
+                           up_offset, HAS_BIAS, HAS_LIMIT, KEEPS_PRE, 0)  # fmt: skip
+        _write_interleaved(right, expert, length, end, col + _PIECE, row, out, out_desc, pre_desc, bias_ptr, inner,
+                           limit, alpha, up_offset, HAS_BIAS, HAS_LIMIT, KEEPS_PRE, 1 + 2 * KEEPS_PRE)  # fmt: skip
+    else:
+        gate, next_gate = split_columns(left)
+        up, next_up = split_columns(right)
+        _write_halves(gate, up, expert, length, end, col, row, out, out_desc, pre_desc, bias_ptr, inner, limit, alpha,
+                      up_offset, HAS_BIAS, HAS_LIMIT, KEEPS_PRE, 0)  # fmt: skip
+        _write_halves(next_gate, next_up, expert, length, end, col + _PIECE, row, out, out_desc, pre_desc, bias_ptr,
+                      inner, limit, alpha, up_offset, HAS_BIAS, HAS_LIMIT, KEEPS_PRE, 1 + 2 * KEEPS_PRE)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["experts", "tiles", "tiles_n", "steps", "inner"])
+def experts_gate_up_kernel(
+    a_desc, b_desc, out_desc, pre_desc, bias_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
+    experts, tiles, tiles_n, steps, inner, limit, alpha, up_offset,
+    INTERLEAVED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LIMIT: gl.constexpr, KEEPS_PRE: gl.constexpr,
+    BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """out [S, I] = swiglu(a · weight[e]ᵀ + bias[e]) and pre [S, 2 I] what was activated, for the rows of all experts. A
+    tile has 256 columns of the pre-activation: those of 128 of the activation."""
+    table = (starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n)
+    extra = (
+        out_desc, pre_desc, bias_ptr, inner, limit, alpha, up_offset, INTERLEAVED, HAS_BIAS, HAS_LIMIT, KEEPS_PRE
+    )  # fmt: skip
+    if INTERLEAVED:
+        each, second = gl.to_tensor(_COLS), gl.to_tensor(_COLS // 2)
+    else:
+        each, second = gl.to_tensor(_COLS // 2), inner
+    _grouped_product(a_desc, b_desc, table, steps, each, second, extra, _write_gated, BY_ROWS, GROUP, STAGES)
