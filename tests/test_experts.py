@@ -308,12 +308,11 @@ def test_rows_are_gathered_and_summed_where_they_lie():
         x, scales = torch.randn(tokens, hidden, device=device), torch.rand(tokens, top_k, device=device)
         groups = group(indices, experts, 128)
         pre = torch.full((tokens * top_k, 72), torch.nan, device=device)
-        found = launch._gathered(x, groups, experts, top_k, pre)
+        found, place = launch._gathered(x, groups, experts, top_k), launch._places(groups, experts, pre)
         count = int(((indices >= 0) & (indices < experts)).sum())
         order = groups.order.long()
         assert torch.equal(found[:count], x[order[:count] // top_k])
         assert pre[:count].isnan().all() and not pre[count:].any()
-        place = launch._places(groups)
         assert torch.equal(place[order], torch.arange(tokens * top_k, dtype=torch.int32, device=device))
         summed = steps.combined(found, indices, scales, x, experts, place)
         there = ((indices >= 0) & (indices < experts)) * scales

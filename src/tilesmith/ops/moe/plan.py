@@ -37,10 +37,12 @@ class BackwardConfig(NamedTuple):
 
 
 class HopperConfig(NamedTuple):
-    """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns."""
+    """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns. gathers: 1 if gate and up
+    read the rows of tokens by cp.async; 0 if they are written in the order of experts before, for TMA."""
 
     num_stages: int
     group_m: int
+    gathers: int
 
 
 class HopperBackwardConfig(NamedTuple):
@@ -113,7 +115,7 @@ def _stages(block_m: int, block_n: int, block_k: int, most: int, arch: Any) -> i
 
 def hopper_forward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
     """The configuration of Hopper's forward where none was measured."""
-    return HopperConfig(num_stages=4, group_m=8)
+    return HopperConfig(num_stages=4, group_m=8, gathers=0)
 
 
 def hopper_backward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperBackwardConfig:

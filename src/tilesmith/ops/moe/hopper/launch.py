@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.device.alignment import tma_strides
+from tilesmith.device.alignment import aligned, tma_strides
 from tilesmith.device.rows import dense, rows
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
@@ -31,7 +31,9 @@ def _dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) ->
     return plan.dims(indices.numel(), gate_up.shape[0], x.shape[-1], down.shape[2])
 
 
-SPACE = Space(_dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16)}, plan.hopper_fit)
+SPACE = Space(
+    _dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16), "gathers": (0, 1)}, plan.hopper_fit
+)
 SPACE_VJP = Space(
     lambda dy, *args: _dims(*args),
     plan.hopper_backward,
@@ -61,25 +63,29 @@ def _tells(*_: Any, config: Any) -> list[str]:
     return ["compiled, not run on a GPU yet: of lower rank than Triton's kernel until it has been"]
 
 
-def _gathered(source: Tensor, groups: Groups, experts: int, top_k: int, pre: Tensor | None = None) -> Tensor:
-    """The rows of tokens [T, N] as those of pairs in the order of experts; pre: as of `experts_gather_kernel`."""
+def _gathered(source: Tensor, groups: Groups, experts: int, top_k: int) -> Tensor:
+    """The rows of tokens [T, N] as those of pairs in the order of experts."""
     pairs, cols = groups.order.shape[0], source.shape[1]
     out = source.new_empty((pairs, cols))
     block_n = min(1024, max(16, next_power_of_2(cols)))
     block_m = max(1, 4096 // block_n)
     launch(
         experts_gather_kernel, (cdiv(pairs, block_m) * cdiv(cols, block_n),),
-        source, out, pre, groups.order, groups.starts, pairs, experts, top_k, cols,
-        0 if pre is None else pre.shape[1], source.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+        source, out, groups.order, groups.starts, pairs, experts, top_k, cols, source.stride(0),
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _places(groups: Groups) -> Tensor:
-    """Where the row of each pair lies in the order of experts."""
+def _places(groups: Groups, experts: int, pre: Tensor | None = None) -> Tensor:
+    """Where the row of each pair lies in the order of experts; the rows of pre of pairs without an expert become 0."""
     place = torch.empty_like(groups.order)
     pairs = place.shape[0]
-    launch(experts_place_kernel, (cdiv(pairs, 1024),), groups.order, place, pairs, BLOCK=1024, num_warps=4)
+    launch(
+        experts_place_kernel, (cdiv(pairs, 128),),
+        groups.order, groups.starts, place, pre, pairs, experts, 0 if pre is None else pre.shape[1],
+        BLOCK_M=128, BLOCK_N=64, num_warps=4,
+    )  # fmt: skip
     return place
 
 
@@ -120,23 +126,29 @@ def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor,
     pre = x.new_empty((pairs, 2 * inner if hidden else 0))
     if pairs == 0:
         return x.new_zeros(call.x.shape), pre
-    groups = group(indices, count, HOPPER_ROWS)
-    a = _gathered(x, groups, count, indices.shape[-1], pre if hidden else None)
+    groups, top_k = group(indices, count, HOPPER_ROWS), indices.shape[-1]
     activated = x.new_empty((pairs, inner))
+    out = rows_of(activated, HALF_ROWS, PIECE)
+    if config.gathers:
+        a, a_desc = aligned(x)[0], out
+    else:
+        a = _gathered(x, groups, count, top_k)
+        a_desc = rows_of(a, HALF_ROWS, STEP)
     descriptor, by_rows = _weights(call.gate_up, COLS // 2)
     ctas, table = _table(groups, count, cdiv(inner, COLS // 2), features)
-    out = rows_of(activated, HALF_ROWS, PIECE)
     pre_parts = 1 if call.interleaved else 2
     launch(
         experts_gate_up_kernel, (ctas,),
-        rows_of(a, HALF_ROWS, STEP), descriptor, out,
+        a_desc, a, groups.order, descriptor, out,
         rows_of(pre, HALF_ROWS, PIECE, pre_parts) if hidden else out, a if bias is None else bias,
-        *table, inner, *steps.numbers(call), INTERLEAVED=call.interleaved, HAS_BIAS=bias is not None,
+        *table, inner, top_k, a.stride(0) // 8, features // 8, *steps.numbers(call), GATHERS=config.gathers == 1,
+        INTERLEAVED=call.interleaved, HAS_BIAS=bias is not None,
         HAS_LIMIT=call.limit > 0, KEEPS_PRE=hidden, BY_ROWS=by_rows, GROUP=config.group_m, STAGES=config.num_stages,
         num_warps=4,
     )  # fmt: skip
-    each = _product(activated, call.down, dense(call.down_bias), groups, *config)
-    return steps.combined(each, indices, call.weights.contiguous(), call.x, count, _places(groups)), pre
+    each = _product(activated, call.down, dense(call.down_bias), groups, config.num_stages, config.group_m)
+    place = _places(groups, count, pre if hidden else None)
+    return steps.combined(each, indices, call.weights.contiguous(), call.x, count, place), pre
 
 
 class _Backward(steps.Backward):
@@ -150,7 +162,7 @@ class _Backward(steps.Backward):
         each = _product(
             dpre, self.call.gate_up.transpose(1, 2), None, self.groups, self.chosen.rows_stages, self.chosen.group_m
         )
-        return steps.combined(each, self.indices, None, self.call.x, self.experts, _places(self.groups))
+        return steps.combined(each, self.indices, None, self.call.x, self.experts, _places(self.groups, self.experts))
 
     def weight_gradient(self, left: Tensor, right: Tensor, weight: Tensor, gathers_left: bool) -> Tensor:
         gathered = _gathered(left if gathers_left else right, self.groups, self.experts, self.top_k)
