@@ -24,7 +24,8 @@ def _split(z, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constex
     """Gate and up of a tile: its columns in turn, or its two halves."""
     if INTERLEAVED:
         return tl.split(tl.reshape(z, (BLOCK_M, HALF, 2)))
-    return tl.split(tl.permute(tl.reshape(z, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    else:
+        return tl.split(tl.permute(tl.reshape(z, (BLOCK_M, 2, HALF)), (0, 2, 1)))
 
 
 @triton.jit
@@ -33,10 +34,11 @@ def _columns(first, inner, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK
     lane = tl.arange(0, BLOCK_N)
     if not GATED:
         return first + lane, first + lane < inner
-    if INTERLEAVED:
+    elif INTERLEAVED:
         return 2 * first + lane, first + lane // 2 < inner
-    within = first + lane % (BLOCK_N // 2)
-    return tl.where(lane < BLOCK_N // 2, within, inner + within), within < inner
+    else:
+        within = first + lane % (BLOCK_N // 2)
+        return tl.where(lane < BLOCK_N // 2, within, inner + within), within < inner
 
 
 @triton.jit
