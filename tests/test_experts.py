@@ -9,6 +9,7 @@ from torch import nn as torch_nn
 import tilesmith
 from optimize_models import assert_within_budget, batch, build, train
 from tilesmith import nn, ops
+from tilesmith.engine import ops as ops_of
 from tilesmith.engine import use
 from tilesmith.hardware.detect import arch_named
 from tilesmith.models import optimize, undo
@@ -179,7 +180,7 @@ def test_of_equal_scores_the_first_are_chosen():
 
 @pytest.mark.usefixtures("needs_triton")
 def test_pairs_are_grouped_as_a_stable_sort_does():
-    from tilesmith.ops.moe.triton.index import group
+    from tilesmith.ops.moe.index import group
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for shape, experts, block_m in (
@@ -222,6 +223,100 @@ def test_plans_fit_shared_memory_and_follow_the_pairs_of_an_expert(name):
             assert 2 * stages * which.block_k * (which.block_m + wide) <= arch.shared_memory
         heights.append(config.block_m)
     assert heights == sorted(heights) and heights[0] == 16 and heights[-1] == 128
+
+
+def test_hopper_s_tiles_come_once_and_cover_all():
+    for tiles, tiles_n, group in ((1, 1, 8), (7, 3, 8), (16, 6, 8), (19, 5, 4), (640, 16, 8), (33, 2, 16)):
+        found = [plan.grouped_tile(n, tiles, tiles_n, group) for n in range(tiles * tiles_n)]
+        assert sorted(found) == [(m, n) for m in range(tiles) for n in range(tiles_n)]
+    for experts, height, width, cols in ((3, 1536, 2048, 256), (2, 200, 72, 128), (1, 8, 8, 256), (5, 768, 2048, 128)):
+        tiles_m, tiles_n = -(-height // plan.HOPPER_ROWS), -(-width // cols)
+        found = [plan.weight_tile(n, tiles_m, tiles_n, cols) for n in range(experts * tiles_m * tiles_n)]
+        every = [(e, m, n) for e in range(experts) for m in range(0, height, 128) for n in range(0, width, cols)]
+        assert sorted(found) == every
+
+
+def test_a_ragged_tile_lies_where_its_expert_does():
+    """TMA multiplies coordinates by strides modulo 2**64 and compares them with the sizes of dims."""
+    pytest.importorskip("triton")
+    from tilesmith.ops.moe.hopper import tiles
+
+    far, x = tiles.FAR.value, torch.empty(300, 80, dtype=torch.bfloat16)
+    for parts in (1, 2):
+        desc = tiles.rows_of(x, 64, 64, parts)
+        for first, end, row in ((0, 300, 0), (17, 150, 64), (17, 150, 128), (299, 300, 0), (40, 41, 64)):
+            corner = (
+                [far, end, far - (end - first) + row, 8] if parts == 1 else [far, end, 1, far - (end - first) + row, 8]
+            )
+            address = sum(2 * s * c for s, c in zip(desc.strides, corner)) % 2**64
+            wanted = 2 * ((first + row) * 80 + 8 + (40 if parts == 2 else 0))
+            assert address == wanted
+            assert (
+                all(c < n for c, n in zip(corner[:2], desc.shape)) and desc.shape[-2] - corner[-2] == end - first - row
+            )
+        assert all(2 * s % 16 == 0 and 2 * s < 2**40 for s in desc.strides[:-1]) and max(desc.shape) < 2**32
+        assert desc.shape[-1] * parts == 80
+
+
+def test_hopper_s_stages_fit_shared_memory():
+    arch = arch_named("sm90")
+    assert arch.shared_memory == plan.LARGEST_SHARED_MEMORY
+    sizes = plan.dims(8192 * 8, 128, 2048, 768)
+    config, back = (f(sizes, arch, torch.bfloat16) for f in (plan.hopper_forward, plan.hopper_backward))
+    assert plan.hopper_shared_memory(plan.HOPPER_COLS, config.num_stages) <= arch.shared_memory
+    assert plan.hopper_shared_memory(back.weight_n, back.weight_stages) <= arch.shared_memory
+    for wide, most in ((256, 4), (128, 6)):
+        fit = plan.hopper_fit(back._replace(weight_n=wide, weight_stages=9, rows_stages=1), sizes, arch, torch.bfloat16)
+        assert (fit.weight_stages, fit.rows_stages) == (most, 2)
+
+
+def test_hopper_s_kernels_serve_only_calls_that_are_pinned():
+    """They have been compiled, not run; they are ranked below Triton's, which refuse nothing that they serve."""
+    pytest.importorskip("triton")
+    arch = arch_named("sm90")
+    for name in ("experts", "experts_vjp"):
+        op = ops_of()[name]
+        hopper, triton = op.kernel("hopper"), op.kernel("triton")
+        assert 0 < hopper.rank < triton.rank
+    x, gate_up, down = torch.ones(4, 16).bfloat16(), torch.ones(3, 16, 16).bfloat16(), torch.ones(3, 16, 8).bfloat16()
+    indices, op = torch.zeros(4, 2, dtype=torch.int64), ops_of()["experts"]
+
+    def reasons(*args, **options):
+        call = op._describe(*op.bind(args, options))
+        return "; ".join(op.kernel("hopper").rejects(call._replace(arch=arch)))
+
+    assert reasons(x, gate_up, down, indices, indices.float()) == ""
+    assert "activation is 'geglu'" in reasons(x, gate_up, down, indices, indices.float(), activation="geglu")
+    single = [t.float() for t in (x, gate_up, down)]
+    assert "float16 and bfloat16 are served" in reasons(*single, indices, indices.float())
+    odd = torch.ones(4, 21).bfloat16(), torch.ones(3, 6, 21).bfloat16(), torch.ones(3, 21, 3).bfloat16()
+    assert "x has 21 columns; down has 3 columns" in reasons(*odd, indices, indices.float()).replace(
+        "; multiples of 8 are served", ""
+    )
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_rows_are_gathered_and_summed_where_they_lie():
+    """What surrounds Hopper's products: Triton kernels, which Triton's interpreter runs."""
+    from tilesmith.ops.moe import steps
+    from tilesmith.ops.moe.hopper import launch
+    from tilesmith.ops.moe.index import group
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for tokens, top_k, experts, hidden in ((21, 3, 5, 40), (1, 2, 3, 16), (50, 3, 4, 24)):
+        indices = torch.randint(-1, experts + 1, (tokens, top_k), device=device)
+        x, scales = torch.randn(tokens, hidden, device=device), torch.rand(tokens, top_k, device=device)
+        groups = group(indices, experts, 128)
+        pre = torch.full((tokens * top_k, 72), torch.nan, device=device)
+        found, place = launch._gathered(x, groups, experts, top_k), launch._places(groups, experts, pre)
+        count = int(((indices >= 0) & (indices < experts)).sum())
+        order = groups.order.long()
+        assert torch.equal(found[:count], x[order[:count] // top_k])
+        assert pre[:count].isnan().all() and not pre[count:].any()
+        assert torch.equal(place[order], torch.arange(tokens * top_k, dtype=torch.int32, device=device))
+        summed = steps.combined(found, indices, scales, x, experts, place)
+        there = ((indices >= 0) & (indices < experts)) * scales
+        torch.testing.assert_close(summed, there.sum(1, keepdim=True) * x)
 
 
 def test_no_pre_activation_is_written_where_nobody_asks_for_a_gradient():

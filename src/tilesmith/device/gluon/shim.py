@@ -45,6 +45,8 @@ __all__ = [
     "gl",
     "gluon",
     "launch_dependents",
+    "cp_async",
+    "cp_async_arrive",
     "cp_async_row",
     "named_barrier",
     "wgmma",
@@ -134,6 +136,18 @@ def cp_async_row(pointers, barrier, row):
     """Start a cp.async load of a row, one element per thread; `barrier` receives one arrival from each thread once its
     element has arrived."""
     _row_load(row, pointers)
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@builtin
+def cp_async(tile, pointers, mask=None, _semantic=None):
+    """Start a cp.async load of a tile, zeros where the mask is False."""
+    _row_load(tile, pointers, mask, _semantic=_semantic)
+
+
+@gluon.jit
+def cp_async_arrive(barrier):
+    """`barrier` receives one arrival from each thread once all that it has started by `cp_async` has arrived."""
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 

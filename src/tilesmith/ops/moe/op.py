@@ -8,7 +8,7 @@ from torch import Tensor
 from tilesmith.engine import Op
 from tilesmith.ops.moe import checks, reference
 
-KERNELS = {"triton": "tilesmith.ops.moe.triton.launch"}
+KERNELS = {"triton": "tilesmith.ops.moe.triton.launch", "hopper": "tilesmith.ops.moe.hopper.launch"}
 
 
 def _fake(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: object) -> tuple[Tensor, Tensor]:

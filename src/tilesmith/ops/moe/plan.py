@@ -36,6 +36,31 @@ class BackwardConfig(NamedTuple):
     num_stages: int
 
 
+class HopperConfig(NamedTuple):
+    """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns. gathers: 1 if gate and up
+    read the rows of tokens by cp.async; 0 if they are written in the order of experts before, for TMA."""
+
+    num_stages: int
+    group_m: int
+    gathers: int
+
+
+class HopperBackwardConfig(NamedTuple):
+    """weight_n, weight_stages: columns of a tile of a weight's gradient, and steps of its sum in flight; rows_stages,
+    group_m: `HopperConfig` of x's gradient."""
+
+    weight_n: int
+    weight_stages: int
+    rows_stages: int
+    group_m: int
+
+
+# The pre-activation's gradient stays Triton's on Hopper, in the configuration that `backward` gives it for many pairs.
+HOPPER_PRE = BackwardConfig(128, 128, 64, 256, 128, 128, 64, 8, num_warps=8, num_stages=4)
+HOPPER_ROWS, HOPPER_COLS, HOPPER_STEP = 128, 256, 64  # of a tile of Hopper's products, and pairs or features of a step
+LARGEST_SHARED_MEMORY = 232_448  # of a CTA of compute capability 9.0
+
+
 def dims(pairs: int, experts: int, hidden: int, inner: int) -> dict[str, int]:
     """The sizes that the best configuration depends on."""
     return {"pairs": pairs, "experts": experts, "hidden": hidden, "inner": inner}
@@ -86,3 +111,42 @@ def _height(sizes: Mapping[str, int]) -> int:
 def _stages(block_m: int, block_n: int, block_k: int, most: int, arch: Any) -> int:
     """As many steps in flight as shared memory holds."""
     return max(2, min(most, (arch.shared_memory - 2048) // (2 * block_k * (block_m + block_n))))
+
+
+def hopper_forward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
+    """The configuration of Hopper's forward where none was measured."""
+    return HopperConfig(num_stages=4, group_m=8, gathers=0)
+
+
+def hopper_backward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperBackwardConfig:
+    """The configuration of Hopper's backward where none was measured."""
+    return HopperBackwardConfig(weight_n=256, weight_stages=4, rows_stages=4, group_m=8)
+
+
+def hopper_shared_memory(cols: int, stages: int) -> int:
+    """Bytes of shared memory of a product on Hopper: what is in flight, four pieces of results, the mbarriers."""
+    return 2 * stages * HOPPER_STEP * (HOPPER_ROWS + cols) + 4 * 2 * 64 * 64 + 16 * stages
+
+
+def hopper_fit(config: Any, sizes: Mapping[str, int], arch: Any, dtype: Any) -> Any:
+    """The same configuration with as many steps in flight as shared memory holds."""
+    for field, cols in (("num_stages", HOPPER_COLS), ("rows_stages", HOPPER_COLS), ("weight_stages", 0)):
+        if field in config._fields:
+            cols = cols or config.weight_n
+            most = max(n for n in range(1, 9) if hopper_shared_memory(cols, n) <= LARGEST_SHARED_MEMORY)
+            config = config._replace(**{field: min(most, max(2, getattr(config, field)))})
+    return config
+
+
+def grouped_tile(number: int, tiles: int, tiles_n: int, group: int) -> tuple[int, int]:
+    """Tile of pairs and of columns of a persistent product, as `hopper.products` counts them."""
+    behind, within = divmod(number, group * tiles_n)
+    column, row = divmod(within, min(tiles - behind * group, group))
+    return behind * group + row, column
+
+
+def weight_tile(number: int, tiles_m: int, tiles_n: int, cols: int) -> tuple[int, int, int]:
+    """Expert, first row and first column of a tile of a weight's gradient, as `hopper.weight_gradient` counts them."""
+    expert, within = divmod(number, tiles_m * tiles_n)
+    column, row = divmod(within, tiles_m)
+    return expert, row * HOPPER_ROWS, column * cols

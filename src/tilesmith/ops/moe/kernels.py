@@ -1,4 +1,4 @@
-"""Grouped products of experts in Triton.
+"""Grouped products of experts in Triton, and the sum over a token's experts, which other backends launch, too.
 
 Legend: S pairs of a token and an expert in the order of experts (`order`), C hidden size, I width inside an expert,
 N = 2 I for gated experts. A tile has up to BLOCK_M pairs of one expert (`index.Groups`).
@@ -166,10 +166,11 @@ def rows_kernel(
 
 @triton.jit
 def combine_kernel(
-    rows_ptr, indices_ptr, scales_ptr, out_ptr, tokens, experts, top_k, cols,
+    rows_ptr, place_ptr, indices_ptr, scales_ptr, out_ptr, tokens, experts, top_k, cols,
     HAS_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ_k scales[t, k] rows[t, k] over the pairs that have an expert."""
+    """out[t] = Σ_k scales[t, k] rows[t, k] over the pairs that have an expert; place_ptr: where the row of each pair
+    lies, if not in the order of pairs."""
     blocks = tl.cdiv(cols, BLOCK_N)
     token = (tl.program_id(0) // blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -178,7 +179,10 @@ def combine_kernel(
         pair = token.to(tl.int64) * top_k + k
         expert = tl.load(indices_ptr + pair, mask=token < tokens, other=-1)
         there = (expert >= 0) & (expert < experts)
-        place = pair[:, None] * cols + col[None, :]
+        at = pair
+        if place_ptr is not None:
+            at = tl.load(place_ptr + pair, mask=there, other=0).to(tl.int64)
+        place = at[:, None] * cols + col[None, :]
         rows = tl.load(rows_ptr + place, mask=there[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
         if HAS_SCALES:
             rows *= tl.load(scales_ptr + pair, mask=there, other=0.0).to(tl.float32)[:, None]

@@ -1,11 +1,11 @@
 """The gradients of experts in Triton: of the pre-activations, of the weights of experts, of biases and of the routing
-weights. Legend as in `kernels`."""
+weights. Other backends launch them where they have none of their own. Legend as in `kernels`."""
 
 import triton
 import triton.language as tl
 
 from tilesmith.device.triton.activations import activate
-from tilesmith.ops.moe.triton.kernels import _gate, _split, _tile, product
+from tilesmith.ops.moe.kernels import _gate, _split, _tile, product
 
 
 @triton.jit

@@ -1,0 +1,195 @@
+"""Launchers of the experts' forward and backward on Hopper.
+
+They were compiled for sm_90 and not run yet, so their rank is below that of Triton's kernels: they serve calls that are
+pinned to them, and nobody else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith.device.alignment import aligned, tma_strides
+from tilesmith.device.rows import dense, rows
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.moe import plan, steps
+from tilesmith.ops.moe.arguments import experts_arguments, experts_vjp_arguments
+from tilesmith.ops.moe.hopper.gather import experts_gather_kernel, experts_place_kernel
+from tilesmith.ops.moe.hopper.products import COLS, experts_gate_up_kernel, experts_rows_kernel
+from tilesmith.ops.moe.hopper.tiles import HALF_ROWS, PIECE, STEP, matrices_of, rows_of
+from tilesmith.ops.moe.hopper.weight_gradient import experts_weight_gradient_kernel
+from tilesmith.ops.moe.index import Groups, group
+from tilesmith.ops.moe.plan import HOPPER_PRE, HOPPER_ROWS, HopperBackwardConfig, HopperConfig
+
+RANK = 15  # below Triton's 20, until they have run
+
+
+def _dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) -> dict[str, int]:
+    return plan.dims(indices.numel(), gate_up.shape[0], x.shape[-1], down.shape[2])
+
+
+SPACE = Space(
+    _dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16), "gathers": (0, 1)}, plan.hopper_fit
+)
+SPACE_VJP = Space(
+    lambda dy, *args: _dims(*args),
+    plan.hopper_backward,
+    {"weight_n": (128, 256), "weight_stages": (3, 4, 6), "rows_stages": (3, 4), "group_m": (4, 8, 16)},
+    plan.hopper_fit,
+)
+
+
+def _reasons_for_both(call: Any) -> list[str]:
+    found = steps.reasons(call)
+    if call.arch.capability != (9, 0):
+        found.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
+    if call.x.dtype not in (torch.float16, torch.bfloat16):
+        found.append(f"x is {call.x.dtype}; float16 and bfloat16 are served")
+    sizes = {"x": call.x.cols, "down": call.down.cols}
+    return found + [f"{name} has {n} columns; multiples of 8 are served" for name, n in sizes.items() if n % 8]
+
+
+def _reasons(call: Any) -> list[str]:
+    found = _reasons_for_both(call)
+    if call.activation != "swiglu":
+        found.append(f"activation is {call.activation!r}; 'swiglu' is served")
+    return found
+
+
+def _tells(*_: Any, config: Any) -> list[str]:
+    return ["compiled, not run on a GPU yet: of lower rank than Triton's kernel until it has been"]
+
+
+def _gathered(source: Tensor, groups: Groups, experts: int, top_k: int) -> Tensor:
+    """The rows of tokens [T, N] as those of pairs in the order of experts."""
+    pairs, cols = groups.order.shape[0], source.shape[1]
+    out = source.new_empty((pairs, cols))
+    block_n = min(1024, max(16, next_power_of_2(cols)))
+    block_m = max(1, 4096 // block_n)
+    launch(
+        experts_gather_kernel, (cdiv(pairs, block_m) * cdiv(cols, block_n),),
+        source, out, groups.order, groups.starts, pairs, experts, top_k, cols, source.stride(0),
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _places(groups: Groups, experts: int, pre: Tensor | None = None) -> Tensor:
+    """Where the row of each pair lies in the order of experts; the rows of pre of pairs without an expert become 0."""
+    place = torch.empty_like(groups.order)
+    pairs = place.shape[0]
+    launch(
+        experts_place_kernel, (cdiv(pairs, 128),),
+        groups.order, groups.starts, place, pre, pairs, experts, 0 if pre is None else pre.shape[1],
+        BLOCK_M=128, BLOCK_N=64, num_warps=4,
+    )  # fmt: skip
+    return place
+
+
+def _weights(weight: Tensor, cols: int) -> tuple[Any, bool]:
+    """(descriptor of weight [E, outputs, features] in tiles of so many outputs and STEP features, whether its outputs
+    are neighbours)."""
+    by_rows = weight.stride(2) != 1 and weight.stride(1) == 1
+    return (matrices_of(weight.transpose(1, 2), STEP, cols) if by_rows else matrices_of(weight, cols, STEP)), by_rows
+
+
+def _table(groups: Groups, experts: int, tiles_n: int, features: int) -> tuple[int, tuple[Any, ...]]:
+    """(CTAs, the arguments of a product behind its tensors)."""
+    ctas = min(arch_of(groups.order.device).sms or 1, groups.tiles * tiles_n)
+    return ctas, (*groups[1:], experts, groups.tiles, tiles_n, cdiv(features, STEP))
+
+
+def _product(a: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, num_stages: int, group_m: int) -> Tensor:
+    """a · weight[e]ᵀ + bias[e], [S, outputs] in the order of experts; weight [E, outputs, features]."""
+    experts, outputs, features = weight.shape
+    out = a.new_empty((a.shape[0], outputs))
+    descriptor, by_rows = _weights(weight, COLS // 2)
+    ctas, table = _table(groups, experts, cdiv(outputs, COLS), features)
+    launch(
+        experts_rows_kernel, (ctas,),
+        rows_of(a, HALF_ROWS, STEP), descriptor, rows_of(out, HALF_ROWS, PIECE), a if bias is None else bias,
+        *table, outputs, HAS_BIAS=bias is not None, BY_ROWS=by_rows, GROUP=group_m, STAGES=num_stages, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@register_kernel("experts", backend="hopper", rank=RANK, rejects=_reasons, tells=_tells)
+@optimize_kernel(space=SPACE)
+@experts_arguments
+def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
+    """The rows of x in the order of experts, gate and up with the activation, down, the sum over k."""
+    x, indices, bias = rows(call.x), call.indices.contiguous(), dense(call.gate_up_bias)
+    (count, features, inner), pairs = call.down.shape, indices.numel()
+    pre = x.new_empty((pairs, 2 * inner if hidden else 0))
+    if pairs == 0:
+        return x.new_zeros(call.x.shape), pre
+    groups, top_k = group(indices, count, HOPPER_ROWS), indices.shape[-1]
+    activated = x.new_empty((pairs, inner))
+    out = rows_of(activated, HALF_ROWS, PIECE)
+    if config.gathers:
+        a, a_desc = aligned(x)[0], out
+    else:
+        a = _gathered(x, groups, count, top_k)
+        a_desc = rows_of(a, HALF_ROWS, STEP)
+    descriptor, by_rows = _weights(call.gate_up, COLS // 2)
+    ctas, table = _table(groups, count, cdiv(inner, COLS // 2), features)
+    pre_parts = 1 if call.interleaved else 2
+    launch(
+        experts_gate_up_kernel, (ctas,),
+        a_desc, a, groups.order, descriptor, out,
+        rows_of(pre, HALF_ROWS, PIECE, pre_parts) if hidden else out, a if bias is None else bias,
+        *table, inner, top_k, a.stride(0) // 8, features // 8, *steps.numbers(call), GATHERS=config.gathers == 1,
+        INTERLEAVED=call.interleaved, HAS_BIAS=bias is not None,
+        HAS_LIMIT=call.limit > 0, KEEPS_PRE=hidden, BY_ROWS=by_rows, GROUP=config.group_m, STAGES=config.num_stages,
+        num_warps=4,
+    )  # fmt: skip
+    each = _product(activated, call.down, dense(call.down_bias), groups, config.num_stages, config.group_m)
+    place = _places(groups, count, pre if hidden else None)
+    return steps.combined(each, indices, call.weights.contiguous(), call.x, count, place), pre
+
+
+class _Backward(steps.Backward):
+    """Triton's backward with products of its own for the gradients of x and of the weights."""
+
+    def __init__(self, call: Any, config: HopperBackwardConfig):
+        super().__init__(call, HOPPER_PRE)
+        self.chosen = config
+
+    def input_gradient(self, dpre: Tensor) -> Tensor:
+        each = _product(
+            dpre, self.call.gate_up.transpose(1, 2), None, self.groups, self.chosen.rows_stages, self.chosen.group_m
+        )
+        return steps.combined(each, self.indices, None, self.call.x, self.experts, _places(self.groups, self.experts))
+
+    def weight_gradient(self, left: Tensor, right: Tensor, weight: Tensor, gathers_left: bool) -> Tensor:
+        gathered = _gathered(left if gathers_left else right, self.groups, self.experts, self.top_k)
+        left, right = (gathered, right) if gathers_left else (left, gathered)
+        out = torch.empty_like(weight)
+        made = out
+        if out.stride(2) != 1 and out.stride(1) == 1:
+            left, right, made = right, left, out.transpose(1, 2)
+        if tma_strides(made) is None:
+            made = torch.empty_like(made, memory_format=torch.contiguous_format)
+        (experts, height, width), cols = made.shape, self.chosen.weight_n
+        tiles_m, tiles_n = cdiv(height, HOPPER_ROWS), cdiv(width, cols)
+        ctas = min(arch_of(left.device).sms or 1, experts * tiles_m * tiles_n)
+        launch(
+            experts_weight_gradient_kernel, (ctas,),
+            rows_of(left, STEP, HALF_ROWS), rows_of(right, STEP, cols), matrices_of(made, HALF_ROWS, PIECE),
+            self.groups.starts, experts, tiles_m, tiles_n, COLS=cols, STAGES=self.chosen.weight_stages, num_warps=4,
+        )  # fmt: skip
+        return out if made.data_ptr() == out.data_ptr() else out.copy_(made)
+
+
+@register_kernel(
+    "experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both,
+    tells=_tells,
+)  # fmt: skip
+@optimize_kernel(space=SPACE_VJP)
+@experts_vjp_arguments
+def experts_vjp(call, *, config: HopperBackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As Triton's, with the rows of x and of dy in the order of experts for the gradients of the weights."""
+    return _Backward(call, config).gradients()
