@@ -21,7 +21,7 @@ from tilesmith.device.gluon.shim import (
 from tilesmith.ops.attn.hopper.columns import load_tile, rows_product, store_tile
 from tilesmith.ops.attn.hopper.softmax import LN2, in_mask, mask_before, tanh
 from tilesmith.ops.attn.hopper.tile_offset import corner
-from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
+from tilesmith.ops.attn.hopper.walk import Walk, ring_place, tile_queue
 
 
 @gluon.jit
@@ -42,8 +42,8 @@ def _produce(parts, kept, streamed, counter, table, REST: gl.constexpr, V_REST: 
         for j in range(blocks):
             first = begin + (blocks - 1 - j) * 64
             kv_corner = corner(k_place, kv_head, first, keys, walk.PACKED)
-            s = count % walk.STAGES
-            mbarrier_wait(k_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
+            s, phase = ring_place(count, walk.STAGES)
+            mbarrier_wait(k_empty.index(s), phase ^ 1)
             load_tile(k_desc, k_rest_desc, kv_corner, k_full.index(s), k.index(s), k_rest.index(s), REST, walk.PACKED)
             if j == 0:
                 for c in gl.static_range(2):
@@ -56,8 +56,8 @@ def _produce(parts, kept, streamed, counter, table, REST: gl.constexpr, V_REST: 
                         dout_desc, dout_rest_desc, q_corner, q_full.index(2 + c), dout.index(c), dout_rest.index(c),
                         V_REST, walk.PACKED,
                     )  # fmt: skip
-            t = count % walk.V_STAGES
-            mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
+            t, v_phase = ring_place(count, walk.V_STAGES)
+            mbarrier_wait(v_empty.index(t), v_phase ^ 1)
             load_tile(v_desc, v_rest_desc, kv_corner, v_full.index(t), v.index(t), v_rest.index(t), V_REST, walk.PACKED)
             count += 1
         number = queue.fetch(turn, counter, tiles, whole.DYNAMIC)
@@ -105,8 +105,8 @@ def _consume(C: gl.constexpr, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, 
         mbarrier_wait(q_full.index(2 + C), turn & 1)
         for j in range(blocks):
             first = begin + (blocks - 1 - j) * 64
-            s = count % walk.STAGES
-            t = count % walk.V_STAGES
+            s, phase = ring_place(count, walk.STAGES)
+            t, v_phase = ring_place(count, walk.V_STAGES)
             # 0, but not for the compiler: it would keep the addresses of all parts of these tiles in registers
             none = count >> 30
             q_tile = q.index(C + none).reshape([64, D])
@@ -120,9 +120,9 @@ def _consume(C: gl.constexpr, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, 
             if V_REST > 0:
                 dout_tile_rest = dout_rest.index(C + none).reshape([64, V_REST])
                 v_tile_rest = v_rest.index(t if walk.V_STAGES > 1 else none).reshape([64, V_REST])
-            mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
+            mbarrier_wait(k_full.index(s), phase)
             s_made = rows_product(q_tile, q_tile_rest, k_tile, k_tile_rest, zero, REST)
-            mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
+            mbarrier_wait(v_full.index(t), v_phase)
             dp_made = rows_product(dout_tile, dout_tile_rest, v_tile, v_tile_rest, zero, V_REST)
             score = wgmma_wait(2 if V_REST > 0 else 1, deps=[s_made])
             if SOFTCAP:
@@ -190,14 +190,13 @@ def attention_dq_wide_kernel(
         LEFT, RIGHT, False, DYNAMIC, PACKED, 128, 64, D, DV, 2, STAGES, 1, 0, V_STAGES=V_STAGES,
     )  # fmt: skip
     q = smem_tiles(2, q_desc)
+    dout = smem_tiles(2, dout_desc)
     k = smem_tiles(STAGES, k_desc)
-    q_rest, k_rest = q, k
+    v = smem_tiles(V_STAGES, v_desc)
+    q_rest, dout_rest, k_rest, v_rest = q, dout, k, v
     if REST > 0:
         q_rest = smem_tiles(2, q_rest_desc)
         k_rest = smem_tiles(STAGES, k_rest_desc)
-    dout = smem_tiles(2, dout_desc)
-    v = smem_tiles(V_STAGES, v_desc)
-    dout_rest, v_rest = dout, v
     if V_REST > 0:
         dout_rest = smem_tiles(2, dout_rest_desc)
         v_rest = smem_tiles(V_STAGES, v_rest_desc)

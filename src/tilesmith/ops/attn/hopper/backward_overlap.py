@@ -330,16 +330,13 @@ def attention_dkv_overlap_kernel(
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = smem_tiles(STAGES, q_desc)
-    q_rest = q
+    dout = smem_tiles(STAGES, dout_desc)
     k = smem_tiles(1, k_desc).index(0)
-    k_rest = k
+    v = smem_tiles(1, v_desc).index(0)
+    q_rest, dout_rest, k_rest, v_rest = q, dout, k, v
     if REST > 0:
         q_rest = smem_tiles(STAGES, q_rest_desc)
         k_rest = smem_tiles(1, k_rest_desc).index(0)
-    dout = smem_tiles(STAGES, dout_desc)
-    dout_rest = dout
-    v = smem_tiles(1, v_desc).index(0)
-    v_rest = v
     if V_REST > 0:
         dout_rest = smem_tiles(STAGES, dout_rest_desc)
         v_rest = smem_tiles(1, v_rest_desc).index(0)

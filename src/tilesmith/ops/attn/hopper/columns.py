@@ -4,6 +4,8 @@ Tiles in Gluon have sizes that are powers of two, so the columns behind the firs
 their own. REST is its columns, 0 where there is none; then the rest's arguments are not used.
 """
 
+import math
+
 from tilesmith.device.gluon.shim import (
     gl,
     gluon,
@@ -59,20 +61,19 @@ def rows_product(a, a_rest, b, b_rest, zero, REST: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _holds(read, desc):
-    size = 1
-    for n in desc.block_type.shape:
-        size *= n
-    for n in read.shape:
-        size //= n
-    return size <= 1
+def _cells(shape):
+    return math.prod(int(getattr(n, "value", n)) for n in shape)
 
 
 @gluon.jit
 def room_for(desc, read):
     """Shared memory for a tile to be stored: that of one which nobody reads any more, or a place of its own where that
     one is too small."""
-    if _holds(read, desc):
+    WANTED: gl.constexpr = _cells(desc.block_type.shape)
+    FOUND: gl.constexpr = _cells(read.shape)
+    if WANTED == FOUND:
+        room = read
+    elif WANTED < FOUND:
         room = smem_tile(read, desc, 0)
     else:
         room = smem_tiles(1, desc).index(0)

@@ -1,8 +1,8 @@
 """Launchers of attention's Hopper kernels with tiles whose columns are a sum of powers of two, and for head dims of q
 and v that differ in a backward.
 
-These were compiled for Hopper and not yet run there, so they stand below Triton's kernels and serve only calls that
-are pinned: `tilesmith.use(attention="hopper_columns", attention_vjp="hopper_columns")`.
+These were compiled for Hopper and not yet run there, so they stand below the reference and serve only calls that are
+pinned: `tilesmith.use(attention="hopper_columns", attention_vjp="hopper_columns")`.
 """
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from tilesmith.ops.attn.hopper.launch_forward import dims, output_of, tells
 from tilesmith.ops.attn.plan import tables
 from tilesmith.ops.attn.plan.configs import HopperConfig, HopperVjpConfig
 
-RANK = 4  # below Triton's
+RANK = -1  # below the reference's 0
 
 
 def _wrong_columns(call) -> list[str]:

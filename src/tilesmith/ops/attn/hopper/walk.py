@@ -243,6 +243,18 @@ def tile_queue(consumers: gl.constexpr, numbers: gl.constexpr):
 
 
 @gluon.jit
+def ring_place(count, SIZE: gl.constexpr):
+    """The place in a ring of SIZE tiles of the one that has number `count`, and the phase of that place's barriers."""
+    if SIZE == 1:
+        place, phase = count * 0, count & 1
+    elif SIZE == 2:
+        place, phase = count & 1, (count >> 1) & 1
+    else:
+        place, phase = count % SIZE, (count // SIZE) & 1
+    return place, phase
+
+
+@gluon.jit
 def next_tile(counter, tiles):
     """The next tile of a CTA from a counter that all share. The CTA that takes the last number sets it back."""
     number = gl.atomic_add(counter, 1) + gl.num_programs(0)

@@ -257,14 +257,15 @@ class _Call(NamedTuple):
         (wide, rest), (value_wide, value_rest) = (
             column_parts(dim, self.config.split_columns > 0) for dim in (self.s.dim, self.s.value_dim)
         )
-        return {"D": wide, "REST": rest, "DV": value_wide, "V_REST": value_rest}
+        rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
+        return {"D": wide, "DV": value_wide, **rests}
 
     def tiles(self, **names: int) -> dict[str, Source]:
         """The descriptors of tensors, of which so many rows are a tile, in the columns of their tiles."""
         columns, found = self.columns(), {}
         for name, rows in names.items():
             of_v = name in ("v", "dv", "dout")
-            wide, rest = columns["DV" if of_v else "D"], columns["V_REST" if of_v else "REST"]
+            wide, rest = columns["DV" if of_v else "D"], columns.get("V_REST" if of_v else "REST", 0)
             found[f"{name}_desc"] = Tile(name, rows, self.s.packed, 1, wide if rest else 0)
             if rest:
                 found[f"{name}_rest_desc"] = Tile(name, rows, self.s.packed, 1, rest)
@@ -305,7 +306,7 @@ class _Call(NamedTuple):
 
 def _most(memory: Any, constants: dict[str, int], stages: int, call: _Call) -> int:
     """How many stages, at most `stages`, a kernel has shared memory for."""
-    room, item = call.arch.shared_memory, call.s.q_bytes
+    room, item = call.arch.shared_memory or smem.HOPPER, call.s.q_bytes
     fits = (n for n in range(stages, 1, -1) if memory(constants | {"STAGES": n, "V_STAGES": n}, item) <= room)
     return next(fits, 1)
 
@@ -470,8 +471,7 @@ def _reasons(call: _Call) -> tuple[str, ...]:
     found = [f"tiles of {b.block_n} keys meet blocks of {b.block_m} queries, {call.stages()} in flight"]
     if b.apart:
         found.append(_APART)
-        columns = call.columns()
-        if columns["REST"] or columns["V_REST"]:
+        if {"REST", "V_REST"} & call.columns().keys():
             found.append("tiles of 192 columns are made of 128 and 64: none is padded to 256")
     if s.packed:
         found.append("documents: a table of tiles, the most work first, made on the device from cu_seqlens")

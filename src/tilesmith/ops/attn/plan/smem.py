@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-BARRIER = 8
+HOPPER = 232448  # what a CTA may have on Hopper
 
 
 def forward(c: Mapping[str, Any], item: int, counted: bool = True) -> int:
@@ -29,7 +29,7 @@ def backward(block_q: int, wide: int, stages: int, item: int) -> int:
 def backward_wide(c: Mapping[str, Any], item: int) -> int:
     """Of `attention_dkv_wide_kernel`: queries and dout, a tile of keys and of values, two of p, and what dk and dv are
     stored from where it is not the other's operand (`columns.room_for`)."""
-    parts = (c["D"], c["DV"]), (c["REST"], c["V_REST"])
+    parts = (c["D"], c["DV"]), (c.get("REST", 0), c.get("V_REST", 0))
     own = sum(max(a, b) for a, b in parts if a != b and max(a, b))
     tiles = (c["STAGES"] + 1) * sum(map(sum, parts)) + own
     return 64 * (tiles + 2 * 64) * item + 2 * c["STAGES"] * 64 * 4 + _rest(True)
@@ -37,7 +37,7 @@ def backward_wide(c: Mapping[str, Any], item: int) -> int:
 
 def dq_wide(c: Mapping[str, Any], item: int) -> int:
     """Of `attention_dq_wide_kernel`: two tiles of queries and of dout, and keys and values."""
-    keys, values = c["D"] + c["REST"], c["DV"] + c["V_REST"]
+    keys, values = c["D"] + c.get("REST", 0), c["DV"] + c.get("V_REST", 0)
     return 64 * ((2 + c["STAGES"]) * keys + (2 + c["V_STAGES"]) * values) * item + _rest(True)
 
 
