@@ -136,8 +136,9 @@ def _tile_dv(
         dv_made, rest_made = _start_sum(p_operand, dout_tile, dout_tile_rest, dv, dv_rest, V_REST)
         row_lse = lse.index(s).load(gl.SliceLayout(0, SCORES))
         score = wgmma_wait(WAITS, deps=[s_made])
+        i = j if GROUP == 1 else j % blocks
         new, given = _make_p(
-            score, row_lse, last_edge - j % blocks * 64, window, limit, inner, outer, LEFT, RIGHT, TAIL, SOFTCAP
+            score, row_lse, last_edge - i * 64, window, limit, inner, outer, LEFT, RIGHT, TAIL, SOFTCAP
         )
         dv, dv_rest = _end_sum(dv_made, rest_made, dv_rest, V_REST)
         mbarrier_arrive(q_empty.index(before))
