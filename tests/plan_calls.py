@@ -86,6 +86,16 @@ def backward(s: Shape, arch=SM90) -> Plan:
     return hopper_backward(s, arch, tables.hopper_backward(dims, arch, None))
 
 
+def forward_columns(s: Shape, arch=SM90) -> Plan:
+    """Hopper's forward in tiles of 128 and 64 columns."""
+    return hopper_forward(s, arch, tables.hopper_columns({"value_dim": s.value_dim}, arch, None))
+
+
+def backward_columns(s: Shape, arch=SM90) -> Plan:
+    """Hopper's backward in tiles of 128 and 64 columns, and for head dims that differ."""
+    return hopper_backward(s, arch, tables.hopper_columns_vjp({}, arch, None))
+
+
 def decode(s: Shape, arch=SM90) -> Plan:
     """Few tokens on a cache: by clusters up to 16 rows of a kv head, else split."""
     rows = s.tokens * s.group
@@ -110,6 +120,10 @@ def benched() -> dict[str, Plan]:
                 found[f"forward, {name}"] = forward(s)
                 found[f"backward, {name}"] = backward(s)
                 found[f"backward, {name}, deterministic"] = backward(s._replace(deterministic=True))
+    for tokens in (2048, 16384):
+        s = Shape(1, 16, 16, tokens, tokens, 192, 128, 2, 2, True, -1, 0)
+        found[f"forward, D 192 and 128, {tokens} tokens"] = forward_columns(s)
+        found[f"backward, D 192 and 128, {tokens} tokens"] = backward_columns(s)
     for window in (128, 1024):
         s = Shape(1, 16, 16, 32768, 32768, 128, 128, 2, 2, True, window, 0)
         found[f"forward, window {window}"], found[f"backward, window {window}"] = forward(s), backward(s)

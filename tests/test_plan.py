@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import tilesmith
-from plan_calls import GOLDEN, SM90, backward, benched, decode, forward, golden, random_shape
+from plan_calls import (
+    GOLDEN,
+    SM90,
+    backward,
+    backward_columns,
+    benched,
+    decode,
+    forward,
+    forward_columns,
+    golden,
+    random_shape,
+)
 from tilesmith.engine.backends import triton_missing
 from tilesmith.ops import Mask
 from tilesmith.ops.attn import schedule
@@ -40,6 +51,31 @@ def test_thousands_of_plans_hold_together(make):
         assert not held, f"{held} is allocated and no kernel is given it"
         if s.deterministic or make is not backward:
             assert plan.ordered
+
+
+@pytest.mark.parametrize("value_dim", [64, 120, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 128, 136, 192, 256])
+def test_split_columns_cover_both_head_dims_once(dim, value_dim):
+    for s in _shapes(60, dim + value_dim):
+        s = s._replace(dim=dim, value_dim=value_dim, lists=0, lists_by_keys=0, dropout=False)
+        plans = [backward_columns(s)] if dim != value_dim or 128 < dim <= 192 else []
+        plans += [forward_columns(s)] if 128 < dim <= 192 else []
+        for step in (step for plan in plans for step in plan.steps if "D" in step.constants):
+            c = step.constants
+            assert step.shared_memory <= SM90.shared_memory and c.get("STAGES", 2) >= 2
+            if "DV" not in c:  # a kernel of rows
+                continue
+            split = 128 < dim <= 192
+            assert (c["D"], c.get("REST", 0)) == ((128, 64) if split else (max(64, 1 << (dim - 1).bit_length()), 0))
+            for name in ("q", "k"):
+                whole, rest = step.tensors[f"{name}_desc"], step.tensors.get(f"{name}_rest_desc")
+                assert (whole.columns, rest and rest.columns) == ((128, 64) if split else (0, None))
+
+
+def test_what_was_only_compiled_serves_pinned_calls_alone():
+    q, k, v = (torch.empty(1, 4, 256, d, dtype=torch.bfloat16) for d in (192, 192, 128))
+    told = tilesmith.explain("attention", q, k, v, Mask(causal=True), arch="sm90")
+    assert "attention -> hopper_columns" not in str(told) and "hopper_columns (rank -1)" in str(told)
 
 
 def test_every_tile_has_one_number():

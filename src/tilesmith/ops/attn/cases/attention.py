@@ -273,6 +273,7 @@ ATTENTION = [
     Case("d64_narrow_small", _attend(1, 2, 2, 150, 140, 64, causal=True, window_left=30), SMALL),
     Case("d64_lists_small", _attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
     Case("d128_lists_small", _attend(1, 2, 1, 130, 130, 128, causal=True, lists=(1, 1, 128, 128, 0.9)), SMALL),
+    Case("d192_128_small", _attend(1, 2, 1, 70, 40, 192, 128, causal=True), SMALL),
     Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
     Case("d64_dropout_small", _attend(1, 2, 1, 70, 136, 64, causal=True, dropout_p=0.3), SMALL),
     Case("d64_dropout_packed_small", _attend(
@@ -309,6 +310,17 @@ ATTENTION = [
     Case("d96_128_key_shares", _attend(1, 3, 3, 200, 2600, 96, 128), GPU, HALF),
     Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
     Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d192_128_grouped", _attend(1, 6, 2, 300, 700, 192, 128, sinks=True, softcap=9.0), GPU, HALF),
+    Case("d192_128_window", _attend(1, 4, 2, 300, 700, 192, 128, causal=True, window_left=200), GPU, HALF),
+    Case("d192_128_more_queries", _attend(2, 4, 2, 300, 130, 192, 128, causal=True, sinks=True), GPU, HALF),
+    Case("d192_128_packed", _attend(
+        1, 4, 2, 700, 700, 192, 128, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
+    Case("d192_128_whole", _attend(2, 4, 4, 512, 640, 192, 128, causal=True), GPU, HALF),
+    Case("d184_120_tiles", _attend(1, 2, 2, 200, 300, 184, 120), GPU, HALF),
+    Case("d128_64_tiles", _attend(2, 4, 2, 520, 520, 128, 64, causal=True), GPU, HALF),
+    Case("d64_128_tiles", _attend(1, 4, 2, 300, 520, 64, 128), GPU, HALF),
+    Case("d256_128_tiles", _attend(1, 4, 2, 300, 520, 256, 128, causal=True), GPU, HALF),
+    Case("d192_256_tiles", _attend(1, 2, 2, 300, 300, 192, 256), GPU, HALF),
     Case("d192_tiles", _attend(1, 4, 4, 300, 700, 192, causal=True, window_left=200), GPU, HALF),
     Case("d256_more_queries", _attend(2, 4, 2, 300, 130, 256, causal=True, sinks=True), GPU, HALF),
     Case("d256_packed", _attend(

@@ -1,4 +1,5 @@
-"""Device kernel of attention's dq on Hopper for head dims above 128, in Gluon: one pass over keys, nothing is added
+"""Device kernel of attention's dq on Hopper for head dims above 128, and for those of q and v that differ, in
+Gluon: one pass over keys, nothing is added
 up in memory, so that dq is the same in every run.
 
 A CTA is one producer and two consumers with 64 queries each, which meet the keys 64 at a time. Scores live in units
@@ -13,20 +14,22 @@ from tilesmith.device.gluon.shim import (
     mbarrier_wait,
     mbarriers,
     smem_tiles,
-    tma_load,
-    tma_store,
     tma_store_wait,
     wgmma,
     wgmma_wait,
 )
+from tilesmith.ops.attn.hopper.columns import load_tile, rows_product, store_tile
 from tilesmith.ops.attn.hopper.softmax import LN2, in_mask, mask_before, tanh
 from tilesmith.ops.attn.hopper.tile_offset import corner
-from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
+from tilesmith.ops.attn.hopper.walk import Walk, ring_place, tile_queue
 
 
 @gluon.jit
-def _produce(parts, q_desc, k_desc, v_desc, dout_desc, counter, table):
-    whole, queue, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+def _produce(parts, kept, streamed, counter, table, REST: gl.constexpr, V_REST: gl.constexpr):
+    whole, queue, tiles_in, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    q, q_rest, dout, dout_rest, k, k_rest, v, v_rest = tiles_in
+    q_desc, q_rest_desc, dout_desc, dout_rest_desc = kept
+    k_desc, k_rest_desc, v_desc, v_rest_desc = streamed
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -39,26 +42,35 @@ def _produce(parts, q_desc, k_desc, v_desc, dout_desc, counter, table):
         for j in range(blocks):
             first = begin + (blocks - 1 - j) * 64
             kv_corner = corner(k_place, kv_head, first, keys, walk.PACKED)
-            mbarrier_wait(k_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
-            tma_load(k_desc, kv_corner, k_full.index(count & 1), k.index(count & 1))
+            s, phase = ring_place(count, walk.STAGES)
+            mbarrier_wait(k_empty.index(s), phase ^ 1)
+            load_tile(k_desc, k_rest_desc, kv_corner, k_full.index(s), k.index(s), k_rest.index(s), REST, walk.PACKED)
             if j == 0:
                 for c in gl.static_range(2):
                     q_corner = corner(q_place, head, start + c * 64, tokens, walk.PACKED)
                     mbarrier_wait(q_empty.index(c), (turn & 1) ^ 1)
-                    tma_load(q_desc, q_corner, q_full.index(c), q.index(c))
-                    tma_load(dout_desc, q_corner, q_full.index(2 + c), dout.index(c))
-            mbarrier_wait(v_empty.index(0), (count & 1) ^ 1)
-            tma_load(v_desc, kv_corner, v_full.index(0), v.index(0))
+                    load_tile(
+                        q_desc, q_rest_desc, q_corner, q_full.index(c), q.index(c), q_rest.index(c), REST, walk.PACKED
+                    )
+                    load_tile(
+                        dout_desc, dout_rest_desc, q_corner, q_full.index(2 + c), dout.index(c), dout_rest.index(c),
+                        V_REST, walk.PACKED,
+                    )  # fmt: skip
+            t, v_phase = ring_place(count, walk.V_STAGES)
+            mbarrier_wait(v_empty.index(t), v_phase ^ 1)
+            load_tile(v_desc, v_rest_desc, kv_corner, v_full.index(t), v.index(t), v_rest.index(t), V_REST, walk.PACKED)
             count += 1
         number = queue.fetch(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, outer, factor,
-             SOFTCAP: gl.constexpr):  # fmt: skip
-    whole, queue, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+def _consume(C: gl.constexpr, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, table, inner, outer, factor,
+             SOFTCAP: gl.constexpr, REST: gl.constexpr, V_REST: gl.constexpr):  # fmt: skip
+    whole, queue, tiles_in, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    q, q_rest, dout, dout_rest, k, k_rest, v, v_rest = tiles_in
     D: gl.constexpr = whole.D
+    DV: gl.constexpr = whole.DV
     dtype: gl.constexpr = q.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -75,6 +87,9 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
         start += C * 64
         queries = start + gl.arange(0, 64, ROW)
         dq = gl.zeros([64, D], gl.float32, DQ)
+        if REST > 0:
+            DQ_RESTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+            dq_rest = gl.zeros([64, REST], gl.float32, DQ_RESTS)
         zero = gl.zeros([64, 64], gl.float32, SCORES)
         if walk.PACKED:
             row = head.to(gl.int64) * whole.tokens + (q_place - tokens)
@@ -90,25 +105,33 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
         mbarrier_wait(q_full.index(2 + C), turn & 1)
         for j in range(blocks):
             first = begin + (blocks - 1 - j) * 64
-            s = count & 1
+            s, phase = ring_place(count, walk.STAGES)
+            t, v_phase = ring_place(count, walk.V_STAGES)
             # 0, but not for the compiler: it would keep the addresses of all parts of these tiles in registers
             none = count >> 30
             q_tile = q.index(C + none).reshape([64, D])
-            dout_tile = dout.index(C + none).reshape([64, D])
-            v_tile = v.index(none).reshape([64, D])
+            dout_tile = dout.index(C + none).reshape([64, DV])
+            v_tile = v.index(t if walk.V_STAGES > 1 else none).reshape([64, DV])
             k_tile = k.index(s).reshape([64, D])
-            mbarrier_wait(k_full.index(s), (count >> 1) & 1)
-            s_made = wgmma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-            mbarrier_wait(v_full.index(0), count & 1)
-            dp_made = wgmma(dout_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-            score = wgmma_wait(1, deps=[s_made])
+            q_tile_rest, k_tile_rest, dout_tile_rest, v_tile_rest = q_tile, k_tile, dout_tile, v_tile
+            if REST > 0:
+                q_tile_rest = q_rest.index(C + none).reshape([64, REST])
+                k_tile_rest = k_rest.index(s).reshape([64, REST])
+            if V_REST > 0:
+                dout_tile_rest = dout_rest.index(C + none).reshape([64, V_REST])
+                v_tile_rest = v_rest.index(t if walk.V_STAGES > 1 else none).reshape([64, V_REST])
+            mbarrier_wait(k_full.index(s), phase)
+            s_made = rows_product(q_tile, q_tile_rest, k_tile, k_tile_rest, zero, REST)
+            mbarrier_wait(v_full.index(t), v_phase)
+            dp_made = rows_product(dout_tile, dout_tile_rest, v_tile, v_tile_rest, zero, V_REST)
+            score = wgmma_wait(2 if V_REST > 0 else 1, deps=[s_made])
             if SOFTCAP:
                 score = tanh(score * inner)
             p = gl.exp2(score * outer - row_lse[:, None])
             if SOFTCAP:
                 p = p * (1.0 - score * score)
             dp = wgmma_wait(0, deps=[dp_made])
-            mbarrier_arrive(v_empty.index(0))
+            mbarrier_arrive(v_empty.index(t))
             d_score = p * (dp - row_delta[:, None])
             crossed = first + 64 > whole_end
             if walk.LEFT:
@@ -125,12 +148,22 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
                 d_score = gl.where(in_mask(word, cols), d_score, 0.0)
             ds_operand = gl.convert_layout(d_score.to(dtype), P)
             dq_made = wgmma(ds_operand, k_tile, dq, use_acc=True, is_async=True)
-            dq, ds_operand = wgmma_wait(0, deps=[dq_made, ds_operand])
+            if REST > 0:
+                rest_operand = gl.convert_layout(ds_operand, gl.DotOperandLayout(0, DQ_RESTS, 2))
+                rest_made = wgmma(rest_operand, k_tile_rest, dq_rest, use_acc=True, is_async=True)
+                dq, dq_rest, ds_operand, rest_operand = wgmma_wait(
+                    0, deps=[dq_made, rest_made, ds_operand, rest_operand]
+                )
+            else:
+                dq, ds_operand = wgmma_wait(0, deps=[dq_made, ds_operand])
             mbarrier_arrive(k_empty.index(s))
             count += 1
         q.index(C).reshape([64, D]).store((dq * factor).to(dtype))  # the queries are read
+        if REST > 0:
+            q_rest.index(C).reshape([64, REST]).store((dq_rest * factor).to(dtype))
         fence_async()
-        tma_store(dq_desc, corner(q_place, head, start, tokens, walk.PACKED), q.index(C))
+        q_corner = corner(q_place, head, start, tokens, walk.PACKED)
+        store_tile(dq_desc, dq_rest_desc, q_corner, q.index(C), q_rest.index(C), REST, walk.PACKED)
         tma_store_wait(0)
         mbarrier_arrive(q_empty.index(C))
         number = queue.next_tile(turn, tiles, whole.DYNAMIC)
@@ -141,35 +174,51 @@ def _consume(C: gl.constexpr, parts, dq_desc, lse_ptr, delta_ptr, table, inner, 
 def attention_dq_wide_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_desc, lse_ptr, delta_ptr, counter, table,
     tokens, keys, heads, blocks, rows, section, left, right, group, inner, outer, factor,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, DYNAMIC: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, DYNAMIC: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr, SOFTCAP: gl.constexpr, REST: gl.constexpr = 0,
+    V_REST: gl.constexpr = 0, q_rest_desc=None, k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None,
+    dq_rest_desc=None,
 ):  # fmt: skip
     """Tiles of 128 queries of one head. delta_ptr: a number for each query, as of lse_ptr. factor: d score / d (q . k)
-    but for tanh, and outer: the scores' to units of log 2; the other arguments are those of `attention_fwd_kernel`."""
+    but for tanh, and outer: the scores' to units of log 2; D, REST, DV, V_REST: as in `attention_dkv_wide_kernel`;
+    STAGES, V_STAGES: tiles of keys and of values in flight; the other arguments are those of `attention_fwd_kernel`."""
     PACKED: gl.constexpr = table is not None
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, gl.to_tensor(1), gl.to_tensor(0),
-        LEFT, RIGHT, False, DYNAMIC, PACKED, 128, 64, D, D, 2, 2, 1, 0,
+        LEFT, RIGHT, False, DYNAMIC, PACKED, 128, 64, D, DV, 2, STAGES, 1, 0, V_STAGES=V_STAGES,
     )  # fmt: skip
     q = smem_tiles(2, q_desc)
-    dout = smem_tiles(2, q_desc)
-    k = smem_tiles(2, k_desc)
-    v = smem_tiles(1, k_desc)
+    dout = smem_tiles(2, dout_desc)
+    k = smem_tiles(STAGES, k_desc)
+    v = smem_tiles(V_STAGES, v_desc)
+    q_rest, dout_rest, k_rest, v_rest = q, dout, k, v
+    if REST > 0:
+        q_rest = smem_tiles(2, q_rest_desc)
+        k_rest = smem_tiles(STAGES, k_rest_desc)
+    if V_REST > 0:
+        dout_rest = smem_tiles(2, dout_rest_desc)
+        v_rest = smem_tiles(V_STAGES, v_rest_desc)
     queue = tile_queue(2, 1)
     q_full = mbarriers(4, 1)
     q_empty = mbarriers(2, 1)
-    k_full = mbarriers(2, 1)
-    k_empty = mbarriers(2, 2)
-    v_full = mbarriers(1, 1)
-    v_empty = mbarriers(1, 2)
+    k_full = mbarriers(STAGES, 1)
+    k_empty = mbarriers(STAGES, 2)
+    v_full = mbarriers(V_STAGES, 1)
+    v_empty = mbarriers(V_STAGES, 2)
     fence_async()
-    parts = (walk, queue, q, dout, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    tiles_in = (q, q_rest, dout, dout_rest, k, k_rest, v, v_rest)
+    parts = (walk, queue, tiles_in, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    kept = (q_desc, q_rest_desc, dout_desc, dout_rest_desc)
+    streamed = (k_desc, k_rest_desc, v_desc, v_rest_desc)
     gl.warp_specialize(
         [
-            (_produce, (parts, q_desc, k_desc, v_desc, dout_desc, counter, table)),
-            (_consume, (0, parts, dq_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP)),
-            (_consume, (1, parts, dq_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP)),
+            (_produce, (parts, kept, streamed, counter, table, REST, V_REST)),
+            (_consume, (0, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP,
+                        REST, V_REST)),
+            (_consume, (1, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP,
+                        REST, V_REST)),
         ],
         [4, 4],
         [240, 240],

@@ -22,6 +22,7 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
+from tilesmith.ops.attn.hopper.columns import load_tile, rows_product
 from tilesmith.ops.attn.hopper.dropout import dropped, kept_keys, load_dropout
 from tilesmith.ops.attn.hopper.softmax import NOTHING, apply_mask, doubled, finish_softmax, pack, tanh, unpack
 from tilesmith.ops.attn.hopper.tile_offset import corner
@@ -31,8 +32,8 @@ TURN = gl.constexpr(8)  # the named barrier of the first consumer's turn; the ot
 
 
 @gluon.jit
-def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
-    whole, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+def _produce(parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices):
+    whole, queue, q, q_rest, k, k_rest, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -49,13 +50,18 @@ def _produce(parts, q_desc, k_desc, v_desc, counter, table, lists, indices):
             phase = (count // walk.STAGES) & 1
             kv_corner = corner(k_place, kv_head, first, keys, walk.PACKED)
             mbarrier_wait(k_empty.index(s), phase ^ 1)
-            tma_load(k_desc, kv_corner, k_full.index(s), k.index(s))
+            load_tile(
+                k_desc, k_rest_desc, kv_corner, k_full.index(s), k.index(s), k_rest.index(s), walk.REST, walk.PACKED
+            )
             if j == 0:
                 for c in gl.static_range(walk.CONSUMERS):
                     box = turn % walk.Q_STAGES * walk.CONSUMERS + c
                     mbarrier_wait(q_empty.index(box), ((turn // walk.Q_STAGES) & 1) ^ 1)
                     q_corner = corner(q_place, head + c * other, start + c * apart, tokens, walk.PACKED)
-                    tma_load(q_desc, q_corner, q_full.index(box), q.index(box))
+                    load_tile(
+                        q_desc, q_rest_desc, q_corner, q_full.index(box), q.index(box), q_rest.index(box), walk.REST,
+                        walk.PACKED,
+                    )  # fmt: skip
             t = count % walk.V_STAGES
             mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
             tma_load(v_desc, kv_corner, v_full.index(t), v.index(t))
@@ -85,7 +91,7 @@ def _skip_blocks(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, 
 
 @gluon.jit
 def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, first, inner, scale,
-                SOFTCAP: gl.constexpr, drop=None, half=None):  # fmt: skip
+                SOFTCAP: gl.constexpr, drop=None, half=None, q_rest=None, k_rest=None):  # fmt: skip
     """The first block of keys that a consumer meets, or its first half: each row's row maximum, the sum of its
     powers, and these (`pack`), 0 where drop drops them. taken: others have met a block before, so that the product has
     a turn. half: whether the queries see but the first half; None: not known."""
@@ -95,7 +101,7 @@ def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, 
     if walk.TURNS and walk.SKIP:
         if taken:
             named_barrier("sync", TURN + C)
-    qk = wgmma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    qk = rows_product(q_tile, q_rest, k_tile, k_rest, zero, walk.REST)
     if walk.TURNS and walk.SKIP:
         if taken:
             named_barrier("arrive", TURN + (C + 1) % walk.CONSUMERS)
@@ -140,7 +146,7 @@ def _first_powers(qk, walk, queries, first, inner, scale, dtype: gl.constexpr, S
 
 @gluon.jit
 def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, acc, total, top, queries, first, inner,
-               scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr, drop=None):  # fmt: skip
+               scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr, drop=None, q_rest=None, k_rest=None):  # fmt: skip
     """A block of keys, whose scores are made while the powers p of the block before, or of its first keys, meet their
     values. full, empty: the barriers of these keys and of those values, full with their phases. EDGE: some queries do
     not see all of the keys. Returns acc, total and top with the block in them, and its powers (`pack`)."""
@@ -151,7 +157,7 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     if walk.TURNS:
         named_barrier("sync", TURN + C)
     mbarrier_wait(k_full, k_phase)
-    qk_made = wgmma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    qk_made = rows_product(q_tile, q_rest, k_tile, k_rest, zero, walk.REST)
     mbarrier_wait(v_full, v_phase)
     acc_made = wgmma(p, v_tile, acc, use_acc=True, is_async=True)
     if walk.TURNS:
@@ -184,9 +190,17 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
 
 
 @gluon.jit
+def _rest_of(k_rest, s, k_tile, walk):
+    """The rest of a tile of keys; the tile itself where there is none."""
+    if walk.REST > 0:
+        k_tile = k_rest.index(s).reshape([walk.BN, walk.REST])
+    return k_tile
+
+
+@gluon.jit
 def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
              SOFTCAP: gl.constexpr, OUT_IN_Q: gl.constexpr, dropout, DROPOUT_FORM: gl.constexpr):  # fmt: skip
-    whole, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    whole, queue, q, q_rest, k, k_rest, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
     D: gl.constexpr = whole.D
     DV: gl.constexpr = whole.DV
@@ -231,10 +245,14 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
 
         box = turn % walk.Q_STAGES * walk.CONSUMERS + C
         q_tile = q.index(box).reshape([64, D])
+        q_tile_rest = q_tile
+        if walk.REST > 0:
+            q_tile_rest = q_rest.index(box).reshape([64, walk.REST])
         mbarrier_wait(q_full.index(box), (turn // walk.Q_STAGES) & 1)
         s = count % walk.STAGES
         mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
         k_tile = k.index(s).reshape([BN, D])
+        k_tile_rest = _rest_of(k_rest, s, k_tile, walk)
         first = walk.key(begin, blocks, 0, entry, lists, indices)
         met = 1
         if walk.HALF and walk.CONSUMERS == 2 and C == 0:
@@ -242,7 +260,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
             top, total, few = first_block(
                 C, walk, q_tile, k_tile.slice(0, BN // 2), k_empty.index(s), False,
                 gl.convert_layout(queries, gl.SliceLayout(1, PART)), first, inner, scale, SOFTCAP,
-                dropping,
+                dropping, None, q_tile_rest, k_tile_rest.slice(0, BN // 2),
             )  # fmt: skip
             top, total = gl.convert_layout(top, ROW), gl.convert_layout(total, ROW)
             if blocks > 1:
@@ -251,11 +269,12 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                 s = count % walk.STAGES
                 if dropout is not None:
                     first = walk.key(begin, blocks, 1, entry, lists, indices)
+                k_tile = k.index(s).reshape([BN, D])
                 acc, total, top, p = next_block(
-                    C, walk, q_tile, k.index(s).reshape([BN, D]), v.index(behind).reshape([BN, DV]).slice(0, BN // 2),
+                    C, walk, q_tile, k_tile, v.index(behind).reshape([BN, DV]).slice(0, BN // 2),
                     (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                     (k_empty.index(s), v_empty.index(behind)), unpack(few, dtype, P), acc, total, top, queries, first,
-                    inner, scale, False, SOFTCAP, dropping,
+                    inner, scale, False, SOFTCAP, dropping, q_tile_rest, _rest_of(k_rest, s, k_tile, walk),
                 )  # fmt: skip
             else:
                 # These powers meet their values below. If both ways of a branch need the same address, ptxas 12.8 may
@@ -268,7 +287,7 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                 half = walk.end(start + 63) - first == BN // 2
             top, total, p = first_block(
                 C, walk, q_tile, k_tile, k_empty.index(s), before_right > 0, queries, first, inner, scale, SOFTCAP,
-                dropping, half,
+                dropping, half, q_tile_rest, k_tile_rest,
             )  # fmt: skip
 
         # blocks from the end: those that the right edge crosses, whole ones, those that the left edge crosses
@@ -298,11 +317,12 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                     s = count % walk.STAGES
                     if phase != 1 or dropout is not None:
                         first = walk.key(begin, blocks, j, entry, lists, indices)
+                    k_tile = k.index(s).reshape([BN, D])
                     acc, total, top, p = next_block(
-                        C, walk, q_tile, k.index(s).reshape([BN, D]), v.index(behind).reshape([BN, DV]),
+                        C, walk, q_tile, k_tile, v.index(behind).reshape([BN, DV]),
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                         (k_empty.index(s), v_empty.index(behind)), p_half, acc, total, top, queries, first, inner,
-                        scale, phase != 1, SOFTCAP, dropping,
+                        scale, phase != 1, SOFTCAP, dropping, q_tile_rest, _rest_of(k_rest, s, k_tile, walk),
                     )  # fmt: skip
 
         if not OUT_IN_Q:
@@ -349,13 +369,15 @@ def attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
-    STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None,
+    STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None, REST: gl.constexpr = 0, q_rest_desc=None,
+    k_rest_desc=None,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order of the
     lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0;
     indices: theirs. scale: of q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind
     it. WHOLE: every query sees every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a
-    tensor's own are zeros. STREAM_K: tiles behind the last whole round are left to `attention_fwd_stream_k_kernel`.
+    tensor's own are zeros. REST: columns of q and k behind D, which have tiles of their own (`columns`). STREAM_K:
+    tiles behind the last whole round are left to `attention_fwd_stream_k_kernel`.
     dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None; DROPOUT_FORM: RARE, SHORT and EVEN of
     `Dropout`."""
     if STREAM_K:
@@ -366,16 +388,20 @@ def attention_fwd_kernel(
     gl.static_assert(not STREAM_K or (WINDOWLESS and Q_STAGES == 1 and dropout is None))
     gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
     gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
-    OUT_IN_Q: gl.constexpr = D == 256 and DV == 256  # out takes the place of q
+    OUT_IN_Q: gl.constexpr = D == DV and (D == 256 or REST > 0)  # out takes the place of q
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF,
-        V_STAGES, STREAM_K,
+        V_STAGES, STREAM_K, REST,
     )  # fmt: skip
     q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
+    q_rest, k_rest = q, k
+    if REST > 0:
+        q_rest = smem_tiles(Q_STAGES * CONSUMERS, q_rest_desc)
+        k_rest = smem_tiles(STAGES, k_rest_desc)
     v = smem_tiles(V_STAGES, v_desc)
     out = q
     if not OUT_IN_Q:
@@ -388,11 +414,11 @@ def attention_fwd_kernel(
     v_full = mbarriers(V_STAGES, 1)
     v_empty = mbarriers(V_STAGES, CONSUMERS)
     fence_async()
-    parts = (walk, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    parts = (walk, queue, q, q_rest, k, k_rest, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
+                (_produce, (parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
@@ -404,7 +430,7 @@ def attention_fwd_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
+                (_produce, (parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
@@ -418,7 +444,7 @@ def attention_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, k_desc, v_desc, counter, table, lists, indices)),
+                (_produce, (parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,

@@ -13,6 +13,7 @@ from tilesmith.ops.attn.block_lists import by_keys
 from tilesmith.ops.attn.execute import execute
 from tilesmith.ops.attn.hopper.backward import attention_dkv_kernel
 from tilesmith.ops.attn.hopper.backward_dq import attention_dq_wide_kernel
+from tilesmith.ops.attn.hopper.backward_overlap import attention_dkv_overlap_kernel
 from tilesmith.ops.attn.hopper.backward_rows import attention_dq_kernel, attention_dsinks_kernel, attention_rows_kernel
 from tilesmith.ops.attn.hopper.backward_stream_k import attention_dkv_stream_k_kernel
 from tilesmith.ops.attn.hopper.backward_wide import attention_dkv_wide_kernel
@@ -42,6 +43,7 @@ KERNELS = {
     "attention_dq_kernel": attention_dq_kernel,
     "attention_dkv_stream_k_kernel": attention_dkv_stream_k_kernel,
     "attention_dkv_wide_kernel": attention_dkv_wide_kernel,
+    "attention_dkv_overlap_kernel": attention_dkv_overlap_kernel,
     "attention_dq_wide_kernel": attention_dq_wide_kernel,
     "attention_window_vjp_kernel": attention_window_vjp_kernel,
     "attention_dsinks_kernel": attention_dsinks_kernel,
@@ -68,7 +70,7 @@ def _list_reasons(call) -> list[str]:
 
 
 @attention_vjp_arguments
-def _dims_vjp(call) -> dict[str, int]:
+def dims_vjp(call) -> dict[str, int]:
     q, k, shape = call.q, call.k, shape_of(call)
     whole = call.window_left < 0 and (call.causal or call.window_right < 0)
     return {
@@ -79,19 +81,24 @@ def _dims_vjp(call) -> dict[str, int]:
     }  # fmt: skip
 
 
-SPACE_VJP = Space(default=tables.hopper_backward, dims=_dims_vjp)
+SPACE_VJP = Space(default=tables.hopper_backward, dims=dims_vjp)
 
 
 @attention_vjp_arguments
-def _tells_vjp(call, *, config: HopperVjpConfig, arch) -> list[str]:
+def tells_vjp(call, *, config: HopperVjpConfig, arch) -> list[str]:
     return hopper_backward(shape_of(call), arch, config).lines()
 
 
-@register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp, tells=_tells_vjp)
+@register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp, tells=tells_vjp)
 @optimize_kernel(space=SPACE_VJP)
 @attention_vjp_arguments
 def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the rows, dk and dv, dq, dsinks, as `plan.hopper_backward` has it."""
+    return gradients_of(call, config)
+
+
+def gradients_of(call, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Execute the plan of a call."""
     q = call.q
     plan = hopper_backward(shape_of(call), arch_of(q.device), config)
     gradients = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", call.k), ("dv", call.v))}

@@ -41,7 +41,7 @@ def rejects(call) -> list[str]:
 
 
 @attention_arguments
-def _dims(call) -> dict[str, int]:
+def dims(call) -> dict[str, int]:
     q, keys, left, right = call.q, call.k.shape[2], call.window_left, 0 if call.causal else call.window_right
     return {
         "rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": keys, "dim": q.shape[3],
@@ -51,19 +51,24 @@ def _dims(call) -> dict[str, int]:
     }  # fmt: skip
 
 
-SPACE = Space(default=tables.hopper_forward, dims=_dims, choices={"consumers": (2, 3, 4), "stages": (2, 3)})
+SPACE = Space(default=tables.hopper_forward, dims=dims, choices={"consumers": (2, 3, 4), "stages": (2, 3)})
 
 
 @attention_arguments
-def _tells(call, *, config: HopperConfig, arch) -> list[str]:
+def tells(call, *, config: HopperConfig, arch) -> list[str]:
     return hopper_forward(shape_of(call), arch, config).lines()
 
 
-@register_kernel("attention", backend="hopper", rank=25, rejects=rejects, tells=_tells)
+@register_kernel("attention", backend="hopper", rank=25, rejects=rejects, tells=tells)
 @optimize_kernel(space=SPACE)
 @attention_arguments
 def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     """Persistent CTAs, each with many tiles of queries."""
+    return output_of(call, config)
+
+
+def output_of(call, config: HopperConfig) -> tuple[Tensor, Tensor]:
+    """Execute the plan of a call."""
     plan = hopper_forward(shape_of(call), arch_of(call.q.device), config)
     out, lse = outputs(call, plan)
     execute(plan, KERNELS, call_tensors(call, plan, out, lse), describe, call.q.device, call.q.dtype)

@@ -14,7 +14,7 @@ class Walk:
     ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of
     the last block that they see the first of two consumers sees but the first half, and any of three may, and all
     consumers see every other block whole. STREAM_K: CTAs make whole rounds of tiles; those left over are
-    divided (`stream_k`).
+    divided (`stream_k`). REST: columns of queries and keys behind D (`columns`).
     """
 
     tokens: gl.tensor
@@ -46,12 +46,13 @@ class Walk:
     SKIP: gl.constexpr
     HALF: gl.constexpr
     STREAM_K: gl.constexpr
+    REST: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False, V_STAGES=0,
-        STREAM_K=False,
+        STREAM_K=False, REST=0,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -64,7 +65,7 @@ class Walk:
         self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
         self.TURNS, self.HALF = gl.constexpr(CONSUMERS == 3 and not (LEFT or PACKED)), gl.constexpr(HALF)
         self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN <= 64 * (CONSUMERS - 1))
-        self.STREAM_K = gl.constexpr(STREAM_K)
+        self.STREAM_K, self.REST = gl.constexpr(STREAM_K), gl.constexpr(REST)
 
     @gluon.jit
     def tiles(self):
@@ -119,7 +120,7 @@ class Walk:
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
             self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
-            self.V_STAGES, self.STREAM_K,
+            self.V_STAGES, self.STREAM_K, self.REST,
         )  # fmt: skip
 
     @gluon.jit
@@ -239,6 +240,18 @@ def tile_queue(consumers: gl.constexpr, numbers: gl.constexpr):
     """Empty queue in shared memory."""
     box = gl.allocate_shared_memory(gl.int32, [2 * numbers, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return TileQueue(box, mbarriers(2, 1), mbarriers(2, consumers), numbers)
+
+
+@gluon.jit
+def ring_place(count, SIZE: gl.constexpr):
+    """The place in a ring of SIZE tiles of the one that has number `count`, and the phase of that place's barriers."""
+    if SIZE == 1:
+        place, phase = count * 0, count & 1
+    elif SIZE == 2:
+        place, phase = count & 1, (count >> 1) & 1
+    else:
+        place, phase = count % SIZE, (count // SIZE) & 1
+    return place, phase
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from tilesmith.ops.attn.plan.hopper_forward import (
     table_parts,
 )
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Part, Plan, Source, Step, Tile
-from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
+from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, window_of
 from tilesmith.ops.attn.plan.tables import (
     ORDERED_L2,
     STREAM_K_L2,
@@ -30,12 +30,17 @@ from tilesmith.ops.attn.schedule import key_steps, run_of, section_of, stream_k_
 
 WINDOW_RUNS = (2, 4, 8, 16, 32, 64, 128)
 BLOCK_N = 128  # keys of a tile of the main kernel
+_APART = (
+    "above head dim 128, and where head dims differ, dq has a kernel of its own: the scores are made twice, nothing is "
+    "added"
+)
 
 
 def is_narrow_vjp(s: Shape, window: Window) -> bool:
     """Whether the window's backward serves a call. Grouped heads would need a group's queries at once; its first
     queries must not lie before 0; nothing is dropped there."""
-    alike = s.heads == s.kv_heads and s.keys + max(window.right, 0) <= s.tokens and not s.dropout
+    alike = (s.heads, s.dim) == (s.kv_heads, s.value_dim) and s.keys + max(window.right, 0) <= s.tokens
+    alike = alike and not s.dropout
     return alike and is_narrow(s, window, columns(s.dim))
 
 
@@ -84,11 +89,19 @@ def divided_vjp(s: Shape, tiles: int, steps: int, section: int, arch: Any) -> Di
     return Division(tiles - rest, ctas, f"{rest} tiles are left over, in {ctas} equal runs of blocks (stream-K)")
 
 
+def has_dq_kernel(s: Shape) -> bool:
+    """Whether dq has a kernel of its own, so that the scores are made twice and nothing is added in memory: above head
+    dim 128, where dk and dv of 64 keys take the registers of two consumers, and where head dims differ."""
+    return s.dim > 128 or s.dim != s.value_dim
+
+
 class Blocks(NamedTuple):
-    """Sizes of a backward: the first query and key that anybody sees, blocks of queries and tiles of keys."""
+    """Sizes of a backward: the first query and key that anybody sees, blocks of queries and tiles of keys; columns of a
+    tile of queries, and whether dq has a kernel of its own."""
 
     window: Window
     wide: int
+    apart: bool
     block_m: int
     block_n: int
     q_begin: int
@@ -140,7 +153,8 @@ def _blocks(s: Shape, config: HopperVjpConfig) -> Blocks:
     # queries that see nothing and keys that nobody sees may hold NaN: no tile touches them
     q_begin = max(0, s.tokens - s.keys - window.right) if window.hides_right and not (s.packed or s.lists) else 0
     k_begin = max(0, s.keys - s.tokens - window.left) if window.hides_left and not s.packed else 0
-    block_m, block_n = config.block_q, BLOCK_N if wide <= 128 else 64
+    apart = has_dq_kernel(s)
+    block_m, block_n = config.block_q, 64 if apart else BLOCK_N
     q_blocks, k_blocks = cdiv(s.tokens - q_begin, block_m), cdiv(s.keys - k_begin, block_n)
     tables, rows_table = Tables(k_blocks), None
     if s.packed:
@@ -148,7 +162,7 @@ def _blocks(s: Shape, config: HopperVjpConfig) -> Blocks:
         k_blocks, rows_table = tables.blocks, "row_table"
     if s.lists:
         tables = _list_key_tables(s, window.hides_right, k_blocks, block_m, block_n)
-    return Blocks(window, wide, block_m, block_n, q_begin, k_begin, q_blocks, k_blocks, tables, rows_table)
+    return Blocks(window, wide, apart, block_m, block_n, q_begin, k_begin, q_blocks, k_blocks, tables, rows_table)
 
 
 class Order(NamedTuple):
@@ -173,7 +187,7 @@ class Order(NamedTuple):
 
 def _order(s: Shape, b: Blocks, arch: Any) -> Order:
     left, right = b.window.hides_left, b.window.hides_right
-    ordered = s.deterministic and b.wide <= 128
+    ordered = s.deterministic and not b.apart
     section = kv_heads_together(s, b.k_blocks, arch, ordered, right)
     if right and not (ordered or s.packed or s.lists):
         window = b.window.left if left else None, b.window.right
@@ -181,9 +195,9 @@ def _order(s: Shape, b: Blocks, arch: Any) -> Order:
         section = section_of(section, s.batch * s.kv_heads, tuple(n * s.group for n in steps), arch.sms)
     known = not (left or s.packed or s.lists)  # every tile's place follows from its number
     ring = ordered and known and not (right or s.dropout) and rings(s, b.q_blocks, b.k_blocks, section, arch)
-    woven = s.group > 1 and right and b.block_m == 64 and known and not s.deterministic
+    woven = s.group > 1 and right and b.block_m == 64 and known and not (s.deterministic or b.apart)
     division = Division(b.k_blocks * s.batch * s.kv_heads, 0)
-    if b.wide <= 128 and known and not (right or s.deterministic or s.dropout):
+    if not b.apart and known and not (right or s.deterministic or s.dropout):
         division = divided_vjp(s, division.undivided, b.q_blocks * s.group, section, arch)
     return Order(section, ordered, ring, woven, division)
 
@@ -191,16 +205,18 @@ def _order(s: Shape, b: Blocks, arch: Any) -> Order:
 @lru_cache(maxsize=1024)
 def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     """Statistics of the rows; up to head dim 128 a kernel for dk, dv and what dq is the sum of, and one that puts dq in
-    order; above, one for dk and dv and one for dq; one for all where the window is narrow."""
+    order; above, and where head dims differ, one for dk and dv and one for dq; one for all where the window is
+    narrow."""
+    backend = "hopper_columns" if config.split_columns else "hopper"
     if 0 in (s.rows * s.tokens, s.kv_heads * s.keys):
-        return Plan("attention_vjp", "hopper", reasons=(NO_KEYS,))
+        return Plan("attention_vjp", backend, reasons=(NO_KEYS,))
     b = _blocks(s, config)
     order = _order(s, b, arch)
     call = _Call(s, arch, config, b, order, is_narrow_vjp(s, b.window))
     steps, scratch = [*b.tables.steps, _rows(call)], [*b.tables.scratch, *_scratch(call)]
     if call.narrow:
         steps.append(_narrow(call))
-    elif b.wide > 128:
+    elif b.apart:
         steps.append(_wide_dkv(call))
         if s.wants[0]:
             tables = query_tables(s, b.window, 128) if s.packed else Tables(cdiv(s.tokens, 128))
@@ -213,9 +229,9 @@ def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     zeroed = (("dq", b.q_begin), ("dk", b.k_begin), ("dv", b.k_begin))
     ctas = order.division.ctas
     return Plan(
-        "attention_vjp", "hopper", tuple(steps), (b.block_m, 64 if call.narrow else b.block_n), config.stages, 2,
+        "attention_vjp", backend, tuple(steps), (b.block_m, 64 if call.narrow else b.block_n), call.stages(), 2,
         f"sections of {order.section} kv heads", "stream-K" if ctas else "", ctas or 1,
-        order.ordered or call.narrow or b.wide > 128, tuple(scratch), tuple(z for z in zeroed if z[1]),
+        order.ordered or call.narrow or b.apart, tuple(scratch), tuple(z for z in zeroed if z[1]),
         {"q_begin": b.q_begin}, s.q_bytes, _reasons(call),
     )  # fmt: skip
 
@@ -235,6 +251,31 @@ class _Call(NamedTuple):
             "q_desc": Tile("q", b.block_m, packed), "k_desc": Tile("k", b.block_n, packed),
             "v_desc": Tile("v", b.block_n, packed), "dout_desc": Tile("dout", b.block_m, packed),
         }  # fmt: skip
+
+    def columns(self) -> dict[str, int]:
+        """The columns of tiles where dq has a kernel of its own."""
+        (wide, rest), (value_wide, value_rest) = (
+            column_parts(dim, self.config.split_columns > 0) for dim in (self.s.dim, self.s.value_dim)
+        )
+        rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
+        return {"D": wide, "DV": value_wide, **rests}
+
+    def tiles(self, **names: int) -> dict[str, Source]:
+        """The descriptors of tensors, of which so many rows are a tile, in the columns of their tiles."""
+        columns, found = self.columns(), {}
+        for name, rows in names.items():
+            of_v = name in ("v", "dv", "dout")
+            wide, rest = columns["DV" if of_v else "D"], columns.get("V_REST" if of_v else "REST", 0)
+            found[f"{name}_desc"] = Tile(name, rows, self.s.packed, 1, wide if rest else 0)
+            if rest:
+                found[f"{name}_rest_desc"] = Tile(name, rows, self.s.packed, 1, rest)
+        return found
+
+    def stages(self) -> int:
+        """Tiles of queries in flight."""
+        if self.narrow or not self.b.apart:
+            return self.config.stages
+        return _most(smem.backward_wide, self.columns(), self.config.stages, self)
 
     def sums(self) -> int:
         return 2 if self.order.ring else 1
@@ -263,10 +304,17 @@ class _Call(NamedTuple):
         }  # fmt: skip
 
 
+def _most(memory: Any, constants: dict[str, int], stages: int, call: _Call) -> int:
+    """How many stages, at most `stages`, a kernel has shared memory for."""
+    room, item = call.arch.shared_memory or smem.HOPPER, call.s.q_bytes
+    fits = (n for n in range(stages, 1, -1) if memory(constants | {"STAGES": n, "V_STAGES": n}, item) <= room)
+    return next(fits, 1)
+
+
 def _scratch(call: _Call) -> list[Buffer]:
     s, b = call.s, call.b
     found = [Buffer("rows", (2, s.rows, b.q_blocks * b.block_m), "float32")]
-    if b.wide > 128:
+    if b.apart:
         found.append(Buffer("token_delta", (s.batch, s.heads, s.tokens), "float32"))
     elif not call.narrow:
         blocks = call.sums() * s.rows * b.q_blocks
@@ -280,15 +328,15 @@ def _scratch(call: _Call) -> list[Buffer]:
 def _rows(call: _Call) -> Step:
     """lse in units of log 2, and delta, of each query."""
     s, b = call.s, call.b
-    adds = b.wide <= 128 and not call.narrow
+    adds, wide = not (b.apart or call.narrow), columns(s.value_dim)
     return Step(
         "attention_rows_kernel", (s.rows * b.q_blocks,),
         {"out_ptr": "out", "dout_ptr": "dout", "lse_ptr": "lse", "dlse_ptr": "dlse", "row_lse_ptr": Part("rows", 0),
-         "delta_ptr": Part("rows", 1), "token_delta_ptr": "token_delta" if b.wide > 128 else None,
+         "delta_ptr": Part("rows", 1), "token_delta_ptr": "token_delta" if b.apart else None,
          "turns_ptr": "turns" if adds else None, "blocks_ptr": b.rows_table, "out_strides": "out_strides",
          "dout_strides": "dout_strides", "dlse_strides": "dlse_strides", "kept": "kept"},
         {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": b.q_blocks},
-        {"ROWS": b.block_m, "DIM": s.dim, "D": b.wide, "SUMS": call.sums(), "num_warps": 4 if b.wide <= 128 else 8},
+        {"ROWS": b.block_m, "DIM": s.value_dim, "D": wide, "SUMS": call.sums(), "num_warps": 4 if wide <= 128 else 8},
     )  # fmt: skip
 
 
@@ -348,24 +396,31 @@ def _stream_k(call: _Call) -> list[Step]:
 
 
 def _wide_dkv(call: _Call) -> Step:
-    """Above head dim 128: dk and dv of 64 keys fill the registers of one consumer each."""
-    s, b = call.s, call.b
-    tensors = call.inputs() | {
-        "dk_desc": Tile("dk", 64, s.packed), "dv_desc": Tile("dv", 64, s.packed), "lse_ptr": Part("rows", 0),
-        "delta_ptr": Part("rows", 1), "counter": Counter() if call.ctas()[1] else None, "table": b.tables.table,
-        "inner": "inner", "outer": "outer", "scale": "factor",
+    """Above head dim 128, and where head dims differ: one consumer makes dk, the other one dv."""
+    tensors = call.tiles(q=64, k=64, v=64, dout=64, dk=64, dv=64) | {
+        "lse_ptr": Part("rows", 0), "delta_ptr": Part("rows", 1), "counter": Counter() if call.ctas()[1] else None,
+        "table": call.b.tables.table, "inner": "inner", "outer": "outer", "scale": "factor",
     }  # fmt: skip
-    constants = {"STAGES": 2, **call.kinds()}
-    return Step("attention_dkv_wide_kernel", (call.ctas()[0],), tensors, call.sizes(), constants)
+    constants = {"STAGES": call.stages(), **call.kinds(), **call.columns()}
+    kernel = "attention_dkv_overlap_kernel" if call.config.overlap else "attention_dkv_wide_kernel"
+    return Step(
+        kernel, (call.ctas()[0],), tensors, call.sizes(), constants, smem.backward_wide(constants, call.s.q_bytes),
+    )  # fmt: skip
 
 
 def _wide_dq(call: _Call, tables: Tables) -> Step:
-    """Above head dim 128: the scores are made a second time, and nothing is added in memory."""
+    """Above head dim 128, and where head dims differ: the scores are made a second time, and nothing is added in
+    memory."""
     s, b = call.s, call.b
     tiles = tables.blocks * s.rows
     ctas = min(call.arch.sms, tiles)
-    tensors = call.inputs() | {
-        "dq_desc": Tile("dq", 64, s.packed), "lse_ptr": "lse", "delta_ptr": "token_delta",
+    stages = _most(smem.dq_wide, call.columns(), 3, call)
+    constants = {
+        "LEFT": b.window.hides_left, "RIGHT": b.window.hides_right, "DYNAMIC": ctas < tiles, "STAGES": max(stages, 2),
+        "V_STAGES": stages, "SOFTCAP": s.softcap, "num_warps": 4, **call.columns(),
+    }  # fmt: skip
+    tensors = call.tiles(q=64, k=64, v=64, dout=64, dq=64) | {
+        "lse_ptr": "lse", "delta_ptr": "token_delta",
         "counter": Counter() if ctas < tiles else None, "table": tables.table, "inner": "inner",
         "outer": "outer", "factor": "factor",
     }  # fmt: skip
@@ -374,8 +429,7 @@ def _wide_dq(call: _Call, tables: Tables) -> Step:
         {"tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": tables.blocks, "rows": s.rows,
          "section": heads_together(s, call.arch.l2, False), "left": b.window.left, "right": b.window.right,
          "group": s.group},
-        {"LEFT": b.window.hides_left, "RIGHT": b.window.hides_right, "DYNAMIC": ctas < tiles, "D": b.wide,
-         "SOFTCAP": s.softcap, "num_warps": 4},
+        constants, smem.dq_wide(constants, s.q_bytes),
     )  # fmt: skip
 
 
@@ -414,9 +468,11 @@ def _reasons(call: _Call) -> tuple[str, ...]:
     if call.narrow:
         keys = b.window.left + b.window.right + 1
         return (f"a window of {keys} keys: all queries that see a block of 64 keys are loaded at once",)
-    found = [f"tiles of {b.block_n} keys meet blocks of {b.block_m} queries, {call.config.stages} in flight"]
-    if b.wide > 128:
-        found.append("above head dim 128 dq has a kernel of its own: the scores are made twice, nothing is added")
+    found = [f"tiles of {b.block_n} keys meet blocks of {b.block_m} queries, {call.stages()} in flight"]
+    if b.apart:
+        found.append(_APART)
+        if {"REST", "V_REST"} & call.columns().keys():
+            found.append("tiles of 192 columns are made of 128 and 64: none is padded to 256")
     if s.packed:
         found.append("documents: a table of tiles, the most work first, made on the device from cu_seqlens")
     return (*found, *call.order.reasons(s))

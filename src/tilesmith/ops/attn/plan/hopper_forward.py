@@ -9,7 +9,7 @@ from tilesmith.engine.launcher import cdiv
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import Fp8Config, HopperConfig
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
-from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
+from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, window_of
 from tilesmith.ops.attn.plan.tables import FORWARD_L2, STREAM_K_L2, STREAM_K_STEPS, STREAM_K_STEPS_ALONE
 from tilesmith.ops.attn.schedule import run_of, seen_steps, stream_k_ctas
 
@@ -134,8 +134,9 @@ def _within_lists(config: HopperConfig, block_k: int) -> HopperConfig:
 @lru_cache(maxsize=1024)
 def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
     """The forward: one launch of persistent CTAs, before it tables of tiles, behind it stream-K's part."""
+    backend = "hopper_columns" if config.split_columns else "hopper"
     if s.rows * s.tokens * s.keys == 0:
-        return Plan("attention", "hopper", reasons=(NO_KEYS,))
+        return Plan("attention", backend, reasons=(NO_KEYS,))
     window, wide = window_of(s), max(columns(s.dim), columns(s.value_dim))
     if is_narrow(s, window, wide) and not s.dropout:
         return _narrow(s, arch, config, window)
@@ -167,7 +168,7 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
         steps.append(_stream_k(call))
     reasons += [_walk_reason(together, s, alike), division.reason, *_tile_reasons(steps, config)]
     return Plan(
-        "attention", "hopper", tuple(steps), (block_m, config.block_n), config.stages, config.consumers,
+        "attention", backend, tuple(steps), (block_m, config.block_n), config.stages, config.consumers,
         _walk_reason(together, s, alike), "stream-K" if division.ctas else "", division.ctas or 1, True,
         tuple(scratch), q_bytes=s.q_bytes, reasons=tuple(filter(None, reasons)),
     )  # fmt: skip
@@ -190,11 +191,20 @@ class _Call(NamedTuple):
             "section": self.together, "right": self.window.right, "group": s.group,
         }  # fmt: skip
 
+    def columns(self) -> tuple[int, int]:
+        """The columns of a tile of queries or keys, and of its rest."""
+        return column_parts(self.s.dim, self.config.split_columns > 0)
+
     def tensors(self) -> dict[str, Any]:
-        packed = self.s.packed
-        return {
-            "q_desc": Tile("q", 64, packed), "k_desc": Tile("k", self.config.block_n, packed),
-            "v_desc": Tile("v", self.config.block_n, packed), "out_desc": Tile("out", 64, packed),
+        packed, block_n = self.s.packed, self.config.block_n
+        wide, rest = self.columns()
+        rests = {}
+        if rest:
+            rests = {"q_rest_desc": Tile("q", 64, packed, 1, rest), "k_rest_desc": Tile("k", block_n, packed, 1, rest)}
+        wide = wide if rest else 0
+        return rests | {
+            "q_desc": Tile("q", 64, packed, 1, wide), "k_desc": Tile("k", block_n, packed, 1, wide),
+            "v_desc": Tile("v", block_n, packed), "out_desc": Tile("out", 64, packed),
             "lse_ptr": "lse", "sinks_ptr": "sinks", "inner": "inner", "scale": "outer",
         }  # fmt: skip
 
@@ -202,7 +212,7 @@ class _Call(NamedTuple):
         s, config = self.s, self.config
         return {
             "WHOLE": self.alike and s.keys % config.block_n == 0, "RIGHT": self.window.hides_right,
-            "BN": config.block_n, "D": columns(s.dim), "DV": columns(s.value_dim), "CONSUMERS": config.consumers,
+            "BN": config.block_n, "D": self.columns()[0], "DV": columns(s.value_dim), "CONSUMERS": config.consumers,
             "STAGES": config.stages, "V_STAGES": config.v_stages or config.stages, "SOFTCAP": s.softcap,
             "num_warps": 4,
         }  # fmt: skip
@@ -219,7 +229,7 @@ def _tiles(call: _Call) -> Step:
         "LEFT": window.hides_left, "DYNAMIC": dynamic, "Q_STAGES": config.q_stages, "LIST_K": s.block_k,
         "HALF": aligned and s.causal and not (window.hides_left or s.packed or s.lists),
         "STREAM_K": call.division.ctas > 0, **call.kinds(),
-        **dropout_constants(s),
+        **dropout_constants(s), **({"REST": call.columns()[1]} if call.columns()[1] else {}),
     }  # fmt: skip
     tensors = call.tensors() | {
         "counter": Counter() if dynamic else None, "table": call.tables.table, "lists": call.tables.lists,
@@ -268,6 +278,8 @@ def _walk_reason(together: int, s: Shape, alike: bool) -> str:
 def _tile_reasons(steps: list[Step], config: HopperConfig) -> list[str]:
     main = next((step for step in steps if step.kernel == "attention_fwd_kernel"), steps[-1])
     reasons = [f"tiles of {64 * config.consumers} queries and {config.block_n} keys, {config.stages} in flight"]
+    if config.split_columns:
+        reasons.append("tiles of 192 columns are made of 128 and 64: none is padded to 256")
     if main.constants.get("HALF"):
         reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
     return reasons

@@ -95,6 +95,11 @@ def columns(dim: int) -> int:
     return max(64, next_power_of_2(dim))
 
 
+def column_parts(dim: int, split: bool) -> tuple[int, int]:
+    """The columns of a tile and of its rest (`hopper.columns`): 192 is 128 and 64 where tiles are split, else 256."""
+    return (128, 64) if split and 128 < dim <= 192 else (columns(dim), 0)
+
+
 def is_narrow(s: Shape, window: Window, wide: int) -> bool:
     """Whether a window is so narrow that the keys of a tile are all there at once. wide: columns of the widest tile."""
     both = window.hides_left and window.hides_right

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-BARRIER = 8
+HOPPER = 232448  # what a CTA may have on Hopper
 
 
 def forward(c: Mapping[str, Any], item: int, counted: bool = True) -> int:
     """Of `attention_fwd_kernel`, its stream-K part and the window's kernel. c: their constants; counted: tiles come
     from a counter, or may."""
     consumers, stages, values = c["CONSUMERS"], c["STAGES"], c["V_STAGES"]
-    queries = 64 * c["D"] * consumers * c["Q_STAGES"]
-    out = 0 if c["D"] == c["DV"] == 256 and counted else 64 * c["DV"] * consumers
-    return (queries + out + c["BN"] * (c["D"] * stages + c["DV"] * values)) * item + _rest(counted)
+    rest = c.get("REST", 0)
+    wide = c["D"] + rest
+    queries = 64 * wide * consumers * c["Q_STAGES"]
+    out = 0 if c["D"] == c["DV"] and (rest or (c["D"] == 256 and counted)) else 64 * c["DV"] * consumers
+    return (queries + out + c["BN"] * (wide * stages + c["DV"] * values)) * item + _rest(counted)
 
 
 def backward(block_q: int, wide: int, stages: int, item: int) -> int:
@@ -22,6 +24,21 @@ def backward(block_q: int, wide: int, stages: int, item: int) -> int:
     streamed = 2 * stages * block_q * wide
     kept = 2 * 128 * wide + 2 * block_q * 128 + 4 * 64 * wide * (block_q // 64)
     return (streamed + kept) * item + 2 * stages * block_q * 4 + _rest(True)
+
+
+def backward_wide(c: Mapping[str, Any], item: int) -> int:
+    """Of `attention_dkv_wide_kernel`: queries and dout, a tile of keys and of values, two of p, and what dk and dv are
+    stored from where it is not the other's operand (`columns.room_for`)."""
+    parts = (c["D"], c["DV"]), (c.get("REST", 0), c.get("V_REST", 0))
+    own = sum(max(a, b) for a, b in parts if a != b and max(a, b))
+    tiles = (c["STAGES"] + 1) * sum(map(sum, parts)) + own
+    return 64 * (tiles + 2 * 64) * item + 2 * c["STAGES"] * 64 * 4 + _rest(True)
+
+
+def dq_wide(c: Mapping[str, Any], item: int) -> int:
+    """Of `attention_dq_wide_kernel`: two tiles of queries and of dout, and keys and values."""
+    keys, values = c["D"] + c.get("REST", 0), c["DV"] + c.get("V_REST", 0)
+    return 64 * ((2 + c["STAGES"]) * keys + (2 + c["V_STAGES"]) * values) * item + _rest(True)
 
 
 def split_kv(c: Mapping[str, Any], item: int, small: bool) -> int:

@@ -143,6 +143,13 @@ def hopper_forward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConf
     return row_for(HOPPER_FORWARD, facts).config
 
 
+def hopper_columns(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
+    """The configuration of Hopper's forward in tiles that are not padded: not measured, as many stages as fit."""
+    if dims["value_dim"] > 128:
+        return HopperConfig(2, 64, 2, split_columns=1)
+    return HopperConfig(2, 128, 2, split_columns=1)
+
+
 HOPPER_BACKWARD = (
     Row({"narrow": True, "dim": (None, 64)}, HopperVjpConfig(4, 64)),
     Row({"narrow": True}, HopperVjpConfig(2, 64)),
@@ -154,6 +161,11 @@ HOPPER_BACKWARD = (
     Row({"dim": (None, 64)}, HopperVjpConfig(3, 64)),
     Row({}, HopperVjpConfig(2, 64)),
 )  # fmt: skip
+
+
+def hopper_columns_vjp(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperVjpConfig:
+    """The configuration of Hopper's backward in tiles that are not padded: not measured, as many stages as fit."""
+    return HopperVjpConfig(3, 64, 1, 1)
 
 
 def hopper_backward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperVjpConfig:

@@ -1,0 +1,90 @@
+"""Tiles whose columns are the sum of two powers of two: 192 as 128 and 64.
+
+Tiles in Gluon have sizes that are powers of two, so the columns behind the first of them, the rest, have a tile of
+their own. REST is its columns, 0 where there is none; then the rest's arguments are not used.
+"""
+
+import math
+
+from tilesmith.device.gluon.shim import (
+    gl,
+    gluon,
+    mbarrier_expect,
+    smem_tile,
+    smem_tiles,
+    tma_copy,
+    tma_load,
+    tma_store,
+    wgmma,
+)
+
+
+@gluon.jit
+def _behind(there, desc, PACKED: gl.constexpr):
+    """The coordinates of a tile's rest."""
+    COLUMN: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
+    if PACKED:
+        found = (there[0], there[1], there[2], there[3], COLUMN)
+    else:
+        found = (there[0], there[1], there[2], COLUMN)
+    return found
+
+
+@gluon.jit
+def load_tile(desc, rest_desc, there, barrier, tile, rest, REST: gl.constexpr, PACKED: gl.constexpr):
+    """Start the TMA load of a tile and its rest. As with `tma_load`, `barrier` receives one arrival."""
+    if REST > 0:
+        BYTES: gl.constexpr = desc.block_type.nbytes + rest_desc.block_type.nbytes
+        mbarrier_expect(barrier, BYTES)
+        tma_copy(desc, there, barrier, tile)
+        tma_copy(rest_desc, _behind(there, desc, PACKED), barrier, rest)
+    else:
+        tma_load(desc, there, barrier, tile)
+
+
+@gluon.jit
+def store_tile(desc, rest_desc, there, tile, rest, REST: gl.constexpr, PACKED: gl.constexpr):
+    """Start the TMA store of a tile and its rest."""
+    tma_store(desc, there, tile)
+    if REST > 0:
+        tma_store(rest_desc, _behind(there, desc, PACKED), rest)
+
+
+@gluon.jit
+def rows_product(a, a_rest, b, b_rest, zero, REST: gl.constexpr):
+    """Ask for the products of all rows of a [M, columns] with all rows of b [N, columns], in shared memory: one group
+    of WGMMA, or two with a rest."""
+    made = wgmma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if REST > 0:
+        made = wgmma(a_rest, b_rest.permute((1, 0)), made, use_acc=True, is_async=True)
+    return made
+
+
+@gluon.constexpr_function
+def _cells(shape):
+    return math.prod(int(getattr(n, "value", n)) for n in shape)
+
+
+@gluon.jit
+def room_for(desc, read):
+    """Shared memory for a tile to be stored: that of one which nobody reads any more, or a place of its own where that
+    one is too small."""
+    WANTED: gl.constexpr = _cells(desc.block_type.shape)
+    FOUND: gl.constexpr = _cells(read.shape)
+    if WANTED == FOUND:
+        room = read
+    elif WANTED < FOUND:
+        room = smem_tile(read, desc, 0)
+    else:
+        room = smem_tiles(1, desc).index(0)
+    return room
+
+
+@gluon.jit
+def rest_room(desc, read, REST: gl.constexpr):
+    """The same for a tile's rest; REST: columns of the one that nobody reads any more, 0 where there is none."""
+    if REST > 0:
+        room = room_for(desc, read)
+    else:
+        room = smem_tiles(1, desc).index(0)
+    return room
