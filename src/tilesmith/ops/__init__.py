@@ -70,7 +70,12 @@ _FAMILIES = {
         "linear_cross_entropy_vjp",
     ),
     "tilesmith.ops.loss.preference_op": ("linear_log_probs", "linear_preference", "linear_preference_vjp"),
-    "tilesmith.ops.loss.token_stats_op": ("linear_token_stats", "linear_token_stats_vjp"),
+    "tilesmith.ops.loss.token_stats_op": (
+        "linear_token_stats",
+        "linear_token_stats_vjp",
+        "token_stats",
+        "token_stats_vjp",
+    ),
     "tilesmith.ops.loss.vocabulary": ("vocab_parallel_cross_entropy",),
     "tilesmith.ops.loss.vocabulary_linear": ("vocab_parallel_linear_cross_entropy",),
     "tilesmith.ops.aliases": (

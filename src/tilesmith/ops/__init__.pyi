@@ -85,7 +85,7 @@ def add_rms_norm(
 
     x: [..., N]. residual: x's shape, in x's dtype or fp32. s is rounded to residual's dtype, and y is the norm of the
     rounded s, as two separate ops would give. y has x's dtype, to which the casts of `casting` refer as well.
-    weight, eps, offset, casting and memory order: see `rms_norm`; s is laid out as y.
+    weight, eps, offset, casting and memory order: see `rms_norm`; s is laid out as y. weight is [N] here.
 
     Returns (y, s). x and residual have the same gradient; it is computed in fp32 and rounded to each one's dtype.
 
@@ -1274,18 +1274,20 @@ def rms_norm(
 
     rstd = 1 / sqrt(mean(x²) + eps) in fp32 (fp64 for fp64 x), one a row.
 
-    x: [..., N], floating. weight: [N], floating, or None for a factor of 1 (offset then has no effect).
+    x: [..., N], floating. weight: [N], floating, or None for a factor of 1 (offset then has no effect); for x of
+    [..., H, N] also [H, N], one for each head.
     offset: added to weight; 1.0 for models that store the weight around 0, as Gemma does.
     casting: "fp32" computes in fp32 and rounds once, to x's dtype (Gemma, Olmo 2, torch.nn.functional.rms_norm).
     "llama" rounds x · rstd to x's dtype, then multiplies by weight + offset in the dtype x and weight promote to, then
-    rounds to x's dtype (Llama and most models after it). It has no bearing on the gradient, which is taken of the
-    formula and computed in fp32.
+    rounds to x's dtype (Llama and most models after it). "none" rounds to x's dtype after every operation, also those
+    that rstd is made of (x², its mean, eps, their sum, the root), as the formula does in PyTorch without a cast.
+    It has no bearing on the gradient, which is taken of the formula and computed in fp32, with the rstd of the forward.
 
     Returns y, of x's shape and dtype. Rows keep the order they have in x's memory and are packed; so y has x's strides
     where x is dense with a last stride of 1, and is contiguous where x is contiguous. dx likewise.
 
     Raises TypeError for a dtype that is not floating, ValueError for an empty or missing last dim, a weight that is
-    not [N] or is on another device, eps below 0, or an unknown casting.
+    neither [N] nor [H, N] or is on another device, eps below 0, or an unknown casting.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
@@ -1381,8 +1383,8 @@ def rms_norm_vjp(
 
     dy: [..., N], the gradient of y, in any floating dtype. x, weight, offset: those of the forward. rstd: [...], which
     it saved. Computed in fp32 (fp64 for fp64 x): with x̂ = x · rstd and g = dy · (weight + offset), dx = (g − x̂ ·
-    mean(g · x̂)) · rstd and dweight = Σ dy · x̂ over rows. An empty tensor stands for a gradient that `output_mask`
-    does not ask for.
+    mean(g · x̂)) · rstd and dweight = Σ dy · x̂ over rows, over those of each head where it is [H, N]. An empty tensor
+    stands for a gradient that `output_mask` does not ask for.
     """
 
 def rope(
@@ -1622,6 +1624,46 @@ def swiglu_vjp_fp8(
     dh, gate, up: [..., N], one shape and dtype. d8 [M, 2N]: the gradients of gate and of up side by side, rounded to
     gate's dtype first, by the factor of `bound`; d8_t [2N, M16] is d8 transposed. h8_t [N, M16]: what `swiglu_fp8` made
     with h_factor, transposed. amax becomes the largest absolute element of both gradients, as in `fp8_cast`.
+    """
+
+def token_stats(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, scale: float = 1.0, softcap: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability of the label, entropy, log-sum-exp and most likely token of softmax(z), in one pass.
+
+    z are the logits, scaled and capped as in `cross_entropy`; p = softmax(z), lse = log Σ exp(z):
+
+        log_probs = z[target] − lse      entropy = −Σ p · log p      predicted = argmax z, the first of equal ones
+
+    So −log_probs.mean() is the cross-entropy, (lse ** 2).mean() the z loss beside it, and predicted == target the
+    accuracy of tokens: `tilesmith.nn.cross_entropy_output`.
+
+    logits: [..., V], floating. target: [...], int64 or int32. scale, softcap, and what raises: see `cross_entropy`.
+
+    Returns four tensors [...]: log_probs, entropy and lse, fp32 (fp64 for fp64 logits) and differentiable, and
+    predicted, int64. Where the label is ignore_index they are 0, 0, 0 and -1. A class whose score is -inf adds nothing
+    to the entropy.
+
+    Source: the definitions; Chowdhery et al., PaLM, arXiv:2204.02311 (z loss).
+    """
+
+def token_stats_vjp(
+    dlog_probs: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    output_mask: Sequence[bool],
+) -> Tensor:
+    """The gradient dlogits of `token_stats`, rounded once, to logits' dtype; contiguous.
+
+    dlog_probs, dentropy, dlse: [...], each may be None (zeros). entropy, lse: [...], which the forward saved. The
+    formula is that of `linear_token_stats_vjp`. An empty tensor where `output_mask` does not ask for it.
     """
 
 def tvd(
