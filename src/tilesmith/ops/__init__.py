@@ -91,6 +91,7 @@ _FAMILIES = {
     "tilesmith.ops.moe.op": ("experts", "experts_vjp"),
     "tilesmith.ops.moe.route_op": ("route", "route_vjp", "router_losses", "router_losses_vjp"),
     "tilesmith.ops.norm.dropout_op": ("dropout_add_norm", "dropout_add_norm_vjp"),
+    "tilesmith.ops.norm.gated_op": ("rms_norm_gated", "rms_norm_gated_vjp"),
     "tilesmith.ops.norm.op": (
         "add_layer_norm",
         "add_layer_norm_vjp",

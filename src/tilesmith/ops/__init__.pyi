@@ -768,16 +768,17 @@ def layer_norm_vjp(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x · weightᵀ + bias, as torch.nn.functional.linear.
 
-    x: [..., K]. weight: [N, K]. bias: [N]. Each in any strides and any floating dtype: y has x's dtype, and a weight or
-    bias of another dtype is rounded to it first, as autocast does. Sums are fp32 (fp64 for fp64 x); fp32 operands are
-    multiplied as torch.backends.cuda.matmul says (TF32 or not). Rounded once.
+    x: [..., K]. weight: [N, K]. bias: [N]. Each in any strides and any floating dtype, weight and bias in at least as
+    many bits as x: y has x's dtype, and a weight or bias of another dtype is rounded to it first, as autocast does.
+    Sums are fp32 (fp64 for fp64 x); fp32 operands are multiplied as torch.backends.cuda.matmul says (TF32 or not).
+    Rounded once.
 
     Returns y [..., N], contiguous. Saved for the backward: the inputs. Gradients have their input's dtype. dbias is
     summed in fp32. dweight of a weight wider than x is not rounded to x's dtype (but on accelerators other than CUDA,
     whose libraries cannot). Under autocast x is cast, and weight and bias follow it; their gradients stay their own.
 
-    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, ValueError for shapes or devices
-    that do not fit.
+    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, and for a weight or bias of fewer
+    bits than x; ValueError for shapes or devices that do not fit.
     """
 
 def linear_act(
@@ -1307,6 +1308,34 @@ def rms_norm_fp8(
     x, weight, eps, offset, casting and y: as `rms_norm` has them; x is contiguous but for a stride of its rows. bound,
     amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. Gradients are the caller's: those
     of `rms_norm` with rstd.
+    """
+
+def rms_norm_gated(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-06, casting: str = "fp32"
+) -> Tensor:
+    """y = rms_norm(x) · silu(gate): the norm behind the linear attention of Qwen3-Next and Qwen3.5.
+
+    x, gate: [..., N] of one shape and dtype, floating, any strides. weight: [N], floating, or None for 1. eps: see
+    `rms_norm`. casting: "fp32" computes in fp32 and rounds once; "llama" multiplies silu(gate), fp32, into the norm as
+    `rms_norm` rounds it with that casting, and rounds again. Neither has a bearing on the gradient, which is taken of
+    the formula in fp32.
+
+    Returns a contiguous tensor of x's shape and dtype. Everything is fp64 for fp64 x.
+
+    Raises TypeError for a dtype that is not floating or a gate of another one than x's, ValueError for shapes, devices,
+    eps and casting that do not fit.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467; Gated DeltaNet, Yang et al., arXiv:2412.06464.
+    """
+
+def rms_norm_gated_vjp(
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, rstd: Tensor, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dgate, dweight) of `rms_norm_gated`, contiguous, in their inputs' dtypes.
+
+    dy, x, gate: [..., N]; rstd: [...], which the forward saved. With n = x · rstd · weight: dgate = dy · n ·
+    silu'(gate), and dx and dweight are those of `rms_norm_vjp` for dy · silu(gate). Computed in fp32 (fp64 for fp64).
+    An empty tensor stands for a gradient that `output_mask` does not ask for.
     """
 
 def rms_norm_rope(

@@ -134,7 +134,7 @@ def _heads(x: Tensor, weight: Tensor | None, order: tuple[int, ...] | None) -> d
     if weight is None or weight.ndim == 1:
         return {}
     heads, inner = row_steps(x, order)
-    return {"heads": heads, "inner": inner}
+    return {"HEADS": heads, "INNER": inner}
 
 
 def _backward(norm: NormGradient, config: BackwardConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,7 +165,7 @@ def launch_backward(
     dy, ds, x, weight, _, mean, rstd, offset, _ = norm
     dx, dweight, dbias = outs
     by_head = _heads(x, weight, order)
-    heads = by_head.get("heads", 1)
+    heads = by_head.get("HEADS", 1)
     x, dy = rows(x, order), rows(dy, order)
     ds = None if ds is None or dx is None else rows(ds, order)
     weight, rstd = dense(weight), row_values(rstd, order)
