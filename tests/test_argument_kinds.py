@@ -89,6 +89,7 @@ FUNCTIONS = {  # with their required arguments: what they look at before an op's
     "linear_cross_entropy": {"x": X, "weight": X, "target": LABELS},
     "linear_distillation": {"x": X, "weight": X, "teacher": X, "teacher_weight": X},
     "linear_log_probs": {"x": X, "weight": X, "target": LABELS},
+    "token_stats": {"logits": X, "target": LABELS},
     "linear_token_stats": {"x": X, "weight": X, "target": LABELS},
     "memory_efficient_attention": {"query": HEADS, "key": HEADS, "value": HEADS, "num_heads": 2},
     "memory_efficient_linear": {"x": X, "weight": X},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilesmith
-from tilesmith import attention, core, flash_attention, kernels, nn, ops, precision
+from tilesmith import attention, core, distributed, flash_attention, kernels, nn, ops, precision
 from tilesmith.hardware.facts import tomllib
 
 INPUTS = tomllib.loads((Path(__file__).parent / "bad_inputs.toml").read_text(encoding="utf-8"))["input"]
@@ -23,7 +23,7 @@ TENSORS = {
 NAMES = {
     **TENSORS, "labels": torch.zeros(2, 5, dtype=torch.int64), "torch": torch, "tilesmith": tilesmith, "ops": ops,
     "nn": nn, "core": core, "attention": attention, "precision": precision, "kernels": kernels,
-    "flash_attention": flash_attention,
+    "flash_attention": flash_attention, "distributed": distributed,
 }  # fmt: skip
 
 

@@ -271,7 +271,8 @@ def _arguments(**changes):
         ({"k_cache": _randn(2, 2, 6, 8).to(torch.float8_e4m3fn)}, ValueError, "give k_scale with it"),
         ({"v_scale": _randn(2, 2, 1)}, ValueError, r"v_scale has shape \(2, 2, 1\); it must be \[1, 2, 1\] or"),
         ({"v_scale": _lengths(1).view(1, 1, 1)}, TypeError, "v_scale has dtype torch.int32"),
-        ({"q": _randn(2, 4, 2, 8), "cos": _randn(6, 4), "sin": _randn(6, 4)}, ValueError, "q has shape"),
+        ({"q": _randn(2, 4, 3, 6), "cos": _randn(6, 3), "sin": _randn(6, 3)}, ValueError, "q has shape"),
+        ({"q": _randn(2, 4, 5, 8), "cos": _randn(2, 3, 4), "sin": _randn(2, 3, 4)}, ValueError, r"\[2, 5, R / 2\]"),
     ],
 )
 def test_bad_arguments_are_named(changes, error, message):

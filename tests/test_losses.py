@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilesmith import ops, use
+from tilesmith import nn, ops, use
 from tilesmith.engine.backends import missing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,3 +109,48 @@ def test_token_stats_hold_one_chunk_of_logits():
         log_probs, entropy, lse, _ = ops.linear_token_stats(x, weight, torch.randint(5000, (64,)), chunk_tokens=8)
         (log_probs + entropy + lse).sum().backward()
     assert seen and max(seen) <= 8 * 5000
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "linear"])
+def test_the_loss_has_its_z_term_accuracy_and_predictions_beside_it(linear, scaled, reduction):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 6, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(11, 8, generator=generator, dtype=torch.float64)
+    target = torch.randint(11, (2, 6), generator=generator)
+    target[0, :2] = -100
+    options = {"z_loss": 0.03, "softcap": 9.0, "reduction": reduction}
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    if linear:
+        found = nn.linear_cross_entropy_output(*leaves, target, token_scaling=scaled, **options)
+    else:
+        found = nn.cross_entropy_output(leaves[0] @ leaves[1].T, target, token_scaling=scaled, **options)
+    wanted_leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    z = 9.0 * torch.tanh(wanted_leaves[0] @ wanted_leaves[1].T / 9.0)
+    counted = target != -100
+    ce = torch.nn.functional.cross_entropy(z.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+    square = torch.where(counted, 0.03 * z.logsumexp(-1).square(), 0.0)
+    share = torch.exp(-ce.detach()) if scaled else torch.ones_like(ce)
+    hits = (counted & (z.argmax(-1) == target)).double()
+    terms, square = (ce + square) * share, square * share
+    if reduction != "none":
+        by = counted.sum() if reduction == "mean" else 1
+        terms, square, hits = terms.sum() / by, square.sum() / by, hits.sum() / counted.sum()
+    torch.testing.assert_close(found.loss, terms)
+    torch.testing.assert_close(found.z_loss, square.detach())
+    torch.testing.assert_close(found.token_accuracy, hits)
+    assert torch.equal(found.predicted_tokens, torch.where(counted, z.argmax(-1), -1))
+    wanted = torch.autograd.grad(terms.sum(), wanted_leaves)
+    for got, right in zip(torch.autograd.grad(found.loss.sum(), leaves), wanted, strict=True):
+        torch.testing.assert_close(got, right)
+
+
+def test_the_loss_and_its_output_agree():
+    logits, target = torch.randn(5, 9), torch.tensor([3, -100, 0, 8, 2])
+    found = nn.cross_entropy_output(logits, target, z_loss=0.1, scale=0.5)
+    torch.testing.assert_close(found.loss, ops.cross_entropy(logits, target, z_loss=0.1, scale=0.5))
+    with pytest.raises(ValueError, match="cross_entropy_output: target has shape"):
+        nn.cross_entropy_output(logits, target[:4])
+    with pytest.raises(ValueError, match="reduction"):
+        nn.cross_entropy_output(logits, target, reduction="max")

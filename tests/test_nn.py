@@ -289,3 +289,17 @@ def test_weights_of_a_hugging_face_llama_load(scaled, missing):
         ours.rotary.cos, ours.rotary.sin = cos, sin
         # In a double model their norms still round to fp32, and nothing else: less than a whole fp32 run does.
         assert _distance(ours(tokens), theirs.double()(tokens).logits) <= _distance(ours(tokens), rounded)
+
+
+def test_rms_norm_with_a_weight_for_each_head():
+    norm = nn.RMSNorm(8, num_heads=3, offset=1.0, casting="llama")
+    assert norm.weight.shape == (3, 8)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, 5, 3, 8)
+    wanted = torch.stack([F.rms_norm(x[..., h, :], (8,), 1 + norm.weight[h], norm.eps) for h in range(3)], -2)
+    torch.testing.assert_close(norm(x), wanted)
+    assert "num_heads=3" in repr(norm)
+    with pytest.raises(ValueError, match="num_heads must be at least 1"):
+        nn.RMSNorm(8, num_heads=0)
+    with pytest.raises(ValueError, match=r"must be \[8\], or \[4, 8\] for one a head"):
+        norm(torch.randn(2, 4, 8))

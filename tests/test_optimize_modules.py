@@ -37,6 +37,14 @@ class Gemma(Llama):
         return (wide * (1 + self.weight.float())).to(x.dtype)
 
 
+class Uncast(Llama):
+    """RMSNorm in the dtype of its input, operation by operation."""
+
+    def forward(self, x):
+        """Normalise the last dimension."""
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
 class HalfRMSNorm(Llama):
     """Looks like one and is not."""
 
@@ -66,7 +74,8 @@ class ClippedGELU(nn.Module):
     [
         (Llama(), "rounded before"),
         (Gemma(), "(1 + weight), rounded after"),
-        (nn.RMSNorm(24), "rounded after"),
+        (Uncast(), "rounded after every operation"),
+        (nn.RMSNorm(24), "rounded after that product"),
         (nn.RMSNorm(24, elementwise_affine=False), "RMSNorm"),
         (nn.LayerNorm(24), "LayerNorm"),
         (nn.LayerNorm(24, bias=False), "LayerNorm"),
@@ -83,6 +92,19 @@ def test_norms_are_told_apart(norm, says):
         for parameter in model.parameters():
             parameter.normal_()
     assert (model(x) != undo(copy.deepcopy(model))(x)).float().mean() < 0.02
+
+
+def test_a_norm_with_a_weight_for_each_head_is_served_where_there_are_as_many():
+    norm = Llama((3, 24))
+    model = nn.Sequential(norm).bfloat16()
+    x = torch.randn(7, 3, 24).bfloat16()
+    y, one = model(x), model(x[:, :1])
+    optimize(model, strict=True)
+    assert "rounded before" in rows_of(model)["0", "norm"].reason
+    with Calls() as calls:
+        assert (model(x) != y).float().mean() < 0.02
+    assert calls == {"rms_norm": 1}
+    assert torch.equal(model(x[:, :1]), one)
 
 
 @pytest.mark.parametrize(

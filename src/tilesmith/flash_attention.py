@@ -11,6 +11,8 @@ device's shared memory is refused with the numbers. On a CPU a pair is checked f
 use_half: Q, K and V are rounded to float16 first (beyond ±65504 to infinity), sums stay fp32, and results come back in
 Q's dtype.
 
+`flash_attn_with_kvcache` has the layout of flash-attn, [B, tokens, heads, D], and no tiles to choose.
+
 See `tilesmith.ops` for the ops themselves: `attention`, with masks and more, and a `flash_attention_forward` with scale
 and causal.
 """
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.attention.kv_cache import flash_attn_with_kvcache
 from tilesmith.engine import use
 from tilesmith.engine.argument_checks import alike, flag, size, tensor
 from tilesmith.engine.backends import missing
@@ -33,6 +36,7 @@ CHOOSE = (32, 32)  # (Bc, Br) for which the library chooses
 __all__ = [
     "FlashAttention",
     "estimate_memory_usage",
+    "flash_attn_with_kvcache",
     "flash_attention_backward",
     "flash_attention_forward",
     "flash_attention_forward_with_stats",

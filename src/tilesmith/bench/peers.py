@@ -93,7 +93,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting="fp32"):
-    if offset or casting != "fp32":
+    if offset or casting != "fp32" or (weight is not None and weight.ndim == 2):
         return reference(ops()["rms_norm"])(x=x, weight=weight, eps=eps, offset=offset, casting=casting)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
@@ -192,7 +192,9 @@ EAGER: dict[str, Callable[..., Any]] = {
 def _liger_rms_norm(args):
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    casting = {"llama": "llama", "fp32": "gemma"}[args.get("casting", "fp32")]
+    if args["weight"] is not None and args["weight"].ndim == 2:
+        raise Missing("Liger's RMSNorm has one weight for all rows")
+    casting = {"llama": "llama", "fp32": "gemma", "none": "none"}[args.get("casting", "fp32")]
     offset, eps = args.get("offset", 0.0), args.get("eps", 1e-6)
     return lambda: LigerRMSNormFunction.apply(args["x"], args["weight"], eps, offset, casting, False)
 
@@ -209,7 +211,7 @@ def _liger_add_rms_norm(args):
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
     x, residual = (args[n] for n in list(args)[:2])
-    casting = {"llama": "llama", "fp32": "gemma"}[args.get("casting", "fp32")]
+    casting = {"llama": "llama", "fp32": "gemma", "none": "none"}[args.get("casting", "fp32")]
     return lambda: LigerFusedAddRMSNormFunction.apply(
         x, residual, args["weight"], args.get("eps", 1e-6), args.get("offset", 0.0), casting, False
     )

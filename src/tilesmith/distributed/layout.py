@@ -75,7 +75,7 @@ class Layout:
     @classmethod
     def _dealt(cls, tokens: int, size: int, dealt: Sequence[Sequence[int]]) -> Layout:
         """Rank r holds the blocks dealt[r], all of one width."""
-        checked_size("Layout", "tokens", tokens, 0)
+        checked_size("Layout", "tokens", tokens)
         checked_size("Layout", "size", size)
         width = -(-tokens // sum(map(len, dealt)))
         held = [[(min(i * width, tokens), min((i + 1) * width, tokens)) for i in sorted(blocks)] for blocks in dealt]

@@ -8,6 +8,7 @@ from tilesmith.nn.activation import FusedGELU
 from tilesmith.nn.attention import Attention
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.config import KernelConfig
+from tilesmith.nn.cross_entropy import CrossEntropyOutput, cross_entropy_output, linear_cross_entropy_output
 from tilesmith.nn.decoder import Decoder, DecoderBlock, DecoderConfig
 from tilesmith.nn.distillation import (
     JSD,
@@ -41,6 +42,7 @@ __all__ = [
     "JSD",
     "Attention",
     "AttentionLayer",
+    "CrossEntropyOutput",
     "Decoder",
     "DecoderBlock",
     "DecoderConfig",
@@ -68,10 +70,12 @@ __all__ = [
     "RotaryEmbedding",
     "Router",
     "TVDLoss",
+    "cross_entropy_output",
     "distillation_loss",
     "generate",
     "grpo_loss",
     "kto_loss",
+    "linear_cross_entropy_output",
     "preference_loss",
     "sequence_log_probs",
 ]

@@ -36,7 +36,8 @@ def casting_child(module: nn.Module, x: Tensor) -> nn.Module | None:
 class RMSNorm(nn.Module):
     """`ops.rms_norm` over the last dim, with a weight.
 
-    offset: added to the weight, which starts at 1 - offset. casting: "fp32" or "llama", where rounding happens.
+    offset: added to the weight, which starts at 1 - offset. casting: "fp32", "llama" or "none", where rounding happens.
+    num_heads: the weight is [num_heads, dim], one for each head of inputs [..., num_heads, dim]; None for one [dim].
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class RMSNorm(nn.Module):
         *,
         offset: float = 0.0,
         casting: str = "fp32",
+        num_heads: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -53,9 +55,10 @@ class RMSNorm(nn.Module):
         size("RMSNorm", "dim", dim)
         number("RMSNorm", "eps", eps, 0.0)
         number("RMSNorm", "offset", offset)
-        choice("RMSNorm", "casting", casting, ("fp32", "llama"))
+        choice("RMSNorm", "casting", casting, ("fp32", "llama", "none"))
+        shape = (dim,) if num_heads is None else (size("RMSNorm", "num_heads", num_heads), dim)
         self.eps, self.offset, self.casting = eps, offset, casting
-        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -68,12 +71,13 @@ class RMSNorm(nn.Module):
         return (caster or ops).rms_norm(x, self.weight, self.eps, self.offset, self.casting)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(the norm of s, s) for s = x + residual, in one pass."""
+        """(the norm of s, s) for s = x + residual, in one pass. Not with num_heads."""
         caster = casting_child(self, x)
         return (caster or ops).add_rms_norm(x, residual, self.weight, self.eps, self.offset, self.casting)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, casting={self.casting!r}"
+        heads = f", num_heads={self.weight.shape[0]}" if self.weight.ndim == 2 else ""
+        return f"{self.weight.shape[-1]}, eps={self.eps}, offset={self.offset}, casting={self.casting!r}{heads}"
 
 
 class LayerNorm(nn.Module):

@@ -70,7 +70,12 @@ _FAMILIES = {
         "linear_cross_entropy_vjp",
     ),
     "tilesmith.ops.loss.preference_op": ("linear_log_probs", "linear_preference", "linear_preference_vjp"),
-    "tilesmith.ops.loss.token_stats_op": ("linear_token_stats", "linear_token_stats_vjp"),
+    "tilesmith.ops.loss.token_stats_op": (
+        "linear_token_stats",
+        "linear_token_stats_vjp",
+        "token_stats",
+        "token_stats_vjp",
+    ),
     "tilesmith.ops.loss.vocabulary": ("vocab_parallel_cross_entropy",),
     "tilesmith.ops.loss.vocabulary_linear": ("vocab_parallel_linear_cross_entropy",),
     "tilesmith.ops.aliases": (
@@ -86,6 +91,7 @@ _FAMILIES = {
     "tilesmith.ops.moe.op": ("experts", "experts_vjp"),
     "tilesmith.ops.moe.route_op": ("route", "route_vjp", "router_losses", "router_losses_vjp"),
     "tilesmith.ops.norm.dropout_op": ("dropout_add_norm", "dropout_add_norm_vjp"),
+    "tilesmith.ops.norm.gated_op": ("rms_norm_gated", "rms_norm_gated_vjp"),
     "tilesmith.ops.norm.op": (
         "add_layer_norm",
         "add_layer_norm_vjp",

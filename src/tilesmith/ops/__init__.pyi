@@ -85,7 +85,7 @@ def add_rms_norm(
 
     x: [..., N]. residual: x's shape, in x's dtype or fp32. s is rounded to residual's dtype, and y is the norm of the
     rounded s, as two separate ops would give. y has x's dtype, to which the casts of `casting` refer as well.
-    weight, eps, offset, casting and memory order: see `rms_norm`; s is laid out as y.
+    weight, eps, offset, casting and memory order: see `rms_norm`; s is laid out as y. weight is [N] here.
 
     Returns (y, s). x and residual have the same gradient; it is computed in fp32 and rounded to each one's dtype.
 
@@ -698,8 +698,9 @@ def kv_cache_append(
 ) -> Tensor:
     """Write new keys and values into a KV cache in place, rotating keys and queries on the way.
 
-    Token ``t`` of row ``b`` has position ``lengths[b] + t``. Its key and value go to that slot of the row's cache; with
-    ``cos`` and ``sin`` the key is rotated first (RoPE, arXiv:2104.09864), and so is ``q``.
+    Token ``t`` of row ``b`` has position ``lengths[b] + t``, in ``k``, ``v`` and ``q`` alike. Its key and value go to
+    that slot of the row's cache; with ``cos`` and ``sin`` the key is rotated first (RoPE, arXiv:2104.09864), and so is
+    ``q``.
 
     A token whose slot lies outside the cache (a negative position, a position past the last slot, a page-table entry
     that names no page) is dropped. ``lengths`` itself is not advanced. If two tokens name the same slot (a page that
@@ -711,12 +712,13 @@ def kv_cache_append(
         k, v: [B, G, T, D] new keys and values; cast to the caches' dtypes, to the largest number of an 8-bit one if
             they are beyond it.
         lengths: [B] int32 or int64, tokens already in each row's cache; read on the device.
-        q: [B, H, T, D] queries to rotate, only with ``cos`` and ``sin``.
-        cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, T, R / 2] or
-            [1, T, R / 2] for each token. The first R <= D features are rotated, the others pass through. A position
-            that the table does not hold gives NaN.
+        q: [B, H, Tq, D] queries to rotate, only with ``cos`` and ``sin``; Tq may differ from T.
+        cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, max(T, Tq), R / 2]
+            or [1, max(T, Tq), R / 2] for each token. The first R <= D features are rotated, the others pass through. A
+            position that the table does not hold gives NaN.
         page_table: [B, pages] int32 or int64; slot ``s`` of row ``b`` is slot ``s % page_size`` of page
-            ``page_table[b, s // page_size]``.
+            ``page_table[b, s // page_size]``. A contiguous cache of more rows than the batch is one of pages as long as
+            a row: ``rows[:, None]`` says which row of the cache each row of the batch has.
         interleaved: features (2i, 2i + 1) form a pair; otherwise (i, i + R / 2).
         k_scale, v_scale: fp32 [1, G, 1] or [1, 1, 1], positive: what is stored is the key (rotated) and the value
             divided by them, as `attention` takes it. A cache in float8_e4m3fn or float8_e5m2 needs both.
@@ -766,16 +768,17 @@ def layer_norm_vjp(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x · weightᵀ + bias, as torch.nn.functional.linear.
 
-    x: [..., K]. weight: [N, K]. bias: [N]. Each in any strides and any floating dtype: y has x's dtype, and a weight or
-    bias of another dtype is rounded to it first, as autocast does. Sums are fp32 (fp64 for fp64 x); fp32 operands are
-    multiplied as torch.backends.cuda.matmul says (TF32 or not). Rounded once.
+    x: [..., K]. weight: [N, K]. bias: [N]. Each in any strides and any floating dtype, weight and bias in at least as
+    many bits as x: y has x's dtype, and a weight or bias of another dtype is rounded to it first, as autocast does.
+    Sums are fp32 (fp64 for fp64 x); fp32 operands are multiplied as torch.backends.cuda.matmul says (TF32 or not).
+    Rounded once.
 
     Returns y [..., N], contiguous. Saved for the backward: the inputs. Gradients have their input's dtype. dbias is
     summed in fp32. dweight of a weight wider than x is not rounded to x's dtype (but on accelerators other than CUDA,
     whose libraries cannot). Under autocast x is cast, and weight and bias follow it; their gradients stay their own.
 
-    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, ValueError for shapes or devices
-    that do not fit.
+    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, and for a weight or bias of fewer
+    bits than x; ValueError for shapes or devices that do not fit.
     """
 
 def linear_act(
@@ -1272,18 +1275,20 @@ def rms_norm(
 
     rstd = 1 / sqrt(mean(x²) + eps) in fp32 (fp64 for fp64 x), one a row.
 
-    x: [..., N], floating. weight: [N], floating, or None for a factor of 1 (offset then has no effect).
+    x: [..., N], floating. weight: [N], floating, or None for a factor of 1 (offset then has no effect); for x of
+    [..., H, N] also [H, N], one for each head.
     offset: added to weight; 1.0 for models that store the weight around 0, as Gemma does.
     casting: "fp32" computes in fp32 and rounds once, to x's dtype (Gemma, Olmo 2, torch.nn.functional.rms_norm).
     "llama" rounds x · rstd to x's dtype, then multiplies by weight + offset in the dtype x and weight promote to, then
-    rounds to x's dtype (Llama and most models after it). It has no bearing on the gradient, which is taken of the
-    formula and computed in fp32.
+    rounds to x's dtype (Llama and most models after it). "none" rounds to x's dtype after every operation, also those
+    that rstd is made of (x², its mean, eps, their sum, the root), as the formula does in PyTorch without a cast.
+    It has no bearing on the gradient, which is taken of the formula and computed in fp32, with the rstd of the forward.
 
     Returns y, of x's shape and dtype. Rows keep the order they have in x's memory and are packed; so y has x's strides
     where x is dense with a last stride of 1, and is contiguous where x is contiguous. dx likewise.
 
     Raises TypeError for a dtype that is not floating, ValueError for an empty or missing last dim, a weight that is
-    not [N] or is on another device, eps below 0, or an unknown casting.
+    neither [N] nor [H, N] or is on another device, eps below 0, or an unknown casting.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
@@ -1303,6 +1308,34 @@ def rms_norm_fp8(
     x, weight, eps, offset, casting and y: as `rms_norm` has them; x is contiguous but for a stride of its rows. bound,
     amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. Gradients are the caller's: those
     of `rms_norm` with rstd.
+    """
+
+def rms_norm_gated(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-06, casting: str = "fp32"
+) -> Tensor:
+    """y = rms_norm(x) · silu(gate): the norm behind the linear attention of Qwen3-Next and Qwen3.5.
+
+    x, gate: [..., N] of one shape and dtype, floating, any strides. weight: [N], floating, or None for 1. eps: see
+    `rms_norm`. casting: "fp32" computes in fp32 and rounds once; "llama" multiplies silu(gate), fp32, into the norm as
+    `rms_norm` rounds it with that casting, and rounds again. Neither has a bearing on the gradient, which is taken of
+    the formula in fp32.
+
+    Returns a contiguous tensor of x's shape and dtype. Everything is fp64 for fp64 x.
+
+    Raises TypeError for a dtype that is not floating or a gate of another one than x's, ValueError for shapes, devices,
+    eps and casting that do not fit.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467; Gated DeltaNet, Yang et al., arXiv:2412.06464.
+    """
+
+def rms_norm_gated_vjp(
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, rstd: Tensor, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dgate, dweight) of `rms_norm_gated`, contiguous, in their inputs' dtypes.
+
+    dy, x, gate: [..., N]; rstd: [...], which the forward saved. With n = x · rstd · weight: dgate = dy · n ·
+    silu'(gate), and dx and dweight are those of `rms_norm_vjp` for dy · silu(gate). Computed in fp32 (fp64 for fp64).
+    An empty tensor stands for a gradient that `output_mask` does not ask for.
     """
 
 def rms_norm_rope(
@@ -1379,8 +1412,8 @@ def rms_norm_vjp(
 
     dy: [..., N], the gradient of y, in any floating dtype. x, weight, offset: those of the forward. rstd: [...], which
     it saved. Computed in fp32 (fp64 for fp64 x): with x̂ = x · rstd and g = dy · (weight + offset), dx = (g − x̂ ·
-    mean(g · x̂)) · rstd and dweight = Σ dy · x̂ over rows. An empty tensor stands for a gradient that `output_mask`
-    does not ask for.
+    mean(g · x̂)) · rstd and dweight = Σ dy · x̂ over rows, over those of each head where it is [H, N]. An empty tensor
+    stands for a gradient that `output_mask` does not ask for.
     """
 
 def rope(
@@ -1620,6 +1653,46 @@ def swiglu_vjp_fp8(
     dh, gate, up: [..., N], one shape and dtype. d8 [M, 2N]: the gradients of gate and of up side by side, rounded to
     gate's dtype first, by the factor of `bound`; d8_t [2N, M16] is d8 transposed. h8_t [N, M16]: what `swiglu_fp8` made
     with h_factor, transposed. amax becomes the largest absolute element of both gradients, as in `fp8_cast`.
+    """
+
+def token_stats(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, scale: float = 1.0, softcap: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability of the label, entropy, log-sum-exp and most likely token of softmax(z), in one pass.
+
+    z are the logits, scaled and capped as in `cross_entropy`; p = softmax(z), lse = log Σ exp(z):
+
+        log_probs = z[target] − lse      entropy = −Σ p · log p      predicted = argmax z, the first of equal ones
+
+    So −log_probs.mean() is the cross-entropy, (lse ** 2).mean() the z loss beside it, and predicted == target the
+    accuracy of tokens: `tilesmith.nn.cross_entropy_output`.
+
+    logits: [..., V], floating. target: [...], int64 or int32. scale, softcap, and what raises: see `cross_entropy`.
+
+    Returns four tensors [...]: log_probs, entropy and lse, fp32 (fp64 for fp64 logits) and differentiable, and
+    predicted, int64. Where the label is ignore_index they are 0, 0, 0 and -1. A class whose score is -inf adds nothing
+    to the entropy.
+
+    Source: the definitions; Chowdhery et al., PaLM, arXiv:2204.02311 (z loss).
+    """
+
+def token_stats_vjp(
+    dlog_probs: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    output_mask: Sequence[bool],
+) -> Tensor:
+    """The gradient dlogits of `token_stats`, rounded once, to logits' dtype; contiguous.
+
+    dlog_probs, dentropy, dlse: [...], each may be None (zeros). entropy, lse: [...], which the forward saved. The
+    formula is that of `linear_token_stats_vjp`. An empty tensor where `output_mask` does not ask for it.
     """
 
 def tvd(

@@ -199,10 +199,12 @@ def _feeding_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    if getattr(module, "weight", None) is None:
+    if getattr(module, "weight", None) is None or module.weight.ndim != 1:
         return False
     known = getattr(type(module), "_tilesmith_norm", None)  # what `optimize` made of a norm
-    return isinstance(module, RMSNorm) if known is None else not known.centred
+    if known is None:
+        return isinstance(module, RMSNorm) and module.casting != "none"
+    return not known.centred and known.casting != "none"
 
 
 def _gated_layers(module: nn.Module) -> tuple[FP8LinearLayer, FP8LinearLayer, FP8LinearLayer] | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.layers.norms import Norm, epsilon, is_norm, servable
+from tilesmith.models.layers.norms import Norm, by_head, epsilon, is_norm, servable
 from tilesmith.models.reach import observed, ran, reaches
 from tilesmith.rewrite import flow
 
@@ -68,8 +68,15 @@ def norm_rotation(
     ) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = (module._modules[name] for name in names)
         fits = reaches(OP, q) and q.ndim == k.ndim == 4 and cos.ndim == 3 and q.dtype is k.dtype
-        fits = fits and not more and named.get("unsqueeze_dim", 1) == 1 and set(named) <= {"unsqueeze_dim"}
+        fits = (
+            fits
+            and norm.casting != "none"
+            and not more
+            and named.get("unsqueeze_dim", 1) == 1
+            and set(named) <= {"unsqueeze_dim"}
+        )
         for child, x in ((q_norm, q), (k_norm, k)):
+            fits = fits and not by_head(child)
             fits = fits and is_norm(child, norm) and not observed(child) and servable(child, x, norm)
         if not (fits and epsilon(q_norm, q, norm) == epsilon(k_norm, k, norm)):
             q, k = _apart(q_norm, q, transposed[0]), _apart(k_norm, k, transposed[1])

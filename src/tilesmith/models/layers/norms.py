@@ -21,6 +21,9 @@ _SHARE_BF16 = 0.02
 _DEVIATION_FP32 = 1e-5
 
 
+_ROUNDED = {"fp32": "after that product", "llama": "before that product", "none": "after every operation"}
+
+
 class Norm(NamedTuple):
     """A norm over the last dimension: what tells it from the others.
 
@@ -39,7 +42,7 @@ class Norm(NamedTuple):
         if self.centred:
             return f"LayerNorm times ({self.offset:g} + weight)" if self.offset else "LayerNorm"
         weight = f"({self.offset:g} + weight)" if self.offset else "weight"
-        return f"RMSNorm times {weight}, rounded {'before' if self.casting == 'llama' else 'after'} that product"
+        return f"RMSNorm times {weight}, rounded {_ROUNDED[self.casting]}"
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,20 @@ def servable(module: nn.Module, x: Tensor, norm: Norm, added: bool = False) -> b
     dtype that the module's own forward would."""
     if not reaches("add_" + op_of(norm) if added else op_of(norm), x):
         return False
+    if by_head(module) and (added or x.ndim < 2 or x.shape[-2] != module.weight.shape[0]):
+        return False
     if norm.centred:
         # Autocast runs LayerNorm in float32 whatever its input.
         return not (x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type))
     weight = getattr(module, "weight", None)
     # The product of a rounded norm and a weight of another dtype is promoted; the op returns x's dtype.
     return norm.casting == "fp32" or weight is None or weight.dtype is x.dtype
+
+
+def by_head(module: nn.Module) -> bool:
+    """Whether the weight of a norm is [H, N], one for each head."""
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.ndim == 2
 
 
 def normalised(module: nn.Module, x: Tensor, norm: Norm) -> Tensor:
@@ -133,7 +144,7 @@ class NormRule(Rule):
             return None
         if not set(parameters) <= {"weight", "bias"}:
             return Skip(f"it has parameters other than weight and bias: {', '.join(parameters)}") if named else None
-        if any(p.ndim != 1 for p in parameters.values()):
+        if any(p.ndim != 1 for p in parameters.values()) and not (by_head(module) and len(parameters) == 1):
             return Skip("it normalises over more than the last dimension") if named else None
         try:
             found = self._verdicts.of(module, lambda: recognise(module))
@@ -145,18 +156,18 @@ class NormRule(Rule):
 def recognise(module: nn.Module) -> Norm:
     """The norm whose result is the module's own, in float32 and to the bit in bfloat16. Raises `Unlike`."""
     probe.only_input(original_class(type(module)))
-    width = _width(module)
+    shape = _shape(module)
     scores: dict[Norm, float] = dict.fromkeys(_candidates(module), 0.0)
     for dtype, training in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
         tensors = {
-            name: (1 + 0.3 * probe.wave(width, phase=i)).to(dtype)
+            name: (1 + 0.3 * probe.wave(*shape, phase=i)).to(dtype)
             for i, (name, p) in enumerate(module._parameters.items())
             if p is not None
         }
         twin = probe.shell(module, tensors).train(training)
         # Rows of very different size, so that epsilon shows in one of them.
         sizes = torch.tensor([1e-3, 0.1, 1.0, 1.0, 8.0, 100.0], device="cpu")
-        x = (probe.wave(6, width, phase=2.0) * sizes[:, None]).to(dtype)
+        x = (probe.wave(6, *shape, phase=2.0) * sizes.view(6, *[1] * len(shape))).to(dtype)
         found = probe.call(twin.forward, x)
         for norm in list(scores):
             # through the very code that would serve the module
@@ -170,12 +181,12 @@ def recognise(module: nn.Module) -> Norm:
     return min(scores, key=lambda norm: scores[norm])
 
 
-def _width(module: nn.Module) -> int:
-    """The size of the last dimension; without a weight, what a plain attribute suggests."""
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    """That of the weight; without one, a last dimension as a plain attribute suggests it."""
     if module._parameters.get("weight") is not None:
-        return module._parameters["weight"].shape[0]
+        return tuple(module._parameters["weight"].shape)
     values = [value[0] if isinstance(value, tuple) and len(value) == 1 else value for value in module.__dict__.values()]
-    return next((value for value in values if type(value) is int and value > 1), 64)
+    return (next((value for value in values if type(value) is int and value > 1), 64),)
 
 
 def _candidates(module: nn.Module) -> list[Norm]:
@@ -185,9 +196,9 @@ def _candidates(module: nn.Module) -> list[Norm]:
     found = []
     written = [*attributes, *_constants(original_class(type(module)))]
     for eps in [*((name, "computed") for name in written), (None, "computed"), (None, "input")]:
-        found += [Norm(True, *eps, offset) for offset in offsets]
+        found += [Norm(True, *eps, offset) for offset in offsets if not by_head(module)]
         if not biased:
-            found += [Norm(False, *eps, *rest) for rest in itertools.product(offsets, ("fp32", "llama"))]
+            found += [Norm(False, *eps, *rest) for rest in itertools.product(offsets, ("fp32", "llama", "none"))]
     return found
 
 

@@ -123,14 +123,14 @@ def _check_places(k_cache: Tensor, k: Tensor, lengths: Tensor, page_table: Tenso
 
 
 def _check_rotation(k: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
-    batch, _, tokens, dim = k.shape
+    batch, _, _, dim = k.shape
     if (cos is None) != (sin is None):
         raise ValueError(f"kv_cache_append: {'cos' if cos is None else 'sin'} is missing; give cos and sin, or neither")
     if q is not None:
         if cos is None:
             raise ValueError("kv_cache_append: q is given without cos and sin; it is only taken to be rotated")
-        if q.ndim != 4 or q.shape[0] != batch or q.shape[2] != tokens or q.shape[3] != dim:
-            raise ValueError(f"kv_cache_append: q has shape {tuple(q.shape)}; it must be [{batch}, H, {tokens}, {dim}]")
+        if q.ndim != 4 or q.shape[0] != batch or q.shape[3] != dim:
+            raise ValueError(f"kv_cache_append: q has shape {tuple(q.shape)}; it must be [{batch}, H, Tq, {dim}]")
     if cos is None or sin is None:
         return
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
@@ -138,6 +138,7 @@ def _check_rotation(k: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor
             f"kv_cache_append: sin is {tuple(sin.shape)} {sin.dtype}, cos {tuple(cos.shape)} {cos.dtype}; "
             "they must agree"
         )
+    tokens = reference.longest(k, q)
     per_token = cos.ndim == 3 and (cos.shape[0] == 1 or cos.shape[0] == batch) and cos.shape[1] == tokens
     if not (per_token or (cos.ndim == 2 and cos.shape[0] > 0)):
         raise ValueError(

@@ -20,8 +20,9 @@ def kv_cache_append(
 ) -> Tensor:
     """Write new keys and values into a KV cache in place, rotating keys and queries on the way.
 
-    Token ``t`` of row ``b`` has position ``lengths[b] + t``. Its key and value go to that slot of the row's cache; with
-    ``cos`` and ``sin`` the key is rotated first (RoPE, arXiv:2104.09864), and so is ``q``.
+    Token ``t`` of row ``b`` has position ``lengths[b] + t``, in ``k``, ``v`` and ``q`` alike. Its key and value go to
+    that slot of the row's cache; with ``cos`` and ``sin`` the key is rotated first (RoPE, arXiv:2104.09864), and so is
+    ``q``.
 
     A token whose slot lies outside the cache (a negative position, a position past the last slot, a page-table entry
     that names no page) is dropped. ``lengths`` itself is not advanced. If two tokens name the same slot (a page that
@@ -33,12 +34,13 @@ def kv_cache_append(
         k, v: [B, G, T, D] new keys and values; cast to the caches' dtypes, to the largest number of an 8-bit one if
             they are beyond it.
         lengths: [B] int32 or int64, tokens already in each row's cache; read on the device.
-        q: [B, H, T, D] queries to rotate, only with ``cos`` and ``sin``.
-        cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, T, R / 2] or
-            [1, T, R / 2] for each token. The first R <= D features are rotated, the others pass through. A position
-            that the table does not hold gives NaN.
+        q: [B, H, Tq, D] queries to rotate, only with ``cos`` and ``sin``; Tq may differ from T.
+        cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, max(T, Tq), R / 2]
+            or [1, max(T, Tq), R / 2] for each token. The first R <= D features are rotated, the others pass through. A
+            position that the table does not hold gives NaN.
         page_table: [B, pages] int32 or int64; slot ``s`` of row ``b`` is slot ``s % page_size`` of page
-            ``page_table[b, s // page_size]``.
+            ``page_table[b, s // page_size]``. A contiguous cache of more rows than the batch is one of pages as long as
+            a row: ``rows[:, None]`` says which row of the cache each row of the batch has.
         interleaved: features (2i, 2i + 1) form a pair; otherwise (i, i + R / 2).
         k_scale, v_scale: fp32 [1, G, 1] or [1, 1, 1], positive: what is stored is the key (rotated) and the value
             divided by them, as `attention` takes it. A cache in float8_e4m3fn or float8_e5m2 needs both.
@@ -51,11 +53,11 @@ def kv_cache_append(
     gradient: a tensor that requires one raises ValueError while grad mode is on, as do wrong shapes; wrong dtypes raise
     TypeError.
     """
-    batch, _, tokens, _ = k.shape
-    position = lengths[:, None].long() + torch.arange(tokens, device=k.device)
+    tokens = k.shape[2]
+    position = lengths[:, None].long() + torch.arange(longest(k, q), device=k.device)
     if cos is not None and sin is not None:
         cos, sin = _angles(cos, position), _angles(sin, position)
-    rows, columns, page, slot = _destinations(k_cache, position, page_table)
+    rows, columns, page, slot = _destinations(k_cache, position[:, :tokens], page_table)
     for cache, new in ((k_cache, _scaled(_rotate(k, cos, sin, interleaved), k_scale)), (v_cache, _scaled(v, v_scale))):
         new = _cast(new, cache.dtype)[rows, :, columns]
         if cache.dtype.itemsize == 1:  # torch indexes bytes, but no 8-bit floats
@@ -64,6 +66,11 @@ def kv_cache_append(
     if q is None:
         return k.new_empty(0)
     return torch.empty_like(q).copy_(_rotate(q, cos, sin, interleaved))
+
+
+def longest(k: Tensor, q: Tensor | None) -> int:
+    """The tokens of a row that have a position: those of k or of q, whichever has more."""
+    return k.shape[2] if q is None else max(k.shape[2], q.shape[2])
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -104,9 +111,11 @@ def _angles(table: Tensor, position: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
-    """x [B, heads, T, D] with its first R features rotated by [B or 1, T, R / 2] angles, in at least float32."""
+    """x [B, heads, T, D] with its first R features rotated by the first T of [B or 1, *, R / 2] angles, in at least
+    float32."""
     if cos is None or sin is None:
         return x
+    cos, sin = cos[:, : x.shape[2]], sin[:, : x.shape[2]]
     acc = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos[:, None].to(acc), sin[:, None].to(acc)
     pairs = cos.shape[-1]

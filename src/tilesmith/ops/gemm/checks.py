@@ -78,6 +78,12 @@ def _linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     one_device(op, "weight", weight, "x", x)
     _vector(op, "bias", bias, weight.shape[0], x)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.dtype.itemsize < x.dtype.itemsize:
+            raise TypeError(
+                f"{op}: {name} has dtype {parameter.dtype}, x has {x.dtype}; it must be as wide as x or wider: "
+                f"pass x.to({parameter.dtype}), or {name}.to({x.dtype})"
+            )
 
 
 def _vector(op: str, name: str, vector: Tensor | None, size: int, x: Tensor) -> None:

@@ -44,16 +44,17 @@ def matmul_vjp(dy: Tensor, a: Tensor, b: Tensor, output_mask: Sequence[bool]) ->
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x · weightᵀ + bias, as torch.nn.functional.linear.
 
-    x: [..., K]. weight: [N, K]. bias: [N]. Each in any strides and any floating dtype: y has x's dtype, and a weight or
-    bias of another dtype is rounded to it first, as autocast does. Sums are fp32 (fp64 for fp64 x); fp32 operands are
-    multiplied as torch.backends.cuda.matmul says (TF32 or not). Rounded once.
+    x: [..., K]. weight: [N, K]. bias: [N]. Each in any strides and any floating dtype, weight and bias in at least as
+    many bits as x: y has x's dtype, and a weight or bias of another dtype is rounded to it first, as autocast does.
+    Sums are fp32 (fp64 for fp64 x); fp32 operands are multiplied as torch.backends.cuda.matmul says (TF32 or not).
+    Rounded once.
 
     Returns y [..., N], contiguous. Saved for the backward: the inputs. Gradients have their input's dtype. dbias is
     summed in fp32. dweight of a weight wider than x is not rounded to x's dtype (but on accelerators other than CUDA,
     whose libraries cannot). Under autocast x is cast, and weight and bias follow it; their gradients stay their own.
 
-    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, ValueError for shapes or devices
-    that do not fit.
+    Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, and for a weight or bias of fewer
+    bits than x; ValueError for shapes or devices that do not fit.
     """
     acc = _acc(x)
     bias = None if bias is None else bias.to(x.dtype).to(acc)

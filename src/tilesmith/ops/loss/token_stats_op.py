@@ -1,4 +1,4 @@
-"""Statistics of predicted tokens without logits: what the op accepts and which kernels it has.
+"""Statistics of predicted tokens, of logits and without them: what the ops accept and which kernels they have.
 
 Legend: V classes (the vocabulary), K features of a token; [...] the shape of the tokens.
 """
@@ -9,15 +9,34 @@ from torch import Tensor
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import in_the_name_of
 from tilesmith.ops.loss import token_stats_reference as reference
-from tilesmith.ops.loss.arguments import linear_token_stats_arguments, linear_token_stats_vjp_arguments
-from tilesmith.ops.loss.checks import check_linear_cross_entropy
+from tilesmith.ops.loss.arguments import (
+    linear_token_stats_arguments,
+    linear_token_stats_vjp_arguments,
+    token_stats_arguments,
+    token_stats_vjp_arguments,
+)
+from tilesmith.ops.loss.checks import check_cross_entropy, check_linear_cross_entropy
+
+
+@token_stats_arguments
+def _fake_of_logits(call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _fake_stats(call.logits, call.target)
+
+
+@token_stats_vjp_arguments
+def _fake_of_logits_vjp(call) -> Tensor:
+    return call.logits.new_empty(call.logits.shape if call.output_mask[0] else 0)
+
+
+def _fake_stats(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    acc = torch.promote_types(x.dtype, torch.float32)
+    stats = (x.new_empty(target.shape, dtype=acc) for _ in range(3))
+    return *stats, x.new_empty(target.shape, dtype=torch.int64)
 
 
 @linear_token_stats_arguments
 def _fake(call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    acc = torch.promote_types(call.x.dtype, torch.float32)
-    stats = (call.x.new_empty(call.target.shape, dtype=acc) for _ in range(3))
-    return *stats, call.x.new_empty(call.target.shape, dtype=torch.int64)
+    return _fake_stats(call.x, call.target)
 
 
 @linear_token_stats_vjp_arguments
@@ -32,6 +51,18 @@ def _check(x, weight, target, bias, ignore_index, scale, softcap, chunk_tokens, 
     _named(x, weight, target, bias, *loss)
 
 
+def _check_of_logits(logits, target, ignore_index, scale, softcap) -> None:
+    _named_of_logits(logits, target, None, ignore_index, 0.0, 0.0, scale, softcap, "none")
+
+
+def _cross_entropy(*args) -> None:
+    check_cross_entropy(*args)
+
+
+_cross_entropy.__name__ = "token_stats"
+_named_of_logits = in_the_name_of("cross_entropy")(_cross_entropy)
+
+
 def _linear_cross_entropy(*args) -> None:
     check_linear_cross_entropy(*args)
 
@@ -39,6 +70,23 @@ def _linear_cross_entropy(*args) -> None:
 _linear_cross_entropy.__name__ = "linear_token_stats"
 _named = in_the_name_of("linear_cross_entropy")(_linear_cross_entropy)
 _KERNELS = {"triton": "tilesmith.ops.loss.triton.token_stats", "chunked": "tilesmith.ops.loss.chunked.token_stats"}
+
+token_stats_vjp = Op(
+    reference.token_stats_vjp,
+    fake=_fake_of_logits_vjp,
+    outputs=("dlogits",),
+    kernels=_KERNELS,
+)
+
+token_stats = Op(
+    reference.token_stats,
+    fake=_fake_of_logits,
+    vjp=token_stats_vjp,
+    outputs=("log_probs", "entropy", "lse", "predicted"),
+    check=_check_of_logits,
+    sharding="*V * -> * * * *",
+    kernels=_KERNELS,
+)
 
 linear_token_stats_vjp = Op(
     reference.linear_token_stats_vjp,

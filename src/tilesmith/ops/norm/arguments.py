@@ -24,7 +24,7 @@ class Norm(NamedTuple):
     """A forward of any norm: y = norm(x), or s = x + residual and y = norm(s), with x dropped out first by seed and p.
 
     center: layer norm, which subtracts the mean; else RMS norm. offset: added to the weight. llama: x · rstd is rounded
-    before the weight multiplies it.
+    before the weight multiplies it. rounded: the statistics are too, operation by operation.
     """
 
     x: Tensor
@@ -35,6 +35,7 @@ class Norm(NamedTuple):
     offset: float
     center: bool
     llama: bool
+    rounded: bool
     seed: Tensor | None
     p: float
 
@@ -43,13 +44,24 @@ def norm_of(call: Any) -> Norm:
     """The named tuple of a forward op's arguments as a `Norm`."""
     given = call._asdict()
     center = given["kind"] == "layer" if "kind" in given else "bias" in given
-    x = call.x
+    x, casting = call.x, given.get("casting")
     if "seed" in given and row_order(x) is not None:  # the mask counts the elements of a contiguous tensor
         x = x.contiguous()
     return Norm(
         x, given.get("residual"), call.weight, given.get("bias"), call.eps, given.get("offset", 0.0), center,
-        given.get("casting") == "llama", given.get("seed"), given.get("p", 0.0),
+        casting in ("llama", "none"), casting == "none", given.get("seed"), given.get("p", 0.0),
     )  # fmt: skip
+
+
+def unserved(call: Any) -> list[str]:
+    """Why kernels with one weight for all rows and statistics in fp32 do not serve a call's metadata."""
+    reasons = []
+    weight = getattr(call, "weight", None)
+    if weight is not None and weight.ndim == 2:
+        reasons.append("weight is [H, N]; this kernel has one weight for all rows")
+    if getattr(call, "casting", None) == "none":
+        reasons.append("casting is 'none'; this kernel rounds no statistics")
+    return reasons
 
 
 class NormGradient(NamedTuple):

@@ -13,6 +13,7 @@ from tilesmith.device.rows import empty_row_values, empty_rows, row_order
 from tilesmith.engine import Op
 from tilesmith.engine.arguments import small
 from tilesmith.engine.backends import declare_backend
+from tilesmith.engine.sharding import spread
 from tilesmith.ops.norm import reference
 from tilesmith.ops.norm.arguments import (
     add_layer_norm_vjp_arguments,
@@ -26,7 +27,7 @@ EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable.norm"}
 declare_backend("hopper_persistent", like="hopper")
 FORWARD = {**EVERYWHERE, "hopper_persistent": "tilesmith.ops.norm.hopper.persistent"}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-CASTINGS = ("fp32", "llama")
+CASTINGS = ("fp32", "llama", "none")
 
 
 def _fake_rms_norm(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -89,6 +90,19 @@ def _check_rows(op: str, x: Tensor, eps: float) -> None:
         raise ValueError(f"{op}: eps is {eps}; it must be 0 or more")
 
 
+def _check_weight(op: str, weight: Tensor | None, x: Tensor) -> None:
+    """A weight for all rows, or one for each head."""
+    if weight is None or weight.ndim != 2 or x.ndim < 2:
+        _check_vector(op, "weight", weight, x)
+    elif weight.shape != x.shape[-2:]:
+        raise ValueError(
+            f"{op}: weight has shape {tuple(weight.shape)}; for this x it must be [{x.shape[-1]}], or "
+            f"[{x.shape[-2]}, {x.shape[-1]}] for one a head"
+        )
+    else:
+        _check_vector(op, "weight", weight[0], x)
+
+
 def _check_vector(op: str, name: str, vector: Tensor | None, x: Tensor) -> None:
     if vector is None:
         return
@@ -111,12 +125,12 @@ def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
 
 def _check_casting(op: str, casting: str) -> None:
     if casting not in CASTINGS:
-        raise ValueError(f"{op}: casting is {casting!r}; it must be 'fp32' or 'llama'")
+        raise ValueError(f"{op}: casting is {casting!r}; it must be 'fp32', 'llama' or 'none'")
 
 
 def _check_rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
     _check_rows("rms_norm", x, eps)
-    _check_vector("rms_norm", "weight", weight, x)
+    _check_weight("rms_norm", weight, x)
     _check_casting("rms_norm", casting)
 
 
@@ -142,6 +156,12 @@ def _check_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bi
     _check_vector("add_layer_norm", "bias", bias, x)
 
 
+def _sharded(op: Op, args: tuple) -> Tensor:
+    weight = args[1]
+    by_head = weight is not None and weight.ndim == 2
+    return spread(op, args, "*hN hN -> *hN" if by_head else "*N N -> *N")
+
+
 rms_norm_vjp = Op(
     reference.rms_norm_vjp,
     fake=_fake_rms_norm_vjp,
@@ -160,7 +180,7 @@ rms_norm = Op(
     decompose=reference.rms_norm,
     when=small,
     fold=("x",),
-    sharding="*N N -> *N",
+    sharding=_sharded,
 )
 
 layer_norm_vjp = Op(

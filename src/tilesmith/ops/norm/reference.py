@@ -15,18 +15,20 @@ def rms_norm(
 
     rstd = 1 / sqrt(mean(x²) + eps) in fp32 (fp64 for fp64 x), one a row.
 
-    x: [..., N], floating. weight: [N], floating, or None for a factor of 1 (offset then has no effect).
+    x: [..., N], floating. weight: [N], floating, or None for a factor of 1 (offset then has no effect); for x of
+    [..., H, N] also [H, N], one for each head.
     offset: added to weight; 1.0 for models that store the weight around 0, as Gemma does.
     casting: "fp32" computes in fp32 and rounds once, to x's dtype (Gemma, Olmo 2, torch.nn.functional.rms_norm).
     "llama" rounds x · rstd to x's dtype, then multiplies by weight + offset in the dtype x and weight promote to, then
-    rounds to x's dtype (Llama and most models after it). It has no bearing on the gradient, which is taken of the
-    formula and computed in fp32.
+    rounds to x's dtype (Llama and most models after it). "none" rounds to x's dtype after every operation, also those
+    that rstd is made of (x², its mean, eps, their sum, the root), as the formula does in PyTorch without a cast.
+    It has no bearing on the gradient, which is taken of the formula and computed in fp32, with the rstd of the forward.
 
     Returns y, of x's shape and dtype. Rows keep the order they have in x's memory and are packed; so y has x's strides
     where x is dense with a last stride of 1, and is contiguous where x is contiguous. dx likewise.
 
     Raises TypeError for a dtype that is not floating, ValueError for an empty or missing last dim, a weight that is
-    not [N] or is on another device, eps below 0, or an unknown casting.
+    neither [N] nor [H, N] or is on another device, eps below 0, or an unknown casting.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
@@ -42,8 +44,8 @@ def rms_norm_vjp(
 
     dy: [..., N], the gradient of y, in any floating dtype. x, weight, offset: those of the forward. rstd: [...], which
     it saved. Computed in fp32 (fp64 for fp64 x): with x̂ = x · rstd and g = dy · (weight + offset), dx = (g − x̂ ·
-    mean(g · x̂)) · rstd and dweight = Σ dy · x̂ over rows. An empty tensor stands for a gradient that `output_mask`
-    does not ask for.
+    mean(g · x̂)) · rstd and dweight = Σ dy · x̂ over rows, over those of each head where it is [H, N]. An empty tensor
+    stands for a gradient that `output_mask` does not ask for.
     """
     dx, dweight = _rms_vjp(dy, None, x, weight, rstd, offset, output_mask)
     return _packed(dx.to(x.dtype), x, row_order(x)) if output_mask[0] else dx, dweight
@@ -103,7 +105,7 @@ def add_rms_norm(
 
     x: [..., N]. residual: x's shape, in x's dtype or fp32. s is rounded to residual's dtype, and y is the norm of the
     rounded s, as two separate ops would give. y has x's dtype, to which the casts of `casting` refer as well.
-    weight, eps, offset, casting and memory order: see `rms_norm`; s is laid out as y.
+    weight, eps, offset, casting and memory order: see `rms_norm`; s is laid out as y. weight is [N] here.
 
     Returns (y, s). x and residual have the same gradient; it is computed in fp32 and rounded to each one's dtype.
 
@@ -177,9 +179,14 @@ def _rms(
     x: Tensor, y_dtype: torch.dtype, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     wide = x.to(_acc(x))
-    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    if casting == "none":
+        narrow = x.to(y_dtype)
+        rstd = torch.rsqrt(narrow.square().mean(-1) + eps).to(wide.dtype)
+        wide = narrow.to(wide.dtype)
+    else:
+        rstd = torch.rsqrt(wide.square().mean(-1) + eps)
     y = wide * rstd.unsqueeze(-1)
-    if casting == "llama":
+    if casting != "fp32":
         y = y.to(y_dtype)
         if weight is not None:
             y = y * (weight.to(torch.promote_types(y_dtype, weight.dtype)) + offset)
@@ -221,7 +228,7 @@ def _rms_vjp(
         dx = (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
         dx = dx if ds is None else dx + ds
     if output_mask[1]:
-        dweight = _sum_rows(dy * xhat, weight.dtype)
+        dweight = _sum_rows(dy * xhat, weight.dtype, weight.ndim)
     return dx, dweight
 
 
@@ -255,8 +262,9 @@ def _acc(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.unsqueeze(0).sum(list(range(x.ndim))).to(dtype)
+def _sum_rows(x: Tensor, dtype: torch.dtype, kept: int = 1) -> Tensor:
+    """The sum over all dims but the last `kept`."""
+    return x.unsqueeze(0).sum(list(range(x.ndim + 1 - kept))).to(dtype)
 
 
 def _packed(value: Tensor, x: Tensor, order: tuple[int, ...] | None) -> Tensor:

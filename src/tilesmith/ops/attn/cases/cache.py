@@ -64,6 +64,7 @@ def _append(
     *,
     lengths: tuple[int, ...] = (3,),
     q_heads: int = 0,
+    q_tokens: int | None = None,
     rotated: int = 0,
     positions: int | None = None,
     pages: int = 0,
@@ -79,10 +80,11 @@ def _append(
     kind = {"grad": False, "layout": layout, "dtype": small, "init": "normal" if small is None else _normal}
     cache = T(num_pages if pages else batch, kv_heads, slots, dim, **kind)
     new = T(batch, kv_heads, tokens, dim, grad=False, layout=layout)
-    angles = (batch, tokens, rotated // 2) if positions is None else (positions, rotated // 2)
+    q_tokens = tokens if q_tokens is None else q_tokens
+    angles = (batch, max(tokens, q_tokens), rotated // 2) if positions is None else (positions, rotated // 2)
     args = {"k_cache": cache, "v_cache": cache, "k": new, "v": new}
     args["lengths"] = T(batch, dtype=torch.int32, grad=False, init=_lengths(*lengths))
-    args["q"] = T(batch, q_heads, tokens, dim, grad=False, layout=layout) if q_heads else None
+    args["q"] = T(batch, q_heads, q_tokens, dim, grad=False, layout=layout) if q_heads else None
     args["cos"] = T(*angles, dtype=angle_dtype, grad=False, init=_angles(torch.cos)) if rotated else None
     args["sin"] = T(*angles, dtype=angle_dtype, grad=False, init=_angles(torch.sin)) if rotated else None
     args["page_table"] = T(batch, pages, dtype=torch.int32, grad=False, init=_pages(num_pages)) if pages else None
@@ -103,6 +105,9 @@ CASES: dict[str, list[Case]] = {
         Case("interleaved", _append(2, 3, 2, 16, 11, q_heads=6, rotated=16, positions=11, interleaved=True), SMALL),
         Case("interleaved_partial", _append(1, 4, 3, 22, 7, q_heads=3, rotated=14, interleaved=True), SMALL),
         Case("keys_only_rotated", _append(2, 1, 2, 8, 5, rotated=8, positions=5), SMALL),
+        Case("more_queries", _append(2, 2, 2, 16, 11, q_heads=4, q_tokens=5, rotated=16, positions=11), SMALL),
+        Case("fewer_queries", _append(2, 4, 2, 16, 11, q_heads=4, q_tokens=1, rotated=12), SMALL),
+        Case("queries_alone", _append(2, 0, 2, 16, 11, q_heads=4, q_tokens=3, rotated=16, positions=11), SMALL),
         Case("paged", _append(2, 5, 2, 16, 4, lengths=(2, 5), q_heads=4, rotated=16, positions=12, pages=3), SMALL),
         Case("page_of_one", _append(2, 3, 1, 8, 1, lengths=(0, 2), pages=6), SMALL),
         Case("dropped", _append(4, 4, 2, 8, 6, lengths=(-2, 0, 5, 9)), SMALL),

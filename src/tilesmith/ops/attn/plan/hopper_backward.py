@@ -166,16 +166,19 @@ def _blocks(s: Shape, config: HopperVjpConfig) -> Blocks:
 
 
 class Order(NamedTuple):
-    """How tiles of keys follow each other: `section` kv heads at a time; ordered, by one of the walks of `KeyWalk`."""
+    """How tiles of keys follow each other: `section` kv heads at a time, of which `modelled` says whether the model of
+    the schedule chose how many; ordered, by one of the walks of `KeyWalk`."""
 
     section: int
+    modelled: bool
     ordered: bool
     ring: bool
     woven: bool
     division: Division
 
     def reasons(self, s: Shape) -> list[str]:
-        found = [f"sections of {self.section} of {s.batch * s.kv_heads} kv heads"]
+        by = ", as a model of the schedule predicts the shortest time" if self.modelled else ""
+        found = [f"sections of {self.section} of {s.batch * s.kv_heads} kv heads{by}"]
         if self.ordered:
             found.append("deterministic: each tile of keys adds to dq when the tile behind it has")
         if self.ring:
@@ -189,7 +192,8 @@ def _order(s: Shape, b: Blocks, arch: Any) -> Order:
     left, right = b.window.hides_left, b.window.hides_right
     ordered = s.deterministic and not b.apart
     section = kv_heads_together(s, b.k_blocks, arch, ordered, right)
-    if right and not (ordered or s.packed or s.lists):
+    modelled = right and not (ordered or s.packed or s.lists)
+    if modelled:
         window = b.window.left if left else None, b.window.right
         steps = key_steps(s.tokens, s.keys, b.block_m, b.block_n, b.q_begin, b.k_begin, *window)
         section = section_of(section, s.batch * s.kv_heads, tuple(n * s.group for n in steps), arch.sms)
@@ -199,7 +203,7 @@ def _order(s: Shape, b: Blocks, arch: Any) -> Order:
     division = Division(b.k_blocks * s.batch * s.kv_heads, 0)
     if not b.apart and known and not (right or s.deterministic or s.dropout):
         division = divided_vjp(s, division.undivided, b.q_blocks * s.group, section, arch)
-    return Order(section, ordered, ring, woven, division)
+    return Order(section, modelled, ordered, ring, woven, division)
 
 
 @lru_cache(maxsize=1024)

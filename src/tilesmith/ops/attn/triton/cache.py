@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.ops.attn.cache_reference import longest
 
 
 @triton.jit
@@ -69,6 +70,8 @@ def _rotate_and_store(
         "kv_heads",
         "q_heads",
         "tokens",
+        "k_tokens",
+        "q_tokens",
     )
 )
 def _kv_cache_append_kernel(
@@ -83,13 +86,18 @@ def _kv_cache_append_kernel(
     kv_heads, q_heads, tokens,
     DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, TABLE: tl.constexpr,
+    k_tokens=None, q_tokens=None,
 ):  # fmt: skip
-    """CTA (row-and-token, part): a part is a block of heads of k, then of v, then of q."""
+    """CTA (row-and-token, part): a part is a block of heads of k, then of v, then of q. k_tokens, q_tokens: how many of
+    the tokens k and v, and q, have; None where both have all."""
     index = tl.program_id(0).to(tl.int64)
     row, token = index // tokens, index % tokens
     position = tl.load(lengths_ptr + row * lengths_row).to(tl.int64) + token
     part = tl.program_id(1)
     kv_parts = tl.cdiv(kv_heads, BLOCK_HEADS)
+    if k_tokens is not None:  # a token that a tensor does not have is one without heads
+        kv_heads = tl.where(token < k_tokens, kv_heads, 0)
+        q_heads = tl.where(token < q_tokens, q_heads, 0)
 
     written = (position >= 0) & (position // page_size < pages)
     slot = position % page_size
@@ -158,7 +166,7 @@ def _reasons(call) -> list[str]:
 
 
 def _dims(k_cache, v_cache, k, v, lengths, q, *rest) -> dict[str, int]:
-    return {"tokens": k.shape[0] * k.shape[2], "heads": k.shape[1] if q is None else q.shape[1], "dim": k.shape[3]}
+    return {"tokens": k.shape[0] * longest(k, q), "heads": k.shape[1] if q is None else q.shape[1], "dim": k.shape[3]}
 
 
 def _default(dims, arch, dtype) -> AppendConfig:
@@ -194,11 +202,13 @@ def kv_cache_append(
     config: AppendConfig,
 ) -> Tensor:
     """Launch over (row and token, block of heads of k, v and q)."""
-    batch, kv_heads, tokens, dim = k.shape
+    batch, kv_heads, k_tokens, dim = k.shape
+    tokens = longest(k, q)
     rotated_q = k.new_empty(0) if q is None else torch.empty_like(q)
     if batch * tokens * dim == 0:
         return rotated_q
     q_heads = 0 if q is None else q.shape[1]
+    own = {} if q is None or q.shape[2] == k_tokens else {"k_tokens": k_tokens, "q_tokens": q.shape[2]}
     pairs = 0 if cos is None else cos.shape[-1]
     k, v, q = _unit(k), _unit(v), None if q is None else _unit(q)
     parts = 2 * triton.cdiv(kv_heads, config.block_heads) + triton.cdiv(q_heads, config.block_heads)
@@ -218,7 +228,7 @@ def kv_cache_append(
         DIM=dim, PAIRS=pairs, BLOCK_PAIRS=triton.next_power_of_2(max(1, pairs)),
         BLOCK_TAIL=triton.next_power_of_2(max(1, dim - 2 * pairs)), BLOCK_DIM=triton.next_power_of_2(dim),
         BLOCK_HEADS=config.block_heads, INTERLEAVED=interleaved, TABLE=cos is not None and cos.ndim == 2,
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, **own,
     )  # fmt: skip
     return rotated_q
 

@@ -55,7 +55,41 @@ def _stats(
     return {**args, **rest}
 
 
+def _logits(
+    *tokens: int,
+    classes: int = 40,
+    ignored: int = 2,
+    grad: bool = True,
+    layout: str = "contiguous",
+    **rest: object,
+) -> dict:
+    args: dict = {"logits": T(*tokens, classes, grad=grad, layout=layout, init=_one_ahead)}
+    return {**args, "target": T(*tokens, dtype=torch.int64, init=_labels(ignored, classes)), **rest}
+
+
+def _one_ahead(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Logits of a quarter of unit size of which one is the largest by more than any rounding, another in each row."""
+    x = torch.randn(tuple(shape), generator=generator, device=device) / 4
+    rows = x.view(-1, shape[-1])
+    at = torch.arange(len(rows), device=device)
+    rows[at, at * 7 % shape[-1]] += 3
+    return x
+
+
 CASES: dict[str, list[Case]] = {
+    "token_stats": [
+        Case("small", _logits(2, 5), SMALL),
+        Case("capped", _logits(2, 5, scale=1.5, softcap=20.0), SMALL),
+        Case("scaled", _logits(9, scale=0.7), SMALL),
+        Case("frozen", _logits(2, 5, grad=False), SMALL),
+        Case("odd", _logits(5, classes=257), SMALL),
+        Case("swept", _logits(3, classes=4101), SMALL),
+        Case("strided", _logits(2, 5, layout="strided"), SMALL),
+        Case("transposed", _logits(6, layout="transposed"), SMALL),
+        Case("all_ignored", _logits(4, ignored=4), SMALL),
+        Case("no_tokens", _logits(0, ignored=0), SMALL),
+        Case("bench_8k_128k", _logits(8192, classes=128_256), BENCH, BF16),
+    ],
     "linear_token_stats": [
         Case("bias", _stats(2, 5), SMALL),
         Case("plain", _stats(3, 7, bias=False), SMALL, FP32),
@@ -89,6 +123,15 @@ def _bytes_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: obje
     return sum(n * t.numel() * t.element_size() for t, n in moved)
 
 
+def _logit_bytes(logits: Tensor, target: Tensor, **_: object) -> int:
+    """Logits and labels read, four numbers a token written."""
+    return logits.numel() * logits.element_size() + target.numel() * (20 + target.element_size())
+
+
+def _logit_bytes_vjp(logits: Tensor, **_: object) -> int:
+    return 2 * logits.numel() * logits.element_size()
+
+
 def _flops(x: Tensor, weight: Tensor, **_: object) -> int:
     return 2 * x.numel() * weight.shape[0]
 
@@ -98,5 +141,10 @@ def _flops_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: obje
     return 2 * x.numel() * weight.shape[0] * (1 + sum(output_mask[:2]))
 
 
-bytes_moved = {"linear_token_stats": _bytes, "linear_token_stats_vjp": _bytes_vjp}
+bytes_moved = {
+    "token_stats": _logit_bytes,
+    "token_stats_vjp": _logit_bytes_vjp,
+    "linear_token_stats": _bytes,
+    "linear_token_stats_vjp": _bytes_vjp,
+}
 flops = {"linear_token_stats": _flops, "linear_token_stats_vjp": _flops_vjp}

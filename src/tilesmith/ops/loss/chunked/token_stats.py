@@ -1,14 +1,34 @@
-"""linear_token_stats in plain PyTorch, block by block, on any device."""
+"""token_stats and linear_token_stats in plain PyTorch, block by block, on any device."""
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import register_kernel
 from tilesmith.ops.loss import token_stats_chunks
-from tilesmith.ops.loss.arguments import linear_token_stats_arguments, linear_token_stats_vjp_arguments
+from tilesmith.ops.loss.arguments import (
+    linear_token_stats_arguments,
+    linear_token_stats_vjp_arguments,
+    token_stats_arguments,
+    token_stats_vjp_arguments,
+)
 from tilesmith.ops.loss.chunked.cross_entropy import KEEPING_STEPS, blocks, scores
 from tilesmith.ops.loss.reduction import check_labels
 from tilesmith.ops.loss.reference import Terms, counted_labels
+
+
+@register_kernel("token_stats", backend="chunked", rank=10)
+@token_stats_arguments
+def token_stats(call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Each block of rows is copied once and swept while it is in the cache."""
+    check_labels(call.target, call.logits.shape[-1], call.ignore_index)
+    return token_stats_chunks.token_stats(STEPS, call)
+
+
+@register_kernel("token_stats_vjp", backend="chunked", rank=10)
+@token_stats_vjp_arguments
+def token_stats_vjp(call) -> Tensor:
+    """A copy of the logits becomes their gradient, block by block."""
+    return token_stats_chunks.token_stats_vjp(STEPS, call)
 
 
 @register_kernel("linear_token_stats", backend="chunked", rank=10)
@@ -59,6 +79,7 @@ def _turn(
     dentropy: Tensor,
     dlse: Tensor,
     terms: Terms,
+    out: Tensor | None = None,
 ) -> None:
     for rows in blocks(logits):
         counted, valid, label = counted_labels(target[rows], logits.shape[1], terms.ignore_index)
@@ -71,7 +92,7 @@ def _turn(
         if slope is not None:
             z.mul_(slope)
         z.mul_(torch.where(valid, terms.scale, float("nan"))[:, None])
-        logits[rows] = z.masked_fill_(~counted[:, None], 0.0)
+        (logits if out is None else out)[rows] = z.masked_fill_(~counted[:, None], 0.0)
 
 
 STEPS = token_stats_chunks.TokenSteps(_read, _turn)

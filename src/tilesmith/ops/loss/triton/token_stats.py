@@ -1,4 +1,4 @@
-"""linear_token_stats in Triton: one sweep over each row of a chunk's logits, forward and backward."""
+"""token_stats and linear_token_stats in Triton: one sweep over each row of logits, forward and backward."""
 
 from functools import partial
 from typing import NamedTuple
@@ -10,9 +10,14 @@ from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.loss import token_stats_chunks
-from tilesmith.ops.loss.arguments import linear_token_stats_arguments, linear_token_stats_vjp_arguments
+from tilesmith.ops.loss.arguments import (
+    linear_token_stats_arguments,
+    linear_token_stats_vjp_arguments,
+    token_stats_arguments,
+    token_stats_vjp_arguments,
+)
 from tilesmith.ops.loss.reference import Terms
-from tilesmith.ops.loss.triton.cross_entropy import LossConfig, warps_of
+from tilesmith.ops.loss.triton.cross_entropy import LossConfig, backward_tells, warps_of
 from tilesmith.ops.loss.triton.cross_entropy_kernels import LN2, LOG2E, score, tanh
 from tilesmith.ops.loss.triton.logit_steps import steps as loss_steps
 
@@ -73,9 +78,9 @@ def token_stats_kernel(
 def token_stats_vjp_kernel(
     logits_ptr, target_ptr, entropy_ptr, lse_ptr, dlog_probs_ptr, dentropy_ptr, dlse_ptr, cols, blocks,
     dlog_probs_stride, dentropy_stride, dlse_stride, ignore_index, scale, softcap,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, out_ptr=None,
 ):  # fmt: skip
-    """One program per block of a row: logits are read once, and their gradient is written over them."""
+    """One program per block of a row: logits are read once, and their gradient is written over them, or to out_ptr."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = at < cols
@@ -96,11 +101,16 @@ def token_stats_vjp_kernel(
     grad = tl.exp2(log_p * LOG2E) * (dlse - dchosen - dentropy * tilt) + tl.where(at == label, dchosen, 0.0)
     grad = grad * slope
     grad = tl.where((label >= 0) & (label < cols), grad * scale, float("nan"))
-    tl.store(logits_ptr + at, tl.where(counted, grad, 0.0), mask=inside)
+    if out_ptr is None:
+        tl.store(logits_ptr + at, tl.where(counted, grad, 0.0), mask=inside)
+    else:
+        tl.store(out_ptr + row * cols + at, tl.where(counted, grad, 0.0), mask=inside)
 
 
 def _reasons(call) -> list[str]:
-    return ["x is float64; this kernel computes in float32"] if call.x.dtype == torch.float64 else []
+    name = "x" if hasattr(call, "x") else "logits"
+    dtype = getattr(call, name).dtype
+    return [f"{name} is float64; this kernel computes in float32"] if dtype == torch.float64 else []
 
 
 def _default(dims, arch, dtype) -> StatsConfig:
@@ -116,12 +126,73 @@ def _dims_vjp(dlog_probs: object, dentropy: object, dlse: object, x: Tensor, wei
     return _dims(x, weight)
 
 
+def _dims_of_logits(logits: Tensor, *_: object) -> dict[str, int]:
+    return {"rows": logits.numel() // logits.shape[-1], "cols": logits.shape[-1]}
+
+
+def _dims_of_logits_vjp(dlog_probs: object, dentropy: object, dlse: object, logits: Tensor, *_: object) -> dict:
+    return _dims_of_logits(logits)
+
+
+def _forward_tells(call, *, config: StatsConfig) -> list[str]:
+    return [_swept("token_stats_kernel", _classes(call), config)]
+
+
+def _backward_tells(call, *, config: StatsConfig) -> list[str]:
+    classes = _classes(call)
+    if call.dentropy is None and call.dlse is None and hasattr(call, "x"):
+        return ["only log_probs has a gradient: that of their cross-entropies", *backward_tells(classes, _loss(config))]
+    return [f"token_stats_vjp_kernel: a CTA has one block of {config.block} of a row's {classes} logits"]
+
+
+def _swept(kernel: str, classes: int, config: StatsConfig) -> str:
+    return f"{kernel}: an online softmax over rows of {classes} logits, in blocks of {config.block}"
+
+
+def _classes(call) -> int:
+    return call.weight.shape[0] if hasattr(call, "x") else call.logits.shape[-1]
+
+
+def _loss(config: StatsConfig) -> LossConfig:
+    return LossConfig(config.block, 1, config.num_warps, 1)
+
+
 _CHOICES = {"block": (1024, 2048, 4096, 8192, 16384), "num_warps": (4, 8, 16)}
 SPACE = Space(dims=_dims, default=_default, choices=_CHOICES)
 VJP_SPACE = Space(dims=_dims_vjp, default=_default, choices=_CHOICES)
 
 
-@register_kernel("linear_token_stats", backend="triton", rank=20, rejects=_reasons)
+LOGITS_SPACE = Space(dims=_dims_of_logits, default=_default, choices=_CHOICES)
+LOGITS_VJP_SPACE = Space(dims=_dims_of_logits_vjp, default=_default, choices=_CHOICES)
+
+
+@register_kernel(
+    "token_stats", backend="triton", rank=20, rejects=_reasons, tells=token_stats_arguments(_forward_tells)
+)
+@optimize_kernel(space=LOGITS_SPACE)
+@token_stats_arguments
+def token_stats(call, *, config: StatsConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One program per row."""
+    return token_stats_chunks.token_stats(_steps(config), call)
+
+
+@register_kernel(
+    "token_stats_vjp", backend="triton", rank=20, rejects=_reasons, tells=token_stats_vjp_arguments(_backward_tells)
+)
+@optimize_kernel(space=LOGITS_VJP_SPACE)
+@token_stats_vjp_arguments
+def token_stats_vjp(call, *, config: StatsConfig) -> Tensor:
+    """One program per block of a row: logits are read once, and their gradient is written once."""
+    return token_stats_chunks.token_stats_vjp(_steps(config), call)
+
+
+@register_kernel(
+    "linear_token_stats",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=linear_token_stats_arguments(_forward_tells),
+)
 @optimize_kernel(space=SPACE)
 @linear_token_stats_arguments
 def linear_token_stats(call, *, config: StatsConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -129,12 +200,18 @@ def linear_token_stats(call, *, config: StatsConfig) -> tuple[Tensor, Tensor, Te
     return token_stats_chunks.linear_token_stats(_steps(config), call)
 
 
-@register_kernel("linear_token_stats_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel(
+    "linear_token_stats_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=linear_token_stats_vjp_arguments(_backward_tells),
+)
 @optimize_kernel(space=VJP_SPACE)
 @linear_token_stats_vjp_arguments
 def linear_token_stats_vjp(call, *, config: StatsConfig) -> tuple[Tensor, Tensor, Tensor]:
     """The chunks again, their logits turned into gradients."""
-    loss = loss_steps(LossConfig(config.block, 1, config.num_warps, 1))
+    loss = loss_steps(_loss(config))
     return token_stats_chunks.linear_token_stats_vjp(_steps(config), loss, call)
 
 
@@ -155,8 +232,9 @@ def _read(
     count, cols = logits.shape
     if count:
         launch(
-            token_stats_kernel, (count,), logits, target, log_probs, entropy, lse, predicted, cols, terms.ignore_index,
-            terms.scale, terms.softcap, SOFTCAP=terms.softcap != 0, BLOCK=config.block, num_warps=config.num_warps,
+            token_stats_kernel, (count,), logits.contiguous(), target, log_probs, entropy, lse, predicted, cols,
+            terms.ignore_index, terms.scale, terms.softcap, SOFTCAP=terms.softcap != 0, BLOCK=config.block,
+            num_warps=config.num_warps,
         )  # fmt: skip
 
 
@@ -170,13 +248,15 @@ def _turn(
     dentropy: Tensor,
     dlse: Tensor,
     terms: Terms,
+    out: Tensor | None = None,
 ) -> None:
     count, cols = logits.shape
     if count:
+        logits, apart = logits.contiguous(), {} if out is None else {"out_ptr": out}
         blocks = cdiv(cols, config.block)
         strides = (g.stride(0) for g in (dlog_probs, dentropy, dlse))
         launch(
             token_stats_vjp_kernel, (count * blocks,), logits, target, entropy, lse, dlog_probs, dentropy, dlse, cols,
             blocks, *strides, terms.ignore_index, terms.scale, terms.softcap, SOFTCAP=terms.softcap != 0,
-            BLOCK=config.block, num_warps=config.num_warps,
+            BLOCK=config.block, num_warps=config.num_warps, **apart,
         )  # fmt: skip

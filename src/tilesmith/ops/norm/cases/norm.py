@@ -151,7 +151,32 @@ def _rms_cases(rows: Sequence[str]) -> list[Case]:
         Case("llama_swept", args(2, 17_000, casting="llama", offset=1.0), TEST),
         Case("llama_parts", args(2, 33_024, casting="llama", offset=1.0), GPU),
         Case("eps", args(6, 40, eps=0.5), SMALL),
+        Case("none", args(6, 40, casting="none"), SMALL),
+        Case("none_offset", args(6, 40, casting="none", offset=1.0), SMALL),
+        Case("none_fp32_weight", args(6, 40, casting="none", offset=0.5) | fp32, SMALL, HALVES),
+        Case("none_swept", args(2, 17_000, casting="none"), TEST),
     ]
+
+
+def _by_head(*shape: int, **how: object) -> dict:
+    """A weight for each head: [H, N] of x [..., H, N]."""
+    return {"x": T(*shape, **how), "weight": T(*shape[-2:], init=_around_one)}
+
+
+PER_HEAD = [
+    Case("per_head", _by_head(2, 5, 3, 16), SMALL),
+    Case("per_head_two_dims", {**_by_head(7, 33), "offset": 1.0}, SMALL),
+    Case("per_head_llama", {**_by_head(4, 3, 40), "casting": "llama"}, SMALL),
+    Case("per_head_none", {**_by_head(4, 3, 40), "casting": "none"}, SMALL),
+    Case("per_head_in_another_order", _by_head(2, 3, 5, 64, init=_heads), SMALL),
+    Case("per_head_strided", _by_head(2, 5, 3, 24, layout="strided"), SMALL),
+    Case("per_head_many_rows", _by_head(150, 2, 40), SMALL),
+    Case("per_head_frozen", {**_by_head(4, 3, 40), "weight": T(3, 40, grad=False)}, SMALL),
+    Case("per_head_swept", _by_head(2, 2, 17_000), SMALL),
+    Case("per_head_no_rows", _by_head(0, 3, 16), SMALL),
+    Case("per_head_one_head", _by_head(5, 1, 16), SMALL),
+    Case("per_head_16384x32x128", _by_head(16_384, 32, 128), BENCH),
+]
 
 
 def _bench(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
@@ -171,7 +196,7 @@ X, BOTH = ("x",), ("x", "residual")
 WEIGHT, AFFINE = ("weight",), ("weight", "bias")
 
 CASES: dict[str, list[Case]] = {
-    "rms_norm": [*_cases(X, WEIGHT), *_rms_cases(X), *_bench(X, WEIGHT)],
+    "rms_norm": [*_cases(X, WEIGHT), *_rms_cases(X), *PER_HEAD, *_bench(X, WEIGHT)],
     "layer_norm": [
         *_cases(X, AFFINE),
         Case("no_bias", {"x": T(6, 40), "weight": T(40), "bias": None}, SMALL),

@@ -74,6 +74,7 @@ from tilesmith.ops.norm.arguments import (
     norm_of,
     rms_norm_arguments,
     rms_norm_vjp_arguments,
+    unserved,
 )
 
 LINES = gl.constexpr(LINE)
@@ -398,7 +399,7 @@ def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
         for name, facts in call._asdict().items()
         if getattr(facts, "dtype", None) not in (None, torch.float16, torch.bfloat16, torch.float32)
     ]
-    reasons += width_refused(cols, more_than)
+    reasons += width_refused(cols, more_than) + unserved(call)
     return reasons or cluster_refused(call.rstd.device if hasattr(call, "rstd") else call.x.device, cols)
 
 

@@ -20,6 +20,7 @@ from tilesmith.ops.norm.arguments import (
     norm_of,
     rms_norm_arguments,
     rms_norm_vjp_arguments,
+    unserved,
 )
 from tilesmith.runtime import backend_of, subgroup_of
 
@@ -78,7 +79,7 @@ def _norm(norm: Norm, casting: str = "fp32") -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _rms_reasons(call) -> list[str]:
-    return portable.reasons(call, "x", "weight")
+    return portable.reasons(call, "x", "weight") + unserved(call)
 
 
 def _layer_reasons(call) -> list[str]:
@@ -86,7 +87,7 @@ def _layer_reasons(call) -> list[str]:
 
 
 def _add_rms_reasons(call) -> list[str]:
-    return portable.reasons(call, "x", "residual", "weight")
+    return portable.reasons(call, "x", "residual", "weight") + unserved(call)
 
 
 def _add_layer_reasons(call) -> list[str]:
@@ -173,7 +174,7 @@ def _norm_vjp(norm: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rms_vjp_reasons(call) -> list[str]:
-    return portable.reasons(call, "dy", "x", "weight")
+    return portable.reasons(call, "dy", "x", "weight") + unserved(call)
 
 
 def _layer_vjp_reasons(call) -> list[str]:

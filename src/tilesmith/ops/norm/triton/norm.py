@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
+from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_steps, row_values, rows
 from tilesmith.device.triton.column_sums import add_partials, partial_rows
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.norm.arguments import (
@@ -106,7 +106,7 @@ def backward_tells(call, *, config: BackwardConfig) -> list[str]:
 def forward(norm: Norm, config: ForwardConfig, statistics: bool = True, **dropout: Any) -> tuple[Tensor | None, ...]:
     """(y, s, mean, rstd); s is None without a residual, mean is None for RMS norm. Without `statistics` mean and rstd
     are None: storing them takes 3 % of the time at 64 columns. dropout: its kernel arguments."""
-    x, residual, weight, bias, eps, offset, center, llama, *_ = norm
+    x, residual, weight, bias, eps, offset, center, llama, rounded, *_ = norm
     order = row_order(x)
     y = empty_rows(x, order)
     s = None if residual is None else empty_rows(x, order, residual.dtype)
@@ -120,12 +120,21 @@ def forward(norm: Norm, config: ForwardConfig, statistics: bool = True, **dropou
         tensors = (x2, residual2, dense(weight), dense(bias), y, s, mean, rstd)
         numbers = (count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset)
         flags = {"CENTER": center, "LLAMA": llama, "EVEN": cols % block_cols == 0, "BLOCK_COLS": block_cols}
-        flags |= {"num_warps": config.num_warps, **dropout}
+        flags |= {"num_warps": config.num_warps, **dropout, **_heads(x, weight, order)}
+        flags |= {"ROUNDED": True} if rounded else {}
         if not plan.in_registers:
             launch(norm_fwd_wide_kernel, (count,), *tensors, *numbers, STAGES=config.num_stages, **flags)
         else:
             launch(norm_fwd_kernel, (cdiv(count, block_rows),), *tensors, *numbers, BLOCK_ROWS=block_rows, **flags)
     return y, s, mean, rstd
+
+
+def _heads(x: Tensor, weight: Tensor | None, order: tuple[int, ...] | None) -> dict[str, int]:
+    """What kernels are told of a weight for each head."""
+    if weight is None or weight.ndim == 1:
+        return {}
+    heads, inner = row_steps(x, order)
+    return {"HEADS": heads, "INNER": inner}
 
 
 def _backward(norm: NormGradient, config: BackwardConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,6 +164,8 @@ def launch_backward(
     """Fill outs = (dx, dweight, dbias), of which those that are not wanted are None. order: of the rows in memory."""
     dy, ds, x, weight, _, mean, rstd, offset, _ = norm
     dx, dweight, dbias = outs
+    by_head = _heads(x, weight, order)
+    heads = by_head.get("HEADS", 1)
     x, dy = rows(x, order), rows(dy, order)
     ds = None if ds is None or dx is None else rows(ds, order)
     weight, rstd = dense(weight), row_values(rstd, order)
@@ -169,22 +180,23 @@ def launch_backward(
         launch(
             norm_bwd_rows_kernel, (count,), dy, x, weight, mean, rstd, dot, total,
             cols, dy.stride(0), x.stride(0), offset, BLOCK_COLS=SWEEP, STAGES=config.num_stages, num_warps=8,
+            **by_head,
         )  # fmt: skip
     blocks = cdiv(cols, block_cols)
     # 4 rows each at least, so that partial sums stay a small part of the traffic
-    partials = partial_rows(cdiv(count, block_rows), blocks, config.programs, cdiv(4, block_rows))
-    sums = [None if t is None else t.new_empty(partials, cols, dtype=torch.float32) for t in (dweight, dbias)]
+    partials = partial_rows(cdiv(count // heads, block_rows), blocks * heads, config.programs, cdiv(4, block_rows))
+    sums = [None if t is None else t.new_empty(partials, t.numel(), dtype=torch.float32) for t in (dweight, dbias)]
     if count and (dx is not None or dweight is not None or dbias is not None):
         launch(
-            norm_bwd_kernel, (blocks, partials), dy, ds, x, weight, mean, rstd, dot, total, dx, *sums,
+            norm_bwd_kernel, (blocks, partials, heads), dy, ds, x, weight, mean, rstd, dot, total, dx, *sums,
             count, cols, dy.stride(0), 0 if ds is None else ds.stride(0), x.stride(0), offset,
             EVEN=cols % block_cols == 0, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, STAGES=config.num_stages,
             num_warps=config.num_warps, **({"maxnreg": config.max_registers} if config.max_registers else {}),
             # a product fused into the difference it enters is not what its mean was taken of: with one column or few,
             # where the gradient is 0 or nearly, rstd multiplies what is left of it
-            enable_fp_fusion=mean is None or cols >= 64, **dropout,
+            enable_fp_fusion=mean is None or cols >= 64, **dropout, **by_head,
         )  # fmt: skip
-    add_partials(tuple(sums), (dweight, dbias))
+    add_partials(tuple(sums), (None if dweight is None else dweight.view(-1), dbias))
 
 
 def _reasons(call: Any) -> list[str]:

@@ -30,6 +30,20 @@ def _mean(total, cols):
 
 
 @triton.jit
+def _row_of_head(row, head, HEADS: tl.constexpr, INNER: tl.constexpr):
+    """Which of all rows is the so many-th of a head's; INNER: rows between those of two neighbouring heads."""
+    return (row // INNER * HEADS + head) * INNER + row % INNER
+
+
+@triton.jit
+def _rounded_rstd(mean_square, eps, y_ptr):
+    """1 / sqrt(mean_square + eps), after each operation rounded to y's dtype, the mean and eps too."""
+    return _round(
+        tl.rsqrt(_round(_round(mean_square, y_ptr) + _round(tl.full((), eps, tl.float32), y_ptr), y_ptr)), y_ptr
+    )
+
+
+@triton.jit
 def _factor(weight_ptr, y_ptr, lane, inside, offset, LLAMA: tl.constexpr):
     """weight + offset for a row of lanes, rounded as casting="llama" of the reference rounds it; 1 without a weight."""
     if weight_ptr is None:
@@ -67,9 +81,11 @@ def norm_fwd_kernel(
     rows, cols, x_stride, residual_stride, eps, offset,
     CENTER: tl.constexpr, LLAMA: tl.constexpr, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     seed_ptr=None, drop_below=None, keep_scale=None, LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
+    HEADS: tl.constexpr = None, INNER: tl.constexpr = 1, ROUNDED: tl.constexpr = False,
 ):  # fmt: skip
     """A tile of whole rows, read once and held in registers. CENTER: layer norm, else RMS norm. EVEN: cols ==
-    BLOCK_COLS."""
+    BLOCK_COLS. HEADS: each has a weight of its own, [HEADS, cols]; INNER: rows between two neighbouring heads. ROUNDED:
+    casting="none", with LLAMA."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
     lane = tl.arange(0, BLOCK_COLS)
@@ -93,11 +109,19 @@ def norm_fwd_kernel(
         if mean_ptr is not None:
             tl.store(mean_ptr + first + row, mean, mask=row_inside)
         x = tl.where(col_inside, x - mean, 0.0)
-    rstd = tl.rsqrt(_mean(tl.sum(x * x, 1, keep_dims=True), cols) + eps)
+    if ROUNDED:
+        x = _round(x, y_ptr)
+        rstd = _rounded_rstd(_mean(tl.sum(_round(x * x, y_ptr), 1, keep_dims=True), cols), eps, y_ptr)
+    else:
+        rstd = tl.rsqrt(_mean(tl.sum(x * x, 1, keep_dims=True), cols) + eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + first + row, rstd, mask=row_inside)
     # loaded only now: before the reductions they would take registers (layer norm of 8,192 columns: 40 % slower)
-    weight = _factor(weight_ptr, y_ptr, lane, lane_inside, offset, LLAMA)
+    if HEADS is None:
+        weight = _factor(weight_ptr, y_ptr, lane, lane_inside, offset, LLAMA)
+    else:
+        head = (first + row) // INNER % HEADS
+        weight = _factor(weight_ptr, y_ptr, head * cols + col, inside, offset, LLAMA)
     bias = _shift(bias_ptr, lane, lane_inside)
     y = _scale(x * rstd, weight, bias, y_ptr, LLAMA)
     tl.store(y_ptr + first * cols + (row * cols + col), y, mask=inside)
@@ -153,6 +177,7 @@ def norm_fwd_wide_kernel(
     rows, cols, x_stride, residual_stride, eps, offset,
     CENTER: tl.constexpr, LLAMA: tl.constexpr, EVEN: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
     seed_ptr=None, drop_below=None, keep_scale=None, LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
+    HEADS: tl.constexpr = None, INNER: tl.constexpr = 1, ROUNDED: tl.constexpr = False,
 ):  # fmt: skip
     """One row per program, read twice in blocks: first the statistics, then y from what the caches still hold of the
     row.
@@ -163,6 +188,8 @@ def norm_fwd_wide_kernel(
     is a multiple of BLOCK_COLS.
     """
     row = tl.program_id(0).to(tl.int64)
+    if HEADS is not None:
+        weight_ptr += row // INNER % HEADS * cols
     x_ptr += row * x_stride
     y_ptr += row * cols
     if residual_ptr is not None:
@@ -192,13 +219,20 @@ def norm_fwd_wide_kernel(
         if CENTER:
             x = tl.where(inside, x - pivot, 0.0)
             total, lost_total = _add(total, lost_total, tl.sum(x, 1))
-        squares, lost_squares = _add(squares, lost_squares, tl.sum(x * x, 1))
+        if ROUNDED:
+            x = _round(x, y_ptr)
+            squares, lost_squares = _add(squares, lost_squares, tl.sum(_round(x * x, y_ptr), 1))
+        else:
+            squares, lost_squares = _add(squares, lost_squares, tl.sum(x * x, 1))
     excess = 0.0
     if CENTER:
         excess = _mean(tl.sum(total, 0), cols)
         if mean_ptr is not None:
             tl.store(mean_ptr + row, pivot + excess)
-    rstd = tl.rsqrt(tl.maximum(_mean(tl.sum(squares, 0), cols) - excess * excess, 0.0) + eps)
+    if ROUNDED:
+        rstd = _rounded_rstd(_mean(tl.sum(squares, 0), cols), eps, y_ptr)
+    else:
+        rstd = tl.rsqrt(tl.maximum(_mean(tl.sum(squares, 0), cols) - excess * excess, 0.0) + eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
     if residual_ptr is not None:
@@ -209,6 +243,8 @@ def norm_fwd_wide_kernel(
         col = last - start + lane
         inside = whole if EVEN else col < cols
         x = tl.load(x_ptr + col, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if ROUNDED:
+            x = _round(x, y_ptr)
         xhat = ((x - pivot) - excess) * rstd
         weight = _factor(weight_ptr, y_ptr, col, inside, offset, LLAMA)
         y = _scale(xhat, weight, _shift(bias_ptr, col, inside), y_ptr, LLAMA)
@@ -219,10 +255,12 @@ def norm_fwd_wide_kernel(
 def norm_bwd_rows_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dot_ptr, sum_ptr,
     cols, dy_stride, x_stride, offset,
-    BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr = None, INNER: tl.constexpr = 1,
 ):  # fmt: skip
     """One wide row per program: the means of dxhat · xhat and, for layer norm, of dxhat."""
     row = tl.program_id(0).to(tl.int64)
+    if HEADS is not None:
+        weight_ptr += row // INNER % HEADS * cols
     x_ptr += row * x_stride
     dy_ptr += row * dy_stride
     lane = tl.arange(0, BLOCK_COLS)
@@ -252,6 +290,7 @@ def norm_bwd_kernel(
     EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
     dropped_ptr=None, seed_ptr=None, drop_below=None, keep_scale=None,
     LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
+    HEADS: tl.constexpr = None, INNER: tl.constexpr = 1,
 ):  # fmt: skip
     """A block of columns per program, which walks over every num_programs(1)-th tile of rows, from the last to the
     first.
@@ -261,7 +300,7 @@ def norm_bwd_kernel(
     computes their means itself. With it (and sum_ptr for layer norm) they come from a first pass over the rows in
     ascending order, and the descending order here meets what that pass left in L2. EVEN: cols is a multiple of
     BLOCK_COLS. dropped_ptr: a second gradient, that of what was dropped out before the addition: dx where the dropout
-    kept an element, scaled.
+    kept an element, scaled. HEADS: program_id(2) is one, whose rows alone a program walks over and sums.
     """
     lane = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     lane_inside = tl.full([BLOCK_COLS], True, tl.int1) if EVEN else lane < cols
@@ -273,6 +312,11 @@ def norm_bwd_kernel(
     dx_at = row * cols + col
     # 64 bytes of weight a thread would spill beside the sums at 16,384 columns; there it is read again for each tile
     hold_weight: tl.constexpr = BLOCK_COLS <= 8192
+    if HEADS is not None:
+        head = tl.program_id(2)
+        rows = rows // HEADS
+        if weight_ptr is not None:
+            weight_ptr += head * cols
     if weight_ptr is not None and hold_weight:
         weight = _load_vector(weight_ptr, lane, lane_inside) + offset
     dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -283,9 +327,15 @@ def norm_bwd_kernel(
         first = (tiles - 1 - step).to(tl.int64) * BLOCK_ROWS
         row_inside = first + row < rows
         inside = col_inside if BLOCK_ROWS == 1 else row_inside & col_inside
-        x = tl.load(x_ptr + first * x_stride + x_at, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + first * dy_stride + dy_at, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + first + row, mask=row_inside, other=0.0)
+        if HEADS is None:
+            x = tl.load(x_ptr + first * x_stride + x_at, mask=inside, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + first * dy_stride + dy_at, mask=inside, other=0.0).to(tl.float32)
+            rstd = tl.load(rstd_ptr + first + row, mask=row_inside, other=0.0)
+        else:
+            at = _row_of_head(first + row, head, HEADS, INNER)
+            x = tl.load(x_ptr + (at * x_stride + col), mask=inside, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + (at * dy_stride + col), mask=inside, other=0.0).to(tl.float32)
+            rstd = tl.load(rstd_ptr + at, mask=row_inside, other=0.0)
         if mean_ptr is not None:
             x = tl.where(col_inside, x - tl.load(mean_ptr + first + row, mask=row_inside, other=0.0), 0.0)
         xhat = x * rstd
@@ -300,7 +350,10 @@ def norm_bwd_kernel(
                     weight = _load_vector(weight_ptr, lane, lane_inside) + offset
                 dxhat = dy * weight
             if dot_ptr is not None:
-                dot = tl.load(dot_ptr + first + row, mask=row_inside, other=0.0)
+                if HEADS is None:
+                    dot = tl.load(dot_ptr + first + row, mask=row_inside, other=0.0)
+                else:
+                    dot = tl.load(dot_ptr + at, mask=row_inside, other=0.0)
             else:
                 dot = _mean(tl.sum(dxhat * xhat, 1, keep_dims=True), cols)
             dx = dxhat - xhat * dot
@@ -312,14 +365,20 @@ def norm_bwd_kernel(
             dx *= rstd
             if ds_ptr is not None:
                 dx += tl.load(ds_ptr + first * ds_stride + ds_at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + first * cols + dx_at, dx, mask=inside)
+            if HEADS is None:
+                tl.store(dx_ptr + first * cols + dx_at, dx, mask=inside)
+            else:
+                tl.store(dx_ptr + (at * cols + col), dx, mask=inside)
             if dropped_ptr is not None:
                 if seed_ptr is not None:
                     index = (first + row) * cols + tl.program_id(0) * BLOCK_COLS
                     keep = keep_tile(key, index, drop_below, BLOCK_COLS, LANES, SHORT)
                     dx = keep_or_0(dx * keep_scale, keep, keep_scale)
                 tl.store(dropped_ptr + first * cols + dx_at, dx, mask=inside)
-    partial = tl.program_id(1).to(tl.int64) * cols + col
+    if HEADS is None:
+        partial = tl.program_id(1).to(tl.int64) * cols + col
+    else:
+        partial = (tl.program_id(1).to(tl.int64) * HEADS + head) * cols + col
     if dweight_ptr is not None:
         tl.store(dweight_ptr + partial, tl.sum(dweight, 0, keep_dims=True), mask=col_inside)
     if dbias_ptr is not None:

@@ -1,0 +1,157 @@
+"""Attention over a cache of keys and values under the name and in the layout of flash-attn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilesmith import ops
+from tilesmith.engine.argument_checks import flag, number, tensor
+from tilesmith.ops.attn.mask import Mask, Score
+from tilesmith.ops.attn.op import attention_op
+
+_OP = "flash_attn_with_kvcache"
+_UNLIMITED = (-1, -1)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _UNLIMITED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Write new keys and values into a cache, then attend to it: the signature of flash-attn's function of this name.
+
+    B rows, T queries of each, R new keys, S slots of a row of the cache, H query heads, G kv heads (H % G == 0), D head
+    dim, Dv head dim of values.
+
+    q: [B, T, H, D]. k_cache, v_cache: [rows, S, G, D] and [rows, S, G, Dv], or [num_pages, page_size, G, D | Dv] with
+        `block_table` int32 [B, pages]; changed in place where `k` is given.
+    k, v: [B, R, G, D] (Dv is D then), written behind the first `cache_seqlens` slots of each row. R may differ from T.
+    rotary_cos, rotary_sin: [positions, up to D / 2], only with k: the new keys are rotated by their slots. Queries are
+        rotated by cache_seqlens, cache_seqlens + 1, … with `causal` or a window, else all by cache_seqlens.
+        rotary_interleaved: features (2i, 2i + 1) form a pair, else the two halves of those that are rotated.
+    cache_seqlens: int, or int32 [B]: how many slots of each row hold keys before the call; None, without k, for all.
+    cache_batch_idx: int32 [B], which row of the cache each row has; None for the first B. Of rows that write to one row
+        of the cache any may win. Not together with `block_table`.
+    cache_leftpad: int32 [B], the first slot of each row that holds a key; what lies before it is not attended to.
+        Slots keep their numbers: those of `cache_seqlens` and of the rotation count from 0.
+    softmax_scale: 1 / sqrt(D) if None. causal, window_size: (left, right), -1 unlimited; aligned at the last key.
+    softcap: 0 for none. alibi_slopes: fp32 [H] or [B, H]. num_splits: 0; the library chooses how keys are split.
+
+    Returns out [B, T, H, Dv] in q's dtype, and with return_softmax_lse also lse [B, H, T], fp32. A query that sees no
+    key gives 0 and -inf. Where k is given nothing is differentiable. Slots beyond the cache drop what is written there.
+
+    Raises ValueError and TypeError, naming the argument, before anything is written. Tensors are checked by the two ops
+    that serve the call, whose names and layouts ([B, heads, tokens, D]) errors about shapes then have:
+    `kv_cache_append` and `attention`.
+    """
+    _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table, num_splits)
+    for name, value in (
+        ("causal", causal), ("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse),
+    ):  # fmt: skip
+        flag(_OP, name, value)
+    local = causal or tuple(window_size) != _UNLIMITED
+    lengths = _lengths(cache_seqlens, q)
+    table = cache_batch_idx[:, None] if cache_batch_idx is not None else block_table
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
+    held = lengths if k is None or lengths is None else lengths + k.shape[1]
+    documents = None if cache_leftpad is None else _documents(cache_leftpad, q, keys, table)
+    mask = Mask(causal, None if tuple(window_size) == _UNLIMITED else window_size, documents=documents)
+    score = Score(softmax_scale, number(_OP, "softcap", softcap, 0.0), alibi_slopes)
+    given: dict[str, Any] = {"kv_lengths": held, "page_table": table}
+    if k is not None and v is not None and lengths is not None:
+        # attention's refusals come before the cache is written
+        attention_op.check(*attention_op.bind((queries, keys, values), {**given, **mask.lower(), **score.lower()}))
+        new = (keys, values, k.transpose(1, 2), v.transpose(1, 2), lengths)
+        how = {"page_table": table, "interleaved": rotary_interleaved}
+        queries = _append(new, queries, (rotary_cos, rotary_sin), local, how)
+    out, lse = ops.attention(queries, keys, values, mask, score, **given)
+    return (out.transpose(1, 2), lse) if return_softmax_lse else out.transpose(1, 2)
+
+
+def _append(new: tuple[Tensor, ...], q: Tensor, angles: tuple, local: bool, how: dict[str, Any]) -> Tensor:
+    """Write into the caches; q [B, H, T, D], rotated where there are angles."""
+    if angles[0] is None:
+        ops.kv_cache_append(*new, **how)
+        return q
+    if local:
+        return ops.kv_cache_append(*new, q, *angles, **how)
+    # without order all queries of a row have the position of the first: as heads of one token
+    batch, heads, tokens, dim = q.shape
+    rotated = ops.kv_cache_append(*new, q.transpose(1, 2).reshape(batch, tokens * heads, 1, dim), *angles, **how)
+    return rotated.view(batch, tokens, heads, dim).transpose(1, 2)
+
+
+def _documents(leftpad: Tensor, q: Tensor, keys: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ids that hide the slots before `leftpad` from every query."""
+    tensor(_OP, "cache_leftpad", leftpad)
+    _integers("cache_leftpad", leftpad, q)
+    slots = keys.shape[2] if table is None else table.shape[1] * keys.shape[2]
+    real = torch.arange(slots, device=leftpad.device, dtype=torch.int32) >= leftpad[:, None]
+    return torch.ones(q.shape[:2], dtype=torch.int32, device=q.device), real.int()
+
+
+def _lengths(seqlens: int | Tensor | None, q: Tensor) -> Tensor | None:
+    if isinstance(seqlens, int) and not isinstance(seqlens, bool):
+        return torch.full((q.shape[0],), seqlens, dtype=torch.int32, device=q.device)
+    if seqlens is None or isinstance(seqlens, Tensor):
+        return seqlens
+    raise TypeError(f"{_OP}: cache_seqlens must be an int or an int32 tensor [{q.shape[0]}], got {seqlens!r}")
+
+
+def _check(q, k_cache, v_cache, k, v, cos, sin, seqlens, rows, block_table, num_splits) -> None:
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
+        if x is not None or name not in ("k", "v"):
+            tensor(_OP, name, x, ("B", "tokens", "heads", "D"))
+    if (k is None) != (v is None):
+        raise ValueError(f"{_OP}: {'k' if k is None else 'v'} is missing; give k and v, or neither")
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if x is not None:
+            tensor(_OP, name, x)
+            if k is None:
+                raise ValueError(
+                    f"{_OP}: {name} is given without k and v; rotate q by ops.rope where nothing is written"
+                )
+            if x.ndim != 2:
+                raise ValueError(f"{_OP}: {name} has shape {tuple(x.shape)}; it must be [positions, rotated / 2]")
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{_OP}: rotary_{'cos' if cos is None else 'sin'} is missing; give both, or neither")
+    if k is not None and seqlens is None:
+        raise ValueError(f"{_OP}: cache_seqlens is missing; with k and v it says where they are written")
+    for name, x in (("cache_seqlens", seqlens), ("cache_batch_idx", rows)):
+        if isinstance(x, Tensor):
+            _integers(name, x, q)
+        elif name == "cache_batch_idx" and x is not None:
+            tensor(_OP, name, x)
+    if rows is not None and block_table is not None:
+        raise ValueError(f"{_OP}: cache_batch_idx and block_table are both given; a table's rows already choose pages")
+    if num_splits != 0:
+        raise ValueError(f"{_OP}: num_splits is {num_splits!r}; it must be 0: the library chooses how keys are split")
+
+
+def _integers(name: str, x: Tensor, q: Tensor) -> None:
+    """Raise unless x is int32 [B], where q is."""
+    if x.dtype != torch.int32:
+        raise TypeError(f"{_OP}: {name} has dtype {x.dtype}; it must be int32")
+    if x.shape != (q.shape[0],):
+        raise ValueError(f"{_OP}: {name} has shape {tuple(x.shape)}; it must be [{q.shape[0]}], one for each row of q")
+    if x.device != q.device:
+        raise ValueError(f"{_OP}: {name} is on {x.device}, q on {q.device}; move them to one device")
