@@ -122,6 +122,13 @@ def constant_in_graphs(fn: _Fn) -> _Fn:
     return fn
 
 
+def compiled_graphs() -> tuple[int, dict[str, int]]:
+    """How many graphs Dynamo has compiled in this process, and why graphs were broken, with how often; nothing where it
+    does not tell."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return counters.get("stats", {}).get("unique_graphs", 0), dict(counters.get("graph_break", {}))
+
+
 # gradients ------------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
@@ -13,6 +13,8 @@ from tilesmith import rewrite
 from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.methods import AttentionMethodRule
 from tilesmith.models.attention.selected_blocks import SelectionRule
+from tilesmith.models.blocks import put_back, take_off
+from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.experts import ExpertsRule
@@ -48,6 +50,7 @@ def optimize(
     strict: bool = False,
     only: str | Collection[str] | None = None,
     exclude: str | Collection[str] = (),
+    compile: Literal["between"] | None = None,
 ) -> Model:
     """Make the modules of `model` compute through `tilesmith.ops` where they provably compute the same.
 
@@ -62,6 +65,9 @@ def optimize(
             functional (which replaces nothing: it reports calls of PyTorch's functions). All if None.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
+        compile: "between" compiles the repeated blocks of the model, such as decoder layers, with torch.compile when
+            they first run: one compilation for all blocks of a class, the library's ops left to themselves. A later
+            `optimize` of the model keeps it.
 
     Returns:
         `model` itself. ``print(model.tilesmith_report)`` says what was gained, what that means on the model's device,
@@ -70,7 +76,7 @@ def optimize(
 
     Raises:
         TypeError: `model` is not a module. ValueError: `only` names no rule, or `exclude`, without a wildcard, neither
-            a rule nor a module. RewriteError: see `strict`.
+            a rule nor a module; `compile` is something else, or no block repeats. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; optimize takes a torch.nn.Module")
@@ -92,12 +98,23 @@ def optimize(
             f"exclude names {', '.join(unknown)}, neither a module of the model nor a rule; the rules are "
             f"{', '.join(names)}"
         )
-    found = rewrite.rewrite(
-        model, [rule() for rule in RULES if rule.name in wanted], strict=strict, excluded=_excluder(patterns)
-    )
+    if compile not in (None, "between"):
+        raise ValueError(f"optimize: compile is {compile!r}; it is None or 'between'")
+    rules = [rule() for rule in RULES if rule.name in wanted]
+    taken = take_off(model)
+    try:
+        whole = [CompileRule(model)] if compile or any(isinstance(form, CompiledForm) for _, form, _ in taken) else []
+        found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns))
+    except BaseException:
+        put_back(taken)
+        raise
+    for rule in whole:
+        for row in found.replaced:
+            if row.rule == rule.name:
+                rule.attach(model.get_submodule(row.fqn))
     kind = next((p.device.type for p in model.parameters()), "cpu")
     told = effects((op for row in found.replaced for op in row.ops), kind)
-    model.tilesmith_report = replace(found, effects=told)
+    model.tilesmith_report = replace(found, effects=told, notes=tuple(rule.regions for rule in whole))
     return model
 
 
