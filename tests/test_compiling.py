@@ -33,22 +33,17 @@ def _same(found, wanted):
     torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "bert", "qwen3_moe"])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("family", "cached"), [("llama", True), ("gpt2", False)])
 def test_one_code_serves_all_layers_and_lengths(family, cached):
-    if family == "bert" and cached:
-        pytest.skip("BERT keeps no cache")
-    more = {} if family == "bert" else {"use_cache": cached}
     model = tilesmith.optimize(build(family, layers=3))
-    inputs = [batch(family, length=length) for length in (12, 20, 28, 16)]
-    wanted = [train(model, given, **more) for given in inputs]
+    inputs = [batch(family, length=length) for length in (12, 20, 28)]
+    wanted = [train(model, given, use_cache=cached) for given in inputs]
     tilesmith.optimize(model, compile="between")
     for given, want in zip(inputs, wanted):
-        _same(train(model, given, **more), want)
+        _same(train(model, given, use_cache=cached), want)
     regions = _regions(model)
-    assert regions.calls == 12 and not regions.breaks and not regions.plain
-    kinds = 2 if family == "gemma2" else 1  # its layers take turns with a window
-    assert regions.graphs == 2 * kinds, "once for the first length, once for all others"
+    assert regions.calls == 9 and not regions.breaks and not regions.plain
+    assert regions.graphs == 2, "once for the first length, once for all others"
 
 
 def test_a_cache_is_filled_as_without():
@@ -113,8 +108,13 @@ def test_graph_breaks_are_told():
     x = torch.randn(2, 8)
     wanted = tilesmith.undo(copy.deepcopy(model))(x)
     torch.testing.assert_close(model(x), wanted)
-    assert _regions(model).breaks.total() == 1 and _regions(model).calls == 3
-    assert "Graph breaks in compiled blocks: 1 (" in str(model.tilesmith_report)
+    told = _regions(model).breaks.total()
+    assert told and _regions(model).calls == 3
+    assert f"Graph breaks in compiled blocks: {told} (Call to `torch._dynamo.graph_break()`" in str(
+        model.tilesmith_report
+    )
+    model(x)
+    assert _regions(model).breaks.total() == told, "no call after the first compiles"
 
 
 def test_a_compiler_that_fails_is_told_and_the_block_runs(monkeypatch):
@@ -176,7 +176,9 @@ def test_a_later_optimize_keeps_compiled_blocks():
 def test_a_failed_optimize_leaves_compiled_blocks():
     model = tilesmith.optimize(_stack(), compile="between")
     counted = _regions(model)
-    model.append(nn.Sequential(type("Odd", (nn.LayerNorm,), {"forward": lambda self, x: x + 1})(8)))
+    odd = Block()
+    odd.forward = nn.Identity()
+    model.append(odd)
     with pytest.raises(tilesmith.rewrite.RewriteError):
         tilesmith.optimize(model, strict=True)
     model(torch.randn(2, 8))
@@ -195,40 +197,39 @@ def test_gradient_checkpointing(reentrant):
     assert _regions(model).calls == 4, "each block runs again in the backward"
 
 
+def _gradients(model, x):
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def test_autocast():
-    model, inputs = build("llama"), batch("llama")
-    tilesmith.optimize(model)
+    model, x = tilesmith.optimize(_stack()), torch.randn(2, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = train(model, inputs, use_cache=False)
+        wanted = _gradients(model, x)
     tilesmith.optimize(model, compile="between")
     with torch.autocast("cpu", torch.bfloat16):
-        found = train(model, inputs, use_cache=False)
-    plain = train(model, inputs, use_cache=False)
-    torch.testing.assert_close(found[0], wanted[0])
-    torch.testing.assert_close(found[2], wanted[2], rtol=1e-2, atol=1e-3)
-    assert _regions(model).graphs == 2 and plain[1].dtype is torch.float32
+        found = _gradients(model, x)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+    assert model(x).dtype is torch.float32 and _regions(model).calls == 6
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_adapters(order):
+def test_adapters():
     peft = pytest.importorskip("peft")
-    inputs = batch("llama")
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    x = torch.randn(2, 8)
+    config = peft.LoraConfig(r=2, target_modules=["linear"], init_lora_weights=False)
 
     def adapted(model):
         torch.manual_seed(2)
         return peft.get_peft_model(model, config).train()
 
-    wanted = train(adapted(build("llama")), inputs, use_cache=False)
-    model = build("llama")
-    if order == "before":
-        model = adapted(tilesmith.optimize(model, compile="between"))
+    wanted = _gradients(adapted(_stack()), x)
+    for model in (adapted(tilesmith.optimize(_stack(), compile="between")), adapted(_stack())):
+        if not hasattr(model.base_model.model, "tilesmith_report"):
+            tilesmith.optimize(model.base_model.model, compile="between")
+        torch.testing.assert_close(_gradients(model, x), wanted)
         regions = _regions(model.base_model.model)
-    else:
-        model = tilesmith.optimize(adapted(model), compile="between")
-        regions = _regions(model)
-    _same(train(model, inputs, use_cache=False), wanted)
-    assert regions.calls == 2 and not regions.breaks
+        assert regions.calls == 3 and not regions.breaks and not regions.plain
 
 
 def test_fully_shard(tmp_path):

@@ -60,29 +60,34 @@ class Regions:
         import torch._dynamo.exc as problems
 
         cls = type(block).__name__
-        if cls not in self.failed:
-            start, before = time.perf_counter(), torch_private.compiled_graphs()
-            try:
-                out = compiled(block, *call)
-            except problems.TorchDynamoException as problem:
-                self.failed[cls] = _first_line(problem)
-                warnings.warn(f"optimize(compile='between'): {cls} runs uncompiled: {self.failed[cls]}", stacklevel=2)
-            else:
-                self.calls += 1
-                graphs, breaks = torch_private.compiled_graphs()
-                if graphs != before[0]:
-                    self.graphs += graphs - before[0]
-                    self.seconds += time.perf_counter() - start
-                    for why, count in breaks.items():
-                        self.breaks[_first_line(why)] += count - before[1].get(why, 0)
-                    self.breaks = +self.breaks
-                return out
-        return plain(block, *call)
+        if cls in self.failed:
+            return plain(block, *call)
+        start, before = time.perf_counter(), torch_private.compiled_graphs()
+        self.calls += 1
+        try:
+            return compiled(block, *call)
+        except problems.TorchDynamoException as problem:
+            self.calls -= 1
+            self.failed[cls] = _short(problem)
+            warnings.warn(f"optimize(compile='between'): {cls} runs uncompiled: {self.failed[cls]}", stacklevel=2)
+            return plain(block, *call)
+        finally:  # checkpointing stops a block that it repeats by an exception
+            self._note(before, time.perf_counter() - start)
+
+    def _note(self, before: tuple[int, dict[str, int]], seconds: float) -> None:
+        graphs, breaks = torch_private.compiled_graphs()
+        if graphs == before[0] and breaks == before[1]:
+            return
+        self.graphs, self.seconds = self.graphs + graphs - before[0], self.seconds + seconds
+        for why, count in breaks.items():
+            self.breaks[_short(why)] += count - before[1].get(why, 0)
+        self.breaks = +self.breaks
 
 
-def _first_line(problem: Any) -> str:
+def _short(problem: Any) -> str:
+    """The first lines of a message in one."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(problem).__name__
+    return " ".join(lines[:2])[:200] if lines else type(problem).__name__
 
 
 class _NotServed(Exception):
