@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tilesmith.engine import torch_private
-from tilesmith.models.blocks import CACHE, BlockForm, foreign, repeated_blocks, watched
-from tilesmith.rewrite import Replace, Rule, Site, given
+from tilesmith.models.blocks import BlockForm, Call, Forwards, foreign, repeated_blocks, watched
+from tilesmith.rewrite import Replace, Rule, Site
 
 BACKEND = "inductor"
 _LIMIT = 32  # variants of a block's code: with and without gradients, autocast, masks, each at fixed and free lengths
@@ -55,22 +55,35 @@ class Regions:
         told += [f"Blocks ran uncompiled {count} times: {why}" for why, count in self.plain.items()]
         return told
 
-    def run(self, compiled: Callable[..., Any], plain: Callable[..., Any], block: nn.Module, *call: Any) -> Any:
+    def refuse(self, why: str) -> None:
+        """Count a block that runs uncompiled."""
+        self.plain[why] += 1
+
+    def run(
+        self,
+        compiled: Callable[[str], Call],
+        plain: Call,
+        block: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
         """A call of compiled code, or of `plain` where torch.compile cannot compile it."""
         import torch._dynamo.exc as problems
 
-        cls = type(block).__name__
-        if cls in self.failed:
-            return plain(block, *call)
+        cls, other = type(block).__name__, foreign(args, kwargs)
+        if other:
+            self.refuse(f"given a {other}")
+        if other or cls in self.failed:
+            return plain(block, args, kwargs)
         start, before = time.perf_counter(), torch_private.compiled_graphs()
         self.calls += 1
         try:
-            return compiled(block, *call)
+            return compiled(BACKEND)(block, args, kwargs)
         except problems.TorchDynamoException as problem:
             self.calls -= 1
             self.failed[cls] = _short(problem)
             warnings.warn(f"optimize(compile='between'): {cls} runs uncompiled: {self.failed[cls]}", stacklevel=2)
-            return plain(block, *call)
+            return plain(block, args, kwargs)
         finally:  # checkpointing stops a block that it repeats by an exception
             self._note(before, time.perf_counter() - start)
 
@@ -90,25 +103,6 @@ def _short(problem: Any) -> str:
     return " ".join(lines[:2])[:200] if lines else type(problem).__name__
 
 
-class _NotServed(Exception):
-    """A block asks a cache for more than to take keys and values."""
-
-
-class _Kept:
-    """Stands in for an empty cache within a compiled block: keeps the keys and values that the block hands it."""
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def __getattr__(self, name: str) -> Any:
-        raise _NotServed(name)
-
-
 @dataclass(frozen=True)
 class CompiledForm(BlockForm):
     """The same forward, compiled for all blocks of the class together."""
@@ -116,47 +110,21 @@ class CompiledForm(BlockForm):
     state: ClassVar[tuple[str, ...]] = (_REGIONS,)
 
     def namespace(self, base: type) -> dict[str, Any]:
-        plain = base.forward
-        place = _place_of_cache(plain)
+        way = Forwards(base.forward)
+        compiled_whole, compiled_filling = _compiler(way.whole, base), _compiler(way.filling, base)
 
-        def whole(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return plain(block, *args, **kwargs)
-
-        def filling(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-            kept = _Kept()
-            args, kwargs = _with_cache(kept, place, args, kwargs)
-            return plain(block, *args, **kwargs), kept.keys, kept.values
-
-        compiled, compiled_filling = _compiler(whole, base), _compiler(filling, base)
-
-        @functools.wraps(plain)
+        @functools.wraps(way.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             regions = self.__dict__.get(_REGIONS)
             if torch.compiler.is_compiling() or regions is None:
-                return plain(self, *args, **kwargs)
+                return way.forward(self, *args, **kwargs)
             why = watched()
-            cache = given(CACHE, place, args, kwargs)
-            fills = False
-            if not why and cache is not None:
-                fills = _is_empty_for(cache, self)
-                why = "" if fills else "given a cache that holds tokens, or is of fixed size"
-            if not why:
-                rest = _with_cache(None, place, args, kwargs) if fills else (args, kwargs)
-                other = foreign(*rest)
-                why = f"given a {other}" if other else ""
             if why:
-                regions.plain[why] += 1
-                return plain(self, *args, **kwargs)
-            if not fills:
-                return regions.run(compiled(BACKEND), whole, self, args, kwargs)
-            try:
-                out, keys, values = regions.run(compiled_filling(BACKEND), filling, self, *rest)
-            except _NotServed as asked:
-                regions.plain[f"the block asks its cache for {asked}"] += 1
-                return plain(self, *args, **kwargs)
-            if keys is not None:
-                cache.update(keys, values, _layer_index(self))
-            return out
+                regions.refuse(why)
+                return way.forward(self, *args, **kwargs)
+            whole = functools.partial(regions.run, compiled_whole, way.whole)
+            filling = functools.partial(regions.run, compiled_filling, way.filling)
+            return way.run(self, args, kwargs, whole, filling, regions.refuse)
 
         return {"forward": forward}
 
@@ -171,7 +139,7 @@ class CompileRule(Rule):
     own = True
 
     def __init__(self, model: nn.Module):
-        self.regions = Regions()
+        self.record = Regions()
         self._blocks = set(repeated_blocks(model))
         if not self._blocks:
             raise ValueError(
@@ -185,8 +153,8 @@ class CompileRule(Rule):
         return Replace(CompiledForm(), (), "compiled once for all blocks of its class, the ops left to themselves")
 
     def attach(self, module: nn.Module) -> None:
-        """Have a swapped block count in this rule's `regions`."""
-        module.__dict__[_REGIONS] = self.regions
+        """Have a swapped block count in this rule's `record`."""
+        module.__dict__[_REGIONS] = self.record
 
 
 def _compiler(fn: types.FunctionType, base: type) -> Callable[[str], Callable[..., Any]]:
@@ -201,31 +169,3 @@ def _compiler(fn: types.FunctionType, base: type) -> Callable[[str], Callable[..
         return torch.compile(own, backend=backend, **more)
 
     return compiled
-
-
-def _place_of_cache(forward: Callable[..., Any]) -> int | None:
-    """At which place among the arguments after self `forward` takes a cache, None if by name only."""
-    names = list(inspect.signature(forward).parameters)[1:]
-    return names.index(CACHE) if CACHE in names else None
-
-
-def _with_cache(cache: Any, place: int | None, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with another cache."""
-    if place is not None and len(args) > place:
-        return (*args[:place], cache, *args[place + 1 :]), kwargs
-    return args, {**kwargs, CACHE: cache}
-
-
-def _is_empty_for(cache: Any, block: nn.Module) -> bool:
-    """Whether a cache is one of transformers that grows, and holds nothing for this block: it then hands keys and
-    values back as it got them, and may get them after the block has run."""
-    if type(cache).__name__ != "DynamicCache":
-        return False
-    index = _layer_index(block)
-    return index is not None and cache.get_seq_length(index) == 0
-
-
-def _layer_index(block: nn.Module) -> int | None:
-    """The number under which the one attention of a block keeps its keys and values."""
-    numbers = {m.layer_idx for m in block.modules() if isinstance(getattr(m, "layer_idx", None), int)}
-    return numbers.pop() if len(numbers) == 1 else None
