@@ -20,6 +20,7 @@ from tilesmith.models.attention.masks import KeyMask
 from tilesmith.models.blocks import Call
 
 _WARM_RUNS = 2
+_INHERITED = frozenset(nn.Module().__dict__) - {"training"}
 _CONSTANT = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -96,6 +97,7 @@ class Memory:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.recordings: weakref.WeakSet[Recorded] = weakref.WeakSet()
+        self.waiting: dict[int, Recorded] = {}  # by number: those whose forward awaits its backward
         self.count = 0
         self.slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
         self.results: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -113,16 +115,12 @@ class Memory:
             self.slots.add(found)
         return found
 
-    def waiting(self) -> list[Recorded]:
-        """Recordings whose forward awaits its backward."""
-        return [r for r in self.recordings if r.waits()]
-
 
 class _Ticket:
-    """One replay of a forward, as its gradient knows it."""
+    """One replay of a forward, as its gradient knows it. spoiled: its activations may have been overwritten."""
 
     def __init__(self) -> None:
-        self.open, self.spoiled = True, False
+        self.spoiled = False
 
 
 class Recorded:
@@ -145,7 +143,7 @@ class Recorded:
         self._block = weakref.ref(block)
         self._device = leaves[0].device
         self._ticket: weakref.ref[_Ticket] | None = None
-        self._sources = _fingerprint(block)
+        self._sources = _Fingerprint(block)
         self._parameters = [p for p in block.parameters() if p.requires_grad]
         self._slots: list[_Slot | None] = []
         self._inputs: list[Tensor] = []
@@ -200,7 +198,7 @@ class Recorded:
     def _call(self) -> None:
         """Run the block with gradients; what it returns goes to `_outs`."""
         args, kwargs = rebuild(self._spec, self._inputs)
-        with torch.enable_grad(), _uncached_autocast(self._device.type):
+        with torch.enable_grad(), _uncached_autocast(self._device.type), _own_saved_tensors():
             out = self._plain(self._block(), args, kwargs)
         self._outs = []
         self._out_spec = flatten(out, self._outs)
@@ -235,20 +233,20 @@ class Recorded:
         # The graph of a forward that is not repeated is kept: it holds the activations where the replays look for them.
         return list(torch.autograd.grad(outs, wanted, given, retain_graph=not self._repeats, allow_unused=True))
 
-    def waits(self) -> bool:
-        """Whether a replayed forward awaits its backward."""
-        ticket = self._ticket() if self._ticket is not None else None
-        return ticket is not None and ticket.open
-
     def free(self, leaves: list[Tensor]) -> bool:
         """Whether a replay overwrites nothing that is still needed."""
-        waiting = self.memory.waiting()
-        if any(r is self or r.number > self.number for r in waiting):
+        waiting = self.memory.waiting
+        if not waiting:
+            return True
+        if max(waiting) >= self.number:
             return False
-        needed = {id(slot) for r in waiting for slot in r._slots}
-        return all(
-            slot is None or id(slot) not in needed or slot.holds(leaf) for slot, leaf in zip(self._slots, leaves)
-        )
+        for slot, buffer, leaf in zip(self._slots, self._inputs, leaves):
+            if slot is None and buffer.data_ptr() != leaf.data_ptr():
+                if any(buffer.data_ptr() == t.data_ptr() for r in waiting.values() for t in r.results):
+                    return False
+            elif slot is not None and not slot.holds(leaf) and any(slot in r._slots for r in waiting.values()):
+                return False
+        return True
 
     def stale(self) -> bool:
         """Whether parameters lie elsewhere now, or modules, their attributes or hooks have changed."""
@@ -267,8 +265,9 @@ class Recorded:
                     buffer.detach().copy_(leaf)
             elif not slot.holds(leaf):
                 slot.fill(leaf)
-        ticket = _Ticket()
-        self._ticket = weakref.ref(ticket)
+        ticket, waiting, number = _Ticket(), self.memory.waiting, self.number
+        waiting[number] = self
+        self._ticket = weakref.ref(ticket, lambda _: waiting.pop(number, None))
         for result in self.results:  # whoever saved the last replay's result for a gradient is told by autograd
             torch.autograd.graph.increment_version(result)
         self._forward()
@@ -278,17 +277,18 @@ class Recorded:
         if ticket.spoiled or self._ticket is None or self._ticket() is not ticket:
             raise RuntimeError(
                 "optimize(graphs=True): the activations of this forward were overwritten by a later replay before its "
-                "backward; run each backward before the next forward, or leave graphs=True away"
+                "backward; run each backward once, before the next forward, or leave graphs=True away"
             )
-        for r in self.memory.waiting():
-            if r.number > self.number:  # its activations may lie where this backward computes
-                r._ticket().spoiled = True
+        for number, other in self.memory.waiting.items():
+            waits = other._ticket() if other._ticket is not None else None
+            if number > self.number and waits is not None:  # its activations may lie where this backward computes
+                waits.spoiled = True
         for buffer, given in zip(self._d_results, d_results):
             if buffer is not None:
                 buffer.zero_() if given is None else buffer.copy_(given)
         self._backward()
         if not torch_private.graph_is_kept():
-            ticket.open = False
+            self.memory.waiting.pop(self.number, None)
         # The recording's own would be overwritten by the next replay while a parameter's .grad still refers to it.
         own = [g for g in self._gradients if g is not None]
         copies = [torch.empty_like(g) for g in own]
@@ -324,7 +324,7 @@ class _Fingerprint:
         self._children = [(m._modules, dict(m._modules)) for m in modules]
         self._hooks = [d for m in modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)]
         self._hooked = sum(map(len, self._hooks))
-        self._attributes = [(m.__dict__, name, _copied(v)) for m in modules for name, v in _plain_attributes(m)]
+        self._attributes = [(m.__dict__, _plain_attributes(m)) for m in modules]
 
     def changed(self) -> bool:
         for holder, name, tensor, address, needs in self._tensors:
@@ -332,27 +332,33 @@ class _Fingerprint:
                 return True
         if any(now != before for now, before in self._children) or sum(map(len, self._hooks)) != self._hooked:
             return True
-        return any(holder.get(name) != value for holder, name, value in self._attributes)
-
-
-def _fingerprint(block: nn.Module) -> _Fingerprint:
-    return _Fingerprint(block)
+        return not all(values.items() <= holder.items() for holder, values in self._attributes)
 
 
 def _place(tensor: Tensor) -> tuple[int, bool]:
     return tensor.data_ptr(), tensor.requires_grad
 
 
-def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Attributes of a module that are numbers, strings or flags, or lists and dicts of them."""
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are numbers, strings or flags, or lists and dicts of them."""
+    found = {}
     for name, value in module.__dict__.items():
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        if not name.startswith("_tilesmith") and all(isinstance(v, bool | int | float | str) for v in inner) and inner:
-            yield name, value
+        kind = type(value)
+        inner = value.values() if kind is dict else value if kind in (list, tuple) else [value]
+        own = name not in _INHERITED and not name.startswith("_tilesmith")
+        if own and all(isinstance(v, bool | int | float | str) for v in inner):
+            found[name] = kind(value) if kind in (list, dict) else value
+    return found
 
 
-def _copied(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict) else value
+@contextlib.contextmanager
+def _own_saved_tensors() -> Iterator[None]:
+    """Keep what a forward saves from hooks that are on around it: checkpointing would count it as the block's."""
+    if torch_private.saved_tensors_hooks(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved):
+        yield
 
 
 @contextlib.contextmanager
