@@ -137,12 +137,14 @@ class Report:
 
     def _ran(self) -> str:
         calls = self.calls()
+        if not any(calls.values()) and self.notes:
+            return "none of ours outside of compiled or recorded blocks, in which they are not counted"
         if not any(calls.values()):
             return "none of ours yet; run a step and print this again (compiled code is not counted)"
         never = [op for op, count in calls.items() if not count]
         told = ", ".join(f"{op} {count}" for op, count in calls.items())
         if never and self.notes:
-            return f"{told} (calls within compiled or recorded blocks are not counted)"
+            return f"{told} (not counted in compiled or recorded blocks)"
         return f"{told} (so far what {', '.join(never)} replaces was passed by)" if never else told
 
     def _folded(self, rows: Iterable[Row]) -> dict[tuple[str, str, str], list[str]]:
