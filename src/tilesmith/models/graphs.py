@@ -64,7 +64,7 @@ class Graphs:
     def told(self) -> list[str]:
         """Sentences for the report."""
         if not self.replays and not self.plain and not self.refused:
-            return [f"Recorded blocks: none yet; a shape is recorded the {PLAIN_CALLS + 1}rd time it trains"]
+            return [f"Recorded blocks: none yet; a shape is recorded when it has trained {PLAIN_CALLS} times"]
         held = self._memory.bytes() / 2**20
         told = [
             f"Recorded blocks: {self.replays} replays of {self.recorded} pairs of graphs, recorded in "
