@@ -147,7 +147,7 @@ class Forwards:
         if cache is None:
             return whole(block, args, kwargs)
         if not _is_empty_for(cache, block):
-            refuse("given a cache that holds tokens, or is of fixed size")
+            refuse("given a cache other than an empty DynamicCache")
             return self.forward(block, *args, **kwargs)
         try:
             out, keys, values = filling(block, *_with_cache(None, self._place, args, kwargs))
