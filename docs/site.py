@@ -19,7 +19,8 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 GUIDES = {
     "Train": (
-        "order-of-calls", "huggingface-trainer", "trl", "peft", "accelerate", "fsdp2", "torch-compile", "integrations",
+        "order-of-calls", "huggingface-trainer", "trl", "peft", "accelerate", "fsdp2", "torch-compile", "cuda-graphs",
+        "integrations",
     ),
     "Understand": ("choosing-a-kernel", "memory", "profiling", "troubleshooting", "generation"),
     "Go further": (

@@ -42,6 +42,7 @@ NAMES = {
     "torch._C._stash_obj_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
     "torch.utils._python_dispatch.TorchDispatchMode": "launchers are not replayed; doctor cannot watch a call",
     "torch.utils._python_dispatch._disable_current_modes": "launchers that number their launches are not replayed",
+    "torch._foreach_copy_": "gradients that CUDA graphs compute are copied one by one",
     "torch._addmm_activation": "products with relu or gelu behind them take two calls",
     "torch.cuda._sleep": "timings queue reads of memory in front of what they time",
 }
@@ -122,6 +123,13 @@ def constant_in_graphs(fn: _Fn) -> _Fn:
     return fn
 
 
+def compiled_graphs() -> tuple[int, dict[str, int]]:
+    """How many graphs Dynamo has compiled in this process, and why graphs were broken, with how often; nothing where it
+    does not tell."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return counters.get("stats", {}).get("unique_graphs", 0), dict(counters.get("graph_break", {}))
+
+
 # gradients ------------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +192,15 @@ addmm_activation: Callable[..., Tensor] | None = _get("torch._addmm_activation")
 """torch.addmm with relu or gelu behind it, in one call of cuBLASLt."""
 
 
+def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources):
+        target.copy_(source)
+
+
+copy_each: Callable[[list[Tensor], list[Tensor]], Any] = _get("torch._foreach_copy_", _copy_each)
+"""(targets, sources): copies of many tensors, in as few launches as there are dtypes."""
+
+
 def aten(*names: str) -> frozenset:
     """The operators of ATen that have these names, those left out that this PyTorch does not have."""
     return frozenset(found for name in names if (found := getattr(torch.ops.aten, name, None)) is not None)
@@ -203,6 +220,11 @@ without_modes: Callable[[], Any] = _get("torch.utils._python_dispatch._disable_c
 _task = _get("torch._C._current_graph_task_id", lambda: 0)
 _has, _read, _stash = (_get(f"torch._C.{name}") for name in ("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls"))
 _can_carry = None not in (_has, _read, _stash)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return _task() != -1
 
 
 def carried(key: str, in_backward: bool = True) -> Any:

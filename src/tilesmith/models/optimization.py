@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
@@ -13,7 +13,10 @@ from tilesmith import rewrite
 from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.methods import AttentionMethodRule
 from tilesmith.models.attention.selected_blocks import SelectionRule
+from tilesmith.models.blocks import put_back, take_off
+from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
+from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.experts import ExpertsRule
 from tilesmith.models.layers.gated_mlps import GatedMlpRule
@@ -48,6 +51,8 @@ def optimize(
     strict: bool = False,
     only: str | Collection[str] | None = None,
     exclude: str | Collection[str] = (),
+    compile: Literal["between"] | None = None,
+    graphs: bool = False,
 ) -> Model:
     """Make the modules of `model` compute through `tilesmith.ops` where they provably compute the same.
 
@@ -62,6 +67,12 @@ def optimize(
             functional (which replaces nothing: it reports calls of PyTorch's functions). All if None.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
+        compile: "between" compiles the repeated blocks of the model, such as decoder layers, with torch.compile when
+            they first run: one compilation for all blocks of a class, the library's ops left to themselves. A later
+            `optimize` of the model keeps it.
+        graphs: record forward and backward of the repeated blocks as CUDA graphs when a shape is trained for the third
+            time, so that the host launches a block at once. Calls that no recording serves run as before; the report
+            counts them with the reason, and has the memory that recordings hold. A later `optimize` keeps it, too.
 
     Returns:
         `model` itself. ``print(model.tilesmith_report)`` says what was gained, what that means on the model's device,
@@ -69,8 +80,9 @@ def optimize(
         takes everything back, also in a copy or an unpickled model.
 
     Raises:
-        TypeError: `model` is not a module. ValueError: `only` names no rule, or `exclude`, without a wildcard, neither
-            a rule nor a module. RewriteError: see `strict`.
+        TypeError: `model` is not a module, or `graphs` no bool. ValueError: `only` names no rule; `exclude`, without a
+            wildcard, names neither a rule nor a module; `compile` is something else; no block repeats for `compile` or
+            `graphs`. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; optimize takes a torch.nn.Module")
@@ -92,12 +104,27 @@ def optimize(
             f"exclude names {', '.join(unknown)}, neither a module of the model nor a rule; the rules are "
             f"{', '.join(names)}"
         )
-    found = rewrite.rewrite(
-        model, [rule() for rule in RULES if rule.name in wanted], strict=strict, excluded=_excluder(patterns)
-    )
+    if compile not in (None, "between"):
+        raise ValueError(f"optimize: compile is {compile!r}; it is None or 'between'")
+    if not isinstance(graphs, bool):
+        raise TypeError(f"optimize: graphs is {graphs!r}; it is True or False")
+    rules = [rule() for rule in RULES if rule.name in wanted]
+    taken = take_off(model)
+    try:
+        had = {type(form) for _, form, _ in taken}
+        whole: list[CompileRule | GraphsRule] = [CompileRule(model)] if compile or CompiledForm in had else []
+        whole += [GraphsRule(model)] if graphs or GraphedForm in had else []
+        found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns))
+    except BaseException:
+        put_back(taken)
+        raise
+    for rule in whole:
+        for row in found.replaced:
+            if row.rule == rule.name:
+                rule.attach(model.get_submodule(row.fqn))
     kind = next((p.device.type for p in model.parameters()), "cpu")
     told = effects((op for row in found.replaced for op in row.ops), kind)
-    model.tilesmith_report = replace(found, effects=told)
+    model.tilesmith_report = replace(found, effects=told, notes=tuple(rule.record for rule in whole))
     return model
 
 

@@ -9,7 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 CALLS = "_tilesmith_calls"  # attribute of a swapped module: op -> how often it called the op, shared with the report
 WIDTH = 120
@@ -32,6 +32,14 @@ class Row:
     wanted: bool = False
 
 
+class Note(Protocol):
+    """What goes on telling of a model after it was rewritten."""
+
+    def told(self) -> list[str]:
+        """Sentences on what has happened since."""
+        ...
+
+
 @dataclass(frozen=True)
 class Report:
     """The rows of one `optimize` call, in the order of `model.named_modules()`.
@@ -41,12 +49,13 @@ class Report:
     notebook shows both.
 
     effects: sentences on what the replacements do on the device that the model was on. counted: module name -> op ->
-    calls so far, kept up to date by the model.
+    calls so far, kept up to date by the model. notes: what compiled and recorded blocks have done so far, likewise.
     """
 
     rows: tuple[Row, ...]
     effects: tuple[str, ...] = ()
     counted: Mapping[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
+    notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def replaced(self) -> tuple[Row, ...]:
@@ -95,6 +104,8 @@ class Report:
             lines += _wrapped(effect, "  ", "    ")
         if self.replaced:
             lines += _wrapped(f"Calls since optimize(): {self._ran()}", "", "  ")
+        for sentence in (sentence for note in self.notes for sentence in note.told()):
+            lines += _wrapped(sentence, "  ", "    ")
         lost = self._folded(row for row in self.skipped if row.wanted)
         lines += ["Could not be replaced"] if lost else []
         for (rule, cls, reason), names in lost.items():
@@ -114,7 +125,7 @@ class Report:
         for rule, rows in by_rule.items():
             ops = ", ".join(dict.fromkeys(op for row in rows for op in row.ops))
             classes = ", ".join(f"{cls} ×{n}" if n > 1 else cls for cls, n in Counter(r.cls for r in rows).items())
-            lines += _wrapped(f"{rule + ':':<12}{ops} in {classes}", "  ", " " * 14)
+            lines += _wrapped(f"{rule + ':':<12}{f'{ops} in ' if ops else ''}{classes}", "  ", " " * 14)
         return lines
 
     def _left_alone(self) -> list[str]:
@@ -126,10 +137,14 @@ class Report:
 
     def _ran(self) -> str:
         calls = self.calls()
+        if not any(calls.values()) and self.notes:
+            return "none of ours outside of compiled or recorded blocks, in which they are not counted"
         if not any(calls.values()):
             return "none of ours yet; run a step and print this again (compiled code is not counted)"
         never = [op for op, count in calls.items() if not count]
         told = ", ".join(f"{op} {count}" for op, count in calls.items())
+        if never and self.notes:
+            return f"{told} (not counted in compiled or recorded blocks)"
         return f"{told} (so far what {', '.join(never)} replaces was passed by)" if never else told
 
     def _folded(self, rows: Iterable[Row]) -> dict[tuple[str, str, str], list[str]]:

@@ -1,0 +1,183 @@
+"""The repeated blocks of a model, such as its decoder layers, and what their calls are given."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from tilesmith.engine import torch_private
+from tilesmith.rewrite import Form, forms, given, original_class, swap, unswap
+
+_PLAIN = (type(None), bool, int, float, str, Tensor, BlockMask, torch.dtype, torch.device)
+CACHE = "past_key_values"
+"""What transformers calls the argument of a block that is a cache of keys and values."""
+
+
+class BlockForm(Form):
+    """A form of a whole block. It wraps the block's forward as it is, so it is always the newest form of a block.
+
+    state: names of attributes that a block with this form has.
+    """
+
+    state: ClassVar[tuple[str, ...]] = ()
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules that stand in an `nn.ModuleList` or `nn.Sequential` beside another one of their class, by
+    name. Modules without children of their own are not blocks."""
+    found: dict[str, nn.Module] = {}
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or _inside(fqn, found):
+            continue
+        made_of_parts = {n: child for n, child in module.named_children() if next(child.children(), None) is not None}
+        counts = Counter(original_class(type(child)) for child in made_of_parts.values())
+        prefix = f"{fqn}." if fqn else ""
+        found |= {prefix + n: c for n, c in made_of_parts.items() if counts[original_class(type(c))] > 1}
+    return found
+
+
+def _inside(fqn: str, blocks: Iterable[str]) -> bool:
+    return any(fqn == name or fqn.startswith(f"{name}.") for name in blocks)
+
+
+def take_off(model: nn.Module) -> list[tuple[nn.Module, Form, dict[str, Any]]]:
+    """Take the forms of whole blocks off, as rules look at what is below them. Returns what `put_back` needs."""
+    taken = []
+    for module in model.modules():
+        while (held := forms(module)) and isinstance(held[0], BlockForm):
+            state = {name: module.__dict__[name] for name in held[0].state if name in module.__dict__}
+            if not unswap(module):
+                break  # another library's class is on top
+            taken.append((module, held[0], state))
+    return taken
+
+
+def put_back(taken: list[tuple[nn.Module, Form, dict[str, Any]]]) -> None:
+    """Give the modules their forms back that `take_off` took."""
+    for module, form, state in reversed(taken):
+        swap(module, form)
+        module.__dict__.update(state)
+
+
+def foreign(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+    """The class of an argument that holds state of its own, such as a cache; "" if there is none."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, _PLAIN):
+            continue
+        if isinstance(value, tuple | list):
+            inner = foreign(value, {})
+        elif isinstance(value, dict):
+            inner = foreign((), value)
+        else:
+            return type(value).__name__
+        if inner:
+            return inner
+    return ""
+
+
+def watched() -> str:
+    """What sees each operation of this call, or transforms it, so that it has to run as it is; "" if nothing does."""
+    if torch_private.dispatch_modes():
+        return "a dispatch mode is on (fake tensors, a policy of selective checkpointing)"
+    if torch_private.functorch() is not None:
+        return "a transform of torch.func is at work"
+    return ""
+
+
+class NotServed(Exception):
+    """A block asks its cache for more than to take keys and values."""
+
+
+class Kept:
+    """Stands in for an empty cache within a block: keeps the keys and values that the block hands it."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotServed(name)
+
+
+Call = Callable[[nn.Module, tuple, dict[str, Any]], Any]
+
+
+class Forwards:
+    """The two ways to run a block by its class's `forward`, as functions of (block, arguments, named arguments).
+
+    whole: as it is. filling: with an empty cache; returns the result, the keys and the values.
+    """
+
+    def __init__(self, forward: Callable[..., Any]):
+        names = list(inspect.signature(forward).parameters)[1:]
+        place = names.index(CACHE) if CACHE in names else None
+
+        def whole(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            return forward(block, *args, **kwargs)
+
+        def filling(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            kept = Kept()
+            args, kwargs = _with_cache(kept, place, args, kwargs)
+            return forward(block, *args, **kwargs), kept.keys, kept.values
+
+        self.forward, self.whole, self.filling, self._place = forward, whole, filling, place
+
+    def run(
+        self,
+        block: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        whole: Call,
+        filling: Call,
+        refuse: Callable[[str], None],
+    ) -> Any:
+        """The block's result by what stands for `whole` or `filling`. An empty cache gets its keys and values behind
+        the block; with any other cache, told to `refuse`, the block runs as it is."""
+        cache = given(CACHE, self._place, args, kwargs)
+        if cache is None:
+            return whole(block, args, kwargs)
+        if not _is_empty_for(cache, block):
+            refuse("given a cache other than an empty DynamicCache")
+            return self.forward(block, *args, **kwargs)
+        try:
+            out, keys, values = filling(block, *_with_cache(None, self._place, args, kwargs))
+        except NotServed as asked:
+            refuse(f"it asks its cache for {asked}")
+            return self.forward(block, *args, **kwargs)
+        if keys is not None:
+            cache.update(keys, values, _layer_index(block))
+        return out
+
+
+def _with_cache(cache: Any, place: int | None, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with another cache."""
+    if place is not None and len(args) > place:
+        return (*args[:place], cache, *args[place + 1 :]), kwargs
+    return args, {**kwargs, CACHE: cache}
+
+
+def _is_empty_for(cache: Any, block: nn.Module) -> bool:
+    """Whether a cache is one of transformers that grows, and holds nothing for this block: it then hands keys and
+    values back as it got them, and may get them after the block has run."""
+    if isinstance(cache, Kept):
+        return True
+    if type(cache).__name__ != "DynamicCache":
+        return False
+    index = _layer_index(block)
+    return index is not None and cache.get_seq_length(index) == 0
+
+
+def _layer_index(block: nn.Module) -> int | None:
+    """The number under which the one attention of a block keeps its keys and values."""
+    numbers = {m.layer_idx for m in block.modules() if isinstance(getattr(m, "layer_idx", None), int)}
+    return numbers.pop() if len(numbers) == 1 else None

@@ -1,0 +1,438 @@
+"""`optimize(model, graphs=True)` with a recorder that repeats work on the CPU: when a recording serves, and what it may
+overwrite. tests/test_graphs_gpu.py records CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tilesmith
+from optimize_models import batch, build, ops_everywhere, train  # noqa: F401
+from tilesmith.models import compiling, graphs
+from tilesmith.rewrite import forms
+
+AWAITS = "an earlier forward still awaits its backward"
+
+
+class Repeater:
+    """Records by keeping the function: a replay runs it again and writes into what its first run returned."""
+
+    failing = ""
+
+    def missing(self, device):
+        return ""
+
+    def busy(self):
+        return False
+
+    def warm(self, fn):
+        return fn()
+
+    def record(self, fn):
+        if self.failing:
+            raise RuntimeError(self.failing)
+        first = fn()
+        first = [None if t is None else t.clone() for t in first]
+
+        def replay():
+            with torch.no_grad():
+                again = fn()
+                for kept, made in zip(first, again, strict=True):
+                    if kept is not None:
+                        kept.copy_(made)
+
+        return replay, first
+
+    def random_state(self, device):
+        return torch.get_rng_state()
+
+    def restore(self, device, state):
+        torch.set_rng_state(state)
+
+    def memory(self):
+        return 3 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def _recorder(monkeypatch):
+    monkeypatch.setattr(graphs, "RECORDER", Repeater)
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(dropout)
+
+    def forward(self, x, scale=None):
+        y = self.linear(self.norm(x))
+        return x + self.dropout(y if scale is None else y * scale)
+
+
+class Stack(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+
+    def forward(self, x, scale=None):
+        for block in self.blocks:
+            x = block(x, scale)
+        return x
+
+
+def _stack(**more):
+    torch.manual_seed(0)
+    return Stack(**more)
+
+
+def _record(model):
+    return model.tilesmith_report.notes[-1]
+
+
+def _step(model, *inputs):
+    out = model(*inputs)
+    out.square().sum().backward()
+    return out.detach().clone()
+
+
+def _gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _warmed(model, *inputs):
+    """The model after the calls that record `inputs`, without gradients."""
+    for _ in range(graphs.PLAIN_CALLS):
+        _step(model, *inputs)
+    model.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_steps_of_a_model_are_those_without(cached):
+    model = build("llama", layers=3)
+    tilesmith.optimize(model)
+    inputs = [batch("llama", length=12) for _ in range(5)]
+    for number, given in enumerate(inputs):
+        given["input_ids"] = (given["input_ids"] + number) % 120 + 3
+    wanted = [train(model, given, use_cache=cached) for given in inputs]
+    tilesmith.optimize(model, graphs=True)
+    for given, want in zip(inputs, wanted):
+        found = train(model, given, use_cache=cached)
+        torch.testing.assert_close(found[0], want[0])
+        torch.testing.assert_close(found[2], want[2])
+    assert _record(model).replays == 9 and _record(model).recorded == 3
+    assert dict(_record(model).plain) == {"new shape [2, 12, 64]": 6}
+    text = str(model.tilesmith_report)
+    assert "Recorded blocks: 9 replays of 3 pairs of graphs" in text and "MiB held" in text
+    assert "Blocks ran unrecorded 6 times: new shape [2, 12, 64]" in text
+
+
+def test_a_cache_is_filled_by_replays():
+    model = tilesmith.optimize(build("llama"), graphs=True)
+    given = batch("llama")
+    for _ in range(graphs.PLAIN_CALLS):
+        train(model, given)
+    first = model(**given).past_key_values.layers[0]
+    keys = first.keys.clone()
+    given["input_ids"] = given["input_ids"] + 1
+    with torch.no_grad():
+        wanted = tilesmith.undo(copy.deepcopy(model))(**given).past_key_values.layers[0].keys
+    torch.testing.assert_close(model(**given).past_key_values.layers[0].keys, wanted)
+    assert torch.equal(first.keys, keys), "a replay does not write into an earlier cache"
+
+
+def test_gradients_accumulate():
+    model, plain = _stack(), _stack()
+    tilesmith.optimize(model, graphs=True)
+    inputs = [torch.randn(2, 8) for _ in range(6)]
+    for x in inputs:
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+    assert _record(model).replays == 12
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    model.zero_grad(set_to_none=False)
+    plain.zero_grad(set_to_none=False)
+    _step(model, inputs[0]), _step(plain, inputs[0])
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+
+
+def test_other_shapes_run_as_before_and_are_told():
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    _warmed(model, torch.randn(2, 8))
+    replays = _record(model).replays
+    for rows in (2, 3, 2, 5):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).replays == replays + 6
+    assert _record(model).plain["new shape [3, 8]"] == _record(model).plain["new shape [5, 8]"] == 3
+
+
+def test_few_shapes_are_recorded():
+    model = tilesmith.optimize(_stack(), graphs=True)
+    for rows in range(1, graphs.MOST_SHAPES + 2):
+        _step(_warmed(model, torch.randn(rows, 8)), torch.randn(rows, 8))
+    assert _record(model).recorded == 3 * graphs.MOST_SHAPES
+    assert _record(model).plain[f"shape [5, 8] beyond the {graphs.MOST_SHAPES} that are recorded"] == 9
+
+
+def test_what_awaits_its_backward_is_not_overwritten():
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    first, second = torch.randn(2, 8), torch.randn(2, 8)
+    _warmed(model, first)
+    for each in (model, plain):
+        (each(first) * each(second)).sum().backward()
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).plain[AWAITS] == 3
+    replays = _record(model).replays
+    kept = model(first)
+    assert _record(model).replays == replays + 3, "a backward has freed the recordings"
+    assert model(second) is not None and _record(model).plain[AWAITS] == 6
+    del kept
+    model(second)
+    assert _record(model).replays == replays + 6, "so has an output that nobody holds any more"
+
+
+def test_a_second_backward_of_one_forward_raises():
+    """The backward of a block computes where activations of later blocks lie."""
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    x = torch.randn(2, 8)
+    _warmed(model, x)
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    _step(plain, x)
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    with pytest.raises(RuntimeError, match="run each backward once, before the next forward"):
+        loss.backward()
+    del loss
+    torch.testing.assert_close(_step(model, x), _step(plain, x))
+
+
+def test_a_backward_out_of_order_raises():
+    model = tilesmith.optimize(_stack(), graphs=True)
+    _warmed(model, torch.randn(2, 8))
+    inner, outer = model.blocks[0], model.blocks[2]
+    middle = inner(torch.randn(2, 8), None)
+    result = outer(middle, None)
+    middle.sum().backward()  # recorded before `outer`, whose activations may lie where this computes
+    with pytest.raises(RuntimeError, match="overwritten by a later replay before its backward"):
+        result.sum().backward()
+
+
+def test_a_saved_result_that_is_overwritten_is_told_by_autograd():
+    model = tilesmith.optimize(_stack(), graphs=True)
+    _warmed(model, torch.randn(2, 8))
+    weight = torch.randn(8, requires_grad=True)
+    aside = (model(torch.randn(2, 8)).detach() * weight).sum()
+    model(torch.randn(2, 8))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        aside.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model = build("llama")
+    tilesmith.optimize(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    inputs = batch("llama")
+    wanted = train(model, inputs, use_cache=False)
+    tilesmith.optimize(model, graphs=True)
+    for _ in range(4):
+        found = train(model, inputs, use_cache=False)
+        torch.testing.assert_close(found[2], wanted[2])
+    record = _record(model)
+    if reentrant:
+        assert record.replays == 0 and any("use_reentrant=True" in why for why in record.plain)
+    else:
+        assert record.replays == 4 and record.recorded == 2
+        assert all(not entry._outs for held in record._blocks.values() for entry in held.recorded.values())
+
+
+def test_checkpointing_that_draws_is_refused():
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.register_module("drop", nn.Dropout(0.5))
+        layer.mlp.act_fn = nn.Sequential(nn.SiLU(), layer.mlp.drop)
+    tilesmith.optimize(model, graphs=True, only="norm")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.warns(UserWarning, match="LlamaDecoderLayer runs unrecorded: it is checkpointed and draws"):
+        for _ in range(3):
+            train(model, batch("llama"), use_cache=False)
+    assert "LlamaDecoderLayer cannot be recorded and runs as before: it is checkpointed" in str(model.tilesmith_report)
+
+
+def test_dropout_draws_anew_and_recording_draws_nothing():
+    model = tilesmith.optimize(_stack(dropout=0.5), graphs=True)
+    x = torch.randn(64, 8)
+    for _ in range(graphs.PLAIN_CALLS):
+        _step(model, x)
+    assert not torch.equal(_step(model, x), _step(model, x))
+    assert _record(model).replays == 6
+
+
+@pytest.mark.parametrize("change", ["data", "attribute", "child", "frozen"])
+def test_a_changed_block_is_recorded_again(change):
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    x = torch.randn(2, 8)
+    _warmed(model, x)
+    _step(model, x)
+    for each in (model, plain):
+        block = each.blocks[1]
+        if change == "data":
+            block.linear.weight.data = block.linear.weight.data * 2
+        elif change == "attribute":
+            block.norm.eps = 0.5
+        elif change == "child":
+            torch.manual_seed(1)
+            block.linear = nn.Linear(8, 8)
+        else:
+            block.linear.weight.requires_grad_(False)
+        each.zero_grad()
+    for _ in range(4):
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+        torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).renewed == 1 and "parameters moved or modules changed: 1" in str(model.tilesmith_report)
+    assert _record(model).recorded == 3
+
+
+def test_adapters_and_frozen_weights():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["linear"], init_lora_weights=False)
+
+    def adapted():
+        model = _stack()
+        torch.manual_seed(2)
+        return peft.get_peft_model(model, config).train()
+
+    model, plain = adapted(), adapted()
+    tilesmith.optimize(model.base_model.model, graphs=True)
+    tilesmith.optimize(plain)
+    for _ in range(5):
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+        torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model.base_model.model).replays == 9
+    with model.disable_adapter():
+        torch.testing.assert_close(model(x), _stack()(x))
+
+
+def test_autocast_is_recorded_by_itself():
+    model, plain = tilesmith.optimize(_stack(), graphs=True), tilesmith.optimize(_stack())
+    x = torch.randn(2, 8)
+    for _ in range(3):
+        for on in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                assert torch.equal(_step(model, x), _step(plain, x))
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).recorded == 6
+
+
+def test_arguments_beside_the_hidden_states():
+    """Tensors that all blocks are given are copied once, and not while a recording that reads them awaits."""
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    for _ in range(5):
+        x, scale = torch.randn(2, 8), torch.randn(8)
+        torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).replays == 9 and len(_record(model)._memory.slots) == 2  # x, which needs no gradient, too
+    scale.mul_(2)  # in place: the copy is old
+    torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("no_grad", "without gradients"),
+        ("hook", "it has hooks"),
+        ("func", "a transform of torch.func is at work"),
+        ("saved", "hooks on saved tensors are on"),
+        ("frozen", "nothing in it needs a gradient"),
+        ("object", "given a object"),
+    ],
+)
+def test_what_runs_as_before_and_is_told(how, why):
+    model = tilesmith.optimize(_stack(), graphs=True)
+    x = torch.randn(2, 8)
+    for _ in range(3):
+        if how == "no_grad":
+            with torch.no_grad():
+                model(x)
+        elif how == "func":
+            weights = {n: p.detach() for n, p in model.named_parameters()}
+            torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(weights)
+        elif how == "saved":
+            with torch.autograd.graph.save_on_cpu():
+                model(x)
+        elif how == "object":
+            with pytest.raises(TypeError):
+                model(x, object())
+        else:
+            if how == "hook":
+                for block in model.blocks:
+                    block.register_forward_hook(lambda *_: None)
+            model.requires_grad_(how != "frozen")(x)
+    assert _record(model).replays == 0 and any(told.startswith(why) for told in _record(model).plain)
+
+
+def test_a_recorder_that_fails_is_told_and_the_block_runs(monkeypatch):
+    monkeypatch.setattr(Repeater, "failing", "operation not permitted when stream is capturing\nmore")
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    x = torch.randn(2, 8)
+    _warmed(model, x)
+    with pytest.warns(UserWarning, match="Block runs unrecorded: operation not permitted when stream is capturing$"):
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _step(model, x)
+    assert _record(model).replays == 0
+
+
+def test_copies_and_pickles_record_their_own_and_are_undone():
+    model = tilesmith.optimize(_stack(), graphs=True)
+    x = torch.randn(2, 8)
+    _warmed(model, x)
+    wanted = _step(model, x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert _record(twin).recorded == 0 and list(twin.state_dict()) == list(model.state_dict())
+        _warmed(twin, x)
+        assert torch.equal(_step(twin, x), wanted) and _record(twin).recorded == 3
+        tilesmith.undo(twin)
+        assert not any(forms(m) or "_tilesmith_graphs" in m.__dict__ for m in twin.modules())
+        torch.testing.assert_close(_step(twin, x), wanted)
+    assert _record(model).recorded == 3
+
+
+def test_compiled_blocks_are_recorded():
+    model, plain = tilesmith.optimize(_stack(), compile="between", graphs=True), tilesmith.optimize(_stack())
+    for _ in range(4):
+        x = torch.randn(2, 8, requires_grad=True)
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert [[type(form).__name__ for form in forms(block)][:2] for block in model.blocks] == [
+        ["GraphedForm", "CompiledForm"]
+    ] * 3
+    assert _record(model).replays == 6 and model.tilesmith_report.notes[0].graphs == 1
+    tilesmith.optimize(model)
+    assert len(model.tilesmith_report.notes) == 2
+    tilesmith.undo(model)
+    assert not any(forms(m) for m in model.modules())
+
+
+def test_a_machine_without_cuda_says_so(monkeypatch):
+    monkeypatch.undo()
+    model = tilesmith.optimize(_stack(), graphs=True)
+    for _ in range(3):
+        _step(model, torch.randn(2, 8))
+    assert dict(_record(model).plain) == {"on cpu there are no CUDA graphs": 9}
+    assert "Blocks ran unrecorded 9 times: on cpu there are no CUDA graphs" in str(model.tilesmith_report)
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="optimize: graphs is 1; it is True or False"):
+        tilesmith.optimize(_stack(), graphs=1)
+    with pytest.raises(ValueError, match="no two modules of one class.*make_graphed_callables"):
+        tilesmith.optimize(nn.Sequential(nn.Linear(2, 2)), graphs=True)

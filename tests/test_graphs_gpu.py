@@ -1,0 +1,118 @@
+"""CUDA graphs of blocks: steps are those without, whatever surrounds the blocks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import tilesmith
+from optimize_models import batch, build
+from tilesmith.engine.backends import triton_missing
+from tilesmith.models import graphs
+
+if not torch.cuda.is_available() or torch.version.hip or triton_missing() is not None:
+    pytest.skip("needs an NVIDIA GPU and Triton", allow_module_level=True)
+
+
+def _inputs(number, length=24):
+    given = {name: value.cuda() for name, value in batch("llama", padded=None, length=length).items()}
+    given["input_ids"] = given["labels"] = (given["input_ids"] + number) % 120 + 3
+    return given
+
+
+def _model(**more):
+    model = build("llama", layers=3, attention="sdpa").cuda().bfloat16()
+    return tilesmith.optimize(model, **more)
+
+
+def _step(model, given, **more):
+    loss = model(**given, **more).loss
+    loss.backward()
+    return loss.detach().clone()
+
+
+def _close(model, plain):
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            error = (p.grad.float() - q.grad.float()).norm() / q.grad.float().norm()
+            assert error < 2**-7, f"{name}: {error:.1e}"  # some gradients are summed in any order
+
+
+def _compared(model, plain, steps=6, accumulate=2, lengths=(24,), **more):
+    for number in range(steps):
+        for length in lengths:
+            given = _inputs(number, length)
+            torch.testing.assert_close(_step(model, given, **more), _step(plain, given, **more))
+        if (number + 1) % accumulate == 0:
+            _close(model, plain)
+            model.zero_grad()
+            plain.zero_grad()
+    return model.tilesmith_report.notes[-1]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_steps_and_accumulated_gradients(cached):
+    plain = _model()
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    record = _compared(model, plain, use_cache=cached)
+    assert record.replays == 3 * (6 - graphs.PLAIN_CALLS) and not record.refused, record.told()
+    assert record._memory.recorder.memory() > 0 and "MiB held" in str(model.tilesmith_report)
+
+
+def test_two_shapes_in_turns():
+    plain = _model()
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    record = _compared(model, plain, lengths=(24, 40))
+    assert record.recorded == 6 and not record.refused, record.told()
+
+
+def test_checkpointing():
+    plain = _model()
+    plain.gradient_checkpointing_enable({"use_reentrant": False})
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    record = _compared(model, plain, use_cache=False)
+    assert record.replays == 3 * (6 - graphs.PLAIN_CALLS) and not record.refused, record.told()
+
+
+def test_adapters():
+    peft = pytest.importorskip("peft")
+    plain = peft.get_peft_model(
+        _model(), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    ).bfloat16()
+    model = copy.deepcopy(plain)
+    tilesmith.optimize(model, graphs=True)
+    record = _compared(model, plain)
+    assert record.replays == 3 * (6 - graphs.PLAIN_CALLS) and not record.refused, record.told()
+
+
+def test_weights_that_an_optimizer_changes():
+    plain = _model()
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    optimizers = [torch.optim.SGD(m.parameters(), 1e-2) for m in (model, plain)]
+    for number in range(6):
+        losses = [_step(m, _inputs(number)) for m in (model, plain)]
+        torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    record = model.tilesmith_report.notes[-1]
+    assert record.replays == 3 * (6 - graphs.PLAIN_CALLS) and record.renewed == 0, record.told()
+
+
+def test_compiled_blocks():
+    plain = _model()
+    model = tilesmith.optimize(copy.deepcopy(plain), compile="between", graphs=True)
+    record = _compared(model, plain, steps=4)
+    assert record.replays == 3 * (4 - graphs.PLAIN_CALLS) and not record.refused, record.told()
+
+
+def test_evaluation_between_steps():
+    plain = _model()
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    _compared(model, plain)
+    with torch.no_grad():
+        found, wanted = (m.eval()(**_inputs(9)).logits for m in (model, plain))
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
