@@ -57,18 +57,26 @@ def run(name: str) -> Result:
         oracle = step(copy.deepcopy(model).double())
         if not _finite(oracle):
             return Result(name, "not built", "in float64 the plain model gives NaN or infinities")
+        plain_error = plain
+        if any(p.ndim == 4 for p in model.parameters()):
+            # Behind a normalised batch of two, another order of the sums in a convolution is more than the budget.
+            other = step(copy.deepcopy(model).to(memory_format=torch.channels_last))
+            plain_error = _further(plain, other, oracle)
     except Exception as problem:
         told = f"{type(problem).__name__}: {problem}".splitlines()[0]
         return Result(name, "not built", told[:160])
-    return compared(name, model, step, plain, oracle)
+    return compared(name, model, step, plain, plain_error, oracle)
 
 
 def _takes_cache(name: str, model: torch.nn.Module) -> bool:
     return name.startswith("causal_lm/") or "use_cache" in inspect.signature(model.forward).parameters
 
 
-def compared(name: str, model: torch.nn.Module, step: Callable[[], tuple], plain: tuple, oracle: tuple) -> Result:
-    """The result of a model whose step gave `plain`, and in float64 `oracle`, optimised and undone."""
+def compared(
+    name: str, model: torch.nn.Module, step: Callable[[], tuple], plain: tuple, same_dtype: tuple, oracle: tuple
+) -> Result:
+    """The result of a model whose step gave `plain`, and in float64 `oracle`, optimised and undone. same_dtype: what
+    says how far from `oracle` its dtype may be."""
     calls: dict[str, int] = {}
     rows = left = frozenset()
     try:
@@ -80,7 +88,7 @@ def compared(name: str, model: torch.nn.Module, step: Callable[[], tuple], plain
             )
             with Calls() as calls:
                 found = step()
-        _within_budget(found, plain, oracle)
+        _within_budget(found, same_dtype, oracle)
         undo(model)
         back = step()
         assert torch.equal(back[0], plain[0]) and torch.equal(back[1], plain[1]), "undo: other logits"
@@ -95,6 +103,16 @@ def compared(name: str, model: torch.nn.Module, step: Callable[[], tuple], plain
 
 def _finite(step: tuple) -> bool:
     return all(bool(t.isfinite().all()) for t in (*step[:2], *step[2].values()))
+
+
+def _further(one: tuple, other: tuple, oracle: tuple) -> tuple:
+    """Of two steps each tensor that is further from `oracle`."""
+
+    def pick(a: torch.Tensor, b: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        return max((a, b), key=lambda x: (x.double() - exact).abs().max().item())
+
+    gradients = {name: pick(g, other[2][name], oracle[2][name]) for name, g in one[2].items()}
+    return pick(one[0], other[0], oracle[0]), pick(one[1], other[1], oracle[1]), gradients
 
 
 def _within_budget(found: tuple, plain: tuple, oracle: tuple) -> None:

@@ -77,6 +77,9 @@ MORE: dict[str, dict[str, Any]] = {
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320},
     "hgnet_v2": {"hidden_sizes": [256, 512, 1024, 2048]},
     "cvt": {"depth": [1, 2, 3], "drop_path_rate": [0.0, 0.0, 0.0]},
+    "swin": {"window_size": 4},
+    "donut-swin": {"window_size": 4},
+    "textnet": {"hidden_sizes": [64, 64, 128, 256, 512]},
     "mobilevit": {"image_size": 64},
     "mobilevitv2": {"image_size": 64},
     "granite_speech5_ctc": {"encoder_config": {"context_size": 8}, "context_size": 8},
@@ -97,14 +100,15 @@ TASKS = {
 
 
 def families() -> dict[str, str]:
-    """ "task/model_type" -> name of the class of the model, by task and alphabet; each class once."""
+    """ "task/model_type" -> name of the class of the model, by task and alphabet; each class in one task."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
     for task, mapping in TASKS.items():
+        earlier = set(found.values())
         for family, names in sorted(getattr(modeling_auto, mapping).items()):
             name = names if isinstance(names, str) else names[0]
-            if name not in found.values():
+            if name not in earlier:
                 found[f"{task}/{family}"] = name
     return found
 
@@ -190,6 +194,10 @@ def inputs_of(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, 120, (2, LENGTH), generator=generator)
     if name == "image_classification/imagegpt":
         return {"input_ids": ids, "labels": torch.tensor([0, 1])}
+    if name == "image_classification/siglip2":  # patches
+        patches, whole = torch.randn(2, 16, 768, generator=generator), torch.ones(2, 16, dtype=torch.long)
+        more = {"pixel_attention_mask": whole, "spatial_shapes": torch.full((2, 2), 4)}
+        return {"pixel_values": patches, **more, "labels": torch.tensor([0, 1])}
     if task == "image_classification":
         return {"pixel_values": _image(model.config, generator), "labels": torch.tensor([0, 1])}
     if first in ("input_features", "input_values"):
