@@ -69,7 +69,7 @@ class InlineAttentionRule(Rule):
             return Skip(found)
         told = (
             "its scores are followed from queries and keys to the values; where it does more with them than scale, "
-            "bias, mask, softmax and dropout, they are computed"
+            "bias, mask, softmax and dropout, they are computed; weights that it returns unasked, when they are read"
         )
         return Replace(InlineAttentionForm(), ("attention",), told)
 

@@ -7,6 +7,7 @@ written.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from tilesmith.models.reach import ran, reaches
 # A score that is filled with this or less has no weight beside any other.
 _HIDDEN = -1e4
 _LARGEST_HEAD = 256
+_KNOWN = "_tilesmith_visible"  # attribute of an added tensor: its version and the mask that it is
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Recorded:
         sizes = (1,) * (len(self.shape) - x.ndim) + tuple(x.shape)
         if any(size not in (1, whole) for size, whole in zip(sizes, self.shape)):
             return None
+        if x.ndim == 4:
+            return x  # this very tensor, which knows whether it is a mask
         x = x.reshape(sizes)
         if len(sizes) == 4:
             return x
@@ -94,16 +98,36 @@ class Recorded:
             q, k, wide = (x.to(dtype) for x in (q, k, wide))
         elif not (self.dtype is q.dtype is v.dtype):
             return None
-        hidden = torch.stack([*torch.broadcast_tensors(*self.hidden)]).any(0) if len(self.hidden) > 1 else None
-        if len(self.hidden) == 1:
-            hidden = self.hidden[0]
-        bias = sum(self.biases[1:], start=self.biases[0]) if self.biases else None
-        if bias is not None and bias.dtype not in (q.dtype, torch.float32):
-            bias = bias.to(q.dtype)
+        bias, visible = self._added(q.dtype)
         score = ops.Score(scale=self.scale, bias=bias)
-        mask = ops.Mask(dense=None if hidden is None else ~hidden)
-        out = ops.attention(q, k, wide, mask, score, dropout_p=self.dropout or 0.0)[0]
+        out = ops.attention(q, k, wide, ops.Mask(dense=visible), score, dropout_p=self.dropout or 0.0)[0]
         return out if v.ndim == 4 else out.reshape(*self.shape[:2], v.shape[-1])
+
+    def _added(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """One bias, in `dtype` or float32, and one mask (True may be attended). Of several biases those that are masks
+        become part of the mask, since the sum of a bias for each head and a mask for each query has the size of scores.
+        """
+        biases, masks = list(self.biases), [~hidden for hidden in self.hidden]
+        if len(biases) > 1:
+            known = [_visible(bias) for bias in biases]
+            masks += [mask for mask in known if mask is not None]
+            biases = [bias for bias, mask in zip(biases, known) if mask is None]
+        bias = functools.reduce(torch.add, biases) if biases else None
+        if bias is not None and bias.dtype not in (dtype, torch.float32):
+            bias = bias.to(dtype)
+        return bias, functools.reduce(torch.logical_and, masks) if masks else None
+
+
+def _visible(bias: Tensor) -> Tensor | None:
+    """The mask that an added tensor is, if all its values are 0 or hide keys; else None. Looked at once a tensor."""
+    if bias.requires_grad or bias.ndim != 4 or (bias.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    known = bias.__dict__.get(_KNOWN)
+    if known is None or known[0] != bias._version:
+        shown, hidden = bias == 0, bias <= _HIDDEN
+        known = bias._version, shown if bool((shown | hidden).all()) else None
+        bias.__dict__[_KNOWN] = known
+    return known[1]
 
 
 @dataclass(eq=False)
