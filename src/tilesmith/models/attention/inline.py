@@ -86,9 +86,15 @@ def _verdict(cls: type) -> str | None:
         seeds = products(tree)
         if not seeds:
             return None
-        written = _written(tree) & {n.id for seed in seeds for n in ast.walk(seed) if isinstance(n, ast.Name)}
-        if written:
-            return f"its forward writes to {', '.join(sorted(written))}, of which it makes scores, in place"
+        written = _written(tree)
+        sources = written & {n.id for seed in seeds for n in ast.walk(seed) if isinstance(n, ast.Name)}
+        if sources:
+            return f"its forward writes to {', '.join(sorted(sources))}, of which it makes scores, in place"
+        results = written & _made_of_weights(tree)
+        if results:
+            return (
+                f"its forward writes to {', '.join(sorted(results))}, which attention keeps for its backward, in place"
+            )
         respelled_forward(cls, _NAMES, _follow)
     except CannotRespell as reason:
         return str(reason)
@@ -165,6 +171,33 @@ def _written(tree: ast.FunctionDef) -> set[str]:
             if name.endswith("_") and not name.endswith("__"):
                 found |= {n.id for n in ast.walk(node.func.value) if isinstance(n, ast.Name)}
     return found - {"self"}
+
+
+def _made_of_weights(tree: ast.FunctionDef) -> set[str]:
+    """Names whose value is a product with what a softmax gave, or may be a view of one: modules give new tensors."""
+    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
+    weights: set[str] = set()
+    made: set[str] = set()
+    for _ in assigned:  # a name may be made of one that is assigned further down, in a loop
+        for node in assigned:
+            parts, name = list(_same_storage(node.value)), node.targets[0].id
+            soft = any(_softmax(part) or (isinstance(part, ast.Name) and part.id in weights) for part in parts)
+            product = any(_operands(part) is not None for part in parts)
+            if any(isinstance(part, ast.Name) and part.id in made for part in parts) or (soft and product):
+                made.add(name)
+            elif soft:
+                weights.add(name)
+    return made
+
+
+def _same_storage(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes under `node` but for the arguments of modules that are no dropout."""
+    yield node
+    of = getattr(getattr(node, "func", None), "value", None)
+    if isinstance(of, ast.Name) and of.id == "self" and "drop" not in node.func.attr and not _softmax(node):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _same_storage(child)
 
 
 def _follow(tree: ast.FunctionDef) -> None:
