@@ -157,6 +157,16 @@ class WritesValues(nn.Module):
         return y
 
 
+class Router(nn.Module):
+    def forward(self, x, y, v):
+        weights, places = torch.matmul(x, y.mT).softmax(-1).topk(2)
+        return torch.matmul(x, v), weights, places
+
+
+def test_weights_that_go_into_no_product_are_none_of_its_business():
+    assert not [row for row in optimize(nn.Sequential(Router())).tilesmith_report.rows if row.rule == "attention"]
+
+
 @pytest.mark.parametrize("cls, told", [(WritesQueries, "writes to q, of which"), (WritesValues, "writes to y, which")])
 def test_a_forward_that_writes_in_place_stays(cls, told):
     module = optimize(nn.Sequential(cls()))

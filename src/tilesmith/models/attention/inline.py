@@ -83,14 +83,17 @@ def _verdict(cls: type) -> str | None:
         return None
     try:
         tree = parse(forward)
+    except CannotRespell as reason:
+        return str(reason) if set(_PRODUCTS) & set(code.co_names) else None
+    try:
         seeds = products(tree)
-        if not seeds:
+        if not seeds or not _reach_values(tree):
             return None
         written = _written(tree)
         sources = written & {n.id for seed in seeds for n in ast.walk(seed) if isinstance(n, ast.Name)}
         if sources:
             return f"its forward writes to {', '.join(sorted(sources))}, of which it makes scores, in place"
-        results = written & _made_of_weights(tree)
+        results = written & _results(tree)
         if results:
             return (
                 f"its forward writes to {', '.join(sorted(results))}, which attention keeps for its backward, in place"
@@ -173,28 +176,47 @@ def _written(tree: ast.FunctionDef) -> set[str]:
     return found - {"self"}
 
 
-def _made_of_weights(tree: ast.FunctionDef) -> set[str]:
-    """Names whose value is a product with what a softmax gave, or may be a view of one: modules give new tensors."""
-    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
-    weights: set[str] = set()
-    made: set[str] = set()
+def _weights(tree: ast.FunctionDef) -> set[str]:
+    """Names whose value is what a softmax gave, or may be a view of it or made by dropout."""
+    found: set[str] = set()
+    assigned = _assigned(tree)
     for _ in assigned:  # a name may be made of one that is assigned further down, in a loop
-        for node in assigned:
-            parts, name = list(_same_storage(node.value)), node.targets[0].id
-            soft = any(_softmax(part) or (isinstance(part, ast.Name) and part.id in weights) for part in parts)
-            product = any(_operands(part) is not None for part in parts)
-            if any(isinstance(part, ast.Name) and part.id in made for part in parts) or (soft and product):
-                made.add(name)
-            elif soft:
-                weights.add(name)
-    return made
+        found |= {name for name, parts in assigned if _holds(parts, found) and not any(map(_operands, parts))}
+    return found
+
+
+def _results(tree: ast.FunctionDef) -> set[str]:
+    """Names whose value is a product with the weights, or may be a view of one: modules give new tensors."""
+    weights, assigned = _weights(tree), _assigned(tree)
+    found = {name for name, parts in assigned if _holds(parts, weights) and any(map(_operands, parts))}
+    for _ in assigned:
+        found |= {name for name, parts in assigned if any(isinstance(p, ast.Name) and p.id in found for p in parts)}
+    return found
+
+
+def _reach_values(tree: ast.FunctionDef) -> bool:
+    """Whether a product takes what a softmax gave, as a router's or a pooling's weights do not."""
+    weights = _weights(tree)
+    taken = (node for node in ast.walk(tree) if _operands(node) is not None)
+    return any(_holds(list(_same_storage(node)), weights) for node in taken)
+
+
+def _assigned(tree: ast.FunctionDef) -> list[tuple[str, list[ast.AST]]]:
+    """Each assignment to one name, and the nodes of its value."""
+    found = (n for n in ast.walk(tree) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name))
+    return [(node.targets[0].id, list(_same_storage(node.value))) for node in found]
+
+
+def _holds(parts: list[ast.AST], weights: set[str]) -> bool:
+    """Whether a softmax, or a name of what one gave, is among these nodes."""
+    return any(_softmax(part) or (isinstance(part, ast.Name) and part.id in weights) for part in parts)
 
 
 def _same_storage(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes under `node` but for the arguments of modules that are no dropout."""
+    """The nodes under `node` but for what goes into a softmax or into modules that are no dropout."""
     yield node
     of = getattr(getattr(node, "func", None), "value", None)
-    if isinstance(of, ast.Name) and of.id == "self" and "drop" not in node.func.attr and not _softmax(node):
+    if _softmax(node) or (isinstance(of, ast.Name) and of.id == "self" and "drop" not in node.func.attr):
         return
     for child in ast.iter_child_nodes(node):
         yield from _same_storage(child)
