@@ -43,6 +43,11 @@ class Spelled(nn.Module):
             scores = torch.where(mask == 0, scores, torch.finfo(scores.dtype).min)
             weights = scores.softmax(-1)
             y = weights @ v
+        elif self.how == "filled":
+            scores = torch.matmul(q / 8**0.5, k.mT)
+            scores.masked_fill_((mask < 0).expand_as(scores), torch.finfo(scores.dtype).min)
+            weights = F.softmax(scores.to(v.dtype), dim=-1).type_as(scores)
+            y = torch.matmul(weights, v)
         elif self.how == "written":
             scores = torch.matmul(q, k.mT)
             scores /= 8**0.5
@@ -89,7 +94,17 @@ def _step(module, dtype=torch.float32):
 
 @pytest.mark.parametrize(
     "how, calls",
-    [("plain", 1), ("bmm", 1), ("where", 1), ("written", 1), ("scaled", 1), ("peeked", 0), ("read", 1), ("shallow", 0)],
+    [
+        ("plain", 1),
+        ("bmm", 1),
+        ("where", 1),
+        ("filled", 1),
+        ("written", 1),
+        ("scaled", 1),
+        ("peeked", 0),
+        ("read", 1),
+        ("shallow", 0),
+    ],
 )
 def test_what_a_forward_does_with_scores_is_followed_or_computed(how, calls):
     torch.manual_seed(0)
