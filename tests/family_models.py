@@ -184,7 +184,8 @@ def _with_inner(config: Any) -> list[Any]:
 def _without_draws(config: Any) -> None:
     """No dropout, no masks over time or features, and experts that take float64."""
     for name in config.to_dict():
-        if isinstance(getattr(config, name, None), float) and ("drop" in name or name.endswith("_mask_prob")):
+        # some attributes cannot be read: in that they differ from layer to layer
+        if ("drop" in name or name.endswith("_mask_prob")) and isinstance(getattr(config, name, None), float):
             setattr(config, name, 0.0)
         if name in ("mask_time_prob", "mask_feature_prob"):
             setattr(config, name, 0.0)
