@@ -39,7 +39,8 @@ test-gpu:
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m "not large" $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) $(ARGS)
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -m large $(if $(LARGE_WORKERS),-n $(LARGE_WORKERS)) $(ARGS)
 
-# Every causal language model of transformers at a tiny size, plain, optimised and undone; ARGS names some
+# Every model of transformers that tests/all_families.py can build, at a tiny size, plain, optimised and undone; ARGS names
+# tasks and families
 families: $(venv)/installed-dev
 	@OMP_NUM_THREADS=1 $(bin)/python tests/all_families.py $(ARGS)
 

@@ -1,7 +1,7 @@
-"""A few of transformers' causal language models, other ones each day: optimised they compute the same, undone the very
-same. `make families` runs all of them.
+"""A few of transformers' models (text, images, sound), other ones each day: optimised they compute the same, undone the
+very same. `make families` runs all of them.
 
-The day is the seed: TILESMITH_FAMILIES=2026-11-23 repeats that day's choice, a list of families runs these."""
+The day is the seed: TILESMITH_FAMILIES=2026-11-23 repeats that day's choice, names of tasks and families run these."""
 
 import datetime
 import os
@@ -13,53 +13,78 @@ import pytest
 pytest.importorskip("transformers", minversion="5")
 
 import all_families
+from family_models import SLOW, families
 
-COUNT = 6
+COUNT = {"causal_lm": 3, "masked_lm": 1, "seq2seq_lm": 1, "image_classification": 1, "ctc": 1, "speech_seq2seq": 1}
 
 
 def _chosen():
+    """(names in the order of trial, how many of each task are enough, what was asked for)."""
     asked = os.environ.get("TILESMITH_FAMILIES", "") or datetime.date.today().isoformat()
-    known = sorted(all_families.families())
-    if asked.split(",")[0] in known:
-        return asked.split(","), asked
-    quick = [family for family in known if family not in all_families.SLOW]
-    return random.Random(asked).sample(quick, len(quick)), asked
+    try:
+        return all_families.chosen(asked.split(",")), {}, asked
+    except ValueError:  # a date
+        quick = [name for name in sorted(families()) if name not in SLOW]
+        return random.Random(asked).sample(quick, len(quick)), dict(COUNT), asked
 
 
 def test_families_of_the_day():
     """Of those that cannot be built at a tiny size the next one is taken."""
-    order, seed = _chosen()
+    order, wanted, seed = _chosen()
     results = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for family in order:
-            result = all_families.run(family)
+        for name in order:
+            task = name.split("/")[0]
+            if wanted.get(task) == 0:
+                continue
+            result = all_families.run(name)
             if result.outcome != "not built":
                 results.append(result)
-            if len(results) == COUNT:
-                break
+                if wanted:
+                    wanted[task] -= 1
     told = "\n".join(f"{result.outcome} {result.family}: {result.told}" for result in results)
     assert results and all(result.outcome == "right" for result in results), f"TILESMITH_FAMILIES={seed}\n{told}"
 
 
 METHOD = "_attn computes softmax(scale · Q · Kᵀ + mask) · V; where weights are asked for it still does"
+INLINE = (
+    "its scores are followed from queries and keys to the values; where it does more with them than scale, bias, mask, "
+    "softmax and dropout, they are computed; weights that it returns unasked, when they are read"
+)
+# (row, number of calls of its op)
 SERVED = {
-    "gptj": ("rope", "GPTJAttention", "apply_rotary_pos_emb rotates neighbouring features"),
-    "nanochat": (
-        "rope",
-        "NanoChatAttention",
-        "apply_rotary_pos_emb rotates the halves of a head by the opposite angles",
+    "causal_lm/gptj": (("rope", "GPTJAttention", "apply_rotary_pos_emb rotates neighbouring features"), "rope 4"),
+    "causal_lm/nanochat": (
+        ("rope", "NanoChatAttention", "apply_rotary_pos_emb rotates the halves of a head by the opposite angles"),
+        "rope 2",
     ),
-    "llama4_text": ("rope", "Llama4TextAttention", "apply_rotary_emb rotates neighbouring features"),
-    "olmo": ("norm", "OlmoLayerNorm", "LayerNorm"),
-    "codegen": ("attention", "CodeGenAttention", METHOD),
-    "gpt_neo": ("attention", "GPTNeoSelfAttention", METHOD),
-    "arcee": ("activation", "ReLUSquaredActivation", "computes relu_squared"),
+    "causal_lm/llama4_text": (
+        ("rope", "Llama4TextAttention", "apply_rotary_emb rotates neighbouring features"),
+        "rope 2",
+    ),
+    "causal_lm/olmo": (("norm", "OlmoLayerNorm", "LayerNorm"), "layer_norm 3"),
+    "causal_lm/codegen": (("attention", "CodeGenAttention", METHOD), "attention 2"),
+    "causal_lm/gpt_neo": (("attention", "GPTNeoSelfAttention", METHOD), "attention 2"),
+    "causal_lm/arcee": (("activation", "ReLUSquaredActivation", "computes relu_squared"), "relu_squared 2"),
+    "causal_lm/falcon": (("attention", "FalconAttention", INLINE), "attention 2, gelu 2, layer_norm 3"),
+    "masked_lm/deberta-v2": (("attention", "DisentangledSelfAttention", INLINE), "attention 2"),
+    "image_classification/pvt": (("attention", "PvtEfficientSelfAttention", INLINE), "attention 4"),
+    "speech_seq2seq/speecht5": (("attention", "SpeechT5Attention", INLINE), "attention 6"),
 }
 
 
-@pytest.mark.parametrize("family", SERVED)
-def test_what_is_served_of_older_and_other_families(family):
-    result = all_families.run(family)
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_served_of_older_and_other_families(name):
+    result = all_families.run(name)
+    row, called = SERVED[name]
     assert result.outcome == "right", result.told
-    assert SERVED[family] in result.rows
+    assert row in result.rows
+    assert called in result.told
+
+
+def test_a_norm_over_channels_and_places_is_no_layer_norm():
+    """On [rows, width] nn.GroupNorm of one group is one."""
+    result = all_families.run("image_classification/poolformer")
+    assert result.outcome == "right", result.told
+    assert ("norm", "PoolFormerGroupNorm", "it raised RuntimeError on small inputs") in result.left

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from tilesmith import rewrite
+from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.methods import AttentionMethodRule
 from tilesmith.models.attention.selected_blocks import SelectionRule
@@ -36,6 +37,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     ActivationRule,
     AttentionRule,
     AttentionMethodRule,
+    InlineAttentionRule,
     SelectionRule,
     LossRule,
     FunctionalRule,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _FACTORY = "_respelled"
+_RESPELLED = "_tilesmith_respelled"  # attribute of a respelled function: what it was made of
 _COMPILER_FLAGS = 0x1FF0000  # the __future__ bits of co_flags
 
 
@@ -28,9 +29,13 @@ def respell(
 ) -> types.FunctionType:
     """A function with the source of `function` in which each name of `names` means the given object.
 
-    `edit` may change the syntax tree in place first. Tracebacks and line numbers keep pointing at the original file.
+    `edit` may change the syntax tree in place first; a function that was respelled before gets both edits. Tracebacks
+    and line numbers keep pointing at the original file.
     Raises `CannotRespell` when the source cannot be read or does not compile to the code that `function` runs.
     """
+    if _RESPELLED in function.__dict__:
+        original, before, edit_before = function.__dict__[_RESPELLED]
+        return respell(original, {**before, **names}, _one_after_the_other(edit_before, edit))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     clash = set(names) & (set(function.__code__.co_varnames) | set(function.__code__.co_cellvars) | set(cells))
     if clash:
@@ -49,7 +54,20 @@ def respell(
     made.__kwdefaults__ = function.__kwdefaults__
     made.__annotations__ = function.__annotations__
     made.__doc__, made.__module__, made.__qualname__ = function.__doc__, function.__module__, function.__qualname__
+    made.__dict__[_RESPELLED] = (function, dict(names), edit)
     return made
+
+
+def _one_after_the_other(
+    first: Callable[[ast.FunctionDef], None] | None, second: Callable[[ast.FunctionDef], None] | None
+) -> Callable[[ast.FunctionDef], None]:
+    def edit(tree: ast.FunctionDef) -> None:
+        for one in (first, second):
+            if one is not None:
+                one(tree)
+                ast.fix_missing_locations(tree)
+
+    return edit
 
 
 def parse(function: types.FunctionType) -> ast.FunctionDef:

@@ -165,9 +165,10 @@ def recognise(module: nn.Module) -> Norm:
             if p is not None
         }
         twin = probe.shell(module, tensors).train(training)
-        # Rows of very different size, so that epsilon shows in one of them.
+        # Rows of very different size, so that epsilon shows in one of them; of three dimensions, since nn.GroupNorm of
+        # one group is LayerNorm for two.
         sizes = torch.tensor([1e-3, 0.1, 1.0, 1.0, 8.0, 100.0], device="cpu")
-        x = (probe.wave(6, *shape, phase=2.0) * sizes.view(6, *[1] * len(shape))).to(dtype)
+        x = (probe.wave(6, *shape, phase=2.0) * sizes.view(6, *[1] * len(shape))).view(2, 3, *shape).to(dtype)
         found = probe.call(twin.forward, x)
         for norm in list(scores):
             # through the very code that would serve the module

@@ -1,0 +1,240 @@
+"""Attention that a module's forward spells out: softmax of a product of queries and keys, times the values.
+
+The forward keeps its source. The products that go into a softmax, found in its syntax tree, then give `Scores`, which
+follow what the forward does with them; so caches, masks and shapes are the module's own business as before.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilesmith.models.attention.modules import uses_interface
+from tilesmith.models.attention.scores import scores, scores_added
+from tilesmith.models.reach import observed
+from tilesmith.rewrite import (
+    CannotRespell,
+    Form,
+    Replace,
+    Rule,
+    Site,
+    Skip,
+    given,
+    original_class,
+    parse,
+    respelled_forward,
+)
+
+_NAMES = {"_tilesmith_scores": scores, "_tilesmith_scores_added": scores_added}
+_PRODUCTS = ("matmul", "bmm", "baddbmm")
+
+
+@dataclass(frozen=True)
+class InlineAttentionForm(Form):
+    """The same forward with scores that are followed; the old one where somebody asks for weights or watches."""
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        whole = base.forward
+        names = list(inspect.signature(whole).parameters)[1:]
+        place = names.index("output_attentions") if "output_attentions" in names else None
+        following = respelled_forward(base, _NAMES, _follow)
+
+        @functools.wraps(whole)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            asked = given("output_attentions", place, args, kwargs)
+            if asked or torch.compiler.is_compiling() or observed(self):
+                return whole(self, *args, **kwargs)
+            return following(self, *args, **kwargs)
+
+        return {"forward": forward}
+
+
+class InlineAttentionRule(Rule):
+    """Modules whose forward gives a product of two tensors to a softmax."""
+
+    name = "attention"
+
+    def match(self, site: Site) -> Replace | Skip | None:
+        found = None if uses_interface(site.module) else _verdict(original_class(type(site.module)))
+        if found is None:
+            return None
+        if found:
+            return Skip(found)
+        told = (
+            "its scores are followed from queries and keys to the values; where it does more with them than scale, "
+            "bias, mask, softmax and dropout, they are computed; weights that it returns unasked, when they are read"
+        )
+        return Replace(InlineAttentionForm(), ("attention",), told)
+
+
+@functools.cache
+def _verdict(cls: type) -> str | None:
+    """ "" for a class whose scores can be followed, why they cannot, or None where its forward has none."""
+    forward = inspect.unwrap(cls.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or not any(name.lower().endswith("softmax") for name in code.co_names):
+        return None
+    try:
+        tree = parse(forward)
+    except CannotRespell as reason:
+        return str(reason) if set(_PRODUCTS) & set(code.co_names) else None
+    try:
+        seeds = products(tree)
+        if not seeds or not _reach_values(tree):
+            return None
+        written = _written(tree)
+        sources = written & {n.id for seed in seeds for n in ast.walk(seed) if isinstance(n, ast.Name)}
+        if sources:
+            return f"its forward writes to {', '.join(sorted(sources))}, of which it makes scores, in place"
+        results = written & _results(tree)
+        if results:
+            return (
+                f"its forward writes to {', '.join(sorted(results))}, which attention keeps for its backward, in place"
+            )
+        respelled_forward(cls, _NAMES, _follow)
+    except CannotRespell as reason:
+        return str(reason)
+    return ""
+
+
+def products(tree: ast.FunctionDef) -> list[ast.expr]:
+    """The products of two tensors in a forward whose result goes into a softmax, whatever happens in between."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    values.setdefault(target.id, []).append(node.value)
+    todo = [part for node in ast.walk(tree) if _softmax(node) for part in (node.func, *node.args, *_keywords(node))]
+    seen: set[str] = set()
+    found: list[ast.expr] = []
+    while todo:
+        for node in _outermost(todo.pop()):
+            if isinstance(node, ast.Name):
+                todo += values.get(node.id, []) if node.id not in seen else []
+                seen.add(node.id)
+            elif node not in found:
+                found.append(node)
+    return found
+
+
+def _outermost(node: ast.AST) -> Iterator[ast.expr]:
+    """The products under `node`, and the names that are in none of them."""
+    if isinstance(node, ast.Name) or _operands(node) is not None:
+        yield node
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _outermost(child)
+
+
+def _keywords(node: ast.Call) -> list[ast.expr]:
+    return [keyword.value for keyword in node.keywords if keyword.arg in ("input", None)]
+
+
+def _softmax(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    return name.lower().endswith("softmax")
+
+
+def _operands(node: ast.AST) -> tuple[str, list[ast.expr], list[ast.keyword]] | None:
+    """(what serves it, arguments, keywords) of a product of tensors; None for anything else."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return "_tilesmith_scores", [node.left, node.right], []
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PRODUCTS):
+        return None
+    of = node.func.value
+    args = list(node.args) if isinstance(of, ast.Name) and of.id == "torch" else [of, *node.args]
+    if any(isinstance(argument, ast.Starred) for argument in args):
+        return None
+    if node.func.attr == "baddbmm":
+        known = {keyword.arg for keyword in node.keywords} <= {"batch1", "batch2", "beta", "alpha"}
+        return ("_tilesmith_scores_added", args, node.keywords) if known else None
+    return ("_tilesmith_scores", args, []) if len(args) == 2 and not node.keywords else None
+
+
+def _written(tree: ast.FunctionDef) -> set[str]:
+    """Names whose value the forward writes to: x += y, x[i] = y, x.add_(y)."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign):
+            found |= {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            found |= {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            if name.endswith("_") and not name.endswith("__"):
+                found |= {n.id for n in ast.walk(node.func.value) if isinstance(n, ast.Name)}
+    return found - {"self"}
+
+
+def _weights(tree: ast.FunctionDef) -> set[str]:
+    """Names whose value is what a softmax gave, or may be a view of it or made by dropout."""
+    found: set[str] = set()
+    assigned = _assigned(tree)
+    for _ in assigned:  # a name may be made of one that is assigned further down, in a loop
+        found |= {name for name, parts in assigned if _holds(parts, found) and not any(map(_operands, parts))}
+    return found
+
+
+def _results(tree: ast.FunctionDef) -> set[str]:
+    """Names whose value is a product with the weights, or may be a view of one: modules give new tensors."""
+    weights, assigned = _weights(tree), _assigned(tree)
+    found = {name for name, parts in assigned if _holds(parts, weights) and any(map(_operands, parts))}
+    for _ in assigned:
+        found |= {name for name, parts in assigned if any(isinstance(p, ast.Name) and p.id in found for p in parts)}
+    return found
+
+
+def _reach_values(tree: ast.FunctionDef) -> bool:
+    """Whether a product takes what a softmax gave, as a router's or a pooling's weights do not."""
+    weights = _weights(tree)
+    taken = (node for node in ast.walk(tree) if _operands(node) is not None)
+    return any(_holds(list(_same_storage(node)), weights) for node in taken)
+
+
+def _assigned(tree: ast.FunctionDef) -> list[tuple[str, list[ast.AST]]]:
+    """Each assignment to one name, and the nodes of its value."""
+    found = (n for n in ast.walk(tree) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name))
+    return [(node.targets[0].id, list(_same_storage(node.value))) for node in found]
+
+
+def _holds(parts: list[ast.AST], weights: set[str]) -> bool:
+    """Whether a softmax, or a name of what one gave, is among these nodes."""
+    return any(_softmax(part) or (isinstance(part, ast.Name) and part.id in weights) for part in parts)
+
+
+def _same_storage(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes under `node` but for what goes into a softmax or into modules that are no dropout."""
+    yield node
+    of = getattr(getattr(node, "func", None), "value", None)
+    if _softmax(node) or (isinstance(of, ast.Name) and of.id == "self" and "drop" not in node.func.attr):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _same_storage(child)
+
+
+def _follow(tree: ast.FunctionDef) -> None:
+    _Follow(products(tree)).visit(tree)
+
+
+class _Follow(ast.NodeTransformer):
+    """Calls of ours in the place of some products."""
+
+    def __init__(self, seeds: list[ast.expr]):
+        self.seeds = {id(seed) for seed in seeds}
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if id(node) not in self.seeds:
+            return self.generic_visit(node)
+        name, args, keywords = _operands(node)
+        call = ast.Call(ast.Name(name, ast.Load()), [ast.Name("self", ast.Load()), *args], keywords)
+        return ast.copy_location(call, node)
