@@ -19,6 +19,7 @@ from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_
 # Another order of summation moves a few results across a rounding boundary; a form that rounds elsewhere, a fifth.
 _SHARE_BF16 = 0.02
 _DEVIATION_FP32 = 1e-5
+_LARGEST_BY_HEAD = 256 * 512  # heads times head dim
 
 
 _ROUNDED = {"fp32": "after that product", "llama": "before that product", "none": "after every operation"}
@@ -105,6 +106,12 @@ def by_head(module: nn.Module) -> bool:
     return weight is not None and weight.ndim == 2
 
 
+def _may_be_by_head(module: nn.Module) -> bool:
+    """Whether it is worth a probe if a module with a matrix is a norm by head: linear layers have one, too."""
+    ours = not original_class(type(module)).__module__.startswith("torch.nn.")
+    return ours and by_head(module) and module.weight.numel() <= _LARGEST_BY_HEAD
+
+
 def normalised(module: nn.Module, x: Tensor, norm: Norm) -> Tensor:
     """What `module` computes, by the op."""
     weight, eps = weight_of(module, norm), epsilon(module, x, norm)
@@ -144,7 +151,7 @@ class NormRule(Rule):
             return None
         if not set(parameters) <= {"weight", "bias"}:
             return Skip(f"it has parameters other than weight and bias: {', '.join(parameters)}") if named else None
-        if any(p.ndim != 1 for p in parameters.values()) and not (by_head(module) and len(parameters) == 1):
+        if any(p.ndim != 1 for p in parameters.values()) and not (len(parameters) == 1 and _may_be_by_head(module)):
             return Skip("it normalises over more than the last dimension") if named else None
         try:
             found = self._verdicts.of(module, lambda: recognise(module))
