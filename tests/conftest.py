@@ -6,6 +6,8 @@ import zlib
 import pytest
 import torch
 
+import interpreter
+
 
 def _start_at_a_gpu_of_ones_own() -> None:
     """Under pytest-xdist on a machine of several GPUs: all stay visible, each worker's first is another one.
@@ -28,27 +30,7 @@ if not torch.cuda.is_available():
 
 def pytest_configure(config):
     torch.set_num_threads(1)
-    _let_the_interpreter_round_to_8_bits()
-
-
-def _let_the_interpreter_round_to_8_bits():
-    """Triton's interpreter (3.6) rounds fp32 to e4m3 with the carry into the exponent lost: 31 becomes 16, not 32."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return
-    try:
-        import triton.language as tl
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-    convert = interpreter._convert_float
-
-    def rounded(values, from_dtype, to_dtype, mode):
-        if from_dtype is not tl.float32 or to_dtype is not tl.float8e4nv:
-            return convert(values, from_dtype, to_dtype, mode)
-        exact = torch.frombuffer(bytearray(values.tobytes()), dtype=torch.float32).view(values.shape)
-        return exact.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    interpreter._convert_float = rounded
+    interpreter.mend()
 
 
 @pytest.fixture(autouse=True)

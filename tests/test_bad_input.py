@@ -56,7 +56,12 @@ NORMS = [
     ("weight device", lambda: ops.rms_norm(X, VECTOR.to("meta")), ValueError, "rms_norm: weight is on meta, x on cpu"),
     ("eps", lambda: ops.rms_norm(X, VECTOR, -1.0), ValueError, "rms_norm: eps is -1.0; it must be"),
     ("eps nan", lambda: ops.rms_norm(X, VECTOR, NAN), ValueError, "rms_norm: eps is nan"),
-    ("casting", lambda: ops.rms_norm(X, VECTOR, casting=""), ValueError, "rms_norm: casting is ''.*'fp32' or 'llama'"),
+    (
+        "casting",
+        lambda: ops.rms_norm(X, VECTOR, casting=""),
+        ValueError,
+        "rms_norm: casting is ''.*'fp32', 'llama' or 'none'",
+    ),
     ("rmsnorm", lambda: ops.rmsnorm(X, r(7)), ValueError, "rmsnorm: weight has shape"),
     ("bias", lambda: ops.layer_norm(X, VECTOR, r(9)), ValueError, "layer_norm: bias has shape"),
     ("layer eps", lambda: ops.layer_norm(X, VECTOR, VECTOR, -1.0), ValueError, "layer_norm: eps is -1.0"),

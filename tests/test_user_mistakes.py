@@ -84,7 +84,7 @@ OPS = [
     ("weight", lambda: ops.rms_norm(X, VECTOR[:7]), "rms_norm: weight|(7,)|[8]"),
     ("device", lambda: ops.rms_norm(X, VECTOR.to("meta")), "rms_norm: weight|meta|cpu|move them to one device"),
     ("eps", lambda: ops.rms_norm(X, None, -1e-6), "rms_norm: eps|-1e-06|0 or more"),
-    ("casting", lambda: ops.rms_norm(X, casting="bf16"), "rms_norm: casting|'bf16'|'fp32' or 'llama'"),
+    ("casting", lambda: ops.rms_norm(X, casting="bf16"), "rms_norm: casting|'bf16'|'fp32', 'llama' or 'none'"),
     ("approximate", lambda: ops.gelu(X, True), "gelu: approximate|bool True|a string"),
     ("tanh", lambda: ops.gelu(X, "fast"), "gelu: approximate|'fast'|'none' or 'tanh'"),
     ("residual", lambda: ops.add_rms_norm(X, X[:1]), "add_rms_norm: residual|(1, 5, 8)|(2, 5, 8)"),

@@ -63,6 +63,8 @@ def _served(args: Mapping[str, Any], peer: str) -> dict[str, Any]:
     pages = _places(k_cache, position, table)[0]
     if ((pages < 0) | (pages >= len(k_cache))).any():
         raise Missing(f"{peer} has no pages that are not there")
+    if args.get("q") is not None and args["q"].shape[2] != k.shape[2]:
+        raise Missing(f"{peer} rotates as many queries as keys")
     return {name: value for name, value in args.items() if name not in ("k_scale", "v_scale", "interleaved")}
 
 

@@ -87,7 +87,7 @@ def _shapes(**options: object) -> list[Case]:
         Case("transposed", _linear(6, 16, 9, layout="transposed", weight_layout="transposed", **options), SMALL),
         Case("part_of_a_projection", _linear(6, 16, 9, **options) | {"x": T(6, 16, init=_fused_projection)}, SMALL),
         Case("fp32_weight", _linear(12, 24, 17, weight=FP32, **options), TEST),
-        Case("bf16_weight", _linear(12, 24, 17, weight=torch.bfloat16, **options), TEST),
+        Case("bf16_weight", _linear(12, 24, 17, weight=torch.bfloat16, **options), TEST, (torch.float16, *BF16)),
         Case("frozen_weight", _linear(12, 24, 17, frozen=True, **options), SMALL),
         Case("llama_mlp", _linear(300, 4096, 14336, bias=False, **options), BIG, BF16),
         Case("odd", _linear((3, 67), 1001, 515, **options), BIG),
