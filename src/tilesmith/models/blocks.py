@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from tilesmith.engine import torch_private
-from tilesmith.rewrite import Form, forms, given, original_class, swap, unswap
+from tilesmith.rewrite import Form, Replace, Rule, Site, forms, given, original_class, swap, unswap
 
 _PLAIN = (type(None), bool, int, float, str, Tensor, BlockMask, torch.dtype, torch.device)
 CACHE = "past_key_values"
@@ -26,6 +26,40 @@ class BlockForm(Form):
     """
 
     state: ClassVar[tuple[str, ...]] = ()
+
+    def leave(self, module: nn.Module) -> None:
+        for name in self.state:
+            module.__dict__.pop(name, None)
+
+
+class BlockRule(Rule):
+    """The repeated blocks of a model, each of which gets `form`.
+
+    record: what the blocks have done, for the report; it is the first of the form's `state`. told: of each block.
+    asked, instead: what the caller asked for, and what to use where no block repeats, which raises ValueError.
+    """
+
+    own = True
+    form: ClassVar[type[BlockForm]]
+    told: ClassVar[str]
+    asked: ClassVar[str]
+    instead: ClassVar[str]
+
+    def __init__(self, model: nn.Module, record: Any):
+        self.record = record
+        self._blocks = set(repeated_blocks(model))
+        if not self._blocks:
+            raise ValueError(
+                f"optimize: {self.asked} repeated blocks, and no two modules of one class stand in a ModuleList or "
+                f"Sequential of this model; use {self.instead}"
+            )
+
+    def match(self, site: Site) -> Replace | None:
+        return Replace(self.form(), (), self.told) if site.fqn in self._blocks else None
+
+    def attach(self, module: nn.Module) -> None:
+        """Have a swapped block tell this rule's `record`."""
+        module.__dict__[self.form.state[0]] = self.record
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from tilesmith.engine import torch_private
-from tilesmith.models.blocks import BlockForm, Call, Forwards, foreign, repeated_blocks, watched
-from tilesmith.rewrite import Replace, Rule, Site
+from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, foreign, watched
 
 BACKEND = "inductor"
 _LIMIT = 32  # variants of a block's code: with and without gradients, autocast, masks, each at fixed and free lengths
@@ -128,33 +127,17 @@ class CompiledForm(BlockForm):
 
         return {"forward": forward}
 
-    def leave(self, module: nn.Module) -> None:
-        module.__dict__.pop(_REGIONS, None)
 
-
-class CompileRule(Rule):
-    """The repeated blocks of a model."""
+class CompileRule(BlockRule):
+    """Blocks compiled by class."""
 
     name = "compile"
-    own = True
+    form = CompiledForm
+    told = "compiled once for all blocks of its class, the ops left to themselves"
+    asked, instead = "compile='between' compiles", "torch.compile(model)"
 
     def __init__(self, model: nn.Module):
-        self.record = Regions()
-        self._blocks = set(repeated_blocks(model))
-        if not self._blocks:
-            raise ValueError(
-                "optimize: compile='between' compiles repeated blocks, and no two modules of one class stand in a "
-                "ModuleList or Sequential of this model; use torch.compile(model)"
-            )
-
-    def match(self, site: Site) -> Replace | None:
-        if site.fqn not in self._blocks:
-            return None
-        return Replace(CompiledForm(), (), "compiled once for all blocks of its class, the ops left to themselves")
-
-    def attach(self, module: nn.Module) -> None:
-        """Have a swapped block count in this rule's `record`."""
-        module.__dict__[_REGIONS] = self.record
+        super().__init__(model, Regions())
 
 
 def _compiler(fn: types.FunctionType, base: type) -> Callable[[str], Callable[..., Any]]:

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
 from tilesmith.engine.choice import pins
-from tilesmith.models.blocks import BlockForm, Call, Forwards, repeated_blocks, watched
+from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, watched
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.reach import observed
 from tilesmith.models.recorded import CannotRecord, Foreign, Memory, Recorded, flatten
-from tilesmith.rewrite import Replace, Rule, Site
 
 RECORDER = CudaRecorder
 PLAIN_CALLS = 2
@@ -194,33 +193,17 @@ class GraphedForm(BlockForm):
 
         return {"forward": forward}
 
-    def leave(self, module: nn.Module) -> None:
-        module.__dict__.pop(_GRAPHS, None)
 
-
-class GraphsRule(Rule):
-    """The repeated blocks of a model."""
+class GraphsRule(BlockRule):
+    """Blocks recorded as CUDA graphs."""
 
     name = "graphs"
-    own = True
+    form = GraphedForm
+    told = "forward and backward recorded as CUDA graphs, one pair for each shape"
+    asked, instead = "graphs=True records", "torch.cuda.make_graphed_callables"
 
     def __init__(self, model: nn.Module):
-        self.record = Graphs()
-        self._blocks = set(repeated_blocks(model))
-        if not self._blocks:
-            raise ValueError(
-                "optimize: graphs=True records repeated blocks, and no two modules of one class stand in a ModuleList "
-                "or Sequential of this model; use torch.cuda.make_graphed_callables"
-            )
-
-    def match(self, site: Site) -> Replace | None:
-        if site.fqn not in self._blocks:
-            return None
-        return Replace(GraphedForm(), (), "forward and backward recorded as CUDA graphs, one pair for each shape")
-
-    def attach(self, module: nn.Module) -> None:
-        """Have a swapped block recorded in this rule's `record`."""
-        module.__dict__[_GRAPHS] = self.record
+        super().__init__(model, Graphs())
 
 
 def _checkpoints(block: nn.Module) -> bool:

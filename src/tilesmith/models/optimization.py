@@ -14,7 +14,7 @@ from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.methods import AttentionMethodRule
 from tilesmith.models.attention.selected_blocks import SelectionRule
-from tilesmith.models.blocks import put_back, take_off
+from tilesmith.models.blocks import BlockRule, put_back, take_off
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.graphs import GraphedForm, GraphsRule
@@ -114,7 +114,7 @@ def optimize(
     taken = take_off(model)
     try:
         had = {type(form) for _, form, _ in taken}
-        whole: list[CompileRule | GraphsRule] = [CompileRule(model)] if compile or CompiledForm in had else []
+        whole: list[BlockRule] = [CompileRule(model)] if compile or CompiledForm in had else []
         whole += [GraphsRule(model)] if graphs or GraphedForm in had else []
         found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns))
     except BaseException:
