@@ -19,7 +19,7 @@ def mend() -> None:
     except ImportError:
         return
     _round_to_8_bits(interpreter, tl)
-    _keep_dtypes(interpreter, tl)
+    _keep_dtypes(interpreter)
     _keep_builtins(interpreter, tl)
     interpreter.ReduceOps.generic_reduce = _reduce
 
@@ -37,7 +37,7 @@ def _round_to_8_bits(interpreter, tl) -> None:
     interpreter._convert_float = rounded
 
 
-def _keep_dtypes(interpreter, tl) -> None:
+def _keep_dtypes(interpreter) -> None:
     """It builds the table from its dtypes to numpy's for every value."""
     look_up, known = interpreter._get_np_dtype, {}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith.engine import Space, optimize_kernel, register_kernel
 from tilesmith.ops.attn.arguments import attention_arguments, attention_vjp_arguments
-from tilesmith.ops.attn.hopper.launch import all_keys, no_dropout, no_lists, reasons_for_all
+from tilesmith.ops.attn.hopper.launch import all_keys, no_dropout, no_lists, reasons_for_all, wrong_dims
 from tilesmith.ops.attn.hopper.launch_backward import dims_vjp, gradients_of, tells_vjp
 from tilesmith.ops.attn.hopper.launch_forward import dims, output_of, tells
 from tilesmith.ops.attn.plan import tables
@@ -18,17 +18,13 @@ from tilesmith.ops.attn.plan.configs import HopperConfig, HopperVjpConfig
 RANK = -1  # below the reference's 0
 
 
-def _wrong_columns(call) -> list[str]:
-    """What is wrong with the head dims."""
-    q, v = call.q.cols, call.v.cols
-    if any(cols % 8 or not 64 <= cols <= 256 for cols in (q, v)):
-        return [f"the head dims are {q} and {v}; multiples of 8 from 64 to 256 are served"]
-    return []
+def _reasons_for_both(call) -> list[str]:
+    return reasons_for_all(call) + all_keys(call) + no_dropout(call) + no_lists(call) + wrong_dims(call)
 
 
 def rejects(call) -> list[str]:
     """Why these kernels cannot serve a call of attention."""
-    reasons = reasons_for_all(call) + all_keys(call) + no_dropout(call) + no_lists(call) + _wrong_columns(call)
+    reasons = _reasons_for_both(call)
     if not 128 < call.q.cols <= 192:
         reasons.append(f"the head dim of q is {call.q.cols}: from 136 to 192 columns are spared")
     return reasons
@@ -36,7 +32,7 @@ def rejects(call) -> list[str]:
 
 def rejects_vjp(call) -> list[str]:
     """Why these kernels cannot serve a call of attention_vjp."""
-    reasons = reasons_for_all(call) + all_keys(call) + no_dropout(call) + no_lists(call) + _wrong_columns(call)
+    reasons = _reasons_for_both(call)
     if call.q.cols == call.v.cols and not 128 < call.q.cols <= 192:
         reasons.append(f"both head dims are {call.q.cols}: no columns are spared")
     return reasons

@@ -24,9 +24,10 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.moe.hopper.tiles import FLAT, HALF_ROWS, PIECE, STEP, corner, part_corner, quarters, store_piece
+from tilesmith.ops.moe.plan import HOPPER_COLS
 
 LOG2E = gl.constexpr(1.4426950408889634)
-COLS = 256  # of a tile
+COLS = HOPPER_COLS  # of a tile
 _INTERLEAVED, _BIAS, _LIMIT, _KEEPS_PRE = (gl.constexpr(n) for n in (1, 2, 4, 8))  # bits of an epilogue's FLAGS
 _STEP, _HALF, _PIECE, _COLS = (gl.constexpr(n) for n in (STEP, HALF_ROWS, PIECE, COLS))
 

@@ -10,8 +10,13 @@ from torch import Tensor
 from tilesmith.device.alignment import tma_view
 from tilesmith.device.gluon.matmul import split_columns
 from tilesmith.device.gluon.shim import TensorDescriptor, fence_async, gl, gluon, smem_tile, tma_store, tma_store_wait
+from tilesmith.ops.moe.plan import HOPPER_ROWS, HOPPER_STEP
 
-STEP, HALF_ROWS, PIECE = 64, 64, 64  # rows or columns of a step of a sum, rows of a consumer, columns of one store
+STEP, HALF_ROWS, PIECE = (
+    HOPPER_STEP,
+    HOPPER_ROWS // 2,
+    64,
+)  # rows or columns of a step of a sum, rows of a consumer, columns of one store
 FAR = gl.constexpr(1 << 30)
 _ENDLESS = 2**31 - 2**16
 _LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4, 5)}
