@@ -134,6 +134,7 @@ def time_all(tokens: int, hanging: list[str], heads: int = 16) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", default=os.path.join(os.environ.get("OUT", "."), "hopper_columns.json"))
+    parser.add_argument("--part", choices=("values", "times"), help="one of both; times reads what values found")
     parser.add_argument("--check", nargs=3, metavar=("CASE", "FORM", "DTYPE"), help="one case, in this process")
     parser.add_argument("--time", nargs=2, metavar=("TOKENS", "FORMS"), help="time in this process, without FORMS")
     asked = parser.parse_args()
@@ -143,7 +144,16 @@ def main() -> None:
     if asked.time:
         sys.stdout.write("\n" + json.dumps(time_all(int(asked.time[0]), asked.time[1].split(";"))) + "\n")
         return
-    out, found = Path(asked.out), {"values": {}, "times": {}}
+    out = Path(asked.out)
+    found = json.loads(out.read_text()) if asked.part == "times" else {"values": {}, "times": {}}
+    if asked.part != "times":
+        run_values(found, out)
+    if asked.part != "values":
+        run_times(found, out)
+
+
+def run_values(found: dict, out: Path) -> None:
+    """Check every form: the small case first, then the others."""
     small = [("d192_128_small", form, "bfloat16") for form in FORMS]
     if not run_jobs(small, found, out):
         sys.stdout.write("a small case failed: the others are run, and wrong forms are timed all the same\n")
@@ -157,6 +167,11 @@ def main() -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     found["registers"] = compiled.stdout.splitlines() + compiled.stderr.splitlines()
+    out.write_text(json.dumps(found, indent=1))
+
+
+def run_times(found: dict, out: Path) -> None:
+    """Time the forms that came to their end."""
     hanging = {job.split(", ", 1)[1].rsplit(", ", 1)[0] for job, x in found["values"].items() if x["message"] == HANGS}
     for tokens in (8192, 2048, 4096, 16384):
         command = [sys.executable, __file__, "--time", str(tokens), ";".join(hanging) or "none"]
