@@ -98,18 +98,22 @@ def time_all(tokens: int, hanging: list[str], heads: int = 16) -> dict:
 
         return call
 
-    def backward(out):
-        return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    def backward(out, pins):
+        def gradients():
+            with tilesmith.use(**pins):  # a pin of the forward would hold for the gradient where it has none of its own
+                return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-    def add(name, call, forward, gradient):
+        return gradients
+
+    def add(name, call, forward, gradient, **pins):
         try:
             if forward:
                 call()
                 calls[name] = call
             if gradient:
                 outs.append(call())
-                backward(outs[-1])()
-                grads[name] = backward(outs[-1])
+                grads[name] = backward(outs[-1], pins)
+                grads[name]()
         except (Missing, ImportError, NotImplementedError, RuntimeError, ValueError, AssertionError, TypeError) as why:
             missing[name] = f"{type(why).__name__}: {why}"[:300]
 
@@ -118,7 +122,7 @@ def time_all(tokens: int, hanging: list[str], heads: int = 16) -> dict:
             add(name, pinned({"attention": backend}), True, False)
     for name, (backend, form) in BACKWARD.items():
         if form not in hanging:
-            add(name, pinned({"attention": "hopper", "attention_vjp": backend}), False, True)
+            add(name, pinned({"attention": "hopper"}), False, True, attention_vjp=backend)
     for name in ("flash4", "cudnn"):
         add(name, lambda name=name: PEERS[name]({"q": q, "k": k, "v": v, "causal": True})(), True, True)
     products = heads * tokens * tokens  # half of 2 · T² operations a column and head: the others are hidden

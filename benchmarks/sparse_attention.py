@@ -11,6 +11,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -235,17 +237,18 @@ def main() -> int:
     parser.add_argument("out")
     parser.add_argument("--short", action="store_true")
     args = parser.parse_args()
-    wrong = values()
-    rows: list[dict] = []
-    if not wrong:
-        for tokens in (32768,) if args.short else (32768, 65536):
-            rows += [static(tokens), dynamic(tokens)]
-        rows.append(learned(32768 if args.short else 65536))
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-    with open(args.out, "w", encoding="utf-8") as file:
-        json.dump({"machine": machine, "wrong": wrong, "rows": rows}, file, indent=1)
-    sys.stdout.write(json.dumps({"wrong": wrong, "rows": rows}, indent=1) + "\n")
-    return 1 if wrong else 0
+    found: dict[str, Any] = {"machine": machine, "wrong": values(), "rows": []}
+    lengths = (32768,) if args.short else (32768, 65536)
+    jobs = [(kind, tokens) for tokens in lengths for kind in (static, dynamic)] + [(learned, lengths[-1])]
+    for kind, tokens in [] if found["wrong"] else jobs:
+        found["rows"].append(kind(tokens))
+        sys.stdout.write(json.dumps(found["rows"][-1]) + "\n")
+        sys.stdout.flush()
+        Path(args.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if found["wrong"]:
+        sys.stdout.write("\n".join(found["wrong"]) + "\n")
+    return 1 if found["wrong"] else 0
 
 
 if __name__ == "__main__":
