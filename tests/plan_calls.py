@@ -80,20 +80,10 @@ def backward(s: Shape, arch=SM90) -> Plan:
     """Hopper's backward in its own configuration."""
     whole = s.window_left < 0 and (s.causal or s.window_right < 0)
     dims = {
-        "dim": s.dim, "plain": 8 if whole and not s.softcap and not s.dropout else 1,
+        "dim": s.dim, "value_dim": s.value_dim, "plain": 8 if whole and not s.softcap and not s.dropout else 1,
         "narrow": 8 if is_narrow_vjp(s, window_of(s)) else 1,
     }  # fmt: skip
     return hopper_backward(s, arch, tables.hopper_backward(dims, arch, None))
-
-
-def forward_columns(s: Shape, arch=SM90) -> Plan:
-    """Hopper's forward in tiles of 128 and 64 columns."""
-    return hopper_forward(s, arch, tables.hopper_columns({"value_dim": s.value_dim}, arch, None))
-
-
-def backward_columns(s: Shape, arch=SM90) -> Plan:
-    """Hopper's backward in tiles of 128 and 64 columns, and for head dims that differ."""
-    return hopper_backward(s, arch, tables.hopper_columns_vjp({}, arch, None))
 
 
 def decode(s: Shape, arch=SM90) -> Plan:
@@ -122,8 +112,8 @@ def benched() -> dict[str, Plan]:
                 found[f"backward, {name}, deterministic"] = backward(s._replace(deterministic=True))
     for tokens in (2048, 16384):
         s = Shape(1, 16, 16, tokens, tokens, 192, 128, 2, 2, True, -1, 0)
-        found[f"forward, D 192 and 128, {tokens} tokens"] = forward_columns(s)
-        found[f"backward, D 192 and 128, {tokens} tokens"] = backward_columns(s)
+        found[f"forward, D 192 and 128, {tokens} tokens"] = forward(s)
+        found[f"backward, D 192 and 128, {tokens} tokens"] = backward(s)
     for window in (128, 1024):
         s = Shape(1, 16, 16, 32768, 32768, 128, 128, 2, 2, True, window, 0)
         found[f"forward, window {window}"], found[f"backward, window {window}"] = forward(s), backward(s)

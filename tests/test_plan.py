@@ -13,11 +13,9 @@ from plan_calls import (
     GOLDEN,
     SM90,
     backward,
-    backward_columns,
     benched,
     decode,
     forward,
-    forward_columns,
     golden,
     random_shape,
 )
@@ -58,8 +56,8 @@ def test_thousands_of_plans_hold_together(make):
 def test_split_columns_cover_both_head_dims_once(dim, value_dim):
     for s in _shapes(60, dim + value_dim):
         s = s._replace(dim=dim, value_dim=value_dim, lists=0, lists_by_keys=0, dropout=False)
-        plans = [backward_columns(s)] if dim != value_dim or 128 < dim <= 192 else []
-        plans += [forward_columns(s)] if 128 < dim <= 192 else []
+        plans = [backward(s)] if dim != value_dim or 128 < dim <= 192 else []
+        plans += [forward(s)] if 128 < dim <= 192 else []
         for step in (step for plan in plans for step in plan.steps if "D" in step.constants):
             c = step.constants
             assert step.shared_memory <= SM90.shared_memory and c.get("STAGES", 2) >= 2
@@ -72,10 +70,11 @@ def test_split_columns_cover_both_head_dims_once(dim, value_dim):
                 assert (whole.columns, rest and rest.columns) == ((128, 64) if split else (0, None))
 
 
-def test_what_was_only_compiled_serves_pinned_calls_alone():
+def test_head_dims_that_differ_have_hopper_kernels():
     q, k, v = (torch.empty(1, 4, 256, d, dtype=torch.bfloat16) for d in (192, 192, 128))
-    told = tilesmith.explain("attention", q, k, v, Mask(causal=True), arch="sm90")
-    assert "attention -> hopper_columns" not in str(told) and "hopper_columns (rank -1)" in str(told)
+    for gradient in (False, True):
+        told = str(tilesmith.explain("attention", q, k, v, Mask(causal=True), arch="sm90", gradient=gradient))
+        assert "-> hopper" in told and "made of 128 and 64" in told
 
 
 def test_every_tile_has_one_number():

@@ -104,7 +104,6 @@ def _hands_on(device: torch.device, pinned: bool) -> str | None:
 declare_backend("triton_split", like="triton")
 declare_backend("hopper_split", like="hopper")
 declare_backend("hopper_cluster", like="hopper")
-declare_backend("hopper_columns", like="hopper")
 declare_backend("hopper_fp8", like="hopper")
 declare_backend("dequantised", _hands_on)
 
@@ -116,7 +115,6 @@ attention_vjp = Op(
     kernels={
         "triton": "tilesmith.ops.attn.triton.launch_backward",
         "hopper": "tilesmith.ops.attn.hopper.launch_backward",
-        "hopper_columns": "tilesmith.ops.attn.hopper.launch_columns",
     },
 )
 
@@ -135,7 +133,6 @@ attention_op = Op(
         "triton": "tilesmith.ops.attn.triton.launch_forward",
         "triton_split": "tilesmith.ops.attn.triton.launch_decode",
         "hopper": "tilesmith.ops.attn.hopper.launch_forward",
-        "hopper_columns": "tilesmith.ops.attn.hopper.launch_columns",
         "hopper_split": "tilesmith.ops.attn.hopper.launch_decode",
         "hopper_cluster": "tilesmith.ops.attn.hopper.launch_cluster",
         "hopper_fp8": "tilesmith.ops.attn.hopper.launch_fp8",

@@ -316,6 +316,9 @@ ATTENTION = [
     Case("d192_128_packed", _attend(
         1, 4, 2, 700, 700, 192, 128, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
     Case("d192_128_whole", _attend(2, 4, 4, 512, 640, 192, 128, causal=True), GPU, HALF),
+    Case("d192_128_lists", _attend(
+        1, 4, 2, 520, 520, 192, 128, init=_tokens_first, causal=True, lists=(1, 4, 128, 128, 0.4)), GPU, HALF),
+    Case("d192_128_lists_narrow", _attend(1, 2, 2, 400, 400, 192, 128, lists=(1, 1, 256, 64, 0.5)), GPU, HALF),
     Case("d184_120_tiles", _attend(1, 2, 2, 200, 300, 184, 120), GPU, HALF),
     Case("d128_64_tiles", _attend(2, 4, 2, 520, 520, 128, 64, causal=True), GPU, HALF),
     Case("d64_128_tiles", _attend(1, 4, 2, 300, 520, 64, 128), GPU, HALF),
@@ -415,6 +418,10 @@ ATTENTION = [
         Case(f"d{dim}_{tokens // 1024}k{name}", _train(16384 // tokens, tokens, 2048 // dim, dim, causal=causal),
              BENCH, HALF)
         for dim in (64, 128, 256) for tokens in (1024, 4096, 16384) for name, causal in (("", False), ("_causal", True))
+    ),
+    *(
+        Case(f"mla_{tokens // 1024}k_causal", _train(1, tokens, 16, 192, dim_v=128, causal=True), BENCH, HALF)
+        for tokens in (2048, 4096, 8192, 16384)
     ),
     Case("llama_4k", _train(2, 4096, 32, 128, kv_heads=8, causal=True), BENCH, HALF),
     Case("llama_window_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, window_left=4096), BENCH, HALF),

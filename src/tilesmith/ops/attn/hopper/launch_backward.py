@@ -26,6 +26,7 @@ from tilesmith.ops.attn.hopper.launch import (
     dropout_reasons,
     list_reasons,
     reasons_for_all,
+    wrong_dims,
 )
 from tilesmith.ops.attn.hopper.packed import key_tiles_kernel, query_tiles_kernel
 from tilesmith.ops.attn.hopper.window_backward import attention_window_vjp_kernel
@@ -52,18 +53,16 @@ KERNELS = {
 
 def rejects_vjp(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention_vjp."""
-    reasons = reasons_for_all(call) + all_keys(call) + dropout_reasons(call)
-    if call.q.cols % 8 or not 64 <= call.q.cols <= 256 or call.v.cols != call.q.cols:
-        reasons.append(
-            f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256, one for all, are served"
-        )
+    reasons = reasons_for_all(call) + all_keys(call) + wrong_dims(call) + dropout_reasons(call)
+    if call.seed is not None and call.q.cols != call.v.cols:
+        reasons.append("seed: where head dims differ nothing is dropped")
     return reasons + (_list_reasons(call) if call.block_offsets is not None else [])
 
 
 def _list_reasons(call) -> list[str]:
     reasons = list_reasons(call, 128, 128)
-    if call.q.cols > 128:
-        reasons.append("block lists: head dims above 128 are not served with them")
+    if call.q.cols > 128 or call.q.cols != call.v.cols:
+        reasons.append("block lists: head dims above 128, or that differ, are not served with them")
     if call.deterministic:
         reasons.append("block lists: tiles of keys add to dq in any order")
     return reasons

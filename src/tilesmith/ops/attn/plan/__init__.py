@@ -19,14 +19,12 @@ __all__ = ["PLANNERS", "Buffer", "Plan", "Shape", "Step", "plan", "shape_of"]
 
 PLANNERS = {
     ("attention", "hopper"): hopper_forward.hopper_forward,
-    ("attention", "hopper_columns"): hopper_forward.hopper_forward,
     ("attention", "hopper_fp8"): hopper_forward.hopper_fp8,
     ("attention", "hopper_split"): hopper_split,
     ("attention", "hopper_cluster"): hopper_cluster,
     ("attention", "triton"): triton_forward,
     ("attention", "triton_split"): triton_split,
     ("attention_vjp", "hopper"): hopper_backward.hopper_backward,
-    ("attention_vjp", "hopper_columns"): hopper_backward.hopper_backward,
     ("attention_vjp", "triton"): triton_backward,
 }
 

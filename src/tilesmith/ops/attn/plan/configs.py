@@ -8,7 +8,6 @@ from typing import NamedTuple
 class HopperConfig(NamedTuple):
     """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
     q_stages: query tiles in flight. v_stages: value tiles in flight where they are not as many as key tiles.
-    split_columns: 1 where tiles of queries and keys of up to 192 columns are not padded to 256 (`hopper.columns`).
     Windows of up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper.window`)."""
 
     consumers: int
@@ -16,18 +15,15 @@ class HopperConfig(NamedTuple):
     stages: int
     q_stages: int = 1
     v_stages: int = 0
-    split_columns: int = 0
 
 
 class HopperVjpConfig(NamedTuple):
     """stages: tiles of queries in flight; above head dim 128, and where those of q and v differ, at most, as many as
     shared memory holds. block_q: queries of a block, there 64, as in windows of up to 129 keys
-    (`hopper.window_backward`). split_columns: 1 where tiles of up to 192 columns are not padded to 256
-    (`hopper.columns`). overlap: 1 where dk and dv have the kernel of `hopper.backward_overlap`."""
+    (`hopper.window_backward`). overlap: 1 where dk and dv have the kernel of `hopper.backward_overlap`."""
 
     stages: int
     block_q: int
-    split_columns: int = 0
     overlap: int = 0
 
 

@@ -211,9 +211,8 @@ def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     """Statistics of the rows; up to head dim 128 a kernel for dk, dv and what dq is the sum of, and one that puts dq in
     order; above, and where head dims differ, one for dk and dv and one for dq; one for all where the window is
     narrow."""
-    backend = "hopper_columns" if config.split_columns else "hopper"
     if 0 in (s.rows * s.tokens, s.kv_heads * s.keys):
-        return Plan("attention_vjp", backend, reasons=(NO_KEYS,))
+        return Plan("attention_vjp", "hopper", reasons=(NO_KEYS,))
     b = _blocks(s, config)
     order = _order(s, b, arch)
     call = _Call(s, arch, config, b, order, is_narrow_vjp(s, b.window))
@@ -233,7 +232,7 @@ def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     zeroed = (("dq", b.q_begin), ("dk", b.k_begin), ("dv", b.k_begin))
     ctas = order.division.ctas
     return Plan(
-        "attention_vjp", backend, tuple(steps), (b.block_m, 64 if call.narrow else b.block_n), call.stages(), 2,
+        "attention_vjp", "hopper", tuple(steps), (b.block_m, 64 if call.narrow else b.block_n), call.stages(), 2,
         f"sections of {order.section} kv heads", "stream-K" if ctas else "", ctas or 1,
         order.ordered or call.narrow or b.apart, tuple(scratch), tuple(z for z in zeroed if z[1]),
         {"q_begin": b.q_begin}, s.q_bytes, _reasons(call),
@@ -258,9 +257,7 @@ class _Call(NamedTuple):
 
     def columns(self) -> dict[str, int]:
         """The columns of tiles where dq has a kernel of its own."""
-        (wide, rest), (value_wide, value_rest) = (
-            column_parts(dim, self.config.split_columns > 0) for dim in (self.s.dim, self.s.value_dim)
-        )
+        (wide, rest), (value_wide, value_rest) = column_parts(self.s.dim), column_parts(self.s.value_dim)
         rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
         return {"D": wide, "DV": value_wide, **rests}
 

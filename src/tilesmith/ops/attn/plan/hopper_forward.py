@@ -134,9 +134,8 @@ def _within_lists(config: HopperConfig, block_k: int) -> HopperConfig:
 @lru_cache(maxsize=1024)
 def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
     """The forward: one launch of persistent CTAs, before it tables of tiles, behind it stream-K's part."""
-    backend = "hopper_columns" if config.split_columns else "hopper"
     if s.rows * s.tokens * s.keys == 0:
-        return Plan("attention", backend, reasons=(NO_KEYS,))
+        return Plan("attention", "hopper", reasons=(NO_KEYS,))
     window, wide = window_of(s), max(columns(s.dim), columns(s.value_dim))
     if is_narrow(s, window, wide) and not s.dropout:
         return _narrow(s, arch, config, window)
@@ -168,7 +167,7 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
         steps.append(_stream_k(call))
     reasons += [_walk_reason(together, s, alike), division.reason, *_tile_reasons(steps, config)]
     return Plan(
-        "attention", backend, tuple(steps), (block_m, config.block_n), config.stages, config.consumers,
+        "attention", "hopper", tuple(steps), (block_m, config.block_n), config.stages, config.consumers,
         _walk_reason(together, s, alike), "stream-K" if division.ctas else "", division.ctas or 1, True,
         tuple(scratch), q_bytes=s.q_bytes, reasons=tuple(filter(None, reasons)),
     )  # fmt: skip
@@ -193,7 +192,7 @@ class _Call(NamedTuple):
 
     def columns(self) -> tuple[int, int]:
         """The columns of a tile of queries or keys, and of its rest."""
-        return column_parts(self.s.dim, self.config.split_columns > 0)
+        return column_parts(self.s.dim)
 
     def tensors(self) -> dict[str, Any]:
         packed, block_n = self.s.packed, self.config.block_n
@@ -278,7 +277,7 @@ def _walk_reason(together: int, s: Shape, alike: bool) -> str:
 def _tile_reasons(steps: list[Step], config: HopperConfig) -> list[str]:
     main = next((step for step in steps if step.kernel == "attention_fwd_kernel"), steps[-1])
     reasons = [f"tiles of {64 * config.consumers} queries and {config.block_n} keys, {config.stages} in flight"]
-    if config.split_columns:
+    if "REST" in main.constants:
         reasons.append("tiles of 192 columns are made of 128 and 64: none is padded to 256")
     if main.constants.get("HALF"):
         reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")

@@ -95,9 +95,9 @@ def columns(dim: int) -> int:
     return max(64, next_power_of_2(dim))
 
 
-def column_parts(dim: int, split: bool) -> tuple[int, int]:
-    """The columns of a tile and of its rest (`hopper.columns`): 192 is 128 and 64 where tiles are split, else 256."""
-    return (128, 64) if split and 128 < dim <= 192 else (columns(dim), 0)
+def column_parts(dim: int) -> tuple[int, int]:
+    """The columns of a tile and of its rest (`hopper.columns`): 192 is 128 and 64, so that none is padded to 256."""
+    return (128, 64) if 128 < dim <= 192 else (columns(dim), 0)
 
 
 def is_narrow(s: Shape, window: Window, wide: int) -> bool:

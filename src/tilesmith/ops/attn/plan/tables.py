@@ -95,6 +95,10 @@ def row_for(table: Sequence[Row], facts: Mapping[str, Any]) -> Row:
 
 
 HOPPER_FORWARD = (
+    Row(
+        {"dim": (129, 192), "value_dim": (None, 128)}, HopperConfig(2, 128, 2),
+        "192 and 128 columns, 16 heads causal, 2k / 4k / 8k / 16k: 493 / 646 / 746 / 768 (cuDNN 324 / 465 / 572 / 626)",
+    ),
     Row({"wide": (129, None)}, HopperConfig(2, 64, 2)),
     Row(
         {"dropout": True}, HopperConfig(2, 128, 2, v_stages=3),
@@ -136,23 +140,23 @@ HOPPER_FORWARD = (
 def hopper_forward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
     """The configuration of Hopper's forward where no tuning row is near."""
     facts = {
-        "wide": max(dims["dim"], dims["value_dim"]), "dropout": dims["drawn"] > 1, "keys": dims["keys"],
+        "dim": dims["dim"], "value_dim": dims["value_dim"], "wide": max(dims["dim"], dims["value_dim"]),
+        "dropout": dims["drawn"] > 1, "keys": dims["keys"],
         "local": dims["seen"] <= 512 < dims["keys"], "causal": dims["causal"] > 1,
         "whole": dims["packed"] == 1 and dims["seen"] == dims["keys"],
     }  # fmt: skip
     return row_for(HOPPER_FORWARD, facts).config
 
 
-def hopper_columns(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
-    """The configuration of Hopper's forward in tiles that are not padded: not measured, as many stages as fit."""
-    if dims["value_dim"] > 128:
-        return HopperConfig(2, 64, 2, split_columns=1)
-    return HopperConfig(2, 128, 2, split_columns=1)
-
-
 HOPPER_BACKWARD = (
     Row({"narrow": True, "dim": (None, 64)}, HopperVjpConfig(4, 64)),
     Row({"narrow": True}, HopperVjpConfig(2, 64)),
+    Row({"least": (193, None)}, HopperVjpConfig(2, 64)),
+    Row(
+        {"apart": True}, HopperVjpConfig(3, 64, overlap=1),
+        "192 and 128 columns, 16 heads causal, 2k / 4k / 8k / 16k: 382 / 479 / 522 / 533, two tiles of queries in "
+        "flight 300 / 342 / 364 / 377, products in turns 358 / 440 / 477 / 482 (cuDNN 252 / 371 / 462 / 535)",
+    ),
     Row(
         {"dim": (None, 64), "plain": True}, HopperVjpConfig(2, 128),
         "blocks of 128 queries read 15 % less of shared memory, but with a window or softcap they spill 600 bytes and "
@@ -163,14 +167,13 @@ HOPPER_BACKWARD = (
 )  # fmt: skip
 
 
-def hopper_columns_vjp(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperVjpConfig:
-    """The configuration of Hopper's backward in tiles that are not padded: not measured, as many stages as fit."""
-    return HopperVjpConfig(3, 64, 1, 1)
-
-
 def hopper_backward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperVjpConfig:
     """The configuration of Hopper's backward where no tuning row is near."""
-    facts = {"narrow": dims["narrow"] > 1, "dim": dims["dim"], "plain": dims["plain"] > 1}
+    dim, value_dim = dims["dim"], dims["value_dim"]
+    facts = {
+        "narrow": dims["narrow"] > 1, "dim": dim, "plain": dims["plain"] > 1, "least": min(dim, value_dim),
+        "apart": dim > 128 or dim != value_dim,
+    }  # fmt: skip
     return row_for(HOPPER_BACKWARD, facts).config
 
 
