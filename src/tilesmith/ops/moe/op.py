@@ -1,12 +1,17 @@
 """The experts of a mixture-of-experts layer as one op: what it is, what it accepts and which kernels it has."""
 
-from collections.abc import Sequence
+import inspect
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.metadata import describer
 from tilesmith.ops.moe import checks, reference
+from tilesmith.ops.moe.plan import HOPPER_LEAST
 
 KERNELS = {"triton": "tilesmith.ops.moe.triton.launch", "hopper": "tilesmith.ops.moe.hopper.launch"}
 
@@ -37,12 +42,25 @@ def _fake_vjp(
     )
 
 
+def _describer() -> Callable[..., Any]:
+    """Metadata of a call: a field per parameter, and few: whether an expert gets HOPPER_LEAST pairs or fewer, if they
+    are spread evenly."""
+    parameters = tuple(inspect.signature(reference.experts).parameters)
+    plain, kind = describer("experts", parameters), namedtuple("experts_call", [*parameters, "arch", "few"])
+
+    def describe(*args: Any) -> Any:
+        return kind(*plain(*args), args[3].numel() <= HOPPER_LEAST * args[1].shape[0])
+
+    return describe
+
+
 experts_vjp = Op(
     reference.experts_vjp,
     fake=_fake_vjp,
     outputs=("dx", "dgate_up", "ddown", "dweights", "dgate_up_bias", "ddown_bias"),
     kernels=KERNELS,
 )
+
 experts = Op(
     reference.experts,
     fake=_fake,
@@ -50,6 +68,7 @@ experts = Op(
     outputs=("y", "pre"),
     public=1,
     check=checks.experts,
+    describe=_describer(),
     kernels=KERNELS,
     autocast=("x", "gate_up", "down", "gate_up_bias", "down_bias"),
 )

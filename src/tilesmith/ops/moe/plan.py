@@ -37,12 +37,10 @@ class BackwardConfig(NamedTuple):
 
 
 class HopperConfig(NamedTuple):
-    """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns. gathers: 1 if gate and up
-    read the rows of tokens by cp.async; 0 if they are written in the order of experts before, for TMA."""
+    """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns."""
 
     num_stages: int
     group_m: int
-    gathers: int
 
 
 class HopperBackwardConfig(NamedTuple):
@@ -57,6 +55,7 @@ class HopperBackwardConfig(NamedTuple):
 
 # The pre-activation's gradient stays Triton's on Hopper, in the configuration that `backward` gives it for many pairs.
 HOPPER_PRE = BackwardConfig(128, 128, 64, 256, 128, 128, 64, 8, num_warps=8, num_stages=4)
+HOPPER_LEAST = 16  # pairs an expert up to which Triton's narrow tiles read the weights of a forward with less waiting
 HOPPER_ROWS, HOPPER_COLS, HOPPER_STEP = 128, 256, 64  # of a tile of Hopper's products, and pairs or features of a step
 LARGEST_SHARED_MEMORY = 232_448  # of a CTA of compute capability 9.0
 
@@ -115,7 +114,7 @@ def _stages(block_m: int, block_n: int, block_k: int, most: int, arch: Any) -> i
 
 def hopper_forward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
     """The configuration of Hopper's forward where none was measured."""
-    return HopperConfig(num_stages=4, group_m=8, gathers=0)
+    return HopperConfig(num_stages=4, group_m=8)
 
 
 def hopper_backward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperBackwardConfig:

@@ -1,8 +1,4 @@
-"""Launchers of the experts' forward and backward on Hopper.
-
-They were compiled for sm_90 and not run yet, so their rank is below that of Triton's kernels: they serve calls that are
-pinned to them, and nobody else.
-"""
+"""Launchers of the experts' forward and backward on Hopper."""
 
 from __future__ import annotations
 
@@ -22,18 +18,16 @@ from tilesmith.ops.moe.hopper.products import COLS, experts_gate_up_kernel, expe
 from tilesmith.ops.moe.hopper.tiles import HALF_ROWS, PIECE, STEP, matrices_of, rows_of
 from tilesmith.ops.moe.hopper.weight_gradient import experts_weight_gradient_kernel
 from tilesmith.ops.moe.index import Groups, group
-from tilesmith.ops.moe.plan import HOPPER_PRE, HOPPER_ROWS, HopperBackwardConfig, HopperConfig
+from tilesmith.ops.moe.plan import HOPPER_LEAST, HOPPER_PRE, HOPPER_ROWS, HopperBackwardConfig, HopperConfig
 
-RANK = 15  # below Triton's 20, until they have run
+RANK = 25
 
 
 def _dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) -> dict[str, int]:
     return plan.dims(indices.numel(), gate_up.shape[0], x.shape[-1], down.shape[2])
 
 
-SPACE = Space(
-    _dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16), "gathers": (0, 1)}, plan.hopper_fit
-)
+SPACE = Space(_dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16)}, plan.hopper_fit)
 SPACE_VJP = Space(
     lambda dy, *args: _dims(*args),
     plan.hopper_backward,
@@ -56,11 +50,9 @@ def _reasons(call: Any) -> list[str]:
     found = _reasons_for_both(call)
     if call.activation != "swiglu":
         found.append(f"activation is {call.activation!r}; 'swiglu' is served")
+    if call.few:
+        found.append(f"experts get {HOPPER_LEAST} pairs or fewer on average: narrow tiles wait less for the weights")
     return found
-
-
-def _tells(*_: Any, config: Any) -> list[str]:
-    return ["compiled, not run on a GPU yet: of lower rank than Triton's kernel until it has been"]
 
 
 def _gathered(source: Tensor, groups: Groups, experts: int, top_k: int) -> Tensor:
@@ -116,11 +108,11 @@ def _product(a: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, num
     return out
 
 
-@register_kernel("experts", backend="hopper", rank=RANK, rejects=_reasons, tells=_tells)
+@register_kernel("experts", backend="hopper", rank=RANK, rejects=_reasons)
 @optimize_kernel(space=SPACE)
 @experts_arguments
 def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
-    """The rows of x in the order of experts, gate and up with the activation, down, the sum over k."""
+    """Gate and up of the rows that each expert gathers with the activation, down, the sum over k."""
     x, indices, bias = rows(call.x), call.indices.contiguous(), dense(call.gate_up_bias)
     (count, features, inner), pairs = call.down.shape, indices.numel()
     pre = x.new_empty((pairs, 2 * inner if hidden else 0))
@@ -129,22 +121,17 @@ def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor,
     groups, top_k = group(indices, count, HOPPER_ROWS), indices.shape[-1]
     activated = x.new_empty((pairs, inner))
     out = rows_of(activated, HALF_ROWS, PIECE)
-    if config.gathers:
-        a, a_desc = aligned(x)[0], out
-    else:
-        a = _gathered(x, groups, count, top_k)
-        a_desc = rows_of(a, HALF_ROWS, STEP)
+    x = aligned(x)[0]
     descriptor, by_rows = _weights(call.gate_up, COLS // 2)
     ctas, table = _table(groups, count, cdiv(inner, COLS // 2), features)
     pre_parts = 1 if call.interleaved else 2
     launch(
         experts_gate_up_kernel, (ctas,),
-        a_desc, a, groups.order, descriptor, out,
-        rows_of(pre, HALF_ROWS, PIECE, pre_parts) if hidden else out, a if bias is None else bias,
-        *table, inner, top_k, a.stride(0) // 8, features // 8, *steps.numbers(call), GATHERS=config.gathers == 1,
-        INTERLEAVED=call.interleaved, HAS_BIAS=bias is not None,
-        HAS_LIMIT=call.limit > 0, KEEPS_PRE=hidden, BY_ROWS=by_rows, GROUP=config.group_m, STAGES=config.num_stages,
-        num_warps=4,
+        x, groups.order, descriptor, out,
+        rows_of(pre, HALF_ROWS, PIECE, pre_parts) if hidden else out, x if bias is None else bias,
+        *table, inner, top_k, x.stride(0) // 8, features // 8, *steps.numbers(call),
+        INTERLEAVED=call.interleaved, HAS_BIAS=bias is not None, HAS_LIMIT=call.limit > 0, KEEPS_PRE=hidden,
+        BY_ROWS=by_rows, GROUP=config.group_m, STAGES=config.num_stages, num_warps=4,
     )  # fmt: skip
     each = _product(activated, call.down, dense(call.down_bias), groups, config.num_stages, config.group_m)
     place = _places(groups, count, pre if hidden else None)
@@ -184,10 +171,7 @@ class _Backward(steps.Backward):
         return out if made.data_ptr() == out.data_ptr() else out.copy_(made)
 
 
-@register_kernel(
-    "experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both,
-    tells=_tells,
-)  # fmt: skip
+@register_kernel("experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both)
 @optimize_kernel(space=SPACE_VJP)
 @experts_vjp_arguments
 def experts_vjp(call, *, config: HopperBackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -295,14 +295,14 @@ def _write_gated(acc, expert, length, end, column, row, out, extra, FLAGS: gl.co
 
 @gluon.jit(do_not_specialize=["experts", "tiles", "tiles_n", "steps", "inner", "top_k", "row_units", "units"])
 def experts_gate_up_kernel(
-    a_desc, x_ptr, order_ptr, b_desc, out_desc, pre_desc, bias_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
-    experts, tiles, tiles_n, steps, inner, top_k, row_units, units, limit, alpha, up_offset, GATHERS: gl.constexpr,
+    x_ptr, order_ptr, b_desc, out_desc, pre_desc, bias_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
+    experts, tiles, tiles_n, steps, inner, top_k, row_units, units, limit, alpha, up_offset,
     INTERLEAVED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LIMIT: gl.constexpr, KEEPS_PRE: gl.constexpr,
     BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out [S, I] = swiglu(a · weight[e]ᵀ + bias[e]) and pre [S, 2 I] what was activated, for the rows of all experts. A
-    tile has 256 columns of the pre-activation: those of 128 of the activation. GATHERS: a's rows are those of tokens,
-    x[order // top_k], which have 8 · units features and begin at multiples of 8 · row_units."""
+    """out [S, I] = swiglu(x[order // top_k] · weight[e]ᵀ + bias[e]) and pre [S, 2 I] what was activated, for all pairs
+    that have an expert. A tile has 256 columns of the pre-activation: those of 128 of the activation. x's rows have
+    8 · units features and begin at multiples of 8 · row_units."""
     table = (starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n)
     extra = (out_desc, pre_desc, bias_ptr, inner, (limit, alpha, up_offset))
     FLAGS: gl.constexpr = INTERLEAVED * _INTERLEAVED + HAS_BIAS * _BIAS + HAS_LIMIT * _LIMIT + KEEPS_PRE * _KEEPS_PRE
@@ -311,5 +311,5 @@ def experts_gate_up_kernel(
     else:
         each, second = gl.to_tensor(_COLS // 2), inner
     source = (x_ptr, order_ptr, top_k, row_units, units)
-    _grouped_product(a_desc, b_desc, table, steps, each, second, source, extra, _write_gated, FLAGS, GATHERS, BY_ROWS,
-                     GROUP, STAGES)  # fmt: skip
+    _grouped_product(None, b_desc, table, steps, each, second, source, extra, _write_gated, FLAGS, True, BY_ROWS, GROUP,
+                     STAGES)  # fmt: skip
