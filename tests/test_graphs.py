@@ -406,7 +406,9 @@ def test_copies_and_pickles_record_their_own_and_are_undone():
     assert _record(model).recorded == 3
 
 
-def test_compiled_blocks_are_recorded():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_blocks_are_recorded(backend, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", backend)
     model, plain = tilesmith.optimize(_stack(), compile="between", graphs=True), tilesmith.optimize(_stack())
     for _ in range(4):
         x = torch.randn(2, 8, requires_grad=True)

@@ -17,7 +17,7 @@ import ctypes
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -128,6 +128,24 @@ def compiled_graphs() -> tuple[int, dict[str, int]]:
     does not tell."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return counters.get("stats", {}).get("unique_graphs", 0), dict(counters.get("graph_break", {}))
+
+
+@contextlib.contextmanager
+def activations_kept() -> Iterator[None]:
+    """What is compiled within writes its backward's results over no saved activation, and compiled backwards may be
+    kept (retain_graph). By default torch.compile lets a backward overwrite what only it needs (donated buffers)."""
+    config = None
+    with contextlib.suppress(ImportError):
+        from torch._functorch import config
+    before = getattr(config, "donated_buffer", False)
+    if not before:
+        yield
+        return
+    config.donated_buffer = False
+    try:
+        yield
+    finally:
+        config.donated_buffer = before
 
 
 # gradients ------------------------------------------------------------------------------------------------------------

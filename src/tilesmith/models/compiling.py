@@ -77,7 +77,8 @@ class Regions:
         start, before = time.perf_counter(), torch_private.compiled_graphs()
         self.calls += 1
         try:
-            return compiled(BACKEND)(block, args, kwargs)
+            with torch_private.activations_kept():  # a recorded backward is kept, and may be replayed twice
+                return compiled(BACKEND)(block, args, kwargs)
         except problems.TorchDynamoException as problem:
             self.calls -= 1
             self.failed[cls] = _short(problem)

@@ -231,7 +231,8 @@ class Recorded:
         given = [d for d in self._d_results if d is not None]
         wanted = [*self._wanted, *self._parameters]
         # The graph of a forward that is not repeated is kept: it holds the activations where the replays look for them.
-        return list(torch.autograd.grad(outs, wanted, given, retain_graph=not self._repeats, allow_unused=True))
+        with torch_private.activations_kept():
+            return list(torch.autograd.grad(outs, wanted, given, retain_graph=not self._repeats, allow_unused=True))
 
     def free(self, leaves: list[Tensor]) -> bool:
         """Whether a replay overwrites nothing that is still needed."""
