@@ -76,14 +76,14 @@ def forward(s: Shape, arch=SM90) -> Plan:
     return hopper_forward(s, arch, tables.hopper_forward(dims, arch, None))
 
 
-def backward(s: Shape, arch=SM90) -> Plan:
-    """Hopper's backward in its own configuration."""
+def backward(s: Shape, arch=SM90, **fields) -> Plan:
+    """Hopper's backward in its own configuration, but for some fields of it."""
     whole = s.window_left < 0 and (s.causal or s.window_right < 0)
     dims = {
         "dim": s.dim, "value_dim": s.value_dim, "plain": 8 if whole and not s.softcap and not s.dropout else 1,
         "narrow": 8 if is_narrow_vjp(s, window_of(s)) else 1,
     }  # fmt: skip
-    return hopper_backward(s, arch, tables.hopper_backward(dims, arch, None))
+    return hopper_backward(s, arch, tables.hopper_backward(dims, arch, None)._replace(**fields))
 
 
 def decode(s: Shape, arch=SM90) -> Plan:
@@ -114,6 +114,11 @@ def benched() -> dict[str, Plan]:
         s = Shape(1, 16, 16, tokens, tokens, 192, 128, 2, 2, True, -1, 0)
         found[f"forward, D 192 and 128, {tokens} tokens"] = forward(s)
         found[f"backward, D 192 and 128, {tokens} tokens"] = backward(s)
+    for batch, tokens, heads, kv_heads in ((3, 1112, 32, 2), (1, 2048, 64, 8)):
+        s = Shape(batch, heads, kv_heads, tokens, tokens, 128, 128, 2, 2, True, -1, 0)
+        found[f"backward, {batch} x {tokens} tokens, {heads}/{kv_heads} heads, parts by the model"] = backward(
+            s, group_parts=0
+        )
     for window in (128, 1024):
         s = Shape(1, 16, 16, 32768, 32768, 128, 128, 2, 2, True, window, 0)
         found[f"forward, window {window}"], found[f"backward, window {window}"] = forward(s), backward(s)

@@ -77,6 +77,62 @@ def test_head_dims_that_differ_have_hopper_kernels():
         assert "-> hopper" in told and "made of 128 and 64" in told
 
 
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_parts_of_groups_are_kv_heads_with_tiles_of_their_own(dim):
+    divided = Counter()
+    for s in _shapes(300, dim):
+        s = s._replace(dim=dim, value_dim=128 if dim == 192 else dim, dropout=False)
+        plain, plan = backward(s), backward(s, group_parts=0)
+        main = next((step for step in plan.steps if "dkv" in step.kernel), None)
+        parts = 1 if main is None else main.constants.get("GROUP_PARTS", 1)
+        divided[parts > 1] += 1
+        if parts == 1:
+            assert plan == plain
+            continue
+        assert s.causal or s.window_right >= 0
+        assert s.group % parts == 0 and main.constants["GROUP"] == s.group // parts
+        assert main.numbers["kv_heads"] == s.kv_heads * parts and main.numbers["rows"] == s.batch * s.kv_heads * parts
+        for name in ("dk", "dv"):
+            assert main.tensors[f"{name}_desc"].of == f"{name}_parts" and main.tensors[f"{name[1]}_desc"].of == name[1]
+        sums = plan.step("attention_group_sum_kernel")
+        assert sums.numbers["kv_heads"] == s.kv_heads and sums.grid[1] == s.batch * s.kv_heads
+        before, after = (p.step("attention_dq_wide_kernel") for p in (plain, plan))
+        assert before is after is None or before.numbers == after.numbers  # dq is of query heads
+    assert divided[True] > 10 and divided[False] > 10
+
+
+def test_a_group_is_divided_where_its_longest_tile_would_run_alone():
+    parts = lambda *shape: schedule.group_parts_of(*shape)  # noqa: E731
+    steps = tuple(range(18, 0, -2))  # of 9 tiles of keys under a causal mask
+    assert parts(6, 16, steps, 132, 0.0) in (4, 8, 16) and parts(6, 1, steps, 132, 0.0) == 1
+    assert parts(6, 16, steps, 132, 30.0) == 1, "where adding costs more than it spares"
+    assert parts(2000, 16, steps, 132, 0.0) == 1, "where there are many tiles"
+    assert all(7 % parts(heads, 7, steps, 132, 0.01) == 0 for heads in range(1, 60))
+
+
+@pytest.mark.parametrize(("parts", "begin", "dims"), [(2, 0, (64, 64)), (7, 5, (40, 64)), (3, 17, (128, 72))])
+def test_parts_of_groups_are_added(parts, begin, dims, needs_triton):
+    from tilesmith.engine import cdiv, launch
+    from tilesmith.ops.attn.hopper.group_sum import attention_group_sum_kernel
+
+    batch, kv_heads, keys = 2, 3, 37
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = [torch.randn(batch, kv_heads, parts, keys, dim, device=device).bfloat16() for dim in dims]
+    # gradients have the strides of keys and values, here [batch, keys, heads, dim]
+    outs = [torch.zeros(batch, keys, kv_heads, dim, device=device).bfloat16().transpose(1, 2) for dim in dims]
+    launch(
+        attention_group_sum_kernel, (cdiv(keys - begin, 16), batch * kv_heads, 2),
+        *made, *outs, *(out.stride() for out in outs), begin, keys, kv_heads,
+        GROUP_PARTS=parts, DIM=dims[0], VALUE_DIM=dims[1], D=128, ROWS=16, num_warps=4,
+    )  # fmt: skip
+    for out, given in zip(outs, made):
+        wanted = given[:, :, 0].float()
+        for part in range(1, parts):
+            wanted += given[:, :, part].float()
+        torch.testing.assert_close(out[:, :, begin:], wanted.bfloat16()[:, :, begin:])
+        assert not out[:, :, :begin].any()
+
+
 def test_every_tile_has_one_number():
     r = random.Random(2)
     for _ in range(300):

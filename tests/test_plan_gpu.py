@@ -8,7 +8,10 @@ import torch
 
 import tilesmith
 from tilesmith import ops
+from tilesmith.engine import cases
+from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import triton_missing
+from tilesmith.validate.cases import check_each
 
 if not torch.cuda.is_available() or torch.version.hip or triton_missing() is not None:
     pytest.skip("needs an NVIDIA GPU and Triton", allow_module_level=True)
@@ -62,3 +65,20 @@ def test_explain_names_the_kernels_that_a_profiler_shows():
         dout = torch.randn_like(out)
         shown = _shown(torch.autograd.grad, out, tensors, dout)
         assert shown == _named(backward), (number, kind, str(backward))
+
+
+GROUPED = [
+    case for case in cases("attention")
+    if "gpu" in case.tags and torch.bfloat16 in case.dtypes and case.name in (
+        "d128_causal_sections", "d96_tiles", "d192_128_tiles", "d192_128_grouped", "d192_128_packed", "d256_tiles",
+        "d128_deterministic", "d64_causal_turns", "packed_tiles", "d128_right_key_shares", "dropout_many",
+        "d128_window_sinks", "d64_lists_causal", "d128_more_queries", "d256_deterministic",
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.name)
+def test_groups_whose_parts_have_tiles_of_their_own(case):
+    pins = {"attention": "hopper", "attention_vjp": "hopper:group_parts=2"}
+    result = next(check_each(declared()["attention"], ("hopper",), case, "cuda", torch.bfloat16, pinned=pins))
+    assert result.passed and not result.message, result.message

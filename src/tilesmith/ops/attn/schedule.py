@@ -123,18 +123,54 @@ def section_of(least: int, heads: int, steps: tuple[int, ...], ctas: int) -> int
     causal: 1 x 11000 tokens of 28/4 heads in sections of 2 for 1, 1.20 times; 2 x 6008, 24/8, 8 for 2, 1.08; 2 x 3000,
     24/8, 16 for 5, 1.09; 9 x 1656, 12/2, 18 for 10, .93.
     """
-    if least >= heads or (max(steps) + TILE) * ctas <= (NEAR - 1) * heads * sum(steps):  # list scheduling's bound
+    if least >= heads or _evens_out(heads, steps, ctas):
         return min(least, heads)
+    times = _section_times(least, heads, steps, ctas)
+    return next(section for section, time in times.items() if time <= NEAR * min(times.values()))
+
+
+def _evens_out(heads: int, steps: tuple[int, ...], ctas: int) -> bool:
+    """Whether no order of the tiles is longer than the shortest one by more than NEAR (list scheduling's bound)."""
+    return (max(steps) + TILE) * ctas <= (NEAR - 1) * heads * sum(steps)
+
+
+def _section_times(least: int, heads: int, steps: tuple[int, ...], ctas: int) -> dict[int, float]:
+    """The predicted time of sections of least, 2 · least, 4 · least, … heads, up to one that is as good as can be."""
     even = heads * (sum(steps) + TILE * len(steps)) / ctas  # no schedule is shorter
     times: dict[int, float] = {}
-    section = least
+    section = least = min(least, heads)
     while not times or min(times.values()) > NEAR * even * _read_share(section, len(steps), ctas):
         span = makespan(in_sections(steps, heads, section), ctas, TILE)
         times[section] = span * _read_share(section, len(steps), ctas)
         if section == heads:
             break
         section = min(2 * section, heads)
-    return next(section for section, time in times.items() if time <= NEAR * min(times.values()))
+    return times
+
+
+LAUNCH = 2.0  # what one more launch costs, in steps
+BALANCE = 140  # operations of a backward in the time in which the device's memory moves a byte
+
+
+@functools.lru_cache(maxsize=1024)
+def group_parts_of(heads: int, group: int, steps: tuple[int, ...], ctas: int, traffic: float) -> int:
+    """Into how many parts the query heads that share keys are divided, each with tiles of keys of its own: the fewest
+    whose predicted time is within 2 % of the shortest.
+
+    One tile for all of them walks each head's queries: with few kv heads there are few tiles, and the longest one runs
+    alone at the end. But each part has a dk and a dv, which are written, read and added.
+
+    heads: kv heads of all batch rows. group: query heads of one. steps: of a kv head's tiles, for each query head, in
+    the order in which they are taken. traffic: what writing and reading one part's dk and dv takes all CTAs, in steps.
+    """
+    if group == 1 or _evens_out(heads, tuple(n * group for n in steps), ctas):
+        return 1
+    times = {}
+    for parts in (n for n in range(1, group + 1) if group % n == 0):
+        walks = tuple(n * group // parts for n in steps)
+        spans = _section_times(max(1, ctas // len(steps)), heads * parts, walks, ctas)
+        times[parts] = min(spans.values()) + (0 if parts == 1 else LAUNCH + heads * parts * traffic)
+    return next(parts for parts, time in times.items() if time <= NEAR * min(times.values()))
 
 
 def _read_share(section: int, tiles: int, ctas: int) -> float:

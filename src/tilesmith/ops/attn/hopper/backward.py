@@ -73,6 +73,7 @@ from tilesmith.ops.attn.hopper.backward_walk import (
     KeyWalk,
     announce,
     around,
+    kv_head_of,
     listed,
     load_pair,
     ring_turn,
@@ -170,7 +171,7 @@ def _next_tile(counter, tiles, ORDERED: gl.constexpr):
 @gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists, indices,
              whole_tiles, stream_k_ctas, STREAM_K: gl.constexpr, LATE_DQ: gl.constexpr, DROPS: gl.constexpr,
-             RING: gl.constexpr):  # fmt: skip
+             RING: gl.constexpr, GROUP_PARTS: gl.constexpr):  # fmt: skip
     queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -218,7 +219,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         if DROPS and walk.PACKED:
             queue.write(turn, QUERIES_END, q_place)
         queue.producer_commit(turn)
-        k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
+        k_corner = corner(k_place, kv_head_of(kv_head, GROUP_PARTS), start, walk.keys, walk.PACKED)
         next_number = numbers
         before_tile = count
         if walk.PACKED and blocks == 0:
@@ -539,7 +540,7 @@ def attention_dkv_kernel(
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
     ORDERED: gl.constexpr, WOVEN: gl.constexpr, RING: gl.constexpr, BQ: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None,
-    DROPOUT_FORM: gl.constexpr = None,
+    DROPOUT_FORM: gl.constexpr = None, GROUP_PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
@@ -552,7 +553,9 @@ def attention_dkv_kernel(
     documents or lists). RING: tiles of a head each start at a block of queries of their own (`around`), ORDERED, where
     nothing is masked, dropped or packed; then a block's dq has two parts (`ring_turn`). dropout: the seed tensor and
     the two of `dropout.kernel_numbers`, or None; then scale has the factor of what is kept in it, and delta its
-    inverse. DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`."""
+    inverse. DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`. GROUP_PARTS: a kv head is one of so many parts of a
+    group of query heads (`kv_head_of`); kv_heads, rows and GROUP are those of parts, and dk and dv have a head for
+    each."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     STREAM_K: gl.constexpr = stream_k_ptr is not None
@@ -599,7 +602,8 @@ def attention_dkv_kernel(
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
                         STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-                        indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING)),
+                        indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING,
+                        GROUP_PARTS)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
                     k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
             (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,

@@ -1,8 +1,8 @@
-"""Device kernel of attention's dk and dv on Hopper for tiles that leave registers over, such as of 192 and 128 columns,
-in Gluon.
+"""Consumers of attention's dk and dv on Hopper for tiles that leave registers over, such as of 192 and 128 columns, in
+Gluon.
 
-A CTA does what that of `backward_wide` does, with the same producer, barriers and places in shared memory. But each
-consumer asks for its first product of a block, scores or dp, together with its second one of the block before, dv or
+They do what those of `backward_wide` do, with the same producer, barriers and places in shared memory. But each
+asks for its first product of a block, scores or dp, together with its second one of the block before, dv or
 dk, and makes p or ds of the one while the other runs. So it carries p or ds from block to block, and gives a block's
 queries and dout back one block later: at least two are in flight.
 """
@@ -13,19 +13,15 @@ from tilesmith.device.gluon.shim import (
     gluon,
     mbarrier_arrive,
     mbarrier_wait,
-    mbarriers,
-    smem_tiles,
     tma_store_wait,
     wgmma,
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.backward_block import apply_mask
-from tilesmith.ops.attn.hopper.backward_walk import BLOCKS, EDGE, KEYS_AT, KV_HEAD, LIMIT, START, KeyWalk
-from tilesmith.ops.attn.hopper.backward_wide import produce
-from tilesmith.ops.attn.hopper.columns import rest_room, room_for, rows_product, store_tile
+from tilesmith.ops.attn.hopper.backward_walk import BLOCKS, EDGE, KEYS_AT, KV_HEAD, LIMIT, START
+from tilesmith.ops.attn.hopper.columns import rows_product, store_tile
 from tilesmith.ops.attn.hopper.softmax import pack, tanh, unpack
 from tilesmith.ops.attn.hopper.tile_offset import at
-from tilesmith.ops.attn.hopper.walk import tile_queue
 
 
 @gluon.jit
@@ -155,7 +151,7 @@ def _tile_dv(
 
 
 @gluon.jit
-def _values(
+def overlapped_values(
     parts, swap, window, dv_desc, dv_rest_desc, room, rest_room, inner, outer,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
     V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
@@ -266,7 +262,7 @@ def _tile_dk(
 
 
 @gluon.jit
-def _keys(
+def overlapped_keys(
     parts, swap, dk_desc, dk_rest_desc, room, rest_room, scale, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
     V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -304,76 +300,3 @@ def _keys(
         mbarrier_arrive(kv_empty.index(1))
         turn += 1
         queue.consumer_wait(turn)
-
-
-@gluon.jit(
-    do_not_specialize=[
-        "tokens", "keys", "kv_heads", "q_begin", "k_begin", "q_blocks", "k_blocks", "rows", "section", "left", "right",
-    ]
-)  # fmt: skip
-def attention_dkv_overlap_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, counter, table,
-    tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, inner, outer, scale,
-    GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, REST: gl.constexpr = 0,
-    V_REST: gl.constexpr = 0, q_rest_desc=None, k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None,
-    dk_rest_desc=None, dv_rest_desc=None,
-):  # fmt: skip
-    """Tiles of 64 keys of one kv head; the arguments are those of `attention_dkv_wide_kernel`."""
-    gl.static_assert(STAGES > 1)  # a block's queries are given back when the next ones are there
-    dtype: gl.constexpr = q_desc.dtype
-    PACKED: gl.constexpr = table is not None
-    if PACKED:
-        k_blocks = gl.load(table)
-    walk = KeyWalk(
-        tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, gl.to_tensor(1),
-        gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, False, 64, 64, D, STAGES, 0,
-    )  # fmt: skip
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = smem_tiles(STAGES, q_desc)
-    dout = smem_tiles(STAGES, dout_desc)
-    k = smem_tiles(1, k_desc).index(0)
-    v = smem_tiles(1, v_desc).index(0)
-    q_rest, dout_rest, k_rest, v_rest = q, dout, k, v
-    if REST > 0:
-        q_rest = smem_tiles(STAGES, q_rest_desc)
-        k_rest = smem_tiles(1, k_rest_desc).index(0)
-    if V_REST > 0:
-        dout_rest = smem_tiles(STAGES, dout_rest_desc)
-        v_rest = smem_tiles(1, v_rest_desc).index(0)
-    p_box = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
-    lse = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN)
-    # dk and dv are stored from where a consumer's own operand was, if they fit there
-    dv_room = room_for(dv_desc, k)
-    dv_rest_room = dv_room
-    if V_REST > 0:
-        dv_rest_room = rest_room(dv_rest_desc, k_rest, REST)
-    dk_room = room_for(dk_desc, v)
-    dk_rest_room = dk_room
-    if REST > 0:
-        dk_rest_room = rest_room(dk_rest_desc, v_rest, V_REST)
-    queue = tile_queue(2, 6)
-    kv_full = mbarriers(2, 1)
-    kv_empty = mbarriers(2, 1)
-    q_full = mbarriers(STAGES, 129)  # the tile, and 128 threads for the row of numbers
-    q_empty = mbarriers(STAGES, 2)
-    dout_full = mbarriers(STAGES, 129)
-    swap = (p_box, mbarriers(2, 1), mbarriers(2, 1))
-    fence_async()
-    kept = (k, k_rest, v, v_rest)
-    parts = (queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full)
-    streamed = (q_desc, q_rest_desc, dout_desc, dout_rest_desc)
-    pair = (k_desc, k_rest_desc, v_desc, v_rest_desc)
-    window = left + right if RIGHT else left
-    gl.warp_specialize(
-        [
-            (produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST)),
-            (_values, (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner, outer,
-                       LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP, PACKED)),
-            (_keys, (parts, swap, dk_desc, dk_rest_desc, dk_room, dk_rest_room, scale,
-                     D, REST, DV, V_REST, GROUP, STAGES, PACKED)),
-        ],
-        [4, 4],
-        [240, 240],
-    )  # fmt: skip

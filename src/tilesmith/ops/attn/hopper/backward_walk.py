@@ -232,6 +232,15 @@ def announce(queue, turn, walk, start, k_place, kv_head, first, blocks, rises):
 
 
 @gluon.jit
+def kv_head_of(kv_head, GROUP_PARTS: gl.constexpr):
+    """The kv head whose keys and values a tile has. A walk takes each of GROUP_PARTS parts of the query heads that
+    share them for a kv head of its own, with dk and dv of its own."""
+    if GROUP_PARTS > 1:
+        kv_head = kv_head // GROUP_PARTS
+    return kv_head
+
+
+@gluon.jit
 def load_pair(k_desc, v_desc, there, k, v, full, turn, LATE_DQ: gl.constexpr):
     """A tile's keys and values, which are given back one by one, or LATE_DQ together."""
     if turn > 0:

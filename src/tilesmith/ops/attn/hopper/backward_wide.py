@@ -20,7 +20,18 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.backward_block import apply_mask
-from tilesmith.ops.attn.hopper.backward_walk import BLOCKS, EDGE, KEYS_AT, KV_HEAD, LIMIT, START, KeyWalk, announce
+from tilesmith.ops.attn.hopper.backward_overlap import overlapped_keys, overlapped_values
+from tilesmith.ops.attn.hopper.backward_walk import (
+    BLOCKS,
+    EDGE,
+    KEYS_AT,
+    KV_HEAD,
+    LIMIT,
+    START,
+    KeyWalk,
+    announce,
+    kv_head_of,
+)
 from tilesmith.ops.attn.hopper.columns import load_tile, rest_room, room_for, rows_product, store_tile
 from tilesmith.ops.attn.hopper.softmax import tanh
 from tilesmith.ops.attn.hopper.tile_offset import at, corner
@@ -39,8 +50,8 @@ def _load_pair(descs, there, tiles, full, empty, turn, REST: gl.constexpr, V_RES
 
 
 @gluon.jit
-def produce(parts, whole, streamed, pair, lse_ptr, delta_ptr, counter, table, REST: gl.constexpr,
-             V_REST: gl.constexpr):  # fmt: skip
+def _produce(parts, whole, streamed, pair, lse_ptr, delta_ptr, counter, table, REST: gl.constexpr,
+             V_REST: gl.constexpr, GROUP_PARTS: gl.constexpr):  # fmt: skip
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     q_desc, q_rest_desc, dout_desc, dout_rest_desc = streamed
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -56,7 +67,7 @@ def produce(parts, whole, streamed, pair, lse_ptr, delta_ptr, counter, table, RE
         place += first
         announce(queue, turn, walk, start, k_place, kv_head, first, blocks, walk.rises(number))
         queue.producer_commit(turn)
-        k_corner = corner(k_place, kv_head, start, walk.keys, walk.PACKED)
+        k_corner = corner(k_place, kv_head_of(kv_head, GROUP_PARTS), start, walk.keys, walk.PACKED)
         if walk.PACKED and blocks == 0:
             _load_pair(pair, k_corner, kept, kv_full, kv_empty, turn, REST, V_REST, walk.PACKED)
         for member in range(walk.GROUP):
@@ -255,11 +266,12 @@ def attention_dkv_wide_kernel(
     tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, inner, outer, scale,
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, REST: gl.constexpr = 0,
-    V_REST: gl.constexpr = 0, q_rest_desc=None, k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None,
-    dk_rest_desc=None, dv_rest_desc=None,
+    V_REST: gl.constexpr = 0, GROUP_PARTS: gl.constexpr = 1, OVERLAP: gl.constexpr = False, q_rest_desc=None,
+    k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None, dk_rest_desc=None, dv_rest_desc=None,
 ):  # fmt: skip
     """Tiles of 64 keys of one kv head; the arguments are those of `attention_dkv_kernel`. D, REST: columns of a tile
-    of queries and keys, and of its rest (`columns`); DV, V_REST: of values and dout."""
+    of queries and keys, and of its rest (`columns`); DV, V_REST: of values and dout. OVERLAP: the
+    consumers are those of `backward_overlap`."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     if PACKED:
@@ -305,14 +317,32 @@ def attention_dkv_wide_kernel(
     streamed = (q_desc, q_rest_desc, dout_desc, dout_rest_desc)
     pair = (k_desc, k_rest_desc, v_desc, v_rest_desc)
     window = left + right if RIGHT else left
-    gl.warp_specialize(
-        [
-            (produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST)),
-            (_values, (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner, outer,
-                       LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP, PACKED)),
-            (_keys, (parts, swap, dk_desc, dk_rest_desc, dk_room, dk_rest_room, scale,
-                     D, REST, DV, V_REST, GROUP, STAGES, PACKED)),
-        ],
-        [4, 4],
-        [240, 240],
-    )  # fmt: skip
+    if OVERLAP:
+        gl.static_assert(STAGES > 1)  # a block's queries are given back when the next ones are there
+        gl.warp_specialize(
+            [
+                (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST,
+                            GROUP_PARTS)),
+                (overlapped_values, (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner,
+                      outer, LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP,
+                      PACKED)),
+                (overlapped_keys, (parts, swap, dk_desc, dk_rest_desc, dk_room, dk_rest_room, scale, D, REST,
+                      DV, V_REST, GROUP, STAGES, PACKED)),
+            ],
+            [4, 4],
+            [240, 240],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST,
+                            GROUP_PARTS)),
+                (_values, (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner,
+                      outer, LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP,
+                      PACKED)),
+                (_keys, (parts, swap, dk_desc, dk_rest_desc, dk_room, dk_rest_room, scale, D, REST,
+                      DV, V_REST, GROUP, STAGES, PACKED)),
+            ],
+            [4, 4],
+            [240, 240],
+        )  # fmt: skip

@@ -13,11 +13,11 @@ from tilesmith.ops.attn.block_lists import by_keys
 from tilesmith.ops.attn.execute import execute
 from tilesmith.ops.attn.hopper.backward import attention_dkv_kernel
 from tilesmith.ops.attn.hopper.backward_dq import attention_dq_wide_kernel
-from tilesmith.ops.attn.hopper.backward_overlap import attention_dkv_overlap_kernel
 from tilesmith.ops.attn.hopper.backward_rows import attention_dq_kernel, attention_dsinks_kernel, attention_rows_kernel
 from tilesmith.ops.attn.hopper.backward_stream_k import attention_dkv_stream_k_kernel
 from tilesmith.ops.attn.hopper.backward_wide import attention_dkv_wide_kernel
 from tilesmith.ops.attn.hopper.block_tables import list_key_tiles_kernel
+from tilesmith.ops.attn.hopper.group_sum import attention_group_sum_kernel
 from tilesmith.ops.attn.hopper.launch import (
     all_keys,
     block_lists,
@@ -44,9 +44,9 @@ KERNELS = {
     "attention_dq_kernel": attention_dq_kernel,
     "attention_dkv_stream_k_kernel": attention_dkv_stream_k_kernel,
     "attention_dkv_wide_kernel": attention_dkv_wide_kernel,
-    "attention_dkv_overlap_kernel": attention_dkv_overlap_kernel,
     "attention_dq_wide_kernel": attention_dq_wide_kernel,
     "attention_window_vjp_kernel": attention_window_vjp_kernel,
+    "attention_group_sum_kernel": attention_group_sum_kernel,
     "attention_dsinks_kernel": attention_dsinks_kernel,
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from tilesmith.engine.launcher import cdiv
+from tilesmith.engine.launcher import cdiv, next_power_of_2
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import HopperVjpConfig
 from tilesmith.ops.attn.plan.hopper_forward import (
@@ -26,7 +26,7 @@ from tilesmith.ops.attn.plan.tables import (
     STREAM_K_L2,
     STREAM_K_STEPS_VJP,
 )
-from tilesmith.ops.attn.schedule import key_steps, run_of, section_of, stream_k_ctas
+from tilesmith.ops.attn.schedule import BALANCE, group_parts_of, key_steps, run_of, section_of, stream_k_ctas
 
 WINDOW_RUNS = (2, 4, 8, 16, 32, 64, 128)
 BLOCK_N = 128  # keys of a tile of the main kernel
@@ -188,15 +188,36 @@ class Order(NamedTuple):
         return found + ([self.division.reason] if self.division.reason else [])
 
 
+def _is_modelled(s: Shape, b: Blocks) -> bool:
+    """Whether the tiles of a head differ, their steps are known, and their order is free."""
+    return b.window.hides_right and not (s.packed or s.lists or (s.deterministic and not b.apart))
+
+
+def _steps(s: Shape, b: Blocks) -> list[int]:
+    """The steps of a head's tiles of keys, in the order in which they are taken."""
+    window = b.window.left if b.window.hides_left else None, b.window.right
+    return key_steps(s.tokens, s.keys, b.block_m, b.block_n, b.q_begin, b.k_begin, *window)
+
+
+def _group_parts(s: Shape, b: Blocks, arch: Any, config: HopperVjpConfig) -> int:
+    """Parts of a group of query heads that have tiles of their own."""
+    if not b.window.hides_right or s.group % max(1, config.group_parts):  # without a mask stream-K divides tiles
+        return 1
+    if config.group_parts or not _is_modelled(s, b):
+        return config.group_parts or 1
+    moved = 2 * s.keys * (s.dim + s.value_dim) * s.q_bytes
+    step = 5 * b.block_m * b.block_n * (s.dim + s.value_dim)  # operations: five products
+    traffic = moved * BALANCE / step / arch.sms
+    return group_parts_of(s.batch * s.kv_heads, s.group, tuple(_steps(s, b)), arch.sms, traffic)
+
+
 def _order(s: Shape, b: Blocks, arch: Any) -> Order:
     left, right = b.window.hides_left, b.window.hides_right
     ordered = s.deterministic and not b.apart
     section = kv_heads_together(s, b.k_blocks, arch, ordered, right)
-    modelled = right and not (ordered or s.packed or s.lists)
+    modelled = _is_modelled(s, b)
     if modelled:
-        window = b.window.left if left else None, b.window.right
-        steps = key_steps(s.tokens, s.keys, b.block_m, b.block_n, b.q_begin, b.k_begin, *window)
-        section = section_of(section, s.batch * s.kv_heads, tuple(n * s.group for n in steps), arch.sms)
+        section = section_of(section, s.batch * s.kv_heads, tuple(n * s.group for n in _steps(s, b)), arch.sms)
     known = not (left or s.packed or s.lists)  # every tile's place follows from its number
     ring = ordered and known and not (right or s.dropout) and rings(s, b.q_blocks, b.k_blocks, section, arch)
     woven = s.group > 1 and right and b.block_m == 64 and known and not (s.deterministic or b.apart)
@@ -214,8 +235,11 @@ def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     if 0 in (s.rows * s.tokens, s.kv_heads * s.keys):
         return Plan("attention_vjp", "hopper", reasons=(NO_KEYS,))
     b = _blocks(s, config)
+    narrow, whole = is_narrow_vjp(s, b.window), s
+    parts = 1 if narrow else _group_parts(s, b, arch, config)
+    s = s._replace(kv_heads=s.kv_heads * parts)  # each part of a group is a kv head with tiles of its own
     order = _order(s, b, arch)
-    call = _Call(s, arch, config, b, order, is_narrow_vjp(s, b.window))
+    call = _Call(s, arch, config, b, order, narrow, parts)
     steps, scratch = [*b.tables.steps, _rows(call)], [*b.tables.scratch, *_scratch(call)]
     if call.narrow:
         steps.append(_narrow(call))
@@ -223,10 +247,11 @@ def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
         steps.append(_wide_dkv(call))
         if s.wants[0]:
             tables = query_tables(s, b.window, 128) if s.packed else Tables(cdiv(s.tokens, 128))
-            steps += [*tables.steps, _wide_dq(call, tables)]
+            steps += [*tables.steps, _wide_dq(call._replace(s=whole), tables)]
             scratch += tables.scratch
     else:
         steps += [_dkv(call), *([_dq(call)] if s.wants[0] else []), *_stream_k(call)]
+    steps += _group_sum(call)
     if s.wants[4] and s.sinks:
         steps.append(_dsinks(call))
     zeroed = (("dq", b.q_begin), ("dk", b.k_begin), ("dv", b.k_begin))
@@ -246,6 +271,11 @@ class _Call(NamedTuple):
     b: Blocks
     order: Order
     narrow: bool
+    group_parts: int
+
+    def of_parts(self, name: str) -> str:
+        """The tensor that tiles write dk or dv to."""
+        return f"{name}_parts" if self.group_parts > 1 else name
 
     def inputs(self) -> dict[str, Source]:
         """The descriptors of what the main kernel streams and keeps."""
@@ -267,9 +297,10 @@ class _Call(NamedTuple):
         for name, rows in names.items():
             of_v = name in ("v", "dv", "dout")
             wide, rest = columns["DV" if of_v else "D"], columns.get("V_REST" if of_v else "REST", 0)
-            found[f"{name}_desc"] = Tile(name, rows, self.s.packed, 1, wide if rest else 0)
+            of = self.of_parts(name) if name in ("dk", "dv") else name
+            found[f"{name}_desc"] = Tile(of, rows, self.s.packed, 1, wide if rest else 0)
             if rest:
-                found[f"{name}_rest_desc"] = Tile(name, rows, self.s.packed, 1, rest)
+                found[f"{name}_rest_desc"] = Tile(of, rows, self.s.packed, 1, rest)
         return found
 
     def stages(self) -> int:
@@ -302,6 +333,7 @@ class _Call(NamedTuple):
             "GROUP": s.group, "LEFT": b.window.hides_left, "RIGHT": b.window.hides_right,
             "TAIL": s.packed or (s.keys - b.k_begin) % b.block_n != 0, "DYNAMIC": self.ctas()[1], "D": b.wide,
             "SOFTCAP": s.softcap, "num_warps": 4,
+            **({"GROUP_PARTS": self.group_parts} if self.group_parts > 1 else {}),
         }  # fmt: skip
 
 
@@ -321,6 +353,9 @@ def _scratch(call: _Call) -> list[Buffer]:
         blocks = call.sums() * s.rows * b.q_blocks
         found.append(Buffer("dq_parts", (blocks * b.block_m * b.wide // 256, 256), "float32"))
         found.append(Buffer("turns", (blocks,), "int32"))
+    if call.group_parts > 1:
+        of = s.batch, s.kv_heads, s.keys
+        found += [Buffer("dk_parts", (*of, s.dim), "q"), Buffer("dv_parts", (*of, s.value_dim), "q")]
     if call.order.division.ctas:
         found.append(Buffer("stream_k_parts", (2 * call.order.division.ctas, 2, b.block_n, b.wide), "float32"))
     return found
@@ -350,11 +385,11 @@ def _dkv(call: _Call) -> Step:
         lists = {"list_share": s.heads // heads, "list_rows": b.k_blocks * heads if rows > 1 else 0}
     tensors = call.inputs() | {
         "dq_desc": Tile("dq_parts", b.block_m * b.wide // 512, flat=True),
-        "dk_desc": Tile("dk", 64, s.packed), "dv_desc": Tile("dv", 64, s.packed), "lse_ptr": Part("rows", 0),
-        "delta_ptr": Part("rows", 1), "turns_ptr": "turns", "counter": Counter() if call.ctas()[1] else None,
-        "table": b.tables.table, "lists": b.tables.lists, "indices": "list_indices" if s.lists else None,
-        "stream_k_ptr": "stream_k_parts" if division.ctas else None, "inner": "inner", "outer": "outer",
-        "scale": "factor", **({"dropout": "dropout"} if s.dropout else {}),
+        "dk_desc": Tile(call.of_parts("dk"), 64, s.packed), "dv_desc": Tile(call.of_parts("dv"), 64, s.packed),
+        "lse_ptr": Part("rows", 0), "delta_ptr": Part("rows", 1), "turns_ptr": "turns",
+        "counter": Counter() if call.ctas()[1] else None, "table": b.tables.table, "lists": b.tables.lists,
+        "indices": "list_indices" if s.lists else None, "stream_k_ptr": "stream_k_parts" if division.ctas else None,
+        "inner": "inner", "outer": "outer", "scale": "factor", **({"dropout": "dropout"} if s.dropout else {}),
     }  # fmt: skip
     constants = {
         "LIST_Q": s.block_q, "ORDERED": s.deterministic, "WOVEN": order.woven,
@@ -396,16 +431,32 @@ def _stream_k(call: _Call) -> list[Step]:
     )]  # fmt: skip
 
 
+def _group_sum(call: _Call) -> list[Step]:
+    """dk and dv from those of the parts of each group."""
+    s, b, parts = call.s, call.b, call.group_parts
+    if parts == 1:
+        return []
+    rows, wide = 16, next_power_of_2(max(s.dim, s.value_dim))
+    return [Step(
+        "attention_group_sum_kernel", (cdiv(s.keys - b.k_begin, rows), s.batch * s.kv_heads // parts, 2),
+        {"dk_parts_ptr": "dk_parts", "dv_parts_ptr": "dv_parts", "dk_ptr": "dk", "dv_ptr": "dv",
+         "dk_strides": "dk_strides", "dv_strides": "dv_strides"},
+        {"begin": b.k_begin, "keys": s.keys, "kv_heads": s.kv_heads // parts},
+        {"GROUP_PARTS": parts, "DIM": s.dim, "VALUE_DIM": s.value_dim, "D": wide, "ROWS": rows, "num_warps": 4},
+    )]  # fmt: skip
+
+
 def _wide_dkv(call: _Call) -> Step:
     """Above head dim 128, and where head dims differ: one consumer makes dk, the other one dv."""
     tensors = call.tiles(q=64, k=64, v=64, dout=64, dk=64, dv=64) | {
         "lse_ptr": Part("rows", 0), "delta_ptr": Part("rows", 1), "counter": Counter() if call.ctas()[1] else None,
         "table": call.b.tables.table, "inner": "inner", "outer": "outer", "scale": "factor",
     }  # fmt: skip
-    constants = {"STAGES": call.stages(), **call.kinds(), **call.columns()}
-    kernel = "attention_dkv_overlap_kernel" if call.config.overlap else "attention_dkv_wide_kernel"
+    overlap = {"OVERLAP": True} if call.config.overlap else {}
+    constants = {"STAGES": call.stages(), **call.kinds(), **call.columns(), **overlap}
     return Step(
-        kernel, (call.ctas()[0],), tensors, call.sizes(), constants, smem.backward_wide(constants, call.s.q_bytes),
+        "attention_dkv_wide_kernel", (call.ctas()[0],), tensors, call.sizes(), constants,
+        smem.backward_wide(constants, call.s.q_bytes),
     )  # fmt: skip
 
 
@@ -474,6 +525,8 @@ def _reasons(call: _Call) -> tuple[str, ...]:
         found.append(_APART)
         if {"REST", "V_REST"} & call.columns().keys():
             found.append("tiles of 192 columns are made of 128 and 64: none is padded to 256")
+    if call.group_parts > 1:
+        found.append(f"a group's query heads in {call.group_parts} parts with tiles of their own, which are added")
     if s.packed:
         found.append("documents: a table of tiles, the most work first, made on the device from cu_seqlens")
     return (*found, *call.order.reasons(s))
