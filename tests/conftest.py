@@ -1,6 +1,7 @@
 """Where tests run: on a CPU, Triton kernels run in Triton's interpreter, which must be asked for before the import."""
 
 import os
+import sys
 import zlib
 
 import pytest
@@ -42,7 +43,7 @@ def _same_numbers(request):
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
     yield
-    if torch._dynamo.is_dynamo_supported():
+    if "torch._dynamo" in sys.modules and torch._dynamo.is_dynamo_supported():
         torch._dynamo.reset()
 
 
