@@ -39,6 +39,7 @@ def install(interpreter, tl) -> None:
     TritonSemantic.to_tensor = as_tensor
     _plan_arithmetic(interpreter, tl, TritonSemantic)
     _cast_by_type(interpreter, tl, TritonSemantic)
+    _broadcast_by_type(tl, TritonSemantic)
 
 
 def _know_types(tl) -> None:
@@ -299,3 +300,32 @@ def _cast_by_type(interpreter, tl, semantic_class) -> None:
         return tensor(made, shaped)
 
     semantic_class.cast = cast
+
+
+def _broadcast_by_type(tl, semantic_class) -> None:
+    """Operands of `where`, `load` and `store`."""
+    original, plans = semantic_class.broadcast_impl_value, {}
+
+    def broadcast_impl_value(self, lhs, rhs):
+        a, b = lhs.type, rhs.type
+        if a is b:
+            return lhs, rhs
+        plan = plans.get((id(a), id(b)))
+        if plan is None:
+            shape = _broadcast(tl, a, b)
+            whole = [tl.block_type(kind.scalar, shape) if shape else kind for kind in (a, b)]
+            plan = plans[id(a), id(b)] = (shape is not None, a, b, *whole)
+        known, _, _, left, right = plan
+        if not known:
+            return original(self, lhs, rhs)
+        return _as(self, lhs, left), _as(self, rhs, right)
+
+    def _as(semantic, value, kind):
+        if value.type.is_block():
+            same = value.type.shape.values == kind.shape.values
+            return (
+                value if same else tl.tensor(semantic.builder.create_broadcast(value.handle, kind.shape.values), kind)
+            )
+        return tl.tensor(semantic.builder.create_splat(kind, value.handle), kind) if kind.is_block() else value
+
+    semantic_class.broadcast_impl_value = broadcast_impl_value

@@ -64,6 +64,12 @@ for name in sys.argv[2].split():
         for q in SHAPES:
             x, y = tensor(tl.int32, p, 4), tensor(tl.int32, q, 5)
             rows[f"{name} {p} {q}"] = told(lambda: method(x, y, *more))
+for p in SHAPES:
+    for q in SHAPES:
+        for side in (0, 1):
+            x, y = tensor(tl.float32, p, 8), tensor(tl.int1, q, 9)
+            rows[f"broadcast {p} {q} {side}"] = told(lambda: semantic.broadcast_impl_value(x, y)[side])
+            rows[f"where {p} {q} {side}"] = told(lambda: semantic.where(y, *((x, 0.5) if side else (-1, x))))
 for a in SCALARS:
     for b in SCALARS:
         rows[f"cast {a} {b}"] = told(lambda: semantic.cast(tensor(a, (4, 2), 6), b))
