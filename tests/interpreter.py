@@ -3,10 +3,11 @@
 Nothing here changes what a kernel computes: the same operations in the same order, except the rounding that is mended.
 """
 
-import inspect
 import os
 
 import torch
+
+import interpreter_fast
 
 
 def mend() -> None:
@@ -20,7 +21,7 @@ def mend() -> None:
         return
     _round_to_8_bits(interpreter, tl)
     _keep_dtypes(interpreter)
-    _keep_builtins(interpreter, tl)
+    interpreter_fast.install(interpreter, tl)
     interpreter.ReduceOps.generic_reduce = _reduce
 
 
@@ -49,19 +50,6 @@ def _keep_dtypes(interpreter) -> None:
         return found
 
     interpreter._get_np_dtype = dtype_of
-
-
-def _keep_builtins(interpreter, tl) -> None:
-    """It looks through the whole language at every launch. Here the first look is kept, which sees it unpatched."""
-    known = {}
-
-    def patch(package, builder, scope):
-        if package not in known:
-            known[package] = [(n, m) for n, m in inspect.getmembers(package) if tl.core.is_builtin(m)]
-        for name, member in known[package]:
-            interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch
 
 
 def _reduce(self, values):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,13 +31,18 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def _import_nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, (ast.Import, ast.ImportFrom))]
+
+
 def _imports(path: Path) -> set[str]:
     """Absolute names of everything that a file imports, also inside functions; `from a import b` gives a and a.b."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _import_nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}: imports are absolute"
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
@@ -47,6 +54,7 @@ def _backend(module: str) -> str | None:
     return name if name in BACKENDS else None
 
 
+@functools.cache
 def _layers() -> list[set[str]]:
     """The layer table of pyproject.toml, top first."""
     from tilesmith.hardware.facts import tomllib
@@ -86,7 +94,7 @@ def test_nobody_imports_a_door(path):
         n for n in names if n.startswith("tilesmith.") and n.count(".") == 1 and n.split(".")[1] in tilesmith.EXPORTS
     }
     assert not behind
-    plain = {node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)}
+    plain = [node for node in _import_nodes(path) if isinstance(node, ast.Import)]
     assert all(alias.name != "tilesmith" for node in plain for alias in node.names)
 
 
@@ -120,9 +128,7 @@ def test_no_name_of_a_package_hides_a_module_of_it():
     """As `from tilesmith.engine.launch import launch` would in an `__init__`: the module is then no attribute of it."""
     hidden = []
     for package in (path.parent for path in SOURCES if path.name == "__init__.py"):
-        imports = (
-            n for n in ast.walk(ast.parse((package / "__init__.py").read_text())) if isinstance(n, ast.ImportFrom)
-        )
+        imports = (n for n in _import_nodes(package / "__init__.py") if isinstance(n, ast.ImportFrom))
         for name in (
             a.asname or a.name for n in imports for a in n.names if n.module != _module(package / "__init__.py")
         ):
@@ -191,11 +197,12 @@ print(json.dumps({"seconds": spent, "loaded": [m for m in ("torch._dynamo", "tra
 
 
 def test_the_first_touch_of_optimize_loads_no_dynamo(tmp_path):
-    cached = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    shutil.copytree(PACKAGE, tmp_path / "tilesmith", ignore=shutil.ignore_patterns("__pycache__"))
+    cached = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": str(tmp_path)}
     _in_fresh_process(FIRST_TOUCH, **cached)  # writes bytecode, as an installed package has it
-    measured = [_in_fresh_process(FIRST_TOUCH, **cached) for _ in range(2)]
-    assert not measured[0]["loaded"]
-    assert min(m["seconds"] for m in measured) < 0.5
+    first = _in_fresh_process(FIRST_TOUCH, **cached)
+    assert not first["loaded"]
+    assert first["seconds"] < 0.5 or _in_fresh_process(FIRST_TOUCH, **cached)["seconds"] < 0.5
 
 
 def test_declaring_every_op_loads_no_triton():

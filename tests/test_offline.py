@@ -20,25 +20,42 @@ TARGETS = {
     "gfx1100": ("hip", "gfx1100", 32),
 }
 FAMILIES = sorted({op.reference.__module__.split(".")[2] for op in ops().values()})
-# a process compiles several families, since its start takes as long as a dozen kernels; those of Hopper in three parts
+# a process compiles several families for several targets, since its start takes as long as a dozen kernels; those of
+# Hopper are in three parts
 HOPPER = (("attn",), ("gemm", "loss"), tuple(f for f in FAMILIES if f not in ("attn", "gemm", "loss")))
-LOADS = [("sm90", part) for part in HOPPER] + [(target, tuple(FAMILIES)) for target in TARGETS if target != "sm90"]
+LOADS = [(("sm90",), part) for part in HOPPER] + [
+    (t, tuple(FAMILIES)) for t in (("sm80", "sm100"), ("gfx942", "gfx1100"))
+]
+SCRIPT = """
+import sys
+from tilesmith.validate.offline import main
+for target in sys.argv[2:]:
+    print("target", target, flush=True)
+    if main(sys.argv[1], *target.split(), "--brief"):
+        sys.exit(f"nothing or faulty code for {target}")
+"""
 
 
-@pytest.mark.parametrize(("target", "families"), LOADS, ids=[f"{t}-{f[0] if t == 'sm90' else 'all'}" for t, f in LOADS])
+@pytest.mark.parametrize(
+    ("targets", "families"), LOADS, ids=[f"{'-'.join(t)}-{f[0] if 'sm90' in t else 'all'}" for t, f in LOADS]
+)
 @pytest.mark.usefixtures("needs_triton")
-def test_compiles_offline(target, families):
+def test_compiles_offline(targets, families):
+    named = {" ".join(map(str, TARGETS[target])): target for target in targets}
+    command = [sys.executable, "-c", SCRIPT, ",".join(families), *named]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tilesmith.validate.offline", ",".join(families), *map(str, TARGETS[target])]
-    done = subprocess.run([*command, "--brief"], env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    compiled = re.findall(r"^compiled (\S+) .* for (.+)$", done.stdout, re.MULTILINE)
-    served = {ops()[op].reference.__module__.split(".")[2] for _, names in compiled for op in names.split()}
-    assert served == set(families)
-    if target == "sm90":
+    parts = re.split(r"^target (.+)\n", done.stdout, flags=re.MULTILINE)[1:]
+    assert [named[name] for name in parts[::2]] == list(targets)
+    for text in parts[1::2]:
+        compiled = re.findall(r"^compiled (\S+) .* for (.+)$", text, re.MULTILINE)
+        served = {ops()[op].reference.__module__.split(".")[2] for _, names in compiled for op in names.split()}
+        assert served == set(families)
+    if "sm90" in targets:
         kernels = set().union(*(hopper_kernels(family) for family in families))
         assert not kernels - {name for name, _ in compiled}
-    if target == "sm90" and "norm" in families:  # by each op: they share kernels, in forms of their own
+    if "sm90" in targets and "norm" in families:  # by each op: they share kernels, in forms of their own
         wide = {op for name, names in compiled if name == "norm_bwd_parts_kernel" for op in names.split()}
         assert {"layer_norm", "rms_norm", "dropout_add_norm"} <= wide
 

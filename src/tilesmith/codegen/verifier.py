@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 from tilesmith.codegen import typed
@@ -101,12 +102,12 @@ class _Verifier:
     def declarations(self) -> None:
         ir = self.ir
         declared = (*ir.buffers, *ir.scalars, *ir.arrays, *ir.fragments, *ir.variables)
-        names = [ir.name, *(d.name for d in declared)]
+        names = Counter([ir.name, *(d.name for d in declared)])
         for name in names:
             if not _NAME.fullmatch(name):
                 self.wrong(f"{name!r} is no name; allowed: ASCII letters, digits and inner underscores")
         for d in declared:
-            if names.count(d.name) > 1:
+            if names[d.name] > 1:
                 self.wrong(f"{d.name} is declared twice")
         if len(ir.workgroup) != 3 or not all(isinstance(n, int) and n > 0 for n in ir.workgroup):
             self.wrong(f"a workgroup is three positive ints, got {ir.workgroup}")

@@ -28,6 +28,7 @@ class Writer:
         self.block: list[Stmt] = []
         self.assigned: set[str] = set()
         self.used: set[str] = set()
+        self.suffixes: dict[str, int] = {}  # the last one taken of a name
         self.arrays: list[Array] = []
         self.fragments: list[Fragment] = []
         self.variables: list[Variable] = []
@@ -44,10 +45,11 @@ class Writer:
         if not wanted.isascii():
             raise Misuse(f"{wanted} is no name; allowed: ASCII letters, digits and underscores")
         base = wanted.strip("_") or "unused"
-        name, count = base, 0
+        name, count = base, self.suffixes.get(base, 0)  # a kernel without loops holds thousands of one name
         while name in self.used:
             count += 1
             name = f"{base}_{count}"
+        self.suffixes[base] = count
         self.used.add(name)
         return name
 

@@ -190,5 +190,5 @@ def disassembled(cubin: bytes) -> str:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [knobs.nvidia.nvdisasm.path, "-c", str(path)]
+        command = [knobs.nvidia.nvdisasm.path, "-c", "-ndf", str(path)]  # labels need no analysis of the data flow
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
