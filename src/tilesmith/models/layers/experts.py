@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.engine import tracing
 from tilesmith.engine.sharding import distributed
-from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
 
@@ -69,7 +69,10 @@ def experts_forward(
     What the module computes is found out at its first call. Where no kernel of the library is, transformers' grouped
     products serve the call. Raises ValueError for a module that computes something else.
     """
-    _learn(module)
+    if torch.compiler.is_compiling():
+        torch._dynamo.comptime.comptime(_learn_while_tracing, lambda: _learn(module))
+    else:
+        _learn(module)
     found = getattr(module, _KNOWN)
     if not _served(module, hidden_states, found):
         from transformers.integrations.moe import grouped_mm_experts_forward
@@ -79,8 +82,7 @@ def experts_forward(
     return ops.experts(*experts_of(module, hidden_states, top_k_index, top_k_weights, found))
 
 
-@constant_in_graphs  # run, not traced, where a compiled model calls the module first
-def _learn(module: nn.Module) -> bool:
+def _learn(module: nn.Module) -> None:
     """Find out once what `module` computes."""
     if not hasattr(module, _KNOWN):
         try:
@@ -90,7 +92,14 @@ def _learn(module: nn.Module) -> bool:
                 f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
                 "choose 'grouped_mm' for this model"
             ) from None
-    return True
+
+
+def _learn_while_tracing(context: Any) -> None:
+    """For `torch._dynamo.comptime`: the same for the local `module`, which Python runs and no graph holds."""
+    try:
+        _learn(tracing.module_of(context, "module"))
+    except ValueError as problem:
+        context.graph_break(str(problem))  # Python then makes the call, which raises
 
 
 def register_experts() -> None:
