@@ -97,7 +97,7 @@ def _learn(module: nn.Module) -> None:
     """Find out once what `module` computes."""
     if not hasattr(module, _KNOWN):
         try:
-            module.__dict__[_KNOWN] = recognise(without_parametrizations(module))
+            module.__dict__[_KNOWN] = recognise(module)
         except Unlike as verdict:
             raise ValueError(
                 f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
@@ -232,14 +232,15 @@ def _arguments(cls: type) -> tuple[str, ...]:
 
 def recognise(module: nn.Module) -> StackedExperts:
     """What `module` computes, found by running its class with small weights. Raises `Unlike`."""
+    reason = _quantised(module)
+    if reason is not None:
+        raise Unlike(reason)
+    module = without_parametrizations(module)
     up = _up(module)
     if up is None:
         raise Unlike("it has no stacked weights of three dims")
     if getattr(module, "has_post_expert_norm", False):
         raise Unlike("it normalises what each expert gives before its weight")
-    reason = _quantised(module)
-    if reason is not None:
-        raise Unlike(reason)
     forward = inspect.unwrap(original_class(type(module)).forward)
     known = list(_candidates(module, up))
     for dtype, scale in _SETTINGS:

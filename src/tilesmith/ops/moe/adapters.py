@@ -37,12 +37,14 @@ def adapter(a: Tensor | None, b: Tensor | None, scale: float, dtype: torch.dtype
     """The adapter of an argument of the op, if it has one."""
     if a is None or b is None:
         return None
-    return Adapter(_neighbours(a.to(dtype)), _neighbours(b.to(dtype)), float(scale))
+    return Adapter(_readable(a, dtype), _readable(b, dtype), float(scale))
 
 
-def _neighbours(factor: Tensor) -> Tensor:
-    """The factor, copied where an expert's elements are no neighbours: PEFT keeps those of all experts side by side."""
-    return factor if 1 in factor.stride()[1:] else factor.contiguous()
+def _readable(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor in a dtype, copied where an expert has no neighbouring elements: PEFT's lie expert beside expert."""
+    if factor.dtype == dtype and 1 in factor.stride()[1:]:
+        return factor
+    return torch.empty(factor.shape, dtype=dtype, device=factor.device).copy_(factor)
 
 
 def arguments(term: Term | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

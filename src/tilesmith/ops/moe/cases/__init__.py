@@ -222,6 +222,12 @@ CASES: dict[str, list[Case]] = {
         _bench(8192, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS),
         _bench(8192, 2048, 1408, 64, 6),
         *(_bench(tokens, 2048, 768, 128, 8) for tokens in (1, 4, 16)),
+        Case(
+            "lora16_8192x2048_e128_i768_k8",
+            _experts(8192, 2048, 768, 128, 8, grad=False, ranks=(16, 16), adapters=torch.float32),
+            BENCH,
+            BF16,
+        ),
         Case("zipf_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_zipf(128)), BENCH, BF16),
         Case("half_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_half_of_them(128)), BENCH, BF16),
     ],
@@ -267,8 +273,16 @@ def _read(gate_up: Tensor, indices: Tensor) -> float:
     return min(1.0, indices.numel() / gate_up.shape[0])
 
 
-def _flops(gate_up: Tensor, down: Tensor, indices: Tensor) -> int:
-    return 2 * indices.numel() * (gate_up[0].numel() + down[0].numel())
+def _adapter_flops(*adapted: tuple[Tensor, Tensor | None]) -> int:
+    """Of adapters' products, of each pair: weights, each with its factor a."""
+    return sum(2 * a.shape[1] * (weight.shape[1] + weight.shape[2]) for weight, a in adapted if a is not None)
+
+
+def _flops(
+    gate_up: Tensor, down: Tensor, indices: Tensor, gate_up_lora_a: Tensor | None, down_lora_a: Tensor | None
+) -> int:
+    low = _adapter_flops((gate_up, gate_up_lora_a), (down, down_lora_a))
+    return indices.numel() * (2 * (gate_up[0].numel() + down[0].numel()) + low)
 
 
 def _bytes(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> int:
@@ -283,9 +297,17 @@ def _bytes_vjp(
     return pre + _size(dy, x, indices) + int(_read(gate_up, indices) * _size(gate_up, down)) + written
 
 
-def _flops_vjp(gate_up: Tensor, down: Tensor, indices: Tensor, output_mask: Sequence[bool]) -> int:
+def _flops_vjp(
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    gate_up_lora_a: Tensor | None,
+    down_lora_a: Tensor | None,
+    output_mask: Sequence[bool],
+) -> int:
     first, second = (2 * indices.numel() * t[0].numel() for t in (gate_up, down))
-    return second + first * (output_mask[0] + output_mask[1]) + second * output_mask[2]
+    low = 2 * indices.numel() * _adapter_flops((gate_up, gate_up_lora_a), (down, down_lora_a))
+    return second + first * (output_mask[0] + output_mask[1]) + second * output_mask[2] + low
 
 
 flops = {"experts": _flops, "experts_vjp": _flops_vjp}
