@@ -171,7 +171,8 @@ class Backward:
         """The gradients of an adapter's factors, outputs `first` and `first + 1`, where they are wanted. source,
         gradient: what the weight multiplies and its product's gradient, each with its top_k of `adapters.low_rank`."""
         (a, b), mask, config = self._factors()[first - 6 : first - 4], self.call.output_mask, self.config
-        da, db = (f.new_empty(f.shape if wanted else 0) for f, wanted in zip((a, b), mask[first : first + 2]))
+        wanted = mask[first : first + 2]
+        da, db = (f.new_empty(f.shape) if there else self.x.new_empty(0) for f, there in zip((a, b), wanted))
         sized = config.weight_m, config.weight_k, config.num_stages
         if mask[first]:
             adapters.factor_gradient(source[0], term.low, da.transpose(1, 2), self.groups, source[1], *sized)
