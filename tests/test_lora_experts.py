@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import types
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tilesmith.engine import use
 from tilesmith.hardware.detect import arch_named
 from tilesmith.models import optimize, undo
 from tilesmith.models.layers import experts as rules
+from tilesmith.models.layers import parameter_adapters
 
 E, N, C, I, T, K = 3, 12, 8, 6, 5, 2
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -137,6 +139,21 @@ def row_of(model):
 def output(model):
     with torch.no_grad():
         return model(**batch("qwen3_moe")).logits
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_either_factor_may_have_the_features(swapped, transposed):
+    """Versions of PEFT differ in that for weights [E, outputs, features]."""
+    first, second = 4, 7  # dims of the weight
+    a, b = nn.Linear(second if swapped else first, E * 2), nn.Linear(E * 2, first if swapped else second)
+    wrapper = types.SimpleNamespace(
+        lora_A={"name": a}, lora_B={"name": b}, num_experts=E, _did_swap_in_out_features=swapped
+    )
+    how = "ore,eri->eoi" if swapped else "ore,eri->eio"
+    wanted = torch.einsum(how, b.weight.view(-1, 2, E), a.weight.view(E, 2, -1))
+    low, high = parameter_adapters._factors(wrapper, "name", transposed)
+    torch.testing.assert_close(high @ low, wanted.transpose(1, 2) if transposed else wanted)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
