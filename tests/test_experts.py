@@ -7,6 +7,7 @@ import torch
 from torch import nn as torch_nn
 
 import tilesmith
+from op_runs import DEVICE
 from optimize_models import assert_within_budget, batch, build, train
 from tilesmith import nn, ops
 from tilesmith.engine import ops as ops_of
@@ -159,7 +160,7 @@ def router(request):
 
 @pytest.mark.usefixtures("router")
 def test_what_is_not_a_number_is_chosen_and_stays_one():
-    logits = torch.randn(3, 8)
+    logits = torch.randn(3, 8, device=DEVICE)
     logits[1, 4] = torch.nan
     weights, indices = ops.route(logits, 2)
     assert weights[1].isnan().all() and weights[[0, 2]].isfinite().all()
@@ -168,11 +169,11 @@ def test_what_is_not_a_number_is_chosen_and_stays_one():
 
 @pytest.mark.usefixtures("router")
 def test_of_equal_scores_the_first_are_chosen():
-    logits = torch.tensor([0.0, -0.0, 1.0, -0.0])
+    logits = torch.tensor([0.0, -0.0, 1.0, -0.0], device=DEVICE)
     assert ops.route(logits, 3)[1].tolist() == [2, 0, 1]
     for scores in ("softmax", "sigmoid"):
-        assert ops.route(torch.zeros(2, 9), 4, scores=scores)[1].tolist() == [[0, 1, 2, 3]] * 2
-    assert ops.route(torch.zeros(8), 2, groups=4, kept_groups=1)[1].tolist() == [0, 1]
+        assert ops.route(torch.zeros(2, 9, device=DEVICE), 4, scores=scores)[1].tolist() == [[0, 1, 2, 3]] * 2
+    assert ops.route(torch.zeros(8, device=DEVICE), 2, groups=4, kept_groups=1)[1].tolist() == [0, 1]
 
 
 # kernels ----------------------------------------------------------------------------------------------------------
@@ -182,7 +183,6 @@ def test_of_equal_scores_the_first_are_chosen():
 def test_pairs_are_grouped_as_a_stable_sort_does():
     from tilesmith.ops.moe.index import group
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     for shape, experts, block_m in (
         ((1, 1), 1, 16),
         ((21, 3), 5, 16),
@@ -190,7 +190,7 @@ def test_pairs_are_grouped_as_a_stable_sort_does():
         ((70, 3), 5, 16),
         ((33, 10), 130, 32),
     ):
-        indices = torch.randint(-1, experts + 1, shape, device=device)
+        indices = torch.randint(-1, experts + 1, shape, device=DEVICE)
         found = group(indices, experts, block_m)
         flat = torch.where((indices < 0) | (indices >= experts), experts, indices).view(-1)
         assert torch.equal(found.order.long(), flat.argsort(stable=True))
@@ -304,18 +304,17 @@ def test_rows_are_gathered_and_summed_where_they_lie():
     from tilesmith.ops.moe.hopper import launch
     from tilesmith.ops.moe.index import group
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     for tokens, top_k, experts, hidden in ((21, 3, 5, 40), (1, 2, 3, 16), (50, 3, 4, 24)):
-        indices = torch.randint(-1, experts + 1, (tokens, top_k), device=device)
-        x, scales = torch.randn(tokens, hidden, device=device), torch.rand(tokens, top_k, device=device)
+        indices = torch.randint(-1, experts + 1, (tokens, top_k), device=DEVICE)
+        x, scales = torch.randn(tokens, hidden, device=DEVICE), torch.rand(tokens, top_k, device=DEVICE)
         groups = group(indices, experts, 128)
-        pre = torch.full((tokens * top_k, 72), torch.nan, device=device)
+        pre = torch.full((tokens * top_k, 72), torch.nan, device=DEVICE)
         found, place = launch._gathered(x, groups, experts, top_k), launch._places(groups, experts, pre)
         count = int(((indices >= 0) & (indices < experts)).sum())
         order = groups.order.long()
         assert torch.equal(found[:count], x[order[:count] // top_k])
         assert pre[:count].isnan().all() and not pre[count:].any()
-        assert torch.equal(place[order], torch.arange(tokens * top_k, dtype=torch.int32, device=device))
+        assert torch.equal(place[order], torch.arange(tokens * top_k, dtype=torch.int32, device=DEVICE))
         summed = steps.combined(found, indices, scales, x, experts, place)
         there = ((indices >= 0) & (indices < experts)) * scales
         torch.testing.assert_close(summed, there.sum(1, keepdim=True) * x)

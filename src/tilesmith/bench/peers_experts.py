@@ -36,6 +36,13 @@ def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([part @ w.t() for part, w in zip(parts, weight)])
 
 
+def _adapted(weight: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor:
+    """The weight with its adapter, as PEFT adds it at each call."""
+    if a is None or b is None:
+        return weight
+    return torch.baddbmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
+
+
 def _grouped(
     x: Tensor,
     gate_up: Tensor,
@@ -49,8 +56,16 @@ def _grouped(
     limit: float = 0.0,
     alpha: float = 1.0,
     up_offset: float = 0.0,
+    gate_up_lora_a: Tensor | None = None,
+    gate_up_lora_b: Tensor | None = None,
+    down_lora_a: Tensor | None = None,
+    down_lora_b: Tensor | None = None,
+    gate_up_lora_scale: float = 1.0,
+    down_lora_scale: float = 1.0,
 ) -> Tensor:
     """Without synchronisation; every index must be one of an expert. Raises Missing on a CPU where one is not."""
+    gate_up = _adapted(gate_up, gate_up_lora_a, gate_up_lora_b, gate_up_lora_scale)
+    down = _adapted(down, down_lora_a, down_lora_b, down_lora_scale)
     if indices.device.type == "cpu" and ((indices < 0) | (indices >= gate_up.shape[0])).any():
         raise Missing("grouped products take no pair without an expert")
     chosen, order = indices.reshape(-1).sort()
@@ -71,7 +86,9 @@ def _liger(args: Mapping[str, Any]) -> Call:
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     only(args, "liger", activation="swiglu")
-    absent(args, "liger", "gate_up_bias", "down_bias", "interleaved", "limit", "up_offset")
+    absent(
+        args, "liger", "gate_up_bias", "down_bias", "interleaved", "limit", "up_offset", "gate_up_lora_a", "down_lora_a"
+    )
     if not (args["gate_up"].is_contiguous() and args["down"].is_contiguous()):
         raise Missing("liger has no transposed weights")
     operands = (args["x"], args["gate_up"], args["down"], args["indices"].int(), args["weights"])

@@ -31,6 +31,18 @@ def check(context: Any) -> None:
         context.graph_break(f"{type(problem).__name__}: {problem}")
 
 
+def module_of(context: Any, name: str) -> Any:
+    """For `torch._dynamo.comptime`, within a function that has the local `name`: the module that it is.
+
+    Handing a module to a function that is assumed constant is not the same: PyTorch 2.11 refuses modules there.
+    """
+    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+    key = getattr(variable, "module_key", None)  # where Dynamo does not inline modules
+    if key is None:
+        return variable.value
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.get_submodule(key)
+
+
 def _unguard(output: Any) -> None:
     """Have the frame that is being traced keep no guards of names that were looked up in this library's modules.
 

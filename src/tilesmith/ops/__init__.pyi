@@ -484,6 +484,12 @@ def experts(
     limit: float = 0.0,
     alpha: float = 1.0,
     up_offset: float = 0.0,
+    gate_up_lora_a: Tensor | None = None,
+    gate_up_lora_b: Tensor | None = None,
+    down_lora_a: Tensor | None = None,
+    down_lora_b: Tensor | None = None,
+    gate_up_lora_scale: float = 1.0,
+    down_lora_scale: float = 1.0,
 ) -> Tensor:
     """y[t] = Σ_k weights[t, k] (down[e] · act(gate_up[e] · x[t] + gate_up_bias[e]) + down_bias[e]), e = indices[t, k].
 
@@ -499,17 +505,23 @@ def experts(
     `limit` and up to [-limit, limit] before that, with the gradient of torch.clamp. gpt-oss has alpha 1.702, limit 7
     and up_offset 1.
 
+    gate_up_lora_a: [E, R, C] and gate_up_lora_b: [E, N, R], given together, add
+    gate_up_lora_scale · gate_up_lora_b[e] · (gate_up_lora_a[e] · x[t]) to gate_up[e] · x[t]; down_lora_a: [E, R, I],
+    down_lora_b: [E, C, R] and down_lora_scale likewise to the product of down. Their ranks may differ. They have any
+    strides and any floating dtype: they are rounded to x's, and so is scale · a · x, and their gradients come in their
+    own dtype. No matrix of a weight's size is made of them.
+
     Sums are fp32 (fp64 for fp64). The pre-activation, the activation, and the output of each expert before its weight
     are rounded to x's dtype; the sum over k is rounded once. The order of every sum is fixed, so results are the same
     bit for bit in each run. Saved for the backward: the inputs and the pre-activation [S, N]. Under autocast x, the
-    weights of experts and the biases are cast.
+    weights of experts and the biases are cast; adapters follow x in any case.
 
     Returns y [..., C] in x's dtype, contiguous.
 
     Raises TypeError for dtypes, ValueError for shapes, devices, an unknown activation and options that it lacks.
 
     Source: Shazeer et al., arXiv:1701.06538; Shazeer, arXiv:2002.05202 (gated activations); gpt-oss model card,
-    arXiv:2508.10925 (clamped SwiGLU).
+    arXiv:2508.10925 (clamped SwiGLU); Hu et al., arXiv:2106.09685 (LoRA).
     """
 
 def experts_vjp(
@@ -521,21 +533,28 @@ def experts_vjp(
     weights: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gate_up_lora_a: Tensor | None,
+    gate_up_lora_b: Tensor | None,
+    down_lora_a: Tensor | None,
+    down_lora_b: Tensor | None,
     pre: Tensor,
     activation: str,
     interleaved: bool,
     limit: float,
     alpha: float,
     up_offset: float,
+    gate_up_lora_scale: float,
+    down_lora_scale: float,
     output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias) of `experts`; an empty tensor where
-    `output_mask` is False.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, dgate_up_lora_a, dgate_up_lora_b,
+    ddown_lora_a, ddown_lora_b) of `experts`; an empty tensor where `output_mask` is False.
 
     dy: [..., C]. pre: [S, N], the pre-activations in the order of experts, pairs of one expert in the order of tokens;
     rows of pairs without an expert come last and are 0. The activation is computed again from it. The gradient of the
-    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype. dgate_up and
-    ddown have the strides of torch.empty_like(gate_up) and of torch.empty_like(down).
+    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype, and so is what
+    is of an adapter's rank. dgate_up and ddown have the strides of torch.empty_like(gate_up) and of
+    torch.empty_like(down), the others are contiguous.
     """
 
 def fp8_amax(x: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.engine import tracing
 from tilesmith.engine.sharding import distributed
-from tilesmith.engine.torch_private import constant_in_graphs
+from tilesmith.models.layers.parameter_adapters import (
+    adapted,
+    factors,
+    is_wrapper,
+    kinds,
+    twin,
+    why_not,
+    without_parametrizations,
+)
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
 
@@ -30,6 +40,7 @@ _SIZES = {  # attributes by which forwards of models reshape
     "intermediate_dim": _INNER,
     "expert_dim": _INNER,
 }
+_FIRST = ("gate_up_proj", "up_proj")  # what models call the first of the two stacked weights
 _KNOWN = "_tilesmith_experts"
 
 
@@ -69,7 +80,10 @@ def experts_forward(
     What the module computes is found out at its first call. Where no kernel of the library is, transformers' grouped
     products serve the call. Raises ValueError for a module that computes something else.
     """
-    _learn(module)
+    if torch.compiler.is_compiling():
+        torch._dynamo.comptime.comptime(_learn_while_tracing, lambda: _learn(module))
+    else:
+        _learn(module)
     found = getattr(module, _KNOWN)
     if not _served(module, hidden_states, found):
         from transformers.integrations.moe import grouped_mm_experts_forward
@@ -79,8 +93,7 @@ def experts_forward(
     return ops.experts(*experts_of(module, hidden_states, top_k_index, top_k_weights, found))
 
 
-@constant_in_graphs  # run, not traced, where a compiled model calls the module first
-def _learn(module: nn.Module) -> bool:
+def _learn(module: nn.Module) -> None:
     """Find out once what `module` computes."""
     if not hasattr(module, _KNOWN):
         try:
@@ -90,7 +103,14 @@ def _learn(module: nn.Module) -> bool:
                 f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
                 "choose 'grouped_mm' for this model"
             ) from None
-    return True
+
+
+def _learn_while_tracing(context: Any) -> None:
+    """For `torch._dynamo.comptime`: the same for the local `module`, which Python runs and no graph holds."""
+    try:
+        _learn(tracing.module_of(context, "module"))
+    except ValueError as problem:
+        context.graph_break(str(problem))  # Python then makes the call, which raises
 
 
 def register_experts() -> None:
@@ -102,11 +122,11 @@ def register_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
-def _served(module: nn.Module, x: Tensor, found: StackedExperts) -> bool:
+def _served(module: nn.Module, x: Tensor, found: StackedExperts, more: Iterable[Any] = ()) -> bool:
     """Whether the op takes a call: a kernel is there, tensors are whole and, but under autocast, of one dtype."""
     up = getattr(module, found.up)
     one = x.dtype == up.dtype or torch.is_autocast_enabled(x.device.type)
-    return reaches("experts", x) and one and not distributed((x, up, module.down_proj))
+    return reaches("experts", x) and one and not distributed((x, up, module.down_proj, *more))
 
 
 @dataclass(frozen=True)
@@ -117,7 +137,7 @@ class ExpertsForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         found = self.experts
-        first, second, third = list(inspect.signature(base.forward).parameters)[1:4]
+        first, second, third = _arguments(base)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             x, indices = given(first, 0, args, kwargs), given(second, 1, args, kwargs)
@@ -130,6 +150,32 @@ class ExpertsForm(Form):
         return {"forward": forward, _KNOWN: found}
 
 
+@dataclass(frozen=True)
+class LoraExpertsForm(Form):
+    """PEFT's wrappers around stacked experts, of which the outermost is swapped: the op adds the adapters.
+
+    names: what the forward of the experts calls tokens, experts and their weights.
+    """
+
+    experts: StackedExperts
+    names: tuple[str, ...]
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        found, (_, second, third) = self.experts, self.names
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            inner, lora = self.get_base_layer(), factors(self, found.up, found.transposed)
+            if not args or any(name not in (second, third) for name in kwargs):
+                lora = None
+            if lora is None or not _served(inner, args[0], found, lora.values()):
+                return base.forward(self, *args, **kwargs)
+            indices, weights = given(second, 1, args, kwargs), given(third, 2, args, kwargs)
+            ran(self, "experts")
+            return ops.experts(*experts_of(inner, args[0], indices, weights, found), **lora)
+
+        return {"forward": forward}
+
+
 class ExpertsRule(Rule):
     """Modules with stacked weights of three dims whose forward takes tokens, experts and their weights."""
 
@@ -140,28 +186,61 @@ class ExpertsRule(Rule):
 
     def match(self, site: Site) -> Replace | Skip | None:
         module = site.module
+        if is_wrapper(module):
+            within = any(is_wrapper(holder) for holder in itertools.islice(site.holders(), 1))
+            return None if within else self._wrapped(module)
+        reason = _quantised(module)
+        if reason is not None:
+            return Skip(reason)
         if _up(module) is None:
             return None
-        asked = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        if asked not in _REPLACED:
-            return Skip(f"its experts were set to {asked}", wanted=False)
+        if _asked(module) not in _REPLACED:
+            return Skip(f"its experts were set to {_asked(module)}", wanted=False)
         try:
             found = self._verdicts.of(module, lambda: recognise(module))
         except Unlike as verdict:
             return Skip(str(verdict))
         return Replace(ExpertsForm(found), ("experts",), str(found))
 
+    def _wrapped(self, module: nn.Module) -> Replace | Skip | None:
+        """The same for the outermost of wrappers that add adapters to stacked weights."""
+        inner = module.get_base_layer()
+        up = _up(inner)
+        if up is None or _asked(inner) not in _REPLACED:
+            return None
+        reason = why_not(module, up)
+        if reason is not None:
+            return Skip(f"{reason}: adapters are added to whole weights, by PEFT")
+        try:
+            found = self._verdicts.of(inner, lambda: recognise(inner))
+            self._verdicts.of(inner, lambda: _check_adapters(module, inner, found), *kinds(module))
+        except Unlike as verdict:
+            return Skip(str(verdict))
+        form = LoraExpertsForm(found, _arguments(original_class(type(inner))))
+        return Replace(form, ("experts",), f"{found}, with adapters of {' and '.join(adapted(module))}")
+
+
+def _asked(module: nn.Module) -> str | None:
+    """The kernels that the model's configuration names for its experts."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def _arguments(cls: type) -> tuple[str, ...]:
+    """What the forward of experts calls tokens, experts and their weights."""
+    return tuple(list(inspect.signature(cls.forward).parameters)[1:4])
+
 
 def recognise(module: nn.Module) -> StackedExperts:
     """What `module` computes, found by running its class with small weights. Raises `Unlike`."""
+    reason = _quantised(module)
+    if reason is not None:
+        raise Unlike(reason)
+    module = without_parametrizations(module)
     up = _up(module)
     if up is None:
         raise Unlike("it has no stacked weights of three dims")
     if getattr(module, "has_post_expert_norm", False):
         raise Unlike("it normalises what each expert gives before its weight")
-    weights = getattr(module, up), module.down_proj
-    if any(not w.is_floating_point() for w in weights):
-        raise Unlike(f"its weights are {weights[0].dtype}; quantised experts are not served")
     forward = inspect.unwrap(original_class(type(module)).forward)
     known = list(_candidates(module, up))
     for dtype, scale in _SETTINGS:
@@ -176,9 +255,28 @@ def recognise(module: nn.Module) -> StackedExperts:
     return known[0]
 
 
+def _quantised(module: nn.Module) -> str | None:
+    """Why the experts of a module are not served: their weights are kept in fewer bits. None for other modules.
+
+    bitsandbytes keeps such a parameter packed, as a class of its own with a `quant_state`, or with a parametrization
+    that unpacks all of it when it is read.
+    """
+    kept = {**module._parameters}
+    parametrized = getattr(module, "parametrizations", None) or {}
+    kept |= {name: chain.original for name, chain in parametrized.items() if hasattr(chain, "original")}
+    first = next((name for name in _FIRST if kept.get(name) is not None), None)
+    if first is None or kept.get("down_proj") is None:
+        return None
+    for name in (first, "down_proj"):
+        if hasattr(kept[name], "quant_state") or not kept[name].is_floating_point():
+            how = type(parametrized[name][0] if name in parametrized else kept[name]).__name__
+            return f"its {name} is quantised ({how}); quantised experts are not served"
+    return None
+
+
 def _up(module: nn.Module) -> str | None:
     """The name of the first of two stacked weights; None for other modules."""
-    for name in ("gate_up_proj", "up_proj"):
+    for name in _FIRST:
         first, second = module._parameters.get(name), module._parameters.get("down_proj")
         if first is not None and second is not None and first.ndim == second.ndim == 3:
             return name
@@ -239,6 +337,25 @@ def _agrees(twin: nn.Module, candidate: StackedExperts, call: tuple, wanted: Any
 
     with probe.quiet():
         found, _ = reference.experts(*experts_of(twin, *call, candidate))
+    return _close(found, wanted)
+
+
+def _check_adapters(module: nn.Module, inner: nn.Module, found: StackedExperts) -> None:
+    """Run the wrappers `module` and those within with small adapters. Raises `Unlike` where they are not LoRA."""
+    from tilesmith.ops.moe import reference
+
+    small, call = _twin(inner, found.up, found.transposed, torch.float32, 0.3)
+    wrapped = twin(module, small)
+    with probe.quiet():
+        ours, _ = reference.experts(
+            *experts_of(small, *call, found), **(factors(wrapped, found.up, found.transposed) or {})
+        )
+    small.forward = functools.partial(inspect.unwrap(type(small).forward), small)
+    if not _close(ours, probe.call(type(wrapped).forward, wrapped, *call)):
+        raise Unlike("on small inputs its adapters do something else than LoRA")
+
+
+def _close(found: Tensor, wanted: Any) -> bool:
     if not isinstance(wanted, Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     return bool((found - wanted).abs().max() <= _DEVIATION[found.dtype] * wanted.abs().max())

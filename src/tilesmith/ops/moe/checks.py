@@ -24,6 +24,12 @@ def experts(
     limit: float,
     alpha: float,
     up_offset: float,
+    gate_up_lora_a: Tensor | None,
+    gate_up_lora_b: Tensor | None,
+    down_lora_a: Tensor | None,
+    down_lora_b: Tensor | None,
+    gate_up_lora_scale: float,
+    down_lora_scale: float,
 ) -> None:
     floating("experts", "x", x)
     if x.ndim == 0:
@@ -34,6 +40,8 @@ def experts(
         )
     _options(activation, interleaved, limit, alpha, up_offset)
     _weights(x, gate_up, down, gate_up_bias, down_bias, activation)
+    _adapter(x, "gate_up", gate_up, gate_up_lora_a, gate_up_lora_b, gate_up_lora_scale)
+    _adapter(x, "down", down, down_lora_a, down_lora_b, down_lora_scale)
     _choice("experts", x, indices)
     floating("experts", "weights", weights)
     if weights.shape != indices.shape:
@@ -129,6 +137,32 @@ def _weights(
     for name, tensor in tensors.items():
         if tensor is not None:
             alike("experts", "x", x, name, tensor)
+
+
+def _adapter(x: Tensor, name: str, weight: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> None:
+    """An adapter of a weight [E, outputs, features]: a [E, R, features] and b [E, outputs, R], or neither."""
+    first, second = f"{name}_lora_a", f"{name}_lora_b"
+    if a is None or b is None:
+        given, other = (first, second) if b is None else (second, first)
+        if a is not b:
+            raise ValueError(f"experts: {given} is given and {other} is not; an adapter needs both")
+        if scale != 1:
+            raise ValueError(f"experts: {name}_lora_scale is {scale} without {first} and {second}; leave it out")
+        return
+    experts, outputs, features = weight.shape
+    if a.ndim != 3 or a.shape[0] != experts or a.shape[1] == 0 or a.shape[2] != features:
+        raise ValueError(
+            f"experts: {first} has shape {tuple(a.shape)}; for {name} of shape {tuple(weight.shape)} it must be "
+            f"[{experts}, R, {features}] with R of at least 1"
+        )
+    if tuple(b.shape) != (experts, outputs, a.shape[1]):
+        raise ValueError(
+            f"experts: {second} has shape {tuple(b.shape)}; for {first} of shape {tuple(a.shape)} it must be "
+            f"[{experts}, {outputs}, {a.shape[1]}]"
+        )
+    for which, tensor in ((first, a), (second, b)):
+        floating("experts", which, tensor)
+        one_device("experts", which, tensor, "x", x)
 
 
 def _choice(op: str, x: Tensor, indices: Tensor, name: str = "x") -> None:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from tilesmith.device.triton.activations import activate
-from tilesmith.ops.moe.kernels import _gate, _split, _tile, product
+from tilesmith.ops.moe.kernels import _gate, _split, _tile, low_rank, product
 
 
 @triton.jit
@@ -51,11 +51,14 @@ def pre_gradient_kernel(
     dy_ptr, weight_ptr, pre_ptr, scales_ptr, dpre_ptr, scaled_ptr, parts_ptr,
     order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
     pairs, experts, tiles, top_k, hidden, inner, dy_row, weight_expert, weight_row, weight_col, limit, alpha, up_offset,
+    low_ptr, lora_ptr, rank, lora_expert, lora_row, lora_col,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """With g = dy[token] · down[e] and h the activation of pre: dpre [S, N] = scale g act', scaled [S, I] = scale h,
-    and parts [columns of tiles, S] = Σ g h over a tile's columns, in the order of pairs."""
+    """With g = dy[token] · down[e] + low[r] · lora[e]ᵀ and h the activation of pre: dpre [S, N] = scale g act',
+    scaled [S, I] = scale h, and parts [columns of tiles, S] = Σ g h over a tile's columns, in the order of pairs."""
     tile, column = _tile(tl.program_id(0), tiles, tl.cdiv(inner, BLOCK_N), GROUP_M)
     expert, first_row, first = tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile), column * BLOCK_N
     if expert == experts:
@@ -70,6 +73,11 @@ def pre_gradient_kernel(
     )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = product(a_tile, b_tile, col < inner, acc, hidden, tl.cast(weight_row, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    if low_ptr is not None:
+        acc = low_rank(
+            low_ptr, lora_ptr, tl.where(inside, row, first_row), col, col < inner, acc, rank,
+            lora_expert, lora_row, lora_col, expert, EVEN_RANK, BLOCK_R,
+        )  # fmt: skip
     scale = tl.load(scales_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
     # In halves: gate, up and their gradients beside a whole tile of sums spill.
     left, right = _split(acc, False, BLOCK_M, BLOCK_N // 2)
@@ -113,11 +121,10 @@ def scale_gradient_kernel(
 def weight_gradient_kernel(
     left_ptr, right_ptr, out_ptr, order_ptr, starts_ptr, top_k, rows, cols, left_row, right_row,
     out_expert, out_row, out_col,
-    GATHERS_LEFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    GATHERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[e] [rows, cols] = Σ left[r] ⊗ right[r] over the pairs r of expert e. One of them is in the order of experts,
-    the other, left with GATHERS_LEFT, belongs to tokens."""
+    """out[e] [rows, cols] = Σ left[r] ⊗ right[r] over the pairs r of expert e. Both are in the order of experts, but
+    for the one that GATHERS names, "left" or "right": it belongs to tokens."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
     tile, column = _tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
@@ -127,8 +134,11 @@ def weight_gradient_kernel(
     for start in range(begin, end, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         inside = at < end
-        token = tl.load(order_ptr + at, mask=inside, other=0) // top_k
-        first, second = (token, at) if GATHERS_LEFT else (at, token)
+        first, second = at, at
+        if GATHERS == "left":
+            first = tl.load(order_ptr + at, mask=inside, other=0) // top_k
+        elif GATHERS == "right":
+            second = tl.load(order_ptr + at, mask=inside, other=0) // top_k
         a = tl.load(
             left_ptr + first.to(tl.int64)[:, None] * left_row + row[None, :],
             mask=inside[:, None] & (row < rows)[None, :], other=0.0,

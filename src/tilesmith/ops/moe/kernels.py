@@ -64,6 +64,50 @@ def product(a_tile, b_tile, there, acc, features, b_step, EVEN: tl.constexpr, BL
 
 
 @triton.jit
+def low_rank(
+    low_ptr, weight_ptr, row, col, there, acc, rank, weight_expert, weight_row, weight_col, expert,
+    EVEN_RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """acc + low[row] · weight[e]ᵀ, the second product of an adapter; low [S, rank] in the order of experts."""
+    k = tl.arange(0, BLOCK_R)
+    a_tile = low_ptr + row.to(tl.int64)[:, None] * rank + k[None, :]
+    b_tile = (
+        weight_ptr + expert.to(tl.int64) * weight_expert
+        + k.to(tl.int64)[:, None] * weight_col + col.to(tl.int64)[None, :] * weight_row
+    )  # fmt: skip
+    return product(a_tile, b_tile, there, acc, rank, tl.cast(weight_col, tl.int64) * BLOCK_R, EVEN_RANK, BLOCK_R)
+
+
+@triton.jit
+def low_rank_kernel(
+    a_ptr, weight_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
+    experts, top_k, features, rank, a_row, weight_expert, weight_row, weight_col, scale,
+    GATHERS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [S, rank] = scale a[r] · weight[e]ᵀ in the order of experts, the first product of an adapter; a has a row for
+    each pair in that order or, with GATHERS, for each token. Rows of pairs without an expert are not written."""
+    tiles_n = tl.cdiv(rank, BLOCK_N)
+    tile, column = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    expert, first_row = tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile)
+    if expert == experts:
+        return
+    row, col, k = first_row + tl.arange(0, BLOCK_M), column * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    inside, there = row < tl.load(starts_ptr + expert + 1), col < rank
+    source = tl.where(inside, row, first_row)
+    if GATHERS:
+        source = tl.load(order_ptr + row, mask=inside, other=0) // top_k
+    a_tile = a_ptr + source.to(tl.int64)[:, None] * a_row + k[None, :]
+    b_tile = (
+        weight_ptr + expert.to(tl.int64) * weight_expert
+        + k.to(tl.int64)[:, None] * weight_col + col.to(tl.int64)[None, :] * weight_row
+    )  # fmt: skip
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = product(a_tile, b_tile, there, acc, features, tl.cast(weight_col, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    place = row.to(tl.int64)[:, None] * rank + col[None, :]
+    tl.store(out_ptr + place, (acc * scale).to(out_ptr.dtype.element_ty), mask=inside[:, None] & there[None, :])
+
+
+@triton.jit
 def _gate(gate, up, limit, alpha, up_offset, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
     """(act(gate) (up + up_offset), its derivatives by gate and by up)."""
     passes_gate, passes_up = True, True
@@ -88,12 +132,14 @@ def _gate(gate, up, limit, alpha, up_offset, ACTIVATION: tl.constexpr, HAS_LIMIT
 def gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, pre_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
     pairs, experts, tiles, top_k, hidden, inner, x_row, weight_expert, weight_row, weight_col, limit, alpha, up_offset,
+    low_ptr, lora_ptr, rank, lora_expert, lora_row, lora_col,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, KEEPS_PRE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, KEEPS_PRE: tl.constexpr, EVEN: tl.constexpr, EVEN_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out [S, I] = activation(x[token] · weight[e]ᵀ + bias[e]) and pre [S, N] what was activated, 0 for pairs without
-    an expert."""
+    """out [S, I] = activation(x[token] · weight[e]ᵀ + low[r] · lora[e]ᵀ + bias[e]) and pre [S, N] what was activated,
+    0 for pairs without an expert."""
     WIDE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tile, column = _tile(tl.program_id(0), tiles, tl.cdiv(inner, WIDE), GROUP_M)
     expert, first_row, first = tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile), column * WIDE
@@ -118,6 +164,11 @@ def gate_up_kernel(
     )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = product(a_tile, b_tile, there, acc, hidden, tl.cast(weight_col, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    if low_ptr is not None:
+        at = tl.where(inside, row, first_row)
+        acc = low_rank(
+            low_ptr, lora_ptr, at, col, there, acc, rank, lora_expert, lora_row, lora_col, expert, EVEN_RANK, BLOCK_R
+        )
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * n + col, mask=there, other=0.0).to(tl.float32)[None, :]
     z = acc.to(out_ptr.dtype.element_ty)
@@ -139,24 +190,31 @@ def gate_up_kernel(
 def rows_kernel(
     a_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
     pairs, experts, tiles, features, outputs, weight_expert, weight_out, weight_in,
-    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    low_ptr, lora_ptr, rank, lora_expert, lora_row, lora_col,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, EVEN_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[order[r]] = a[r] · weight[e]ᵀ + bias[e]; a [S, features] in the order of experts, out [S, outputs] in that of
-    pairs. Rows of pairs without an expert are not written."""
+    """out[order[r]] = a[r] · weight[e]ᵀ + low[r] · lora[e]ᵀ + bias[e]; a [S, features] in the order of experts,
+    out [S, outputs] in that of pairs. Rows of pairs without an expert are not written."""
     tile, column = _tile(tl.program_id(0), tiles, tl.cdiv(outputs, BLOCK_N), GROUP_M)
     expert, first_row = tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile)
     if expert == experts:
         return
     row, col, k = first_row + tl.arange(0, BLOCK_M), column * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     inside, there = row < tl.load(starts_ptr + expert + 1), col < outputs
-    a_tile = a_ptr + tl.where(inside, row, first_row).to(tl.int64)[:, None] * features + k[None, :]
+    at = tl.where(inside, row, first_row)
+    a_tile = a_ptr + at.to(tl.int64)[:, None] * features + k[None, :]
     b_tile = (
         weight_ptr + expert.to(tl.int64) * weight_expert
         + k.to(tl.int64)[:, None] * weight_in + col.to(tl.int64)[None, :] * weight_out
     )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = product(a_tile, b_tile, there, acc, features, tl.cast(weight_in, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    if low_ptr is not None:
+        acc = low_rank(
+            low_ptr, lora_ptr, at, col, there, acc, rank, lora_expert, lora_row, lora_col, expert, EVEN_RANK, BLOCK_R
+        )
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * outputs + col, mask=there, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order_ptr + row, mask=inside, other=0)

@@ -29,16 +29,20 @@ def _fake_vjp(
     weights: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gate_up_lora_a: Tensor | None,
+    gate_up_lora_b: Tensor | None,
+    down_lora_a: Tensor | None,
+    down_lora_b: Tensor | None,
     *rest: object,
 ) -> tuple[Tensor, ...]:
     wants: Sequence[bool] = rest[-1]
-    biases = (gate_up_bias, down_bias)
+    small = (gate_up_bias, down_bias, gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b)
     return (
         x.new_empty(x.shape if wants[0] else 0),
         torch.empty_like(gate_up) if wants[1] else x.new_empty(0),
         torch.empty_like(down) if wants[2] else x.new_empty(0),
         weights.new_empty(weights.shape) if wants[3] else x.new_empty(0),
-        *(x.new_empty(b.shape if wanted else 0) for b, wanted in zip(biases, wants[4:])),
+        *(t.new_empty(t.shape) if wanted else x.new_empty(0) for t, wanted in zip(small, wants[4:])),
     )
 
 
@@ -57,9 +61,12 @@ def _describer() -> Callable[..., Any]:
 experts_vjp = Op(
     reference.experts_vjp,
     fake=_fake_vjp,
-    outputs=("dx", "dgate_up", "ddown", "dweights", "dgate_up_bias", "ddown_bias"),
+    outputs=(
+        "dx", "dgate_up", "ddown", "dweights", "dgate_up_bias", "ddown_bias",
+        "dgate_up_lora_a", "dgate_up_lora_b", "ddown_lora_a", "ddown_lora_b",
+    ),
     kernels=KERNELS,
-)
+)  # fmt: skip
 
 experts = Op(
     reference.experts,

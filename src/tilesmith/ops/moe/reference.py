@@ -1,7 +1,7 @@
 """What mixture-of-experts layers compute, in plain PyTorch: the oracle of every kernel.
 
 Legend: T tokens (all leading dims of x), C hidden size, E experts, K experts of a token, S = T K pairs of a token and
-an expert, I width inside an expert, N = 2 I where experts have a gate, else I.
+an expert, I width inside an expert, N = 2 I where experts have a gate, else I, R rank of an adapter.
 """
 
 import math
@@ -29,6 +29,12 @@ def experts(
     limit: float = 0.0,
     alpha: float = 1.0,
     up_offset: float = 0.0,
+    gate_up_lora_a: Tensor | None = None,
+    gate_up_lora_b: Tensor | None = None,
+    down_lora_a: Tensor | None = None,
+    down_lora_b: Tensor | None = None,
+    gate_up_lora_scale: float = 1.0,
+    down_lora_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """y[t] = Σ_k weights[t, k] (down[e] · act(gate_up[e] · x[t] + gate_up_bias[e]) + down_bias[e]), e = indices[t, k].
 
@@ -44,24 +50,38 @@ def experts(
     `limit` and up to [-limit, limit] before that, with the gradient of torch.clamp. gpt-oss has alpha 1.702, limit 7
     and up_offset 1.
 
+    gate_up_lora_a: [E, R, C] and gate_up_lora_b: [E, N, R], given together, add
+    gate_up_lora_scale · gate_up_lora_b[e] · (gate_up_lora_a[e] · x[t]) to gate_up[e] · x[t]; down_lora_a: [E, R, I],
+    down_lora_b: [E, C, R] and down_lora_scale likewise to the product of down. Their ranks may differ. They have any
+    strides and any floating dtype: they are rounded to x's, and so is scale · a · x, and their gradients come in their
+    own dtype. No matrix of a weight's size is made of them.
+
     Sums are fp32 (fp64 for fp64). The pre-activation, the activation, and the output of each expert before its weight
     are rounded to x's dtype; the sum over k is rounded once. The order of every sum is fixed, so results are the same
     bit for bit in each run. Saved for the backward: the inputs and the pre-activation [S, N]. Under autocast x, the
-    weights of experts and the biases are cast.
+    weights of experts and the biases are cast; adapters follow x in any case.
 
     Returns y [..., C] in x's dtype, contiguous.
 
     Raises TypeError for dtypes, ValueError for shapes, devices, an unknown activation and options that it lacks.
 
     Source: Shazeer et al., arXiv:1701.06538; Shazeer, arXiv:2002.05202 (gated activations); gpt-oss model card,
-    arXiv:2508.10925 (clamped SwiGLU).
+    arXiv:2508.10925 (clamped SwiGLU); Hu et al., arXiv:2106.09685 (LoRA).
     """
     acc = _acc(x)
     tokens, order, sizes = grouped(x, indices, gate_up.shape[0])
     pairs = flat(x).to(acc)[tokens[order]]
-    z = _grouped_linear(pairs, gate_up, gate_up_bias, sizes).to(x.dtype)
+    z = _grouped_linear(pairs, gate_up, gate_up_bias, sizes)
+    if gate_up_lora_a is not None and gate_up_lora_b is not None:
+        low = _low_rank(pairs, gate_up_lora_a, gate_up_lora_scale, sizes, x.dtype)
+        z = z + _grouped_linear(low, gate_up_lora_b.to(x.dtype), None, sizes)
+    z = z.to(x.dtype)
     hidden = activate(z.to(acc), activation, interleaved, limit, alpha, up_offset).to(x.dtype)
-    rows = _grouped_linear(hidden.to(acc), down, down_bias, sizes).to(x.dtype).to(acc)
+    rows = _grouped_linear(hidden.to(acc), down, down_bias, sizes)
+    if down_lora_a is not None and down_lora_b is not None:
+        low = _low_rank(hidden.to(acc), down_lora_a, down_lora_scale, sizes, x.dtype)
+        rows = rows + _grouped_linear(low, down_lora_b.to(x.dtype), None, sizes)
+    rows = rows.to(x.dtype).to(acc)
     y = combined(rows, order, indices.numel(), weights)
     missing = indices.numel() - z.shape[0]
     return y.to(x.dtype).reshape(x.shape), F.pad(z.detach(), (0, 0, 0, missing)).contiguous()
@@ -76,50 +96,70 @@ def experts_vjp(
     weights: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gate_up_lora_a: Tensor | None,
+    gate_up_lora_b: Tensor | None,
+    down_lora_a: Tensor | None,
+    down_lora_b: Tensor | None,
     pre: Tensor,
     activation: str,
     interleaved: bool,
     limit: float,
     alpha: float,
     up_offset: float,
+    gate_up_lora_scale: float,
+    down_lora_scale: float,
     output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias) of `experts`; an empty tensor where
-    `output_mask` is False.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, dgate_up_lora_a, dgate_up_lora_b,
+    ddown_lora_a, ddown_lora_b) of `experts`; an empty tensor where `output_mask` is False.
 
     dy: [..., C]. pre: [S, N], the pre-activations in the order of experts, pairs of one expert in the order of tokens;
     rows of pairs without an expert come last and are 0. The activation is computed again from it. The gradient of the
-    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype. dgate_up and
-    ddown have the strides of torch.empty_like(gate_up) and of torch.empty_like(down).
+    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype, and so is what
+    is of an adapter's rank. dgate_up and ddown have the strides of torch.empty_like(gate_up) and of
+    torch.empty_like(down), the others are contiguous.
     """
-    acc, experts = _acc(x), gate_up.shape[0]
-    tokens, order, sizes = grouped(x, indices, experts)
+    acc, dtype = _acc(x), x.dtype
+    tokens, order, sizes = grouped(x, indices, gate_up.shape[0])
     found, count = tokens[order], order.numel()
-    z = pre[:count].to(acc)
+    pairs, dys, z = flat(x).to(acc)[found], flat(dy).to(acc)[found], pre[:count].to(acc)
     scales = weights.reshape(-1)[order].to(acc)[:, None]
-    dys = flat(dy).to(acc)[found]
+    (dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias), made = (
+        [x.new_empty(0) for _ in range(n)] for n in (6, 4)
+    )
     slope = _grouped_linear(dys, down.transpose(1, 2), None, sizes)
+    if down_lora_a is not None and down_lora_b is not None:
+        dlow = _low_rank(dys, down_lora_b.transpose(1, 2), down_lora_scale, sizes, dtype)
+        slope = slope + _grouped_linear(dlow, down_lora_a.transpose(1, 2).to(dtype), None, sizes)
     hidden, dz = _activation_vjp(slope * scales, z, activation, interleaved, limit, alpha, up_offset)
-    dz = dz.to(x.dtype).to(acc)
-    dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias = (x.new_empty(0) for _ in range(6))
+    dz, scaled = dz.to(dtype).to(acc), (hidden * scales).to(dtype).to(acc)
+    if down_lora_a is not None and down_lora_b is not None:
+        low = _low_rank(scaled, down_lora_a, down_lora_scale, sizes, dtype)
+        made[2:] = _factor_gradients(dlow, scaled, dys, low, (down_lora_a, down_lora_b), sizes)
+    rows = _grouped_linear(dz, gate_up.transpose(1, 2), None, sizes) if output_mask[0] else dz.new_zeros(())
+    if gate_up_lora_a is not None and gate_up_lora_b is not None:
+        dlow = _low_rank(dz, gate_up_lora_b.transpose(1, 2), gate_up_lora_scale, sizes, dtype)
+        rows = rows + _grouped_linear(dlow, gate_up_lora_a.transpose(1, 2).to(dtype), None, sizes)
+        low = _low_rank(pairs, gate_up_lora_a, gate_up_lora_scale, sizes, dtype)
+        made[:2] = _factor_gradients(dlow, pairs, dz, low, (gate_up_lora_a, gate_up_lora_b), sizes)
     if output_mask[0]:
-        rows = _grouped_linear(dz, gate_up.transpose(1, 2), None, sizes).to(x.dtype).to(acc)
-        dx = combined(rows, order, indices.numel(), weights.detach().new_ones(weights.shape)).to(x.dtype)
-        dx = dx.reshape(x.shape)
+        ones = weights.detach().new_ones(weights.shape)
+        dx = combined(rows.to(dtype).to(acc), order, indices.numel(), ones).to(dtype).reshape(x.shape)
     if output_mask[1]:
-        dgate_up = _weight_gradient(dz, flat(x).to(acc)[found], gate_up, sizes)
+        dgate_up = _weight_gradient(dz, pairs, torch.empty_like(gate_up), sizes)
     if output_mask[2]:
-        ddown = _weight_gradient(dys, (hidden * scales).to(x.dtype).to(acc), down, sizes)
+        ddown = _weight_gradient(dys, scaled, torch.empty_like(down), sizes)
     if output_mask[3]:
         each = (slope * hidden).sum(1)
         if down_bias is not None:
             each = each + (dys * _repeated(down_bias.to(acc), sizes)).sum(1)
         dweights = each.new_zeros(indices.numel()).index_copy(0, order, each).reshape(weights.shape).to(weights.dtype)
     if output_mask[4]:
-        dgate_up_bias = torch.stack([part.sum(0) for part in dz.split(sizes)]).to(x.dtype)
+        dgate_up_bias = torch.stack([part.sum(0) for part in dz.split(sizes)]).to(dtype)
     if output_mask[5]:
-        ddown_bias = torch.stack([part.sum(0) for part in (dys * scales).split(sizes)]).to(x.dtype)
-    return dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias
+        ddown_bias = torch.stack([part.sum(0) for part in (dys * scales).split(sizes)]).to(dtype)
+    factors = (d if wanted else x.new_empty(0) for d, wanted in zip(made, output_mask[6:]))
+    return dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, *factors
 
 
 def grouped(x: Tensor, indices: Tensor, experts: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -230,11 +270,26 @@ def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: li
     return torch.cat(parts) if parts else rows.new_zeros(0, weight.shape[1]) + 0 * rows.sum()
 
 
-def _weight_gradient(left: Tensor, right: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-    """Σ left[r] ⊗ right[r] over the rows of each expert, like weight [E, ., .]."""
-    made = torch.empty_like(weight)
+def _low_rank(rows: Tensor, factor: Tensor, scale: float, sizes: list[int], dtype: torch.dtype) -> Tensor:
+    """scale · rows · factor[e]ᵀ [S, R] for the rows of each expert, rounded to dtype, in rows' dtype."""
+    return (_grouped_linear(rows, factor.to(dtype), None, sizes) * scale).to(dtype).to(rows.dtype)
+
+
+def _factor_gradients(
+    dlow: Tensor, rows: Tensor, drows: Tensor, low: Tensor, factors: tuple[Tensor, Tensor], sizes: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of an adapter's factors a and b; low, dlow [S, R]: scale · rows · aᵀ and scale · drows · b."""
+    (a, b), contiguous = factors, torch.contiguous_format
+    return (
+        _weight_gradient(dlow, rows, torch.empty_like(a, memory_format=contiguous), sizes),
+        _weight_gradient(drows, low, torch.empty_like(b, memory_format=contiguous), sizes),
+    )
+
+
+def _weight_gradient(left: Tensor, right: Tensor, made: Tensor, sizes: list[int]) -> Tensor:
+    """made [E, ., .], filled with Σ left[r] ⊗ right[r] over the rows of each expert."""
     for e, (a, b) in enumerate(zip(left.split(sizes), right.split(sizes))):
-        made[e] = (a.t() @ b).to(weight.dtype)
+        made[e] = (a.t() @ b).to(made.dtype)
     return made
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, rows
 from tilesmith.engine import cdiv, launch, next_power_of_2
+from tilesmith.ops.moe import adapters
 from tilesmith.ops.moe.gradient_kernels import (
     bias_gradient_kernel,
     pre_gradient_kernel,
@@ -47,15 +48,23 @@ def activation(call: Any) -> dict[str, Any]:
 
 
 def rows_product(
-    a: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, config: dict[str, int], **options: int
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: Groups,
+    config: dict[str, int],
+    term: adapters.Term | None = None,
+    **options: int,
 ) -> Tensor:
     """a · weight[e]ᵀ + bias[e] of each pair, [S, outputs] in the order of pairs; weight [E, outputs, features]."""
+    added, flags = adapters.arguments(term)
     pairs, features, (experts, outputs) = a.shape[0], a.shape[1], weight.shape[:2]
     out = a.new_empty((pairs, outputs))
     grid = (groups.tiles * cdiv(outputs, config["BLOCK_N"]),)
     launch(
         rows_kernel, grid, a, weight, bias, out, *groups, pairs, experts, groups.tiles, features, outputs,
-        *weight.stride(), HAS_BIAS=bias is not None, EVEN=features % config["BLOCK_K"] == 0, **config, **options,
+        *weight.stride(), *added, HAS_BIAS=bias is not None, EVEN=features % config["BLOCK_K"] == 0, **flags,
+        **config, **options,
     )  # fmt: skip
     return out
 
@@ -90,31 +99,39 @@ class Backward:
         self.sized = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "GROUP_M": config.group_m}
         self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def gradients(self) -> tuple[Tensor, ...]:
         call, x, mask = self.call, self.x, self.call.output_mask
         if self.pairs == 0:
             return self._zeros()
         self.groups = group(self.indices, self.experts, self.config.block_m)
+        made = [x.new_empty(0) for _ in mask]
+        up = adapters.adapter(call.gate_up_lora_a, call.gate_up_lora_b, call.gate_up_lora_scale, x.dtype)
+        down = adapters.adapter(call.down_lora_a, call.down_lora_b, call.down_lora_scale, x.dtype)
+        self.down_term = self._term(down, self.dy, self.top_k)
         dpre, scaled, parts = self._pre_gradient()
-        dx, dgate_up, ddown, dscales, dgate_up_bias, ddown_bias = (x.new_empty(0) for _ in range(6))
+        self.up_term = self._term(up, dpre, 0)
         if mask[0]:
-            dx = self.input_gradient(dpre)
+            made[0] = self.input_gradient(dpre)
         if mask[1]:
-            dgate_up = self.weight_gradient(dpre, x, call.gate_up, gathers_left=False)
+            made[1] = self.weight_gradient(dpre, x, call.gate_up, gathers_left=False)
         if mask[2]:
-            ddown = self.weight_gradient(self.dy, scaled, call.down, gathers_left=True)
+            made[2] = self.weight_gradient(self.dy, scaled, call.down, gathers_left=True)
         if mask[3]:
-            dscales = self._scale_gradient(parts)
+            made[3] = self._scale_gradient(parts)
         if mask[4]:
-            dgate_up_bias = self._bias_gradient(dpre, call.gate_up_bias, gathers=False)
+            made[4] = self._bias_gradient(dpre, call.gate_up_bias, gathers=False)
         if mask[5]:
-            ddown_bias = self._bias_gradient(self.dy, call.down_bias, gathers=True)
-        return dx, dgate_up, ddown, dscales, dgate_up_bias, ddown_bias
+            made[5] = self._bias_gradient(self.dy, call.down_bias, gathers=True)
+        if up is not None:
+            made[6:8] = self._factor_gradients(6, up, self.up_term, (x, self.top_k), (dpre, 0))
+        if down is not None:
+            made[8:] = self._factor_gradients(8, down, self.down_term, (scaled, 0), (self.dy, self.top_k))
+        return tuple(made)
 
     def input_gradient(self, dpre: Tensor) -> Tensor:
         """The gradient of x from that of the pre-activations."""
-        config = {**self.sized, "BLOCK_N": self.config.rows_n}
-        each = rows_product(dpre, self.call.gate_up.transpose(1, 2), None, self.groups, config, **self.options)
+        config, weight = {**self.sized, "BLOCK_N": self.config.rows_n}, self.call.gate_up.transpose(1, 2)
+        each = rows_product(dpre, weight, None, self.groups, config, self.up_term, **self.options)
         return combined(each, self.indices, None, self.call.x, self.experts)
 
     def weight_gradient(self, left: Tensor, right: Tensor, weight: Tensor, gathers_left: bool) -> Tensor:
@@ -128,16 +145,46 @@ class Backward:
         launch(
             weight_gradient_kernel, (self.experts * tiles,),
             left, right, out, self.groups.order, self.groups.starts, self.top_k, height, width,
-            left.stride(0), right.stride(0), *out.stride(), GATHERS_LEFT=gathers_left,
+            left.stride(0), right.stride(0), *out.stride(), GATHERS="left" if gathers_left else "right",
             BLOCK_M=config.weight_m, BLOCK_N=config.weight_n, BLOCK_K=config.weight_k, GROUP_M=config.group_m,
             **self.options,
         )  # fmt: skip
         return out
 
+    def _term(self, found: adapters.Adapter | None, rows_: Tensor, top_k: int) -> adapters.Term | None:
+        """What an adapter adds to the product of gradients rows_ with its weight, as `adapters.low_rank` takes them."""
+        if found is None:
+            return None
+        low = self._low_rank(rows_, found.b.transpose(1, 2), found.scale, top_k)
+        return adapters.Term(low, found.a.transpose(1, 2))
+
+    def _low_rank(self, rows_: Tensor, factor: Tensor, scale: float, top_k: int) -> Tensor:
+        return adapters.low_rank(rows_, factor, scale, self.groups, self.sized, top_k, self.config.num_stages)
+
+    def _factors(self) -> tuple[Tensor | None, ...]:
+        call = self.call
+        return call.gate_up_lora_a, call.gate_up_lora_b, call.down_lora_a, call.down_lora_b
+
+    def _factor_gradients(
+        self, first: int, found: adapters.Adapter, term: Any, source: tuple[Tensor, int], gradient: tuple[Tensor, int]
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of an adapter's factors, outputs `first` and `first + 1`, where they are wanted. source,
+        gradient: what the weight multiplies and its product's gradient, each with its top_k of `adapters.low_rank`."""
+        (a, b), mask, config = self._factors()[first - 6 : first - 4], self.call.output_mask, self.config
+        wanted = mask[first : first + 2]
+        da, db = (f.new_empty(f.shape) if there else self.x.new_empty(0) for f, there in zip((a, b), wanted))
+        sized = config.weight_m, config.weight_k, config.num_stages
+        if mask[first]:
+            adapters.factor_gradient(source[0], term.low, da.transpose(1, 2), self.groups, source[1], *sized)
+        if mask[first + 1]:
+            low = self._low_rank(source[0], found.a, found.scale, source[1])
+            adapters.factor_gradient(gradient[0], low, db, self.groups, gradient[1], *sized)
+        return da, db
+
     def _zeros(self) -> tuple[Tensor, ...]:
         call = self.call
-        like = (call.x, call.gate_up, call.down, call.weights, call.gate_up_bias, call.down_bias)
-        kept = (torch.preserve_format if i in (1, 2) else torch.contiguous_format for i in range(6))
+        like = (call.x, call.gate_up, call.down, call.weights, call.gate_up_bias, call.down_bias, *self._factors())
+        kept = (torch.preserve_format if i in (1, 2) else torch.contiguous_format for i in range(10))
         return tuple(
             torch.zeros_like(t, memory_format=form) if wanted else self.x.new_empty(0)
             for t, form, wanted in zip(like, kept, call.output_mask)
@@ -145,15 +192,15 @@ class Backward:
 
     def _pre_gradient(self) -> tuple[Tensor, Tensor, Tensor]:
         call, config, x = self.call, self.config, self.x
-        columns = cdiv(self.inner, config.block_n)
+        columns, (added, flags) = cdiv(self.inner, config.block_n), adapters.arguments(self.down_term)
         dpre, scaled = x.new_empty(call.pre.shape), x.new_empty((self.pairs, self.inner))
         parts = x.new_empty((columns, self.pairs), dtype=torch.float32)
         launch(
             pre_gradient_kernel, (self.groups.tiles * columns,),
             self.dy, call.down, call.pre, self.scales, dpre, scaled, parts, *self.groups,
             self.pairs, self.experts, self.groups.tiles, self.top_k, self.hidden, self.inner, self.dy.stride(0),
-            *call.down.stride(), *numbers(call), **activation(call), **self.sized, BLOCK_N=config.block_n,
-            EVEN=self.hidden % config.block_k == 0, **self.options,
+            *call.down.stride(), *numbers(call), *added, **activation(call), **flags, **self.sized,
+            BLOCK_N=config.block_n, EVEN=self.hidden % config.block_k == 0, **self.options,
         )  # fmt: skip
         return dpre, scaled, parts
 

@@ -96,9 +96,12 @@ def _experts(
     layout: str = "contiguous",
     weight_layout: str = "contiguous",
     grad: bool = True,
+    ranks: tuple[int, int] = (0, 0),
+    adapters: torch.dtype | None = None,
     **options: object,
 ) -> dict:
-    """Arguments of experts. scales: dtype of the routing weights; grad: whether the experts' weights ask for one."""
+    """Arguments of experts. scales: dtype of the routing weights; grad: whether the experts' weights ask for one.
+    ranks: of the adapters of gate_up and down, 0 for none; adapters: their dtype."""
     shape = (lead,) if isinstance(lead, int) else lead
     wide = 2 * inner if activation in GATED else inner
     weight = {"init": _unit, "layout": weight_layout, "grad": grad}
@@ -112,6 +115,14 @@ def _experts(
     }
     if bias:
         args |= {"gate_up_bias": T(experts, wide), "down_bias": T(experts, hidden)}
+    for which, rank, outputs, features in (("gate_up", ranks[0], wide, hidden), ("down", ranks[1], hidden, inner)):
+        if rank:
+            how = {"init": _unit, "layout": weight_layout, "dtype": adapters}
+            args |= {
+                f"{which}_lora_a": T(experts, rank, features, **how),
+                f"{which}_lora_b": T(experts, outputs, rank, **how),
+                f"{which}_lora_scale": 0.75,
+            }
     return {**args, **options}
 
 
@@ -171,6 +182,19 @@ CASES: dict[str, list[Case]] = {
             for name in (*GATED, *UNGATED)
             if name != "swiglu"
         ),
+        Case("lora", _experts(20, 24, 16, 3, 2, ranks=(4, 6)), SMALL),
+        Case("lora_no_tokens", _experts((2, 0), 16, 8, 4, 2, ranks=(2, 2)), TEST),
+        Case(
+            "lora_sentinels",
+            _experts(20, 24, 16, 3, 4, indices=_with_sentinels(3), bias=True, grad=False, ranks=(16, 3)),
+            SMALL,
+        ),
+        Case("lora_of_down", _experts((2, 6), 21, 11, 5, 3, ranks=(0, 5), adapters=torch.float32), SMALL),
+        Case(
+            "lora_gpt_oss",
+            _clamped(_experts(24, 24, 16, 4, 2, bias=True, weight_layout="transposed", ranks=(0, 40), **GPT_OSS), 0.6),
+            TEST,
+        ),
         Case("whole_tiles", _experts(256, 256, 128, 2, 2), COMPILE, BF16),
         Case("few_tokens", _experts(4, 256, 128, 16, 4), COMPILE, BF16),
         Case(
@@ -179,11 +203,18 @@ CASES: dict[str, list[Case]] = {
             COMPILE,
             BF16,
         ),
+        Case("whole_tiles_lora", _experts(256, 256, 128, 2, 2, grad=False, ranks=(16, 16)), COMPILE, BF16),
         Case("many_experts", _experts(64, 64, 32, 512, 10), BIG),
         Case("odd_large", _experts((3, 331), 200, 120, 33, 5, bias=True), BIG),
         Case("qwen3", _experts(1024, 2048, 768, 128, 8), BIG, BF16),
         Case("decode", _experts(4, 2048, 768, 128, 8), BIG, BF16),
         Case("gpt_oss_large", _experts(512, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS), BIG),
+        Case(
+            "qwen3_lora",
+            _experts(1024, 2048, 768, 128, 8, grad=False, ranks=(16, 64), adapters=torch.float32),
+            BIG,
+            BF16,
+        ),
         Case("sentinels_large", _experts(1024, 512, 256, 16, 8, indices=_with_sentinels(16)), BIG, BF16),
         _bench(8192, 2048, 768, 128, 8),
         _bench(32768, 2048, 768, 128, 8),
@@ -191,6 +222,12 @@ CASES: dict[str, list[Case]] = {
         _bench(8192, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS),
         _bench(8192, 2048, 1408, 64, 6),
         *(_bench(tokens, 2048, 768, 128, 8) for tokens in (1, 4, 16)),
+        Case(
+            "lora16_8192x2048_e128_i768_k8",
+            _experts(8192, 2048, 768, 128, 8, grad=False, ranks=(16, 16), adapters=torch.float32),
+            BENCH,
+            BF16,
+        ),
         Case("zipf_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_zipf(128)), BENCH, BF16),
         Case("half_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_half_of_them(128)), BENCH, BF16),
     ],
@@ -236,8 +273,16 @@ def _read(gate_up: Tensor, indices: Tensor) -> float:
     return min(1.0, indices.numel() / gate_up.shape[0])
 
 
-def _flops(gate_up: Tensor, down: Tensor, indices: Tensor) -> int:
-    return 2 * indices.numel() * (gate_up[0].numel() + down[0].numel())
+def _adapter_flops(*adapted: tuple[Tensor, Tensor | None]) -> int:
+    """Of adapters' products, of each pair: weights, each with its factor a."""
+    return sum(2 * a.shape[1] * (weight.shape[1] + weight.shape[2]) for weight, a in adapted if a is not None)
+
+
+def _flops(
+    gate_up: Tensor, down: Tensor, indices: Tensor, gate_up_lora_a: Tensor | None, down_lora_a: Tensor | None
+) -> int:
+    low = _adapter_flops((gate_up, gate_up_lora_a), (down, down_lora_a))
+    return indices.numel() * (2 * (gate_up[0].numel() + down[0].numel()) + low)
 
 
 def _bytes(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> int:
@@ -252,9 +297,17 @@ def _bytes_vjp(
     return pre + _size(dy, x, indices) + int(_read(gate_up, indices) * _size(gate_up, down)) + written
 
 
-def _flops_vjp(gate_up: Tensor, down: Tensor, indices: Tensor, output_mask: Sequence[bool]) -> int:
+def _flops_vjp(
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    gate_up_lora_a: Tensor | None,
+    down_lora_a: Tensor | None,
+    output_mask: Sequence[bool],
+) -> int:
     first, second = (2 * indices.numel() * t[0].numel() for t in (gate_up, down))
-    return second + first * (output_mask[0] + output_mask[1]) + second * output_mask[2]
+    low = 2 * indices.numel() * _adapter_flops((gate_up, gate_up_lora_a), (down, down_lora_a))
+    return second + first * (output_mask[0] + output_mask[1]) + second * output_mask[2] + low
 
 
 flops = {"experts": _flops, "experts_vjp": _flops_vjp}

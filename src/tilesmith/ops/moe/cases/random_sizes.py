@@ -62,6 +62,10 @@ SAMPLES: Mapping[str, Mapping[str, Kind]] = {
             BF16, (72, 56, 7, 4), lambda chance, experts: _uniform(experts),
             options={"bias": True, "weight_layout": "transposed", **GPT_OSS},
         ),
+        "routed_adapted": Kind(
+            BF16, (72, 40, 6, 3), lambda chance, experts: _with_sentinels(experts),
+            options={"grad": False, "ranks": (16, 5), "adapters": torch.float32},
+        ),
         "routed_fp32": Kind(FP32, (21, 11, 5, 3), lambda chance, experts: _with_sentinels(experts), tokens=300),
     }
 }  # fmt: skip

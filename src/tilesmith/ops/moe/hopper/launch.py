@@ -42,6 +42,8 @@ def _reasons_for_both(call: Any) -> list[str]:
         found.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
     if call.x.dtype not in (torch.float16, torch.bfloat16):
         found.append(f"x is {call.x.dtype}; float16 and bfloat16 are served")
+    if call.gate_up_lora_a is not None or call.down_lora_a is not None:
+        found.append("adapters are given, which these products do not add")
     sizes = {"x": call.x.cols, "down": call.down.cols}
     return found + [f"{name} has {n} columns; multiples of 8 are served" for name, n in sizes.items() if n % 8]
 
@@ -174,6 +176,8 @@ class _Backward(steps.Backward):
 @register_kernel("experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both)
 @optimize_kernel(space=SPACE_VJP)
 @experts_vjp_arguments
-def experts_vjp(call, *, config: HopperBackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def experts_vjp(
+    call, *, config: HopperBackwardConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As Triton's, with the rows of x and of dy in the order of experts for the gradients of the weights."""
     return _Backward(call, config).gradients()

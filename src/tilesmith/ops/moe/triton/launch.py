@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, rows
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
-from tilesmith.ops.moe import plan, steps
+from tilesmith.ops.moe import adapters, plan, steps
 from tilesmith.ops.moe.arguments import experts_arguments, experts_vjp_arguments
 from tilesmith.ops.moe.index import FEW, group
 from tilesmith.ops.moe.kernels import gate_up_kernel
@@ -51,21 +51,32 @@ def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor
     pre = x.new_empty((pairs, wide)) if hidden else x.new_empty((pairs, 0))
     if pairs == 0:
         return x.new_zeros(call.x.shape), pre
-    groups = group(indices, count, config.block_m)
+    groups, top_k = group(indices, count, config.block_m), indices.shape[-1]
     activated = x.new_empty((pairs, inner))
     flags = steps.activation(call)
     sized = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "GROUP_M": config.group_m}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     each = config.block_n // 2 if flags["GATED"] else config.block_n
+
+    def term(rows_: Tensor, a: Tensor | None, b: Tensor | None, scale: float, top_k: int) -> adapters.Term | None:
+        found = adapters.adapter(a, b, scale, x.dtype)
+        if found is None:
+            return None
+        low = adapters.low_rank(rows_, found.a, found.scale, groups, sized, top_k, config.num_stages)
+        return adapters.Term(low, found.b)
+
+    up_term = term(x, call.gate_up_lora_a, call.gate_up_lora_b, call.gate_up_lora_scale, top_k)
+    added, adapted = adapters.arguments(up_term)
     launch(
         gate_up_kernel, (groups.tiles * cdiv(inner, each),),
-        x, gate_up, dense(call.gate_up_bias), pre, activated, *groups, pairs, count, groups.tiles, indices.shape[-1],
-        features, inner, x.stride(0), *gate_up.stride(), *steps.numbers(call),
+        x, gate_up, dense(call.gate_up_bias), pre, activated, *groups, pairs, count, groups.tiles, top_k,
+        features, inner, x.stride(0), *gate_up.stride(), *steps.numbers(call), *added,
         HAS_BIAS=call.gate_up_bias is not None, KEEPS_PRE=hidden, EVEN=features % config.block_k == 0,
-        BLOCK_N=config.block_n, **flags, **sized, **options,
+        BLOCK_N=config.block_n, **flags, **adapted, **sized, **options,
     )  # fmt: skip
+    down_term = term(activated, call.down_lora_a, call.down_lora_b, call.down_lora_scale, 0)
     each_row = steps.rows_product(
-        activated, call.down, dense(call.down_bias), groups, {**sized, "BLOCK_N": config.down_n}, **options
+        activated, call.down, dense(call.down_bias), groups, {**sized, "BLOCK_N": config.down_n}, down_term, **options
     )
     return steps.combined(each_row, indices, call.weights.contiguous(), call.x, count), pre
 
@@ -76,6 +87,8 @@ def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor
 )  # fmt: skip
 @optimize_kernel(space=BACKWARD_SPACE)
 @experts_vjp_arguments
-def experts_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def experts_vjp(
+    call, *, config: BackwardConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradient of the pre-activations, then from it and from the activations those of x and of the weights."""
     return steps.Backward(call, config).gradients()
