@@ -53,8 +53,28 @@ class HalfRMSNorm(Llama):
         return super().forward(x) * 0.5
 
 
+class GatedNorm(Llama):
+    """Norms with a gate: after the norm as in Qwen3-Next, before as in Mamba 2, in fp32 as in Kimi Linear."""
+
+    def __init__(self, kind="qwen", group_size=24):
+        super().__init__()
+        self.kind, self.group_size = kind, group_size
+
+    def forward(self, x, gate=None):
+        """One of the three."""
+        wide, gate = x.float(), None if gate is None else gate.float()
+        if self.kind == "mamba" and gate is not None:
+            wide = wide * F.silu(gate)
+        parts = wide.view(*x.shape[:-1], -1, self.group_size)
+        wide = (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + self.eps)).view(x.shape)
+        if self.kind == "kimi":
+            return (wide * self.weight.float() * torch.sigmoid(gate)).to(x.dtype)
+        y = self.weight * wide.to(x.dtype)
+        return y if self.kind == "mamba" or gate is None else (y * F.silu(gate)).to(x.dtype)
+
+
 class GatedRMSNorm(Llama):
-    """Takes a gate."""
+    """Rounds silu(gate)."""
 
     def forward(self, x, gate):
         """A norm times a gate."""
@@ -92,6 +112,42 @@ def test_norms_are_told_apart(norm, says):
         for parameter in model.parameters():
             parameter.normal_()
     assert (model(x) != undo(copy.deepcopy(model))(x)).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("norm", "says"),
+    [
+        (GatedNorm("qwen"), "RMSNorm times silu(gate), rounded before"),
+        (GatedNorm("kimi"), "RMSNorm times sigmoid(gate), rounded after"),
+        (GatedNorm("mamba"), "RMSNorm of x * silu(gate), rounded before"),
+        (GatedNorm("mamba", 8), "RMSNorm of 3 groups of x * silu(gate)"),
+    ],
+)
+def test_norms_with_a_gate_are_told_apart(norm, says):
+    model = nn.ModuleList([norm]).bfloat16()
+    x, gate = torch.randn(2, 7, 24).bfloat16(), torch.randn(2, 7, 24).bfloat16()
+    y = model[0](x, gate)
+    optimize(model, strict=True)
+    assert says in rows_of(model)["0", "norm"].reason
+    with Calls() as calls:
+        assert (model[0](x, gate=gate) != y).float().mean() < 0.02
+        wide = model[0](x.float(), gate)  # as the scan of Mamba 2 gives it
+    assert calls == {"rms_norm_gated": 2}
+    undo(model)
+    assert torch.equal(model[0](x, gate), y)
+    torch.testing.assert_close(wide, model[0](x.float(), gate))
+
+
+def test_a_norm_without_its_gate_computes_as_before():
+    model = nn.ModuleList([GatedNorm("mamba", 8)])
+    x = torch.randn(5, 24)
+    y = model[0](x)
+    optimize(model, strict=True)
+    assert torch.equal(model[0](x), y)
+    with pytest.raises(TypeError):
+        model[0](x, x, x)
+    optimized = torch.compile(model[0], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(optimized(x, x), undo(model)[0](x, x))
 
 
 def test_a_norm_with_a_weight_for_each_head_is_served_where_there_are_as_many():

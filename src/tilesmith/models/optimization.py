@@ -21,6 +21,7 @@ from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.experts import ExpertsRule
 from tilesmith.models.layers.gated_mlps import GatedMlpRule
+from tilesmith.models.layers.gated_norms import GatedNormRule
 from tilesmith.models.layers.losses import LossRule
 from tilesmith.models.layers.norms import NormRule
 from tilesmith.models.layers.residuals import AddNormRule
@@ -30,6 +31,7 @@ from tilesmith.models.reach import effects
 # In this order: a fused residual looks for replaced norms, an activation for the MLP that computes it.
 RULES: tuple[type[rewrite.Rule], ...] = (
     NormRule,
+    GatedNormRule,
     AddNormRule,
     RotaryRule,
     GatedMlpRule,
