@@ -281,6 +281,55 @@ class DroppingMLP(PackedMLP):
         return F.dropout(super().forward(x), 0.1, self.training)
 
 
+class Xielu(nn.Module):
+    """xIELU, as transformers writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.rising, self.falling = nn.Parameter(torch.tensor([0.2])), nn.Parameter(torch.tensor([-1.1]))
+        self.register_buffer("eps", torch.tensor(-1e-6))
+        self.register_buffer("beta", torch.tensor(0.5))
+
+    def forward(self, x):
+        """Softplus makes slopes of the parameters."""
+        p, n = F.softplus(self.rising), self.beta + F.softplus(self.falling)
+        rest = (torch.expm1(torch.min(x, self.eps)) - x) * n + self.beta * x
+        return torch.where(x > 0, p * x * x + self.beta * x, rest)
+
+
+class Swapped(Xielu):
+    """The slopes on the wrong sides."""
+
+    def forward(self, x):
+        """Not xIELU."""
+        return super().forward(-x)
+
+
+def test_xielu_is_found_with_the_tensors_that_it_reads():
+    model = nn.Sequential(Xielu())
+    x = torch.randn(5, 7, requires_grad=True)
+
+    def step():
+        y = model(x)
+        return y, *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
+
+    plain = step()
+    optimize(model, strict=True)
+    with Calls() as calls:
+        ours = step()
+    assert calls == {"xielu": 1, "xielu_vjp": 1}
+    torch.testing.assert_close(ours, plain)
+    model[0].beta.fill_(0.25)  # a checkpoint may have other numbers
+    model[0].eps = torch.tensor(-0.5)
+    torch.testing.assert_close(model(x), undo(copy.deepcopy(model))(x))
+    assert not any("tilesmith" in name for name in vars(undo(model)[0]))
+
+
+def test_what_looks_like_xielu_stays():
+    with pytest.raises(RewriteError, match="differs from xIELU"):
+        optimize(nn.Sequential(type("Xielu", (Swapped,), {})()), strict=True)
+
+
 def test_what_only_training_shows_is_seen():
     model = nn.Sequential(DroppingMLP()).eval()
     assert type(optimize(model)[0]) is DroppingMLP

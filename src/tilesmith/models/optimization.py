@@ -26,6 +26,7 @@ from tilesmith.models.layers.losses import LossRule
 from tilesmith.models.layers.norms import NormRule
 from tilesmith.models.layers.residuals import AddNormRule
 from tilesmith.models.layers.rotary import RotaryRule
+from tilesmith.models.layers.xielu import XieluRule
 from tilesmith.models.reach import effects
 
 # In this order: a fused residual looks for replaced norms, an activation for the MLP that computes it.
@@ -37,6 +38,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     GatedMlpRule,
     ExpertsRule,
     ActivationRule,
+    XieluRule,
     AttentionRule,
     AttentionMethodRule,
     InlineAttentionRule,

@@ -1748,3 +1748,32 @@ def tvd_vjp(
     element. dx = ½ · sign(x − target) · dloss over the divisor, in x's dtype; dtarget = −dx, in target's dtype. An
     empty tensor stands for a gradient that `output_mask` does not ask for.
     """
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-06) -> Tensor:
+    """The activation xIELU, element by element, with two learned slopes.
+
+    With p = softplus(alpha_p) and n = beta + softplus(alpha_n): p x² + beta x for x above 0, else
+    n (expm1(min(x, eps)) − x) + beta x.
+
+    Args:
+        x: any shape and strides, floating.
+        alpha_p, alpha_n: [1], floating, before softplus.
+        beta: the slope at 0. eps: at most 0; what x is cut to in the exponential.
+
+    Returns a contiguous tensor of x's shape and dtype; all is computed in float32 (float64 for float64) and rounded
+    once. The gradients of alpha_p and alpha_n are summed in a fixed order. Raises TypeError for other dtypes,
+    ValueError for other shapes, an alpha on another device, or an eps above 0.
+
+    Source: Huang and Schlag, Deriving Activation Functions Using Integration, arXiv:2411.13010.
+    """
+
+def xielu_vjp(
+    dout: Tensor, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float, eps: float, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dalpha_p, dalpha_n) of `xielu`, contiguous, in their inputs' dtypes.
+
+    dout, x: one shape, floating. dx is dout (2 p x + beta) for x above 0, else dout (n (exp(x) − 1) + beta), without
+    exp(x) for x above eps. dalpha_p = σ(alpha_p) Σ dout x² over x above 0, dalpha_n = σ(alpha_n) Σ dout
+    (expm1(min(x, eps)) − x) over the others. Computed in fp32 (fp64 for fp64). An empty tensor stands for a gradient
+    that `output_mask` does not ask for.
+    """
