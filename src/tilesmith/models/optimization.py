@@ -17,6 +17,7 @@ from tilesmith.models.attention.selected_blocks import SelectionRule
 from tilesmith.models.blocks import BlockRule, put_back, take_off
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
+from tilesmith.models.fusion.packing import could_be_packed
 from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.experts import ExpertsRule
@@ -129,7 +130,7 @@ def optimize(
             if row.rule == rule.name:
                 rule.attach(model.get_submodule(row.fqn))
     kind = next((p.device.type for p in model.parameters()), "cpu")
-    told = effects((op for row in found.replaced for op in row.ops), kind)
+    told = effects((op for row in found.replaced for op in row.ops), kind) + could_be_packed(model)
     model.tilesmith_report = replace(found, effects=told, notes=tuple(rule.record for rule in whole))
     return model
 

@@ -139,9 +139,11 @@ def _keywords(node: ast.Call) -> list[ast.expr]:
 
 
 def _softmax(node: ast.AST) -> bool:
+    """Whether this is softmax(x), x.softmax() or nn.Softmax(dim=-1)(x)."""
     if not isinstance(node, ast.Call):
         return False
-    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    of = node.func.func if isinstance(node.func, ast.Call) else node.func
+    name = getattr(of, "attr", getattr(of, "id", ""))
     return name.lower().endswith("softmax")
 
 
