@@ -169,8 +169,39 @@ class WritesValues(nn.Module):
     def forward(self, q, k, v):
         weights = torch.matmul(q, k.mT).softmax(-1)
         y = torch.matmul(weights, v).transpose(1, 2)
+        z = y
         y += q.transpose(1, 2)
-        return y
+        return z
+
+
+class AddsToProduct(nn.Module):
+    """As Nyströmformer adds a convolution; nobody else has the product then."""
+
+    def forward(self, q, k, v):
+        weights = nn.Softmax(dim=-1)(torch.matmul(q, k.mT))
+        if q.shape[-2] > 1:
+            y = torch.matmul(weights, v)
+        else:
+            y = torch.matmul(weights, v).contiguous()
+        if q is not None:
+            y += q
+        return y.transpose(1, 2)
+
+
+def test_a_sum_in_place_of_a_product_that_nobody_has_is_taken_out_of_place():
+    q, k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    model = nn.ModuleList([AddsToProduct()])
+
+    def step():
+        y = model[0](q, k, v)
+        return y, *torch.autograd.grad(y.square().sum(), (q, k, v))
+
+    plain = step()
+    optimize(model, only="attention", strict=True)
+    with Calls() as seen:
+        found = step()
+    assert seen == {"attention": 1, "attention_vjp": 1}
+    torch.testing.assert_close(found, plain)
 
 
 class Router(nn.Module):
