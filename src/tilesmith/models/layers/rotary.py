@@ -205,7 +205,11 @@ class RotaryRule(Rule):
             dead = _passed_by(site.module, inspect.unwrap(cls.forward))
             found = {name: function for name, function in found.items() if name not in dead}
         named = ((name, norm_of(child)) for name, child in site.module.named_children()) if self._norms else ()
-        norms = tuple((name, norm) for name, norm in named if norm is not None and not norm.centred)
+        norms = tuple(
+            (name, norm)
+            for name, norm in named
+            if norm is not None and not norm.centred and getattr(site.module._modules[name], "weight", None) is not None
+        )
         key = cls, tuple(found), norms
         if key not in self._known:
             self._known[key] = _decide(cls, found, site.root, norms)
