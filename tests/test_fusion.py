@@ -25,8 +25,8 @@ from tilesmith.attention.fusion import (
     create_unified_attention_fusion,
 )
 from tilesmith.engine import use
-from tilesmith.models.fusion.packing import PackedForm, PackRule, adjacent
 from tilesmith.models.layers.norm_rotary import deferred
+from tilesmith.models.layers.packing import PackedForm, PackRule, adjacent
 from tilesmith.models.layers.transformer_layers import LayerRule
 from tilesmith.rewrite import forms, parse, rewrite
 from tilesmith.validate.budget import compare

@@ -17,7 +17,6 @@ from tilesmith.models.attention.selected_blocks import SelectionRule
 from tilesmith.models.blocks import BlockRule, put_back, take_off
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
-from tilesmith.models.fusion.packing import could_be_packed
 from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.experts import ExpertsRule
@@ -25,6 +24,7 @@ from tilesmith.models.layers.gated_mlps import GatedMlpRule
 from tilesmith.models.layers.gated_norms import GatedNormRule
 from tilesmith.models.layers.losses import LossRule
 from tilesmith.models.layers.norms import NormRule
+from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.layers.residuals import AddNormRule
 from tilesmith.models.layers.rotary import RotaryRule
 from tilesmith.models.layers.xielu import XieluRule
