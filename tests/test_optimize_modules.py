@@ -470,6 +470,30 @@ def test_attention_in_a_method(options):
     assert torch.equal(undo(model)(x, mask), plain)
 
 
+class ByLayer(nn.Module):
+    """Scores divided by the number of the layer, as ImageGPT may."""
+
+    def __init__(self, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def _attn(self, query, key, value, attention_mask=None):
+        weights = query @ key.mT / int(query.shape[-1] ** 0.5) / (self.layer_idx + 1)
+        weights = F.softmax(weights if attention_mask is None else weights + attention_mask, -1)
+        return weights @ value, weights
+
+    def forward(self, x):
+        return self._attn(x, x, x)[0]
+
+
+def test_a_scale_by_the_layer_s_number_is_that_layer_s():
+    model = optimize(nn.Sequential(ByLayer(0), ByLayer(1)))
+    rows = rows_of(model)
+    assert [rows[name, "attention"].action for name in "01"] == ["replaced", "skipped"]
+    x = torch.randn(1, 2, 5, 8)
+    torch.testing.assert_close(model(x), undo(copy.deepcopy(model))(x))
+
+
 def test_a_method_that_is_not_attention_stays():
     model = optimize(Attends(twist=True))
     (row,) = [row for row in model.tilesmith_report.rows if row.rule == "attention"]

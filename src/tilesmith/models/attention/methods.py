@@ -124,8 +124,8 @@ class AttentionMethodRule(Rule):
         if method is None or list(inspect.signature(method).parameters)[1:] not in _PARAMETERS:
             return None
         try:
-            # A layer may scale by its own number, in which layers count as alike otherwise.
-            number = site.module.__dict__.get("layer_idx")
+            # A method may scale by the number of its layer, in which layers count as alike otherwise.
+            number = site.module.__dict__.get("layer_idx") if "layer_idx" in method.__code__.co_names else None
             found = self._verdicts.of(site.module, lambda: recognise(site.module), number, *_corners(site.module))
         except Unlike as verdict:
             return Skip(str(verdict))
