@@ -66,6 +66,13 @@ SERVED = {
     "causal_lm/olmo": (("norm", "OlmoLayerNorm", "LayerNorm"), "layer_norm 3"),
     "causal_lm/codegen": (("attention", "CodeGenAttention", METHOD), "attention 2"),
     "causal_lm/gpt_neo": (("attention", "GPTNeoSelfAttention", METHOD), "attention 2"),
+    "causal_lm/openai-gpt": (("attention", "Attention", METHOD), "attention 2"),
+    "image_classification/imagegpt": (("attention", "ImageGPTAttention", METHOD), "attention 2"),
+    "causal_lm/apertus": (("activation", "XIELUActivation", "computes xIELU"), "xielu 2"),
+    "causal_lm/mamba2": (
+        ("norm", "MambaRMSNormGated", "RMSNorm of x * silu(gate), rounded before the weight"),
+        "rms_norm_gated 2",
+    ),
     "causal_lm/arcee": (("activation", "ReLUSquaredActivation", "computes relu_squared"), "relu_squared 2"),
     "causal_lm/falcon": (("attention", "FalconAttention", INLINE), "attention 2, gelu 2, layer_norm 3"),
     "masked_lm/deberta-v2": (("attention", "DisentangledSelfAttention", INLINE), "attention 2"),

@@ -25,8 +25,8 @@ from tilesmith.attention.fusion import (
     create_unified_attention_fusion,
 )
 from tilesmith.engine import use
-from tilesmith.models.fusion.packing import PackedForm, PackRule, adjacent
 from tilesmith.models.layers.norm_rotary import deferred
+from tilesmith.models.layers.packing import PackedForm, PackRule, adjacent
 from tilesmith.models.layers.transformer_layers import LayerRule
 from tilesmith.rewrite import forms, parse, rewrite
 from tilesmith.validate.budget import compare
@@ -494,7 +494,7 @@ def test_the_guide():
     exec(compile("\n".join(code), guide.name, "exec"), {"__name__": "guide"})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2"])
 def test_norms_of_queries_and_keys_go_into_the_rotation(family):
     plain = build(family)
     ids = torch.arange(12).view(2, 6) + 3
@@ -504,7 +504,7 @@ def test_norms_of_queries_and_keys_go_into_the_rotation(family):
         torch.testing.assert_close(*({name: value.float() for name, value in found.items()} for found in wide))
         fused(ids)
         counted = fused.fusion_report.calls()
-        assert (counted["rms_norm_rope"], counted["rope"], counted["rms_norm"]) == (2, 0, 0)
+        assert (counted["rms_norm_rope"], counted.get("rope", 0), counted["rms_norm"]) == (2, 0, 0)
         seen = []
         fused.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *_: seen.append(1))
         torch.testing.assert_close(fused(ids).logits, plain(ids).logits)
@@ -529,6 +529,24 @@ class _Straight(_Rotates):
         return q.view(shape), k
 
 
+class _Split(_Rotates):
+    def forward(self, q, k, cos, sin, shape):
+        q, k = self.q_norm(q + 1), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q = q.view(shape).transpose(1, 2)
+        k = k.view(2, -1, 2, 4).transpose(1, 2)
+        return apply_rotary(q, k, cos, sin)
+
+
+class _SplitOnce(_Rotates):
+    def forward(self, q, k, cos, sin, shape):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q = q.view(shape).transpose(1, 2)
+        return apply_rotary(q, k, cos, sin)
+
+
 class _Seen(_Rotates):
     def forward(self, q, k, cos, sin):
         q = self.q_norm(q)
@@ -551,14 +569,17 @@ def apply_rotary(q, k, cos, sin):
     return q * cos, k * sin
 
 
-@pytest.mark.parametrize(("kind", "taken"), [(_Straight, True), (_Seen, False), (_Branched, False)])
+@pytest.mark.parametrize(
+    ("kind", "taken"), [(_Straight, True), (_Split, True), (_SplitOnce, False), (_Seen, False), (_Branched, False)]
+)
 def test_norms_that_others_see_stay_where_they_are(kind, taken):
     tree = parse(kind.forward)
     before = ast.unparse(tree)
     found = deferred(tree, ("q_norm", "k_norm"), ("apply_rotary",))
     assert [spec.norms for spec in found] == [("q_norm", "k_norm")] * taken
     assert taken or ast.unparse(tree) == before
-    assert not taken or (found[0].transposed == (True, False) and "self.q_norm" not in ast.unparse(tree))
+    assert not taken or (found[0].transposed, found[0].rows) == ((kind is _Straight, False), kind is _Split)
+    assert not taken or ast.unparse(tree).count("self.q_norm") == before.count("self.q_norm") - 1
 
 
 def test_packed_models_in_other_hands(tmp_path):

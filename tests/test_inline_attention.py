@@ -12,6 +12,7 @@ from torch import nn
 from optimize_models import Calls, assert_within_budget, ops_everywhere, train  # noqa: F401
 from tilesmith.engine import use
 from tilesmith.models import optimize, undo
+from tilesmith.models.attention import added_masks
 from tilesmith.models.attention.inline import InlineAttentionForm
 from tilesmith.models.attention.scores import Scores, scores
 from tilesmith.rewrite import forms
@@ -168,8 +169,39 @@ class WritesValues(nn.Module):
     def forward(self, q, k, v):
         weights = torch.matmul(q, k.mT).softmax(-1)
         y = torch.matmul(weights, v).transpose(1, 2)
+        z = y
         y += q.transpose(1, 2)
-        return y
+        return z
+
+
+class AddsToProduct(nn.Module):
+    """As Nyströmformer adds a convolution; nobody else has the product then."""
+
+    def forward(self, q, k, v):
+        weights = nn.Softmax(dim=-1)(torch.matmul(q, k.mT))
+        if q.shape[-2] > 1:
+            y = torch.matmul(weights, v)
+        else:
+            y = torch.matmul(weights, v).contiguous()
+        if q is not None:
+            y += q
+        return y.transpose(1, 2)
+
+
+def test_a_sum_in_place_of_a_product_that_nobody_has_is_taken_out_of_place():
+    q, k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    model = nn.ModuleList([AddsToProduct()])
+
+    def step():
+        y = model[0](q, k, v)
+        return y, *torch.autograd.grad(y.square().sum(), (q, k, v))
+
+    plain = step()
+    optimize(model, only="attention", strict=True)
+    with Calls() as seen:
+        found = step()
+    assert seen == {"attention": 1, "attention_vjp": 1}
+    torch.testing.assert_close(found, plain)
 
 
 class Router(nn.Module):
@@ -235,6 +267,23 @@ def test_an_added_mask_beside_a_bias_is_no_bias():
         added, visible = lazy.recorded._added(torch.float32)
         assert added.shape == ((2, 3, 1, 5) if masks else (2, 3, 5, 5)) and (visible is not None) == bool(masks)
         torch.testing.assert_close(lazy.softmax(-1) @ v, (q @ k.mT + bias + mask).softmax(-1) @ v)
+
+
+def test_a_mask_is_looked_at_once_however_layers_slice_it(monkeypatch):
+    looks = []
+    monkeypatch.setattr(added_masks, "_is_mask", lambda x: looks.append(x) or bool(((x == 0) | (x <= -1e4)).all()))
+    mask = torch.zeros(2, 1, 5, 8).masked_fill(torch.ones(5, 8).triu(1).bool(), torch.finfo(torch.float32).min)
+    for _ in range(3):
+        for view in (mask, mask[..., :5], mask[:, 0].reshape(2, 1, 5, 8), mask[:1].expand(2, -1, -1, -1)):
+            assert torch.equal(added_masks.visible(view), view == 0)
+    assert len(looks) == 1
+    mask[0, 0, 0, 0] = -3.0  # a bias from now on
+    assert added_masks.visible(mask) is None and added_masks.visible(mask[..., :5]) is None
+    assert len(looks) == 2
+    with torch.inference_mode():
+        inside = torch.zeros(1, 1, 2, 2)
+        assert added_masks.visible(inside).all()
+        assert added_masks.visible(inside.fill_(1.0)) is None
 
 
 def _model(family):

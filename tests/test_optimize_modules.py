@@ -53,8 +53,28 @@ class HalfRMSNorm(Llama):
         return super().forward(x) * 0.5
 
 
+class GatedNorm(Llama):
+    """Norms with a gate: after the norm as in Qwen3-Next, before as in Mamba 2, in fp32 as in Kimi Linear."""
+
+    def __init__(self, kind="qwen", group_size=24):
+        super().__init__()
+        self.kind, self.group_size = kind, group_size
+
+    def forward(self, x, gate=None):
+        """One of the three."""
+        wide, gate = x.float(), None if gate is None else gate.float()
+        if self.kind == "mamba" and gate is not None:
+            wide = wide * F.silu(gate)
+        parts = wide.view(*x.shape[:-1], -1, self.group_size)
+        wide = (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + self.eps)).view(x.shape)
+        if self.kind == "kimi":
+            return (wide * self.weight.float() * torch.sigmoid(gate)).to(x.dtype)
+        y = self.weight * wide.to(x.dtype)
+        return y if self.kind == "mamba" or gate is None else (y * F.silu(gate)).to(x.dtype)
+
+
 class GatedRMSNorm(Llama):
-    """Takes a gate."""
+    """Rounds silu(gate)."""
 
     def forward(self, x, gate):
         """A norm times a gate."""
@@ -92,6 +112,42 @@ def test_norms_are_told_apart(norm, says):
         for parameter in model.parameters():
             parameter.normal_()
     assert (model(x) != undo(copy.deepcopy(model))(x)).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("norm", "says"),
+    [
+        (GatedNorm("qwen"), "RMSNorm times silu(gate), rounded before"),
+        (GatedNorm("kimi"), "RMSNorm times sigmoid(gate), rounded after"),
+        (GatedNorm("mamba"), "RMSNorm of x * silu(gate), rounded before"),
+        (GatedNorm("mamba", 8), "RMSNorm of 3 groups of x * silu(gate)"),
+    ],
+)
+def test_norms_with_a_gate_are_told_apart(norm, says):
+    model = nn.ModuleList([norm]).bfloat16()
+    x, gate = torch.randn(2, 7, 24).bfloat16(), torch.randn(2, 7, 24).bfloat16()
+    y = model[0](x, gate)
+    optimize(model, strict=True)
+    assert says in rows_of(model)["0", "norm"].reason
+    with Calls() as calls:
+        assert (model[0](x, gate=gate) != y).float().mean() < 0.02
+        wide = model[0](x.float(), gate)  # as the scan of Mamba 2 gives it
+    assert calls == {"rms_norm_gated": 2}
+    undo(model)
+    assert torch.equal(model[0](x, gate), y)
+    torch.testing.assert_close(wide, model[0](x.float(), gate))
+
+
+def test_a_norm_without_its_gate_computes_as_before():
+    model = nn.ModuleList([GatedNorm("mamba", 8)])
+    x = torch.randn(5, 24)
+    y = model[0](x)
+    optimize(model, strict=True)
+    assert torch.equal(model[0](x), y)
+    with pytest.raises(TypeError):
+        model[0](x, x, x)
+    optimized = torch.compile(model[0], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(optimized(x, x), undo(model)[0](x, x))
 
 
 def test_a_norm_with_a_weight_for_each_head_is_served_where_there_are_as_many():
@@ -223,6 +279,55 @@ class DroppingMLP(PackedMLP):
     def forward(self, x):
         """Gate first."""
         return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class Xielu(nn.Module):
+    """xIELU, as transformers writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.rising, self.falling = nn.Parameter(torch.tensor([0.2])), nn.Parameter(torch.tensor([-1.1]))
+        self.register_buffer("eps", torch.tensor(-1e-6))
+        self.register_buffer("beta", torch.tensor(0.5))
+
+    def forward(self, x):
+        """Softplus makes slopes of the parameters."""
+        p, n = F.softplus(self.rising), self.beta + F.softplus(self.falling)
+        rest = (torch.expm1(torch.min(x, self.eps)) - x) * n + self.beta * x
+        return torch.where(x > 0, p * x * x + self.beta * x, rest)
+
+
+class Swapped(Xielu):
+    """The slopes on the wrong sides."""
+
+    def forward(self, x):
+        """Not xIELU."""
+        return super().forward(-x)
+
+
+def test_xielu_is_found_with_the_tensors_that_it_reads():
+    model = nn.Sequential(Xielu())
+    x = torch.randn(5, 7, requires_grad=True)
+
+    def step():
+        y = model(x)
+        return y, *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
+
+    plain = step()
+    optimize(model, strict=True)
+    with Calls() as calls:
+        ours = step()
+    assert calls == {"xielu": 1, "xielu_vjp": 1}
+    torch.testing.assert_close(ours, plain)
+    model[0].beta.fill_(0.25)  # a checkpoint may have other numbers
+    model[0].eps = torch.tensor(-0.5)
+    torch.testing.assert_close(model(x), undo(copy.deepcopy(model))(x))
+    assert not any("tilesmith" in name for name in vars(undo(model)[0]))
+
+
+def test_what_looks_like_xielu_stays():
+    with pytest.raises(RewriteError, match="differs from xIELU"):
+        optimize(nn.Sequential(type("Xielu", (Swapped,), {})()), strict=True)
 
 
 def test_what_only_training_shows_is_seen():
@@ -363,6 +468,30 @@ def test_attention_in_a_method(options):
     torch.testing.assert_close(torch.autograd.grad(found.sum(), model.qkv.weight)[0], wanted)
     assert torch.equal(again[1], weights) and not [name for name in model.__dict__ if "weights_asked" in name]
     assert torch.equal(undo(model)(x, mask), plain)
+
+
+class ByLayer(nn.Module):
+    """Scores divided by the number of the layer, as ImageGPT may."""
+
+    def __init__(self, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def _attn(self, query, key, value, attention_mask=None):
+        weights = query @ key.mT / int(query.shape[-1] ** 0.5) / (self.layer_idx + 1)
+        weights = F.softmax(weights if attention_mask is None else weights + attention_mask, -1)
+        return weights @ value, weights
+
+    def forward(self, x):
+        return self._attn(x, x, x)[0]
+
+
+def test_a_scale_by_the_layer_s_number_is_that_layer_s():
+    model = optimize(nn.Sequential(ByLayer(0), ByLayer(1)))
+    rows = rows_of(model)
+    assert [rows[name, "attention"].action for name in "01"] == ["replaced", "skipped"]
+    x = torch.randn(1, 2, 5, 8)
+    torch.testing.assert_close(model(x), undo(copy.deepcopy(model))(x))
 
 
 def test_a_method_that_is_not_attention_stays():

@@ -20,6 +20,13 @@ def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+    n = beta + F.softplus(alpha_n)
+    return torch.where(
+        x > 0, F.softplus(alpha_p) * x * x + beta * x, (torch.expm1(x.clamp(max=eps)) - x) * n + beta * x
+    )
+
+
 def _add_relu(x: Tensor, y: Tensor) -> Tensor:
     return F.relu(x + y)
 
@@ -47,6 +54,7 @@ def _liger_relu_squared(args: Mapping[str, Any]) -> Call:
 EAGER: dict[str, Callable[..., Any]] = {
     "sigmoid": _sigmoid,
     "relu_squared": _relu_squared,
+    "xielu": _xielu,
     "add_relu": _add_relu,
     "bias_gelu": _bias_gelu,
     "bias_dropout": _bias_dropout,

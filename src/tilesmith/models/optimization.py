@@ -21,20 +21,25 @@ from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.experts import ExpertsRule
 from tilesmith.models.layers.gated_mlps import GatedMlpRule
+from tilesmith.models.layers.gated_norms import GatedNormRule
 from tilesmith.models.layers.losses import LossRule
 from tilesmith.models.layers.norms import NormRule
+from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.layers.residuals import AddNormRule
 from tilesmith.models.layers.rotary import RotaryRule
+from tilesmith.models.layers.xielu import XieluRule
 from tilesmith.models.reach import effects
 
 # In this order: a fused residual looks for replaced norms, an activation for the MLP that computes it.
 RULES: tuple[type[rewrite.Rule], ...] = (
     NormRule,
+    GatedNormRule,
     AddNormRule,
     RotaryRule,
     GatedMlpRule,
     ExpertsRule,
     ActivationRule,
+    XieluRule,
     AttentionRule,
     AttentionMethodRule,
     InlineAttentionRule,
@@ -125,7 +130,7 @@ def optimize(
             if row.rule == rule.name:
                 rule.attach(model.get_submodule(row.fqn))
     kind = next((p.device.type for p in model.parameters()), "cpu")
-    told = effects((op for row in found.replaced for op in row.ops), kind)
+    told = effects((op for row in found.replaced for op in row.ops), kind) + could_be_packed(model)
     model.tilesmith_report = replace(found, effects=told, notes=tuple(rule.record for rule in whole))
     return model
 

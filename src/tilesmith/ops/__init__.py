@@ -51,6 +51,7 @@ _FAMILIES = {
         "swiglu",
         "swiglu_vjp",
     ),
+    "tilesmith.ops.elementwise.xielu_op": ("xielu", "xielu_vjp"),
     "tilesmith.ops.gemm.op": (
         "linear",
         "linear_act",

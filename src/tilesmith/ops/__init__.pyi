@@ -1330,31 +1330,53 @@ def rms_norm_fp8(
     """
 
 def rms_norm_gated(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-06, casting: str = "fp32"
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    casting: str = "fp32",
+    activation: str = "silu",
+    gate_first: bool = False,
+    groups: int = 1,
 ) -> Tensor:
-    """y = rms_norm(x) · silu(gate): the norm behind the linear attention of Qwen3-Next and Qwen3.5.
+    """y = rms_norm(x) · act(gate), or rms_norm(x · act(gate)): the norm behind linear attention and state-space layers.
 
-    x, gate: [..., N] of one shape and dtype, floating, any strides. weight: [N], floating, or None for 1. eps: see
-    `rms_norm`. casting: "fp32" computes in fp32 and rounds once; "llama" multiplies silu(gate), fp32, into the norm as
-    `rms_norm` rounds it with that casting, and rounds again. Neither has a bearing on the gradient, which is taken of
-    the formula in fp32.
+    x, gate: [..., N] of one shape, floating, any strides; gate in x's dtype or one of fewer bits. weight: [N],
+    floating, or None for 1. eps: see `rms_norm`. activation: "silu" (Qwen3-Next, Mamba 2) or "sigmoid" (Kimi Linear).
+    gate_first: the norm is that of x · act(gate), in fp32, as in Mamba 2. groups: each of that many equal parts of a
+    row has a root mean square of its own.
+
+    casting: "fp32" computes in fp32 and rounds once; "llama" rounds before and after the product with the weight, as
+    `rms_norm` with that casting does, and after the product with act(gate), which is in fp32. Neither has a bearing on
+    the gradient, which is taken of the formula in fp32.
 
     Returns a contiguous tensor of x's shape and dtype. Everything is fp64 for fp64 x.
 
-    Raises TypeError for a dtype that is not floating or a gate of another one than x's, ValueError for shapes, devices,
-    eps and casting that do not fit.
+    Raises TypeError for a dtype that is not floating or a gate of more bits than x, ValueError for shapes, devices,
+    eps, casting, activation and groups that do not fit.
 
-    Source: Zhang and Sennrich, arXiv:1910.07467; Gated DeltaNet, Yang et al., arXiv:2412.06464.
+    Source: Zhang and Sennrich, arXiv:1910.07467; Gated DeltaNet, Yang et al., arXiv:2412.06464; Mamba 2, Dao and Gu,
+    arXiv:2405.21060.
     """
 
 def rms_norm_gated_vjp(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, rstd: Tensor, output_mask: Sequence[bool]
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    activation: str,
+    gate_first: bool,
+    groups: int,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dgate, dweight) of `rms_norm_gated`, contiguous, in their inputs' dtypes.
 
-    dy, x, gate: [..., N]; rstd: [...], which the forward saved. With n = x · rstd · weight: dgate = dy · n ·
-    silu'(gate), and dx and dweight are those of `rms_norm_vjp` for dy · silu(gate). Computed in fp32 (fp64 for fp64).
-    An empty tensor stands for a gradient that `output_mask` does not ask for.
+    dy, x, gate: [..., N]; rstd: [..., groups], which the forward saved. With a = act(gate), n̂ = x · rstd and
+    g = dy · a · weight: dx = (g − n̂ · mean(g · n̂)) · rstd, the mean over a group, dgate = dy · n̂ · weight · act'(gate)
+    and dweight = Σ dy · a · n̂ over rows. gate_first: with h = x · a, ĥ = h · rstd and g = dy · weight, dh is
+    (g − ĥ · mean(g · ĥ)) · rstd, dx = dh · a, dgate = dh · x · act'(gate) and dweight = Σ dy · ĥ. Computed in fp32
+    (fp64 for fp64). An empty tensor stands for a gradient that `output_mask` does not ask for.
     """
 
 def rms_norm_rope(
@@ -1744,4 +1766,33 @@ def tvd_vjp(
     dloss: a scalar, or [..., V] for reduction "none". x, target: [..., V]; signs: int16 [..., ⌈V / 8⌉], two bits an
     element. dx = ½ · sign(x − target) · dloss over the divisor, in x's dtype; dtarget = −dx, in target's dtype. An
     empty tensor stands for a gradient that `output_mask` does not ask for.
+    """
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-06) -> Tensor:
+    """The activation xIELU, element by element, with two learned slopes.
+
+    With p = softplus(alpha_p) and n = beta + softplus(alpha_n): p x² + beta x for x above 0, else
+    n (expm1(min(x, eps)) − x) + beta x.
+
+    Args:
+        x: any shape and strides, floating.
+        alpha_p, alpha_n: [1], floating, before softplus.
+        beta: the slope at 0. eps: at most 0; what x is cut to in the exponential.
+
+    Returns a contiguous tensor of x's shape and dtype; all is computed in float32 (float64 for float64) and rounded
+    once. The gradients of alpha_p and alpha_n are summed in a fixed order. Raises TypeError for other dtypes,
+    ValueError for other shapes, an alpha on another device, or an eps above 0.
+
+    Source: Huang and Schlag, Deriving Activation Functions Using Integration, arXiv:2411.13010.
+    """
+
+def xielu_vjp(
+    dout: Tensor, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float, eps: float, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dalpha_p, dalpha_n) of `xielu`, contiguous, in their inputs' dtypes.
+
+    dout, x: one shape, floating. dx is dout (2 p x + beta) for x above 0, else dout (n (exp(x) − 1) + beta), without
+    exp(x) for x above eps. dalpha_p = σ(alpha_p) Σ dout x² over x above 0, dalpha_n = σ(alpha_n) Σ dout
+    (expm1(min(x, eps)) − x) over the others. Computed in fp32 (fp64 for fp64). An empty tensor stands for a gradient
+    that `output_mask` does not ask for.
     """

@@ -98,7 +98,8 @@ def _apply(rule: Rule, site: Site, excluded: Callable[[str, str], bool], swapped
             swapped.append(site.module)
     if isinstance(found, Skip):
         return Row(site.fqn, cls.__name__, rule.name, "skipped", (), found.reason, found.wanted)
-    return Row(site.fqn, cls.__name__, rule.name, "replaced", found.ops, found.reason)
+    action = "replaced" if found.computes else "skipped"
+    return Row(site.fqn, cls.__name__, rule.name, action, found.ops, found.reason)
 
 
 def _left_alone(site: Site) -> Iterable[Row]:

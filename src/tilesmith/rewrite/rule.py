@@ -14,11 +14,15 @@ from tilesmith.rewrite.variants import Form
 
 @dataclass(frozen=True)
 class Replace:
-    """Swap the module to `form`; without a form the module already computes by `ops` through what holds it."""
+    """Swap the module to `form`; without a form the module already computes by `ops` through what holds it.
+
+    computes: False for a form that only hands something to other modules; its row is of a module left as it is.
+    """
 
     form: Form | None
     ops: tuple[str, ...]
     reason: str
+    computes: bool = True
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from tilesmith.rewrite import (
 
 _NAMES = {"_tilesmith_scores": scores, "_tilesmith_scores_added": scores_added}
 _PRODUCTS = ("matmul", "bmm", "baddbmm")
+_VIEWS = ("view", "reshape", "transpose", "permute", "contiguous", "unflatten", "flatten")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def _verdict(cls: type) -> str | None:
         seeds = products(tree)
         if not seeds or not _reach_values(tree):
             return None
+        _out_of_place(tree)
         written = _written(tree)
         sources = written & {n.id for seed in seeds for n in ast.walk(seed) if isinstance(n, ast.Name)}
         if sources:
@@ -139,9 +141,11 @@ def _keywords(node: ast.Call) -> list[ast.expr]:
 
 
 def _softmax(node: ast.AST) -> bool:
+    """Whether this is softmax(x), x.softmax() or nn.Softmax(dim=-1)(x)."""
     if not isinstance(node, ast.Call):
         return False
-    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    of = node.func.func if isinstance(node.func, ast.Call) else node.func
+    name = getattr(of, "attr", getattr(of, "id", ""))
     return name.lower().endswith("softmax")
 
 
@@ -159,6 +163,47 @@ def _operands(node: ast.AST) -> tuple[str, list[ast.expr], list[ast.keyword]] | 
         known = {keyword.arg for keyword in node.keywords} <= {"batch1", "batch2", "beta", "alpha"}
         return ("_tilesmith_scores_added", args, node.keywords) if known else None
     return ("_tilesmith_scores", args, []) if len(args) == 2 and not node.keywords else None
+
+
+def _out_of_place(tree: ast.FunctionDef) -> None:
+    """Make `x = x + y` of `x += y`, in place, where x was given nothing but products and nothing has read it before:
+    nobody else has the tensor then, and attention keeps it for its backward."""
+    nodes = list(ast.walk(tree))
+    loops = [node for node in nodes if isinstance(node, (ast.For, ast.While))]
+    looped = {id(node) for loop in loops for node in ast.walk(loop)}
+    products_of = {id(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and _new_product(node.value)}
+    parameters = {argument.arg for argument in ast.walk(tree.args) if isinstance(argument, ast.arg)}
+
+    def own(node: ast.AugAssign) -> bool:
+        name = node.target.id
+        above = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and n.lineno <= node.end_lineno]
+        above = [n for n in above if n is not node.target]
+        return name not in parameters and bool(above) and all(id(n) in products_of for n in above)
+
+    augmented = (n for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name))
+    results = _results(tree)
+    fresh = {id(n) for n in augmented if n.target.id in results and id(n) not in looped and own(n)}
+    _OutOfPlace(fresh).visit(tree)
+
+
+def _new_product(value: ast.expr) -> bool:
+    """Whether this is a product, or a view of one."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _VIEWS:
+        value = value.func.value
+    return _operands(value) is not None
+
+
+class _OutOfPlace(ast.NodeTransformer):
+    """Assignments in the place of some augmented ones."""
+
+    def __init__(self, nodes: set[int]):
+        self.nodes = nodes
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        if id(node) not in self.nodes:
+            return node
+        read = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+        return ast.copy_location(ast.Assign([node.target], ast.BinOp(read, node.op, node.value)), node)
 
 
 def _written(tree: ast.FunctionDef) -> set[str]:
@@ -223,6 +268,7 @@ def _same_storage(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _follow(tree: ast.FunctionDef) -> None:
+    _out_of_place(tree)
     _Follow(products(tree)).visit(tree)
 
 

@@ -254,7 +254,7 @@ class AttentionRule(Rule):
         if not ours or "position_ids" not in inspect.signature(module.forward).parameters:
             return None
         told = "compiled alone, a row is packed documents if the caller gives position_ids"
-        return Replace(PositionsForm(), (), told)
+        return Replace(PositionsForm(), (), told, computes=False)
 
     def _whole(self, model: nn.Module) -> Replace | Skip | None:
         configured = _configurations(model)

@@ -18,12 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.models.attention.added_masks import HIDDEN, visible
 from tilesmith.models.reach import ran, reaches
 
-# A score that is filled with this or less has no weight beside any other.
-_HIDDEN = -1e4
 _LARGEST_HEAD = 256
-_KNOWN = "_tilesmith_visible"  # attribute of an added tensor: its version and the mask that it is
 
 
 @dataclass(frozen=True)
@@ -109,25 +107,13 @@ class Recorded:
         """
         biases, masks = list(self.biases), [~hidden for hidden in self.hidden]
         if len(biases) > 1:
-            known = [_visible(bias) for bias in biases]
+            known = [visible(bias) for bias in biases]
             masks += [mask for mask in known if mask is not None]
             biases = [bias for bias, mask in zip(biases, known) if mask is None]
         bias = functools.reduce(torch.add, biases) if biases else None
         if bias is not None and bias.dtype not in (dtype, torch.float32):
             bias = bias.to(dtype)
         return bias, functools.reduce(torch.logical_and, masks) if masks else None
-
-
-def _visible(bias: Tensor) -> Tensor | None:
-    """The mask that an added tensor is, if all its values are 0 or hide keys; else None. Looked at once a tensor."""
-    if bias.requires_grad or bias.ndim != 4 or (bias.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
-    known = bias.__dict__.get(_KNOWN)
-    if known is None or known[0] != bias._version:
-        shown, hidden = bias == 0, bias <= _HIDDEN
-        known = bias._version, shown if bool((shown | hidden).all()) else None
-        bias.__dict__[_KNOWN] = known
-    return known[1]
 
 
 @dataclass(eq=False)
@@ -229,7 +215,7 @@ class Scores:
     def masked_fill(self, mask: Any, value: Any) -> Scores | Tensor:
         """As `Tensor.masked_fill`; followed where the value hides keys."""
         mask, value, have = _real(mask), _real(value), self.recorded
-        hides = isinstance(value, (int, float)) and value <= _HIDDEN and not have.normalised
+        hides = isinstance(value, (int, float)) and value <= HIDDEN and not have.normalised
         hidden = have.placed(mask) if hides and mask.dtype is torch.bool else None
         after = None if hidden is None else replace(have, hidden=(*have.hidden, hidden))
         return self._then(after, lambda x: x.masked_fill(mask, value))

@@ -15,11 +15,11 @@ from tilesmith import rewrite
 from tilesmith.engine.argument_checks import flag, size
 from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.selected_blocks import SelectionRule
-from tilesmith.models.fusion.packing import PackRule
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.gated_mlps import GatedMlpRule
 from tilesmith.models.layers.losses import LossRule
 from tilesmith.models.layers.norms import NormRule
+from tilesmith.models.layers.packing import PackRule
 from tilesmith.models.layers.residuals import AddNormRule
 from tilesmith.models.layers.rotary import HeadNormRule, RotaryRule
 from tilesmith.models.layers.transformer_layers import LayerRule

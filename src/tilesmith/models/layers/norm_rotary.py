@@ -2,6 +2,7 @@
 
 The forward keeps its source. A statement `q = self.q_norm(x).transpose(1, 2)` becomes `q = x.transpose(1, 2)`, and the
 rotation of q and k is told which norms they lack. That is exact as long as nobody but the rotation sees q in between.
+A norm of whole rows, which `q = q.view(...).transpose(1, 2)` splits into heads afterwards (Olmo 2), is taken likewise.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ _CALL = "_tilesmith_norm_rotate_"
 
 class Deferred(NamedTuple):
     """One rotation by the global function of this name; for queries and for keys the norm, by the name of the child,
-    and whether what it gives is transposed before the rotation."""
+    and whether what it gives is transposed before the rotation; rows: whether it is split into heads before that."""
 
     function: str
     norms: tuple[str, str]
     transposed: tuple[bool, bool]
+    rows: bool = False
 
 
 def deferred(tree: ast.FunctionDef, norms: tuple[str, ...], functions: tuple[str, ...]) -> list[Deferred]:
@@ -41,10 +43,12 @@ def deferred(tree: ast.FunctionDef, norms: tuple[str, ...], functions: tuple[str
         made = [_made(tree.body[:at], statement, name, norms) for name in names]
         if names[0] == names[1] or None in made:
             continue
-        (q_at, q_call, q_turned), (k_at, k_call, k_turned) = made
+        (q_at, q_call, q_turned, q_rows), (k_at, k_call, k_turned, k_rows) = made
+        if q_rows != k_rows:
+            continue
         for where, call in ((q_at, q_call), (k_at, k_call)):
             _Unwrap(call).visit(tree.body[where])
-        spec = Deferred(calls[0].func.id, (q_call.func.attr, k_call.func.attr), (q_turned, k_turned))
+        spec = Deferred(calls[0].func.id, (q_call.func.attr, k_call.func.attr), (q_turned, k_turned), q_rows)
         calls[0].func = ast.copy_location(ast.Name(_CALL + str(len(found)), ast.Load()), calls[0])
         calls[0].args.insert(0, ast.copy_location(ast.Name("self", ast.Load()), calls[0]))
         found.append(spec)
@@ -61,7 +65,8 @@ def norm_rotation(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """The function (module, q, k, cos, sin, ...) that normalises and rotates: by the op where it serves, else by the
     modules and `rotate`."""
-    names, transposed = spec.norms, spec.transposed
+    names, transposed, rows = spec.norms, spec.transposed, spec.rows
+    norm_dim = "row" if rows else "head"
 
     def norm_rotate(
         module: nn.Module, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
@@ -78,19 +83,33 @@ def norm_rotation(
         for child, x in ((q_norm, q), (k_norm, k)):
             fits = fits and not by_head(child)
             fits = fits and is_norm(child, norm) and not observed(child) and servable(child, x, norm)
+            fits = fits and (not rows or child.weight.numel() == x.shape[1] * x.shape[3])
         if not (fits and epsilon(q_norm, q, norm) == epsilon(k_norm, k, norm)):
-            q, k = _apart(q_norm, q, transposed[0]), _apart(k_norm, k, transposed[1])
+            if rows:
+                q, k = _apart_by_row(q_norm, q), _apart_by_row(k_norm, k)
+            else:
+                q, k = _apart(q_norm, q, transposed[0]), _apart(k_norm, k, transposed[1])
             return rotate(module, q, k, cos, sin, *more, **named)
         ran(module, OP)
         weights = getattr(q_norm, "weight", None), getattr(k_norm, "weight", None)
         options = {"eps": epsilon(q_norm, q, norm), "weight_offset": norm.offset, "casting": norm.casting}
-        return ops.rms_norm_rope(q, k, *weights, single(cos), single(sin), interleaved=interleaved, **options)
+        return ops.rms_norm_rope(
+            q, k, *weights, single(cos), single(sin), interleaved=interleaved, norm_dim=norm_dim, **options
+        )
 
     return norm_rotate
 
 
 def _apart(module: nn.Module, x: Tensor, transposed: bool) -> Tensor:
     return module(x.transpose(1, 2)).transpose(1, 2) if transposed else module(x)
+
+
+def _apart_by_row(module: nn.Module, x: Tensor) -> Tensor:
+    """The norm of rows that were split into heads and transposed."""
+    split = x.transpose(1, 2)
+    width = module.weight.numel()
+    rows = split.flatten(2) if split.shape[2] * split.shape[3] == width else split.reshape(-1, width)
+    return module(rows).view(split.shape).transpose(1, 2)
 
 
 def _rotates(node: ast.AST, functions: tuple[str, ...]) -> bool:
@@ -101,9 +120,10 @@ def _rotates(node: ast.AST, functions: tuple[str, ...]) -> bool:
 
 def _made(
     before: list[ast.stmt], rotation: ast.stmt, name: str, norms: tuple[str, ...]
-) -> tuple[int, ast.Call, bool] | None:
-    """Where a variable is made, the call of its norm, and whether that is transposed; None where something else may
-    see it before `rotation`, or the last that it was given is no norm's."""
+) -> tuple[int, ast.Call, bool, bool] | None:
+    """Where a variable is made, the call of its norm, whether that is transposed, and whether it is split into heads
+    first; None where something else may see it before `rotation`, or the last that it was given is no norm's."""
+    split = False
     for at in range(len(before) - 1, -1, -1):
         statement = before[at]
         if not flow.mentions(statement, {name}):
@@ -117,8 +137,11 @@ def _made(
         target = statement.targets if isinstance(statement, ast.Assign) else []
         if len(target) != 1 or not isinstance(target[0], ast.Name):
             return None
+        if not split and _splits(statement.value, name):
+            split = True
+            continue
         call, turned = _norm_call(statement.value, norms)
-        return None if call is None else (at, call, turned)
+        return None if call is None or (split and turned) else (at, call, turned, split)
     return None
 
 
@@ -128,15 +151,30 @@ def _reads(statement: ast.stmt, name: str) -> bool:
     return any(isinstance(n, ast.Name) and n.id == name and id(n) not in asked for n in ast.walk(statement))
 
 
-def _norm_call(value: ast.expr, norms: tuple[str, ...]) -> tuple[ast.Call | None, bool]:
-    """(the call, whether it is transposed) of `self.norm(x)` and `self.norm(x).transpose(1, 2)`."""
-    turned = (
+def _transposes(value: ast.expr) -> bool:
+    """Whether this is `x.transpose(1, 2)`."""
+    return (
         isinstance(value, ast.Call)
         and isinstance(value.func, ast.Attribute)
         and value.func.attr == "transpose"
         and not value.keywords
         and [getattr(a, "value", None) for a in value.args] == [1, 2]
     )
+
+
+def _splits(value: ast.expr, name: str) -> bool:
+    """Whether this is `name.view(sizes).transpose(1, 2)`, of sizes that are a variable or numbers."""
+    viewed = value.func.value if _transposes(value) else None
+    if not (isinstance(viewed, ast.Call) and isinstance(viewed.func, ast.Attribute) and viewed.func.attr == "view"):
+        return False
+    plain = all(isinstance(size, (ast.Name, ast.Constant, ast.Attribute, ast.UnaryOp)) for size in viewed.args)
+    of = viewed.func.value
+    return plain and not viewed.keywords and isinstance(of, ast.Name) and of.id == name
+
+
+def _norm_call(value: ast.expr, norms: tuple[str, ...]) -> tuple[ast.Call | None, bool]:
+    """(the call, whether it is transposed) of `self.norm(x)` and `self.norm(x).transpose(1, 2)`."""
+    turned = _transposes(value)
     call = value.func.value if turned else value
     plain = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and not call.keywords
     if not plain or len(call.args) != 1 or isinstance(call.args[0], ast.Starred) or call.func.attr not in norms:

@@ -149,6 +149,8 @@ class NormRule(Rule):
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         if next(module.children(), None) is not None or module._buffers or not (named or "weight" in parameters):
             return None
+        if two_inputs(original_class(type(module))) is not None:
+            return None  # GatedNormRule's
         if not set(parameters) <= {"weight", "bias"}:
             return Skip(f"it has parameters other than weight and bias: {', '.join(parameters)}") if named else None
         if any(p.ndim != 1 for p in parameters.values()) and not (len(parameters) == 1 and _may_be_by_head(module)):
@@ -189,6 +191,19 @@ def recognise(module: nn.Module) -> Norm:
     return min(scores, key=lambda norm: scores[norm])
 
 
+def two_inputs(cls: type) -> tuple[str, str] | None:
+    """The names of what a forward takes, where these are two."""
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    plain = all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+    return (parameters[0].name, parameters[1].name) if plain and len(parameters) == 2 else None
+
+
+def epsilons(module: nn.Module) -> list[str | float]:
+    """What may be the epsilon: names of attributes, and constants of the forward."""
+    attributes = [name for name, value in module.__dict__.items() if isinstance(value, float) and 0 < value < 0.1]
+    return [*attributes, *_constants(original_class(type(module)))]
+
+
 def _shape(module: nn.Module) -> tuple[int, ...]:
     """That of the weight; without one, a last dimension as a plain attribute suggests it."""
     if module._parameters.get("weight") is not None:
@@ -198,12 +213,10 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _candidates(module: nn.Module) -> list[Norm]:
-    attributes = [name for name, value in module.__dict__.items() if isinstance(value, float) and 0 < value < 0.1]
     biased = module._parameters.get("bias") is not None
     offsets = (0.0,) if module._parameters.get("weight") is None else (0.0, 1.0)
     found = []
-    written = [*attributes, *_constants(original_class(type(module)))]
-    for eps in [*((name, "computed") for name in written), (None, "computed"), (None, "input")]:
+    for eps in [*((name, "computed") for name in epsilons(module)), (None, "computed"), (None, "input")]:
         found += [Norm(True, *eps, offset) for offset in offsets if not by_head(module)]
         if not biased:
             found += [Norm(False, *eps, *rest) for rest in itertools.product(offsets, ("fp32", "llama", "none"))]

@@ -190,11 +190,11 @@ class HeadNormRule(NormRule):
 
 class RotaryRule(Rule):
     """Modules whose forward calls a global function that rotates its first two arguments by the next two. norms: norms
-    of queries and keys that go straight into it become part of the op."""
+    of queries and keys that go straight into it, and were replaced before, become part of the op."""
 
     name = "rope"
 
-    def __init__(self, norms: bool = False) -> None:
+    def __init__(self, norms: bool = True) -> None:
         self._norms = norms
         self._known: dict[tuple[Any, ...], Replace | Skip | None] = {}
 
@@ -205,7 +205,11 @@ class RotaryRule(Rule):
             dead = _passed_by(site.module, inspect.unwrap(cls.forward))
             found = {name: function for name, function in found.items() if name not in dead}
         named = ((name, norm_of(child)) for name, child in site.module.named_children()) if self._norms else ()
-        norms = tuple((name, norm) for name, norm in named if norm is not None and not norm.centred)
+        norms = tuple(
+            (name, norm)
+            for name, norm in named
+            if norm is not None and not norm.centred and getattr(site.module._modules[name], "weight", None) is not None
+        )
         key = cls, tuple(found), norms
         if key not in self._known:
             self._known[key] = _decide(cls, found, site.root, norms)
@@ -240,8 +244,15 @@ def _decide(
         return Skip("; ".join(reasons))
     taken = _taken(inspect.unwrap(cls.forward), tuple(fits), norms)
     reasons += [f"{' and '.join(spec.norms)} go into {spec.function}" for spec in taken]
-    used = ("rms_norm_rope", "rope") if taken else ("rope",)
+    rest = len(taken) < _calls(inspect.unwrap(cls.forward), tuple(name for name, _ in fits))
+    used = (*(("rms_norm_rope",) if taken else ()), *(("rope",) if rest else ()))
     return Replace(RotaryForm(tuple(fits), norms if taken else ()), used, "; ".join(reasons))
+
+
+def _calls(forward: Any, names: tuple[str, ...]) -> int:
+    """How often a forward calls functions of these names."""
+    calls = (node.func for node in ast.walk(parse(forward)) if isinstance(node, ast.Call))
+    return sum(isinstance(of, ast.Name) and of.id in names for of in calls)
 
 
 def _layouts(root: nn.Module) -> set[str]:

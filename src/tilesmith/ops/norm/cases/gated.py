@@ -10,6 +10,7 @@ from tilesmith.engine import Case, T
 SMALL = frozenset({"test", "interpret"})
 BENCH = frozenset({"gpu", "bench", "tune"})
 HALVES = (torch.float16, torch.bfloat16)
+WIDE = (torch.float32,)
 
 
 def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -38,6 +39,13 @@ CASES: dict[str, list[Case]] = {
         Case(
             "llama_fp32_weight", {**_gated(6, 40, casting="llama"), "weight": T(40, dtype=torch.float32)}, SMALL, HALVES
         ),
+        Case("sigmoid", _gated(6, 40, activation="sigmoid"), SMALL),
+        Case("groups", _gated(3, 5, 48, groups=3), SMALL),
+        Case("gate_first", _gated(6, 33, gate_first=True), SMALL),
+        Case("mamba", _gated(3, 5, 48, casting="llama", gate_first=True, groups=2), SMALL),
+        Case("mamba_strided", _gated(5, 40, layout="strided", gate_first=True, groups=4), SMALL),
+        Case("gate_first_sigmoid_no_weight", _gated(6, 40, weight=None, gate_first=True, activation="sigmoid"), SMALL),
+        Case("bf16_gate", {**_gated(6, 40, gate_first=True), "gate": T(6, 40, dtype=torch.bfloat16)}, SMALL, WIDE),
         Case("no_weight", _gated(6, 40, weight=None), SMALL),
         Case("frozen_weight", {**_gated(5, 40), "weight": T(40, grad=False)}, SMALL),
         Case("frozen_gate", {**_gated(5, 40), "gate": T(5, 40, grad=False)}, SMALL),
@@ -50,6 +58,7 @@ CASES: dict[str, list[Case]] = {
         Case("no_rows", _gated(0, 16), SMALL),
         Case("heads_8192x32x128", _heads(8192, 32, 128), BENCH),
         Case("rows_16384x4096", _gated(16_384, 4096), BENCH),
+        Case("mamba_16384x8x1024", _gated(16_384, 8192, casting="llama", gate_first=True, groups=8), BENCH),
     ]
 }
 

@@ -244,6 +244,23 @@ class PackRule(Rule):
         return Replace(done[0] if done else PackedForm(names), ("linear",), told)
 
 
+def could_be_packed(model: nn.Module) -> tuple[str, ...]:
+    """A sentence on the modules of a model that `PackRule` looks for and that are not packed; none without any."""
+    found = [
+        module
+        for module in model.modules()
+        if packable(original_class(type(module)), _linears(module))
+        and not any(isinstance(form, PackedForm) for form in forms(module))
+    ]
+    if not found:
+        return ()
+    kinds = ", ".join(dict.fromkeys(original_class(type(module)).__name__ for module in found))
+    return (
+        f"{kinds}: layers that read one tensor stay products of their own, since one product needs their weights in "
+        "one storage; create_unified_attention_fusion packs them at OptimizationLevel.AGGRESSIVE.",
+    )
+
+
 def _linears(module: nn.Module) -> tuple[str, ...]:
     """Children that are linear layers of any make."""
     return tuple(
