@@ -112,9 +112,9 @@ def test_rounding_is_all_that_differs(recipe):
 def test_training_follows_that_in_bf16(recipe):
     tokens, labels = _tokens()
     last = []
-    for convert in (False, True):
+    for in_fp8 in (False, True):
         model = _decoder()
-        if convert:
+        if in_fp8:
             convert_model_to_fp8(model, _config(recipe))
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         losses = []

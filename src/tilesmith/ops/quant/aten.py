@@ -11,9 +11,8 @@ from tilesmith.engine import register_kernel, torch_private
 from tilesmith.ops.quant import packed_op, reference
 from tilesmith.ops.quant.reference import BLOCK, OUTPUTS
 
-SUMS = (
-    2.0**-13
-)  # eps of 8-bit products' sums on Ada and Hopper: 13 bits behind the leading one (arXiv:2412.19437, 3.3.2)
+# eps of sums of 8-bit products on Ada and Hopper, which keep 13 bits behind the leading one (arXiv:2412.19437, 3.3.2)
+SUMS = 2.0**-13
 
 
 def _rejects(call) -> list[str]:

@@ -268,8 +268,8 @@ def _check_scaled_matmul(
     _check_factor(op, "b_factor", b_factor, b, True)
     if a_factor.ndim != b_factor.ndim or a_factor.shape[1:] != b_factor.shape[1:]:
         raise ValueError(
-            f"{op}: a_factor has shape {tuple(a_factor.shape)}, b_factor {tuple(b_factor.shape)}; both must be of whole "
-            "tensors, both of rows, or both of blocks of 128 along K"
+            f"{op}: a_factor has shape {tuple(a_factor.shape)}, b_factor {tuple(b_factor.shape)}; both must be of "
+            "whole tensors, both of rows, or both of blocks of 128 along K"
         )
     served = (OUTPUTS[dtype], EXACT) if a.dtype == EXACT else (OUTPUTS[dtype],)
     if bias is not None and (bias.shape != (b.shape[0],) or bias.dtype not in served):
