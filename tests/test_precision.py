@@ -108,6 +108,16 @@ def test_rounding_is_all_that_differs(recipe):
         torch.testing.assert_close(value, expected[name], rtol=2.0**-7, atol=0, msg=name)  # bf16 results in between
 
 
+def test_rows_whose_factors_fp16_cannot_hold():
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 96, bias=False, dtype=torch.float16).to(DEVICE)
+    model = convert_model_to_fp8(nn.Sequential(copy.deepcopy(plain)), _config("rowwise"))
+    x, dy = _randn(32, 64, dtype=torch.float16) * 2.0**-18, _randn(32, 96, dtype=torch.float16) * 2.0**10
+    expected = _gradients(nn.Sequential(plain), x, dy)["0.weight"]
+    assert expected.abs().max() > 0
+    assert _distance(_gradients(model, x, dy)["0.weight"], expected) < 2 * HALF
+
+
 @each_recipe
 def test_training_follows_that_in_bf16(recipe):
     tokens, labels = _tokens()
