@@ -12,7 +12,7 @@ from tilesmith.device.triton.activations import activate
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.quant.op import rounded_up
 from tilesmith.ops.quant.reference import FORMATS
-from tilesmith.ops.quant.triton.cast import CastConfig, rejects, saturates, store_rows, tile_rejects, words
+from tilesmith.ops.quant.triton.cast import CastConfig, registers, rejects, saturates, store_rows, tile_rejects, words
 from tilesmith.ops.quant.triton.rounding import (
     largest_of,
     load_factor,
@@ -303,6 +303,6 @@ def swiglu_vjp_fp8(
         dh2, gate2, up2, bound, amax, h_factor, d8, h8_t, words(d8_t), words(h8_t), factor,
         count if cols else 0, max(1, cols), dh2.stride(0), gate2.stride(0), up2.stride(0), room if cols else 0,
         E5M2=format == "e5m2", H_E5M2=h_format == "e5m2", SATURATES=saturates(gate), BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols, num_warps=config.num_warps,
+        BLOCK_COLS=block_cols, num_warps=config.num_warps, **registers(gate),
     )  # fmt: skip
     return d8, d8_t, h8_t, factor
