@@ -26,14 +26,15 @@ def mend() -> None:
 
 
 def _round_to_8_bits(interpreter, tl) -> None:
-    """It rounds fp32 to e4m3 with the carry into the exponent lost: 31 becomes 16, not 32."""
+    """It rounds fp32 to e4m3 with the carry into the exponent lost: 31 becomes 16, not 32; and to e5m2 ties upwards."""
     convert = interpreter._convert_float
+    kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
     def rounded(values, from_dtype, to_dtype, mode):
-        if from_dtype is not tl.float32 or to_dtype is not tl.float8e4nv:
+        if from_dtype is not tl.float32 or to_dtype not in kinds:
             return convert(values, from_dtype, to_dtype, mode)
         exact = torch.frombuffer(bytearray(values.tobytes()), dtype=torch.float32).view(values.shape)
-        return exact.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return exact.to(kinds[to_dtype]).view(torch.uint8).numpy()
 
     interpreter._convert_float = rounded
 

@@ -278,11 +278,16 @@ def test_vmap_equals_a_loop(name):
 
     mapped = torch.func.vmap(one)(batch)
     looped = [one(b) for b in batch]
-    if isinstance(mapped, tuple):
-        for m, *each in zip(mapped, *looped):
-            torch.testing.assert_close(m, torch.stack(each), equal_nan=True)
-    else:
-        torch.testing.assert_close(mapped, torch.stack(looped), equal_nan=True)
+    tuples = isinstance(mapped, tuple)
+    for m, *each in zip(mapped, *looped) if tuples else [(mapped, *looped)]:
+        _assert_close_by_size(m, torch.stack(each))
+
+
+def _assert_close_by_size(found, want):
+    """Close for numbers of the size of the largest: another order of a sum rounds at the size of its terms."""
+    finite = want[want.isfinite()].abs() if want.is_floating_point() else want[:0]
+    size = finite.max().clamp(min=1.0) if finite.numel() else 1
+    torch.testing.assert_close(found / size, want / size, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)

@@ -1,4 +1,4 @@
-"""FP8 training on a CPU: layers against bf16 products, conversion and back, the engine and its faults."""
+"""FP8 training: layers against bf16 products, conversion and back, the engine and its faults."""
 
 import copy
 import math
@@ -9,13 +9,18 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import tilesmith
+from op_runs import DEVICE
 from tilesmith import nn as tnn
+from tilesmith import ops
+from tilesmith.ops.quant import aten
 from tilesmith.precision import (
     FP8AttentionConfig,
     FP8Config,
     FP8Format,
     FP8LinearLayer,
     FP8TrainingEngine,
+    convert,
     convert_model_to_fp8,
     create_fp8_trainer,
     refresh_fp8,
@@ -36,18 +41,24 @@ def _config(recipe="delayed", **more):
     return FP8Config(recipe=recipe, **SMALL, **more)
 
 
+def _randn(*shape, dtype=None, requires_grad=False):
+    """The same numbers on any device."""
+    return torch.randn(shape, dtype=dtype).to(DEVICE).requires_grad_(requires_grad)
+
+
 def _stack(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 96, dtype=dtype), nn.GELU(), nn.Linear(96, 64, bias=False, dtype=dtype))
+    layers = nn.Linear(64, 96, dtype=dtype), nn.GELU(), nn.Linear(96, 64, bias=False, dtype=dtype)
+    return nn.Sequential(*layers).to(DEVICE)
 
 
 def _decoder(dtype=torch.bfloat16):
     torch.manual_seed(0)
-    return tnn.Decoder(DECODER, dtype=dtype)
+    return tnn.Decoder(DECODER, dtype=dtype).to(DEVICE)
 
 
 def _tokens(batch=4, length=17, seed=0):
-    tokens = torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -69,9 +80,9 @@ def _distance(a, b):
 def test_a_layer_is_that_of_its_rounded_operands(recipe, dtype):
     """Sums of products of two numbers rounded at random: each adds at most half a step, and a sum averages them."""
     torch.manual_seed(0)
-    plain = nn.Linear(64, 96, dtype=dtype)
+    plain = nn.Linear(64, 96, dtype=dtype).to(DEVICE)
     model = convert_model_to_fp8(nn.Sequential(copy.deepcopy(plain)), _config(recipe))
-    x, dy = torch.randn(3, 32, 64, dtype=dtype), torch.randn(3, 32, 96, dtype=dtype)
+    x, dy = _randn(3, 32, 64, dtype=dtype), _randn(3, 32, 96, dtype=dtype)
     expected = _gradients(nn.Sequential(plain), x, dy)
     for _ in range(2):  # the second time with the scales of the first
         found = _gradients(model, x, dy)
@@ -86,10 +97,10 @@ def test_a_layer_is_that_of_its_rounded_operands(recipe, dtype):
 def test_rounding_is_all_that_differs(recipe):
     """Numbers of 8 bits with one scale come through exactly; so do zero rows, and rows of different size by rows."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 128, bias=False))
+    model = nn.Sequential(nn.Linear(128, 128, bias=False)).to(DEVICE)
     with torch.no_grad():
-        model[0].weight.copy_(torch.randint(-7, 8, (128, 128)) * 2.0**-3)
-    x, dy = (torch.randint(-7, 8, (128, 128)).float() for _ in range(2))
+        model[0].weight.copy_(torch.randint(-7, 8, (128, 128)).to(DEVICE) * 2.0**-3)
+    x, dy = (torch.randint(-7, 8, (128, 128)).float().to(DEVICE) for _ in range(2))
     x[3] = dy[5] = 0
     expected = _gradients(model, x, dy)
     found = _gradients(convert_model_to_fp8(model, _config(recipe, backward_format=FP8Format.E4M3)), x, dy)
@@ -97,13 +108,23 @@ def test_rounding_is_all_that_differs(recipe):
         torch.testing.assert_close(value, expected[name], rtol=2.0**-7, atol=0, msg=name)  # bf16 results in between
 
 
+def test_rows_whose_factors_fp16_cannot_hold():
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 96, bias=False, dtype=torch.float16).to(DEVICE)
+    model = convert_model_to_fp8(nn.Sequential(copy.deepcopy(plain)), _config("rowwise"))
+    x, dy = _randn(32, 64, dtype=torch.float16) * 2.0**-18, _randn(32, 96, dtype=torch.float16) * 2.0**10
+    expected = _gradients(nn.Sequential(plain), x, dy)["0.weight"]
+    assert expected.abs().max() > 0
+    assert _distance(_gradients(model, x, dy)["0.weight"], expected) < 2 * HALF
+
+
 @each_recipe
 def test_training_follows_that_in_bf16(recipe):
     tokens, labels = _tokens()
     last = []
-    for convert in (False, True):
+    for in_fp8 in (False, True):
         model = _decoder()
-        if convert:
+        if in_fp8:
             convert_model_to_fp8(model, _config(recipe))
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         losses = []
@@ -116,6 +137,53 @@ def test_training_follows_that_in_bf16(recipe):
         assert losses[-1] < losses[0] - 0.5
         last.append(losses[-1])
     assert abs(last[1] - last[0]) < 0.02 * last[0]
+
+
+def _per_tensor_alone(genuine):
+    """PyTorch's scaled matmul as 2.11 has it on a CPU."""
+
+    def scaled_mm(a, b, scale_a, scale_b, *rest, **named):
+        if scale_a.numel() > 1 or scale_b.numel() > 1:
+            raise RuntimeError("Now _scaled_mm only supports per-tensor scaling for CPU backend.")
+        return genuine(a, b, scale_a, scale_b, *rest, **named)
+
+    return scaled_mm
+
+
+@pytest.fixture
+def fresh_choices():
+    """What was found of this PyTorch, and chosen by it, is forgotten before and after."""
+
+    def forget():
+        aten._try_rows.cache_clear()
+        convert.emulation.cache_clear()
+        ops.scaled_matmul._select.cache_clear()
+        ops.scaled_matmul._recent.clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_a_pytorch_without_factors_of_rows_is_told_and_replaced(recipe, monkeypatch, fresh_choices):
+    """On a CPU, where PyTorch 2.11 multiplies by one factor a tensor alone: the reference serves, and says why."""
+    monkeypatch.setattr(torch, "_scaled_mm", _per_tensor_alone(torch._scaled_mm))
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 96)
+    model = convert_model_to_fp8(nn.Sequential(copy.deepcopy(plain)), _config(recipe))
+    row = model.fp8_report.rows[0]
+    assert row.action == "replaced" and row.reason.startswith("its products are emulated in fp32")
+    x, dy = torch.randn(32, 64), torch.randn(32, 96)
+    expected = _gradients(nn.Sequential(plain), x, dy)
+    for name, value in _gradients(model, x, dy).items():
+        assert _distance(value, expected[name]) < 2 * HALF, name
+    eight, factor = torch.randn(32, 64).to(FP8Format.E4M3.dtype), torch.ones(32, 1)
+    choice = tilesmith.explain("scaled_matmul", eight, eight, factor, factor)
+    assert choice.kernel.backend == "reference"
+    assert "only supports per-tensor scaling" in str(choice)
+    whole = torch.ones(1)
+    assert tilesmith.explain("scaled_matmul", eight, eight, whole, whole).kernel.backend == "aten"
 
 
 def test_norms_and_gated_mlps_cast_what_they_make():
@@ -182,7 +250,7 @@ def test_inplace_false_leaves_the_model():
 
 def test_weights_are_cast_again_when_they_change():
     model = convert_model_to_fp8(_stack(), _config("current"))
-    x = torch.randn(32, 64)
+    x = _randn(32, 64)
     before = model(x)
     with torch.no_grad():
         model[0].weight.neg_()
@@ -196,7 +264,7 @@ def test_weights_are_cast_again_when_they_change():
 
 def test_a_write_between_two_layers_is_noticed():
     torch.manual_seed(0)
-    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    first, second = nn.Linear(64, 64).to(DEVICE), nn.Linear(64, 64).to(DEVICE)
 
     class Two(nn.Module):
         def __init__(self):
@@ -210,14 +278,14 @@ def test_a_write_between_two_layers_is_noticed():
             return a, self.second(x)
 
     model = convert_model_to_fp8(Two(), _config("current"))
-    x = torch.randn(32, 64)
+    x = _randn(32, 64)
     with torch.no_grad():
         assert _distance(model(x)[1], F.linear(-x, second.weight, second.bias)) < 2 * HALF
 
 
 @each_recipe
 def test_activation_checkpointing(recipe):
-    x, dy = torch.randn(32, 64), torch.randn(32, 64)
+    x, dy = _randn(32, 64), _randn(32, 64)
     model = convert_model_to_fp8(_stack(), _config(recipe))
     expected = _gradients(model, x, dy)
     x = x.clone().requires_grad_()
@@ -231,8 +299,8 @@ def test_activation_checkpointing(recipe):
 def test_compiled(recipe):
     torch.manual_seed(0)
     model = nn.Sequential(tnn.RMSNorm(64), tnn.GatedMLP(64, 96)) if recipe == "delayed" else _stack()
-    convert_model_to_fp8(model, _config(recipe))
-    x, dy = torch.randn(32, 64), torch.randn(32, 64)
+    convert_model_to_fp8(model.to(DEVICE), _config(recipe))
+    x, dy = _randn(32, 64), _randn(32, 64)
     for _ in range(2):
         _gradients(model, x, dy)
         roll(model)
@@ -260,9 +328,9 @@ class _Adapted(nn.Module):
 @each_recipe
 def test_a_frozen_base_trains_adapters_and_keeps_no_activation(recipe):
     torch.manual_seed(0)
-    model = convert_model_to_fp8(nn.Sequential(_Adapted(nn.Linear(64, 96))), _config(recipe))
+    model = convert_model_to_fp8(nn.Sequential(_Adapted(nn.Linear(64, 96))).to(DEVICE), _config(recipe))
     assert isinstance(model[0].base_layer, FP8LinearLayer) and type(model[0].down) is nn.Linear
-    x = torch.randn(32, 64, requires_grad=True)
+    x = _randn(32, 64, requires_grad=True)
     kept = _saved(lambda: model[0].base_layer(x).sum())
     assert not any(t.numel() == x.numel() for t in kept)
     model(x).sum().backward()
@@ -289,7 +357,7 @@ def test_bytes_kept_of_activations(recipe):
     torch.manual_seed(0)
     rows = 1024
     for layer, width in ((model[0], 64), (model[2], 96)):
-        x = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True)
+        x = _randn(rows, width, dtype=torch.bfloat16, requires_grad=True)
         weights = {t.untyped_storage().data_ptr() for t in (layer.weight, *layer.weight_cast()) if t is not None}
         kept = [t for t in _saved(lambda layer=layer, x=x: layer(x)) if t.untyped_storage().data_ptr() not in weights]
         assert sum(t.untyped_storage().nbytes() for t in kept) <= 0.55 * rows * width * 2
@@ -297,9 +365,9 @@ def test_bytes_kept_of_activations(recipe):
 
 def test_eval_and_small_calls():
     model = convert_model_to_fp8(_stack(), FP8Config(min_features=16, min_tokens=8))
-    x = torch.randn(4, 64)
+    x = _randn(4, 64)
     assert torch.equal(model(x), _stack()(x))
-    x = torch.randn(2, 4, 64)
+    x = _randn(2, 4, 64)
     assert not torch.equal(model(x), _stack()(x))
     model.eval()
     assert torch.equal(model(1024 * x)[:1], model(1024 * x)[:1])
@@ -387,7 +455,7 @@ def _trainer(recipe="delayed", **more):
 
 
 def test_the_engine_takes_steps():
-    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    x, y = _randn(32, 64), _randn(32, 64)
     trainer, optimizer = _trainer()
     with pytest.raises(RuntimeError, match="setup_fp8_training"):
         trainer.training_step(x, y)
@@ -418,7 +486,7 @@ def test_create_fp8_trainer_raises_early():
 def test_faults_are_survived(recipe, fault):
     """A spoilt batch skips its step, or is cut off; the next ones train on, and no weight is harmed."""
     torch.manual_seed(0)
-    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    x, y = _randn(32, 64), _randn(32, 64)
     trainer, optimizer = _trainer(recipe, loss_scale=4.0, loss_scale_growth_interval=2)
     with trainer:
         first = trainer.training_step(x, y).item()
@@ -449,13 +517,13 @@ def test_faults_are_survived(recipe, fault):
 def test_losses_of_the_engine():
     trainer, _ = _trainer()
     trainer.setup_fp8_training()
-    x = torch.randn(32, 64)
-    labels = torch.randint(64, (32,))
+    x = _randn(32, 64)
+    labels = torch.randint(64, (32,), device=DEVICE)
     assert torch.isfinite(trainer.training_step(x, labels))
     own = trainer.training_step((x,), x, lambda out, target: (out - target).abs().mean())
     assert torch.isfinite(own)
     with pytest.raises(ValueError, match="targets"):
-        trainer.training_step(x, torch.randn(32, 3))
+        trainer.training_step(x, _randn(32, 3))
     with pytest.raises(ValueError, match="without targets"):
         trainer.training_step(x)
     with pytest.raises(TypeError, match="optimizer"):
@@ -467,7 +535,7 @@ def test_accumulated_gradients_take_one_cast_of_the_weights():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     first = model[0].cached
     for _ in range(3):
-        model(torch.randn(32, 64)).sum().backward()
+        model(_randn(32, 64)).sum().backward()
         assert model[0].cached is first
     optimizer.step()
     assert model[0].cached is not first

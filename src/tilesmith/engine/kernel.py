@@ -28,15 +28,21 @@ def silent(*args: Any) -> Sequence[str]:
     return ()
 
 
+def as_output(call: Any) -> Mapping[str, float]:
+    """Sums of any call are kept at least as precisely as its outputs."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of an op.
 
     fn: callable with the reference's signature. rank: higher is tried first; the reference has 0.
     rejects: metadata of a call -> sentences that say why this kernel cannot serve it; empty means it can.
-    errors: output -> the error, beyond rounding, that its method may have. tells: arguments of a call that it serves ->
-    sentences on how, where it has several ways; given the configuration and the architecture too, where its signature
-    has `config` and `arch`.
+    errors: output -> the error, beyond rounding, that its method may have. eps: metadata of a call -> output -> the
+    eps of the format in which its sums are kept, where that is coarser than the output's dtype. tells: arguments of a
+    call that it serves -> sentences on how, where it has several ways; given the configuration and the architecture
+    too, where its signature has `config` and `arch`.
     """
 
     op: str
@@ -46,6 +52,7 @@ class Kernel:
     rejects: Callable[[Any], Sequence[str]] = accept
     errors: Mapping[str, float] = field(default_factory=dict, hash=False)
     tells: Callable[..., Sequence[str]] = silent
+    eps: Callable[[Any], Mapping[str, float]] = as_output
 
 
 def as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import nn
 
+from tilesmith import ops
+from tilesmith.engine.backends import REFERENCE
 from tilesmith.nn import GatedMLP, RMSNorm
+from tilesmith.ops.quant.reference import BLOCK
 from tilesmith.precision.config import TENSORWISE, FP8Config
 from tilesmith.precision.fused import FP8GatedMLP, FP8Norm
 from tilesmith.precision.linear import FP8LinearLayer, Relay, misfit_of
@@ -38,7 +42,8 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     write is noticed.
 
     Returns:
-        The converted model. ``model.fp8_report`` says which layers were converted and why others were not.
+        The converted model. ``model.fp8_report`` says which layers were converted, why others were not, and where
+        products are emulated in fp32 because the device, or PyTorch on it, cannot multiply 8-bit floats.
 
     Raises:
         TypeError: `model` is no module or `fp8_config` no FP8Config. ValueError: no layer is eligible, or the model is
@@ -74,6 +79,8 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     model.fp8_report = Report(tuple(rows))
     follow(model)
     log.info("fp8 (%s): %d linear layers converted, %d left alone", config.recipe, len(chosen), len(rows) - len(chosen))
+    for told in {emulation(config.recipe, layer.weight.device) for layer in chosen.values()} - {""}:
+        log.warning("fp8 (%s): of each layer, %s", config.recipe, told)
     return model
 
 
@@ -113,7 +120,8 @@ def _choose(model: nn.Module, config: FP8Config) -> tuple[dict[str, nn.Linear], 
         action = "skipped" if reason else "replaced"
         if not reason:
             chosen[fqn] = module
-        rows.append(Row(fqn, type(module).__name__, "fp8", action, () if reason else ("scaled_matmul",), reason or ""))
+        reason = reason or emulation(config.recipe, module.weight.device)
+        rows.append(Row(fqn, type(module).__name__, "fp8", action, ("scaled_matmul",) if fqn in chosen else (), reason))
     return chosen, rows
 
 
@@ -137,6 +145,19 @@ def _reason(fqn: str, module: nn.Linear, config: FP8Config, head: bool) -> str |
     if least < config.min_features:
         return f"{module.in_features} x {module.out_features} has a side below min_features, {config.min_features}"
     return None
+
+
+@cache
+def emulation(recipe: str, device: torch.device) -> str:
+    """Why products of a recipe are emulated in fp32 on a device; "" where they are of 8 bits."""
+    if device.type == "meta":
+        return ""
+    a = torch.empty(BLOCK, 2 * BLOCK, dtype=torch.float8_e4m3fn, device=device)
+    shapes = {"rowwise": ((BLOCK, 1), (BLOCK, 1)), "blockwise": ((BLOCK, 2), (1, 2))}.get(recipe, ((1,), (1,)))
+    choice = ops.scaled_matmul.explain(a, a, *(torch.empty(shape, device=device) for shape in shapes))
+    if choice.kernel.backend != REFERENCE:
+        return ""
+    return "its products are emulated in fp32: " + "; ".join(r for _, reasons in choice.rejected for r in reasons)
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:

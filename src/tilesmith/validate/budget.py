@@ -32,11 +32,17 @@ class Budget:
 
 
 def compare(
-    got: Tensor, reference: Tensor, oracle: Tensor, computed: torch.dtype | None = None, more: float = 0.0
+    got: Tensor,
+    reference: Tensor,
+    oracle: Tensor,
+    computed: torch.dtype | None = None,
+    more: float = 0.0,
+    eps: float = 0.0,
 ) -> Budget:
     """Judge `got` by the fp64 `oracle`, allowing what `reference`, computed in the same dtypes, needs.
 
-    computed: the dtype whose eps counts, where it is not that of `got`. more: error that is allowed besides.
+    computed: the dtype whose eps counts, where it is not that of `got`. more: error that is allowed besides. eps: what
+    counts in place of a dtype's that is smaller.
     """
     if got.shape != oracle.shape:
         return Budget(float("inf"), 0.0, f"shape {tuple(got.shape)}, not {tuple(oracle.shape)}")
@@ -50,7 +56,8 @@ def compare(
     limit = torch.finfo(got.dtype).max
     pieces = zip(*(t.reshape(-1).split(_PIECE) for t in (got, reference, oracle)))
     errors, bases, sizes, messages = zip(*(_judge(*(t.double() for t in piece), limit) for piece in pieces))
-    allowed = 2 * (max(bases) + torch.finfo(computed or got.dtype).eps * max(sizes)) + more
+    eps = max(eps, torch.finfo(computed or got.dtype).eps)
+    allowed = 2 * (max(bases) + eps * max(sizes)) + more
     return Budget(max(errors), allowed, next((m for m in messages if m), ""))
 
 

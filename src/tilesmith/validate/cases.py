@@ -100,7 +100,7 @@ def check_each(
                 with use(**pins_of(op, REFERENCE)):
                     yardstick = outputs_and_gradients(op, args)
             same = yardstick
-        yield _judge(op, backend, case, dtype, got, same, exact)
+        yield _judge(op, backend, case, dtype, got, same, exact, args)
 
 
 def _run(
@@ -126,12 +126,16 @@ def _judge(
     runs: list[dict[str, Tensor]],
     same: dict[str, Tensor],
     exact: dict[str, Tensor],
+    args: tuple,
 ) -> Result:
     worst = Budget(0.0, 0.0)
-    errors = op.kernel(backend).errors if backend != REFERENCE and backend in op.backends() else {}
+    errors, eps = {}, {}
+    if backend != REFERENCE and backend in op.backends():
+        kernel = op.kernel(backend)
+        errors, eps = kernel.errors, kernel.eps(op._describe(*args))
     for key, got in ((key, run) for run in {id(run): run for run in (runs[0], runs[-1])}.values() for key in exact):
         computed = dtype if backend == REFERENCE else None
-        budget = compare(got[key], same[key], exact[key], computed, errors.get(key, 0.0))
+        budget = compare(got[key], same[key], exact[key], computed, errors.get(key, 0.0), eps.get(key, 0.0))
         if not budget.passed and not budget.message:
             budget = Budget(
                 budget.error, budget.allowed, f"{key} is off by {budget.error:.3g}, allowed {budget.allowed:.3g}"

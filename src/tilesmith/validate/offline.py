@@ -16,7 +16,7 @@ import torch
 from tilesmith.engine import Op, cases, ops
 from tilesmith.engine.launcher import compiling_for
 from tilesmith.engine.replay import Ready
-from tilesmith.hardware.detect import arch_named
+from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.validate import sass
 from tilesmith.validate.cases import outputs_and_gradients
 
@@ -70,7 +70,7 @@ def _launch_all(
         for tap in taps:
             tap.open()
         try:
-            with compiling_for(target, compiled):
+            with assuming(arch), compiling_for(target, compiled):
                 outputs_and_gradients(op, args)
         finally:
             for tap in taps:

@@ -1,35 +1,100 @@
 """Products of 8-bit numbers by PyTorch's scaled matmul (cuBLASLt on CUDA, oneDNN on a CPU), and of packed weights that
 are dequantised first."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilesmith.engine import register_kernel
+from tilesmith.engine import register_kernel, torch_private
 from tilesmith.ops.quant import packed_op, reference
 from tilesmith.ops.quant.reference import BLOCK, OUTPUTS
+
+# eps of sums of 8-bit products on Ada and Hopper, which keep 13 bits behind the leading one (arXiv:2412.19437, 3.3.2)
+SUMS = 2.0**-13
 
 
 def _rejects(call) -> list[str]:
     reasons = [f"{name} is float64" for name in ("a", "b") if getattr(call, name).dtype == torch.float64]
     arch = call.arch
-    if arch.kind == "cuda" and arch.capability < (8, 9):
-        reasons.append(f"{arch.name} has no tensor cores for 8-bit floats; compute capability 8.9 and up does")
     if arch.kind not in ("cuda", "cpu"):
         reasons.append(f"{arch.kind} was not tried")
-    if arch.kind == "cuda" and call.a.cols % 16:
+    return reasons + (_cpu_rejects(call) if arch.kind == "cpu" else _gpu_rejects(call))
+
+
+def _gpu_rejects(call) -> list[str]:
+    arch, reasons = call.arch, []
+    if arch.kind == "cuda" and arch.capability < (8, 9):
+        reasons.append(f"{arch.name} has no tensor cores for 8-bit floats; compute capability 8.9 and up does")
+    if call.a.cols % 16:
         reasons.append(f"K is {call.a.cols}; multiples of 16 are served")
-    blocks = call.a_factor.ndim == 2 and call.a_factor.cols > 1
-    if blocks and arch.kind == "cuda" and arch.capability[0] != 9:
-        reasons.append(f"factors of blocks are served on compute capability 9.0, not on {arch.name}")
-    if arch.kind == "cpu" and call.b_factor.ndim == 2 and (blocks or call.b_factor.cols > 1):
+    if _by_blocks(call) and arch.kind == "cuda":
+        if arch.capability[0] != 9:
+            reasons.append(f"factors of blocks are served on compute capability 9.0, not on {arch.name}")
+        if _cuda() < (12, 9):
+            reasons.append(f"factors of blocks need cuBLAS of CUDA 12.9; PyTorch was built with {torch.version.cuda}")
+    return reasons
+
+
+def _cpu_rejects(call) -> list[str]:
+    reasons = []
+    if _by_blocks(call):
         reasons.append("PyTorch's scaled matmul on a CPU has no factors of blocks")
-    if arch.kind == "cpu" and call.bias is not None:
+    elif call.a_factor.ndim == 2:
+        refused = _cpu_refuses_rows()
+        reasons += [refused] if refused else []
+    if call.bias is not None:
         reasons.append("PyTorch's scaled matmul on a CPU adds no bias of this dtype")
     return reasons
 
 
-@register_kernel("scaled_matmul", backend="aten", rank=10, rejects=_rejects)
+def _by_blocks(call) -> bool:
+    """Whether factors change along K; where one block holds all of K, they are those of rows."""
+    return call.a_factor.ndim == 2 and call.a_factor.cols > 1
+
+
+def _cuda() -> tuple[int, ...]:
+    """The CUDA version that PyTorch was built with. Without one, nothing is known of the machine asked about."""
+    return tuple(map(int, torch.version.cuda.split(".")[:2])) if torch.version.cuda else (99,)
+
+
+def _cpu_refuses_rows() -> str:
+    """Why PyTorch's scaled matmul takes no factors of rows on a CPU; "" where it does. 2.11 does not."""
+    # tensors made under a mode may be none: what such a call says is not kept
+    return _try_rows.__wrapped__() if torch_private.dispatch_modes() else _try_rows()
+
+
+@cache
+def _try_rows() -> str:
+    a = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
+    factor = torch.ones(16, 1)
+    try:
+        torch._scaled_mm(a, a.t(), factor, factor.view(1, 16), out_dtype=torch.bfloat16)
+    except (RuntimeError, NotImplementedError) as problem:
+        said = str(problem).strip().splitlines()[-1]
+        return f"PyTorch {torch.__version__} has no scaled matmul with factors of rows on a CPU: {said}"
+    return ""
+
+
+def _eps(call) -> dict[str, float]:
+    """Tensor cores of Ada and Hopper add 8-bit products up in fewer bits than fp32 has."""
+    return {"y": SUMS} if call.arch.kind == "cuda" and (8, 9) <= call.arch.capability < (10, 0) else {}
+
+
+def _tells(
+    a: Tensor, b: Tensor, a_factor: Tensor, b_factor: Tensor, bias: Tensor | None, dtype: str, fast: bool, *, arch
+) -> list[str]:
+    told = []
+    if arch.kind == "cuda" and (8, 9) <= arch.capability < (10, 0):
+        where = "all along K" if fast else "of parts of K, which are then added in fp32"
+        told.append(f"tensor cores keep sums of 8-bit products in 14 bits, {where}")
+    if a_factor.ndim == 2 and dtype != "bfloat16":
+        told.append(f"the product with factors of rows or blocks is made in bfloat16 and then converted to {dtype}")
+    return told
+
+
+@register_kernel("scaled_matmul", backend="aten", rank=10, rejects=_rejects, tells=_tells, eps=_eps)
 def scaled_matmul(
     a: Tensor,
     b: Tensor,
@@ -40,29 +105,30 @@ def scaled_matmul(
     fast: bool = False,
 ) -> Tensor:
     """One product."""
-    out, rows = OUTPUTS[dtype], a.shape[0]
+    out, rows, columns = OUTPUTS[dtype], a.shape[0], b.shape[0]
     if not (a.numel() and b.numel()):
-        y = a.new_zeros(rows, b.shape[0], dtype=out)
+        y = a.new_zeros(rows, columns, dtype=out)
         return y if bias is None else y + bias
     by_row = a_factor.ndim == 2
-    if by_row and a_factor.shape[1] == 1 and b_factor.shape != (b.shape[0], 1):  # one block along K, alike to rows
-        return reference.scaled_matmul(a, b, a_factor, b_factor, bias, dtype, fast)
-    columns = b.shape[0]
-    if by_row and a_factor.shape[1] > 1 and a.is_cuda:
+    if by_row and a_factor.shape[1] == 1 and b_factor.shape[0] != columns:  # one block along K: alike to rows
+        b_factor = b_factor.repeat_interleave(BLOCK, 0)[:columns]
+    if by_row and a_factor.shape[1] > 1:
         a, b, a_factor, b_factor = _whole_groups(a, b, a_factor, b_factor)
-    if columns % 16 and a.is_cuda:
-        b, b_factor, bias = _padded(b, b_factor, bias, -columns % 16)
     # CUTLASS's kernel for factors of rows writes bf16 alone; a wider result would have been rounded by the factors
     made = torch.bfloat16 if by_row else out
+    inside = bias if made is out and out is not torch.float32 else None  # PyTorch adds no fp32 bias
+    if columns % 16 and a.is_cuda:
+        b, b_factor, inside = _padded(b, b_factor, inside, -columns % 16)
     if not by_row:
         factors = a_factor.view(()), b_factor.view(())
     elif a_factor.shape[1] == 1:
         factors = a_factor.reshape(-1).view(-1, 1), b_factor.reshape(-1).view(1, -1)
     else:
         factors, fast = (a_factor, b_factor.t()), False  # cuBLASLt refuses it: each block's sum is promoted anyway
-    y = torch._scaled_mm(a, b.t(), *factors, bias, out_dtype=made, use_fast_accum=fast)
+    y = torch._scaled_mm(a, b.t(), *factors, inside, out_dtype=made, use_fast_accum=fast)
     y = y if y.shape == (rows, columns) else y[:rows, :columns].contiguous()
-    return y if made is out else y.to(out)
+    y = y if made is out else y.to(out)
+    return y if bias is None or inside is not None else y + bias
 
 
 def _whole_groups(a: Tensor, b: Tensor, a_factor: Tensor, b_factor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -264,8 +264,13 @@ def _check_scaled_matmul(
     for name, x in tensors:
         if x is not None and x.device != a.device:
             raise ValueError(f"{op}: {name} is on {x.device}, a on {a.device}; move them to one device")
-    for name, factor, x in (("a_factor", a_factor, a), ("b_factor", b_factor, b)):
-        _check_factor(op, name, factor, x)
+    _check_factor(op, "a_factor", a_factor, a, False)
+    _check_factor(op, "b_factor", b_factor, b, True)
+    if a_factor.ndim != b_factor.ndim or a_factor.shape[1:] != b_factor.shape[1:]:
+        raise ValueError(
+            f"{op}: a_factor has shape {tuple(a_factor.shape)}, b_factor {tuple(b_factor.shape)}; both must be of "
+            "whole tensors, both of rows, or both of blocks of 128 along K"
+        )
     served = (OUTPUTS[dtype], EXACT) if a.dtype == EXACT else (OUTPUTS[dtype],)
     if bias is not None and (bias.shape != (b.shape[0],) or bias.dtype not in served):
         raise ValueError(
@@ -273,14 +278,15 @@ def _check_scaled_matmul(
         )
 
 
-def _check_factor(op: str, name: str, factor: Tensor, x: Tensor) -> None:
+def _check_factor(op: str, name: str, factor: Tensor, x: Tensor, square: bool) -> None:
     if factor.dtype != torch.float32 and not factor.dtype == x.dtype == EXACT:
         raise TypeError(f"{op}: {name} has dtype {factor.dtype}; it must be float32")
     rows, along = x.shape[0], _cdiv(x.shape[1], BLOCK)
-    if factor.shape not in ((1,), (rows, 1), (rows, along), (_cdiv(rows, BLOCK), along)):
+    shapes = [(1,), (rows, 1), (rows, along), *([(_cdiv(rows, BLOCK), along)] if square else [])]
+    if tuple(factor.shape) not in shapes:
         raise ValueError(
-            f"{op}: {name} has shape {tuple(factor.shape)}; for {list(x.shape)} it must be [1], [{rows}, 1], "
-            f"[{rows}, {along}] or [{_cdiv(rows, BLOCK)}, {along}]"
+            f"{op}: {name} has shape {tuple(factor.shape)}; for {list(x.shape)} it must be "
+            f"{', '.join(map(str, map(list, shapes[:-1])))} or {list(shapes[-1])}"
         )
 
 

@@ -170,7 +170,9 @@ def scaled_matmul(
     a [M, K], b [N, K]: float8_e4m3fn or float8_e5m2, not both e5m2; contiguous. a_factor, b_factor, fp32: [1] each; or
     [M, 1] and [N, 1]; or, for blocks of 128 along K, [M, ceil(K / 128)] and [N, ceil(K / 128)] or [ceil(N / 128),
     ceil(K / 128)], as `fp8_cast_blocks` lays them out. bias: [N] in `dtype`, or None. fast: partial sums may be kept in
-    the tensor cores' own registers, of 14 bits or so on Hopper, all along K.
+    the tensor cores' own registers all along K; else sums of parts of K are, which are then added in fp32. Those
+    registers keep 14 bits of a sum on Ada and Hopper, which a float32 result shows (DeepSeek-AI, DeepSeek-V3,
+    arXiv:2412.19437, 3.3.2).
     """
     acc = torch.float64 if a.dtype is torch.float64 else torch.float32
     y = expand_factor(a_factor, a).to(acc) * a.to(acc) @ (expand_factor(b_factor, b).to(acc) * b.to(acc)).t()

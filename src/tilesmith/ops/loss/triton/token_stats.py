@@ -18,7 +18,7 @@ from tilesmith.ops.loss.arguments import (
 )
 from tilesmith.ops.loss.reference import Terms
 from tilesmith.ops.loss.triton.cross_entropy import LossConfig, backward_tells, warps_of
-from tilesmith.ops.loss.triton.cross_entropy_kernels import LN2, LOG2E, score, tanh
+from tilesmith.ops.loss.triton.cross_entropy_kernels import LN2, LOG2E, tanh
 from tilesmith.ops.loss.triton.logit_steps import steps as loss_steps
 
 
@@ -30,12 +30,22 @@ class StatsConfig(NamedTuple):
 
 
 @triton.jit
+def _natural_score(logits, scale, softcap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Scaled and capped logits."""
+    if SOFTCAP:
+        return tanh(logits * (scale / softcap)) * softcap
+    else:
+        return logits * scale if SCALED else logits
+
+
+@triton.jit
 def token_stats_kernel(
     logits_ptr, target_ptr, log_probs_ptr, entropy_ptr, lse_ptr, predicted_ptr, cols, ignore_index, scale, softcap,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: an online softmax that also carries the sum of exp(z − top) · (z − top), and the first of
-    the largest scores. Scores are in base 2."""
+    the largest scores. Differences of scores are turned to base 2, not the scores: each would be rounded once more, by
+    which gradients of fp32 logits were off."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * cols
     label = tl.load(target_ptr + row)
@@ -48,29 +58,28 @@ def token_stats_kernel(
     for start in range(0, tl.where(counted, cols, 0), BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < cols
-        z, _ = score(tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
-        z = tl.where(inside, z, float("-inf"))
+        logits = tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        z = tl.where(inside, _natural_score(logits, scale, softcap, SCALED, SOFTCAP), float("-inf"))
         block_top = tl.max(z, 0)
         here = tl.min(tl.where(z == block_top, at, cols), 0)
         best = tl.where((block_top > peak) | (start == 0), here, best)
         top = tl.maximum(peak, block_top)
         finite = tl.where(top == float("-inf"), 0.0, top)
         shift = tl.where(peak == float("-inf"), 0.0, peak - finite)
-        decay = tl.where(peak == float("-inf"), 0.0, tl.exp2(shift))
-        e = tl.exp2(z - finite)
+        decay = tl.where(peak == float("-inf"), 0.0, tl.exp2(shift * LOG2E))
+        e = tl.exp2((z - finite) * LOG2E)
         tilt = decay * (tilt + sums * shift) + tl.sum(tl.where(z == float("-inf"), 0.0, e * (z - finite)), 0)
         sums = sums * decay + tl.sum(e, 0)
         peak = top
     sums = tl.where(counted, sums, 1.0)
     peak = tl.where(counted, peak, 0.0)
-    size = tl.log2(sums)
-    chosen, _ = score(
-        tl.load(logits_ptr + label, mask=counted & valid, other=0.0).to(tl.float32), scale, softcap, SOFTCAP
-    )
-    log_prob = tl.where(valid, ((chosen - peak) - size) * LN2, float("nan"))
+    size = tl.log2(sums) * LN2
+    chosen = tl.load(logits_ptr + label, mask=counted & valid, other=0.0).to(tl.float32)
+    chosen = _natural_score(chosen, scale, softcap, SCALED, SOFTCAP)
+    log_prob = tl.where(valid, (chosen - peak) - size, float("nan"))
     tl.store(log_probs_ptr + row, tl.where(counted, log_prob, 0.0))
-    tl.store(entropy_ptr + row, tl.where(counted, (size - tilt / sums) * LN2, 0.0))
-    tl.store(lse_ptr + row, tl.where(counted, (peak + size) * LN2, 0.0))
+    tl.store(entropy_ptr + row, tl.where(counted, size - tilt / sums, 0.0))
+    tl.store(lse_ptr + row, tl.where(counted, peak + size, 0.0))
     tl.store(predicted_ptr + row, tl.where(counted, best, -1).to(tl.int64))
 
 
@@ -233,8 +242,8 @@ def _read(
     if count:
         launch(
             token_stats_kernel, (count,), logits.contiguous(), target, log_probs, entropy, lse, predicted, cols,
-            terms.ignore_index, terms.scale, terms.softcap, SOFTCAP=terms.softcap != 0, BLOCK=config.block,
-            num_warps=config.num_warps,
+            terms.ignore_index, terms.scale, terms.softcap, SCALED=terms.scale != 1, SOFTCAP=terms.softcap != 0,
+            BLOCK=config.block, num_warps=config.num_warps,
         )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """Products with packed weights of mixed widths in Triton: one row by multiplications, up to 64 by tensor cores.
 
 Tiles of one width lie side by side in a strip, so that the loop over them has no branch. The planes of a width are
-loaded
-apart and their sums added: a code is the sum of its planes' fields times powers of two.
+loaded apart and their sums added: a code is the sum of its planes' fields times powers of two.
 """
 
 from typing import NamedTuple
@@ -30,7 +29,7 @@ def _field(word, MOVED: tl.constexpr, AT: tl.constexpr, PLANE: tl.constexpr):
 @triton.jit
 def _segment(strip_ptr, num_groups, index):
     """Tiles of a strip that share a plane: (first slot, how many, first word, words from tile to tile, what a field
-    counts, 1 where the zero belongs to this plane).
+    counts, what one of the width's upper plane counts or 2^30 where it has none).
 
     index: planes of 4 bits: 0 of width 4, 1 of 6, 2 and 3 of 8; of 2 bits: 4 of width 2, 5 of 3, 6 of 6; of 1 bit: 7.
     """
@@ -48,7 +47,8 @@ def _segment(strip_ptr, num_groups, index):
     upper = (index == 3) | (index == 6)
     word += tl.where(upper, 128, tl.where(index == 7, 64, 0)) + tl.load(strip_ptr)
     factor = tl.where(upper, 16.0, tl.where(index == 7, 4.0, 1.0))
-    return slot, stop - slot, word, step, factor, tl.where(factor == 1.0, 1.0, 0.0)
+    unit = tl.where(of3, 4.0, tl.where(of6 | of8, 16.0, 1073741824.0))
+    return slot, stop - slot, word, step, factor, unit
 
 
 @triton.jit
@@ -114,11 +114,16 @@ def _planes_rows(
     PLANE: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
     """acc [tokens, 16] + x times the numbers of the segments BEGIN to END, which have planes of PLANE bits; numbers are
-    rounded to x's dtype."""
+    rounded to x's dtype.
+
+    Planes share the zero: the upper one takes the next multiple of what its fields count, the lower one the rest, so
+    that neither sums numbers far larger than the weights. Each step has a sum of its own: in fp32 one sum all along K
+    was off by more than twice what a product by blocks is.
+    """
     inner = tl.arange(0, BLOCK_TILES * 2 * PLANE)
     tile, j, lane = inner // (2 * PLANE), inner % (2 * PLANE), tl.arange(0, 16)[None, :]
     for index in range(BEGIN, END):
-        begin, count, word_first, words_step, factor, has_zero = _segment(strip_ptr, num_groups, index)
+        begin, count, word_first, words_step, factor, unit = _segment(strip_ptr, num_groups, index)
         for first in range(0, count, BLOCK_TILES):
             slot = first + tile
             inside = slot < count
@@ -127,7 +132,10 @@ def _planes_rows(
             word = tl.load(codes_ptr + word_at[:, None] + lane, mask=inside[:, None], other=0)
             place = (begin + slot)[:, None] * 16 + lane
             scale = tl.load(scale_ptr + place, mask=inside[:, None], other=0.0).to(tl.float32)
-            zero = tl.load(zero_ptr + place, mask=inside[:, None], other=0.0).to(tl.float32) * has_zero
+            zero = tl.load(zero_ptr + place, mask=inside[:, None], other=0.0).to(tl.float32)
+            whole = tl.floor(zero / unit + 0.5) * unit
+            zero = tl.where(factor == 1.0, zero - whole, whole)
+            part = tl.zeros_like(acc)
             for i in tl.static_range(32 // PLANE):
                 field = ((word >> (i * PLANE)) & ((1 << PLANE) - 1)).to(tl.float32)
                 weight = (field * factor - zero) * scale
@@ -135,7 +143,8 @@ def _planes_rows(
                     x_ptr + token[:, None] * x_row + (group * 64 + i * (2 * PLANE) + j)[None, :],
                     mask=(token < num_tokens)[:, None] & inside[None, :], other=0.0,
                 )  # fmt: skip
-                acc = tl.dot(x, weight.to(x_ptr.dtype.element_ty), acc, input_precision="ieee")
+                part = tl.dot(x, weight.to(x_ptr.dtype.element_ty), part, input_precision="ieee")
+            acc += part
     return acc
 
 

@@ -12,8 +12,16 @@ from tilesmith.device.triton.activations import activate
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.quant.op import rounded_up
 from tilesmith.ops.quant.reference import FORMATS
-from tilesmith.ops.quant.triton.cast import CastConfig, rejects, tile_rejects
-from tilesmith.ops.quant.triton.rounding import load_factor, magnitude, raise_to, round8
+from tilesmith.ops.quant.triton.cast import CastConfig, registers, rejects, saturates, store_rows, tile_rejects, words
+from tilesmith.ops.quant.triton.rounding import (
+    largest_of,
+    load_factor,
+    magnitude,
+    raise_to,
+    round8,
+    store_turned,
+    word_of,
+)
 
 MAX_COLS = 16_384
 
@@ -22,7 +30,8 @@ MAX_COLS = 16_384
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bound_ptr, amax_ptr, y_ptr, s_ptr, y8_ptr, factor_ptr, rstd_ptr,
     num_rows, num_cols, x_row, residual_row, eps, offset,
-    LLAMA: tl.constexpr, E5M2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    LLAMA: tl.constexpr, E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Whole rows a program, in registers. residual_ptr, s_ptr: None without an addition."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -49,14 +58,31 @@ def _norm_kernel(
     if tl.program_id(0) == 0:
         tl.store(factor_ptr, factor)
     y = y.to(tl.float32)
-    tl.store(y8_ptr + row * num_cols + lane[None, :], round8(y, inverse, y8_ptr, E5M2), mask=inside)
+    tl.store(y8_ptr + row * num_cols + lane[None, :], round8(y, inverse, y8_ptr, E5M2, SATURATES), mask=inside)
     raise_to(amax_ptr, tl.max(tl.max(magnitude(tl.where(inside, y, 0.0)), 1), 0))
+
+
+@triton.jit
+def _silu(x, SATURATES: tl.constexpr):
+    """silu(x) and its derivative. SATURATES stands for NVIDIA's instructions, as in `round8`: a reciprocal that may be
+    off by an ulp and exponentials without subnormal numbers are four instructions for what Triton makes of fourteen,
+    and the kernels here are bound by them."""
+    if SATURATES:
+        sigmoid = tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
+            " rcp.approx.ftz.f32 $0, t; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        value = x * sigmoid
+        return value, sigmoid + value * (1 - sigmoid)
+    else:
+        return activate(x, "silu")
 
 
 @triton.jit
 def _swiglu_kernel(
     gate_ptr, up_ptr, bound_ptr, amax_ptr, h8_ptr, factor_ptr, num_rows, num_cols, gate_row, up_row,
-    E5M2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(num_cols, BLOCK_COLS)
     program = tl.program_id(0).to(tl.int64)
@@ -65,48 +91,77 @@ def _swiglu_kernel(
     inside = (row < num_rows) & (col < num_cols)
     gate = tl.load(gate_ptr + row * gate_row + col, mask=inside, other=0.0)
     up = tl.load(up_ptr + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
-    value, _ = activate(gate.to(tl.float32), "silu")
+    value, _ = _silu(gate.to(tl.float32), SATURATES)
     h = (value * up).to(gate.dtype).to(tl.float32)
     factor, inverse = load_factor(bound_ptr, E5M2)
     if program == 0:
         tl.store(factor_ptr, factor)
-    tl.store(h8_ptr + row * num_cols + col, round8(h, inverse, h8_ptr, E5M2), mask=inside)
+    tl.store(h8_ptr + row * num_cols + col, round8(h, inverse, h8_ptr, E5M2, SATURATES), mask=inside)
     raise_to(amax_ptr, tl.max(tl.max(magnitude(h), 1), 0))
 
 
 @triton.jit
-def _swiglu_vjp_kernel(
-    dh_ptr, gate_ptr, up_ptr, bound_ptr, amax_ptr, h_factor_ptr, d8_ptr, d8_t_ptr, h8_t_ptr, factor_ptr,
-    num_rows, num_cols, dh_row, gate_row, up_row, room,
-    E5M2: tl.constexpr, H_E5M2: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """A tile a program: the gradients of gate and of up side by side, them transposed, and h again, transposed."""
-    blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    program = tl.program_id(0).to(tl.int64)
-    row = (program // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+def _swiglu_gradients(
+    dh_ptr, gate_ptr, up_ptr, row, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES: tl.constexpr
+):
+    """(h, gradient of gate, gradient of up) of a tile, each rounded to its dtype, as fp32; 0 outside."""
     inside = (row < num_rows) & (col < num_cols)
-    mask_t = tl.trans((row < room) & (col < num_cols))
-    at_t = tl.trans(col) * room + tl.trans(row)
     raw = tl.load(gate_ptr + row * gate_row + col, mask=inside, other=0.0)
     up = tl.load(up_ptr + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
     dh = tl.load(dh_ptr + row * dh_row + col, mask=inside, other=0.0).to(tl.float32)
-    value, slope = activate(raw.to(tl.float32), "silu")
+    value, slope = _silu(raw.to(tl.float32), SATURATES)
+    h = (value * up).to(raw.dtype).to(tl.float32)
+    return h, (dh * up * slope).to(raw.dtype).to(tl.float32), (dh * value).to(raw.dtype).to(tl.float32)
+
+
+@triton.jit
+def _swiglu_vjp_kernel(
+    dh_ptr, gate_ptr, up_ptr, bound_ptr, amax_ptr, h_factor_ptr, d8_ptr, like_h_ptr, d_words_ptr, h_words_ptr,
+    factor_ptr, num_rows, num_cols, dh_row, gate_row, up_row, room,
+    E5M2: tl.constexpr, H_E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile a program: the gradients of gate and of up side by side, them transposed, and h again, transposed.
+
+    like_h_ptr: the format of h. Every fourth row of the tile is a tile of its own, see `word_of`.
+    """
+    blocks = tl.cdiv(num_cols, BLOCK_COLS)
+    program = tl.program_id(0).to(tl.int64)
+    quad = (program // blocks) * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
+    col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row, inside = 4 * quad, col < num_cols
+    h0, g0, u0 = _swiglu_gradients(
+        dh_ptr, gate_ptr, up_ptr, row, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES
+    )
+    h1, g1, u1 = _swiglu_gradients(
+        dh_ptr, gate_ptr, up_ptr, row + 1, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES
+    )
+    h2, g2, u2 = _swiglu_gradients(
+        dh_ptr, gate_ptr, up_ptr, row + 2, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES
+    )
+    h3, g3, u3 = _swiglu_gradients(
+        dh_ptr, gate_ptr, up_ptr, row + 3, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES
+    )
     factor, inverse = load_factor(bound_ptr, E5M2)
     if program == 0:
         tl.store(factor_ptr, factor)
-    h_inverse = 1.0 / tl.load(h_factor_ptr)  # a power of two: exact
-    h = (value * up).to(raw.dtype).to(tl.float32)
-    tl.store(h8_t_ptr + at_t, tl.trans(round8(h, h_inverse, h8_t_ptr, H_E5M2)), mask=mask_t)
-    dgate = (dh * up * slope).to(raw.dtype).to(tl.float32)
-    dgate8 = round8(dgate, inverse, d8_ptr, E5M2)
-    tl.store(d8_ptr + row * (2 * num_cols) + col, dgate8, mask=inside)
-    tl.store(d8_t_ptr + at_t, tl.trans(dgate8), mask=mask_t)
-    dup = (dh * value).to(raw.dtype).to(tl.float32)
-    dup8 = round8(dup, inverse, d8_ptr, E5M2)
-    tl.store(d8_ptr + row * (2 * num_cols) + num_cols + col, dup8, mask=inside)
-    tl.store(d8_t_ptr + tl.cast(num_cols, tl.int64) * room + at_t, tl.trans(dup8), mask=mask_t)
-    raise_to(amax_ptr, tl.max(tl.max(tl.maximum(magnitude(dgate), magnitude(dup)), 1), 0))
+    gradients, ups = largest_of(g0, g1, g2, g3), largest_of(u0, u1, u2, u3)
+    top = tl.max(tl.max(tl.maximum(magnitude(gradients), magnitude(ups)), 1), 0)
+    to, stride = d8_ptr + row * (2 * num_cols) + col, 2 * num_cols
+    y0, y1 = round8(g0, inverse, d8_ptr, E5M2, SATURATES), round8(g1, inverse, d8_ptr, E5M2, SATURATES)
+    y2, y3 = round8(g2, inverse, d8_ptr, E5M2, SATURATES), round8(g3, inverse, d8_ptr, E5M2, SATURATES)
+    store_rows(to, y0, y1, y2, y3, inside, row, num_rows, stride)
+    store_turned(d_words_ptr, word_of(y0, y1, y2, y3), quad, col, room, num_cols)
+    y0, y1 = round8(u0, inverse, d8_ptr, E5M2, SATURATES), round8(u1, inverse, d8_ptr, E5M2, SATURATES)
+    y2, y3 = round8(u2, inverse, d8_ptr, E5M2, SATURATES), round8(u3, inverse, d8_ptr, E5M2, SATURATES)
+    store_rows(to + num_cols, y0, y1, y2, y3, inside, row, num_rows, stride)
+    half = tl.cast(num_cols, tl.int64) * (room // 16 * 4)
+    store_turned(d_words_ptr + half, word_of(y0, y1, y2, y3), quad, col, room, num_cols)
+    inverse = 1.0 / tl.load(h_factor_ptr)  # a power of two: exact
+    y0, y1 = round8(h0, inverse, like_h_ptr, H_E5M2, SATURATES), round8(h1, inverse, like_h_ptr, H_E5M2, SATURATES)
+    y2, y3 = round8(h2, inverse, like_h_ptr, H_E5M2, SATURATES), round8(h3, inverse, like_h_ptr, H_E5M2, SATURATES)
+    store_turned(h_words_ptr, word_of(y0, y1, y2, y3), quad, col, room, num_cols)
+    raise_to(amax_ptr, top)
 
 
 class NormConfig(NamedTuple):
@@ -141,7 +196,7 @@ GATE_SPACE = Space(
     choices={"block_rows": (1, 2), "block_cols": (1024, 2048, 4096), "num_warps": (4, 8)},
 )
 VJP_SPACE = Space(
-    default=lambda dims, arch, dtype: CastConfig(64, 64, 4),
+    default=lambda dims, arch, dtype: CastConfig(128, 64, 8),
     dims=_norm_dims,
     choices={"block_rows": (64, 128), "block_cols": (32, 64, 128), "num_warps": (4, 8)},
 )
@@ -159,8 +214,8 @@ def _norm(x, residual, weight, bound, amax, eps, offset, casting, format, config
     launch(
         _norm_kernel, (max(1, cdiv(count, block_rows)),), x2, residual2, dense(weight), bound, amax, y, s, y8, factor,
         rstd, count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset,
-        LLAMA=casting == "llama", E5M2=format == "e5m2", BLOCK_ROWS=block_rows, BLOCK_COLS=width,
-        num_warps=config.num_warps,
+        LLAMA=casting == "llama", E5M2=format == "e5m2", SATURATES=saturates(x), BLOCK_ROWS=block_rows,
+        BLOCK_COLS=width, num_warps=config.num_warps,
     )  # fmt: skip
     return y, s, y8, factor, rstd
 
@@ -215,7 +270,8 @@ def swiglu_fp8(
     launch(
         _swiglu_kernel, (max(1, cdiv(count, block_rows) * cdiv(cols, width)),), gate2, up2, bound, amax, h8, factor,
         count if cols else 0, max(1, cols), gate2.stride(0), up2.stride(0),
-        E5M2=format == "e5m2", BLOCK_ROWS=block_rows, BLOCK_COLS=width, num_warps=config.num_warps,
+        E5M2=format == "e5m2", SATURATES=saturates(gate), BLOCK_ROWS=block_rows, BLOCK_COLS=width,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return h8, factor
 
@@ -244,9 +300,9 @@ def swiglu_vjp_fp8(
     block_cols = min(config.block_cols, next_power_of_2(cols))
     launch(
         _swiglu_vjp_kernel, (max(1, cdiv(room, block_rows) * cdiv(cols, block_cols)),),
-        dh2, gate2, up2, bound, amax, h_factor, d8, d8_t, h8_t, factor,
+        dh2, gate2, up2, bound, amax, h_factor, d8, h8_t, words(d8_t), words(h8_t), factor,
         count if cols else 0, max(1, cols), dh2.stride(0), gate2.stride(0), up2.stride(0), room if cols else 0,
-        E5M2=format == "e5m2", H_E5M2=h_format == "e5m2", BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-        num_warps=config.num_warps,
+        E5M2=format == "e5m2", H_E5M2=h_format == "e5m2", SATURATES=saturates(gate), BLOCK_ROWS=block_rows,
+        BLOCK_COLS=block_cols, num_warps=config.num_warps, **registers(gate),
     )  # fmt: skip
     return d8, d8_t, h8_t, factor

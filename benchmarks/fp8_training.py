@@ -1,0 +1,549 @@
+"""FP8 training on one GPU: values first, then casts, linear layers, decoder layers and what a backward keeps.
+
+    python benchmarks/fp8_training.py results.json [--part values --part casts ...] [--seconds 95] [--dry]
+
+Parts, all of them by default:
+  values   casts and products beside the reference, element by element, by the kernels themselves, those of fp32 tensors
+           too, which `rejects` does not serve on a GPU. No other part follows a difference in what is served.
+  casts    each cast kernel's bytes a second beside those of a copy of as many bytes, by the tiles named in PINS.
+  linears  forward and backward of one layer by each recipe, beside bf16, the bare products and torchao.
+  layers   forward and backward of four layers of a Llama of 8 B beside bf16, with one attention for all.
+  bytes    what the linear layers keep of their inputs for the backward, beside torchao.
+  linears_compiled, layers_compiled   beside torchao under torch.compile, and for layers bf16 under it.
+
+A part begins nothing that would not end within --seconds by what it usually takes. results.json is written after each
+row; rows of parts that are not run again stay. --dry: tiny sizes on any device, to see that the program runs.
+"""
+
+import argparse
+import copy
+import gc
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tilesmith
+from tilesmith import ops, use
+from tilesmith.engine import ops as declared
+from tilesmith.engine.timing import Timing, measure, peak_memory
+from tilesmith.hardware.detect import driver
+from tilesmith.ops.quant import reference
+from tilesmith.precision import FP8Config, FP8LinearLayer, convert_model_to_fp8
+from tilesmith.precision.config import RECIPES
+from tilesmith.precision.scaling import roll
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = ((4096, 28_672), (14_336, 4096))  # in, out: the wide products of a Llama of 8 B
+TOKENS = (8192, 16_384)
+PEERS = {"tensorwise": ("delayed", "current"), "rowwise_with_gw_hp": ("rowwise",)}  # torchao's recipe -> ours like it
+PINS = {
+    "fp8_cast": ("triton",),
+    "fp8_cast both": (
+        "triton:block_rows=128:block_cols=64:num_warps=4",
+        "triton:block_rows=128:block_cols=128:num_warps=8",
+    ),
+    "fp8_transpose": (
+        "triton:block_rows=128:block_cols=64:num_warps=4",
+        "triton:block_rows=128:block_cols=128:num_warps=4",
+    ),
+    "fp8_cast_rows": ("triton",),
+    "fp8_cast_blocks": ("triton",),
+    "rms_norm_fp8": ("triton:tile=2048", "triton:tile=4096"),
+    "swiglu_fp8": ("triton:block_cols=2048:num_warps=4", "triton:block_cols=4096:num_warps=4"),
+    "swiglu_vjp_fp8": (
+        "triton:block_rows=128:block_cols=64:num_warps=8",
+        "triton:block_rows=128:block_cols=32:num_warps=4",
+    ),
+}
+
+
+@dataclass
+class Run:
+    """Where rows go, and how long a part may take."""
+
+    out: Path
+    seconds: float
+    dry: bool
+    document: dict[str, Any] = field(default_factory=dict)
+    part: str = ""
+    until: float = 0.0
+
+    def begin(self, part: str) -> None:
+        self.part, self.until = part, time.monotonic() + self.seconds
+        self.document[part] = []
+
+    def row(self, **values: Any) -> None:
+        """Keep a row and print it."""
+        self.document[self.part].append(values)
+        self.out.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
+        sys.stdout.write(f"{self.part}: {json.dumps(values)}\n")
+        sys.stdout.flush()
+
+    def late(self, what: str, needs: float = 5.0) -> bool:
+        """Whether there is no time left for this, which needs so many seconds; says so if there is not."""
+        if time.monotonic() + (0 if self.dry else needs) < self.until:
+            return False
+        self.row(skipped=what, why=f"the part had {self.seconds:g} s")
+        return True
+
+    def timed(self, variants: dict[str, Callable[[], object]], budget_ms: float = 20.0) -> dict[str, Timing]:
+        rounds, budget = (2, 1.0) if self.dry else (5, budget_ms)
+        return measure(variants, DEVICE, rounds=rounds, budget_ms=budget, warmup=2)
+
+
+def shown(timings: dict[str, Timing]) -> dict[str, dict[str, float]]:
+    """Medians in ms and spreads."""
+    return {name: {"ms": round(t.median_us / 1e3, 5), "spread": round(t.spread, 4)} for name, t in timings.items()}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def one(value: float) -> Tensor:
+    return torch.full((1,), value, device=DEVICE)
+
+
+# Values
+
+
+def same_bits(found: Tensor, want: Tensor) -> int:
+    """How many numbers differ, any NaN equal to any."""
+    if found.element_size() == 1:
+        nan = found.float().isnan() & want.float().isnan()
+        return int(((found.view(torch.uint8) != want.view(torch.uint8)) & ~nan).sum())
+    return int((found.nan_to_num(nan=-1.0) != want.nan_to_num(nan=-1.0)).sum())
+
+
+def values(run: Run) -> bool:
+    """Casts are exact but for their one rounding, which is the reference's: no bit may differ. Of fp32 tensors a
+    difference is told, and does not count: they are not served."""
+    right = True
+    kinds = [(torch.bfloat16, "e4m3"), (torch.bfloat16, "e5m2"), (torch.float32, "e4m3"), (torch.float32, "e5m2")]
+    shapes = ((33, 70), (64, 128)) if run.dry else ((300, 530), (8192, 4096))
+    for (dtype, format), (m, n) in itertools.product([*kinds, (torch.float16, "e4m3")], shapes):
+        what = f"{m}x{n} {str(dtype)[6:]} {format}"
+        if run.late(what, 15.0):
+            return right
+        same = casts_alike(run, drawn(m, n, dtype=dtype) * 3, format, what)
+        run.row(call=what, same=same)
+        right &= same or dtype is torch.float32
+    for name in ("swiglu_fp8", "swiglu_vjp_fp8", "rms_norm_fp8", "scaled_matmul"):
+        right &= within_budgets(run, name)
+    return right
+
+
+def casts_alike(run: Run, x: Tensor, format: str, what: str) -> bool:
+    """Each cast of one tensor, which is given numbers that are none, infinite, zero and too large."""
+    x[1, 2], x[2, 3], x[3, 4], x[4], x[5, 6] = torch.nan, torch.inf, -torch.inf, 0, 6e4
+    calls: list[tuple[str, tuple]] = [
+        *(("fp8_cast", (x, one(4.0), one(0.0), format, *layouts)) for layouts in ((True, False), (True, True))),
+        ("fp8_cast", (x, one(4.0), one(0.0), format, False, True)),
+        ("fp8_cast_rows", (x, format)),
+        *(("fp8_cast_blocks", (x, format, True, True, square)) for square in (False, True)),
+        ("fp8_transpose", (reference.cast(x.float(), format),)),
+    ]
+    same = [alike(run, name, args, what) for name, args in calls]  # each is run, whatever was found of another
+    return all(same)
+
+
+def alike(run: Run, name: str, args: tuple, what: str) -> bool:
+    """One call of the kernel itself beside the reference; amax is compared too."""
+    kernel = declared()[name].kernel("triton").fn if DEVICE.type != "cpu" else getattr(reference, name)
+    copies = [tuple(a.clone() if isinstance(a, Tensor) else a for a in args) for _ in range(2)]
+    found, want = kernel(*copies[0]), getattr(reference, name)(*copies[1])
+    found, want = (r if isinstance(r, tuple) else (r,) for r in (found, want))
+    if name == "fp8_cast":
+        found, want = (*found, copies[0][2]), (*want, copies[1][2])
+    wrong = [same_bits(f, w) for f, w in zip(found, want)]
+    if any(wrong):
+        run.row(op=name, call=what, options=[a for a in args if not isinstance(a, Tensor)], differing=wrong)
+    return not any(wrong)
+
+
+def within_budgets(run: Run, name: str) -> bool:
+    """The op's own small cases, by every kernel that is here."""
+    from tilesmith.engine import cases
+    from tilesmith.validate.cases import backends_on, check
+
+    op, wrong, checked = declared()[name], [], 0
+    for case in cases(name):
+        if "test" not in case.tags or run.late(f"{name} {case.name}", 3.0):
+            continue
+        for backend in backends_on(op, DEVICE):
+            result = check(op, backend, case, DEVICE, case.dtypes[0])
+            checked += 1
+            if not result.passed:
+                wrong.append(f"{backend} {case.name}: {result.message}")
+    run.row(op=name, checked=checked, wrong=wrong)
+    return not wrong
+
+
+# Casts
+
+
+def cast_calls(m: int, n: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """Calls by name, and the bytes that each moves for an element of x."""
+    x, up, dh = (drawn(m, n) for _ in range(3))
+    x8, bound, amax, factor = reference.cast(x.float(), "e4m3"), one(6.0), one(0.0), one(2.0**-5)
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "fp8_cast": (lambda: ops.fp8_cast(x, bound, amax, "e4m3"), 3),
+        "fp8_cast both": (lambda: ops.fp8_cast(x, bound, amax, "e5m2", True, True), 4),
+        "fp8_transpose": (lambda: ops.fp8_transpose(x8), 2),
+        "fp8_cast_rows": (lambda: ops.fp8_cast_rows(x), 3),
+        "fp8_cast_blocks": (lambda: ops.fp8_cast_blocks(x, "e4m3", True, True), 4),
+        "swiglu_fp8": (lambda: ops.swiglu_fp8(x, up, bound, amax), 5),
+        "swiglu_vjp_fp8": (lambda: ops.swiglu_vjp_fp8(dh, x, up, bound, amax, factor), 11),
+    }
+    if n <= 16_384:
+        calls["rms_norm_fp8"] = (lambda: ops.rms_norm_fp8(x, x[0], bound, amax), 5)
+    return calls
+
+
+def casts(run: Run) -> None:
+    """Bytes a second of each kernel over those of a copy that moves as many."""
+    for m, n in ((64, 128),) if run.dry else ((8192, 4096), (8192, 28_672), (16_384, 14_336)):
+        for name, (call, bytes_each) in cast_calls(m, n).items():
+            if run.late(f"{name} {m}x{n}"):
+                return
+            moved, op = bytes_each * m * n, name.split()[0]
+            source = torch.empty(moved // 2, dtype=torch.uint8, device=DEVICE)
+            variants: dict[str, Callable[[], object]] = {"copy": partial(torch.empty_like(source).copy_, source)}
+            for pin in PINS[name] if DEVICE.type != "cpu" else ("reference",):
+                variants[pin] = partial(pinned, op, pin, call)
+            found = run.timed(variants)
+            copied = found["copy"].median_us
+            share = {pin: round(copied / t.median_us, 3) for pin, t in found.items() if pin != "copy"}
+            rate = round(moved / copied / 1e6, 3)
+            run.row(op=name, rows=m, cols=n, copy_tb_s=rate, share_of_copy=share, times=shown(found))
+
+
+def pinned(op: str, pin: str, call: Callable[[], object]) -> object:
+    with use(**{op: pin}):
+        return call()
+
+
+# Linear layers
+
+
+def raw_products(m: int, k: int, n: int) -> dict[str, Callable[[], object]]:
+    """The three products of a layer alone, in bf16 and in 8 bits from operands that are there."""
+    x, w, dy = drawn(m, k), drawn(n, k), drawn(m, n)
+    x8, w8, d8, w8_t = (t.to(torch.float8_e4m3fn) for t in (x, w, dy, w.t().contiguous()))
+    d8_t, x8_t = (t.to(torch.float8_e4m3fn) for t in (dy.t().contiguous(), x.t().contiguous()))
+    factor = one(1.0)
+
+    def bf16() -> None:
+        torch.mm(x, w.t()), torch.mm(dy, w), torch.mm(dy.t(), x)
+
+    def fp8() -> None:
+        for a, b, fast in ((x8, w8, True), (d8, w8_t, False), (d8_t, x8_t, False)):
+            ops.scaled_matmul(a, b, factor, factor, None, "bfloat16", fast)
+
+    return {"bf16 products": bf16, "fp8 products": fp8}
+
+
+def step(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    """Forward and backward, gradients dropped."""
+
+    def once() -> None:
+        layer(x).backward(dy)
+        x.grad = None
+        for p in layer.parameters():
+            p.grad = None
+
+    return once
+
+
+def ours(layer: nn.Linear, recipe: str, run: Run) -> nn.Module:
+    """A converted copy whose scales are known."""
+    config = FP8Config(recipe=recipe, min_features=16, min_tokens=1) if run.dry else FP8Config(recipe=recipe)
+    model = convert_model_to_fp8(nn.Sequential(copy.deepcopy(layer)), config).train()
+    x = drawn(256, layer.in_features).requires_grad_()
+    step(model, x, drawn(256, layer.out_features))()
+    roll(model)
+    return model
+
+
+def torchao(model: nn.Module, recipe: str) -> nn.Module:
+    """A copy as torchao converts it; ImportError without it."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(
+        copy.deepcopy(model),
+        config=Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=lambda module, name: "lm_head" not in name,
+    )
+
+
+def compiled(model: nn.Module, run: Run) -> Any:
+    return torch.compile(model, dynamic=False, backend="aot_eager" if run.dry else "inductor")
+
+
+def sizes(run: Run) -> list[tuple[tuple[int, int], int]]:
+    """(in, out) and tokens of the layers."""
+    return [((64, 128), 32), ((128, 64), 32)] if run.dry else list(itertools.product(SHAPES, TOKENS))
+
+
+def linears(run: Run) -> None:
+    """Times of each recipe over those of bf16, as a share of what the bare products gain, R."""
+    for (k, n), m in sizes(run):
+        if run.late(f"{k}x{n} {m} tokens"):
+            return
+        torch.manual_seed(0)
+        plain = nn.Linear(k, n, bias=False, device=DEVICE, dtype=torch.bfloat16)
+        x, dy = drawn(m, k).requires_grad_(), drawn(m, n)
+        variants: dict[str, Callable[[], object]] = {"bf16": step(plain, x, dy), **raw_products(m, k, n)}
+        models = {recipe: ours(plain, recipe, run) for recipe in RECIPES}
+        variants |= {recipe: step(model, x, dy) for recipe, model in models.items()}
+        variants["delayed, weight cast"] = casting_anew(models["delayed"], x, dy)
+        missing = eager_peers(variants, plain, x, dy)
+        found = run.timed(variants)
+        gain = found["bf16 products"].median_us / found["fp8 products"].median_us
+        run.row(
+            layer=f"{k} -> {n}", tokens=m, R=round(gain, 3), peers=missing or "torchao eager", **gains(found, gain),
+            times=shown(found),
+        )  # fmt: skip
+
+
+def casting_anew(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    """A step whose weight is cast in it, as the first after an optimizer's is."""
+    layers, once = [m for m in model.modules() if isinstance(m, FP8LinearLayer)], step(model, x, dy)
+
+    def anew() -> None:
+        for layer in layers:
+            layer.refresh()
+        once()
+
+    return anew
+
+
+def eager_peers(variants: dict[str, Callable[[], object]], plain: nn.Linear, x: Tensor, dy: Tensor) -> str:
+    """Add torchao's layers; why not, where it cannot be imported or refuses."""
+    try:
+        for recipe in PEERS:
+            once = step(torchao(nn.Sequential(plain), recipe), x, dy)
+            once()
+            variants[f"torchao {recipe}"] = once
+    except (ImportError, RuntimeError, NotImplementedError, ValueError) as problem:
+        return f"{type(problem).__name__}: {str(problem)[:300]}"
+    return ""
+
+
+def gains(found: dict[str, Timing], raw: float) -> dict[str, Any]:
+    """Over bf16, as a share of R, and over the peer of the same recipe."""
+    base = found["bf16"].median_us
+    over = {name: base / found[name].median_us for name in found if name.split(",")[0] in RECIPES}
+    beside = {
+        f"{mine} / {peer}": round(found[name].median_us / found[mine].median_us, 3)
+        for peer, kinds in PEERS.items()
+        for name in found
+        if name.startswith("torchao") and peer in name
+        for mine in kinds
+        if mine in found
+    }
+    return {
+        "over_bf16": {name: round(value, 3) for name, value in over.items()},
+        "share_of_R": {name: round(value / raw, 3) for name, value in over.items()},
+        "over_torchao": beside,
+    }
+
+
+def linears_compiled(run: Run) -> None:
+    """Ours as it is beside torchao's compiled layers."""
+    for (k, n), m in sizes(run):
+        for peer, kinds in PEERS.items():
+            if run.late(f"torchao {peer} compiled, {k} -> {n}, {m} tokens", 20.0):
+                return
+            torch._dynamo.reset()
+            plain = nn.Linear(k, n, bias=False, device=DEVICE, dtype=torch.bfloat16)
+            x, dy = drawn(m, k).requires_grad_(), drawn(m, n)
+            try:
+                once = step(compiled(torchao(nn.Sequential(plain), peer), run), x, dy)
+                once()
+            except (ImportError, RuntimeError, NotImplementedError, ValueError) as problem:
+                run.row(peer=peer, refused=f"{type(problem).__name__}: {str(problem)[:300]}")
+                continue
+            variants = {"bf16": step(plain, x, dy), f"torchao {peer} compiled": once}
+            variants |= {kind: step(ours(plain, kind, run), x, dy) for kind in kinds}
+            found = run.timed(variants)
+            told = gains(found, 1.0)
+            run.row(layer=f"{k} -> {n}", tokens=m, over_torchao_compiled=told["over_torchao"], times=shown(found))
+
+
+# Decoder layers
+
+
+def llama(run: Run) -> nn.Module:
+    """Four layers of a Llama of 8 B without a head, all with the same attention."""
+    from transformers import LlamaConfig, LlamaModel
+
+    tilesmith.register_for_transformers()
+    sizes = {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    if run.dry:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=1024, max_position_embeddings=8192)
+    config._attn_implementation = "tilesmith"
+    torch.manual_seed(0)
+    with DEVICE:  # drawn on a CPU, the weights take ten seconds
+        return LlamaModel(config).to(torch.bfloat16).train()
+
+
+def ours_in_layers(run: Run, ids: Tensor, recipes: tuple[str, ...]) -> dict[str, Callable[[], None]]:
+    """Steps of our bf16 and of recipes, their scales known."""
+    config = {"min_features": 16, "min_tokens": 1} if run.dry else {}
+    models = {"bf16, optimised": tilesmith.optimize(llama(run))}
+    for recipe in recipes:
+        models[recipe] = convert_model_to_fp8(tilesmith.optimize(llama(run)), FP8Config(recipe=recipe, **config))
+    steps = {name: model_step(model, ids) for name, model in models.items()}
+    for name, once in steps.items():
+        once()
+        roll(models[name])
+    return steps
+
+
+def batches(run: Run) -> list[Tensor]:
+    shapes = ((2, 16),) if run.dry else ((2, 4096), (4, 4096))
+    return [torch.randint(1024, shape, device=DEVICE) for shape in shapes]
+
+
+def layers(run: Run) -> None:
+    """Steps of four layers by each recipe."""
+    for ids in batches(run):
+        if run.late(f"layers {list(ids.shape)}", 25.0):
+            return
+        variants = ours_in_layers(run, ids, RECIPES)
+        found = run.timed(variants, 200.0)
+        base = found["bf16, optimised"].median_us
+        run.row(
+            tokens=list(ids.shape), over_ours_bf16={k: round(base / t.median_us, 3) for k, t in found.items()},
+            peak_gb={k: round(peak_memory(fn, DEVICE) / 1e9, 2) for k, fn in variants.items()}, times=shown(found),
+        )  # fmt: skip
+        del variants
+        gc.collect()
+
+
+def layers_compiled(run: Run) -> None:
+    """Steps of four layers of torchao and in bf16, compiled, beside ours."""
+    for ids in batches(run):
+        variants = {}
+        for name in ("tensorwise", "bf16"):
+            if run.late(f"{name} compiled, {list(ids.shape)}", 50.0):
+                return
+            variants = variants or ours_in_layers(run, ids, ("delayed", "rowwise"))
+            torch._dynamo.reset()
+            try:
+                model = llama(run) if name == "bf16" else torchao(llama(run), name)
+                once = model_step(compiled(model, run), ids)
+                once()
+                once()
+            except (ImportError, RuntimeError, NotImplementedError, ValueError) as problem:
+                run.row(peer=f"{name}, compiled", refused=f"{type(problem).__name__}: {str(problem)[:300]}")
+                continue
+            variants[f"{name}, compiled"] = once
+            found = run.timed(variants, 200.0)
+            delayed = found["delayed"].median_us
+            run.row(
+                tokens=list(ids.shape), delayed_over={k: round(t.median_us / delayed, 3) for k, t in found.items()},
+                peak_gb={f"{name}, compiled": round(peak_memory(once, DEVICE) / 1e9, 2)}, times=shown(found),
+            )  # fmt: skip
+        del variants
+        gc.collect()
+
+
+def model_step(model: Any, ids: Tensor) -> Callable[[], None]:
+    dy: list[Tensor] = []
+
+    def once() -> None:
+        out = model(input_ids=ids, use_cache=False).last_hidden_state
+        if not dy:
+            dy.append(drawn(*out.shape))
+        out.backward(dy[0])
+        for p in model.parameters():
+            p.grad = None
+
+    return once
+
+
+# Bytes
+
+
+def kept_bytes(layer: nn.Module, x: Tensor, own: set[int]) -> int:
+    """Bytes that a call keeps for its backward, each storage once, those of `own` left out."""
+    found: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer(x)
+    return sum(size for place, size in found.items() if place not in own)
+
+
+def storages(*tensors: Tensor | None) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if t is not None}
+
+
+def bytes_kept(run: Run) -> None:
+    """Bytes of activations over torchao's."""
+    for k, n in ((64, 128),) if run.dry else SHAPES:
+        plain = nn.Linear(k, n, bias=False, device=DEVICE, dtype=torch.bfloat16)
+        x = drawn(64 if run.dry else TOKENS[0], k).requires_grad_()
+        mine, peers = {}, {}
+        for recipe in RECIPES:
+            layer = ours(plain, recipe, run)[0]
+            mine[recipe] = kept_bytes(layer, x, storages(layer.weight, *layer.weight_cast()))
+        try:
+            for peer in PEERS:
+                layer = torchao(nn.Sequential(plain), peer)[0]
+                peers[peer] = kept_bytes(layer, x, storages(layer.weight))
+        except (ImportError, RuntimeError, NotImplementedError, ValueError) as problem:
+            run.row(peer="torchao", refused=f"{type(problem).__name__}: {str(problem)[:300]}")
+        share = {f"{a} / {p}": round(mine[a] / peers[p], 3) for p, kinds in PEERS.items() if p in peers for a in kinds}
+        run.row(layer=f"{k} -> {n}", tokens=x.shape[0], ours=mine, torchao=peers, share=share)
+
+
+PARTS: dict[str, Callable[[Run], Any]] = {
+    "values": values, "casts": casts, "linears": linears, "layers": layers, "bytes": bytes_kept,
+    "linears_compiled": linears_compiled, "layers_compiled": layers_compiled,
+}  # fmt: skip
+
+
+def main() -> int:
+    """Run the parts; 1 where values are wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--part", action="append", choices=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=95.0)
+    parser.add_argument("--dry", action="store_true")
+    given = parser.parse_args()
+    if DEVICE.type == "cpu" and not given.dry:
+        parser.error("this needs a GPU; --dry runs tiny sizes on a CPU")
+    run = Run(given.out, given.seconds, given.dry)
+    if given.out.exists():
+        run.document = json.loads(given.out.read_text(encoding="utf-8"))
+    run.document |= {
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu", "driver": driver(),
+        "torch": torch.__version__, "tilesmith": tilesmith.__version__, "command": " ".join(sys.argv),
+    }  # fmt: skip
+    for part in given.part or list(PARTS):
+        run.begin(part)
+        right = PARTS[part](run)
+        run.row(seconds=round(run.seconds - (run.until - time.monotonic()), 1), right=right is not False)
+        if right is False:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

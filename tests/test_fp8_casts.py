@@ -1,0 +1,57 @@
+"""Casts to 8 bits are exact but for one rounding: each kernel gives the very bits of the reference."""
+
+import pytest
+import torch
+
+from op_runs import DEVICE, ON_GPU
+from tilesmith import ops, use
+from tilesmith.ops.quant import reference
+
+# size, format, dtype; fp32 tiles are refused on a GPU
+SMALL, TILES = (37, 70), (144, 132)
+OTHER = torch.float16 if ON_GPU else torch.float32
+CALLS = [
+    (SMALL, "e4m3", torch.bfloat16), (SMALL, "e5m2", torch.bfloat16), (SMALL, "e4m3", OTHER), (SMALL, "e5m2", OTHER),
+    (TILES, "e5m2", torch.bfloat16),
+]  # fmt: skip
+
+
+def _odd(m, n, dtype):
+    """Numbers of every size, ties among them, and some that are none, infinite or too large; a row of zeros."""
+    x = torch.randn(m, n) * torch.logspace(-6, 3, n)
+    x[:, ::3] = torch.randint(-64, 65, x[:, ::3].shape) / 16
+    x[1, 2], x[2, 3], x[3, 4], x[4], x[5, 6] = torch.nan, torch.inf, -torch.inf, 0, 6e4
+    return x.to(DEVICE, dtype)
+
+
+def _assert_same_bits(found, want):
+    for got, expected in zip(found, want):
+        if got.element_size() == 1:
+            nan = got.float().isnan() & expected.float().isnan()
+            assert torch.equal(
+                got.view(torch.uint8).masked_fill(nan, 0), expected.view(torch.uint8).masked_fill(nan, 0)
+            )
+        else:
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("size", "format", "dtype"), CALLS, ids=str)
+def test_casts_are_bit_exact(needs_triton, size, format, dtype):
+    x, bound = _odd(*size, dtype), torch.full((1,), 4.0, device=DEVICE)
+    calls = {
+        "fp8_cast": [(x, bound, torch.zeros_like(bound), format, *wanted) for wanted in ((1, 0), (1, 1), (0, 1))],
+        "fp8_cast_rows": [(x, format)],
+        "fp8_cast_blocks": [(x, format, True, True, square) for square in (False, True)],
+        "fp8_transpose": [(reference.cast(x.float(), format),)],
+    }
+    for name, each in calls.items():
+        for args in each:
+            args = [bool(a) if isinstance(a, int) else a for a in args]
+            again = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+            with use(**{name: "triton"}):
+                found = getattr(ops, name)(*args)
+            want = getattr(reference, name)(*again)
+            found, want = (r if isinstance(r, tuple) else (r,) for r in (found, want))
+            _assert_same_bits(found, want)
+            if name == "fp8_cast":  # what was seen: none of these numbers is left out
+                assert args[2].isnan().all() and again[2].isnan().all()
