@@ -157,9 +157,7 @@ class _Rowwise(torch.autograd.Function):
         if wants_x:
             d8, factor = ops.fp8_cast_rows(dy, ctx.plan.backward)
             dx = _product(d8, w8_t, factor, w_t_factor, ctx.dtypes[0]).view(ctx.shape)
-        if (
-            wants_weight
-        ):  # factors are powers of two, so x comes back as it was multiplied; fp16 cannot hold all of them
+        if wants_weight:  # factors are powers of two, so x comes back as it was multiplied; fp16 holds not all of them
             wide = torch.float32 if dy.dtype == torch.float16 else dy.dtype
             x = (x8.reshape(-1, ctx.shape[-1]).to(wide) * x_factor.to(wide)).to(dy.dtype)
             dweight = torch.mm(dy.t(), x).to(ctx.dtypes[1])
