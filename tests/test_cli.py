@@ -169,7 +169,7 @@ def test_explain_takes_shapes_and_values():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("explain", "swigul"), "there is no op 'swigul'. Did you mean swiglu?"),
+        (("explain", "swigul"), "there is no op 'swigul'. Did you mean 'swiglu'?"),
         (("explain", OP, "--shape", "gate:3"), "--shape must be NAME=SIZExSIZE"),
         (("explain", OP, "--shape", "nothing=3"), "takes gate, up"),
         (("explain", OP, "--set", "oops"), "--set must be NAME=VALUE"),

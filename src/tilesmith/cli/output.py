@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import json
 import os
 import sys
@@ -118,13 +117,11 @@ def dtype_named(name: str | None, device: torch.device) -> torch.dtype:
 def op_named(name: str) -> Op:
     """The declared op of that name."""
     from tilesmith.engine import ops
+    from tilesmith.engine.arguments import suggestion
 
     known = ops()
     if name not in known:
-        forward = sorted(op for op in known if not op.endswith("_vjp"))
-        close = difflib.get_close_matches(name, forward, n=1)
-        told = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(forward)} (and their gradients, <op>_vjp)"
-        refuse(f"there is no op {name!r}. {told}")
+        refuse(f"there is no op {name!r}. {suggestion(name, known)}")
     return known[name]
 
 
