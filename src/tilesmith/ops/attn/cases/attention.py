@@ -273,6 +273,7 @@ ATTENTION = [
     Case("d64_narrow_small", _attend(1, 2, 2, 150, 140, 64, causal=True, window_left=30), SMALL),
     Case("d64_lists_small", _attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
     Case("d128_lists_small", _attend(1, 2, 1, 130, 130, 128, causal=True, lists=(1, 1, 128, 128, 0.9)), SMALL),
+    Case("d512_small", _attend(1, 2, 1, 40, 45, 512, causal=True, sinks=True), SMALL),
     Case("d192_128_small", _attend(1, 2, 1, 70, 40, 192, 128, causal=True), SMALL),
     Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
     Case("d64_dropout_small", _attend(1, 2, 1, 70, 136, 64, causal=True, dropout_p=0.3), SMALL),
@@ -325,6 +326,8 @@ ATTENTION = [
     Case("d256_128_tiles", _attend(1, 4, 2, 300, 520, 256, 128, causal=True), GPU, HALF),
     Case("d192_256_tiles", _attend(1, 2, 2, 300, 300, 192, 256), GPU, HALF),
     Case("d192_tiles", _attend(1, 4, 4, 300, 700, 192, causal=True, window_left=200), GPU, HALF),
+    Case("d512_tiles", _attend(1, 4, 2, 300, 520, 512, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d320_tiles", _attend(1, 2, 2, 200, 130, 320, window_left=70, window_right=33), GPU, HALF),
     Case("d256_more_queries", _attend(2, 4, 2, 300, 130, 256, causal=True, sinks=True), GPU, HALF),
     Case("d256_packed", _attend(
         1, 4, 2, 700, 700, 256, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
@@ -422,6 +425,10 @@ ATTENTION = [
     *(
         Case(f"mla_{tokens // 1024}k_causal", _train(1, tokens, 16, 192, dim_v=128, causal=True), BENCH, HALF)
         for tokens in (2048, 4096, 8192, 16384)
+    ),
+    *(
+        Case(f"d512_{tokens // 1024}k_causal", _train(1, tokens, 8, 512, kv_heads=2, causal=True), BENCH, HALF)
+        for tokens in (4096, 16384)
     ),
     Case("llama_4k", _train(2, 4096, 32, 128, kv_heads=8, causal=True), BENCH, HALF),
     Case("llama_window_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, window_left=4096), BENCH, HALF),

@@ -24,7 +24,8 @@ def default_forward(dims, arch, dtype) -> AttentionConfig:
         config = AttentionConfig(64, 32, 8 if wide > 64 else 4, 2)
     elif arch.kind == "cuda" and arch.capability[0] == 9:
         # H200, 16,384 tokens, hidden 2048, 4k full: 515 TFLOP/s at D 128 (128x128 on 8 warps: 484), 444 at D 64 (347)
-        config = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3)}.get(max(wide, 64), (128, 64, 8, stages))
+        tiles = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 512: (64, 32, 8, 2)}
+        config = tiles.get(max(wide, 64), (128, 64, 8, stages))
         config = AttentionConfig(*config)
         if dims["drawn"] > 1:
             # with dropout at D 128, 4k: 1,131 us causal and 1,086 full; in three stages 1,259 and 1,220
@@ -32,10 +33,11 @@ def default_forward(dims, arch, dtype) -> AttentionConfig:
     elif wide <= 128:
         config = AttentionConfig(128, 64, 4 if wide <= 64 else 8, stages)
     else:
-        config = AttentionConfig(64, 32, 4, stages)
+        config = AttentionConfig(64, 32, 4 if wide <= 256 else 8, stages)
     config = config._replace(bulk=has_bulk_copies(arch, dtype))
     if dims["tokens"] < config.block_m:
-        config = config._replace(block_m=max(16, next_power_of_2(dims["tokens"])), num_warps=4)
+        warps = 4 if wide <= 256 else 8
+        config = config._replace(block_m=max(16, next_power_of_2(dims["tokens"])), num_warps=warps)
     return _fit_forward(config, wide * dtype.itemsize, dtype.itemsize, arch.shared_memory)
 
 
@@ -75,7 +77,8 @@ def default_backward(dims, arch, dtype) -> AttentionVjpConfig:
     if arch.kind not in ("cuda", "hip", "xpu"):
         return AttentionVjpConfig(32, 32, 4, 1, 32, 32, 4, 1)
     stages = 1 if arch.kind == "hip" else 2
-    config = AttentionVjpConfig(32, 32, 4, 1, 32, 32, 4, 1)
+    warps = 4 if wide <= 256 else 8
+    config = AttentionVjpConfig(32, 32, warps, 1, 32, 32, warps, 1)
     if dtype != torch.float32 and arch.kind == "cuda" and arch.capability[0] == 9:
         if wide <= 64:
             config = AttentionVjpConfig(64, 64, 4, 3, 128, 64, 8, 3)
@@ -84,8 +87,10 @@ def default_backward(dims, arch, dtype) -> AttentionVjpConfig:
             if dims["drawn"] > 1:
                 # H200, 4k causal, with dropout: 2,832 us; in tiles of 32 x 128 on 8 warps 3,111, of 64 x 128 3,808
                 config = config._replace(dkv_block_m=32, dkv_block_n=64, dkv_warps=4)
-        else:
+        elif wide <= 256:
             config = AttentionVjpConfig(32, 64, 8, 2, 128, 32, 8, 2)
+        else:
+            config = AttentionVjpConfig(32, 32, 8, 1, 32, 32, 8, 2)
     elif dtype != torch.float32 and wide <= 128:
         config = AttentionVjpConfig(32, 64, 4, stages, 64, 32, 4, stages)
     config = config._replace(bulk=has_bulk_copies(arch, dtype))

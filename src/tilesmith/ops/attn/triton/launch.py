@@ -119,9 +119,17 @@ def rejects(call) -> list[str]:
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
     for name, x in (("q", call.q), ("v", call.v)):
-        if x.cols % 8 or not 16 <= x.cols <= 256:
-            reasons.append(f"{name} has head dim {x.cols}; multiples of 8 from 16 to 256 are served")
+        if x.cols % 8 or not 16 <= x.cols <= 512:
+            reasons.append(f"{name} has head dim {x.cols}; multiples of 8 from 16 to 512 are served")
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if not x.unit:
             reasons.append(f"{name} has a last stride other than 1")
+    room, least = call.arch.shared_memory, _LEAST_OF_WIDE[call.q.dtype == torch.float32]
+    if max(call.q.cols, call.v.cols) > 256 and call.arch.kind != "cpu" and room < least:
+        has = f"{call.arch.name} has {room // 1024}"
+        reasons.append(f"head dims above 256 need {least // 1024} KB of shared memory, {has}")
     return reasons
+
+
+_LEAST_OF_WIDE = (160 * 1024, 200 * 1024)
+"""Shared memory for rows of 512 columns of 16 bits and of 32: dk and dv keep 16 keys beside 32 queries, twice."""
