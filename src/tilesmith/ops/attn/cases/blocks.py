@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.ops.attn.block_pattern_reference import PATTERNS
 
 TEST = frozenset({"test"})
 SMALL = frozenset({"test", "interpret"})
@@ -118,6 +119,26 @@ def _select(*shape: int, init=None, counts=_some, visible=_ascending, **options)
     return {"scores": scores, **numbers, **options}
 
 
+def _pattern(pattern: str, tokens: int, keys: int, sparsity: float, lists: int = 1, **options) -> dict:
+    seed = T(1, dtype=torch.int64, init=lambda *_: torch.tensor([7 << 33 | 5]), grad=False)
+    sizes = {"tokens": tokens, "keys": keys, "sparsity_ratio": sparsity, "lists": lists, "block": 16}
+    return {"seed": seed, "pattern": pattern, **sizes, **options}
+
+
+def _pattern_cases() -> list[Case]:
+    found = []
+    for pattern in PATTERNS:
+        found += [
+            Case(f"{pattern}_tenth", _pattern(pattern, 490, 490, 0.9), SMALL),
+            Case(f"{pattern}_most", _pattern(pattern, 100, 100, 0.2, 2), TEST),
+            Case(f"{pattern}_more_keys", _pattern(pattern, 100, 333, 0.7), TEST),
+            Case(f"{pattern}_more_queries", _pattern(pattern, 333, 100, 0.7), SMALL),
+            Case(f"{pattern}_not_causal", _pattern(pattern, 70, 150, 0.6, 2, causal=False), SMALL),
+            Case(f"{pattern}_64k", _pattern(pattern, 65536, 65536, 0.9, 2, block=128), GPU),
+        ]
+    return [*found, Case("one_block", _pattern("random", 5, 7, 0.9), SMALL)]
+
+
 CASES: dict[str, list[Case]] = {
     "block_scores": _scored(_pair, block_q=16),
     "block_max_scores": _scored(_pair_alone),
@@ -139,9 +160,12 @@ CASES: dict[str, list[Case]] = {
         Case("wide", {"keep": T(1, 3, 5, 70, dtype=torch.bool, init=_kept), "room": 1050}, SMALL),
         Case("tall", {"keep": T(1, 1, 37, 3, dtype=torch.bool, init=_kept), "room": 111}, SMALL),
         Case("too_little_room", {"keep": T(1, 2, 8, 8, dtype=torch.bool, init=_kept), "room": 9}, SMALL),
+        Case("much_room", {"keep": T(2, 1, 5, 3, dtype=torch.bool, init=_kept), "room": 700}, SMALL),
+        Case("transposed", {"keep": T(1, 2, 9, 7, dtype=torch.bool, init=_kept, layout="transposed"), "room": 126}, SMALL),
         Case("no_rows", {"keep": T(1, 1, 0, 4, dtype=torch.bool, init=_kept), "room": 3}, TEST),
         Case("rows_of_512", {"keep": T(1, 4, 512, 512, dtype=torch.bool, init=_kept), "room": 4 * 512 * 512}, GPU),
     ],
+    "block_pattern": _pattern_cases(),
 }  # fmt: skip
 
 

@@ -289,34 +289,95 @@ def _block_select_kernel(
 
 
 @triton.jit
-def _block_lists_kernel(
-    keep_ptr, ends_ptr, offsets_ptr, indices_ptr, strides, lists, rows, columns, room,
-    BLOCK: tl.constexpr, LINES: tl.constexpr,
+def _count_lines(keep_ptr, counts_ptr, tile, lines, length, stride, step, LINES: tl.constexpr, BLOCK: tl.constexpr):
+    """How many entries each of LINES lines of a table has. stride, step: from line to line, and within one."""
+    line = tile * LINES + tl.arange(0, LINES)
+    held = line < lines
+    place = keep_ptr + line.to(tl.int64)[:, None] * stride
+    counts = tl.zeros((LINES,), tl.int32)
+    for first in range(0, length, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = held[:, None] & (at < length)[None, :]
+        here = tl.load(place + at.to(tl.int64)[None, :] * step, mask=inside, other=0)
+        counts += tl.sum(here.to(tl.int32), 1)
+    tl.store(counts_ptr + line, counts, mask=held)
+
+
+@triton.jit
+def _write_lines(
+    keep_ptr, ends_ptr, offsets_ptr, indices_ptr, others, entries, number, tile, programs, lines, length, stride, step,
+    room, LINES: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """LINES rows of a table: their entries, and where the lists end. ends_ptr: the entries up to each row."""
-    tiles = tl.cdiv(rows, LINES)
-    number = tl.program_id(0) // tiles
-    line = (tl.program_id(0) - number * tiles) * LINES + tl.arange(0, LINES)
-    batch, which = number // lists, number % lists
-    held = line < rows
-    total = number * rows + line
-    end = tl.load(ends_ptr + total, mask=held, other=0)
-    before = tl.load(ends_ptr + total - 1, mask=held & (total > 0), other=0)
-    out = offsets_ptr + number.to(tl.int64) * (rows + 1) + line
+    """The entries of LINES lines, where their lists end, and a share of the zeros behind the last list. ends_ptr: the
+    entries up to each line, with `others` of the other side before them; entries: of this side."""
+    line = tile * LINES + tl.arange(0, LINES)
+    held = line < lines
+    of_all = number * lines + line
+    end = (tl.load(ends_ptr + of_all, mask=held, other=0) - others).to(tl.int32)
+    before = (tl.load(ends_ptr + of_all - 1, mask=held & (of_all > 0), other=0) - others).to(tl.int32)
+    before = tl.where(of_all > 0, before, 0)
+    out = offsets_ptr + number.to(tl.int64) * (lines + 1) + line
     tl.store(out, tl.minimum(before, room), mask=held)
-    tl.store(out + 1, tl.minimum(end, room), mask=line == rows - 1)
-    place = keep_ptr + batch.to(tl.int64) * strides[0] + which.to(tl.int64) * strides[1]
-    place += line.to(tl.int64)[:, None] * strides[2]
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        here = tl.load(
-            place + column.to(tl.int64)[None, :] * strides[3], mask=held[:, None] & (column < columns)[None, :], other=0
-        ).to(tl.int32)  # fmt: skip
+    tl.store(out + 1, tl.minimum(end, room), mask=line == lines - 1)
+    place = keep_ptr + line.to(tl.int64)[:, None] * stride
+    for first in range(0, length, BLOCK):
+        across = first + tl.arange(0, BLOCK)
+        inside = held[:, None] & (across < length)[None, :]
+        here = tl.load(place + across.to(tl.int64)[None, :] * step, mask=inside, other=0).to(tl.int32)
         at = before[:, None] + tl.cumsum(here, 1) - 1
-        tl.store(
-            indices_ptr + at, tl.broadcast_to(column[None, :], (LINES, BLOCK)), mask=(here != 0) & (at < room)
-        )  # fmt: skip
+        values = tl.broadcast_to(across[None, :], (LINES, BLOCK))
+        tl.store(indices_ptr + at, values, mask=(here != 0) & (at < room))
         before += tl.sum(here, 1)
+    begin = entries + (number * tl.cdiv(lines, LINES) + tile) * FILL
+    for first in range(begin, room, programs * FILL):
+        at = first + tl.arange(0, FILL)
+        tl.store(indices_ptr + at, tl.zeros((FILL,), tl.int32), mask=at < room)
+
+
+@triton.jit
+def _block_counts_kernel(
+    keep_ptr, counts_ptr, strides, lists, tables, rows, columns,
+    ROW_LINES: tl.constexpr, COLUMN_LINES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many entries the rows of all tables have, and behind these numbers how many the columns have."""
+    by_rows = tl.cdiv(rows, ROW_LINES)
+    tiles = by_rows + tl.cdiv(columns, COLUMN_LINES)
+    number = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - number * tiles
+    keep_ptr += (number // lists).to(tl.int64) * strides[0] + (number % lists).to(tl.int64) * strides[1]
+    if tile < by_rows:
+        _count_lines(
+            keep_ptr, counts_ptr + number * rows, tile, rows, columns, strides[2], strides[3], ROW_LINES, BLOCK
+        )  # fmt: skip
+    else:
+        counts_ptr += tables * rows + number * columns
+        _count_lines(
+            keep_ptr, counts_ptr, tile - by_rows, columns, rows, strides[3], strides[2], COLUMN_LINES, BLOCK
+        )  # fmt: skip
+
+
+@triton.jit
+def _block_lists_kernel(
+    keep_ptr, ends_ptr, offsets_ptr, indices_ptr, offsets_t_ptr, indices_t_ptr, strides, lists, tables, rows, columns,
+    room, ROW_LINES: tl.constexpr, COLUMN_LINES: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """The lists by rows and by columns. ends_ptr: running sums of what `_block_counts_kernel` writes."""
+    by_rows, by_columns = tl.cdiv(rows, ROW_LINES), tl.cdiv(columns, COLUMN_LINES)
+    tiles = by_rows + by_columns
+    number = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - number * tiles
+    keep_ptr += (number // lists).to(tl.int64) * strides[0] + (number % lists).to(tl.int64) * strides[1]
+    entries = tl.load(ends_ptr + tables * rows - 1)
+    if tile < by_rows:
+        _write_lines(
+            keep_ptr, ends_ptr, offsets_ptr, indices_ptr, 0, entries, number, tile, tables * by_rows, rows, columns,
+            strides[2], strides[3], room, ROW_LINES, BLOCK, FILL,
+        )  # fmt: skip
+    else:
+        _write_lines(
+            keep_ptr, ends_ptr + tables * rows, offsets_t_ptr, indices_t_ptr, entries, entries, number, tile - by_rows,
+            tables * by_columns, columns, rows, strides[3], strides[2], room, COLUMN_LINES, BLOCK, FILL,
+        )  # fmt: skip
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -526,21 +587,28 @@ def block_select(
 @register_kernel("block_lists", backend="triton", rank=20)
 @optimize_kernel(num_warps=4)
 def block_lists(keep: Tensor, room: int, *, config: Mapping[str, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows are counted by PyTorch; one program for each few of them writes their lists."""
-    return *_listed(keep, room, config), *_listed(keep.transpose(2, 3), room, config)
-
-
-def _listed(keep: Tensor, room: int, config: Mapping[str, int]) -> tuple[Tensor, Tensor]:
+    """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists."""
     batch, many, rows, columns = keep.shape
-    indices = torch.zeros(room, dtype=torch.int32, device=keep.device)
+    device, tables = keep.device, batch * many
+    indices, indices_t = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     if keep.numel() == 0:
-        return torch.zeros(batch, many, rows + 1, dtype=torch.int32, device=keep.device), indices
-    offsets = torch.empty(batch, many, rows + 1, dtype=torch.int32, device=keep.device)
-    ends = keep.sum(-1, dtype=torch.int32).flatten().cumsum(0, dtype=torch.int32)
-    lines = 4 if keep.stride(3) == 1 else 32  # of a table read by columns, whole sectors
+        nothing = (torch.zeros(batch, many, n + 1, dtype=torch.int32, device=device) for n in (rows, columns))
+        return next(nothing), indices.zero_(), next(nothing), indices_t.zero_()
+    offsets, offsets_t = (torch.empty(batch, many, n + 1, dtype=torch.int32, device=device) for n in (rows, columns))
+    counts = torch.empty(tables * (rows + columns), dtype=torch.int32, device=device)
+    dense = keep.view(torch.uint8)
+    # of a table read across its lines, whole sectors
+    lines = [4 if stride == 1 else 32 for stride in (keep.stride(3), keep.stride(2))]
+    sizes = {
+        "strides": keep.stride(), "lists": many, "tables": tables, "rows": rows, "columns": columns, "BLOCK": 64,
+        "ROW_LINES": lines[0], "COLUMN_LINES": lines[1], **config,
+    }  # fmt: skip
+    grid = (tables * (cdiv(rows, lines[0]) + cdiv(columns, lines[1])),)
+    launch(_block_counts_kernel, grid, keep_ptr=dense, counts_ptr=counts, **sizes)
+    # each entry is counted twice
+    ends = counts.cumsum(0, dtype=torch.int32 if keep.numel() < 1 << 30 else torch.int64)
     launch(
-        _block_lists_kernel, (cdiv(rows, lines) * batch * many,),
-        keep.view(torch.uint8), ends, offsets, indices, keep.stride(), many, rows, columns, room,
-        BLOCK=64, LINES=lines, **config,
+        _block_lists_kernel, grid, keep_ptr=dense, ends_ptr=ends, offsets_ptr=offsets, indices_ptr=indices,
+        offsets_t_ptr=offsets_t, indices_t_ptr=indices_t, room=room, FILL=256, **sizes,
     )  # fmt: skip
-    return offsets, indices
+    return offsets, indices, offsets_t, indices_t
