@@ -15,6 +15,7 @@ _FAMILIES = {
         "block_scores",
         "block_scores_vjp",
         "block_select",
+        "block_shares",
     ),
     "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "Mask", "Score"),
     "tilesmith.ops.attn.cache_op": ("kv_cache_append",),

@@ -71,6 +71,15 @@ def _check_mass(q, k, lse, offsets=None, indices=None, scale=None, causal=False,
         raise ValueError(f"{op}: indices must have one dim, got {list(indices.shape)}")
 
 
+def _check_shares(q, k, scale=None, causal=False, block=128, stretches=8) -> None:
+    op = "block_shares"
+    _check_pair(op, q, k, scale, block=block, stretches=stretches)
+    if block % stretches:
+        raise ValueError(f"{op}: stretches must divide block, {block}, got {stretches}")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"{op}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
+
+
 def _check_select(scores, counts, visible, mass=1.0, first=0, last=0) -> None:
     op = "block_select"
     if scores.ndim != 4:
@@ -169,6 +178,14 @@ block_max_scores = Op(
 block_mass = Op(
     reference.block_mass, fake=_fake_mass, outputs=("mass",), check=_check_mass, kernels=TRITON,
 )  # fmt: skip
+
+block_shares = Op(
+    reference.block_shares,
+    fake=lambda q, k, scale=None, causal=False, block=128, stretches=8: _fake_mass(q, k, q, block_q=block, block_k=block),
+    outputs=("shares",),
+    check=_check_shares,
+    kernels={"triton": "tilesmith.ops.attn.triton.block_shares"},
+)
 
 block_select = Op(
     reference.block_select,

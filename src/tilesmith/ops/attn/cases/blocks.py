@@ -119,6 +119,24 @@ def _select(*shape: int, init=None, counts=_some, visible=_ascending, **options)
     return {"scores": scores, **numbers, **options}
 
 
+def _shared_out() -> list[Case]:
+    blocks = {"block": 16, "stretches": 8}
+    return [
+        Case("plain", _pair_alone(1, 2, 2, 40, 70, 16, **blocks), SMALL),
+        Case("causal_grouped", _pair_alone(1, 4, 2, 75, 75, 24, causal=True, scale=0.4, **blocks), SMALL),
+        Case("strided", _pair_alone(2, 2, 1, 33, 33, 16, causal=True, layout="strided", **blocks), SMALL),
+        Case("one_mean_a_block", _pair_alone(1, 2, 2, 50, 50, 16, causal=True, block=8, stretches=1), SMALL),
+        Case("other_blocks", _pair_alone(1, 1, 1, 50, 40, 8, block=12, stretches=3), TEST),
+        Case("no_keys", _pair_alone(1, 2, 2, 7, 0, 16, **blocks), TEST),
+        Case("no_queries", _pair_alone(1, 2, 2, 0, 7, 16, **blocks), TEST),
+        Case("wide_heads", _pair_alone(1, 1, 1, 5, 9, 320, **blocks), TEST),
+        Case("tiles", _pair_alone(1, 4, 2, 3000, 3000, 128, causal=True), GPU, HALF),
+        Case("wide_tiles", _pair_alone(1, 2, 1, 2000, 2600, 256), GPU, HALF),
+        Case("fp32_tiles", _pair_alone(1, 4, 2, 1500, 1500, 128, causal=True), GPU, FP32),
+        Case("heads_32k", _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True), BENCH, HALF),
+    ]
+
+
 def _pattern(pattern: str, tokens: int, keys: int, sparsity: float, lists: int = 1, **options) -> dict:
     seed = T(1, dtype=torch.int64, init=lambda *_: torch.tensor([7 << 33 | 5]), grad=False)
     sizes = {"tokens": tokens, "keys": keys, "sparsity_ratio": sparsity, "lists": lists, "block": 16}
@@ -166,6 +184,7 @@ CASES: dict[str, list[Case]] = {
         Case("rows_of_512", {"keep": T(1, 4, 512, 512, dtype=torch.bool, init=_kept), "room": 4 * 512 * 512}, GPU),
     ],
     "block_pattern": _pattern_cases(),
+    "block_shares": _shared_out(),
 }  # fmt: skip
 
 
@@ -181,6 +200,9 @@ flops = {
     "block_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_max_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_mass": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
+    "block_shares": lambda q, k, causal, block, stretches: (
+        4 * _plane(q, k, causal) * q.shape[3] * stretches**2 // block**2
+    ),
     "block_scores_vjp": lambda q, k, causal: 6 * _plane(q, k, causal) * q.shape[3],  # the scores once more, dq and dk
 }
 
@@ -189,6 +211,7 @@ bytes_moved = {
     "block_scores_vjp": lambda q, k, block_q, block_k: 2 * _held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
     "block_max_scores": lambda q, k, block_k: _held(q, k) + 4 * _plane(q, k) // block_k,
     "block_mass": lambda q, k, lse, block_q, block_k: _held(q, k, lse) + 4 * _plane(q, k) // (block_q * block_k),
+    "block_shares": lambda q, k, block: _held(q, k) + 4 * _plane(q, k) // block**2,
     "block_select": lambda scores: scores.numel() * (scores.element_size() + 1),
     "block_lists": lambda keep, room: 2 * keep.numel() + 8 * room,
 }
