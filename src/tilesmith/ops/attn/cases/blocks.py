@@ -1,5 +1,7 @@
 """Cases of scores, shares, choices and lists of blocks."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -66,13 +68,19 @@ def _weigh(*sizes: int, lists: dict | None = None, **options) -> dict:
 
 def _lists(heads: int, *rows: tuple[int, ...]) -> dict:
     """The same lists for a batch row's every head."""
+    return _lists_of(*[rows] * heads)
+
+
+def _lists_of(*heads: Sequence[tuple[int, ...]]) -> dict:
+    """One list after another for each head."""
+    rows = len(heads[0])
     ends = [0]
-    for row in rows * heads:
+    for row in (row for head in heads for row in head):
         ends.append(ends[-1] + len(row))
-    starts = [end for head in range(heads) for end in ends[head * len(rows) : (head + 1) * len(rows) + 1]]
-    indices = [column for row in rows * heads for column in row]
+    starts = [end for head in range(len(heads)) for end in ends[head * rows : (head + 1) * rows + 1]]
+    indices = [column for head in heads for row in head for column in row]
     return {
-        "offsets": T(1, heads, len(rows) + 1, dtype=torch.int32, init=_given(*starts)),
+        "offsets": T(1, len(heads), rows + 1, dtype=torch.int32, init=_given(*starts)),
         "indices": T(len(indices), dtype=torch.int32, init=_given(*indices)),
     }
 
@@ -99,6 +107,12 @@ def _scored(build, **more: int) -> list[Case]:
     ]
 
 
+def _near_lists(heads: int, rows: int) -> dict:
+    """Each row the first block, the one before it and its own, and in the last head only that one."""
+    near = [tuple(sorted({0, max(row - 1, 0), row})) for row in range(rows)]
+    return _lists_of(*([near] * (heads - 1)), [(row,) for row in range(rows)])
+
+
 def _mass_cases() -> list[Case]:
     rows = ((0,), (0, 1), (), (1, 3))
     listed = {"lists": _lists(2, *rows), "block_q": 16, "block_k": 16, "causal": True}
@@ -108,6 +122,9 @@ def _mass_cases() -> list[Case]:
         Case("pooled", _weigh(1, 2, 1, 41, 41, 16, **pooled), SMALL),
         Case("listed", _weigh(1, 4, 2, 60, 60, 16, **listed), SMALL),
         Case("listed_for_all", _weigh(2, 2, 2, 60, 60, 16, **{**listed, "lists": _lists(1, *rows)}), SMALL),
+        Case("listed_tiles", _weigh(1, 8, 2, 600, 600, 128, lists=_near_lists(2, 5), causal=True), GPU, HALF),
+        Case("listed_wide", _weigh(1, 4, 2, 600, 600, 256, lists=_near_lists(2, 5), causal=True), GPU, HALF),
+        Case("listed_fp32", _weigh(1, 4, 2, 600, 700, 128, lists=_near_lists(2, 5)), GPU, FP32),
         Case("pooled_64k", _weigh(1, 16, 16, 4096, 4096, 128, **pooled), BENCH, HALF),
     ]
 

@@ -15,6 +15,7 @@ from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, reg
 
 LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -187,13 +188,11 @@ def _block_scores_dk_kernel(
 
 @triton.jit
 def _block_mass_kernel(
-    q_ptr, k_ptr, lse_ptr, mass_ptr, offsets_ptr, indices_ptr, q_strides, k_strides, list_strides,
-    heads, tokens, keys, rows, columns, scale,
+    q_ptr, k_ptr, lse_ptr, mass_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LIST_Q: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The shares of one tile of queries of a kv head, over all keys or, with lists, over those of its block's list;
-    other shares are 0 already."""
+    """The shares of one tile of queries of a kv head; those of blocks that it does not see are 0 already."""
     QB: tl.constexpr = BLOCK_M // LIST_Q
     KB: tl.constexpr = BLOCK_N // LIST_K
     kv_row, tile = _tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
@@ -210,16 +209,7 @@ def _block_mass_kernel(
     limit = keys
     if CAUSAL:
         limit = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
-    steps = tl.cdiv(tl.maximum(limit, 0), BLOCK_N)
-    begin = steps * 0
-    if offsets_ptr is not None:
-        list_ptr = offsets_ptr + batch * list_strides[0] + kv_head * list_strides[1] + tile
-        begin = tl.load(list_ptr)
-        steps = tl.load(list_ptr + 1) - begin
-    for step in range(steps):
-        first = step * BLOCK_N
-        if offsets_ptr is not None:
-            first = tl.load(indices_ptr + begin + step) * BLOCK_N
+    for first in range(0, limit, BLOCK_N):
         cols = first + tl.arange(0, BLOCK_N)
         k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
         total = tl.zeros((QB, KB), tl.float32)
@@ -234,6 +224,76 @@ def _block_mass_kernel(
         column = first // LIST_K + tl.arange(0, KB)
         held = (block < rows)[:, None] & (column < columns)[None, :]
         tl.store(mass_ptr + column[None, :], total / count[:, None], mask=held)
+
+
+@triton.jit
+def _listed_sums_kernel(
+    q_ptr, k_ptr, lse_ptr, sums_ptr, offsets_ptr, indices_ptr, q_strides, k_strides, list_strides, slots,
+    heads, tokens, keys, rows, columns, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Sums of the probabilities of one block of queries of one head, over each block of its list and 16 queries at a
+    time: these lie in one warp, so that warps do not wait for each other.
+
+    slots: entries from one kv head's sums to the next one's."""
+    PARTS: tl.constexpr = LIST_Q // 16
+    # neighbours are the query heads of a kv head, which read the same keys
+    member = tl.program_id(0) % GROUP
+    kv_row, block = _tile_of(tl.program_id(0) // GROUP, rows, CAUSAL)
+    kv_heads = heads // GROUP
+    batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
+    head = kv_head * GROUP + member
+    first_row = block * LIST_Q
+    at = first_row + tl.arange(0, LIST_Q)
+    q_ptr += batch * q_strides[0] + head * q_strides[1]
+    k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
+    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+    lse = tl.load(lse_ptr + (batch * heads + head) * tokens + at, mask=at < tokens, other=float("-inf")).to(tl.float32)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    list_ptr = offsets_ptr + batch * list_strides[0] + kv_head * list_strides[1] + block
+    begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
+    sums_ptr += member * PARTS + tl.arange(0, PARTS)
+    column = tl.load(indices_ptr + begin, mask=begin < end, other=0)
+    for entry in range(begin, end):
+        first = column * LIST_K
+        # one step ahead of the keys, whose address it is
+        column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
+        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        p = tl.exp2(score * scale - lse[:, None])
+        ahead = first + LIST_K > keys
+        if CAUSAL:
+            ahead = ahead | (first + LIST_K - 1 > first_row + keys - tokens)
+        if ahead:
+            cols = first + tl.arange(0, LIST_K)
+            seen = (cols < keys)[None, :]
+            if CAUSAL:
+                seen = seen & (cols[None, :] <= at[:, None] + (keys - tokens))
+            p = tl.where(seen, p, 0.0)
+        total = tl.sum(tl.reshape(tl.sum(p, 1), (PARTS, 16)), 1)
+        tl.store(sums_ptr + (kv_row * slots + entry) * (GROUP * PARTS), total)
+
+
+@triton.jit
+def _listed_mass_kernel(
+    sums_ptr, mass_ptr, offsets_ptr, indices_ptr, list_strides, slots, kv_heads, tokens, rows, columns,
+    LIST_Q: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One row of shares, of the SUMS sums that each entry has; other shares are 0 already."""
+    kv_row = (tl.program_id(0) // rows).to(tl.int64)
+    block = tl.program_id(0) % rows
+    list_ptr = offsets_ptr + kv_row // kv_heads * list_strides[0] + kv_row % kv_heads * list_strides[1] + block
+    begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
+    count = GROUP * tl.minimum(tokens - block * LIST_Q, LIST_Q).to(tl.float32)
+    part = tl.arange(0, WIDTH)
+    for first in range(begin, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        place = sums_ptr + (kv_row * slots + entry)[:, None] * SUMS + part[None, :]
+        sums = tl.load(place, mask=(entry < end)[:, None] & (part < SUMS)[None, :], other=0.0)
+        column = tl.load(indices_ptr + entry, mask=entry < end, other=0)
+        out = mass_ptr + (kv_row * rows + block) * columns + column
+        tl.store(out, tl.sum(sums, 1) / count, mask=entry < end)
 
 
 @triton.jit
@@ -527,26 +587,48 @@ def block_mass(
     *,
     config: Mapping[str, int],
 ) -> Tensor:
-    """One program for each tile of queries of a kv head; with lists a tile is a block."""
+    """One program for each tile of queries of a kv head; with lists one for each block of queries of a query head."""
     q, k = _unit(q), _unit(k)
     shared = _shared(q, k, scale, causal, block_q, block_k)
     shape = (q.shape[0], k.shape[1], shared["rows"], shared["columns"])
     mass = torch.zeros(shape, dtype=torch.float32, device=q.device)
     if mass.numel() == 0:
         return mass
-    lists = {"offsets_ptr": None, "indices_ptr": None, "list_strides": None}
-    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
     if offsets is not None and indices is not None:
-        offsets = offsets.contiguous()
-        lists = {"offsets_ptr": offsets, "indices_ptr": indices.contiguous()}
-        lists["list_strides"] = offsets.expand(*shape[:2], -1).stride()
-        block_m, block_n = block_q, block_k
+        _listed_mass(mass, lse.contiguous(), offsets.contiguous(), indices.contiguous(), shared)
+        return mass
+    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
     launch(
         _block_mass_kernel, (cdiv(q.shape[2], block_m) * k.shape[0] * k.shape[1],),
-        lse_ptr=lse.contiguous(), mass_ptr=mass, BLOCK_M=block_m, BLOCK_N=block_n, **lists, **shared,
+        lse_ptr=lse.contiguous(), mass_ptr=mass, BLOCK_M=block_m, BLOCK_N=block_n, **shared,
         num_warps=config["num_warps"] if block_m * block_n > 64 * 64 else 4, num_stages=2,
     )  # fmt: skip
     return mass
+
+
+def _listed_mass(mass: Tensor, lse: Tensor, offsets: Tensor, indices: Tensor, shared: dict[str, Any]) -> None:
+    """Write the shares of the blocks in lists."""
+    batch, kv_heads, rows, columns = mass.shape
+    group, block_q, room = shared["GROUP"], shared["LIST_Q"], indices.numel()
+    own = offsets.shape[:2] == mass.shape[:2]  # otherwise heads share entries, and each one needs sums of its own
+    sums = group * block_q // 16
+    partial = torch.empty((1 if own else batch * kv_heads) * room, sums, dtype=torch.float32, device=mass.device)
+    lists = {
+        "sums_ptr": partial, "offsets_ptr": offsets, "indices_ptr": indices,
+        "list_strides": offsets.expand(batch, kv_heads, -1).stride(), "slots": 0 if own else room,
+    }  # fmt: skip
+    small = block_q * shared["LIST_K"] <= 64 * 64
+    wide = shared["BLOCK_D"] > 128 or shared["q_ptr"].dtype == torch.float32
+    launch(
+        _listed_sums_kernel, (batch * kv_heads * rows * group,),
+        lse_ptr=lse, **lists, **(shared | {"scale": LOG2_E * shared["scale"]}), num_warps=4 if small else 8,
+        num_stages=1 if wide else 2,
+    )  # fmt: skip
+    launch(
+        _listed_mass_kernel, (batch * kv_heads * rows,),
+        mass_ptr=mass, kv_heads=kv_heads, tokens=shared["tokens"], rows=rows, columns=columns, LIST_Q=block_q,
+        SUMS=sums, BLOCK=16, WIDTH=next_power_of_2(sums), GROUP=group, **lists, num_warps=4,
+    )  # fmt: skip
 
 
 def _select_reasons(call) -> list[str]:
