@@ -103,6 +103,7 @@ def _scored(build, **more: int) -> list[Case]:
         Case("tiles", build(2, 4, 2, 300, 433, 128, causal=True, **large), GPU, HALF),
         Case("wide_tiles", build(1, 2, 1, 200, 260, 256, **large), GPU, HALF),
         Case("fp32_tiles", build(1, 4, 2, 260, 300, 128, causal=True, **large), GPU, FP32),
+        Case("causal_ends", build(1, 2, 1, 70, 75, 16, causal=True, **small), SMALL),
         Case("index_64k", build(1, 4, 1, 65536, 65536, 64, causal=True, **large), BENCH, HALF),
     ]
 

@@ -16,6 +16,7 @@ from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, reg
 LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
 LOG2_E = 1.4426950408889634
+MOST_PARTS = 256 << 20  # bytes of the parts of dk
 
 
 @triton.jit
@@ -84,6 +85,37 @@ def _tile_of(number, tiles, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
+def _tile_block_scores(
+    q, k_ptr, first, rows, tokens, keys, stride, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The scores of a tile's blocks, [QB, KB]. WHOLE: every pair of the tile counts."""
+    k = _load_rows(k_ptr, first, keys, stride, DIM, BLOCK_N, BLOCK_D)
+    product = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if not WHOLE:
+        cols = first + tl.arange(0, BLOCK_N)
+        seen = (rows < tokens)[:, None] & (cols < keys)[None, :]
+        if CAUSAL:
+            seen = seen & (cols[None, :] <= rows[:, None] + (keys - tokens))
+        product = tl.where(seen, product, float("-inf"))
+    # a maximum for each row and not for the tile: no warp waits for another one before its exponentials
+    top = _largest(product, QB * LIST_Q, 1, KB, LIST_K)
+    found = _largest(top, QB, LIST_Q, KB, 1)
+    if LARGEST:
+        return found * scale
+    else:
+        factor = scale * 1.4426950408889634
+        base = tl.where(top == float("-inf"), 0.0, top) * factor
+        p = tl.exp2(product * factor - _to_pairs(base, QB * LIST_Q, 1, KB, LIST_K))
+        total = _sums(p, QB * LIST_Q, 1, KB, LIST_K)
+        base_of_all = tl.where(found == float("-inf"), 0.0, found) * factor
+        total *= tl.exp2(base - _to_pairs(base_of_all, QB, LIST_Q, KB, 1))
+        total = _sums(total, QB, LIST_Q, KB, 1)
+        return found * scale + tl.log(tl.where(total > 0.0, total, 1.0))
+
+
+@triton.jit
 def _block_scores_fwd_kernel(
     q_ptr, k_ptr, scores_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -100,30 +132,38 @@ def _block_scores_fwd_kernel(
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
     q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
-    end = keys
+    end, whole = keys, keys // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
+        seen_by_all = tl.maximum(first_row + keys - tokens + 1, 0)
+        whole = tl.minimum(whole, seen_by_all // BLOCK_N * BLOCK_N)
+    whole = tl.where(first_row + BLOCK_M > tokens, 0, whole)
     block = tile * QB + tl.arange(0, QB)
     scores_ptr += (head_row * rows + block)[:, None] * columns
-    for first in range(0, end, BLOCK_N):
-        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
-        score = _pair_scores(q, k, at, first + tl.arange(0, BLOCK_N), tokens, keys, scale, CAUSAL)
-        found = _largest(score, QB, LIST_Q, KB, LIST_K)
-        if not LARGEST:
-            base = tl.where(found == float("-inf"), 0.0, found)
-            total = _sums(tl.exp(score - _to_pairs(base, QB, LIST_Q, KB, LIST_K)), QB, LIST_Q, KB, LIST_K)
-            found += tl.log(tl.where(total > 0.0, total, 1.0))
+    for first in range(0, whole, BLOCK_N):
+        found = _tile_block_scores(
+            q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
+            CAUSAL, LARGEST, True,
+        )  # fmt: skip
+        column = first // LIST_K + tl.arange(0, KB)
+        tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
+    for first in range(whole, end, BLOCK_N):
+        found = _tile_block_scores(
+            q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
+            CAUSAL, LARGEST, False,
+        )  # fmt: skip
         column = first // LIST_K + tl.arange(0, KB)
         tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
 def _block_scores_dq_kernel(
-    dscores_ptr, scores_ptr, q_ptr, k_ptr, dq_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
+    dscores_ptr, scores_ptr, offsets_ptr, indices_ptr, q_ptr, k_ptr, dq_ptr, q_strides, k_strides, heads, tokens, keys,
+    rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of queries, from the blocks of keys whose score has a gradient."""
+    """dq of one block of queries, from the listed blocks of keys: those whose score has a gradient."""
     head_row, block = _tile_of(tl.program_id(0), rows, CAUSAL)
     batch, head = head_row // heads, head_row % heads
     first_row = block * LIST_Q
@@ -131,20 +171,20 @@ def _block_scores_dq_kernel(
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
     q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
-    end = columns
-    if CAUSAL:
-        end = tl.minimum(columns, tl.cdiv(tl.maximum(first_row + LIST_Q + keys - tokens, 0), LIST_K))
+    list_ptr = offsets_ptr + head_row * (rows + 1) + block
+    begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
     place = (head_row * rows + block) * columns
     dq = tl.zeros((LIST_Q, BLOCK_D), tl.float32)
-    for column in range(end):
+    column = tl.load(indices_ptr + begin, mask=begin < end, other=0)
+    for entry in range(begin, end):
         change = tl.load(dscores_ptr + place + column).to(tl.float32)
         base = tl.load(scores_ptr + place + column)
-        if (change != 0.0) & (base > float("-inf")):
-            first = column * LIST_K
-            k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
-            score = _pair_scores(q, k, at, first + tl.arange(0, LIST_K), tokens, keys, scale, CAUSAL)
-            ds = tl.exp(score - base) * change
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        first = column * LIST_K
+        column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
+        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+        score = _pair_scores(q, k, at, first + tl.arange(0, LIST_K), tokens, keys, scale, CAUSAL)
+        ds = tl.exp(score - base) * change
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     cols = tl.arange(0, BLOCK_D)
     out = dq_ptr + (head_row * tokens + at)[:, None] * DIM + cols[None, :]
     tl.store(out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(at < tokens)[:, None] & (cols < DIM)[None, :])
@@ -152,37 +192,51 @@ def _block_scores_dq_kernel(
 
 @triton.jit
 def _block_scores_dk_kernel(
-    dscores_ptr, scores_ptr, q_ptr, k_ptr, dk_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    dscores_ptr, scores_ptr, offsets_ptr, indices_ptr, q_ptr, k_ptr, dk_ptr, q_strides, k_strides, heads, tokens, keys,
+    rows, columns, scale, splits,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr,
+    LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dk of one block of keys, summed over the query heads that read it."""
-    kv_row, column = _tile_of(tl.program_id(0), columns, False)
+    """A part of dk of one block of keys: of the gradients through MEMBERS of the query heads that read it, and through
+    one of `splits` equal pieces of the list of blocks of queries that each of them has."""
+    number, column = _tile_of(tl.program_id(0), columns, False)
     kv_heads = heads // GROUP
+    kv_rows = tl.num_programs(0) // columns // (splits * (GROUP // MEMBERS))
+    part, kv_row = number // kv_rows, number % kv_rows
     batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
+    piece, member = part % splits, part // splits * MEMBERS
     first = column * LIST_K
     cols = first + tl.arange(0, LIST_K)
     k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
     k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
-    begin = 0
-    if CAUSAL:
-        begin = tl.maximum(0, first - (keys - tokens)) // LIST_Q
     dk = tl.zeros((LIST_K, BLOCK_D), tl.float32)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
+    for step in range(MEMBERS):
+        head = kv_head * GROUP + member + step
+        head_row = batch * heads + head
         q_head = q_ptr + batch * q_strides[0] + head * q_strides[1]
-        place = (batch * heads + head) * rows * columns + column
-        for block in range(begin, rows):
+        place = head_row * rows * columns + column
+        list_ptr = offsets_ptr + head_row * (columns + 1) + column
+        begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
+        length = tl.cdiv(end - begin, splits)
+        begin += (piece * length).to(tl.int32)
+        end = tl.minimum(end, begin + length)
+        block = tl.load(indices_ptr + begin, mask=begin < end, other=0)
+        for entry in range(begin, end):
             change = tl.load(dscores_ptr + place + block * columns).to(tl.float32)
             base = tl.load(scores_ptr + place + block * columns)
-            if (change != 0.0) & (base > float("-inf")):
-                at = block * LIST_Q + tl.arange(0, LIST_Q)
-                q = _load_rows(q_head, block * LIST_Q, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
-                score = _pair_scores(q, k, at, cols, tokens, keys, scale, CAUSAL)
-                ds = tl.exp(score - base) * change
-                dk = tl.dot(tl.trans(ds).to(q.dtype), q, dk, input_precision="ieee")
+            first_row = block * LIST_Q
+            block = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
+            q = _load_rows(q_head, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+            at = first_row + tl.arange(0, LIST_Q)
+            # keys by queries, as the second product takes it
+            score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+            seen = (cols < keys)[:, None] & (at < tokens)[None, :]
+            if CAUSAL:
+                seen = seen & (cols[:, None] <= at[None, :] + (keys - tokens))
+            ds = tl.where(seen, tl.exp(score - base) * change, 0.0)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     dims = tl.arange(0, BLOCK_D)
-    out = dk_ptr + (kv_row * keys + cols)[:, None] * DIM + dims[None, :]
+    out = dk_ptr + (number * keys + cols)[:, None] * DIM + dims[None, :]
     tl.store(out, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(cols < keys)[:, None] & (dims < DIM)[None, :])
 
 
@@ -558,18 +612,43 @@ def block_scores_vjp(
     *,
     config: Mapping[str, int],
 ) -> tuple[Tensor, Tensor]:
-    """One program for each block of queries writes dq, one for each block of keys dk."""
+    """One program for each block of queries writes dq, one for each part of a block of keys that part of dk."""
     q, k = _unit(q), _unit(k)
     wants_q, wants_k = output_mask
     dq = torch.empty(q.shape if wants_q else (0,), dtype=q.dtype, device=q.device)
     dk = torch.empty(k.shape if wants_k else (0,), dtype=k.dtype, device=q.device)
-    shared = {"dscores_ptr": dscores.contiguous(), "scores_ptr": scores.contiguous(), "num_stages": 1, **config}
+    if dscores.numel() == 0:
+        return dq.zero_(), dk.zero_()
+    offsets, indices, offsets_t, indices_t = _listed((dscores != 0.0) & (scores > float("-inf")), dscores.numel())
+    shared = {"dscores_ptr": dscores.contiguous(), "scores_ptr": scores.contiguous(), **config}
     shared |= _shared(q, k, scale, causal, block_q, block_k)
-    if wants_q and dq.numel() > 0:
-        launch(_block_scores_dq_kernel, (shared["rows"] * q.shape[0] * q.shape[1],), dq_ptr=dq, **shared)
-    if wants_k and dk.numel() > 0:
-        launch(_block_scores_dk_kernel, (shared["columns"] * k.shape[0] * k.shape[1],), dk_ptr=dk, **shared)
+    shared["num_stages"] = 2 if q.dtype != torch.float32 and q.shape[3] <= 64 else 1
+    if wants_q:
+        launch(
+            _block_scores_dq_kernel, (shared["rows"] * q.shape[0] * q.shape[1],),
+            dq_ptr=dq, offsets_ptr=offsets, indices_ptr=indices, **shared,
+        )  # fmt: skip
+    if wants_k:
+        group, kv_rows = shared["GROUP"], k.shape[0] * k.shape[1]
+        members, splits = _dk_parts(k, group, shared["rows"])
+        parts = group // members * splits
+        out = dk if parts == 1 else torch.empty((parts, *k.shape), dtype=torch.float32, device=q.device)
+        launch(
+            _block_scores_dk_kernel, (shared["columns"] * kv_rows * parts,),
+            dk_ptr=out, offsets_ptr=offsets_t, indices_ptr=indices_t, splits=splits, MEMBERS=members, **shared,
+        )  # fmt: skip
+        dk = dk if parts == 1 else out.sum(0).to(k.dtype)
     return dq, dk
+
+
+def _dk_parts(k: Tensor, group: int, rows: int) -> tuple[int, int]:
+    """Query heads of a part of dk, and pieces of their lists: a block of keys that every block of queries chose, as the
+    first one often is, would keep one program at work for long after the others."""
+    one = 4 * k.numel()
+    splits = min(4, max(1, next_power_of_2(rows // 16)))
+    while splits > 1 and group * splits * one > MOST_PARTS:
+        splits //= 2
+    return (1, splits) if group * splits * one <= MOST_PARTS else (group, 1)
 
 
 @register_kernel("block_mass", backend="triton", rank=20, rejects=_mass_reasons)
@@ -670,6 +749,10 @@ def block_select(
 @optimize_kernel(num_warps=4)
 def block_lists(keep: Tensor, room: int, *, config: Mapping[str, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists."""
+    return _listed(keep, room, config["num_warps"])
+
+
+def _listed(keep: Tensor, room: int, num_warps: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, many, rows, columns = keep.shape
     device, tables = keep.device, batch * many
     indices, indices_t = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
@@ -683,7 +766,7 @@ def block_lists(keep: Tensor, room: int, *, config: Mapping[str, int]) -> tuple[
     lines = [4 if stride == 1 else 32 for stride in (keep.stride(3), keep.stride(2))]
     sizes = {
         "strides": keep.stride(), "lists": many, "tables": tables, "rows": rows, "columns": columns, "BLOCK": 64,
-        "ROW_LINES": lines[0], "COLUMN_LINES": lines[1], **config,
+        "ROW_LINES": lines[0], "COLUMN_LINES": lines[1], "num_warps": num_warps,
     }  # fmt: skip
     grid = (tables * (cdiv(rows, lines[0]) + cdiv(columns, lines[1])),)
     launch(_block_counts_kernel, grid, keep_ptr=dense, counts_ptr=counts, **sizes)
