@@ -44,4 +44,3 @@ def chosen_blocks(
     keep = ops.block_select(scores, plan.counts, plan.visible, mass, first, last)
     offsets, indices, offsets_t, indices_t = ops.block_lists(keep, scores.shape[0] * scores.shape[1] * plan.total)
     return keep, Blocks(offsets, indices, block_size, block_size, offsets_t, indices_t)
-

@@ -181,7 +181,9 @@ block_mass = Op(
 
 block_shares = Op(
     reference.block_shares,
-    fake=lambda q, k, scale=None, causal=False, block=128, stretches=8: _fake_mass(q, k, q, block_q=block, block_k=block),
+    fake=lambda q, k, scale=None, causal=False, block=128, stretches=8: _fake_mass(
+        q, k, q, block_q=block, block_k=block
+    ),
     outputs=("shares",),
     check=_check_shares,
     kernels={"triton": "tilesmith.ops.attn.triton.block_shares"},

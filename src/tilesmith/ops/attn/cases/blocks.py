@@ -197,7 +197,9 @@ CASES: dict[str, list[Case]] = {
         Case("tall", {"keep": T(1, 1, 37, 3, dtype=torch.bool, init=_kept), "room": 111}, SMALL),
         Case("too_little_room", {"keep": T(1, 2, 8, 8, dtype=torch.bool, init=_kept), "room": 9}, SMALL),
         Case("much_room", {"keep": T(2, 1, 5, 3, dtype=torch.bool, init=_kept), "room": 700}, SMALL),
-        Case("transposed", {"keep": T(1, 2, 9, 7, dtype=torch.bool, init=_kept, layout="transposed"), "room": 126}, SMALL),
+        Case(
+            "transposed", {"keep": T(1, 2, 9, 7, dtype=torch.bool, init=_kept, layout="transposed"), "room": 126}, SMALL
+        ),
         Case("no_rows", {"keep": T(1, 1, 0, 4, dtype=torch.bool, init=_kept), "room": 3}, TEST),
         Case("rows_of_512", {"keep": T(1, 4, 512, 512, dtype=torch.bool, init=_kept), "room": 4 * 512 * 512}, GPU),
     ],
