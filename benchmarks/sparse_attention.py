@@ -2,7 +2,7 @@
 
     python benchmarks/sparse_attention.py results.json [--short] [--part values|times]
 
-Exits with 1, and measures nothing, where a kernel's values are wrong. --short: 32k tokens only. --part: only one of both.
+Exits with 1, and measures nothing, where a kernel's values are wrong. --short: 32k tokens only. --part: one of both.
 Rows hold, besides medians, what each device kernel of a part takes, by torch's profiler.
 """
 
