@@ -31,6 +31,7 @@ from tilesmith.attention.patterns import CLOSED, _blocks
 from tilesmith.engine import cases
 from tilesmith.engine import ops as declared
 from tilesmith.engine.timing import measure
+from tilesmith.ops.attn.hopper import launch_backward
 from tilesmith.ops.attn.mask import Blocks, Mask
 from tilesmith.validate import check
 
@@ -242,23 +243,22 @@ def learned(tokens: int) -> dict:
         scores, keep, blocks = choose()
         return torch.autograd.grad(loss(scores, keep, blocks, lse), parameters)
 
-    def attend(blocks, keys=k, values=v):
-        return lambda: ops.attention(q, keys, values, Mask(causal=True, blocks=blocks))[0]
+    def attend(blocks):
+        return lambda: ops.attention(q, k, v, Mask(causal=True, blocks=blocks))[0]
 
     with torch.no_grad():
         unforced = chosen_blocks(scores, plan, 128)[1]
-    wide = apart(blocks, 4)
-    more = tuple(x.detach().repeat_interleave(4, 1).requires_grad_() for x in (k, v))
     calls = {
         "cudnn": both(lambda: cudnn(q, k, v), inputs), "sparse": step, "indexer and its loss": indexer_alone,
         "attention alone": both(attend(blocks), inputs),
         # a block of keys that all rows chose is one tile's work in the backward, for all query heads that share it
         "attention alone, first block not forced": both(attend(unforced), inputs),
-        "attention alone, kv heads repeated 4 times": both(attend(wide, *more), (q, *more)),
     }  # fmt: skip
+    for count in (1, 2, 4, 8):
+        calls[f"attention alone, kv heads in {count} parts"] = divided(both(attend(blocks), inputs), count)
     row = {"work": f"learned, top 16, {tokens} tokens, 32/4 heads, D 128", "forward and backward us": times(calls, 5)}
     row["kernels us"] = {name: kernels(calls[name], 3) for name in ("attention alone", "indexer and its loss")}
-    row["kernels us"]["kv heads repeated"] = kernels(calls["attention alone, kv heads repeated 4 times"], 3)
+    row["kernels us"]["kv heads whole"] = kernels(calls["attention alone, kv heads in 1 parts"], 3)
     with torch.no_grad():
         parts = {
             "projections and scores": lambda: indexer(x),
@@ -272,10 +272,20 @@ def learned(tokens: int) -> dict:
     return row
 
 
-def apart(blocks: Blocks, times: int) -> Blocks:
-    """The same lists for kv heads that are each repeated so often."""
-    offsets, offsets_t = (x.repeat_interleave(times, 1) for x in (blocks.offsets, blocks.offsets_t))
-    return Blocks(offsets, blocks.indices, blocks.block_q, blocks.block_k, offsets_t, blocks.indices_t)
+def divided(call: Callable[[], object], parts: int) -> Callable[[], object]:
+    """The call with kv heads divided in so many parts, whatever the plan says."""
+
+    def run():
+        recent = declared()["attention_vjp"]._recent  # a replay would do what another number of parts did
+        kept, launch_backward.list_parts = launch_backward.list_parts, lambda *_: parts
+        recent.clear()
+        try:
+            return call()
+        finally:
+            launch_backward.list_parts = kept
+            recent.clear()
+
+    return run
 
 
 def main() -> int:

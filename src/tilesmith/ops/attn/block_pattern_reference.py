@@ -3,8 +3,6 @@
 Legend: R = ceil(T / block) blocks of queries (rows), C = ceil(S / block) blocks of keys (columns), L lists.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

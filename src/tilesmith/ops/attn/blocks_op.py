@@ -15,6 +15,7 @@ from tilesmith.ops.attn import blocks_reference as reference
 from tilesmith.ops.attn.checks import FLOATS, check_shapes
 
 TRITON = {"triton": "tilesmith.ops.attn.triton.blocks"}
+CHOICE = {"triton": "tilesmith.ops.attn.triton.block_choice"}
 LARGEST = 1 << 20  # tokens of a block
 
 
@@ -194,7 +195,7 @@ block_select = Op(
     fake=lambda scores, *rest: torch.empty_like(scores, dtype=torch.bool, memory_format=torch.contiguous_format),
     outputs=("keep",),
     check=_check_select,
-    kernels=TRITON,
+    kernels=CHOICE,
 )
 
 block_lists = Op(
@@ -202,7 +203,7 @@ block_lists = Op(
     fake=_fake_lists,
     outputs=("offsets", "indices", "offsets_t", "indices_t"),
     check=_check_lists,
-    kernels=TRITON,
+    kernels=CHOICE,
 )
 
 block_pattern = Op(
