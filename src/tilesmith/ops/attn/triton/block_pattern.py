@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.attn.block_pattern_reference import row_budget
 
 RUN = tl.constexpr(4)
@@ -251,12 +251,12 @@ def block_pattern(
         torch.empty(1, lists, n + 1, dtype=torch.int32, device=seed.device) for n in (b.rows, b.columns)
     )
     indices, indices_t = (torch.empty(lists * b.total, dtype=torch.int32, device=seed.device) for _ in range(2))
-    row_lines, lines = 8, 8
+    row_lines, lines = 8, 8  # 40 KiB of code; with 256 places 80, which programs as short as these wait for
     launch(
         _block_pattern_kernel, (lists * (cdiv(b.columns, lines) + cdiv(b.rows, row_lines)),),
         seed, offsets, indices, offsets_t, indices_t, b.rows, b.columns, b.shift, (keys - tokens) // block, b.rest,
         max(b.seen - b.least, 1), b.total, PATTERN=pattern, CAUSAL=causal,
         WIDE=b.columns > 1 << 15,  # numbers are multiplied by each other
-        ROW_LINES=row_lines, ROW_PLACES=64, LINES=lines, PLACES=min(256, max(16, next_power_of_2(b.rows))), **config,
+        ROW_LINES=row_lines, ROW_PLACES=64, LINES=lines, PLACES=64, **config,
     )  # fmt: skip
     return offsets, indices, offsets_t, indices_t
