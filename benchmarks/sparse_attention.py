@@ -1,8 +1,9 @@
 """Block-sparse attention on one GPU: values first, then times beside cuDNN and compiled FlexAttention.
 
-    python benchmarks/sparse_attention.py results.json [--short]
+    python benchmarks/sparse_attention.py results.json [--short] [--part values|times]
 
-Exits with 1, and measures nothing, where a kernel's values are wrong. --short: 32k tokens only.
+Exits with 1, and measures nothing, where a kernel's values are wrong. --short: 32k tokens only. --part: one of both.
+Rows hold, besides medians, what each device kernel of a part takes, by torch's profiler.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.profiler import ProfilerActivity, profile
 
 from tilesmith import explain, ops
 from tilesmith.attention import BlockIndexer, SparsePattern, estimated_shares, pattern_blocks, to_block_mask
@@ -29,11 +31,15 @@ from tilesmith.attention.patterns import CLOSED, _blocks
 from tilesmith.engine import cases
 from tilesmith.engine import ops as declared
 from tilesmith.engine.timing import measure
+from tilesmith.ops.attn.hopper import launch_backward
 from tilesmith.ops.attn.mask import Blocks, Mask
 from tilesmith.validate import check
 
 DEVICE = torch.device("cuda")
-OPS = ("block_scores", "block_max_scores", "block_mass", "block_select", "block_lists")
+OPS = (
+    "block_scores", "block_max_scores", "block_mass", "block_shares", "block_select", "block_lists", "block_pattern",
+)  # fmt: skip
+FEW = 3  # small cases of each op; the tests have all of them
 CAUSAL = Mask(causal=True)
 
 
@@ -41,11 +47,11 @@ def values() -> list[str]:
     """What is wrong: of the ops on their cases, and of attention on chosen blocks beside a dense mask."""
     wrong = []
     for name in OPS:
-        for case in cases(name):
-            if case.tags & {"test", "gpu"}:
-                for dtype in case.dtypes[-1:] if "gpu" in case.tags else case.dtypes:
-                    result = check(declared()[name], "triton", case, DEVICE, dtype)
-                    wrong += [] if result.passed else [f"{name} {case.name} {dtype}: {result.message}"]
+        op = declared()[name]
+        small = [case for case in cases(name) if "interpret" in case.tags][:FEW]
+        for case in [*small, *(case for case in cases(name) if "gpu" in case.tags)]:
+            result = check(op, "triton", case, DEVICE, case.dtypes[-1])
+            wrong += [] if result.passed else [f"{name} {case.name}: {result.message}"]
     q, k, v = tensors(2048, 4, 2)
     plan = budget(2048, 2048, 128, 128, True, 0.6, DEVICE)
     keep, blocks = chosen_blocks(estimated_shares(q, k), plan, 128, first=1)
@@ -102,10 +108,25 @@ def walled(call: Callable[[], object], runs: int = 20) -> float:
     return round(statistics.median(spent), 1)
 
 
+def kernels(call: Callable[[], object], runs: int = 5) -> dict[str, float]:
+    """µs that each device kernel takes in one call, by torch's profiler; the longest first."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(runs):
+            call()
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    for event in found.key_averages():
+        name = event.key.split("<")[0].removeprefix("void ")[:60]
+        spent[name] = spent.get(name, 0.0) + event.self_device_time_total / runs
+    ordered = sorted(spent.items(), key=lambda pair: -pair[1])
+    return {name: round(us, 1) for name, us in ordered if us >= 1.0}
+
+
 def fresh(pattern: SparsePattern, tokens: int, heads: int) -> Blocks:
     """Lists that no cache had."""
     _blocks.cache_clear()
-    budget.cache_clear()
     return pattern_blocks(pattern, tokens, tokens, 0.9, heads=heads, device=DEVICE)
 
 
@@ -150,6 +171,7 @@ def static(tokens: int) -> dict:
     metadata: dict[str, Callable[[], object]] = {p.value: (lambda p=p: fresh(p, tokens, 16)) for p in CLOSED}
     metadata["create_block_mask, compiled"] = lambda: make(seen, None, None, tokens, tokens, device="cuda")
     rows["metadata us, of the device"] = times(metadata)
+    rows["metadata kernels us"] = {p.value: kernels(metadata[p.value]) for p in CLOSED}
     rows["metadata us, of the host and the device"] = {name: walled(call) for name, call in metadata.items()}
     return rows
 
@@ -173,6 +195,7 @@ def dynamic(tokens: int) -> dict:
             "estimate": lambda: estimated_shares(q, k), "choice": lambda: chosen_blocks(shares, plan, 128, first=1),
         }  # fmt: skip
         row = {"work": f"dynamic, {tokens} tokens, 16 heads, D 128", "forward us": times(calls)}
+        row["kernels us"] = kernels(calls["sparse"])
         top, total = ops.attention_stats(q, k, None, True)
         lse = top + total.log()
 
@@ -220,34 +243,69 @@ def learned(tokens: int) -> dict:
         scores, keep, blocks = choose()
         return torch.autograd.grad(loss(scores, keep, blocks, lse), parameters)
 
-    calls = {"cudnn": both(lambda: cudnn(q, k, v), inputs), "sparse": step, "indexer and its loss": indexer_alone}
-    calls["attention alone"] = both(lambda: ops.attention(q, k, v, Mask(causal=True, blocks=blocks))[0], inputs)
-    row = {"work": f"learned, top 16, {tokens} tokens, 32/4 heads, D 128", "forward and backward us": times(calls, 5)}
+    def attend(blocks):
+        return lambda: ops.attention(q, k, v, Mask(causal=True, blocks=blocks))[0]
+
     with torch.no_grad():
-        row["parts us"] = times({
+        unforced = chosen_blocks(scores, plan, 128)[1]
+    calls = {
+        "cudnn": both(lambda: cudnn(q, k, v), inputs), "sparse": step, "indexer and its loss": indexer_alone,
+        "attention alone": both(attend(blocks), inputs),
+        # a block of keys that all rows chose is one tile's work in the backward, for all query heads that share it
+        "attention alone, first block not forced": both(attend(unforced), inputs),
+    }  # fmt: skip
+    for count in (1, 2, 4, 8):
+        calls[f"attention alone, kv heads in {count} parts"] = divided(both(attend(blocks), inputs), count)
+    row = {"work": f"learned, top 16, {tokens} tokens, 32/4 heads, D 128", "forward and backward us": times(calls, 5)}
+    row["kernels us"] = {name: kernels(calls[name], 3) for name in ("attention alone", "indexer and its loss")}
+    row["kernels us"]["kv heads whole"] = kernels(calls["attention alone, kv heads in 1 parts"], 3)
+    with torch.no_grad():
+        parts = {
             "projections and scores": lambda: indexer(x),
             "choice": lambda: chosen_blocks(scores, plan, 128, first=1),
             "target": lambda: ops.block_mass(q, k, lse, blocks.offsets, blocks.indices, None, True),
-        })  # fmt: skip
+            "attention forward": attend(blocks),
+        }  # fmt: skip
+        row["parts us"] = times(parts)
+    per_list = blocks.offsets_t.diff(dim=-1)
+    row["rows that chose a block of keys, most and mean"] = [int(per_list.max()), float(per_list.float().mean())]
     return row
+
+
+def divided(call: Callable[[], object], parts: int) -> Callable[[], object]:
+    """The call with kv heads divided in so many parts, whatever the plan says."""
+
+    def run():
+        recent = declared()["attention_vjp"]._recent  # a replay would do what another number of parts did
+        kept, launch_backward.list_parts = launch_backward.list_parts, lambda *_: parts
+        recent.clear()
+        try:
+            return call()
+        finally:
+            launch_backward.list_parts = kept
+            recent.clear()
+
+    return run
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out")
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--part", choices=("values", "times"))
     args = parser.parse_args()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-    found: dict[str, Any] = {"machine": machine, "wrong": values(), "rows": []}
+    found: dict[str, Any] = {"machine": machine, "wrong": [] if args.part == "times" else values(), "rows": []}
     lengths = (32768,) if args.short else (32768, 65536)
     jobs = [(kind, tokens) for tokens in lengths for kind in (static, dynamic)] + [(learned, lengths[-1])]
-    for kind, tokens in [] if found["wrong"] else jobs:
+    for kind, tokens in [] if found["wrong"] or args.part == "values" else jobs:
         found["rows"].append(kind(tokens))
         sys.stdout.write(json.dumps(found["rows"][-1]) + "\n")
         sys.stdout.flush()
         Path(args.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
     if found["wrong"]:
         sys.stdout.write("\n".join(found["wrong"]) + "\n")
+        Path(args.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 1 if found["wrong"] else 0
 
 

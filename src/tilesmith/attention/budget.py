@@ -12,18 +12,16 @@ from torch import Tensor
 
 from tilesmith.engine import cdiv
 from tilesmith.engine.argument_checks import number
+from tilesmith.ops.attn.block_pattern_reference import LARGEST_SPARSITY
 
-LARGEST_SPARSITY = 0.95
 BLOCK_SIZES = (128, 64, 32, 16)
 
 
 class Budget(NamedTuple):
-    """counts, visible int32 [R]: blocks that a row keeps and sees. offsets int64 [R + 1]: where the rows begin in one
-    list after another. total, seen: sums of counts and visible."""
+    """counts, visible int32 [R]: blocks that a row keeps and sees. total, seen: their sums."""
 
     counts: Tensor
     visible: Tensor
-    offsets: Tensor
     total: int
     seen: int
 
@@ -61,10 +59,9 @@ def budget(
     if top is not None:
         offsets = [0, *accumulate(min(count, top) for count in visible)]
     counts = [end - start for start, end in pairwise(offsets)]
-    numbers = (counts, torch.int32), (visible, torch.int32), (offsets, torch.int64)
     with torch.inference_mode(False):  # they are kept, and a later call may save them for its backward
-        tensors = [torch.tensor(x, dtype=dtype, device=device) for x, dtype in numbers]
-    return Budget(*tensors, offsets[-1], seen)
+        numbers = torch.tensor([counts, visible], dtype=torch.int32, device=device)
+    return Budget(numbers[0], numbers[1], offsets[-1], seen)
 
 
 @lru_cache(maxsize=128)

@@ -30,13 +30,8 @@ def estimated_shares(
         raise ValueError(f"{of}: block_size must be a multiple of {SUB_BLOCKS}, got {block_size}")
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"{of}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
-    scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.no_grad():
-        q, k = (_means(x, block_size // SUB_BLOCKS) for x in (q, k))
-        top, total = ops.attention_stats(q, k, scale, causal)
-        return ops.block_mass(
-            q, k, top + total.log(), scale=scale, causal=causal, block_q=SUB_BLOCKS, block_k=SUB_BLOCKS
-        )
+        return ops.block_shares(q, k, scale, causal, block_size, SUB_BLOCKS)
 
 
 def chosen_blocks(
@@ -49,13 +44,3 @@ def chosen_blocks(
     keep = ops.block_select(scores, plan.counts, plan.visible, mass, first, last)
     offsets, indices, offsets_t, indices_t = ops.block_lists(keep, scores.shape[0] * scores.shape[1] * plan.total)
     return keep, Blocks(offsets, indices, block_size, block_size, offsets_t, indices_t)
-
-
-def _means(x: Tensor, stretch: int) -> Tensor:
-    """Means over stretches of tokens, [B, heads, ceil(T / stretch), D]; the last one may be shorter."""
-    tokens = x.shape[2]
-    whole = tokens // stretch * stretch
-    means = x[:, :, :whole].unflatten(2, (-1, stretch)).mean(3) if whole else x[:, :, :0]
-    if whole == tokens:
-        return means
-    return torch.cat((means, x[:, :, whole:].mean(2, keepdim=True)), 2)

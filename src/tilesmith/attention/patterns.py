@@ -6,14 +6,11 @@ from enum import Enum
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
-from tilesmith.attention.budget import budget, checked_sparsity
+from tilesmith import ops
+from tilesmith.attention.budget import checked_sparsity
 from tilesmith.engine.argument_checks import flag, size
-from tilesmith.ops.attn import block_lists
 from tilesmith.ops.attn.mask import Blocks
-
-RUN = 4  # neighbouring blocks of BLOCK_SPARSE
 
 
 class SparsePattern(Enum):
@@ -57,7 +54,7 @@ def pattern_blocks(
     Of the blocks that the queries see, floor((1 - sparsity_ratio) * their number) are kept, but one a row at least. The
     lists are made on `device`, without waiting for it, and kept for the next call. heads: kv heads, for each of which
     RANDOM draws other blocks from `seed`; the others have one list for all. causal: positions are aligned at the last
-    token.
+    token. Which columns a row takes: `ops.block_pattern`.
     Raises ValueError or TypeError for other patterns, sizes below 1 and a sparsity_ratio outside [0, 0.95].
     """
     of = "pattern_blocks"
@@ -78,59 +75,9 @@ def _blocks(
     pattern: SparsePattern, tokens: int, keys: int, sparsity: float, heads: int, block: int, causal: bool, seed: int,
     device: torch.device,
 ) -> Blocks:  # fmt: skip
-    plan = budget(tokens, keys, block, block, causal, sparsity, device)
     lists = heads if pattern is SparsePattern.RANDOM else 1
-    rows, columns = len(plan.counts), -(-keys // block)
-    number = torch.arange(rows, device=device)
-    row = torch.repeat_interleave(number, plan.counts, output_size=plan.total)
-    place = torch.arange(plan.total, device=device) - plan.offsets[row]
-    count, seen = plan.counts[row].long(), plan.visible[row].long()
-    own = _diagonal(number, tokens, keys, block, causal)[row].clamp(max=seen - 1)
-
-    near = _near(pattern, count)
-    others = count - near
-    start = torch.minimum((own - near // 2).clamp(min=0), seen - near)
-    if pattern is SparsePattern.LOCAL_GLOBAL:
-        start = torch.maximum(start, others)
-    # the columns outside [start, start + near) are numbered through; an entry takes one of these numbers
-    outside = _outside(pattern, place, others, seen - near, lists, seed)
-    column = torch.where(outside < start, outside, outside + near)
-    column = torch.where(place < others, column, start + place - others)
-    key = (row * columns + column).sort(-1).values.flatten()
-    first = plan.total * torch.arange(lists, device=device)[:, None]
-    offsets = (first + plan.offsets)[None].int()
-    indices = (key % columns).int()
-    return Blocks(offsets, indices, block, block, *block_lists.transposed(offsets, indices, columns))
-
-
-def _diagonal(row: Tensor, tokens: int, keys: int, block: int, causal: bool) -> Tensor:
-    """The block of keys that lies where a block of queries ends, or, without causality, where it begins."""
-    at = ((row + 1) * block).clamp(max=tokens) - 1 if causal else row * block
-    return ((at + keys - tokens).clamp(min=0)) // block
-
-
-def _near(pattern: SparsePattern, count: Tensor) -> Tensor:
-    """How many of a row's blocks lie around the diagonal."""
-    if pattern is SparsePattern.RANDOM:
-        return count.clamp(max=1)
-    if pattern is SparsePattern.BLOCK_SPARSE:
-        return count.clamp(max=RUN)
-    if pattern is SparsePattern.STRIDED:
-        return (count + 1) // 2
-    return count - torch.where(count > 1, (count // 4).clamp(min=1), 0)
-
-
-def _outside(pattern: SparsePattern, place: Tensor, others: Tensor, width: Tensor, lists: int, seed: int) -> Tensor:
-    """Which of `width` columns the entry `place` of `others` takes: distinct ones, [1 | lists, entries]."""
-    many = others.clamp(min=1)
-    if pattern is SparsePattern.LOCAL_GLOBAL:
-        return place[None]
-    if pattern is SparsePattern.STRIDED:
-        return (place * width // many)[None]
-    if pattern is SparsePattern.BLOCK_SPARSE:
-        runs = ((others + RUN - 1) // RUN).clamp(min=1)
-        return (place + place // RUN * (width - others) // runs)[None]
-    generator = torch.Generator(place.device).manual_seed(seed)
-    drawn = torch.rand(lists, len(place), generator=generator, device=place.device)
-    low, high = place * width // many, (place + 1) * width // many
-    return torch.minimum(low + (drawn * (high - low)).long(), high - 1)
+    seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
+    offsets, indices, offsets_t, indices_t = ops.block_pattern(
+        seeds, pattern.value, tokens, keys, sparsity, lists, block, causal
+    )
+    return Blocks(offsets, indices, block, block, offsets_t, indices_t)

@@ -318,6 +318,45 @@ def block_max_scores(
     reference, recomputed.
     """
 
+def block_pattern(
+    seed: Tensor,
+    pattern: str,
+    tokens: int,
+    keys: int,
+    sparsity_ratio: float = 0.9,
+    lists: int = 1,
+    block: int = 128,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Block lists of a pattern that looks at no queries and keys, and their transpose, on seed's device.
+
+    Row r keeps counts[r] of the v[r] columns that it sees: one, if it sees any, and of the n other columns of all rows
+    up to it floor(n * rest / all others) together, where rest is floor((1 - sparsity_ratio) * seen columns) less one a
+    row. A run of them lies around the column of its own tokens (the last one it sees, if causal); the others are taken
+    from the columns outside the run, which are numbered through.
+
+        random: a run of 1. One from each of as many equal stretches, another one in each list.
+        block_sparse: a run of 4, and runs of 4 at equal distances.
+        strided: a run of half of them, the others at equal distances.
+        local_global: a quarter of them from the first column on, the others in the run.
+
+    Entry p of a row's n stretches of w columns is column low + (h * (high - low) >> 32) with low = p * w // n and
+    high = (p + 1) * w // n, where h = mix(mix(mix(mix(lo + g) ^ hi) + list + g) + e) modulo 2**32: lo and hi are the
+    words of the seed, g is 0x9E3779B9, e the number of entries of a list before the row, plus p, and mix the finaliser
+    of MurmurHash3 (A. Appleby).
+
+    Args:
+        seed: int64 [1]; only random reads it.
+        pattern: "random", "block_sparse", "strided" or "local_global".
+        tokens, keys: T and S; with causal they are aligned at the last token.
+        sparsity_ratio: from 0 to 0.95.
+        lists: L. block: tokens of a block.
+
+    Returns offsets int32 [1, L, R + 1], indices int32 [entries], ascending within a row, and the same by columns:
+    offsets_t [1, L, C + 1], indices_t [entries]; contiguous. Not differentiable. Raises ValueError or TypeError, naming
+    the argument, for what does not fit, and where the lists have 2**31 entries or more.
+    """
+
 def block_scores(
     q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block_q: int = 128, block_k: int = 128
 ) -> Tensor:
@@ -366,6 +405,24 @@ def block_select(
         first, last: how many blocks are kept whatever their scores are.
 
     Not differentiable. Raises ValueError or TypeError, naming the argument, for what does not fit.
+    """
+
+def block_shares(
+    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block: int = 128, stretches: int = 8
+) -> Tensor:
+    """Estimated share of each block of keys in the attention of each block of queries.
+
+    Queries and keys are averaged over stretches of block / stretches tokens, and rounded to their dtype; the softmax of
+    the means' scores is summed over the stretches of a block of keys, and averaged over those of a block of queries and
+    over the query heads of a kv head. A row's shares add up to 1.
+
+    Args:
+        q, k, scale: see `block_scores`.
+        causal: a mean of queries sees the means of keys up to its own; it needs T == S.
+        block: tokens of a block; the last one, and the last stretch, may be shorter.
+        stretches: of a block, which they divide.
+
+    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
     """
 
 def cross_entropy(

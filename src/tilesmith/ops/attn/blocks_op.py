@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op, cdiv
+from tilesmith.ops.attn import block_pattern_reference as patterns
 from tilesmith.ops.attn import blocks_reference as reference
 from tilesmith.ops.attn.checks import FLOATS, check_shapes
 
 TRITON = {"triton": "tilesmith.ops.attn.triton.blocks"}
+CHOICE = {"triton": "tilesmith.ops.attn.triton.block_choice"}
 LARGEST = 1 << 20  # tokens of a block
 
 
@@ -70,6 +72,15 @@ def _check_mass(q, k, lse, offsets=None, indices=None, scale=None, causal=False,
         raise ValueError(f"{op}: indices must have one dim, got {list(indices.shape)}")
 
 
+def _check_shares(q, k, scale=None, causal=False, block=128, stretches=8) -> None:
+    op = "block_shares"
+    _check_pair(op, q, k, scale, block=block, stretches=stretches)
+    if block % stretches:
+        raise ValueError(f"{op}: stretches must divide block, {block}, got {stretches}")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"{op}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
+
+
 def _check_select(scores, counts, visible, mass=1.0, first=0, last=0) -> None:
     op = "block_select"
     if scores.ndim != 4:
@@ -100,6 +111,24 @@ def _check_lists(keep, room) -> None:
         raise ValueError(f"{op}: room must be from 0 to {(1 << 31) - 1}, got {room}")
 
 
+def _check_pattern(seed, pattern, tokens, keys, sparsity_ratio=0.9, lists=1, block=128, causal=True) -> None:
+    op = "block_pattern"
+    if seed.dtype != torch.int64:
+        raise TypeError(f"{op}: seed must be int64, got {seed.dtype}")
+    if tuple(seed.shape) != (1,):
+        raise ValueError(f"{op}: seed must be [1], got {list(seed.shape)}")
+    if pattern not in patterns.PATTERNS:
+        raise ValueError(f"{op}: pattern must be one of {', '.join(patterns.PATTERNS)}, got {pattern!r}")
+    for name, value in (("tokens", tokens), ("keys", keys), ("lists", lists), ("block", block)):
+        if not 1 <= value < 1 << 30:
+            raise ValueError(f"{op}: {name} must be from 1 to {(1 << 30) - 1}, got {value}")
+    if not 0.0 <= sparsity_ratio <= patterns.LARGEST_SPARSITY:
+        raise ValueError(f"{op}: sparsity_ratio must be from 0 to {patterns.LARGEST_SPARSITY}, got {sparsity_ratio}")
+    entries = lists * patterns.row_budget(tokens, keys, block, causal, sparsity_ratio).total
+    if entries >= 1 << 31:
+        raise ValueError(f"{op}: {lists} lists have {entries} entries; fewer than 2**31 are served: take larger blocks")
+
+
 def _fake_scores(q, k, scale=None, causal=False, block_q=128, block_k=128) -> Tensor:
     return q.new_empty(*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k), dtype=_wide(q))
 
@@ -118,6 +147,13 @@ def _fake_lists(keep: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     batch, many, rows, columns = keep.shape
     offsets, offsets_t = (keep.new_empty(batch, many, n + 1, dtype=torch.int32) for n in (rows, columns))
     indices, indices_t = (keep.new_empty(room, dtype=torch.int32) for _ in range(2))
+    return offsets, indices, offsets_t, indices_t
+
+
+def _fake_pattern(seed, pattern, tokens, keys, sparsity_ratio=0.9, lists=1, block=128, causal=True):
+    b = patterns.row_budget(tokens, keys, block, causal, sparsity_ratio)
+    offsets, offsets_t = (seed.new_empty(1, lists, n + 1, dtype=torch.int32) for n in (b.rows, b.columns))
+    indices, indices_t = (seed.new_empty(lists * b.total, dtype=torch.int32) for _ in range(2))
     return offsets, indices, offsets_t, indices_t
 
 
@@ -144,12 +180,22 @@ block_mass = Op(
     reference.block_mass, fake=_fake_mass, outputs=("mass",), check=_check_mass, kernels=TRITON,
 )  # fmt: skip
 
+block_shares = Op(
+    reference.block_shares,
+    fake=lambda q, k, scale=None, causal=False, block=128, stretches=8: _fake_mass(
+        q, k, q, block_q=block, block_k=block
+    ),
+    outputs=("shares",),
+    check=_check_shares,
+    kernels={"triton": "tilesmith.ops.attn.triton.block_shares"},
+)
+
 block_select = Op(
     reference.block_select,
     fake=lambda scores, *rest: torch.empty_like(scores, dtype=torch.bool, memory_format=torch.contiguous_format),
     outputs=("keep",),
     check=_check_select,
-    kernels=TRITON,
+    kernels=CHOICE,
 )
 
 block_lists = Op(
@@ -157,5 +203,13 @@ block_lists = Op(
     fake=_fake_lists,
     outputs=("offsets", "indices", "offsets_t", "indices_t"),
     check=_check_lists,
-    kernels=TRITON,
+    kernels=CHOICE,
+)
+
+block_pattern = Op(
+    patterns.block_pattern,
+    fake=_fake_pattern,
+    outputs=("offsets", "indices", "offsets_t", "indices_t"),
+    check=_check_pattern,
+    kernels={"triton": "tilesmith.ops.attn.triton.block_pattern"},
 )

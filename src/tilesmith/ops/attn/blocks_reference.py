@@ -117,6 +117,28 @@ def block_mass(
     return (total / (group * rows[:, None])).contiguous()
 
 
+def block_shares(
+    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block: int = 128, stretches: int = 8
+) -> Tensor:
+    """Estimated share of each block of keys in the attention of each block of queries.
+
+    Queries and keys are averaged over stretches of block / stretches tokens, and rounded to their dtype; the softmax of
+    the means' scores is summed over the stretches of a block of keys, and averaged over those of a block of queries and
+    over the query heads of a kv head. A row's shares add up to 1.
+
+    Args:
+        q, k, scale: see `block_scores`.
+        causal: a mean of queries sees the means of keys up to its own; it needs T == S.
+        block: tokens of a block; the last one, and the last stretch, may be shorter.
+        stretches: of a block, which they divide.
+
+    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
+    """
+    q, k = (_means(x, block // stretches) for x in (q, k))
+    lse = torch.logsumexp(_scores(q, k, scale, causal), -1)
+    return block_mass(q, k, lse, None, None, scale, causal, stretches, stretches)
+
+
 def block_select(
     scores: Tensor, counts: Tensor, visible: Tensor, mass: float = 1.0, first: int = 0, last: int = 0
 ) -> Tensor:
@@ -184,6 +206,16 @@ def _compressed(keep: Tensor, room: int) -> tuple[Tensor, Tensor]:
 
 def _acc(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _means(x: Tensor, stretch: int) -> Tensor:
+    """Means over stretches of tokens, [B, heads, ceil(T / stretch), D]; the last one may be shorter."""
+    tokens = x.shape[2]
+    whole = tokens // stretch * stretch
+    means = x[:, :, :whole].unflatten(2, (-1, stretch)).mean(3) if whole else x[:, :, :0]
+    if whole == tokens:
+        return means
+    return torch.cat((means, x[:, :, whole:].mean(2, keepdim=True)), 2)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool) -> Tensor:

@@ -1,9 +1,12 @@
 """Cases of scores, shares, choices and lists of blocks."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.ops.attn.block_pattern_reference import PATTERNS
 
 TEST = frozenset({"test"})
 SMALL = frozenset({"test", "interpret"})
@@ -65,13 +68,19 @@ def _weigh(*sizes: int, lists: dict | None = None, **options) -> dict:
 
 def _lists(heads: int, *rows: tuple[int, ...]) -> dict:
     """The same lists for a batch row's every head."""
+    return _lists_of(*[rows] * heads)
+
+
+def _lists_of(*heads: Sequence[tuple[int, ...]]) -> dict:
+    """One list after another for each head."""
+    rows = len(heads[0])
     ends = [0]
-    for row in rows * heads:
+    for row in (row for head in heads for row in head):
         ends.append(ends[-1] + len(row))
-    starts = [end for head in range(heads) for end in ends[head * len(rows) : (head + 1) * len(rows) + 1]]
-    indices = [column for row in rows * heads for column in row]
+    starts = [end for head in range(len(heads)) for end in ends[head * rows : (head + 1) * rows + 1]]
+    indices = [column for head in heads for row in head for column in row]
     return {
-        "offsets": T(1, heads, len(rows) + 1, dtype=torch.int32, init=_given(*starts)),
+        "offsets": T(1, len(heads), rows + 1, dtype=torch.int32, init=_given(*starts)),
         "indices": T(len(indices), dtype=torch.int32, init=_given(*indices)),
     }
 
@@ -94,8 +103,15 @@ def _scored(build, **more: int) -> list[Case]:
         Case("tiles", build(2, 4, 2, 300, 433, 128, causal=True, **large), GPU, HALF),
         Case("wide_tiles", build(1, 2, 1, 200, 260, 256, **large), GPU, HALF),
         Case("fp32_tiles", build(1, 4, 2, 260, 300, 128, causal=True, **large), GPU, FP32),
+        Case("causal_ends", build(1, 2, 1, 70, 75, 16, causal=True, **small), SMALL),
         Case("index_64k", build(1, 4, 1, 65536, 65536, 64, causal=True, **large), BENCH, HALF),
     ]
+
+
+def _near_lists(heads: int, rows: int) -> dict:
+    """Each row the first block, the one before it and its own, and in the last head only that one."""
+    near = [tuple(sorted({0, max(row - 1, 0), row})) for row in range(rows)]
+    return _lists_of(*([near] * (heads - 1)), [(row,) for row in range(rows)])
 
 
 def _mass_cases() -> list[Case]:
@@ -107,6 +123,9 @@ def _mass_cases() -> list[Case]:
         Case("pooled", _weigh(1, 2, 1, 41, 41, 16, **pooled), SMALL),
         Case("listed", _weigh(1, 4, 2, 60, 60, 16, **listed), SMALL),
         Case("listed_for_all", _weigh(2, 2, 2, 60, 60, 16, **{**listed, "lists": _lists(1, *rows)}), SMALL),
+        Case("listed_tiles", _weigh(1, 8, 2, 600, 600, 128, lists=_near_lists(2, 5), causal=True), GPU, HALF),
+        Case("listed_wide", _weigh(1, 4, 2, 600, 600, 256, lists=_near_lists(2, 5), causal=True), GPU, HALF),
+        Case("listed_fp32", _weigh(1, 4, 2, 600, 700, 128, lists=_near_lists(2, 5)), GPU, FP32),
         Case("pooled_64k", _weigh(1, 16, 16, 4096, 4096, 128, **pooled), BENCH, HALF),
     ]
 
@@ -116,6 +135,44 @@ def _select(*shape: int, init=None, counts=_some, visible=_ascending, **options)
     rows = shape[2]
     numbers = {name: T(rows, dtype=torch.int32, init=f) for name, f in (("counts", counts), ("visible", visible))}
     return {"scores": scores, **numbers, **options}
+
+
+def _shared_out() -> list[Case]:
+    blocks = {"block": 16, "stretches": 8}
+    return [
+        Case("plain", _pair_alone(1, 2, 2, 40, 70, 16, **blocks), SMALL),
+        Case("causal_grouped", _pair_alone(1, 4, 2, 75, 75, 24, causal=True, scale=0.4, **blocks), SMALL),
+        Case("strided", _pair_alone(2, 2, 1, 33, 33, 16, causal=True, layout="strided", **blocks), SMALL),
+        Case("one_mean_a_block", _pair_alone(1, 2, 2, 50, 50, 16, causal=True, block=8, stretches=1), SMALL),
+        Case("other_blocks", _pair_alone(1, 1, 1, 50, 40, 8, block=12, stretches=3), TEST),
+        Case("no_keys", _pair_alone(1, 2, 2, 7, 0, 16, **blocks), TEST),
+        Case("no_queries", _pair_alone(1, 2, 2, 0, 7, 16, **blocks), TEST),
+        Case("wide_heads", _pair_alone(1, 1, 1, 5, 9, 320, **blocks), TEST),
+        Case("tiles", _pair_alone(1, 4, 2, 3000, 3000, 128, causal=True), GPU, HALF),
+        Case("wide_tiles", _pair_alone(1, 2, 1, 2000, 2600, 256), GPU, HALF),
+        Case("fp32_tiles", _pair_alone(1, 4, 2, 1500, 1500, 128, causal=True), GPU, FP32),
+        Case("heads_32k", _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True), BENCH, HALF),
+    ]
+
+
+def _pattern(pattern: str, tokens: int, keys: int, sparsity: float, lists: int = 1, **options) -> dict:
+    seed = T(1, dtype=torch.int64, init=lambda *_: torch.tensor([7 << 33 | 5]), grad=False)
+    sizes = {"tokens": tokens, "keys": keys, "sparsity_ratio": sparsity, "lists": lists, "block": 16}
+    return {"seed": seed, "pattern": pattern, **sizes, **options}
+
+
+def _pattern_cases() -> list[Case]:
+    found = []
+    for pattern in PATTERNS:
+        found += [
+            Case(f"{pattern}_tenth", _pattern(pattern, 490, 490, 0.9), SMALL),
+            Case(f"{pattern}_most", _pattern(pattern, 100, 100, 0.2, 2), TEST),
+            Case(f"{pattern}_more_keys", _pattern(pattern, 100, 333, 0.7), TEST),
+            Case(f"{pattern}_more_queries", _pattern(pattern, 333, 100, 0.7), SMALL),
+            Case(f"{pattern}_not_causal", _pattern(pattern, 70, 150, 0.6, 2, causal=False), SMALL),
+            Case(f"{pattern}_64k", _pattern(pattern, 65536, 65536, 0.9, 2, block=128), GPU),
+        ]
+    return [*found, Case("one_block", _pattern("random", 5, 7, 0.9), SMALL)]
 
 
 CASES: dict[str, list[Case]] = {
@@ -139,9 +196,15 @@ CASES: dict[str, list[Case]] = {
         Case("wide", {"keep": T(1, 3, 5, 70, dtype=torch.bool, init=_kept), "room": 1050}, SMALL),
         Case("tall", {"keep": T(1, 1, 37, 3, dtype=torch.bool, init=_kept), "room": 111}, SMALL),
         Case("too_little_room", {"keep": T(1, 2, 8, 8, dtype=torch.bool, init=_kept), "room": 9}, SMALL),
+        Case("much_room", {"keep": T(2, 1, 5, 3, dtype=torch.bool, init=_kept), "room": 700}, SMALL),
+        Case(
+            "transposed", {"keep": T(1, 2, 9, 7, dtype=torch.bool, init=_kept, layout="transposed"), "room": 126}, SMALL
+        ),
         Case("no_rows", {"keep": T(1, 1, 0, 4, dtype=torch.bool, init=_kept), "room": 3}, TEST),
         Case("rows_of_512", {"keep": T(1, 4, 512, 512, dtype=torch.bool, init=_kept), "room": 4 * 512 * 512}, GPU),
     ],
+    "block_pattern": _pattern_cases(),
+    "block_shares": _shared_out(),
 }  # fmt: skip
 
 
@@ -157,6 +220,9 @@ flops = {
     "block_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_max_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_mass": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
+    "block_shares": lambda q, k, causal, block, stretches: (
+        4 * _plane(q, k, causal) * q.shape[3] * stretches**2 // block**2
+    ),
     "block_scores_vjp": lambda q, k, causal: 6 * _plane(q, k, causal) * q.shape[3],  # the scores once more, dq and dk
 }
 
@@ -165,6 +231,7 @@ bytes_moved = {
     "block_scores_vjp": lambda q, k, block_q, block_k: 2 * _held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
     "block_max_scores": lambda q, k, block_k: _held(q, k) + 4 * _plane(q, k) // block_k,
     "block_mass": lambda q, k, lse, block_q, block_k: _held(q, k, lse) + 4 * _plane(q, k) // (block_q * block_k),
+    "block_shares": lambda q, k, block: _held(q, k) + 4 * _plane(q, k) // block**2,
     "block_select": lambda scores: scores.numel() * (scores.element_size() + 1),
     "block_lists": lambda keep, room: 2 * keep.numel() + 8 * room,
 }

@@ -1,4 +1,4 @@
-"""Triton kernels of scores, shares, choices and lists of blocks.
+"""Triton kernels of scores and shares of blocks.
 
 Nothing of T x S is written: a tile of scores is reduced to a number for each of its blocks where it was computed.
 """
@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.attn.triton.block_choice import listed
 
-LOWEST = tl.constexpr(-(1 << 31))
-HIGHEST = tl.constexpr((1 << 31) - 1)
+LOG2_E = 1.4426950408889634
+MOST_PARTS = 256 << 20  # bytes of the parts of dk
 
 
 @triton.jit
@@ -83,6 +84,37 @@ def _tile_of(number, tiles, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
+def _tile_block_scores(
+    q, k_ptr, first, rows, tokens, keys, stride, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The scores of a tile's blocks, [QB, KB]. WHOLE: every pair of the tile counts."""
+    k = _load_rows(k_ptr, first, keys, stride, DIM, BLOCK_N, BLOCK_D)
+    product = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if not WHOLE:
+        cols = first + tl.arange(0, BLOCK_N)
+        seen = (rows < tokens)[:, None] & (cols < keys)[None, :]
+        if CAUSAL:
+            seen = seen & (cols[None, :] <= rows[:, None] + (keys - tokens))
+        product = tl.where(seen, product, float("-inf"))
+    # a maximum for each row and not for the tile: no warp waits for another one before its exponentials
+    top = _largest(product, QB * LIST_Q, 1, KB, LIST_K)
+    found = _largest(top, QB, LIST_Q, KB, 1)
+    if LARGEST:
+        return found * scale
+    else:
+        factor = scale * 1.4426950408889634
+        base = tl.where(top == float("-inf"), 0.0, top) * factor
+        p = tl.exp2(product * factor - _to_pairs(base, QB * LIST_Q, 1, KB, LIST_K))
+        total = _sums(p, QB * LIST_Q, 1, KB, LIST_K)
+        base_of_all = tl.where(found == float("-inf"), 0.0, found) * factor
+        total *= tl.exp2(base - _to_pairs(base_of_all, QB, LIST_Q, KB, 1))
+        total = _sums(total, QB, LIST_Q, KB, 1)
+        return found * scale + tl.log(tl.where(total > 0.0, total, 1.0))
+
+
+@triton.jit
 def _block_scores_fwd_kernel(
     q_ptr, k_ptr, scores_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -99,30 +131,38 @@ def _block_scores_fwd_kernel(
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
     q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
-    end = keys
+    end, whole = keys, keys // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
+        seen_by_all = tl.maximum(first_row + keys - tokens + 1, 0)
+        whole = tl.minimum(whole, seen_by_all // BLOCK_N * BLOCK_N)
+    whole = tl.where(first_row + BLOCK_M > tokens, 0, whole)
     block = tile * QB + tl.arange(0, QB)
     scores_ptr += (head_row * rows + block)[:, None] * columns
-    for first in range(0, end, BLOCK_N):
-        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
-        score = _pair_scores(q, k, at, first + tl.arange(0, BLOCK_N), tokens, keys, scale, CAUSAL)
-        found = _largest(score, QB, LIST_Q, KB, LIST_K)
-        if not LARGEST:
-            base = tl.where(found == float("-inf"), 0.0, found)
-            total = _sums(tl.exp(score - _to_pairs(base, QB, LIST_Q, KB, LIST_K)), QB, LIST_Q, KB, LIST_K)
-            found += tl.log(tl.where(total > 0.0, total, 1.0))
+    for first in range(0, whole, BLOCK_N):
+        found = _tile_block_scores(
+            q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
+            CAUSAL, LARGEST, True,
+        )  # fmt: skip
+        column = first // LIST_K + tl.arange(0, KB)
+        tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
+    for first in range(whole, end, BLOCK_N):
+        found = _tile_block_scores(
+            q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
+            CAUSAL, LARGEST, False,
+        )  # fmt: skip
         column = first // LIST_K + tl.arange(0, KB)
         tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
 def _block_scores_dq_kernel(
-    dscores_ptr, scores_ptr, q_ptr, k_ptr, dq_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
+    dscores_ptr, scores_ptr, offsets_ptr, indices_ptr, q_ptr, k_ptr, dq_ptr, q_strides, k_strides, heads, tokens, keys,
+    rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of queries, from the blocks of keys whose score has a gradient."""
+    """dq of one block of queries, from the listed blocks of keys: those whose score has a gradient."""
     head_row, block = _tile_of(tl.program_id(0), rows, CAUSAL)
     batch, head = head_row // heads, head_row % heads
     first_row = block * LIST_Q
@@ -130,20 +170,20 @@ def _block_scores_dq_kernel(
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
     q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
-    end = columns
-    if CAUSAL:
-        end = tl.minimum(columns, tl.cdiv(tl.maximum(first_row + LIST_Q + keys - tokens, 0), LIST_K))
+    list_ptr = offsets_ptr + head_row * (rows + 1) + block
+    begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
     place = (head_row * rows + block) * columns
     dq = tl.zeros((LIST_Q, BLOCK_D), tl.float32)
-    for column in range(end):
+    column = tl.load(indices_ptr + begin, mask=begin < end, other=0)
+    for entry in range(begin, end):
         change = tl.load(dscores_ptr + place + column).to(tl.float32)
         base = tl.load(scores_ptr + place + column)
-        if (change != 0.0) & (base > float("-inf")):
-            first = column * LIST_K
-            k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
-            score = _pair_scores(q, k, at, first + tl.arange(0, LIST_K), tokens, keys, scale, CAUSAL)
-            ds = tl.exp(score - base) * change
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        first = column * LIST_K
+        column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
+        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+        score = _pair_scores(q, k, at, first + tl.arange(0, LIST_K), tokens, keys, scale, CAUSAL)
+        ds = tl.exp(score - base) * change
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     cols = tl.arange(0, BLOCK_D)
     out = dq_ptr + (head_row * tokens + at)[:, None] * DIM + cols[None, :]
     tl.store(out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(at < tokens)[:, None] & (cols < DIM)[None, :])
@@ -151,49 +191,61 @@ def _block_scores_dq_kernel(
 
 @triton.jit
 def _block_scores_dk_kernel(
-    dscores_ptr, scores_ptr, q_ptr, k_ptr, dk_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    dscores_ptr, scores_ptr, offsets_ptr, indices_ptr, q_ptr, k_ptr, dk_ptr, q_strides, k_strides, heads, tokens, keys,
+    rows, columns, scale, splits,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr,
+    LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dk of one block of keys, summed over the query heads that read it."""
-    kv_row, column = _tile_of(tl.program_id(0), columns, False)
+    """A part of dk of one block of keys: of the gradients through MEMBERS of the query heads that read it, and through
+    one of `splits` equal pieces of the list of blocks of queries that each of them has."""
+    number, column = _tile_of(tl.program_id(0), columns, False)
     kv_heads = heads // GROUP
+    kv_rows = tl.num_programs(0) // columns // (splits * (GROUP // MEMBERS))
+    part, kv_row = number // kv_rows, number % kv_rows
     batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
+    piece, member = part % splits, part // splits * MEMBERS
     first = column * LIST_K
     cols = first + tl.arange(0, LIST_K)
     k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
     k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
-    begin = 0
-    if CAUSAL:
-        begin = tl.maximum(0, first - (keys - tokens)) // LIST_Q
     dk = tl.zeros((LIST_K, BLOCK_D), tl.float32)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
+    for step in range(MEMBERS):
+        head = kv_head * GROUP + member + step
+        head_row = batch * heads + head
         q_head = q_ptr + batch * q_strides[0] + head * q_strides[1]
-        place = (batch * heads + head) * rows * columns + column
-        for block in range(begin, rows):
+        place = head_row * rows * columns + column
+        list_ptr = offsets_ptr + head_row * (columns + 1) + column
+        begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
+        length = tl.cdiv(end - begin, splits)
+        begin += (piece * length).to(tl.int32)
+        end = tl.minimum(end, begin + length)
+        block = tl.load(indices_ptr + begin, mask=begin < end, other=0)
+        for entry in range(begin, end):
             change = tl.load(dscores_ptr + place + block * columns).to(tl.float32)
             base = tl.load(scores_ptr + place + block * columns)
-            if (change != 0.0) & (base > float("-inf")):
-                at = block * LIST_Q + tl.arange(0, LIST_Q)
-                q = _load_rows(q_head, block * LIST_Q, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
-                score = _pair_scores(q, k, at, cols, tokens, keys, scale, CAUSAL)
-                ds = tl.exp(score - base) * change
-                dk = tl.dot(tl.trans(ds).to(q.dtype), q, dk, input_precision="ieee")
+            first_row = block * LIST_Q
+            block = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
+            q = _load_rows(q_head, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+            at = first_row + tl.arange(0, LIST_Q)
+            # keys by queries, as the second product takes it
+            score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+            seen = (cols < keys)[:, None] & (at < tokens)[None, :]
+            if CAUSAL:
+                seen = seen & (cols[:, None] <= at[None, :] + (keys - tokens))
+            ds = tl.where(seen, tl.exp(score - base) * change, 0.0)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     dims = tl.arange(0, BLOCK_D)
-    out = dk_ptr + (kv_row * keys + cols)[:, None] * DIM + dims[None, :]
+    out = dk_ptr + (number * keys + cols)[:, None] * DIM + dims[None, :]
     tl.store(out, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(cols < keys)[:, None] & (dims < DIM)[None, :])
 
 
 @triton.jit
 def _block_mass_kernel(
-    q_ptr, k_ptr, lse_ptr, mass_ptr, offsets_ptr, indices_ptr, q_strides, k_strides, list_strides,
-    heads, tokens, keys, rows, columns, scale,
+    q_ptr, k_ptr, lse_ptr, mass_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LIST_Q: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The shares of one tile of queries of a kv head, over all keys or, with lists, over those of its block's list;
-    other shares are 0 already."""
+    """The shares of one tile of queries of a kv head; those of blocks that it does not see are 0 already."""
     QB: tl.constexpr = BLOCK_M // LIST_Q
     KB: tl.constexpr = BLOCK_N // LIST_K
     kv_row, tile = _tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
@@ -210,16 +262,7 @@ def _block_mass_kernel(
     limit = keys
     if CAUSAL:
         limit = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
-    steps = tl.cdiv(tl.maximum(limit, 0), BLOCK_N)
-    begin = steps * 0
-    if offsets_ptr is not None:
-        list_ptr = offsets_ptr + batch * list_strides[0] + kv_head * list_strides[1] + tile
-        begin = tl.load(list_ptr)
-        steps = tl.load(list_ptr + 1) - begin
-    for step in range(steps):
-        first = step * BLOCK_N
-        if offsets_ptr is not None:
-            first = tl.load(indices_ptr + begin + step) * BLOCK_N
+    for first in range(0, limit, BLOCK_N):
         cols = first + tl.arange(0, BLOCK_N)
         k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
         total = tl.zeros((QB, KB), tl.float32)
@@ -237,86 +280,73 @@ def _block_mass_kernel(
 
 
 @triton.jit
-def _block_select_kernel(
-    scores_ptr, counts_ptr, visible_ptr, keep_ptr, strides, lists, rows, columns, mass, first, last,
-    BLOCK: tl.constexpr, BY_MASS: tl.constexpr,
+def _listed_sums_kernel(
+    q_ptr, k_ptr, lse_ptr, sums_ptr, offsets_ptr, indices_ptr, q_strides, k_strides, list_strides, slots,
+    heads, tokens, keys, rows, columns, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One row. Scores become integers of the same order; two bisections find the last one that is kept by number and by
-    share."""
-    number = tl.program_id(0) // rows
-    row = tl.program_id(0) - number * rows
-    batch, which = number // lists, number % lists
-    column = tl.arange(0, BLOCK)
-    seen = tl.minimum(tl.maximum(tl.load(visible_ptr + row), 0), columns)
-    wanted = tl.minimum(tl.load(counts_ptr + row), seen)
-    place = scores_ptr + batch.to(tl.int64) * strides[0] + which.to(tl.int64) * strides[1]
-    place += row.to(tl.int64) * strides[2] + column.to(tl.int64) * strides[3]
-    score = tl.load(place, mask=column < seen, other=float("-inf")).to(tl.float32)
-    score = tl.where(score == score, score, float("-inf")) + 0.0  # one zero, not two
-    bits = score.to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & HIGHEST)
-    behind = seen - 1 - column
-    # what is kept whatever its score lies above infinity: NaN's integers are free
-    key = tl.where(column < first, HIGHEST - BLOCK - column, key)
-    key = tl.where(behind < last, HIGHEST - behind, key)
-    key = tl.where(column < seen, key, LOWEST)
-    low, high = tl.full((), LOWEST, tl.int64), tl.full((), HIGHEST, tl.int64)
-    for _ in range(32):
-        middle = (low + high + 1) >> 1
-        enough = tl.sum((key >= middle).to(tl.int32)) >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    above = key > low
-    equal = (key == low) & (column < seen)
-    room = wanted - tl.sum(above.to(tl.int32))
-    keep = above | (equal & (tl.cumsum(equal.to(tl.int32)) <= room))
-    if BY_MASS:
-        share = tl.where((column < seen) & (score > 0.0), score, 0.0)
-        target = mass * tl.sum(share)
-        low, high = tl.full((), LOWEST, tl.int64), tl.full((), HIGHEST, tl.int64)
-        for _ in range(32):
-            middle = (low + high + 1) >> 1
-            enough = tl.sum(tl.where(key >= middle, share, 0.0)) >= target
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle - 1)
-        above = key > low
-        equal = key == low
-        own = tl.where(equal, share, 0.0)
-        before = tl.sum(tl.where(above, share, 0.0)) + tl.cumsum(own) - own
-        keep = keep & (above | (equal & (before < target)))
-    keep = keep & (wanted > 0)
-    tl.store(keep_ptr + tl.program_id(0).to(tl.int64) * columns + column, keep.to(tl.uint8), mask=column < columns)
+    """Sums of the probabilities of one block of queries of one head, over each block of its list and 16 queries at a
+    time: these lie in one warp, so that warps do not wait for each other.
+
+    slots: entries from one kv head's sums to the next one's."""
+    PARTS: tl.constexpr = LIST_Q // 16
+    # neighbours are the query heads of a kv head, which read the same keys
+    member = tl.program_id(0) % GROUP
+    kv_row, block = _tile_of(tl.program_id(0) // GROUP, rows, CAUSAL)
+    kv_heads = heads // GROUP
+    batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
+    head = kv_head * GROUP + member
+    first_row = block * LIST_Q
+    at = first_row + tl.arange(0, LIST_Q)
+    q_ptr += batch * q_strides[0] + head * q_strides[1]
+    k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
+    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+    lse = tl.load(lse_ptr + (batch * heads + head) * tokens + at, mask=at < tokens, other=float("-inf")).to(tl.float32)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    list_ptr = offsets_ptr + batch * list_strides[0] + kv_head * list_strides[1] + block
+    begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
+    sums_ptr += member * PARTS + tl.arange(0, PARTS)
+    column = tl.load(indices_ptr + begin, mask=begin < end, other=0)
+    for entry in range(begin, end):
+        first = column * LIST_K
+        # one step ahead of the keys, whose address it is
+        column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
+        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        p = tl.exp2(score * scale - lse[:, None])
+        ahead = first + LIST_K > keys
+        if CAUSAL:
+            ahead = ahead | (first + LIST_K - 1 > first_row + keys - tokens)
+        if ahead:
+            cols = first + tl.arange(0, LIST_K)
+            seen = (cols < keys)[None, :]
+            if CAUSAL:
+                seen = seen & (cols[None, :] <= at[:, None] + (keys - tokens))
+            p = tl.where(seen, p, 0.0)
+        total = tl.sum(tl.reshape(tl.sum(p, 1), (PARTS, 16)), 1)
+        tl.store(sums_ptr + (kv_row * slots + entry) * (GROUP * PARTS), total)
 
 
 @triton.jit
-def _block_lists_kernel(
-    keep_ptr, ends_ptr, offsets_ptr, indices_ptr, strides, lists, rows, columns, room,
-    BLOCK: tl.constexpr, LINES: tl.constexpr,
+def _listed_mass_kernel(
+    sums_ptr, mass_ptr, offsets_ptr, indices_ptr, list_strides, slots, kv_heads, tokens, rows, columns,
+    LIST_Q: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """LINES rows of a table: their entries, and where the lists end. ends_ptr: the entries up to each row."""
-    tiles = tl.cdiv(rows, LINES)
-    number = tl.program_id(0) // tiles
-    line = (tl.program_id(0) - number * tiles) * LINES + tl.arange(0, LINES)
-    batch, which = number // lists, number % lists
-    held = line < rows
-    total = number * rows + line
-    end = tl.load(ends_ptr + total, mask=held, other=0)
-    before = tl.load(ends_ptr + total - 1, mask=held & (total > 0), other=0)
-    out = offsets_ptr + number.to(tl.int64) * (rows + 1) + line
-    tl.store(out, tl.minimum(before, room), mask=held)
-    tl.store(out + 1, tl.minimum(end, room), mask=line == rows - 1)
-    place = keep_ptr + batch.to(tl.int64) * strides[0] + which.to(tl.int64) * strides[1]
-    place += line.to(tl.int64)[:, None] * strides[2]
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        here = tl.load(
-            place + column.to(tl.int64)[None, :] * strides[3], mask=held[:, None] & (column < columns)[None, :], other=0
-        ).to(tl.int32)  # fmt: skip
-        at = before[:, None] + tl.cumsum(here, 1) - 1
-        tl.store(
-            indices_ptr + at, tl.broadcast_to(column[None, :], (LINES, BLOCK)), mask=(here != 0) & (at < room)
-        )  # fmt: skip
-        before += tl.sum(here, 1)
+    """One row of shares, of the SUMS sums that each entry has; other shares are 0 already."""
+    kv_row = (tl.program_id(0) // rows).to(tl.int64)
+    block = tl.program_id(0) % rows
+    list_ptr = offsets_ptr + kv_row // kv_heads * list_strides[0] + kv_row % kv_heads * list_strides[1] + block
+    begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
+    count = GROUP * tl.minimum(tokens - block * LIST_Q, LIST_Q).to(tl.float32)
+    part = tl.arange(0, WIDTH)
+    for first in range(begin, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        place = sums_ptr + (kv_row * slots + entry)[:, None] * SUMS + part[None, :]
+        sums = tl.load(place, mask=(entry < end)[:, None] & (part < SUMS)[None, :], other=0.0)
+        column = tl.load(indices_ptr + entry, mask=entry < end, other=0)
+        out = mass_ptr + (kv_row * rows + block) * columns + column
+        tl.store(out, tl.sum(sums, 1) / count, mask=entry < end)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -437,18 +467,43 @@ def block_scores_vjp(
     *,
     config: Mapping[str, int],
 ) -> tuple[Tensor, Tensor]:
-    """One program for each block of queries writes dq, one for each block of keys dk."""
+    """One program for each block of queries writes dq, one for each part of a block of keys that part of dk."""
     q, k = _unit(q), _unit(k)
     wants_q, wants_k = output_mask
     dq = torch.empty(q.shape if wants_q else (0,), dtype=q.dtype, device=q.device)
     dk = torch.empty(k.shape if wants_k else (0,), dtype=k.dtype, device=q.device)
-    shared = {"dscores_ptr": dscores.contiguous(), "scores_ptr": scores.contiguous(), "num_stages": 1, **config}
+    if dscores.numel() == 0:
+        return dq.zero_(), dk.zero_()
+    offsets, indices, offsets_t, indices_t = listed((dscores != 0.0) & (scores > float("-inf")), dscores.numel())
+    shared = {"dscores_ptr": dscores.contiguous(), "scores_ptr": scores.contiguous(), **config}
     shared |= _shared(q, k, scale, causal, block_q, block_k)
-    if wants_q and dq.numel() > 0:
-        launch(_block_scores_dq_kernel, (shared["rows"] * q.shape[0] * q.shape[1],), dq_ptr=dq, **shared)
-    if wants_k and dk.numel() > 0:
-        launch(_block_scores_dk_kernel, (shared["columns"] * k.shape[0] * k.shape[1],), dk_ptr=dk, **shared)
+    shared["num_stages"] = 2 if q.dtype != torch.float32 and q.shape[3] <= 64 else 1
+    if wants_q:
+        launch(
+            _block_scores_dq_kernel, (shared["rows"] * q.shape[0] * q.shape[1],),
+            dq_ptr=dq, offsets_ptr=offsets, indices_ptr=indices, **shared,
+        )  # fmt: skip
+    if wants_k:
+        group, kv_rows = shared["GROUP"], k.shape[0] * k.shape[1]
+        members, splits = _dk_parts(k, group, shared["rows"])
+        parts = group // members * splits
+        out = dk if parts == 1 else torch.empty((parts, *k.shape), dtype=torch.float32, device=q.device)
+        launch(
+            _block_scores_dk_kernel, (shared["columns"] * kv_rows * parts,),
+            dk_ptr=out, offsets_ptr=offsets_t, indices_ptr=indices_t, splits=splits, MEMBERS=members, **shared,
+        )  # fmt: skip
+        dk = dk if parts == 1 else out.sum(0).to(k.dtype)
     return dq, dk
+
+
+def _dk_parts(k: Tensor, group: int, rows: int) -> tuple[int, int]:
+    """Query heads of a part of dk, and pieces of their lists: a block of keys that every block of queries chose, as the
+    first one often is, would keep one program at work for long after the others."""
+    one = 4 * k.numel()
+    splits = min(4, max(1, next_power_of_2(rows // 16)))
+    while splits > 1 and group * splits * one > MOST_PARTS:
+        splits //= 2
+    return (1, splits) if group * splits * one <= MOST_PARTS else (group, 1)
 
 
 @register_kernel("block_mass", backend="triton", rank=20, rejects=_mass_reasons)
@@ -466,81 +521,45 @@ def block_mass(
     *,
     config: Mapping[str, int],
 ) -> Tensor:
-    """One program for each tile of queries of a kv head; with lists a tile is a block."""
+    """One program for each tile of queries of a kv head; with lists one for each block of queries of a query head."""
     q, k = _unit(q), _unit(k)
     shared = _shared(q, k, scale, causal, block_q, block_k)
     shape = (q.shape[0], k.shape[1], shared["rows"], shared["columns"])
     mass = torch.zeros(shape, dtype=torch.float32, device=q.device)
     if mass.numel() == 0:
         return mass
-    lists = {"offsets_ptr": None, "indices_ptr": None, "list_strides": None}
-    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
     if offsets is not None and indices is not None:
-        offsets = offsets.contiguous()
-        lists = {"offsets_ptr": offsets, "indices_ptr": indices.contiguous()}
-        lists["list_strides"] = offsets.expand(*shape[:2], -1).stride()
-        block_m, block_n = block_q, block_k
+        _listed_mass(mass, lse.contiguous(), offsets.contiguous(), indices.contiguous(), shared)
+        return mass
+    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
     launch(
         _block_mass_kernel, (cdiv(q.shape[2], block_m) * k.shape[0] * k.shape[1],),
-        lse_ptr=lse.contiguous(), mass_ptr=mass, BLOCK_M=block_m, BLOCK_N=block_n, **lists, **shared,
+        lse_ptr=lse.contiguous(), mass_ptr=mass, BLOCK_M=block_m, BLOCK_N=block_n, **shared,
         num_warps=config["num_warps"] if block_m * block_n > 64 * 64 else 4, num_stages=2,
     )  # fmt: skip
     return mass
 
 
-def _select_reasons(call) -> list[str]:
-    reasons = []
-    if call.scores.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reasons.append(f"scores is {call.scores.dtype}; float32, float16 and bfloat16 are served")
-    if call.scores.cols > 16384:
-        reasons.append(f"scores has {call.scores.cols} columns; up to 16,384 are served")
-    return reasons
-
-
-@register_kernel("block_select", backend="triton", rank=20, rejects=_select_reasons)
-@optimize_kernel(num_warps=4)
-def block_select(
-    scores: Tensor,
-    counts: Tensor,
-    visible: Tensor,
-    mass: float = 1.0,
-    first: int = 0,
-    last: int = 0,
-    *,
-    config: Mapping[str, int],
-) -> Tensor:
-    """One program for each row."""
-    keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    if keep.numel() > 0:
-        batch, lists, rows, columns = scores.shape
-        block = max(16, next_power_of_2(columns))
-        launch(
-            _block_select_kernel, (batch * lists * rows,),
-            scores, counts.contiguous(), visible.contiguous(), keep.view(torch.uint8), scores.stride(), lists, rows,
-            columns, mass, min(first, columns), min(last, columns), BLOCK=block, BY_MASS=mass < 1.0,
-            num_warps=1 if block <= 256 else config["num_warps"],
-        )  # fmt: skip
-    return keep
-
-
-@register_kernel("block_lists", backend="triton", rank=20)
-@optimize_kernel(num_warps=4)
-def block_lists(keep: Tensor, room: int, *, config: Mapping[str, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows are counted by PyTorch; one program for each few of them writes their lists."""
-    return *_listed(keep, room, config), *_listed(keep.transpose(2, 3), room, config)
-
-
-def _listed(keep: Tensor, room: int, config: Mapping[str, int]) -> tuple[Tensor, Tensor]:
-    batch, many, rows, columns = keep.shape
-    indices = torch.zeros(room, dtype=torch.int32, device=keep.device)
-    if keep.numel() == 0:
-        return torch.zeros(batch, many, rows + 1, dtype=torch.int32, device=keep.device), indices
-    offsets = torch.empty(batch, many, rows + 1, dtype=torch.int32, device=keep.device)
-    ends = keep.sum(-1, dtype=torch.int32).flatten().cumsum(0, dtype=torch.int32)
-    lines = 4 if keep.stride(3) == 1 else 32  # of a table read by columns, whole sectors
+def _listed_mass(mass: Tensor, lse: Tensor, offsets: Tensor, indices: Tensor, shared: dict[str, Any]) -> None:
+    """Write the shares of the blocks in lists."""
+    batch, kv_heads, rows, columns = mass.shape
+    group, block_q, room = shared["GROUP"], shared["LIST_Q"], indices.numel()
+    own = offsets.shape[:2] == mass.shape[:2]  # otherwise heads share entries, and each one needs sums of its own
+    sums = group * block_q // 16
+    partial = torch.empty((1 if own else batch * kv_heads) * room, sums, dtype=torch.float32, device=mass.device)
+    lists = {
+        "sums_ptr": partial, "offsets_ptr": offsets, "indices_ptr": indices,
+        "list_strides": offsets.expand(batch, kv_heads, -1).stride(), "slots": 0 if own else room,
+    }  # fmt: skip
+    small = block_q * shared["LIST_K"] <= 64 * 64
+    wide = shared["BLOCK_D"] > 128 or shared["q_ptr"].dtype == torch.float32
     launch(
-        _block_lists_kernel, (cdiv(rows, lines) * batch * many,),
-        keep.view(torch.uint8), ends, offsets, indices, keep.stride(), many, rows, columns, room,
-        BLOCK=64, LINES=lines, **config,
+        _listed_sums_kernel, (batch * kv_heads * rows * group,),
+        lse_ptr=lse, **lists, **(shared | {"scale": LOG2_E * shared["scale"]}), num_warps=4 if small else 8,
+        num_stages=1 if wide else 2,
     )  # fmt: skip
-    return offsets, indices
+    launch(
+        _listed_mass_kernel, (batch * kv_heads * rows,),
+        mass_ptr=mass, kv_heads=kv_heads, tokens=shared["tokens"], rows=rows, columns=columns, LIST_Q=block_q,
+        SUMS=sums, BLOCK=16, WIDTH=next_power_of_2(sums), GROUP=group, **lists, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,238 @@
+"""Triton kernels of estimated shares: means of stretches of queries and keys, and the softmax of their products."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _write_means(
+    x_ptr, out_ptr, tile, strides, heads, tokens, DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRETCH: tl.constexpr,
+    MEANS: tl.constexpr,
+):  # fmt: skip
+    """MEANS means of one head; the last stretch of a head may be shorter."""
+    stretches = tl.cdiv(tokens, STRETCH)
+    tiles = tl.cdiv(stretches, MEANS)
+    head_row = tile // tiles
+    number = (tile - head_row * tiles) * MEANS + tl.arange(0, MEANS)
+    x_ptr += (head_row // heads).to(tl.int64) * strides[0] + (head_row % heads).to(tl.int64) * strides[1]
+    cols = tl.arange(0, BLOCK_D)
+    total = tl.zeros((MEANS, BLOCK_D), tl.float32)
+    for i in tl.static_range(STRETCH):
+        at = number * STRETCH + i
+        held = (at < tokens)[:, None] & (cols < DIM)[None, :]
+        total += tl.load(x_ptr + at.to(tl.int64)[:, None] * strides[2] + cols[None, :], mask=held, other=0.0)
+    count = tl.maximum(tl.minimum(tokens - number * STRETCH, STRETCH), 1).to(tl.float32)
+    mean = total / count[:, None]
+    out = out_ptr + (head_row.to(tl.int64) * stretches + number)[:, None] * DIM + cols[None, :]
+    held = (number < stretches)[:, None] & (cols < DIM)[None, :]
+    tl.store(out, mean.to(out_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _stretch_means_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, heads, kv_heads, tokens, keys, q_tiles,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRETCH: tl.constexpr, MEANS: tl.constexpr,
+):  # fmt: skip
+    """Programs of q's means, then those of k's."""
+    if tl.program_id(0) < q_tiles:
+        _write_means(q_ptr, q_out_ptr, tl.program_id(0), q_strides, heads, tokens, DIM, BLOCK_D, STRETCH, MEANS)
+    else:
+        tile = tl.program_id(0) - q_tiles
+        _write_means(k_ptr, k_out_ptr, tile, k_strides, kv_heads, keys, DIM, BLOCK_D, STRETCH, MEANS)
+
+
+@triton.jit
+def _load_means(ptr, first, count, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows, cols = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    held = (rows < count)[:, None] & (cols < DIM)[None, :]
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * DIM + cols[None, :], mask=held, other=0.0)
+
+
+@triton.jit
+def _tile_scores(
+    q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log 2. WHOLE: every key of the tile exists and is seen."""
+    k = _load_means(k_ptr, first, keys, DIM, BLOCK_N, BLOCK_D)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if not WHOLE:
+        col = first + tl.arange(0, BLOCK_N)
+        seen = (col < keys)[None, :]
+        if CAUSAL:
+            seen = seen & (col[None, :] <= row[:, None])
+        score = tl.where(seen, score, float("-inf"))
+    return score
+
+
+@triton.jit
+def _added(
+    top, total, q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The running maximum and sum of rows with one more tile."""
+    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, WHOLE)
+    new_top = tl.maximum(top, tl.max(score, 1))
+    total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(score - new_top[:, None]), 1)
+    return new_top, total
+
+
+@triton.jit
+def _tile_shares(
+    lse, q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, SUB: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr,
+):  # fmt: skip
+    """Sums of a tile's probabilities over pairs of blocks, [QB, KB]."""
+    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, WHOLE)
+    p = tl.exp2(score - lse[:, None])
+    over = tl.sum(tl.reshape(p, (QB * SUB, KB, SUB)), 2)
+    return tl.sum(tl.reshape(over, (QB, SUB, KB)), 1)
+
+
+@triton.jit
+def _block_shares_kernel(
+    q_ptr, k_ptr, out_ptr, tokens, keys, rows, columns, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUB: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The shares of BLOCK_M means of queries of one head: their log-sum-exp first, then the blocks' sums. tokens, keys:
+    numbers of means. Causal: as many of both."""
+    QB: tl.constexpr = BLOCK_M // SUB
+    KB: tl.constexpr = BLOCK_N // SUB
+    tiles = tl.cdiv(tokens, BLOCK_M)
+    head_row = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - head_row * tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile  # the longest first
+    first_row = tile * BLOCK_M
+    row = first_row + tl.arange(0, BLOCK_M)
+    q = _load_means(q_ptr + head_row.to(tl.int64) * tokens * DIM, first_row, tokens, DIM, BLOCK_M, BLOCK_D)
+    k_ptr += (head_row // GROUP).to(tl.int64) * keys * DIM
+    end, whole = keys, keys // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = tl.minimum(keys, first_row + BLOCK_M)
+        whole = tl.minimum(whole, (first_row + 1) // BLOCK_N * BLOCK_N)
+
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, whole, BLOCK_N):
+        top, total = _added(
+            top, total, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, True
+        )  # fmt: skip
+    # the first key is seen by every row, so that no maximum stays -inf
+    for first in range(whole, end, BLOCK_N):
+        top, total = _added(
+            top, total, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, False
+        )  # fmt: skip
+    lse = tl.where(row < tokens, top + tl.log2(total), float("inf"))
+
+    block = tile * QB + tl.arange(0, QB)
+    count = tl.maximum(tl.minimum(tokens - block * SUB, SUB), 1).to(tl.float32)[:, None]
+    out_ptr += (head_row.to(tl.int64) * rows + block)[:, None] * columns
+    for first in range(0, whole, BLOCK_N):
+        share = _tile_shares(
+            lse, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, True, SUB, QB, KB
+        )  # fmt: skip
+        column = first // SUB + tl.arange(0, KB)
+        held = (block < rows)[:, None] & (column < columns)[None, :]
+        tl.store(out_ptr + column[None, :], share / count, mask=held)
+    for first in range(whole, end, BLOCK_N):
+        share = _tile_shares(
+            lse, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, False, SUB, QB, KB
+        )  # fmt: skip
+        column = first // SUB + tl.arange(0, KB)
+        held = (block < rows)[:, None] & (column < columns)[None, :]
+        tl.store(out_ptr + column[None, :], share / count, mask=held)
+    for first in range(tl.cdiv(end, BLOCK_N) * BLOCK_N, columns * SUB, BLOCK_N):
+        column = first // SUB + tl.arange(0, KB)
+        held = (block < rows)[:, None] & (column < columns)[None, :]
+        tl.store(out_ptr + column[None, :], tl.zeros((QB, KB), tl.float32), mask=held)
+
+
+def _reasons(call) -> list[str]:
+    reasons = []
+    if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
+    if call.q.cols > 256:
+        reasons.append(f"q has head dim {call.q.cols}; up to 256 is served")
+    if call.stretches & (call.stretches - 1) or call.stretches > 16:
+        reasons.append(f"stretches is {call.stretches}; powers of two up to 16 are served")
+    if call.block // call.stretches > 64:
+        reasons.append(f"stretches have {call.block // call.stretches} tokens; up to 64 are served")
+    return reasons
+
+
+class SharesConfig(NamedTuple):
+    """Means of queries and of keys of a tile; warps and pipeline stages of a CTA."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _dims(q: Tensor, k: Tensor, *_: object) -> dict[str, int]:
+    return {"rows": q.shape[0] * q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "dim": q.shape[3]}
+
+
+def _default(dims, arch, dtype) -> SharesConfig:
+    if arch.kind not in ("cuda", "hip", "xpu"):
+        return SharesConfig(16, 16, 4, 1)
+    if dtype == torch.float32:
+        return SharesConfig(32, 32, 4 if dims["dim"] <= 64 else 8, 1)
+    if dims["dim"] > 128:
+        return SharesConfig(64, 32, 4, 1)
+    large = arch.kind == "cuda" and arch.shared_memory > 160 * 1024
+    return SharesConfig(64, 128, 4, 3) if large else SharesConfig(64, 64, 4, 2)
+
+
+SPACE = Space(
+    default=_default,
+    dims=_dims,
+    choices={"block_m": (32, 64, 128), "block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+)
+
+
+@register_kernel("block_shares", backend="triton", rank=20, rejects=_reasons)
+@optimize_kernel(space=SPACE)
+def block_shares(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    block: int = 128,
+    stretches: int = 8,
+    *,
+    config: SharesConfig,
+) -> Tensor:
+    """One kernel for the means of q and k; one program for each tile of q's means of a head, twice over k's."""
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    batch, heads, tokens, dim = q.shape
+    kv_heads, keys, stretch = k.shape[1], k.shape[2], block // stretches
+    shape = (batch, heads, cdiv(tokens, block), cdiv(keys, block))
+    shares = torch.empty(shape, dtype=torch.float32, device=q.device)
+    if shares.numel() > 0:
+        q_means, k_means = (x.new_empty(*x.shape[:2], cdiv(x.shape[2], stretch), dim) for x in (q, k))
+        dims = {"DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim))}
+        q_tiles, k_tiles = (cdiv(x.shape[2], 16) * x.shape[0] * x.shape[1] for x in (q_means, k_means))
+        launch(
+            _stretch_means_kernel, (q_tiles + k_tiles,),
+            q, k, q_means, k_means, q.stride(), k.stride(), heads, kv_heads, tokens, keys, q_tiles,
+            STRETCH=stretch, MEANS=16, num_warps=4, **dims,
+        )  # fmt: skip
+        launch(
+            _block_shares_kernel, (cdiv(q_means.shape[2], config.block_m) * batch * heads,),
+            q_means, k_means, shares, q_means.shape[2], k_means.shape[2], *shape[2:],
+            LOG2_E * (dim**-0.5 if scale is None else scale), GROUP=heads // kv_heads,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, SUB=stretches, CAUSAL=causal, num_warps=config.num_warps,
+            num_stages=config.num_stages, **dims,
+        )  # fmt: skip
+    return shares if heads == kv_heads else shares.unflatten(1, (kv_heads, -1)).mean(2)
