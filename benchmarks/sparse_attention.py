@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 
-from tilesmith import explain, ops
+from tilesmith import explain, ops, use
 from tilesmith.attention import BlockIndexer, SparsePattern, estimated_shares, pattern_blocks, to_block_mask
 from tilesmith.attention.budget import budget
 from tilesmith.attention.estimate import chosen_blocks
@@ -31,7 +31,6 @@ from tilesmith.attention.patterns import CLOSED, _blocks
 from tilesmith.engine import cases
 from tilesmith.engine import ops as declared
 from tilesmith.engine.timing import measure
-from tilesmith.ops.attn.hopper import launch_backward
 from tilesmith.ops.attn.mask import Blocks, Mask
 from tilesmith.validate import check
 
@@ -255,10 +254,10 @@ def learned(tokens: int) -> dict:
         "attention alone, first block not forced": both(attend(unforced), inputs),
     }  # fmt: skip
     for count in (1, 2, 4, 8):
-        calls[f"attention alone, kv heads in {count} parts"] = divided(both(attend(blocks), inputs), count)
+        calls[f"attention alone, groups in {count} parts"] = divided(both(attend(blocks), inputs), count)
     row = {"work": f"learned, top 16, {tokens} tokens, 32/4 heads, D 128", "forward and backward us": times(calls, 5)}
     row["kernels us"] = {name: kernels(calls[name], 3) for name in ("attention alone", "indexer and its loss")}
-    row["kernels us"]["kv heads whole"] = kernels(calls["attention alone, kv heads in 1 parts"], 3)
+    row["kernels us"]["groups whole"] = kernels(calls["attention alone, groups in 1 parts"], 3)
     with torch.no_grad():
         parts = {
             "projections and scores": lambda: indexer(x),
@@ -273,17 +272,11 @@ def learned(tokens: int) -> dict:
 
 
 def divided(call: Callable[[], object], parts: int) -> Callable[[], object]:
-    """The call with kv heads divided in so many parts, whatever the plan says."""
+    """The call with groups of query heads divided in so many parts, whatever the plan says."""
 
     def run():
-        recent = declared()["attention_vjp"]._recent  # a replay would do what another number of parts did
-        kept, launch_backward.list_parts = launch_backward.list_parts, lambda *_: parts
-        recent.clear()
-        try:
+        with use(attention_vjp=f"hopper:group_parts={parts}"):
             return call()
-        finally:
-            launch_backward.list_parts = kept
-            recent.clear()
 
     return run
 

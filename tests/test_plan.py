@@ -1,10 +1,9 @@
 """Plans of attention: every tile once, a legal order, memory that fits, and today's choices for the benched rows."""
 
-import inspect
 import itertools
 import math
 import random
-from collections import Counter, namedtuple
+from collections import Counter
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from plan_calls import (
 )
 from tilesmith.engine.backends import triton_missing
 from tilesmith.ops import Mask
-from tilesmith.ops.attn import reference, schedule
+from tilesmith.ops.attn import schedule
 from tilesmith.ops.attn.op import attention_op, attention_vjp
 from tilesmith.ops.attn.plan import Shape
 from tilesmith.ops.attn.plan.configs import HopperVjpConfig
@@ -72,38 +71,20 @@ def test_split_columns_cover_both_head_dims_once(dim, value_dim):
                 assert (whole.columns, rest and rest.columns) == ((128, 64) if split else (0, None))
 
 
-def test_kv_heads_are_divided_where_a_list_may_be_long():
+def test_groups_are_divided_where_a_list_may_be_long():
     s = Shape(1, 32, 4, 32768, 32768, 128, 128, 2, 2, causal=True, window_right=0, lists=4, lists_by_keys=4)
-    s, config = s._replace(block_q=128, block_k=128), HopperVjpConfig(2, 64)
+    s = s._replace(block_q=128, block_k=128)
+
+    def parts(entries, **fields):
+        return list_parts(s._replace(list_entries=entries, **fields), SM90, HopperVjpConfig(2, 64))
+
     best = 4 * (16 * 256 - 120)  # of 256 rows, 16 blocks each
-    assert [list_parts(s, n, SM90, config) for n in (best, 2 * best, 4 * best, 9 * best)] == [8, 8, 4, 1]
-    assert list_parts(s._replace(kv_heads=32), best, SM90, config) == 1
-    assert list_parts(s._replace(heads=12), best, SM90, config) == 1, "three heads a group"
-    assert list_parts(s._replace(dim=192), best, SM90, config) == 1
-    assert list_parts(s._replace(lists=0, lists_by_keys=0), best, SM90, config) == 1
-
-
-@pytest.mark.skipif(triton_missing() is not None, reason="the launchers of Hopper's kernels import Triton")
-def test_gradients_of_divided_kv_heads_are_added(monkeypatch):
-    from tilesmith.ops.attn.hopper import launch_backward
-
-    q, k, v, dout = (torch.randn(1, h, 64, 16, dtype=torch.float64) for h in (8, 2, 2, 8))
-    k = k.transpose(1, 2).contiguous().transpose(1, 2)  # dk lies in memory as it does
-    offsets, indices = torch.arange(5, dtype=torch.int32)[None, None], torch.zeros(4, dtype=torch.int32)
-    lists = {"block_offsets": offsets, "block_indices": indices, "block_q": 16, "block_k": 16, "causal": True}
-    out, lse = reference.attention(q, k, v, **lists)[:2]
-    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "softcap": 0.0, "dropout_p": 0.0, **lists}
-    given |= {"window_left": -1, "window_right": -1, "max_seqlen_q": 0, "max_seqlen_k": 0, "deterministic": False}
-    names = list(inspect.signature(reference.attention_vjp).parameters)
-    for wants in ((True, True, True, False, False), (True, False, True, False, False)):
-        call = namedtuple("Call", names)(*[({"output_mask": wants} | given).get(n) for n in names])
-        wanted = reference.attention_vjp(*call)
-        monkeypatch.setattr(launch_backward, "_executed", lambda call, config: reference.attention_vjp(*call))
-        monkeypatch.setattr(launch_backward, "list_parts", lambda *_: 4)
-        found = launch_backward.gradients_of(call, HopperVjpConfig(2, 64))
-        for ours, theirs in zip(found, wanted):
-            torch.testing.assert_close(ours, theirs)
-        assert not wants[1] or found[1].stride() == k.stride()
+    assert [parts(n) for n in (best, 2 * best, 4 * best, 9 * best)] == [8, 8, 4, 1]
+    assert parts(best, kv_heads=32) == 1
+    assert parts(best, heads=12) == 1, "three heads a group"
+    assert parts(best, dim=192) == 1
+    plan = backward(s._replace(list_entries=best), group_parts=0)
+    assert plan.step("attention_dkv_kernel").constants["GROUP_PARTS"] == 8
 
 
 def test_head_dims_that_differ_have_hopper_kernels():
@@ -125,7 +106,7 @@ def test_parts_of_groups_are_kv_heads_with_tiles_of_their_own(dim):
         if parts == 1:
             assert plan == plain
             continue
-        assert s.causal or s.window_right >= 0
+        assert s.causal or s.window_right >= 0 or s.lists
         assert s.group % parts == 0 and main.constants["GROUP"] == s.group // parts
         assert main.numbers["kv_heads"] == s.kv_heads * parts and main.numbers["rows"] == s.batch * s.kv_heads * parts
         for name in ("dk", "dv"):

@@ -30,9 +30,9 @@ from tilesmith.ops.attn.hopper.launch import (
 )
 from tilesmith.ops.attn.hopper.packed import key_tiles_kernel, query_tiles_kernel
 from tilesmith.ops.attn.hopper.window_backward import attention_window_vjp_kernel
-from tilesmith.ops.attn.plan import Plan, Shape, shape_of, tables
+from tilesmith.ops.attn.plan import Plan, shape_of, tables
 from tilesmith.ops.attn.plan.configs import HopperVjpConfig
-from tilesmith.ops.attn.plan.hopper_backward import hopper_backward, is_narrow_vjp, list_parts
+from tilesmith.ops.attn.plan.hopper_backward import hopper_backward, is_narrow_vjp
 from tilesmith.ops.attn.plan.shape import window_of
 
 KERNELS = {
@@ -85,12 +85,7 @@ SPACE_VJP = Space(default=tables.hopper_backward, dims=dims_vjp)
 
 @attention_vjp_arguments
 def tells_vjp(call, *, config: HopperVjpConfig, arch) -> list[str]:
-    s = shape_of(call)
-    parts = _list_parts(call, s, arch, config)
-    told = hopper_backward(s._replace(kv_heads=s.kv_heads * parts), arch, config).lines()
-    if parts > 1:
-        told.append(f"each kv head {parts} times, for the longest lists' sake: dk and dv are sums of {parts}")
-    return told
+    return hopper_backward(shape_of(call), arch, config).lines()
 
 
 @register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp, tells=tells_vjp)
@@ -98,36 +93,6 @@ def tells_vjp(call, *, config: HopperVjpConfig, arch) -> list[str]:
 @attention_vjp_arguments
 def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the rows, dk and dv, dq, dsinks, as `plan.hopper_backward` has it."""
-    return gradients_of(call, config)
-
-
-def _list_parts(call, s: Shape, arch: Any, config: HopperVjpConfig) -> int:
-    if call.block_offsets is None:
-        return 1
-    indices = call.block_indices if call.block_indices_t is None else call.block_indices_t
-    return list_parts(s, indices.numel(), arch, config)
-
-
-def gradients_of(call, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Execute the plan of a call, with kv heads in parts where block lists ask for it."""
-    parts = _list_parts(call, shape_of(call), arch_of(call.q.device), config)
-    if parts == 1:
-        return _executed(call, config)
-    k, v = (x.repeat_interleave(parts, 1) for x in (call.k, call.v))
-    dq, *apart, dbias, dsinks = _executed(call._replace(k=k, v=v), config)
-    dk, dv = (_added(x, like, parts) for x, like in zip(apart, (call.k, call.v)))
-    return dq, dk, dv, dbias, dsinks
-
-
-def _added(parts: Tensor, like: Tensor, count: int) -> Tensor:
-    """The sum over the copies of each kv head, laid out as `like`; nothing of nothing."""
-    if parts.numel() == 0:
-        return parts
-    total = parts.unflatten(1, (-1, count)).sum(2)
-    return total if total.stride() == like.stride() else torch.empty_like(like).copy_(total)
-
-
-def _executed(call, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q = call.q
     plan = hopper_backward(shape_of(call), arch_of(q.device), config)
     gradients = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", call.k), ("dv", call.v))}

@@ -64,11 +64,6 @@ def tells(call, *, config: HopperConfig, arch) -> list[str]:
 @attention_arguments
 def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     """Persistent CTAs, each with many tiles of queries."""
-    return output_of(call, config)
-
-
-def output_of(call, config: HopperConfig) -> tuple[Tensor, Tensor]:
-    """Execute the plan of a call."""
     plan = hopper_forward(shape_of(call), arch_of(call.q.device), config)
     out, lse = outputs(call, plan)
     execute(plan, KERNELS, call_tensors(call, plan, out, lse), describe, call.q.device, call.q.dtype)

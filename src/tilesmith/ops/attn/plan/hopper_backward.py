@@ -67,20 +67,18 @@ def kv_heads_together(s: Shape, k_blocks: int, arch: Any, ordered: bool, diagona
     return min(max(1, section), s.batch * s.kv_heads)
 
 
-def list_parts(s: Shape, entries: int, arch: Any, config: HopperVjpConfig) -> int:
-    """Of block lists: in how many parts, 1, 2, 4 or 8, the query heads that share a kv head are divided, each with a
-    copy of its keys and values and with dk and dv of its own, which are added at the end. entries: of the lists by
-    keys.
+def list_parts(s: Shape, arch: Any, config: HopperVjpConfig) -> int:
+    """Of block lists: in how many parts, 1, 2, 4 or 8, the query heads that share a kv head are divided.
 
     A tile of keys meets the blocks of queries in its list, for all heads of its group. One that every block of queries
     chose, as the first keys often are, runs on when all others have ended, the more so if it is that of the last kv
     head. With the best 16 blocks of 32k tokens and 8 heads a group it has 4,096 steps, where an SM's share of all is
     1,930. So it may have a quarter of a share.
     """
-    if not s.lists_by_keys or has_dq_kernel(s):
+    if has_dq_kernel(s):
         return 1
     users = s.heads // s.lists_by_keys * (s.batch // s.list_rows_by_keys)
-    share = entries * users * (s.block_q // config.block_q) * (s.block_k // BLOCK_N) // arch.sms
+    share = s.list_entries * users * (s.block_q // config.block_q) * (s.block_k // BLOCK_N) // arch.sms
     longest, parts = cdiv(s.tokens, config.block_q) * s.group, 1
     while parts < 8 and s.group % (2 * parts) == 0 and 4 * longest > parts * share:
         parts *= 2
@@ -221,8 +219,11 @@ def _steps(s: Shape, b: Blocks) -> list[int]:
 
 def _group_parts(s: Shape, b: Blocks, arch: Any, config: HopperVjpConfig) -> int:
     """Parts of a group of query heads that have tiles of their own."""
-    if not b.window.hides_right or s.group % max(1, config.group_parts):  # without a mask stream-K divides tiles
+    masked = b.window.hides_right or s.lists > 0  # else stream-K divides tiles
+    if not masked or s.group % max(1, config.group_parts):
         return 1
+    if s.lists and not config.group_parts:
+        return list_parts(s, arch, config)
     if config.group_parts or not _is_modelled(s, b):
         return config.group_parts or 1
     moved = 2 * s.keys * (s.dim + s.value_dim) * s.q_bytes

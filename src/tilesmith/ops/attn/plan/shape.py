@@ -18,9 +18,9 @@ class Shape(NamedTuple):
     window with `causal` in it, -1 for unlimited. rare_dropout: its threshold, as an fp16, is a number. documents: of
     packed tokens, 0 without. same_documents, one_vector: whether queries and keys of documents have the same lengths
     in memory, and in one tensor. lists: heads of block lists, 0 without; list_rows: their batch rows; both also of the
-    lists by keys, which a gradient walks. page: slots of a page, 0 without pages; row_pages: pages of a batch row.
-    bias: its shape. tma: which of q, k, v and dout TMA reads as they lie. wants: which of dq, dk, dv, dbias, dsinks
-    are asked for.
+    lists by keys, which a gradient walks, and of which list_entries is the room. page: slots of a page, 0 without
+    pages; row_pages: pages of a batch row. bias: its shape. tma: which of q, k, v and dout TMA reads as they lie.
+    wants: which of dq, dk, dv, dbias, dsinks are asked for.
     """
 
     batch: int
@@ -59,6 +59,7 @@ class Shape(NamedTuple):
     alibi: bool = False
     tma: tuple[bool, ...] = (True, True, True, True)
     wants: tuple[bool, ...] = (True, True, True, False, False)
+    list_entries: int = 0
 
     @property
     def group(self) -> int:
@@ -122,8 +123,13 @@ def shape_of(call: Any, tma: tuple[bool, ...] = (True, True, True, True)) -> Sha
         0 if call.page_table is None else k.shape[2], 0 if call.page_table is None else call.page_table.shape[1],
         () if call.bias is None else tuple(call.bias.shape), call.mask is not None, call.q_documents is not None,
         call.prefix_lengths is not None, call.alibi is not None, tma,
-        (*getattr(call, "output_mask", (True, True, True, False, False)),),
+        (*getattr(call, "output_mask", (True, True, True, False, False)),), _list_entries(call),
     )  # fmt: skip
+
+
+def _list_entries(call: Any) -> int:
+    indices = call.block_indices if call.block_indices_t is None else call.block_indices_t
+    return 0 if indices is None else indices.numel()
 
 
 def _lists(offsets: Tensor | None) -> tuple[int, int]:
