@@ -98,7 +98,7 @@ def optimize(
             continue
         if not isinstance(value, Collection) or not all(isinstance(part, str) for part in value):
             raise TypeError(f"optimize: {name} must be a string or a collection of strings, got {value!r}")
-    names = [rule.name for rule in RULES]
+    names = list(dict.fromkeys(rule.name for rule in RULES))  # several may have one name
     wanted = names if only is None else [only] if isinstance(only, str) else list(only)
     unknown = [name for name in wanted if name not in names]
     if unknown:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.ops.attn.block_pattern_reference import PATTERNS
+from tilesmith.ops.attn.block_pattern_reference import PATTERNS, row_budget
 
 TEST = frozenset({"test"})
 SMALL = frozenset({"test", "interpret"})
@@ -234,4 +234,7 @@ bytes_moved = {
     "block_shares": lambda q, k, block: _held(q, k) + 4 * _plane(q, k) // block**2,
     "block_select": lambda scores: scores.numel() * (scores.element_size() + 1),
     "block_lists": lambda keep, room: 2 * keep.numel() + 8 * room,
+    "block_pattern": lambda tokens, keys, sparsity_ratio, lists, block, causal: (
+        8 * lists * row_budget(tokens, keys, block, causal, sparsity_ratio).total
+    ),
 }
