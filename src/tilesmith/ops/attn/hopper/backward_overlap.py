@@ -1,10 +1,10 @@
 """Consumers of attention's dk and dv on Hopper for tiles that leave registers over, such as of 192 and 128 columns, in
 Gluon.
 
-They do what those of `backward_wide` do, with the same producer, barriers and places in shared memory. But each
-asks for its first product of a block, scores or dp, together with its second one of the block before, dv or
-dk, and makes p or ds of the one while the other runs. So it carries p or ds from block to block, and gives a block's
-queries and dout back one block later: at least two are in flight.
+They do what those of `backward_wide` do, with the same producer, barriers and places in shared memory. But each asks
+for its first product of a block, scores or dp, together with its second one of the block before, dv or dk, and makes p
+or ds of the one while the other runs. So it carries p or ds from block to block, and gives a block's queries and dout
+back one block later: at least two are in flight.
 """
 
 from tilesmith.device.gluon.shim import (

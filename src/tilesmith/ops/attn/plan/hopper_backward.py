@@ -222,10 +222,12 @@ def _group_parts(s: Shape, b: Blocks, arch: Any, config: HopperVjpConfig) -> int
     masked = b.window.hides_right or s.lists > 0  # else stream-K divides tiles
     if not masked or s.group % max(1, config.group_parts):
         return 1
-    if s.lists and not config.group_parts:
+    if config.group_parts:
+        return config.group_parts
+    if s.lists:
         return list_parts(s, arch, config)
-    if config.group_parts or not _is_modelled(s, b):
-        return config.group_parts or 1
+    if not _is_modelled(s, b):
+        return 1
     moved = 2 * s.keys * (s.dim + s.value_dim) * s.q_bytes
     step = 5 * b.block_m * b.block_n * (s.dim + s.value_dim)  # operations: five products
     traffic = moved * BALANCE / step / arch.sms
