@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.layers.norms import epsilons, two_inputs
+from tilesmith.models.layers.norms import epsilons, may_be_norm, two_inputs
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
@@ -83,12 +83,11 @@ class GatedNormRule(Rule):
 
     def match(self, site: Site) -> Replace | Skip | None:
         module = site.module
-        cls = original_class(type(module))
-        named = "norm" in cls.__name__.lower()
-        parameters = {name: p for name, p in module._parameters.items() if p is not None}
-        if next(module.children(), None) is not None or module._buffers or not (named or "weight" in parameters):
+        candidate = may_be_norm(module)
+        if candidate is None:
             return None
-        inputs = two_inputs(cls)
+        named, parameters = candidate
+        inputs = two_inputs(original_class(type(module)))
         if inputs is None:
             return None
         if set(parameters) != {"weight"} or parameters["weight"].ndim != 1:

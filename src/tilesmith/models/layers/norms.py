@@ -135,6 +135,16 @@ def epsilon(module: nn.Module, x: Tensor, norm: Norm) -> float:
     return torch.finfo(x.dtype if norm.eps_of == "input" else torch.promote_types(x.dtype, torch.float32)).eps
 
 
+def may_be_norm(module: nn.Module) -> tuple[bool, dict[str, nn.Parameter]] | None:
+    """Of a module without children and buffers that has a weight or is called a norm: whether it is called so, and its
+    parameters."""
+    named = "norm" in original_class(type(module)).__name__.lower()
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    if next(module.children(), None) is not None or module._buffers or not (named or "weight" in parameters):
+        return None
+    return named, parameters
+
+
 class NormRule(Rule):
     """Modules without children that normalise their last dimension."""
 
@@ -145,10 +155,10 @@ class NormRule(Rule):
 
     def match(self, site: Site) -> Replace | Skip | None:
         module = site.module
-        named = "norm" in original_class(type(module)).__name__.lower()
-        parameters = {name: p for name, p in module._parameters.items() if p is not None}
-        if next(module.children(), None) is not None or module._buffers or not (named or "weight" in parameters):
+        candidate = may_be_norm(module)
+        if candidate is None:
             return None
+        named, parameters = candidate
         if two_inputs(original_class(type(module))) is not None:
             return None  # GatedNormRule's
         if not set(parameters) <= {"weight", "bias"}:

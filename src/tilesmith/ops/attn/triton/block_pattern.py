@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.ops.attn import block_pattern_reference as reference
 from tilesmith.ops.attn.block_pattern_reference import row_budget
 
-RUN = tl.constexpr(4)
-GOLDEN = tl.constexpr(0x9E3779B9)
+RUN = tl.constexpr(reference.RUN)
+GOLDEN = tl.constexpr(reference.GOLDEN)
 
 
 @triton.jit
