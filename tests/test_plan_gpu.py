@@ -67,18 +67,20 @@ def test_explain_names_the_kernels_that_a_profiler_shows():
         assert shown == _named(backward), (number, kind, str(backward))
 
 
-GROUPED = [
-    case for case in cases("attention")
-    if "gpu" in case.tags and torch.bfloat16 in case.dtypes and case.name in (
-        "d128_causal_sections", "d96_tiles", "d192_128_tiles", "d192_128_grouped", "d192_128_packed", "d256_tiles",
-        "d128_deterministic", "d64_causal_turns", "packed_tiles", "d128_right_key_shares", "dropout_many",
-        "d128_window_sinks", "d64_lists_causal", "d128_more_queries", "d256_deterministic",
-    )
-]  # fmt: skip
+GROUPED = (
+    "d128_causal_sections", "d96_tiles", "d192_128_window", "d192_128_more_queries", "d192_128_packed", "d256_tiles",
+    "d128_deterministic", "d64_causal_turns", "packed_tiles", "packed_cross_window", "dropout_many",
+    "d128_window_sinks", "d64_lists_causal", "d128_more_queries", "d256_deterministic", "d128_group_of_7",
+    "d64_group_of_3",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.name)
-def test_groups_whose_parts_have_tiles_of_their_own(case):
-    pins = {"attention": "hopper", "attention_vjp": "hopper:group_parts=2"}
-    result = next(check_each(declared()["attention"], ("hopper",), case, "cuda", torch.bfloat16, pinned=pins))
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_whose_parts_have_tiles_of_their_own(name):
+    op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
+    given = case.build(torch.device("meta"), torch.bfloat16, case.generator("cpu"))
+    group = given["q"].shape[1] // given["k"].shape[1]
+    parts = next(n for n in range(2, group + 1) if group % n == 0)
+    pins = {"attention": "hopper", "attention_vjp": f"hopper:group_parts={parts}"}
+    result = next(check_each(op, ("hopper",), case, "cuda", torch.bfloat16, pinned=pins))
     assert result.passed and not result.message, result.message

@@ -310,6 +310,8 @@ ATTENTION = [
     Case("d64_key_shares_behind", _attend(1, 67, 67, 200, 2600, 64), GPU, HALF),
     Case("d96_128_key_shares", _attend(1, 3, 3, 200, 2600, 96, 128), GPU, HALF),
     Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d128_group_of_7", _attend(1, 14, 2, 700, 700, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d64_group_of_3", _attend(2, 9, 3, 333, 517, 64, causal=True), GPU, HALF),
     Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
     Case("d192_128_grouped", _attend(1, 6, 2, 300, 700, 192, 128, sinks=True, softcap=9.0), GPU, HALF),
     Case("d192_128_window", _attend(1, 4, 2, 300, 700, 192, 128, causal=True, window_left=200), GPU, HALF),
