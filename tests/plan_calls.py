@@ -116,9 +116,7 @@ def benched() -> dict[str, Plan]:
         found[f"backward, D 192 and 128, {tokens} tokens"] = backward(s)
     for batch, tokens, heads, kv_heads in ((3, 1112, 32, 2), (1, 2048, 64, 8)):
         s = Shape(batch, heads, kv_heads, tokens, tokens, 128, 128, 2, 2, True, -1, 0)
-        found[f"backward, {batch} x {tokens} tokens, {heads}/{kv_heads} heads, parts by the model"] = backward(
-            s, group_parts=0
-        )
+        found[f"backward, {batch} x {tokens} tokens, {heads}/{kv_heads} heads, parts of groups"] = backward(s)
     for window in (128, 1024):
         s = Shape(1, 16, 16, 32768, 32768, 128, 128, 2, 2, True, window, 0)
         found[f"forward, window {window}"], found[f"backward, window {window}"] = forward(s), backward(s)

@@ -27,7 +27,7 @@ class HopperVjpConfig(NamedTuple):
     stages: int
     block_q: int
     overlap: int = 0
-    group_parts: int = 1
+    group_parts: int = 0
 
 
 class SplitKvConfig(NamedTuple):
