@@ -3,9 +3,9 @@
     python benchmarks/host_bound.py results.json [--part train] [--part blocks] [--part decode]
         [--variant NAME ...] [--short]
 
-Without --part all of them, without --variant all of a part's. Wall time is a median of rounds in which variants take turns; device time is the sum of the
-kernels that a profiler saw in one step. Exits with 1 where a variant's loss is not the eager one. --short: one case of
-each part, few rounds. Needs transformers, and peft for training.
+Without --part all of them, without --variant all of a part's. Wall time is a median of rounds in which variants take
+turns; device time is the sum of the kernels that a profiler saw in one step. Exits with 1 where a variant's loss is not
+that of the first. --short: one case of each part, few rounds. Needs transformers, and peft for training.
 """
 
 from __future__ import annotations
