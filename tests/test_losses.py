@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesmith import nn, ops, use
 from tilesmith.engine.backends import missing
+from tilesmith.ops.loss import pitch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = [b for b in ("reference", "chunked", "triton") if missing(b, DEVICE, pinned=True) is None]
@@ -154,3 +155,36 @@ def test_the_loss_and_its_output_agree():
         nn.cross_entropy_output(logits, target[:4])
     with pytest.raises(ValueError, match="reduction"):
         nn.cross_entropy_output(logits, target, reduction="max")
+
+
+LINEAR_LOSSES = "cross_entropy", "token_stats", "distillation"
+LOSSES = {
+    "keep": lambda x, w, t, b: ops.linear_cross_entropy(x, w, t, bias=b, mode="keep", softcap=20.0),
+    "chunks": lambda x, w, t, b: ops.linear_cross_entropy(x, w, t, bias=b, mode="chunks", chunk_tokens=3),
+    "recompute": lambda x, w, t, b: ops.linear_cross_entropy(x, w, t, bias=b, mode="recompute", chunk_tokens=4),
+    "none": lambda x, w, t, b: ops.linear_cross_entropy(x, w, t, bias=b, reduction="none", chunk_tokens=2).square(),
+    "stats": lambda x, w, t, b: sum(ops.linear_token_stats(x, w, t, bias=b)[:3]),
+    "distillation": lambda x, w, t, b: ops.linear_distillation(
+        x, w, x.detach() / 2, w.detach(), t, bias=b, hard_weight=0.5, chunk_tokens=4
+    )[0],
+}
+
+
+@pytest.mark.parametrize("backend", [b for b in KERNELS if b != "reference"])
+@pytest.mark.parametrize("classes", [37, 4133])
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_of_logits_may_start_at_multiples_of_16_bytes(monkeypatch, name, classes, backend):
+    monkeypatch.setattr(pitch, "_unit", lambda dtype, device: 16 // dtype.itemsize)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*s, generator=generator) / 4 for s in ((7, 16), (classes, 16), (classes,)))
+    target = torch.randint(classes, (7,), generator=generator)
+    target[2] = -100
+
+    def run(backend):
+        tensors = [t.to(DEVICE).requires_grad_() for t in (x, weight, bias)]
+        with use(**{f"linear_{op}{end}": backend for op in LINEAR_LOSSES for end in ("", "_vjp")}):
+            loss = LOSSES[name](*tensors[:2], target.to(DEVICE), tensors[2])
+            return loss, torch.autograd.grad(loss.sum(), tensors)
+
+    torch.testing.assert_close(run(backend), run("reference"), rtol=1e-4, atol=1e-5)
+    assert pitch.rows_in(torch.empty(400), 3, 37).stride() == (40, 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, row_values
 from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.loss.pitch import row_pitch, rows_in
 from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, keeps_logit_grad, summed_dtype
 
 ACCELERATOR_BUDGET = 512 * 2**20
@@ -143,7 +144,7 @@ def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tenso
         del logits
     logit_grad = x.new_empty(0)
     if keeps:
-        logit_grad = chunks.buffer[: labels.numel() * classes].view(*target.shape, classes)
+        logit_grad = rows_in(chunks.buffer, labels.numel(), classes).view(*target.shape, classes)
     loss = steps.reduce(losses, lse, labels, class_weight, classes, divisors, terms, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
     return loss, lse.view(target.shape), divisors, *chunks.gradients(), logit_grad
@@ -299,13 +300,13 @@ def _by_classes(
     rows, (classes, hidden) = x.reshape(-1, x.shape[-1]), weight.shape
     cast, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     size = classes_per_block(rows.shape[0], classes, chunk_tokens)
-    buffer = x.new_empty(rows.shape[0] * size)
+    buffer = x.new_empty(rows.shape[0] * row_pitch(size, x.dtype, x.device))
     total = x.new_empty((rows.shape[0], hidden) if mask[0] else 0, dtype=lse.dtype)
     dweight = weight.new_empty(weight.shape)
     dbias = lse.new_empty(classes if mask[2] else 0)
     for first in range(0, classes, size):
         block = slice(first, min(first + size, classes))
-        logits = buffer[: rows.shape[0] * (block.stop - first)].view(rows.shape[0], -1)
+        logits = rows_in(buffer, rows.shape[0], block.stop - first)
         _product(rows, cast[block], None if bias is None else bias[block], logits)
         steps.backward(logits, labels, class_weight, lse, dloss, divisors, terms, first, classes)
         if mask[0]:
@@ -347,7 +348,7 @@ class Chunks:
         self.dbias = x.new_zeros(classes if mask[2] else 0, dtype=acc)
         if tokens == 0:
             self.sum.zero_()
-        self.buffer = x.new_empty(self.size * classes)
+        self.buffer = x.new_empty(self.size * row_pitch(classes, x.dtype, x.device))
 
     def __iter__(self) -> Iterator[slice]:
         tokens = self.x.shape[0]
@@ -355,8 +356,8 @@ class Chunks:
 
     def logits(self, tokens: slice | Sequence[slice]) -> Tensor:
         """x · weightᵀ + bias of these tokens, in the buffer."""
-        x, classes = self._features(tokens), self.weight.shape[0]
-        return _product(x, self.weight, self.bias, self.buffer[: x.shape[0] * classes].view(x.shape[0], classes))
+        x = self._features(tokens)
+        return _product(x, self.weight, self.bias, rows_in(self.buffer, x.shape[0], self.weight.shape[0]))
 
     def add_gradients(self, tokens: slice | Sequence[slice], dlogits: Tensor) -> None:
         """Write dx of these tokens, add their share to the weight's and the bias's gradient."""

@@ -18,6 +18,7 @@ from tilesmith.ops.loss.chunks import (
     scaled,
 )
 from tilesmith.ops.loss.distill_reference import gradients_now, part_grads
+from tilesmith.ops.loss.pitch import row_pitch, rows_in
 from tilesmith.ops.loss.reference import saved_dtype
 
 
@@ -120,9 +121,10 @@ def _teacher_logits(chunks: Chunks, call) -> Iterator[Tensor]:
         yield from (rows[part] if call.teacher.stride(-1) == 1 else rows[part].contiguous() for part in chunks)
         return
     weight = weight.to(rows.dtype)
-    buffer = rows.new_empty(chunks.size, weight.shape[0])
+    classes = weight.shape[0]
+    buffer = rows.new_empty(chunks.size * row_pitch(classes, rows.dtype, rows.device))
     for part in chunks:
-        out = buffer[: part.stop - part.start]
+        out = rows_in(buffer, part.stop - part.start, classes)
         if bias is None:
             yield torch.mm(rows[part], weight.t(), out=out)
         else:

@@ -15,6 +15,7 @@ from tilesmith.ops.loss.chunks import (
     tokens_per_step,
     whole,
 )
+from tilesmith.ops.loss.pitch import row_pitch
 from tilesmith.ops.loss.reference import summed_dtype
 
 
@@ -41,7 +42,7 @@ def linear_cross_entropy_need(call) -> Need:
     copies = 0 if x.is_contiguous() and x.dtype == dtype else x.numel() * dtype.itemsize
     copies += 0 if weight.dtype == dtype else weight.numel() * dtype.itemsize
     fixed = workspaces(x.device) + copies + 6 * acc.itemsize * tokens + 3 * acc.itemsize * classes
-    row = classes * dtype.itemsize
+    row = row_pitch(classes, dtype, x.device) * dtype.itemsize
     if dtype == torch.bfloat16 and x.device.type == "cuda":
         row += -(-classes // 256) * acc.itemsize
     wanted = _wanted(call.grad_mask, x, weight, call.bias)

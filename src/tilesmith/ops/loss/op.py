@@ -26,6 +26,7 @@ from tilesmith.ops.loss.arguments import (
     linear_cross_entropy_vjp_arguments,
 )
 from tilesmith.ops.loss.memory import chosen_mode, described_mode, linear_cross_entropy_need
+from tilesmith.ops.loss.pitch import empty_rows
 
 
 def _acc(x: Tensor) -> torch.dtype:
@@ -57,7 +58,7 @@ def _fake_linear(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
         x.new_empty(x.shape if mask[0] else 0),
         weight.new_empty(weight.shape if mask[1] else 0, dtype=reference.summed_dtype(weight, call.accumulate_fp32)),
         x.new_empty(weight.shape[0] if mask[2] else 0, dtype=_acc(x)),
-        x.new_empty((*call.target.shape, weight.shape[0]) if keeps else 0),
+        empty_rows(x, call.target.shape, weight.shape[0]) if keeps else x.new_empty(0),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilesmith.ops.loss.pitch import pitched
 from tilesmith.ops.loss.reduction import (
     check_labels,
     divisors_of,
@@ -179,7 +180,7 @@ def linear_cross_entropy(
         x_grad.to(x.dtype),
         weight_grad.to(summed_dtype(weight, accumulate_fp32)),
         bias_grad.to(loss.dtype),
-        logit_grad.to(x.dtype),
+        pitched(logit_grad.to(x.dtype)) if keeps else logit_grad.to(x.dtype),
     )
 
 

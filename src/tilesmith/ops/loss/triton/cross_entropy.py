@@ -162,14 +162,14 @@ def backward(
     first_class: int = 0,
     classes: int = 0,
 ) -> None:
-    """The gradient of all rows into `out`, which is contiguous; dloss is a scalar or has one value a row. The columns
-    are the classes from first_class on, of `classes` (0: they are all)."""
+    """The gradient of all rows into `out`, which is contiguous or lies as the logits do; dloss is a scalar or has one
+    value a row. The columns are the classes from first_class on, of `classes` (0: they are all)."""
     if rows.count == 0:
         return
     options = {
         "SMOOTH": terms.label_smoothing != 0, "SOFTCAP": terms.softcap != 0, "Z": terms.z_loss != 0,
         "GROUPED": rows.inner > 0, **rows.units(), "BLOCK": config.block, "num_warps": config.num_warps,
-        **chained(out.device),
+        "PITCHED": rows.stride != rows.cols and out.stride() == rows.logits.stride(), **chained(out.device),
     }  # fmt: skip
     tensors = (rows.logits, out, target, weight, _weight_sum(weight, terms), lse, dloss, divisors)
     numbers = (rows.stride, rows.outer, rows.inner, dloss.stride(0) if dloss.ndim else 0, *terms)

@@ -334,10 +334,11 @@ def cross_entropy_online_vjp_kernel(
     ignore_index, smoothing, z_loss, scale, softcap,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr,
     COLS_UNIT: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    PITCHED: tl.constexpr = False,
 ):  # fmt: skip
     """One block of one row a program. The columns are the classes from first_class on, of `classes`. The last rows come
     first: the L2 cache may still have what the forward read last. CHAINED: it may have started before the kernel that
-    comes before it is over.
+    comes before it is over. PITCHED: out has the stride of logits, which is not the number of columns.
 
     ALIGN > 1, as in `cross_entropy_online_kernel`, only where out has the strides of logits. Then a block's mask covers
     whole groups of LANES, which begin at multiples of 16 bytes. The columns that a row shares with its neighbours are
@@ -368,7 +369,7 @@ def cross_entropy_online_vjp_kernel(
     shift = (start - base).to(tl.int32)
     end = shift + cols
     in_ptr = logits_ptr + base
-    to_ptr = out_ptr + (base if ALIGN > 1 else row * cols)
+    to_ptr = out_ptr + (base if ALIGN > 1 or PITCHED else row * cols)
     lse2 = lse * LOG2E
     label_at = (label - first_class).to(tl.int32) + shift
     if weight_ptr is not None:
@@ -399,9 +400,10 @@ def cross_entropy_row_vjp_kernel(
     ignore_index, smoothing, z_loss, scale, softcap,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, Z: tl.constexpr, GROUPED: tl.constexpr, UNIT: tl.constexpr,
     COLS_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    PITCHED: tl.constexpr = False,
 ):  # fmt: skip
     """A tile of whole rows, or of all the columns that this device has: the classes from first_class on. The last rows
-    come first; CHAINED: as in `cross_entropy_online_vjp_kernel`."""
+    come first; CHAINED, PITCHED: as in `cross_entropy_online_vjp_kernel`."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     cols = cols // COLS_UNIT * COLS_UNIT
@@ -419,7 +421,8 @@ def cross_entropy_row_vjp_kernel(
     softmax_coef, label_coef, class_coef = _coefficients(
         token_grad, z_grad, lse, label_weight, all_weights, classes, smoothing, z_loss, scale, counted, valid, SMOOTH, Z
     )
-    at = _row_start(row, stride, outer_stride, inner_rows, GROUPED, UNIT)[:, None] + col
+    start = _row_start(row, stride, outer_stride, inner_rows, GROUPED, UNIT)
+    at = start[:, None] + col
     x = tl.load(logits_ptr + at, mask=counted[:, None] & (col < cols), other=0.0).to(tl.float32)
     z, slope = score(x, scale, softcap, SOFTCAP)
     grad = tl.exp2(z - (lse * LOG2E)[:, None]) * softmax_coef[:, None]
@@ -433,5 +436,5 @@ def cross_entropy_row_vjp_kernel(
     grad = tl.where(col == (label - first_class).to(tl.int32)[:, None], grad - label_coef[:, None], grad)
     if SOFTCAP:
         grad *= slope
-    out_at = (row * cols)[:, None] + col
+    out_at = (start if PITCHED else row * cols)[:, None] + col
     tl.store(out_ptr + out_at, grad.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (col < cols))

@@ -40,14 +40,15 @@ def _natural_score(logits, scale, softcap, SCALED: tl.constexpr, SOFTCAP: tl.con
 
 @triton.jit
 def token_stats_kernel(
-    logits_ptr, target_ptr, log_probs_ptr, entropy_ptr, lse_ptr, predicted_ptr, cols, ignore_index, scale, softcap,
+    logits_ptr, target_ptr, log_probs_ptr, entropy_ptr, lse_ptr, predicted_ptr, cols, stride, ignore_index, scale,
+    softcap,
     SCALED: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: an online softmax that also carries the sum of exp(z − top) · (z − top), and the first of
     the largest scores. Differences of scores are turned to base 2, not the scores: each would be rounded once more, by
     which gradients of fp32 logits were off."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * cols
+    logits_ptr += row * stride
     label = tl.load(target_ptr + row)
     counted = label != ignore_index
     valid = (label >= 0) & (label < cols)
@@ -85,15 +86,15 @@ def token_stats_kernel(
 
 @triton.jit
 def token_stats_vjp_kernel(
-    logits_ptr, target_ptr, entropy_ptr, lse_ptr, dlog_probs_ptr, dentropy_ptr, dlse_ptr, cols, blocks,
-    dlog_probs_stride, dentropy_stride, dlse_stride, ignore_index, scale, softcap,
+    logits_ptr, target_ptr, entropy_ptr, lse_ptr, dlog_probs_ptr, dentropy_ptr, dlse_ptr, cols, stride,
+    blocks, dlog_probs_stride, dentropy_stride, dlse_stride, ignore_index, scale, softcap,
     SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, out_ptr=None,
 ):  # fmt: skip
     """One program per block of a row: logits are read once, and their gradient is written over them, or to out_ptr."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = at < cols
-    logits_ptr += row * cols
+    logits_ptr += row * stride
     label = tl.load(target_ptr + row)
     counted = label != ignore_index
     entropy, lse = tl.load(entropy_ptr + row), tl.load(lse_ptr + row)
@@ -239,9 +240,10 @@ def _read(
     terms: Terms,
 ) -> None:
     count, cols = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     if count:
         launch(
-            token_stats_kernel, (count,), logits.contiguous(), target, log_probs, entropy, lse, predicted, cols,
+            token_stats_kernel, (count,), logits, target, log_probs, entropy, lse, predicted, cols, logits.stride(0),
             terms.ignore_index, terms.scale, terms.softcap, SCALED=terms.scale != 1, SOFTCAP=terms.softcap != 0,
             BLOCK=config.block, num_warps=config.num_warps,
         )  # fmt: skip
@@ -260,12 +262,14 @@ def _turn(
     out: Tensor | None = None,
 ) -> None:
     count, cols = logits.shape
+    if out is not None and logits.stride(1) != 1:
+        logits = logits.contiguous()
     if count:
-        logits, apart = logits.contiguous(), {} if out is None else {"out_ptr": out}
+        apart = {} if out is None else {"out_ptr": out}
         blocks = cdiv(cols, config.block)
         strides = (g.stride(0) for g in (dlog_probs, dentropy, dlse))
         launch(
             token_stats_vjp_kernel, (count * blocks,), logits, target, entropy, lse, dlog_probs, dentropy, dlse, cols,
-            blocks, *strides, terms.ignore_index, terms.scale, terms.softcap, SOFTCAP=terms.softcap != 0,
-            BLOCK=config.block, num_warps=config.num_warps, **apart,
+            logits.stride(0), blocks, *strides, terms.ignore_index, terms.scale, terms.softcap,
+            SOFTCAP=terms.softcap != 0, BLOCK=config.block, num_warps=config.num_warps, **apart,
         )  # fmt: skip
