@@ -399,3 +399,24 @@ def test_launchers_launch_and_allocate_what_the_plan_says(on_sm90):
                 (plan,) = on_sm90["plans"]
                 assert [step.kernel for step in plan.steps] == on_sm90["kernels"]
                 assert plan.scratch_bytes == on_sm90["bytes"], plan
+
+
+def test_tiles_of_narrow_heads_follow_from_predicted_times():
+    def tile(batch, tokens, heads, causal):
+        plan = forward(Shape(batch, heads, heads, tokens, tokens, 64, 64, 2, 2, causal, -1, 0 if causal else -1))
+        return plan.tile
+
+    assert tile(7, 312, 12, False) == tile(68, 344, 25, True) == (128, 64)  # BERT-base, GPT-2 XL
+    assert tile(44, 416, 16, False) == (256, 64)
+    assert tile(35, 776, 20, False) == tile(4, 4096, 32, True) == (192, 128)  # Whisper's encoder
+
+
+def test_the_time_of_many_tiles_is_that_of_the_few_prolonged():
+    r = random.Random(7)
+    for _ in range(50):
+        steps = sorted(r.randint(1, 40) for _ in range(r.randint(1, 30)))
+        heads = schedule.MANY * 132 // len(steps)
+        few, many = (schedule.tiles_time(steps, n, 132, 10.0, 2.0, 1.0) for n in (heads, heads + 1))
+        assert few < many * 1.01 and many < 1.1 * few
+    times = [schedule.tiles_time([4, 2, 1], n, 132, 10.0, 2.0, 1.0) for n in range(1, 400)]
+    assert times == sorted(times)

@@ -148,6 +148,19 @@ def _section_times(least: int, heads: int, steps: tuple[int, ...], ctas: int) ->
     return times
 
 
+MANY = 16  # rounds of tiles, of which the order no longer matters
+
+
+def tiles_time(steps: Sequence[int], heads: int, ctas: int, start: float, tile: float, step: float) -> float:
+    """The predicted time of persistent CTAs that take the longest tiles first. steps: of the tiles of each of `heads`.
+    start, tile, step: what the launch, a tile and a step take."""
+    total = heads * (len(steps) * tile + sum(steps) * step)
+    if heads * len(steps) > MANY * ctas:
+        return start + total / ctas + tile + min(steps) * step
+    longest_first = sorted(steps, reverse=True)
+    return start + makespan((n * step for n in longest_first for _ in range(heads)), ctas, tile)
+
+
 LAUNCH = 2.0  # what one more launch costs, in steps
 BALANCE = 140  # operations of a backward in the time in which the device's memory moves a byte
 

@@ -10,8 +10,8 @@ from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import Fp8Config, HopperConfig
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, window_of
-from tilesmith.ops.attn.plan.tables import FORWARD_L2, STREAM_K_L2, STREAM_K_STEPS, STREAM_K_STEPS_ALONE
-from tilesmith.ops.attn.schedule import run_of, seen_steps, stream_k_ctas
+from tilesmith.ops.attn.plan.tables import FORWARD_L2, NARROW_TILES, STREAM_K_L2, STREAM_K_STEPS, STREAM_K_STEPS_ALONE
+from tilesmith.ops.attn.schedule import NEAR, run_of, seen_steps, stream_k_ctas, tiles_time
 
 CHUNK = 16  # tiles that a CTA of the kernels that make tables finds places for at once
 TABLE_SPAN = 256
@@ -121,9 +121,22 @@ def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: 
     return Division(tiles, 0, "")
 
 
+def _narrow_tiles(s: Shape, window: Window, arch: Any, config: HopperConfig) -> tuple[HopperConfig, str]:
+    """The tiles that a configuration leaves open, and why these."""
+    right, times = window.right if window.hides_right else None, {}
+    for tiles, time in NARROW_TILES.items():
+        if config.consumers in (0, tiles.consumers):
+            steps = seen_steps(s.tokens, s.keys, 64 * tiles.consumers, tiles.block_n, None, right)
+            each = time.tile if right is None else time.causal_tile
+            times[tiles] = tiles_time(steps, s.rows, arch.sms, time.start, each, time.step)
+    chosen = next(tiles for tiles, time in times.items() if time <= NEAR * min(times.values()))
+    told = ", ".join(f"{64 * t.consumers} x {t.block_n} {us:.0f} µs" for t, us in times.items())
+    return chosen._replace(stages=config.stages or chosen.stages), f"predicted times of tiles on an H200: {told}"
+
+
 def _within_lists(config: HopperConfig, block_k: int) -> HopperConfig:
     """Tiles that block lists are made of: two consumers, blocks that divide theirs."""
-    if config.consumers > 2:
+    if config.consumers != 2:
         # with one tile of queries 1,190 us for 1,152 (H200, head dim 64, 16k, a quarter of the blocks)
         config = HopperConfig(2, 128, 4, 2)
     if config.block_n > 64 and block_k % 128:
@@ -140,6 +153,9 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
     if is_narrow(s, window, wide) and not s.dropout:
         return _narrow(s, arch, config, window)
     reasons = []
+    if not config.block_n and not s.lists:
+        config, why = _narrow_tiles(s, window, arch, config)
+        reasons.append(why)
     if s.lists:
         within = _within_lists(config, s.block_k)
         if within != config:
