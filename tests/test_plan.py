@@ -79,12 +79,43 @@ def test_groups_are_divided_where_a_list_may_be_long():
         return list_parts(s._replace(list_entries=entries, **fields), SM90, HopperVjpConfig(2, 64))
 
     best = 4 * (16 * 256 - 120)  # of 256 rows, 16 blocks each
-    assert [parts(n) for n in (best, 2 * best, 4 * best, 9 * best)] == [8, 8, 4, 1]
+    assert [parts(n) for n in (best, 2 * best, 9 * best)] == [8, 8, 8]
     assert parts(best, kv_heads=32) == 1
     assert parts(best, heads=12) == 1, "three heads a group"
+    assert parts(40, tokens=512, batch=64) == 1, "where parts cost more than the longest tile"
     assert parts(best, dim=192) == 1
     plan = backward(s._replace(list_entries=best))
     assert plan.step("attention_dkv_kernel").constants["GROUP_PARTS"] == 8
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_parts_of_lists_fit_the_worst_distribution(seed):
+    """The longest tile, which every block of queries chose, comes last; the other entries are spread evenly."""
+    chance = random.Random(seed)
+    group, heads, ctas = chance.choice([1, 2, 4, 6, 8, 16]), chance.randint(1, 16), chance.choice([16, 132])
+    longest = group * chance.randint(1, 512)
+    tiles, traffic = chance.randint(1, 256), chance.uniform(0.0, 20.0)
+    others = [[chance.randint(0, longest) for _ in range(tiles - 1)] for _ in range(heads)]
+    work = heads * longest + sum(map(sum, others))
+
+    def bound(n):
+        spans = [size / n for of_head in others for size in of_head for _ in range(n)]
+        worst = schedule.makespan([*spans, *[longest / n] * (heads * n)], ctas, 0.0)
+        cost = 0.0 if n == 1 else schedule.LAUNCH + heads * n * traffic
+        predicted = work / ctas + longest / n + cost
+        assert worst <= predicted - cost + 1e-6
+        return predicted
+
+    found = schedule.list_parts_of(heads, group, work, longest, ctas, traffic)
+    choices = [n for n in (1, 2, 4, 8) if group % n == 0]
+    assert found in choices and bound(found) <= schedule.NEAR * min(map(bound, choices))
+
+
+@pytest.mark.parametrize(("tiles", "section", "rows"), [(1, 1, 5), (7, 1, 1), (7, 2, 5), (256, 1, 32), (3, 9, 4)])
+def test_tiles_of_lists_are_taken_once_the_first_keys_first(tiles, section, rows):
+    found = [schedule.list_tile(number, tiles, section, rows) for number in range(tiles * rows)]
+    assert sorted(found) == [(tile, head) for tile in range(tiles) for head in range(rows)]
+    assert all(tile == 0 for tile, _ in found[:rows])
 
 
 def test_head_dims_that_differ_have_hopper_kernels():

@@ -186,6 +186,30 @@ def group_parts_of(heads: int, group: int, steps: tuple[int, ...], ctas: int, tr
     return next(parts for parts, time in times.items() if time <= NEAR * min(times.values()))
 
 
+@functools.lru_cache(maxsize=1024)
+def list_parts_of(heads: int, group: int, work: float, longest: float, ctas: int, traffic: float) -> int:
+    """As `group_parts_of`, of block lists, of which only the number of entries is known when a call is planned: 1, 2, 4
+    or 8 parts.
+
+    The time is that of the worst case of list scheduling: the longest tile, which one that every block of queries chose
+    may be, begins when the CTAs have done all others.
+
+    work: steps of all tiles of all heads. longest: steps that one tile may have. heads, traffic: see `group_parts_of`.
+    """
+    choices = [n for n in (1, 2, 4, 8) if group % n == 0]
+    times = {n: work / ctas + longest / n + (0 if n == 1 else LAUNCH + heads * n * traffic) for n in choices}
+    return next(n for n, time in times.items() if time <= NEAR * min(times.values()))
+
+
+def list_tile(number: int, tiles: int, section: int, rows: int) -> tuple[int, int]:
+    """Tile and head of block lists that a number stands for (`KeyWalk.tile`): the first keys of all heads, which the
+    most queries may have chosen, then the rest as `numbered` has it."""
+    if number < rows:
+        return 0, number
+    tile, head = numbered(number - rows, tiles - 1, section, rows)
+    return tile + 1, head
+
+
 def _read_share(section: int, tiles: int, ctas: int) -> float:
     """The time of a step beside that of one whose reads from memory all CTAs share: those that work on one head do."""
     return 1 + READ / min(tiles, max(1.0, ctas / section))

@@ -90,7 +90,8 @@ class KeyWalk:
         queries, and the same walk over its document. Sections of heads one after another; in each the first keys of
         all its heads first, which a causal mask shows to the most queries, or ORDERED the last ones. Of documents the
         half of the tiles that has the least work comes when all heads have had the other half, in sections of half as
-        many heads, and fills the end."""
+        many heads, and fills the end. Of block lists the first keys of all heads come before all others: where every
+        block of queries chose them, theirs are the longest tiles."""
         skipped, blocks, section = 0, self.k_blocks, self.section
         if self.PACKED and not self.ORDERED:
             half = self.k_blocks // 2
@@ -99,7 +100,13 @@ class KeyWalk:
             number -= skipped * self.rows
             blocks = gl.where(late, self.k_blocks - half, half)
             section = gl.where(late, section, (section + 1) // 2)
-        block, row = numbered(number, blocks, section, self.rows)
+        if self.LIST_Q > 0:
+            late = number >= self.rows
+            rest, row = numbered(gl.maximum(number - self.rows, 0), gl.maximum(blocks - 1, 1), section, self.rows)
+            block = gl.where(late, rest + 1, 0)
+            row = gl.where(late, row, number)
+        else:
+            block, row = numbered(number, blocks, section, self.rows)
         block += skipped
         if self.ORDERED:
             block = self.k_blocks - 1 - block

@@ -26,7 +26,15 @@ from tilesmith.ops.attn.plan.tables import (
     STREAM_K_L2,
     STREAM_K_STEPS_VJP,
 )
-from tilesmith.ops.attn.schedule import BALANCE, group_parts_of, key_steps, run_of, section_of, stream_k_ctas
+from tilesmith.ops.attn.schedule import (
+    BALANCE,
+    group_parts_of,
+    key_steps,
+    list_parts_of,
+    run_of,
+    section_of,
+    stream_k_ctas,
+)
 
 WINDOW_RUNS = (2, 4, 8, 16, 32, 64, 128)
 BLOCK_N = 128  # keys of a tile of the main kernel
@@ -71,18 +79,23 @@ def list_parts(s: Shape, arch: Any, config: HopperVjpConfig) -> int:
     """Of block lists: in how many parts, 1, 2, 4 or 8, the query heads that share a kv head are divided.
 
     A tile of keys meets the blocks of queries in its list, for all heads of its group. One that every block of queries
-    chose, as the first keys often are, runs on when all others have ended, the more so if it is that of the last kv
-    head. With the best 16 blocks of 32k tokens and 8 heads a group it has 4,096 steps, where an SM's share of all is
-    1,930. So it may have a quarter of a share.
+    chose, as the first keys often are, has all of them: of the best 16 blocks of 32k tokens and 8 heads a group 4,096
+    steps, where an SM's share of all is 1,930.
     """
     if has_dq_kernel(s):
         return 1
     users = s.heads // s.lists_by_keys * (s.batch // s.list_rows_by_keys)
-    share = s.list_entries * users * (s.block_q // config.block_q) * (s.block_k // BLOCK_N) // arch.sms
-    longest, parts = cdiv(s.tokens, config.block_q) * s.group, 1
-    while parts < 8 and s.group % (2 * parts) == 0 and 4 * longest > parts * share:
-        parts *= 2
-    return parts
+    work = s.list_entries * users * (s.block_q / config.block_q) * (s.block_k / BLOCK_N)
+    traffic = _part_traffic(s, config.block_q, BLOCK_N, arch)
+    longest = cdiv(s.tokens, config.block_q) * s.group
+    return list_parts_of(s.batch * s.kv_heads, s.group, work, longest, arch.sms, traffic)
+
+
+def _part_traffic(s: Shape, block_m: int, block_n: int, arch: Any) -> float:
+    """What writing and reading dk and dv of one part of a group takes all SMs, in steps."""
+    moved = 2 * s.keys * (s.dim + s.value_dim) * s.q_bytes
+    step = 5 * block_m * block_n * (s.dim + s.value_dim)  # operations: five products
+    return moved * BALANCE / step / arch.sms
 
 
 def rings(s: Shape, q_blocks: int, k_blocks: int, section: int, arch: Any) -> bool:
@@ -228,9 +241,7 @@ def _group_parts(s: Shape, b: Blocks, arch: Any, config: HopperVjpConfig) -> int
         return list_parts(s, arch, config)
     if not _is_modelled(s, b):
         return 1
-    moved = 2 * s.keys * (s.dim + s.value_dim) * s.q_bytes
-    step = 5 * b.block_m * b.block_n * (s.dim + s.value_dim)  # operations: five products
-    traffic = moved * BALANCE / step / arch.sms
+    traffic = _part_traffic(s, b.block_m, b.block_n, arch)
     return group_parts_of(s.batch * s.kv_heads, s.group, tuple(_steps(s, b)), arch.sms, traffic)
 
 
