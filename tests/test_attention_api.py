@@ -89,6 +89,8 @@ def test_contradictions_are_refused(fields, error, message):
         ({"window": 8}, ValueError, "window is not served"),
         ({"index_dim": 8}, ValueError, "index_dim is for LEARNED"),
         ({"softcap": 5.0}, ValueError, "softcap is not served with DYNAMIC_THRESHOLD"),
+        ({"index_samples": 12}, ValueError, "index_samples must be a power of two"),
+        ({"index_samples": 32}, ValueError, "index_samples is for LEARNED"),
         ({"index_target": "all"}, ValueError, "index_target must be one of"),
     ],
 )

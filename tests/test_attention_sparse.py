@@ -109,9 +109,11 @@ def test_estimated_shares_are_those_of_the_means():
     assert shares.shape == (2, 2, 3, 3)
     torch.testing.assert_close(shares.sum(-1), torch.ones(2, 2, 3))
     assert not shares.triu(1).any()
-    means = [x.unflatten(2, (-1, 4)).mean(3) for x in (q, k.repeat_interleave(2, 1))]
-    p = (means[0] @ means[1].mT / 4).masked_fill(torch.ones(24, 24).triu(1).bool(), float("-inf")).softmax(-1)
-    wanted = p.unflatten(3, (3, 8)).sum(-1).unflatten(2, (3, 8)).mean(3).unflatten(1, (2, 2)).mean(2)
+    sampled = q.unflatten(2, (-1, 8))[:, :, :, ::2].mean(3)  # 16 queries of 32, in four stretches
+    means = k.repeat_interleave(2, 1).unflatten(2, (-1, 4)).mean(3)
+    behind = torch.arange(24) > 2 * torch.arange(12)[:, None] + 1
+    p = (sampled @ means.mT / 4).masked_fill(behind, float("-inf")).softmax(-1)
+    wanted = p.unflatten(3, (3, 8)).sum(-1).unflatten(2, (3, 4)).mean(3).unflatten(1, (2, 2)).mean(2)
     torch.testing.assert_close(shares, wanted)
     short = estimated_shares(q[:, :, :90], k[:, :, :90], block_size=32)
     torch.testing.assert_close(short.sum(-1), torch.ones(2, 2, 3))
@@ -254,6 +256,37 @@ def test_the_indexer_scores_pairs_of_blocks():
     pairs = (q @ k.mT / 8**0.5).masked_fill(torch.ones(50, 50).triu(1).bool(), float("-inf"))
     torch.testing.assert_close(scores[0, 1, 2, 1], pairs[0, 1, 32:48, 16:32].flatten().logsumexp(0))
     assert scores[0, 0, 1, 2] == float("-inf")
+
+
+@pytest.mark.parametrize(("block", "stretch"), [(32, 2), (64, 4), (48, 3), (50, 1)])
+def test_the_indexer_scores_means_of_stretches(block, stretch):
+    torch.manual_seed(0)
+    indexer, x = BlockIndexer(24, 2, 8), torch.randn(2, 150, 24)
+    fine = BlockIndexer(24, 2, 8, means=128)
+    fine.load_state_dict(indexer.state_dict())
+    q = fine.q_norm(fine.q_proj(x).unflatten(2, (2, 8))).transpose(1, 2)
+    k = fine.k_norm(fine.k_proj(x).unflatten(2, (1, 8))).transpose(1, 2)
+    q, k = (torch.stack([part.mean(2) for part in y.split(stretch, 2)], 2) for y in (q, k))
+    scores = indexer(x, block_size=block)
+    torch.testing.assert_close(scores, ops.block_scores(q, k, None, True, block // stretch, block // stretch))
+    assert (scores != fine(x, block_size=block)).any() == (stretch > 1)
+    scores[scores > float("-inf")].sum().backward()
+    assert all(p.grad.any() for p in indexer.parameters())
+
+
+def test_a_sample_of_queries_measures_the_target():
+    torch.manual_seed(0)
+    options = {"block_size": 32, "index_samples": 4}
+    layer = DynamicSparseAttention(16, 2, 0.5, SparsePattern.LEARNED, **options)
+    x = torch.randn(1, 256, 16)
+    q, k, v, _ = layer._inputs(x, None, None)
+    blocks = layer.blocks(x)
+    lse = ops.attention(q, k, v, layer._mask(None, blocks=blocks))[1]
+    found = layer._target(q, k, lse, blocks)
+    exact = ops.block_mass(q, k, lse, blocks.offsets, blocks.indices, None, True, 32, 32)
+    assert (found > 0).equal(exact > 0)
+    torch.testing.assert_close(found.sum(-1), exact.sum(-1))
+    assert (found != exact).any()
 
 
 def test_the_loss_is_a_divergence():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,8 @@ from tilesmith.attention.budget import Budget
 from tilesmith.engine.argument_checks import size
 from tilesmith.ops.attn.mask import Blocks
 
-SUB_BLOCKS = 8  # stretches of a block, each with one mean
+SUB_BLOCKS = 8  # stretches of a block of keys, each with one mean
+QUERY_SUB_BLOCKS, QUERIES = 4, 16  # stretches of a block of queries, and of how many of its queries they are the means
 
 
 def estimated_shares(
@@ -18,9 +21,10 @@ def estimated_shares(
 ) -> Tensor:
     """Estimated share of each block of keys in the attention of each block of queries: fp32 [B, G, R, C].
 
-    Queries and keys are averaged over stretches of block_size / 8 tokens; the softmax of these means is summed over the
-    8 x 8 pairs of a pair of blocks, and averaged over the query heads of a kv head. A row's shares add up to 1. Nothing
-    of T x S is made: 1 / 256 of the products of attention at block_size 128, twice. No gradient.
+    Keys are averaged over stretches of block_size / 8 tokens, queries over stretches of block_size / 4, of which only
+    four are read, evenly spaced, or all where there are no more; the softmax of these means is summed over the
+    4 x 8 pairs of a pair of blocks, and averaged over the query heads of a kv head. A row's shares add up to 1. Nothing
+    of T x S is made: 1 / 512 of the products of attention at block_size 128, twice. No gradient.
 
     q [B, H, T, D], k [B, G, S, D]; causal: needs T == S. scale: 1 / sqrt(D) if None. block_size: a multiple of 8.
     Source: the block score of SpargeAttn (arXiv:2502.18137) with a log-sum-exp over sub-blocks in place of one mean.
@@ -31,7 +35,8 @@ def estimated_shares(
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"{of}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
     with torch.no_grad():
-        return ops.block_shares(q, k, scale, causal, block_size, SUB_BLOCKS)
+        stride = math.gcd(block_size // QUERY_SUB_BLOCKS, max(1, block_size // QUERIES))
+        return ops.block_shares(q, k, scale, causal, block_size, SUB_BLOCKS, QUERY_SUB_BLOCKS, stride)
 
 
 def chosen_blocks(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import size
 from tilesmith.nn import RMSNorm, RotaryEmbedding
+from tilesmith.ops.attn.blocks_reference import stretch_means
 
 
 class BlockIndexer(nn.Module):
     """Scores of blocks, by one query head for each kv head and one key head for all.
 
     index_dim: features of an index head. Queries and keys pass through an RMSNorm each, and through the layer's rotary
-    embedding if it has one. A block's score is log(sum of exp(q . k / sqrt(index_dim))) over its visible pairs. Form:
-    the selection branch of MiniMax-M3 (arXiv:2606.13392), with a block of queries in place of one query and a
-    log-sum-exp in place of the maximum.
+    embedding if it has one. means: into how many stretches of neighbouring tokens a block is divided, of which queries
+    and keys are then the means; a block of no more tokens is not averaged. A block's score is log(sum of
+    exp(q . k / sqrt(index_dim))) over its visible pairs of means. Form: the selection branch of MiniMax-M3
+    (arXiv:2606.13392), with a block of queries in place of one query and a log-sum-exp in place of the maximum, over
+    means of stretches as in that of NSA (arXiv:2502.11089).
     """
 
     def __init__(
@@ -25,13 +30,16 @@ class BlockIndexer(nn.Module):
         num_kv_heads: int,
         index_dim: int,
         *,
+        means: int = 16,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        for name, value in (("d_model", d_model), ("num_kv_heads", num_kv_heads), ("index_dim", index_dim)):
+        for name, value in (
+            ("d_model", d_model), ("num_kv_heads", num_kv_heads), ("index_dim", index_dim), ("means", means),
+        ):  # fmt: skip
             size("BlockIndexer", name, value)
-        self.index_dim = index_dim
+        self.index_dim, self.means = index_dim, means
         self.q_proj = nn.Linear(d_model, num_kv_heads * index_dim, False, device, dtype)
         self.k_proj = nn.Linear(d_model, index_dim, False, device, dtype)
         self.q_norm = RMSNorm(index_dim, device=device, dtype=dtype)
@@ -45,7 +53,10 @@ class BlockIndexer(nn.Module):
         k = self.k_norm(self.k_proj(x).unflatten(2, (1, self.index_dim))).transpose(1, 2)
         if rotary is not None:
             q, k = rotary(q, k)
-        return ops.block_scores(q, k, None, causal, block_size, block_size)
+        stretch = math.gcd(block_size, max(1, block_size // self.means))
+        if stretch > 1:
+            q, k = stretch_means(q, stretch), stretch_means(k, stretch)
+        return ops.block_scores(q, k, None, causal, block_size // stretch, block_size // stretch)
 
 
 def indexer_loss(scores: Tensor, target: Tensor, keep: Tensor) -> Tensor:

@@ -34,6 +34,9 @@ class DynamicSparseAttention(FlashAttention3):
     mass: DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention; 1: as many as
         the budget allows.
     seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None.
+    index_samples: of a block, how many means of neighbouring tokens the indexer scores (`BlockIndexer`), and how many
+        queries, evenly spaced, measure the attention that is its target: a power of two. Blocks of no more tokens have
+        all of theirs scored and measured; 128: those of any size.
     index_target, index_loss_weight: the loss that trains LEARNED's indexer, and nothing else: KL from the shares of the
         attention to the indexer's softmax over blocks, over the kept blocks ("selected") or over all ("dense", two
         passes over the dense scores: for the beginning of a training). It is computed in training while gradients are,
@@ -60,6 +63,7 @@ class DynamicSparseAttention(FlashAttention3):
         mass: float = 1.0,
         seed: int = 0,
         index_dim: int | None = None,
+        index_samples: int = 16,
         index_target: str = "selected",
         index_loss_weight: float = 1.0,
         **options: Any,
@@ -86,6 +90,10 @@ class DynamicSparseAttention(FlashAttention3):
                 raise ValueError(f"{name}: top_blocks is for patterns that rank blocks; pattern is {pattern.name}")
         if index_dim is not None and not learned:
             raise ValueError(f"{name}: index_dim is for LEARNED; pattern is {pattern.name}")
+        if size(name, "index_samples", index_samples) & (index_samples - 1):
+            raise ValueError(f"{name}: index_samples must be a power of two, got {index_samples}")
+        if index_samples != 16 and not learned:
+            raise ValueError(f"{name}: index_samples is for LEARNED; pattern is {pattern.name}")
         sparsity = checked_sparsity(name, sparsity_ratio)
         size(name, "first", first, 0)
         size(name, "last", last, 1)
@@ -93,6 +101,7 @@ class DynamicSparseAttention(FlashAttention3):
         super().__init__(d_model, num_heads, **options)
         self.sparsity_ratio, self.pattern, self.block_size, self.seed = sparsity, pattern, block_size, seed
         self.top_blocks, self.first, self.last, self.mass = top_blocks, first, last, float(mass)
+        self.index_samples = index_samples
         self.index_target = choice(name, "index_target", index_target, ("selected", "dense"))
         self.index_loss_weight = number(name, "index_loss_weight", index_loss_weight, 0.0)
         self.index_loss: Tensor | None = None
@@ -100,7 +109,7 @@ class DynamicSparseAttention(FlashAttention3):
         if learned:
             index_dim = self.head_dim if index_dim is None else index_dim
             place = {"device": options.get("device"), "dtype": options.get("dtype")}
-            self.indexer = BlockIndexer(d_model, self.num_kv_heads, index_dim, **place)
+            self.indexer = BlockIndexer(d_model, self.num_kv_heads, index_dim, means=index_samples, **place)
 
     def forward(
         self, x: Tensor, attention_mask: Tensor | None = None, *, rotary: RotaryEmbedding | None = None
@@ -167,7 +176,8 @@ class DynamicSparseAttention(FlashAttention3):
 
     def _target(self, q: Tensor, k: Tensor, lse: Tensor, blocks: Blocks) -> Tensor:
         """Shares of the attention, over the kept blocks or over all."""
-        scale, sizes = self.score.scale, (blocks.block_q, blocks.block_k)
+        scale, stride = self.score.scale, max(1, blocks.block_q // self.index_samples)
+        sizes = blocks.block_q, blocks.block_k, stride
         with torch.no_grad():
             if self.index_target == "selected":
                 return ops.block_mass(q, k, lse, blocks.offsets, blocks.indices, scale, self.causal, *sizes)

@@ -294,6 +294,7 @@ def block_mass(
     causal: bool = False,
     block_q: int = 128,
     block_k: int = 128,
+    query_stride: int = 1,
 ) -> Tensor:
     """The share of each block of keys in the attention of each block of queries: mean of sum of exp(scale q . k - lse).
 
@@ -305,6 +306,8 @@ def block_mass(
         lse: [B, H, T], fp32 (fp64 for fp64). A query with -inf counts as one whose shares are 0.
         offsets, indices: block lists as `attention` takes them, int32 [B|1, G|1, R + 1] and [entries]: only blocks in
             a list are computed, others are 0. None: all.
+        query_stride: a sample of the queries stands for all: each query_stride-th of a block, from its first one on.
+            It must divide block_q.
 
     Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
     """
@@ -408,19 +411,30 @@ def block_select(
     """
 
 def block_shares(
-    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block: int = 128, stretches: int = 8
+    q: Tensor,
+    k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    block: int = 128,
+    stretches: int = 8,
+    query_stretches: int | None = None,
+    query_stride: int = 1,
 ) -> Tensor:
     """Estimated share of each block of keys in the attention of each block of queries.
 
-    Queries and keys are averaged over stretches of block / stretches tokens, and rounded to their dtype; the softmax of
-    the means' scores is summed over the stretches of a block of keys, and averaged over those of a block of queries and
-    over the query heads of a kv head. A row's shares add up to 1.
+    Keys are averaged over stretches of block / stretches tokens, queries over stretches of block / query_stretches
+    tokens, and rounded to their dtype; the softmax of the means' scores is summed over the stretches of a block of
+    keys, and averaged over those of a block of queries and over the query heads of a kv head. A row's shares add up to
+    1.
 
     Args:
         q, k, scale: see `block_scores`.
-        causal: a mean of queries sees the means of keys up to its own; it needs T == S.
+        causal: a mean of queries sees the means of keys up to the last one that begins in its stretch; it needs T == S.
         block: tokens of a block; the last one, and the last stretch, may be shorter.
         stretches: of a block, which they divide.
+        query_stretches: those of a block of queries, a divisor of stretches; None: as many.
+        query_stride: a mean of queries is that of each query_stride-th token of its stretch, from the first one on. It
+            must divide the stretch.
 
     Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
     """

@@ -45,9 +45,13 @@ def _check_max(q, k, scale=None, causal=False, block_k=128) -> None:
     _check_pair("block_max_scores", q, k, scale, block_k=block_k)
 
 
-def _check_mass(q, k, lse, offsets=None, indices=None, scale=None, causal=False, block_q=128, block_k=128) -> None:
+def _check_mass(
+    q, k, lse, offsets=None, indices=None, scale=None, causal=False, block_q=128, block_k=128, query_stride=1
+) -> None:
     op = "block_mass"
     _check_pair(op, q, k, scale, block_q=block_q, block_k=block_k)
+    if query_stride < 1 or block_q % query_stride:
+        raise ValueError(f"{op}: query_stride must be a divisor of block_q, {block_q}, got {query_stride}")
     if lse.dtype != _wide(q):
         raise TypeError(f"{op}: lse has dtype {lse.dtype}; for q of {q.dtype} it must be {_wide(q)}")
     if lse.shape != q.shape[:3]:
@@ -72,11 +76,20 @@ def _check_mass(q, k, lse, offsets=None, indices=None, scale=None, causal=False,
         raise ValueError(f"{op}: indices must have one dim, got {list(indices.shape)}")
 
 
-def _check_shares(q, k, scale=None, causal=False, block=128, stretches=8) -> None:
+def _check_shares(q, k, scale=None, causal=False, block=128, stretches=8, query_stretches=None, query_stride=1) -> None:
     op = "block_shares"
-    _check_pair(op, q, k, scale, block=block, stretches=stretches)
+    of_queries = stretches if query_stretches is None else query_stretches
+    _check_pair(
+        op, q, k, scale, block=block, stretches=stretches, query_stretches=of_queries, query_stride=query_stride
+    )
     if block % stretches:
         raise ValueError(f"{op}: stretches must divide block, {block}, got {stretches}")
+    if stretches % of_queries:
+        raise ValueError(f"{op}: query_stretches must divide stretches, {stretches}, got {of_queries}")
+    if block // of_queries % query_stride:
+        raise ValueError(
+            f"{op}: query_stride must divide a stretch of queries, {block // of_queries} tokens, got {query_stride}"
+        )
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"{op}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
 
@@ -138,7 +151,9 @@ def _fake_scores_vjp(dscores, q, k, *rest) -> tuple[Tensor, Tensor]:
     return dq, dk
 
 
-def _fake_mass(q, k, lse, offsets=None, indices=None, scale=None, causal=False, block_q=128, block_k=128) -> Tensor:
+def _fake_mass(
+    q, k, lse, offsets=None, indices=None, scale=None, causal=False, block_q=128, block_k=128, query_stride=1
+) -> Tensor:
     rows, columns = cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k)
     return q.new_empty(q.shape[0], k.shape[1], rows, columns, dtype=_wide(q))
 
@@ -182,9 +197,7 @@ block_mass = Op(
 
 block_shares = Op(
     reference.block_shares,
-    fake=lambda q, k, scale=None, causal=False, block=128, stretches=8: _fake_mass(
-        q, k, q, block_q=block, block_k=block
-    ),
+    fake=lambda q, k, scale=None, causal=False, block=128, *rest: _fake_mass(q, k, q, block_q=block, block_k=block),
     outputs=("shares",),
     check=_check_shares,
     kernels={"triton": "tilesmith.ops.attn.triton.block_shares"},

@@ -87,6 +87,7 @@ def block_mass(
     causal: bool = False,
     block_q: int = 128,
     block_k: int = 128,
+    query_stride: int = 1,
 ) -> Tensor:
     """The share of each block of keys in the attention of each block of queries: mean of sum of exp(scale q . k - lse).
 
@@ -98,6 +99,8 @@ def block_mass(
         lse: [B, H, T], fp32 (fp64 for fp64). A query with -inf counts as one whose shares are 0.
         offsets, indices: block lists as `attention` takes them, int32 [B|1, G|1, R + 1] and [entries]: only blocks in
             a list are computed, others are 0. None: all.
+        query_stride: a sample of the queries stands for all: each query_stride-th of a block, from its first one on.
+            It must divide block_q.
 
     Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
     """
@@ -110,6 +113,7 @@ def block_mass(
     if offsets is not None:
         lists = {"block_offsets": offsets, "block_indices": indices, "block_q": block_q, "block_k": block_k}
         p = torch.where(visibility(batch, heads, tokens, keys, q.device, **lists)[2], p, 0.0)
+    p, block_q, tokens = p[:, :, ::query_stride], block_q // query_stride, -(-tokens // query_stride)
     total = _tiled(p, block_q, block_k, 0.0).sum((3, 5)).unflatten(1, (kv_heads, group)).sum(2)
     rows = torch.full((total.shape[2],), block_q, dtype=acc, device=q.device)
     if len(rows):
@@ -118,25 +122,47 @@ def block_mass(
 
 
 def block_shares(
-    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block: int = 128, stretches: int = 8
+    q: Tensor,
+    k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    block: int = 128,
+    stretches: int = 8,
+    query_stretches: int | None = None,
+    query_stride: int = 1,
 ) -> Tensor:
     """Estimated share of each block of keys in the attention of each block of queries.
 
-    Queries and keys are averaged over stretches of block / stretches tokens, and rounded to their dtype; the softmax of
-    the means' scores is summed over the stretches of a block of keys, and averaged over those of a block of queries and
-    over the query heads of a kv head. A row's shares add up to 1.
+    Keys are averaged over stretches of block / stretches tokens, queries over stretches of block / query_stretches
+    tokens, and rounded to their dtype; the softmax of the means' scores is summed over the stretches of a block of
+    keys, and averaged over those of a block of queries and over the query heads of a kv head. A row's shares add up to
+    1.
 
     Args:
         q, k, scale: see `block_scores`.
-        causal: a mean of queries sees the means of keys up to its own; it needs T == S.
+        causal: a mean of queries sees the means of keys up to the last one that begins in its stretch; it needs T == S.
         block: tokens of a block; the last one, and the last stretch, may be shorter.
         stretches: of a block, which they divide.
+        query_stretches: those of a block of queries, a divisor of stretches; None: as many.
+        query_stride: a mean of queries is that of each query_stride-th token of its stretch, from the first one on. It
+            must divide the stretch.
 
     Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
     """
-    q, k = (_means(x, block // stretches) for x in (q, k))
-    lse = torch.logsumexp(_scores(q, k, scale, causal), -1)
-    return block_mass(q, k, lse, None, None, scale, causal, stretches, stretches)
+    of_queries = stretches if query_stretches is None else query_stretches
+    q, k = (
+        stretch_means(q[:, :, ::query_stride], block // of_queries // query_stride),
+        stretch_means(k, block // stretches),
+    )
+    scores, ratio = _scores(q, k, scale, False), stretches // of_queries
+    if causal:
+        row, column = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+        scores = torch.where(column < (row[:, None] + 1) * ratio, scores, float("-inf"))
+    total = _tiled(scores.softmax(-1), of_queries, stretches, 0.0).sum((3, 5)).unflatten(1, (k.shape[1], -1)).mean(2)
+    rows = torch.full((total.shape[2],), of_queries, dtype=total.dtype, device=q.device)
+    if len(rows):
+        rows[-1] = scores.shape[2] - (len(rows) - 1) * of_queries
+    return (total / rows[:, None]).contiguous()
 
 
 def block_select(
@@ -208,7 +234,7 @@ def _acc(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _means(x: Tensor, stretch: int) -> Tensor:
+def stretch_means(x: Tensor, stretch: int) -> Tensor:
     """Means over stretches of tokens, [B, heads, ceil(T / stretch), D]; the last one may be shorter."""
     tokens = x.shape[2]
     whole = tokens // stretch * stretch

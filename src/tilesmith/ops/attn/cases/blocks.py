@@ -117,12 +117,24 @@ def _near_lists(heads: int, rows: int) -> dict:
 def _mass_cases() -> list[Case]:
     rows = ((0,), (0, 1), (), (1, 3))
     listed = {"lists": _lists(2, *rows), "block_q": 16, "block_k": 16, "causal": True}
+    sampled = {"block_q": 16, "block_k": 16, "causal": True, "query_stride": 4}
     pooled = {"block_q": 8, "block_k": 8, "causal": True}
     return [
         *_scored(_weigh, block_q=16),
         Case("pooled", _weigh(1, 2, 1, 41, 41, 16, **pooled), SMALL),
         Case("listed", _weigh(1, 4, 2, 60, 60, 16, **listed), SMALL),
         Case("listed_for_all", _weigh(2, 2, 2, 60, 60, 16, **{**listed, "lists": _lists(1, *rows)}), SMALL),
+        Case("every_fourth", _weigh(2, 4, 2, 61, 61, 16, **sampled), SMALL),
+        Case("listed_sampled", _weigh(1, 8, 2, 60, 60, 16, **{**listed, "query_stride": 2}), SMALL),
+        Case(
+            "listed_few", _weigh(1, 3, 1, 60, 71, 16, **{**listed, "lists": _lists(1, *rows), "query_stride": 8}), SMALL
+        ),
+        Case(
+            "listed_sampled_tiles",
+            _weigh(1, 16, 2, 600, 600, 128, lists=_near_lists(2, 5), causal=True, query_stride=8),
+            GPU,
+            HALF,
+        ),
         Case("listed_tiles", _weigh(1, 8, 2, 600, 600, 128, lists=_near_lists(2, 5), causal=True), GPU, HALF),
         Case("listed_wide", _weigh(1, 4, 2, 600, 600, 256, lists=_near_lists(2, 5), causal=True), GPU, HALF),
         Case("listed_fp32", _weigh(1, 4, 2, 600, 700, 128, lists=_near_lists(2, 5)), GPU, FP32),
@@ -139,12 +151,31 @@ def _select(*shape: int, init=None, counts=_some, visible=_ascending, **options)
 
 def _shared_out() -> list[Case]:
     blocks = {"block": 16, "stretches": 8}
+    sampled = {"query_stretches": 4, "query_stride": 2}
     return [
         Case("plain", _pair_alone(1, 2, 2, 40, 70, 16, **blocks), SMALL),
         Case("causal_grouped", _pair_alone(1, 4, 2, 75, 75, 24, causal=True, scale=0.4, **blocks), SMALL),
         Case("strided", _pair_alone(2, 2, 1, 33, 33, 16, causal=True, layout="strided", **blocks), SMALL),
         Case("one_mean_a_block", _pair_alone(1, 2, 2, 50, 50, 16, causal=True, block=8, stretches=1), SMALL),
         Case("other_blocks", _pair_alone(1, 1, 1, 50, 40, 8, block=12, stretches=3), TEST),
+        Case("sampled", _pair_alone(1, 4, 2, 75, 75, 24, causal=True, **blocks, **sampled), SMALL),
+        Case(
+            "few_queries",
+            _pair_alone(2, 2, 2, 37, 60, 16, **{**blocks, "query_stretches": 2, "query_stride": 8}),
+            SMALL,
+        ),
+        Case(
+            "sampled_tiles",
+            _pair_alone(1, 4, 2, 3000, 3000, 128, causal=True, query_stretches=4, query_stride=8),
+            GPU,
+            HALF,
+        ),
+        Case(
+            "sampled_32k",
+            _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True, query_stretches=4, query_stride=8),
+            BENCH,
+            HALF,
+        ),
         Case("no_keys", _pair_alone(1, 2, 2, 7, 0, 16, **blocks), TEST),
         Case("no_queries", _pair_alone(1, 2, 2, 0, 7, 16, **blocks), TEST),
         Case("wide_heads", _pair_alone(1, 1, 1, 5, 9, 320, **blocks), TEST),
@@ -220,8 +251,8 @@ flops = {
     "block_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_max_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_mass": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
-    "block_shares": lambda q, k, causal, block, stretches: (
-        4 * _plane(q, k, causal) * q.shape[3] * stretches**2 // block**2
+    "block_shares": lambda q, k, causal, block, stretches, query_stretches: (
+        4 * _plane(q, k, causal) * q.shape[3] * stretches * (query_stretches or stretches) // block**2
     ),
     "block_scores_vjp": lambda q, k, causal: 6 * _plane(q, k, causal) * q.shape[3],  # the scores once more, dq and dk
 }
@@ -231,7 +262,9 @@ bytes_moved = {
     "block_scores_vjp": lambda q, k, block_q, block_k: 2 * _held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
     "block_max_scores": lambda q, k, block_k: _held(q, k) + 4 * _plane(q, k) // block_k,
     "block_mass": lambda q, k, lse, block_q, block_k: _held(q, k, lse) + 4 * _plane(q, k) // (block_q * block_k),
-    "block_shares": lambda q, k, block: _held(q, k) + 4 * _plane(q, k) // block**2,
+    "block_shares": lambda q, k, block, query_stride: (
+        _held(q) // query_stride + _held(k) + 4 * _plane(q, k) // block**2
+    ),
     "block_select": lambda scores: scores.numel() * (scores.element_size() + 1),
     "block_lists": lambda keep, room: 2 * keep.numel() + 8 * room,
     "block_pattern": lambda tokens, keys, sparsity_ratio, lists, block, causal: (

@@ -15,9 +15,9 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 def _write_means(
     x_ptr, out_ptr, tile, strides, heads, tokens, DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRETCH: tl.constexpr,
-    MEANS: tl.constexpr,
+    MEANS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """MEANS means of one head; the last stretch of a head may be shorter."""
+    """MEANS means of one head, of each STRIDE-th token; the last stretch of a head may be shorter."""
     stretches = tl.cdiv(tokens, STRETCH)
     tiles = tl.cdiv(stretches, MEANS)
     head_row = tile // tiles
@@ -25,11 +25,11 @@ def _write_means(
     x_ptr += (head_row // heads).to(tl.int64) * strides[0] + (head_row % heads).to(tl.int64) * strides[1]
     cols = tl.arange(0, BLOCK_D)
     total = tl.zeros((MEANS, BLOCK_D), tl.float32)
-    for i in tl.static_range(STRETCH):
+    for i in tl.static_range(0, STRETCH, STRIDE):
         at = number * STRETCH + i
         held = (at < tokens)[:, None] & (cols < DIM)[None, :]
         total += tl.load(x_ptr + at.to(tl.int64)[:, None] * strides[2] + cols[None, :], mask=held, other=0.0)
-    count = tl.maximum(tl.minimum(tokens - number * STRETCH, STRETCH), 1).to(tl.float32)
+    count = tl.maximum(tl.cdiv(tl.minimum(tokens - number * STRETCH, STRETCH), STRIDE), 1).to(tl.float32)
     mean = total / count[:, None]
     out = out_ptr + (head_row.to(tl.int64) * stretches + number)[:, None] * DIM + cols[None, :]
     held = (number < stretches)[:, None] & (cols < DIM)[None, :]
@@ -39,14 +39,17 @@ def _write_means(
 @triton.jit
 def _stretch_means_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, heads, kv_heads, tokens, keys, q_tiles,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRETCH: tl.constexpr, MEANS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, Q_STRETCH: tl.constexpr, STRIDE: tl.constexpr, STRETCH: tl.constexpr,
+    MEANS: tl.constexpr,
 ):  # fmt: skip
     """Programs of q's means, then those of k's."""
     if tl.program_id(0) < q_tiles:
-        _write_means(q_ptr, q_out_ptr, tl.program_id(0), q_strides, heads, tokens, DIM, BLOCK_D, STRETCH, MEANS)
+        _write_means(
+            q_ptr, q_out_ptr, tl.program_id(0), q_strides, heads, tokens, DIM, BLOCK_D, Q_STRETCH, MEANS, STRIDE
+        )  # fmt: skip
     else:
         tile = tl.program_id(0) - q_tiles
-        _write_means(k_ptr, k_out_ptr, tile, k_strides, kv_heads, keys, DIM, BLOCK_D, STRETCH, MEANS)
+        _write_means(k_ptr, k_out_ptr, tile, k_strides, kv_heads, keys, DIM, BLOCK_D, STRETCH, MEANS, 1)
 
 
 @triton.jit
@@ -59,7 +62,7 @@ def _load_means(ptr, first, count, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK
 @triton.jit
 def _tile_scores(
     q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """Scores in units of log 2. WHOLE: every key of the tile exists and is seen."""
     k = _load_means(k_ptr, first, keys, DIM, BLOCK_N, BLOCK_D)
@@ -68,7 +71,7 @@ def _tile_scores(
         col = first + tl.arange(0, BLOCK_N)
         seen = (col < keys)[None, :]
         if CAUSAL:
-            seen = seen & (col[None, :] <= row[:, None])
+            seen = seen & (col[None, :] < (row[:, None] + 1) * RATIO)
         score = tl.where(seen, score, float("-inf"))
     return score
 
@@ -76,10 +79,10 @@ def _tile_scores(
 @triton.jit
 def _added(
     top, total, q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """The running maximum and sum of rows with one more tile."""
-    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, WHOLE)
+    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, WHOLE, RATIO)
     new_top = tl.maximum(top, tl.max(score, 1))
     total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(score - new_top[:, None]), 1)
     return new_top, total
@@ -88,24 +91,26 @@ def _added(
 @triton.jit
 def _tile_shares(
     lse, q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, SUB: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr,
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, RATIO: tl.constexpr, SUB: tl.constexpr, QB: tl.constexpr,
+    KB: tl.constexpr,
 ):  # fmt: skip
     """Sums of a tile's probabilities over pairs of blocks, [QB, KB]."""
-    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, WHOLE)
+    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, WHOLE, RATIO)
     p = tl.exp2(score - lse[:, None])
-    over = tl.sum(tl.reshape(p, (QB * SUB, KB, SUB)), 2)
-    return tl.sum(tl.reshape(over, (QB, SUB, KB)), 1)
+    over = tl.sum(tl.reshape(p, (QB * (SUB // RATIO), KB, SUB)), 2)
+    return tl.sum(tl.reshape(over, (QB, SUB // RATIO, KB)), 1)
 
 
 @triton.jit
 def _block_shares_kernel(
     q_ptr, k_ptr, out_ptr, tokens, keys, rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUB: tl.constexpr, CAUSAL: tl.constexpr,
+    SUB: tl.constexpr, RATIO: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The shares of BLOCK_M means of queries of one head: their log-sum-exp first, then the blocks' sums. tokens, keys:
-    numbers of means. Causal: as many of both."""
-    QB: tl.constexpr = BLOCK_M // SUB
+    numbers of means, of which a block of keys has SUB, one of queries SUB / RATIO."""
+    Q_SUB: tl.constexpr = SUB // RATIO
+    QB: tl.constexpr = BLOCK_M // Q_SUB
     KB: tl.constexpr = BLOCK_N // SUB
     tiles = tl.cdiv(tokens, BLOCK_M)
     head_row = tl.program_id(0) // tiles
@@ -118,35 +123,35 @@ def _block_shares_kernel(
     k_ptr += (head_row // GROUP).to(tl.int64) * keys * DIM
     end, whole = keys, keys // BLOCK_N * BLOCK_N
     if CAUSAL:
-        end = tl.minimum(keys, first_row + BLOCK_M)
-        whole = tl.minimum(whole, (first_row + 1) // BLOCK_N * BLOCK_N)
+        end = tl.minimum(keys, (first_row + BLOCK_M) * RATIO)
+        whole = tl.minimum(whole, (first_row + 1) * RATIO // BLOCK_N * BLOCK_N)
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     for first in range(0, whole, BLOCK_N):
         top, total = _added(
-            top, total, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, True
+            top, total, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, True, RATIO
         )  # fmt: skip
     # the first key is seen by every row, so that no maximum stays -inf
     for first in range(whole, end, BLOCK_N):
         top, total = _added(
-            top, total, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, False
+            top, total, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, False, RATIO
         )  # fmt: skip
     lse = tl.where(row < tokens, top + tl.log2(total), float("inf"))
 
     block = tile * QB + tl.arange(0, QB)
-    count = tl.maximum(tl.minimum(tokens - block * SUB, SUB), 1).to(tl.float32)[:, None]
+    count = tl.maximum(tl.minimum(tokens - block * Q_SUB, Q_SUB), 1).to(tl.float32)[:, None]
     out_ptr += (head_row.to(tl.int64) * rows + block)[:, None] * columns
     for first in range(0, whole, BLOCK_N):
         share = _tile_shares(
-            lse, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, True, SUB, QB, KB
+            lse, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, True, RATIO, SUB, QB, KB
         )  # fmt: skip
         column = first // SUB + tl.arange(0, KB)
         held = (block < rows)[:, None] & (column < columns)[None, :]
         tl.store(out_ptr + column[None, :], share / count, mask=held)
     for first in range(whole, end, BLOCK_N):
         share = _tile_shares(
-            lse, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, False, SUB, QB, KB
+            lse, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, False, RATIO, SUB, QB, KB
         )  # fmt: skip
         column = first // SUB + tl.arange(0, KB)
         held = (block < rows)[:, None] & (column < columns)[None, :]
@@ -165,8 +170,10 @@ def _reasons(call) -> list[str]:
         reasons.append(f"q has head dim {call.q.cols}; up to 256 is served")
     if call.stretches & (call.stretches - 1) or call.stretches > 16:
         reasons.append(f"stretches is {call.stretches}; powers of two up to 16 are served")
-    if call.block // call.stretches > 64:
-        reasons.append(f"stretches have {call.block // call.stretches} tokens; up to 64 are served")
+    of_queries = call.stretches if call.query_stretches is None else call.query_stretches
+    longest = max(call.block // call.stretches, call.block // of_queries // call.query_stride)
+    if longest > 64:
+        reasons.append(f"{longest} tokens of a stretch are averaged; up to 64 are served")
     return reasons
 
 
@@ -191,7 +198,7 @@ def _default(dims, arch, dtype) -> SharesConfig:
     if dims["dim"] > 128:
         return SharesConfig(64, 32, 4, 1)
     large = arch.kind == "cuda" and arch.shared_memory > 160 * 1024
-    return SharesConfig(64, 128, 4, 3) if large else SharesConfig(64, 64, 4, 2)
+    return SharesConfig(64, 128, 4, 2) if large else SharesConfig(64, 64, 4, 2)
 
 
 SPACE = Space(
@@ -210,6 +217,8 @@ def block_shares(
     causal: bool = False,
     block: int = 128,
     stretches: int = 8,
+    query_stretches: int | None = None,
+    query_stride: int = 1,
     *,
     config: SharesConfig,
 ) -> Tensor:
@@ -217,22 +226,25 @@ def block_shares(
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     batch, heads, tokens, dim = q.shape
     kv_heads, keys, stretch = k.shape[1], k.shape[2], block // stretches
+    q_stretch = stretch if query_stretches is None else block // query_stretches
     shape = (batch, heads, cdiv(tokens, block), cdiv(keys, block))
     shares = torch.empty(shape, dtype=torch.float32, device=q.device)
     if shares.numel() > 0:
-        q_means, k_means = (x.new_empty(*x.shape[:2], cdiv(x.shape[2], stretch), dim) for x in (q, k))
+        q_means, k_means = (
+            x.new_empty(*x.shape[:2], cdiv(x.shape[2], n), dim) for x, n in ((q, q_stretch), (k, stretch))
+        )
         dims = {"DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim))}
         q_tiles, k_tiles = (cdiv(x.shape[2], 16) * x.shape[0] * x.shape[1] for x in (q_means, k_means))
         launch(
             _stretch_means_kernel, (q_tiles + k_tiles,),
             q, k, q_means, k_means, q.stride(), k.stride(), heads, kv_heads, tokens, keys, q_tiles,
-            STRETCH=stretch, MEANS=16, num_warps=4, **dims,
+            Q_STRETCH=q_stretch, STRIDE=query_stride, STRETCH=stretch, MEANS=16, num_warps=4, **dims,
         )  # fmt: skip
         launch(
             _block_shares_kernel, (cdiv(q_means.shape[2], config.block_m) * batch * heads,),
             q_means, k_means, shares, q_means.shape[2], k_means.shape[2], *shape[2:],
             LOG2_E * (dim**-0.5 if scale is None else scale), GROUP=heads // kv_heads,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, SUB=stretches, CAUSAL=causal, num_warps=config.num_warps,
-            num_stages=config.num_stages, **dims,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, SUB=stretches, RATIO=q_stretch // stretch, CAUSAL=causal,
+            num_warps=config.num_warps, num_stages=config.num_stages, **dims,
         )  # fmt: skip
     return shares if heads == kv_heads else shares.unflatten(1, (kv_heads, -1)).mean(2)

@@ -3,6 +3,7 @@
 Nothing of T x S is written: a tile of scores is reduced to a number for each of its blocks where it was computed.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from tilesmith.ops.attn.triton.block_choice import listed
 
 LOG2_E = 1.4426950408889634
 MOST_PARTS = 256 << 20  # bytes of the parts of dk
+FEW_PARTS = 64 << 20
 
 
 @triton.jit
@@ -243,32 +245,34 @@ def _block_scores_dk_kernel(
 def _block_mass_kernel(
     q_ptr, k_ptr, lse_ptr, mass_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LIST_Q: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
+    LIST_Q: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The shares of one tile of queries of a kv head; those of blocks that it does not see are 0 already."""
+    """The shares of one tile of queries of a kv head; those of blocks that it does not see are 0 already. Each
+    STRIDE-th query counts, and LIST_Q are those of a block."""
     QB: tl.constexpr = BLOCK_M // LIST_Q
     KB: tl.constexpr = BLOCK_N // LIST_K
-    kv_row, tile = _tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
+    queries = tl.cdiv(tokens, STRIDE)
+    kv_row, tile = _tile_of(tl.program_id(0), tl.cdiv(queries, BLOCK_M), CAUSAL)
     kv_heads = heads // GROUP
     batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
     first_row = tile * BLOCK_M
-    at = first_row + tl.arange(0, BLOCK_M)
+    at = (first_row + tl.arange(0, BLOCK_M)) * STRIDE
     q_ptr += batch * q_strides[0] + kv_head * GROUP * q_strides[1]
     k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
     lse_ptr += (batch * heads + kv_head * GROUP) * tokens
     block = tile * QB + tl.arange(0, QB)
     mass_ptr += (kv_row * rows + block)[:, None] * columns
-    count = GROUP * tl.minimum(tokens - block * LIST_Q, LIST_Q).to(tl.float32)
+    count = GROUP * tl.minimum(queries - block * LIST_Q, LIST_Q).to(tl.float32)
     limit = keys
     if CAUSAL:
-        limit = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
+        limit = tl.minimum(keys, (first_row + BLOCK_M) * STRIDE + keys - tokens)
     for first in range(0, limit, BLOCK_N):
         cols = first + tl.arange(0, BLOCK_N)
         k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
         total = tl.zeros((QB, KB), tl.float32)
         for member in range(GROUP):
             q = _load_rows(
-                q_ptr + member * q_strides[1], first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D
+                q_ptr + member * q_strides[1], first_row, queries, q_strides[2] * STRIDE, DIM, BLOCK_M, BLOCK_D
             )  # fmt: skip
             lse = tl.load(lse_ptr + member * tokens + at, mask=at < tokens, other=0.0).to(tl.float32)
             lse = tl.where(lse == float("-inf"), float("inf"), lse)
@@ -283,30 +287,36 @@ def _block_mass_kernel(
 def _listed_sums_kernel(
     q_ptr, k_ptr, lse_ptr, sums_ptr, offsets_ptr, indices_ptr, q_strides, k_strides, list_strides, slots,
     heads, tokens, keys, rows, columns, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr,
+    LIST_K: tl.constexpr, CAUSAL: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the probabilities of one block of queries of one head, over each block of its list and 16 queries at a
-    time: these lie in one warp, so that warps do not wait for each other.
+    """Sums of the probabilities of one block of queries of MEMBERS heads of a kv head, over each block of its list and
+    16 queries at a time: these lie in one warp, so that warps do not wait for each other. Each STRIDE-th query counts;
+    LIST_Q are those of a block, ROWS those of all the heads, at least 16.
 
     slots: entries from one kv head's sums to the next one's."""
-    PARTS: tl.constexpr = LIST_Q // 16
+    PARTS: tl.constexpr = ROWS // 16
+    PACKS: tl.constexpr = GROUP // MEMBERS
     # neighbours are the query heads of a kv head, which read the same keys
-    member = tl.program_id(0) % GROUP
-    kv_row, block = _tile_of(tl.program_id(0) // GROUP, rows, CAUSAL)
+    pack = tl.program_id(0) % PACKS
+    kv_row, block = _tile_of(tl.program_id(0) // PACKS, rows, CAUSAL)
     kv_heads = heads // GROUP
     batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
-    head = kv_head * GROUP + member
-    first_row = block * LIST_Q
-    at = first_row + tl.arange(0, LIST_Q)
-    q_ptr += batch * q_strides[0] + head * q_strides[1]
+    row = tl.arange(0, ROWS)
+    member = row // LIST_Q
+    first_row = block * (LIST_Q * STRIDE)
+    at = first_row + row % LIST_Q * STRIDE
+    held = (member < MEMBERS) & (at < tokens)
+    head = kv_head * GROUP + pack * MEMBERS + member
+    cols = tl.arange(0, BLOCK_D)
+    place = batch * q_strides[0] + head.to(tl.int64) * q_strides[1] + at.to(tl.int64) * q_strides[2]
+    q = tl.load(q_ptr + place[:, None] + cols[None, :], mask=held[:, None] & (cols < DIM)[None, :], other=0.0)
     k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
-    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
-    lse = tl.load(lse_ptr + (batch * heads + head) * tokens + at, mask=at < tokens, other=float("-inf")).to(tl.float32)
+    lse = tl.load(lse_ptr + (batch * heads + head) * tokens + at, mask=held, other=float("-inf")).to(tl.float32)
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     list_ptr = offsets_ptr + batch * list_strides[0] + kv_head * list_strides[1] + block
     begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
-    sums_ptr += member * PARTS + tl.arange(0, PARTS)
+    sums_ptr += pack * PARTS + tl.arange(0, PARTS)
     column = tl.load(indices_ptr + begin, mask=begin < end, other=0)
     for entry in range(begin, end):
         first = column * LIST_K
@@ -319,26 +329,27 @@ def _listed_sums_kernel(
         if CAUSAL:
             ahead = ahead | (first + LIST_K - 1 > first_row + keys - tokens)
         if ahead:
-            cols = first + tl.arange(0, LIST_K)
-            seen = (cols < keys)[None, :]
+            keys_at = first + tl.arange(0, LIST_K)
+            seen = (keys_at < keys)[None, :]
             if CAUSAL:
-                seen = seen & (cols[None, :] <= at[:, None] + (keys - tokens))
+                seen = seen & (keys_at[None, :] <= at[:, None] + (keys - tokens))
             p = tl.where(seen, p, 0.0)
         total = tl.sum(tl.reshape(tl.sum(p, 1), (PARTS, 16)), 1)
-        tl.store(sums_ptr + (kv_row * slots + entry) * (GROUP * PARTS), total)
+        tl.store(sums_ptr + (kv_row * slots + entry) * (PACKS * PARTS), total)
 
 
 @triton.jit
 def _listed_mass_kernel(
     sums_ptr, mass_ptr, offsets_ptr, indices_ptr, list_strides, slots, kv_heads, tokens, rows, columns,
     LIST_Q: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One row of shares, of the SUMS sums that each entry has; other shares are 0 already."""
     kv_row = (tl.program_id(0) // rows).to(tl.int64)
     block = tl.program_id(0) % rows
     list_ptr = offsets_ptr + kv_row // kv_heads * list_strides[0] + kv_row % kv_heads * list_strides[1] + block
     begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
-    count = GROUP * tl.minimum(tokens - block * LIST_Q, LIST_Q).to(tl.float32)
+    count = GROUP * tl.minimum(tl.cdiv(tokens, STRIDE) - block * LIST_Q, LIST_Q).to(tl.float32)
     part = tl.arange(0, WIDTH)
     for first in range(begin, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
@@ -478,6 +489,8 @@ def block_scores_vjp(
     shared = {"dscores_ptr": dscores.contiguous(), "scores_ptr": scores.contiguous(), **config}
     shared |= _shared(q, k, scale, causal, block_q, block_k)
     shared["num_stages"] = 2 if q.dtype != torch.float32 and q.shape[3] <= 64 else 1
+    if block_q * block_k <= 32 * 32:  # of means of stretches: one warp holds a tile, and programs are many
+        shared["num_warps"] = 1
     if wants_q:
         launch(
             _block_scores_dq_kernel, (shared["rows"] * q.shape[0] * q.shape[1],),
@@ -500,7 +513,9 @@ def _dk_parts(k: Tensor, group: int, rows: int) -> tuple[int, int]:
     """Query heads of a part of dk, and pieces of their lists: a block of keys that every block of queries chose, as the
     first one often is, would keep one program at work for long after the others."""
     one = 4 * k.numel()
-    splits = min(4, max(1, next_power_of_2(rows // 16)))
+    # few bytes, as means of stretches have, are added in any case in less time than a long list takes
+    most = 16 if group * 16 * one <= FEW_PARTS else 4
+    splits = min(most, max(1, next_power_of_2(rows // 16)))
     while splits > 1 and group * splits * one > MOST_PARTS:
         splits //= 2
     return (1, splits) if group * splits * one <= MOST_PARTS else (group, 1)
@@ -518,22 +533,25 @@ def block_mass(
     causal: bool = False,
     block_q: int = 128,
     block_k: int = 128,
+    query_stride: int = 1,
     *,
     config: Mapping[str, int],
 ) -> Tensor:
-    """One program for each tile of queries of a kv head; with lists one for each block of queries of a query head."""
+    """One program for each tile of queries of a kv head; with lists one for each block of queries of some heads of q,
+    which together have up to 128 that count."""
     q, k = _unit(q), _unit(k)
     shared = _shared(q, k, scale, causal, block_q, block_k)
     shape = (q.shape[0], k.shape[1], shared["rows"], shared["columns"])
+    shared |= {"STRIDE": query_stride, "LIST_Q": block_q // query_stride}
     mass = torch.zeros(shape, dtype=torch.float32, device=q.device)
     if mass.numel() == 0:
         return mass
     if offsets is not None and indices is not None:
         _listed_mass(mass, lse.contiguous(), offsets.contiguous(), indices.contiguous(), shared)
         return mass
-    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
+    block_m, block_n = _tile(shared["LIST_Q"], _least(q)), _tile(block_k, _least(q))
     launch(
-        _block_mass_kernel, (cdiv(q.shape[2], block_m) * k.shape[0] * k.shape[1],),
+        _block_mass_kernel, (cdiv(cdiv(q.shape[2], query_stride), block_m) * k.shape[0] * k.shape[1],),
         lse_ptr=lse.contiguous(), mass_ptr=mass, BLOCK_M=block_m, BLOCK_N=block_n, **shared,
         num_warps=config["num_warps"] if block_m * block_n > 64 * 64 else 4, num_stages=2,
     )  # fmt: skip
@@ -543,23 +561,25 @@ def block_mass(
 def _listed_mass(mass: Tensor, lse: Tensor, offsets: Tensor, indices: Tensor, shared: dict[str, Any]) -> None:
     """Write the shares of the blocks in lists."""
     batch, kv_heads, rows, columns = mass.shape
-    group, block_q, room = shared["GROUP"], shared["LIST_Q"], indices.numel()
+    group, queries, room = shared["GROUP"], shared["LIST_Q"], indices.numel()
     own = offsets.shape[:2] == mass.shape[:2]  # otherwise heads share entries, and each one needs sums of its own
-    sums = group * block_q // 16
+    members = math.gcd(group, 128 // queries)
+    held = max(16, members * queries)
+    sums = group // members * held // 16
     partial = torch.empty((1 if own else batch * kv_heads) * room, sums, dtype=torch.float32, device=mass.device)
     lists = {
         "sums_ptr": partial, "offsets_ptr": offsets, "indices_ptr": indices,
         "list_strides": offsets.expand(batch, kv_heads, -1).stride(), "slots": 0 if own else room,
     }  # fmt: skip
-    small = block_q * shared["LIST_K"] <= 64 * 64
+    small = held * shared["LIST_K"] <= 64 * 64
     wide = shared["BLOCK_D"] > 128 or shared["q_ptr"].dtype == torch.float32
     launch(
-        _listed_sums_kernel, (batch * kv_heads * rows * group,),
-        lse_ptr=lse, **lists, **(shared | {"scale": LOG2_E * shared["scale"]}), num_warps=4 if small else 8,
-        num_stages=1 if wide else 2,
+        _listed_sums_kernel, (batch * kv_heads * rows * (group // members),),
+        lse_ptr=lse, MEMBERS=members, ROWS=held, **lists, **(shared | {"scale": LOG2_E * shared["scale"]}),
+        num_warps=4 if small else 8, num_stages=1 if wide else 2,
     )  # fmt: skip
     launch(
         _listed_mass_kernel, (batch * kv_heads * rows,),
-        mass_ptr=mass, kv_heads=kv_heads, tokens=shared["tokens"], rows=rows, columns=columns, LIST_Q=block_q,
-        SUMS=sums, BLOCK=16, WIDTH=next_power_of_2(sums), GROUP=group, **lists, num_warps=4,
+        mass_ptr=mass, kv_heads=kv_heads, tokens=shared["tokens"], rows=rows, columns=columns, LIST_Q=queries,
+        SUMS=sums, BLOCK=16, WIDTH=next_power_of_2(sums), GROUP=group, STRIDE=shared["STRIDE"], **lists, num_warps=4,
     )  # fmt: skip
