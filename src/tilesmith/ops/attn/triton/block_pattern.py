@@ -36,20 +36,25 @@ def _list_word(seed_ptr, number):
 
 
 @triton.jit
-def _begins(row, shift, columns, rest, spare):
-    """Entries of a list before each row."""
+def _begins(row, shift, columns, rest, spare, LONG: tl.constexpr):
+    """Entries of a list before each row. LONG: visible blocks times `rest` do not fit 32 bits, in which a division is
+    several times as fast as in 64."""
     blind = tl.minimum(tl.maximum(row * 0 + 1 - shift, 0), row)
     full = tl.maximum(blind, tl.minimum(row, row * 0 + columns - shift))
-    seen = (blind + full - 1 + 2 * shift).to(tl.int64) * (full - blind) // 2 + (row - full).to(tl.int64) * columns
+    across, under = blind + full - 1 + 2 * shift, row - full
+    if LONG:
+        across, under = across.to(tl.int64), under.to(tl.int64)
+    seen = across * (full - blind) // 2 + under * columns
     return row - blind + (seen - (row - blind)) * rest // spare
 
 
 @triton.jit
-def _rows(row, shift, lag, columns, rest, spare, PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):
+def _rows(row, shift, lag, columns, rest, spare, PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr,
+          LONG: tl.constexpr):  # fmt: skip
     """Of each row: its first entry (int64), how many lie outside its run, in the run, where that starts, how many
     columns are outside."""
-    begin = _begins(row, shift, columns, rest, spare)
-    count = (_begins(row + 1, shift, columns, rest, spare) - begin).to(tl.int32)
+    begin = _begins(row, shift, columns, rest, spare, LONG)
+    count = (_begins(row + 1, shift, columns, rest, spare, LONG) - begin).to(tl.int32)
     seen = tl.minimum(tl.maximum(row + shift, 0), columns)
     if CAUSAL:
         own = seen - 1
@@ -138,11 +143,12 @@ def _holds(column, begin, others, near, start, width, word, PATTERN: tl.constexp
 @triton.jit
 def _write_rows(
     offsets_ptr, indices_ptr, number, first_row, word, rows, columns, shift, lag, rest, spare, total,
-    PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, PLACES: tl.constexpr,
+    PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, LONG: tl.constexpr, LINES: tl.constexpr,
+    PLACES: tl.constexpr,
 ):  # fmt: skip
     """The lists of LINES rows. Entries before the run come first, then the run, then those behind it."""
     row = first_row + tl.arange(0, LINES)
-    begin, others, near, start, width = _rows(row, shift, lag, columns, rest, spare, PATTERN, CAUSAL, WIDE)
+    begin, others, near, start, width = _rows(row, shift, lag, columns, rest, spare, PATTERN, CAUSAL, WIDE, LONG)
     held = row < rows
     others, near = tl.where(held, others, 0), tl.where(held, near, 0)
     out = number.to(tl.int64) * total + begin
@@ -169,7 +175,8 @@ def _write_rows(
 @triton.jit
 def _write_columns(
     offsets_ptr, indices_ptr, number, first_column, word, rows, columns, shift, lag, rest, spare, total,
-    PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, PLACES: tl.constexpr,
+    PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, LONG: tl.constexpr, LINES: tl.constexpr,
+    PLACES: tl.constexpr,
 ):  # fmt: skip
     """The lists of LINES columns: counted, then written."""
     column = first_column + tl.arange(0, LINES)
@@ -177,7 +184,7 @@ def _write_columns(
     begins = tl.zeros((PLACES,), tl.int64)
     for first in range(0, rows, PLACES):
         row = first + tl.arange(0, PLACES)
-        begin, others, near, start, width = _rows(row, shift, lag, columns, rest, spare, PATTERN, CAUSAL, WIDE)
+        begin, others, near, start, width = _rows(row, shift, lag, columns, rest, spare, PATTERN, CAUSAL, WIDE, LONG)
         held = (row < rows)[None, :] & (column < columns)[:, None]
         found = _holds(
             column[:, None], begin[None, :], others[None, :], near[None, :], start[None, :], width[None, :], word,
@@ -196,7 +203,7 @@ def _write_columns(
     at = ends - counts
     for first in range(0, rows, PLACES):
         row = first + tl.arange(0, PLACES)
-        begin, others, near, start, width = _rows(row, shift, lag, columns, rest, spare, PATTERN, CAUSAL, WIDE)
+        begin, others, near, start, width = _rows(row, shift, lag, columns, rest, spare, PATTERN, CAUSAL, WIDE, LONG)
         held = (row < rows)[None, :] & (column < columns)[:, None]
         found = held & _holds(
             column[:, None], begin[None, :], others[None, :], near[None, :], start[None, :], width[None, :], word,
@@ -211,8 +218,8 @@ def _write_columns(
 @triton.jit
 def _block_pattern_kernel(
     seed_ptr, offsets_ptr, indices_ptr, offsets_t_ptr, indices_t_ptr, rows, columns, shift, lag, rest, spare, total,
-    PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, ROW_LINES: tl.constexpr, ROW_PLACES: tl.constexpr,
-    LINES: tl.constexpr, PLACES: tl.constexpr,
+    PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, LONG: tl.constexpr, ROW_LINES: tl.constexpr,
+    ROW_PLACES: tl.constexpr, LINES: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """The tiles of columns of a list, which take longer, then its tiles of rows."""
     by_columns = tl.cdiv(columns, LINES)
@@ -223,12 +230,12 @@ def _block_pattern_kernel(
     if tile < by_columns:
         _write_columns(
             offsets_t_ptr, indices_t_ptr, number, tile * LINES, word, rows, columns, shift, lag, rest, spare, total,
-            PATTERN, CAUSAL, WIDE, LINES, PLACES,
+            PATTERN, CAUSAL, WIDE, LONG, LINES, PLACES,
         )  # fmt: skip
     else:
         _write_rows(
             offsets_ptr, indices_ptr, number, (tile - by_columns) * ROW_LINES, word, rows, columns, shift, lag, rest,
-            spare, total, PATTERN, CAUSAL, WIDE, ROW_LINES, ROW_PLACES,
+            spare, total, PATTERN, CAUSAL, WIDE, LONG, ROW_LINES, ROW_PLACES,
         )  # fmt: skip
 
 
@@ -258,6 +265,7 @@ def block_pattern(
         seed, offsets, indices, offsets_t, indices_t, b.rows, b.columns, b.shift, (keys - tokens) // block, b.rest,
         max(b.seen - b.least, 1), b.total, PATTERN=pattern, CAUSAL=causal,
         WIDE=b.columns > 1 << 15,  # numbers are multiplied by each other
+        LONG=b.seen * max(b.rest, 2) >= 1 << 31,
         ROW_LINES=row_lines, ROW_PLACES=64, LINES=lines, PLACES=64, **config,
     )  # fmt: skip
     return offsets, indices, offsets_t, indices_t
