@@ -1,8 +1,9 @@
 """Block-sparse attention on one GPU: values first, then times beside cuDNN and compiled FlexAttention.
 
-    python benchmarks/sparse_attention.py results.json [--short] [--part values|times]
+    python benchmarks/sparse_attention.py results.json [--short] [--part values|times] [--rows static,dynamic]
 
 Exits with 1, and measures nothing, where a kernel's values are wrong. --short: 32k tokens only. --part: one of both.
+--rows: of static, metadata, dynamic and learned.
 Rows hold, besides medians, what each device kernel of a part takes, by torch's profiler.
 """
 
@@ -40,6 +41,7 @@ OPS = (
 )  # fmt: skip
 FEW = 3  # small cases of each op; the tests have all of them
 CAUSAL = Mask(causal=True)
+SHARES = ("64,128,4,3", "64,64,4,3", "32,128,4,2", "128,64,8,2", "128,128,8,2")  # block_m, block_n, warps, stages
 
 
 def values() -> list[str]:
@@ -161,18 +163,38 @@ def static(tokens: int) -> dict:
     with torch.no_grad():
         rows["forward us"] = times(forward)
     rows["forward and backward us"] = times(backward)
-    window = tokens // 10
+    return rows
+
+
+def metadata(tokens: int) -> dict:
+    """Lists of the patterns in closed form, 16 heads, beside create_block_mask: with the Python around them, by the op
+    alone, and by the op in a CUDA graph."""
+    rows: dict[str, Any] = {"work": f"metadata, {tokens} tokens, 16 heads"}
+    window, seed = tokens // 10, torch.zeros(1, dtype=torch.int64, device=DEVICE)
     make = torch.compile(create_block_mask)
 
     def seen(b, h, i, j):
         return (j <= i) & (j >= i - window)
 
-    metadata: dict[str, Callable[[], object]] = {p.value: (lambda p=p: fresh(p, tokens, 16)) for p in CLOSED}
-    metadata["create_block_mask, compiled"] = lambda: make(seen, None, None, tokens, tokens, device="cuda")
-    rows["metadata us, of the device"] = times(metadata)
-    rows["metadata kernels us"] = {p.value: kernels(metadata[p.value]) for p in CLOSED}
-    rows["metadata us, of the host and the device"] = {name: walled(call) for name, call in metadata.items()}
+    calls: dict[str, Callable[[], object]] = {p.value: (lambda p=p: fresh(p, tokens, 16)) for p in CLOSED}
+    calls["create_block_mask, compiled"] = lambda: make(seen, None, None, tokens, tokens, device="cuda")
+    for p in CLOSED:
+        calls[f"{p.value}, op"] = alone = lambda p=p: ops.block_pattern(seed, p.value, tokens, tokens, 0.9, 16)
+        calls[f"{p.value}, graph"] = recorded(alone)
+    rows["us, of the device"] = times(calls)
+    rows["kernels us"] = {p.value: kernels(calls[p.value]) for p in CLOSED}
+    rows["us, of the host and the device"] = {name: walled(call) for name, call in calls.items()}
     return rows
+
+
+def recorded(call: Callable[[], object]) -> Callable[[], object]:
+    """The replay of a CUDA graph of the call."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def dynamic(tokens: int) -> dict:
@@ -192,7 +214,12 @@ def dynamic(tokens: int) -> dict:
             "cudnn": lambda: cudnn(q, k, v), "sparse": lambda: attend(choose()[1]),
             "attention alone": lambda: attend(blocks),
             "estimate": lambda: estimated_shares(q, k), "choice": lambda: chosen_blocks(shares, plan, 128, first=1),
+            "estimate, all queries": lambda: ops.block_shares(q, k, None, True),
         }  # fmt: skip
+        for config in SHARES:
+            fields = ("block_m", "block_n", "num_warps", "num_stages")
+            pin = "triton:" + ":".join(f"{name}={n}" for name, n in zip(fields, config.split(",")))
+            calls[f"estimate, {config}"] = pinned(lambda: estimated_shares(q, k), block_shares=pin)
         row = {"work": f"dynamic, {tokens} tokens, 16 heads, D 128", "forward us": times(calls)}
         row["kernels us"] = kernels(calls["sparse"])
         top, total = ops.attention_stats(q, k, None, True)
@@ -204,6 +231,8 @@ def dynamic(tokens: int) -> dict:
         means = [x.unflatten(2, (-1, 128)).mean(3) for x in (q, k)]
         one_mean = chosen_blocks(ops.block_scores(*means, None, True, 1, 1), plan, 128, first=1)[1]
         row["retained mass"] = {"sub-block log-sum-exp": held(blocks), "one mean a block": held(one_mean)}
+        every = chosen_blocks(ops.block_shares(q, k, None, True), plan, 128, first=1)[1]
+        row["retained mass"]["sub-block log-sum-exp, all queries"] = held(every)
         for pattern in (SparsePattern.RANDOM, SparsePattern.LOCAL_GLOBAL):
             row["retained mass"][pattern.value] = held(pattern_blocks(pattern, tokens, tokens, heads=16, device=DEVICE))
     return row
@@ -215,6 +244,7 @@ def learned(tokens: int) -> dict:
     torch.manual_seed(0)
     x = torch.randn(1, tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
     indexer = BlockIndexer(1024, 4, 64, device=DEVICE, dtype=torch.bfloat16)
+    every_token = BlockIndexer(1024, 4, 64, means=128, device=DEVICE, dtype=torch.bfloat16)
     plan = budget(tokens, tokens, 128, 128, True, 0.9, DEVICE, 16)
     parameters = tuple(indexer.parameters())
     dout = torch.randn_like(q)
@@ -225,7 +255,7 @@ def learned(tokens: int) -> dict:
 
     def loss(scores, keep, blocks, lse):
         with torch.no_grad():
-            target = ops.block_mass(q, k, lse.detach(), blocks.offsets, blocks.indices, None, True)
+            target = ops.block_mass(q, k, lse.detach(), blocks.offsets, blocks.indices, None, True, query_stride=8)
         return indexer_loss(scores, target, keep)
 
     def step():
@@ -254,7 +284,8 @@ def learned(tokens: int) -> dict:
         "attention alone, first block not forced": both(attend(unforced), inputs),
     }  # fmt: skip
     for count in (1, 2, 4, 8):
-        calls[f"attention alone, groups in {count} parts"] = divided(both(attend(blocks), inputs), count)
+        pin = f"hopper:group_parts={count}"
+        calls[f"attention alone, groups in {count} parts"] = pinned(both(attend(blocks), inputs), attention_vjp=pin)
     row = {"work": f"learned, top 16, {tokens} tokens, 32/4 heads, D 128", "forward and backward us": times(calls, 5)}
     row["kernels us"] = {name: kernels(calls[name], 3) for name in ("attention alone", "indexer and its loss")}
     row["kernels us"]["groups whole"] = kernels(calls["attention alone, groups in 1 parts"], 3)
@@ -262,7 +293,11 @@ def learned(tokens: int) -> dict:
         parts = {
             "projections and scores": lambda: indexer(x),
             "choice": lambda: chosen_blocks(scores, plan, 128, first=1),
-            "target": lambda: ops.block_mass(q, k, lse, blocks.offsets, blocks.indices, None, True),
+            "target": lambda: ops.block_mass(
+                q, k, lse, blocks.offsets, blocks.indices, None, True, query_stride=8
+            ),
+            "target, all queries": lambda: ops.block_mass(q, k, lse, blocks.offsets, blocks.indices, None, True),
+            "projections and scores, all tokens": lambda: every_token(x),
             "attention forward": attend(blocks),
         }  # fmt: skip
         row["parts us"] = times(parts)
@@ -271,11 +306,11 @@ def learned(tokens: int) -> dict:
     return row
 
 
-def divided(call: Callable[[], object], parts: int) -> Callable[[], object]:
-    """The call with groups of query heads divided in so many parts, whatever the plan says."""
+def pinned(call: Callable[[], object], **pins: str) -> Callable[[], object]:
+    """The call with kernels or configurations pinned."""
 
     def run():
-        with use(attention_vjp=f"hopper:group_parts={parts}"):
+        with use(**pins):
             return call()
 
     return run
@@ -286,11 +321,14 @@ def main() -> int:
     parser.add_argument("out")
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--part", choices=("values", "times"))
+    parser.add_argument("--rows", default="static,metadata,dynamic,learned")
     args = parser.parse_args()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
     found: dict[str, Any] = {"machine": machine, "wrong": [] if args.part == "times" else values(), "rows": []}
     lengths = (32768,) if args.short else (32768, 65536)
-    jobs = [(kind, tokens) for tokens in lengths for kind in (static, dynamic)] + [(learned, lengths[-1])]
+    known = {"static": static, "metadata": metadata, "dynamic": dynamic, "learned": learned}
+    chosen = [known[name] for name in args.rows.split(",")]
+    jobs = [(kind, tokens) for tokens in lengths for kind in chosen]
     for kind, tokens in [] if found["wrong"] or args.part == "values" else jobs:
         found["rows"].append(kind(tokens))
         sys.stdout.write(json.dumps(found["rows"][-1]) + "\n")
