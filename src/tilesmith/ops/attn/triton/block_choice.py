@@ -14,6 +14,12 @@ HIGHEST = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
+def _middle(low, high):
+    """(low + high) / 2, rounded up, of int32 whose sum may be none."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+@triton.jit
 def _block_select_kernel(
     scores_ptr, counts_ptr, visible_ptr, keep_ptr, strides, lists, rows, columns, mass, first, last,
     BLOCK: tl.constexpr, BY_MASS: tl.constexpr,
@@ -37,9 +43,9 @@ def _block_select_kernel(
     key = tl.where(column < first, HIGHEST - BLOCK - column, key)
     key = tl.where(behind < last, HIGHEST - behind, key)
     key = tl.where(column < seen, key, LOWEST)
-    low, high = tl.full((), LOWEST, tl.int64), tl.full((), HIGHEST, tl.int64)
+    low, high = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
     for _ in range(32):
-        middle = (low + high + 1) >> 1
+        middle = _middle(low, high)
         enough = tl.sum((key >= middle).to(tl.int32)) >= wanted
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
@@ -50,9 +56,9 @@ def _block_select_kernel(
     if BY_MASS:
         share = tl.where((column < seen) & (score > 0.0), score, 0.0)
         target = mass * tl.sum(share)
-        low, high = tl.full((), LOWEST, tl.int64), tl.full((), HIGHEST, tl.int64)
+        low, high = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
         for _ in range(32):
-            middle = (low + high + 1) >> 1
+            middle = _middle(low, high)
             enough = tl.sum(tl.where(key >= middle, share, 0.0)) >= target
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle - 1)
