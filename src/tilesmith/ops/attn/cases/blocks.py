@@ -104,6 +104,8 @@ def _scored(build, **more: int) -> list[Case]:
         Case("wide_tiles", build(1, 2, 1, 200, 260, 256, **large), GPU, HALF),
         Case("fp32_tiles", build(1, 4, 2, 260, 300, 128, causal=True, **large), GPU, FP32),
         Case("causal_ends", build(1, 2, 1, 70, 75, 16, causal=True, **small), SMALL),
+        Case("means", build(1, 4, 1, 1100, 1100, 64, causal=True, **small), GPU, HALF),
+        Case("means_64k", build(1, 4, 1, 8192, 8192, 64, causal=True, **small), BENCH, HALF),
         Case("index_64k", build(1, 4, 1, 65536, 65536, 64, causal=True, **large), BENCH, HALF),
     ]
 
@@ -135,6 +137,7 @@ def _mass_cases() -> list[Case]:
             GPU,
             HALF,
         ),
+        Case("sampled_tiles", _weigh(1, 8, 4, 700, 700, 64, causal=True, query_stride=8), GPU, HALF),
         Case("listed_tiles", _weigh(1, 8, 2, 600, 600, 128, lists=_near_lists(2, 5), causal=True), GPU, HALF),
         Case("listed_wide", _weigh(1, 4, 2, 600, 600, 256, lists=_near_lists(2, 5), causal=True), GPU, HALF),
         Case("listed_fp32", _weigh(1, 4, 2, 600, 700, 128, lists=_near_lists(2, 5)), GPU, FP32),

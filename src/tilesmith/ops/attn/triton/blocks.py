@@ -427,7 +427,8 @@ def _scores(q, k, scale, causal, block_q, block_k, largest: bool, num_warps: int
     launch(
         _block_scores_fwd_kernel, (cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1],),
         scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, LARGEST=largest,
-        **_shared(q, k, scale, causal, block_q, block_k), num_warps=num_warps, num_stages=2,
+        **_shared(q, k, scale, causal, block_q, block_k), num_stages=2,
+        num_warps=num_warps if block_m * block_n > 64 * 64 else 4,
     )  # fmt: skip
     return scores
 
