@@ -140,6 +140,18 @@ def test_the_estimate_holds_more_of_the_attention_than_patterns():
     assert 0.9 * best < found <= best + 1e-6
 
 
+@pytest.mark.parametrize("sparsity, top", [(0.9, None), (0.5, None), (0.0, None), (0.9, 3)])
+@pytest.mark.parametrize("tokens, keys", [(300, 300), (300, 90), (90, 300)])
+def test_a_row_keeps_as_many_blocks_as_its_budget_says(tokens, keys, sparsity, top):
+    """What `block_lists` is told of a choice without `mass`."""
+    plan = budget(tokens, keys, 16, 16, True, sparsity, CPU, top)
+    scores = torch.randn(2, 2, len(plan.counts), -(-keys // 16))
+    scores[0, 0, ::2], scores[1, :, :, ::3] = float("nan"), float("-inf")
+    for first, last in ((0, 1), (1, 1), (5, 4)):
+        keep, blocks = chosen_blocks(scores, plan, 16, first=first, last=last)
+        assert keep.sum(-1).eq(plan.counts).all() and int(blocks.offsets.max()) == 4 * plan.total
+
+
 def test_mass_stops_early_and_within_the_budget():
     shares = torch.rand(1, 2, 16, 16).tril()
     shares = shares / shares.sum(-1, keepdim=True)

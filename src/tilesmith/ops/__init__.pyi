@@ -272,13 +272,15 @@ def bias_gelu_vjp(
     (fp64 for fp64), in a fixed order, in bias's dtype.
     """
 
-def block_lists(keep: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def block_lists(keep: Tensor, room: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Block lists of a table, without asking the device how many entries there are.
 
     Args:
         keep: bool [B, L, R, C].
         room: how many entries `indices` has room for; it must be at least the number of True. Entries beyond it are
             left out, of the lists by rows and of those by columns, which then differ.
+        counts: int32 [R], how many True each row of every table has, where that is known before (`block_select` with
+            mass 1 keeps min(counts, visible)). Kernels rely on it: with other numbers their lists are wrong.
 
     Returns offsets int32 [B, L, R + 1], indices int32 [room], and the same by columns: offsets_t [B, L, C + 1],
     indices_t [room]: the form that `attention` takes. Entries behind the last list are 0. Not differentiable.

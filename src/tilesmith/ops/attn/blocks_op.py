@@ -114,7 +114,7 @@ def _check_select(scores, counts, visible, mass=1.0, first=0, last=0) -> None:
             raise ValueError(f"{op}: {name} must be from 0 to {LARGEST}, got {number}")
 
 
-def _check_lists(keep, room) -> None:
+def _check_lists(keep, room, counts=None) -> None:
     op = "block_lists"
     if keep.ndim != 4:
         raise ValueError(f"{op}: keep must be [batch, lists, rows, columns], got {list(keep.shape)}")
@@ -122,6 +122,14 @@ def _check_lists(keep, room) -> None:
         raise TypeError(f"{op}: keep must be bool, got {keep.dtype}")
     if not 0 <= room < 1 << 31:
         raise ValueError(f"{op}: room must be from 0 to {(1 << 31) - 1}, got {room}")
+    if counts is None:
+        return
+    if counts.dtype != torch.int32:
+        raise TypeError(f"{op}: counts must be int32, got {counts.dtype}")
+    if counts.shape != keep.shape[2:3]:
+        raise ValueError(f"{op}: counts must be [{keep.shape[2]}], got {list(counts.shape)}")
+    if counts.device != keep.device:
+        raise ValueError(f"{op}: counts is on {counts.device}, keep on {keep.device}; move them to one device")
 
 
 def _check_pattern(seed, pattern, tokens, keys, sparsity_ratio=0.9, lists=1, block=128, causal=True) -> None:
@@ -158,7 +166,7 @@ def _fake_mass(
     return q.new_empty(q.shape[0], k.shape[1], rows, columns, dtype=_wide(q))
 
 
-def _fake_lists(keep: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_lists(keep: Tensor, room: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, many, rows, columns = keep.shape
     offsets, offsets_t = (keep.new_empty(batch, many, n + 1, dtype=torch.int32) for n in (rows, columns))
     indices, indices_t = (keep.new_empty(room, dtype=torch.int32) for _ in range(2))

@@ -51,6 +51,23 @@ def _kept(generator: torch.Generator, shape: tuple[int, ...], device: torch.devi
     return torch.rand(shape, generator=generator, device=device) < 0.3
 
 
+def _first_of_each(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """In every table row r keeps r % 5 columns, or all where there are fewer, from anywhere."""
+    order = torch.rand(shape, generator=generator, device=device).argsort(-1)
+    return order < (torch.arange(shape[2], device=device) % 5)[:, None]
+
+
+def _fives(columns: int):
+    return lambda generator, shape, device: (
+        (torch.arange(shape[0], device=device) % 5).clamp(max=columns).to(torch.int32)
+    )
+
+
+def _counted(batch: int, lists: int, rows: int, columns: int, room: int) -> dict:
+    keep = T(batch, lists, rows, columns, dtype=torch.bool, init=_first_of_each)
+    return {"keep": keep, "room": room, "counts": T(rows, dtype=torch.int32, init=_fives(columns))}
+
+
 def _pair(batch: int, heads: int, kv_heads: int, tokens: int, keys: int, dim: int, **options) -> dict:
     kind = {"layout": options.pop("layout", "contiguous"), "grad": options.pop("grad", True)}
     return {"q": T(batch, heads, tokens, dim, **kind), "k": T(batch, kv_heads, keys, dim, **kind), **options}
@@ -229,6 +246,10 @@ CASES: dict[str, list[Case]] = {
         Case("square", {"keep": T(2, 2, 7, 7, dtype=torch.bool, init=_kept), "room": 196}, SMALL),
         Case("wide", {"keep": T(1, 3, 5, 70, dtype=torch.bool, init=_kept), "room": 1050}, SMALL),
         Case("tall", {"keep": T(1, 1, 37, 3, dtype=torch.bool, init=_kept), "room": 111}, SMALL),
+        Case("counted", _counted(2, 3, 9, 7, 84), SMALL),
+        Case("counted_tall", _counted(1, 2, 70, 5, 300), SMALL),
+        Case("counted_too_little_room", _counted(1, 2, 8, 40, 20), SMALL),
+        Case("counted_512", _counted(1, 4, 512, 512, 4 * 512 * 512), GPU),
         Case("too_little_room", {"keep": T(1, 2, 8, 8, dtype=torch.bool, init=_kept), "room": 9}, SMALL),
         Case("much_room", {"keep": T(2, 1, 5, 3, dtype=torch.bool, init=_kept), "room": 700}, SMALL),
         Case(

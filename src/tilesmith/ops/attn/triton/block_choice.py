@@ -87,18 +87,26 @@ def _count_lines(keep_ptr, counts_ptr, tile, lines, length, stride, step, LINES:
 
 
 @triton.jit
-def _write_lines(
-    keep_ptr, ends_ptr, offsets_ptr, indices_ptr, others, entries, number, tile, programs, lines, length, stride, step,
-    room, LINES: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
-):  # fmt: skip
-    """The entries of LINES lines, where their lists end, and a share of the zeros behind the last list. ends_ptr: the
-    entries up to each line, with `others` of the other side before them; entries: of this side."""
+def _added_lines(ends_ptr, others, number, tile, lines, LINES: tl.constexpr):
+    """Entries before LINES lines and up to their ends. ends_ptr: the entries up to each line of all tables, with
+    `others` of the other side before them."""
     line = tile * LINES + tl.arange(0, LINES)
     held = line < lines
     of_all = number * lines + line
     end = (tl.load(ends_ptr + of_all, mask=held, other=0) - others).to(tl.int32)
     before = (tl.load(ends_ptr + of_all - 1, mask=held & (of_all > 0), other=0) - others).to(tl.int32)
-    before = tl.where(of_all > 0, before, 0)
+    return tl.where(of_all > 0, before, 0), end
+
+
+@triton.jit
+def _write_lines(
+    keep_ptr, before, end, offsets_ptr, indices_ptr, entries, number, tile, programs, lines, length, stride, step,
+    room, LINES: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """The entries of LINES lines, where their lists end, and a share of the zeros behind the last list. entries: of
+    this side."""
+    line = tile * LINES + tl.arange(0, LINES)
+    held = line < lines
     out = offsets_ptr + number.to(tl.int64) * (lines + 1) + line
     tl.store(out, tl.minimum(before, room), mask=held)
     tl.store(out + 1, tl.minimum(end, room), mask=line == lines - 1)
@@ -152,14 +160,80 @@ def _block_lists_kernel(
     keep_ptr += (number // lists).to(tl.int64) * strides[0] + (number % lists).to(tl.int64) * strides[1]
     entries = tl.load(ends_ptr + tables * rows - 1)
     if tile < by_rows:
+        before, end = _added_lines(ends_ptr, 0, number, tile, rows, ROW_LINES)
         _write_lines(
-            keep_ptr, ends_ptr, offsets_ptr, indices_ptr, 0, entries, number, tile, tables * by_rows, rows, columns,
+            keep_ptr, before, end, offsets_ptr, indices_ptr, entries, number, tile, tables * by_rows, rows, columns,
             strides[2], strides[3], room, ROW_LINES, BLOCK, FILL,
         )  # fmt: skip
     else:
+        tile -= by_rows
+        columns_before, columns_end = _added_lines(
+            ends_ptr + tables * rows, entries, number, tile, columns, COLUMN_LINES
+        )  # fmt: skip
         _write_lines(
-            keep_ptr, ends_ptr + tables * rows, offsets_t_ptr, indices_t_ptr, entries, entries, number, tile - by_rows,
+            keep_ptr, columns_before, columns_end, offsets_t_ptr, indices_t_ptr, entries, number, tile,
             tables * by_columns, columns, rows, strides[3], strides[2], room, COLUMN_LINES, BLOCK, FILL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _entries_before(keep_ptr, first, rows, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """How many entries a table has in its columns before `first`."""
+    total = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        place = keep_ptr + row.to(tl.int64)[:, None] * row_stride
+        for left in range(0, first, COLUMNS):
+            column = left + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (column < first)[None, :]
+            here = tl.load(place + column.to(tl.int64)[None, :] * column_stride, mask=inside, other=0)
+            total += tl.sum(here.to(tl.int32), 1)
+    return tl.sum(total)
+
+
+@triton.jit
+def _counted_lists_kernel(
+    keep_ptr, counts_ptr, offsets_ptr, indices_ptr, offsets_t_ptr, indices_t_ptr, strides, lists, tables, rows, columns,
+    room, ROW_LINES: tl.constexpr, COLUMN_LINES: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """As `_block_lists_kernel`, where it is known how many entries the rows of each table have: nobody waits for sums.
+    The programs of columns, which count those before them, come first."""
+    by_rows, by_columns = tl.cdiv(rows, ROW_LINES), tl.cdiv(columns, COLUMN_LINES)
+    tiles = by_rows + by_columns
+    number = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - number * tiles
+    keep_ptr += (number // lists).to(tl.int64) * strides[0] + (number % lists).to(tl.int64) * strides[1]
+    by_row = tile >= by_columns
+    tile = tl.where(by_row, tile - by_columns, tile)
+    each, earlier = 0, 0
+    for first in range(0, rows, 512):
+        row = first + tl.arange(0, 512)
+        many = tl.load(counts_ptr + row, mask=row < rows, other=0)
+        each += tl.sum(many)
+        earlier += tl.sum(tl.where(row < tile * ROW_LINES, many, 0))
+    base, entries = number * each, tables * each
+    if by_row:
+        line = tile * ROW_LINES + tl.arange(0, ROW_LINES)
+        own = tl.load(counts_ptr + line, mask=line < rows, other=0)
+        own_end = base + earlier + tl.cumsum(own)
+        _write_lines(
+            keep_ptr, own_end - own, own_end, offsets_ptr, indices_ptr, entries, number, tile, tables * by_rows, rows,
+            columns, strides[2], strides[3], room, ROW_LINES, BLOCK, FILL,
+        )  # fmt: skip
+    else:
+        column = tile * COLUMN_LINES + tl.arange(0, COLUMN_LINES)
+        place = keep_ptr + column.to(tl.int64)[:, None] * strides[3]
+        count = tl.zeros((COLUMN_LINES,), tl.int32)
+        for first in range(0, rows, BLOCK):
+            across = first + tl.arange(0, BLOCK)
+            inside = (column < columns)[:, None] & (across < rows)[None, :]
+            here = tl.load(place + across.to(tl.int64)[None, :] * strides[2], mask=inside, other=0)
+            count += tl.sum(here.to(tl.int32), 1)
+        before = _entries_before(keep_ptr, tile * COLUMN_LINES, rows, strides[2], strides[3], 64, 64)
+        end = base + before + tl.cumsum(count)
+        _write_lines(
+            keep_ptr, end - count, end, offsets_t_ptr, indices_t_ptr, entries, number, tile, tables * by_columns,
+            columns, rows, strides[3], strides[2], room, COLUMN_LINES, BLOCK, FILL,
         )  # fmt: skip
 
 
@@ -200,12 +274,17 @@ def block_select(
 
 @register_kernel("block_lists", backend="triton", rank=20)
 @optimize_kernel(num_warps=4)
-def block_lists(keep: Tensor, room: int, *, config: Mapping[str, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists."""
-    return listed(keep, room, config["num_warps"])
+def block_lists(
+    keep: Tensor, room: int, counts: Tensor | None = None, *, config: Mapping[str, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists; with the counts
+    of rows all of it in one launch."""
+    return listed(keep, room, config["num_warps"], counts)
 
 
-def listed(keep: Tensor, room: int, num_warps: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def listed(
+    keep: Tensor, room: int, num_warps: int = 4, row_counts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The lists of a table by rows and by columns, as `block_lists` returns them."""
     batch, many, rows, columns = keep.shape
     device, tables = keep.device, batch * many
@@ -214,7 +293,6 @@ def listed(keep: Tensor, room: int, num_warps: int = 4) -> tuple[Tensor, Tensor,
         nothing = (torch.zeros(batch, many, n + 1, dtype=torch.int32, device=device) for n in (rows, columns))
         return next(nothing), indices.zero_(), next(nothing), indices_t.zero_()
     offsets, offsets_t = (torch.empty(batch, many, n + 1, dtype=torch.int32, device=device) for n in (rows, columns))
-    counts = torch.empty(tables * (rows + columns), dtype=torch.int32, device=device)
     dense = keep.view(torch.uint8)
     # of a table read across its lines, whole sectors
     lines = [4 if stride == 1 else 32 for stride in (keep.stride(3), keep.stride(2))]
@@ -223,11 +301,16 @@ def listed(keep: Tensor, room: int, num_warps: int = 4) -> tuple[Tensor, Tensor,
         "ROW_LINES": lines[0], "COLUMN_LINES": lines[1], "num_warps": num_warps,
     }  # fmt: skip
     grid = (tables * (cdiv(rows, lines[0]) + cdiv(columns, lines[1])),)
+    out = {
+        "offsets_ptr": offsets, "indices_ptr": indices, "offsets_t_ptr": offsets_t, "indices_t_ptr": indices_t,
+        "room": room, "FILL": 256,
+    }  # fmt: skip
+    if row_counts is not None and keep.numel() < 1 << 30:
+        launch(_counted_lists_kernel, grid, keep_ptr=dense, counts_ptr=row_counts.contiguous(), **out, **sizes)
+        return offsets, indices, offsets_t, indices_t
+    counts = torch.empty(tables * (rows + columns), dtype=torch.int32, device=device)
     launch(_block_counts_kernel, grid, keep_ptr=dense, counts_ptr=counts, **sizes)
     # each entry is counted twice
     ends = counts.cumsum(0, dtype=torch.int32 if keep.numel() < 1 << 30 else torch.int64)
-    launch(
-        _block_lists_kernel, grid, keep_ptr=dense, ends_ptr=ends, offsets_ptr=offsets, indices_ptr=indices,
-        offsets_t_ptr=offsets_t, indices_t_ptr=indices_t, room=room, FILL=256, **sizes,
-    )  # fmt: skip
+    launch(_block_lists_kernel, grid, keep_ptr=dense, ends_ptr=ends, **out, **sizes)
     return offsets, indices, offsets_t, indices_t
