@@ -12,11 +12,13 @@ from test_sharding import run_checks
 from tilesmith import ops
 from tilesmith.bench import context_parallel_model
 from tilesmith.distributed import Layout, LocalRing, Machine, context_parallel_attention, explain_context_parallel
+from tilesmith.distributed.kernels import KERNELS, Ours
 from tilesmith.distributed.layout import causal_pairs, length
 from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, calls, pieces, spans
 from tilesmith.distributed.schedule import schedule, shared_heads
 
 ROOT = Path(__file__).parents[1]
+OURS = KERNELS["tilesmith"]
 gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 
@@ -147,6 +149,46 @@ def test_a_local_ring(size, mode):
     torch.testing.assert_close(found, (out, lse))
     for g, e in zip(torch.autograd.grad(found, (q, k, v, sinks), slopes), exact):
         torch.testing.assert_close(g, e)
+
+
+class _Rounding(Ours):
+    """Kernels of a GPU: gradients of 16-bit inputs are computed in fp32 and rounded."""
+
+    def partial(self, x):
+        return x.dtype
+
+    def forward(self, q, k, v, call, terms):
+        out, lse = OURS.forward(q, k, v, call, terms)
+        return out.to(q.dtype), lse
+
+    def backward(self, dout, dlse, q, k, v, out, lse, call, terms):
+        return tuple(x.to(q.dtype) for x in OURS.backward(dout, dlse, q, k, v, out, lse, call, terms))
+
+
+def _errors(size, mode, kernel):
+    """Relative errors of dq, dk and dv in bf16."""
+    generator, mask = torch.Generator().manual_seed(1), ops.Mask(causal=True)
+    *inputs, dout = (torch.randn(1, h, 256, 32, generator=generator).bfloat16() for h in (4, 2, 2, 4))
+    whole = [x.double().requires_grad_() for x in inputs]
+    exact = torch.autograd.grad(ops.attention(*whole, mask)[0], whole, dout.double())
+    layout = Layout.zigzag(256, size)
+    shards = [[layout.shard(x, rank, 2).requires_grad_() for rank in range(size)] for x in inputs]
+    outs, _ = context_parallel_attention(*shards, LocalRing(size), mask, mode=mode, layout=layout, kernel=kernel)
+    slopes = [layout.shard(dout, rank, 2) for rank in range(size)]
+    found = torch.autograd.grad(outs, [x for each in shards for x in each], slopes)
+    made = [layout.unshard(list(found[i * size : (i + 1) * size]), 2).double() for i in range(3)]
+    return [float((g - e).norm() / e.norm()) for g, e in zip(made, exact)]
+
+
+@pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses"])
+def test_errors_do_not_grow_with_ranks(mode, monkeypatch):
+    """Kernels that give fp32 lose nothing to several ranks. Of those that round, each rank's rounding and that of the sum
+    have half of the variance each, about: what travels and what is added loses nothing more."""
+    monkeypatch.setitem(KERNELS, "rounding", _Rounding())
+    for kernel, most in (("tilesmith", 1.2), ("rounding", 1.15 * 2**0.5)):
+        one = _errors(1, mode, kernel)
+        for size in (2, 4, 8) if mode != "ulysses" else (2, 4):
+            assert all(e <= most * o for e, o in zip(_errors(size, mode, kernel), one)), (kernel, size)
 
 
 def test_rows_that_see_nothing():

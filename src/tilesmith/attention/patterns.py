@@ -6,6 +6,7 @@ from enum import Enum
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.attention.budget import checked_sparsity
@@ -76,8 +77,13 @@ def _blocks(
     device: torch.device,
 ) -> Blocks:  # fmt: skip
     lists = heads if pattern is SparsePattern.RANDOM else 1
-    seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
     offsets, indices, offsets_t, indices_t = ops.block_pattern(
-        seeds, pattern.value, tokens, keys, sparsity, lists, block, causal
+        _seed(seed, device), pattern.value, tokens, keys, sparsity, lists, block, causal
     )
     return Blocks(offsets, indices, block, block, offsets_t, indices_t)
+
+
+@lru_cache(maxsize=32)
+def _seed(seed: int, device: torch.device) -> Tensor:
+    """The seed where kernels read it: writing it would be a launch of its own."""
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
