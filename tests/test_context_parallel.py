@@ -182,7 +182,7 @@ def _errors(size, mode, kernel):
 
 @pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses"])
 def test_errors_do_not_grow_with_ranks(mode, monkeypatch):
-    """Kernels that give fp32 lose nothing to several ranks. Of those that round, each rank's rounding and that of the sum
+    """Kernels that give fp32 lose nothing to several ranks. Of those that round, each rank's rounding and the sum's
     have half of the variance each, about: what travels and what is added loses nothing more."""
     monkeypatch.setitem(KERNELS, "rounding", _Rounding())
     for kernel, most in (("tilesmith", 1.2), ("rounding", 1.15 * 2**0.5)):
