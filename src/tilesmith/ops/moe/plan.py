@@ -37,20 +37,23 @@ class BackwardConfig(NamedTuple):
 
 
 class HopperConfig(NamedTuple):
-    """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns."""
+    """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns; consumers: warpgroups that
+    run WGMMA, each for 64 pairs of a tile."""
 
     num_stages: int
     group_m: int
+    consumers: int = 2
 
 
 class HopperBackwardConfig(NamedTuple):
     """weight_n, weight_stages: columns of a tile of a weight's gradient, and steps of its sum in flight; rows_stages,
-    group_m: `HopperConfig` of x's gradient."""
+    group_m, rows_consumers: `HopperConfig` of x's gradient."""
 
     weight_n: int
     weight_stages: int
     rows_stages: int
     group_m: int
+    rows_consumers: int = 2
 
 
 # The pre-activation's gradient stays Triton's on Hopper, in the configuration that `backward` gives it for many pairs.
