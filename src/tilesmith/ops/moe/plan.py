@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tilesmith.ops.moe import schedule
+
 
 class ForwardConfig(NamedTuple):
     """block_m: pairs of one expert in a tile, block_n: columns of the tile's sums, for gated experts half of gate and
@@ -60,6 +62,8 @@ class HopperBackwardConfig(NamedTuple):
 HOPPER_PRE = BackwardConfig(128, 128, 64, 256, 128, 128, 64, 8, num_warps=8, num_stages=4)
 HOPPER_LEAST = 16  # pairs an expert up to which Triton's narrow tiles read the weights of a forward with less waiting
 HOPPER_ROWS, HOPPER_COLS, HOPPER_STEP = 128, 256, 64  # of a tile of Hopper's products, and pairs or features of a step
+HOPPER_HEIGHTS = (HOPPER_ROWS, 192)  # pairs of a tile by two consumers, which was measured first, and by three
+HOPPER_MARGIN = 0.1  # of the time of the first: about how far the model is from what was measured
 LARGEST_SHARED_MEMORY = 232_448  # of a CTA of compute capability 9.0
 
 
@@ -115,27 +119,49 @@ def _stages(block_m: int, block_n: int, block_k: int, most: int, arch: Any) -> i
     return max(2, min(most, (arch.shared_memory - 2048) // (2 * block_k * (block_m + block_n))))
 
 
+def hopper_times(sizes: Mapping[str, int], arch: Any, backward: bool = False) -> dict[int, float]:
+    """Seconds that `schedule` predicts for the products whose tiles have one height, by that height: gate and up, and
+    down; with `backward` the gradient of x."""
+    hidden, inner = sizes["hidden"], sizes["inner"]
+    up, down = schedule.Product(2 * inner, hidden, HOPPER_COLS), schedule.Product(hidden, inner, HOPPER_COLS)
+    products = (schedule.Product(hidden, 2 * inner, HOPPER_COLS),) if backward else (up, down)
+    rates = schedule.Rates(sms=arch.sms or schedule.Rates().sms)
+    return schedule.times(products, HOPPER_HEIGHTS, sizes["pairs"], sizes["experts"], rates)
+
+
+def _consumers(sizes: Mapping[str, int], arch: Any, backward: bool = False) -> int:
+    return schedule.height(hopper_times(sizes, arch, backward), HOPPER_MARGIN) // schedule.CONSUMER_ROWS
+
+
 def hopper_forward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
     """The configuration of Hopper's forward where none was measured."""
-    return HopperConfig(num_stages=4, group_m=8)
+    consumers = _consumers(sizes, arch)
+    return HopperConfig(num_stages=4 if consumers == 2 else 3, group_m=8, consumers=consumers)
 
 
 def hopper_backward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperBackwardConfig:
     """The configuration of Hopper's backward where none was measured."""
-    return HopperBackwardConfig(weight_n=256, weight_stages=4, rows_stages=4, group_m=8)
+    consumers = _consumers(sizes, arch, backward=True)
+    rows_stages = 4 if consumers == 2 else 3
+    return HopperBackwardConfig(256, weight_stages=4, rows_stages=rows_stages, group_m=8, rows_consumers=consumers)
 
 
-def hopper_shared_memory(cols: int, stages: int) -> int:
-    """Bytes of shared memory of a product on Hopper: what is in flight, four pieces of results, the mbarriers."""
-    return 2 * stages * HOPPER_STEP * (HOPPER_ROWS + cols) + 4 * 2 * 64 * 64 + 16 * stages
+def hopper_shared_memory(cols: int, stages: int, consumers: int = 2) -> int:
+    """Bytes of shared memory of a product on Hopper: what is in flight, two pieces of results a consumer, the
+    mbarriers."""
+    rows = consumers * schedule.CONSUMER_ROWS
+    return 2 * stages * HOPPER_STEP * (rows + cols) + 2 * consumers * 2 * 64 * 64 + 16 * stages
 
 
 def hopper_fit(config: Any, sizes: Mapping[str, int], arch: Any, dtype: Any) -> Any:
-    """The same configuration with as many steps in flight as shared memory holds."""
-    for field, cols in (("num_stages", HOPPER_COLS), ("rows_stages", HOPPER_COLS), ("weight_stages", 0)):
+    """The same configuration with two or three consumers and as many steps in flight as shared memory holds."""
+    for field in ("consumers", "rows_consumers"):
         if field in config._fields:
-            cols = cols or config.weight_n
-            most = max(n for n in range(1, 9) if hopper_shared_memory(cols, n) <= LARGEST_SHARED_MEMORY)
+            config = config._replace(**{field: min(3, max(2, getattr(config, field)))})
+    for field, of in (("num_stages", "consumers"), ("rows_stages", "rows_consumers"), ("weight_stages", "")):
+        if field in config._fields:
+            cols, consumers = (HOPPER_COLS, getattr(config, of)) if of else (config.weight_n, 2)
+            most = max(n for n in range(1, 9) if hopper_shared_memory(cols, n, consumers) <= LARGEST_SHARED_MEMORY)
             config = config._replace(**{field: min(most, max(2, getattr(config, field)))})
     return config
 

@@ -63,6 +63,24 @@ def _reasons(call: Any) -> list[str]:
     return found
 
 
+def _tells(*args: Any, consumers: int, backward: bool) -> list[str]:
+    found = plan.hopper_times(_dims(*args), arch_of(args[0].device), backward)
+    predicted = ", ".join(f"{1e6 * seconds:.0f} us by {rows}" for rows, seconds in found.items())
+    which = "x's gradient" if backward else "gate, up and down"
+    return [
+        f"tiles of {HALF_ROWS * consumers} pairs of one expert by {COLS} columns, {consumers} consumers",
+        f"predicted for {which}, if every expert is as likely: {predicted} pairs",
+    ]
+
+
+def _tells_forward(*args: Any, config: HopperConfig) -> list[str]:
+    return _tells(*args, consumers=config.consumers, backward=False)
+
+
+def _tells_backward(dy: Tensor, *args: Any, config: HopperBackwardConfig) -> list[str]:
+    return _tells(*args, consumers=config.rows_consumers, backward=True)
+
+
 def _gathered(source: Tensor, groups: Groups, experts: int, top_k: int) -> Tensor:
     """The rows of tokens [T, N] as those of pairs in the order of experts."""
     pairs, cols = groups.order.shape[0], source.shape[1]
@@ -118,7 +136,7 @@ def _product(a: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, con
     return out
 
 
-@register_kernel("experts", backend="hopper", rank=RANK, rejects=_reasons)
+@register_kernel("experts", backend="hopper", rank=RANK, rejects=_reasons, tells=_tells_forward)
 @optimize_kernel(space=SPACE)
 @experts_arguments
 def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
@@ -128,6 +146,8 @@ def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor,
     pre = x.new_empty((pairs, 2 * inner if hidden else 0))
     if pairs == 0:
         return x.new_zeros(call.x.shape), pre
+    if x.shape[0] * x.stride(0) >= 8 * 2**31:  # beyond the offsets of three consumers' gather
+        config = plan.hopper_fit(config._replace(consumers=2), {}, None, None)
     groups, top_k = group(indices, count, HALF_ROWS * config.consumers), indices.shape[-1]
     activated = x.new_empty((pairs, inner))
     out = rows_of(activated, HALF_ROWS, PIECE)
@@ -184,7 +204,7 @@ class _Backward(steps.Backward):
         return out if made.data_ptr() == out.data_ptr() else out.copy_(made)
 
 
-@register_kernel("experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both)
+@register_kernel("experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both, tells=_tells_backward)
 @optimize_kernel(space=SPACE_VJP)
 @experts_vjp_arguments
 def experts_vjp(
