@@ -15,10 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import cdiv, launch, next_power_of_2
-from tilesmith.ops.moe.plan import most_tiles
+from tilesmith.ops.moe.plan import FEW, most_tiles
 
 BLOCK = 128  # pairs of a block; ranks within it come from comparing all with all
-FEW = 128  # pairs up to which one program does it all: decoding waits for launches, not for them
 
 
 class Groups(NamedTuple):

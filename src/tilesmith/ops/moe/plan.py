@@ -38,6 +38,20 @@ class BackwardConfig(NamedTuple):
     num_stages: int
 
 
+class FewConfig(NamedTuple):
+    """block_n, down_n: columns of a tile of gate and up, and of down; block_k: features of a step of both; num_stages:
+    steps in flight. direct_n: where not 0, one program makes so many columns of down for all experts of a token, in
+    steps of direct_k features, direct_stages in flight."""
+
+    block_n: int
+    down_n: int
+    block_k: int
+    num_stages: int
+    direct_n: int
+    direct_k: int
+    direct_stages: int
+
+
 class HopperConfig(NamedTuple):
     """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns; consumers: warpgroups that
     run WGMMA, each for 64 pairs of a tile."""
@@ -64,6 +78,9 @@ HOPPER_LEAST = 16  # pairs an expert up to which Triton's narrow tiles read the 
 HOPPER_ROWS, HOPPER_COLS, HOPPER_STEP = 128, 256, 64  # of a tile of Hopper's products, and pairs or features of a step
 HOPPER_HEIGHTS = (HOPPER_ROWS, 192)  # pairs of a tile by two consumers, which was measured first, and by three
 HOPPER_MARGIN = 0.1  # of the time of the first: about how far the model is from what was measured
+FEW = 128  # pairs up to which one program compares all with all: decoding waits for launches, not for that
+FEW_INTERPRETED = 32  # the same in Triton's interpreter, so that its small cases run both forms
+MOST_TOGETHER = 16  # experts of a token whose columns one program sums
 LARGEST_SHARED_MEMORY = 232_448  # of a CTA of compute capability 9.0
 
 
@@ -117,6 +134,31 @@ def _height(sizes: Mapping[str, int]) -> int:
 def _stages(block_m: int, block_n: int, block_k: int, most: int, arch: Any) -> int:
     """As many steps in flight as shared memory holds."""
     return max(2, min(most, (arch.shared_memory - 2048) // (2 * block_k * (block_m + block_n))))
+
+
+def few(
+    sizes: Mapping[str, int], top_k: int, arch: Any, dtype: Any, adapted: bool, by_features: bool
+) -> FewConfig | None:
+    """The configuration of kernels for few pairs, which need no index; None where they do not serve. by_features: the
+    weight of down has neighbouring features."""
+    pairs, experts = sizes["pairs"], sizes["experts"]
+    most = FEW_INTERPRETED if arch.kind == "cpu" else FEW
+    if adapted or not 0 < pairs <= min(most, 16 * experts) or top_k > MOST_TOGETHER:
+        return None
+    if arch.kind == "cpu":
+        return FewConfig(32, 32, 32, 2, 8 if by_features else 0, 32, 2)
+    if dtype.itemsize > 2:
+        return None
+    rates = schedule.Rates(sms=arch.sms or schedule.Rates().sms)
+    distinct = schedule.distinct(pairs // top_k, top_k, experts)
+    # Columns so narrow that every multiprocessor has two programs, but no narrower.
+    tokens, columns = pairs // top_k, (64, 32) if by_features else (64,)
+    block_n = next((n for n in columns if distinct * -(-sizes["inner"] // (n // 2)) >= 2 * rates.sms), columns[-1])
+    direct_n = 0
+    if by_features and schedule.together(pairs, distinct, sizes["hidden"], sizes["inner"], rates):
+        direct_n = 16 if top_k <= 8 and tokens * -(-sizes["hidden"] // 16) >= 2 * rates.sms else 8
+    direct_stages = 4 if direct_n == 16 else 5
+    return FewConfig(block_n, 64, 128, _stages(16, 64, 128, 5, arch), direct_n, 64, direct_stages)
 
 
 def hopper_times(sizes: Mapping[str, int], arch: Any, backward: bool = False) -> dict[int, float]:

@@ -16,16 +16,18 @@ QUANTILES = 32  # of the pairs of an expert, in place of a sum over all numbers
 
 
 class Rates(NamedTuple):
-    """sms: multiprocessors; flops, l2: FLOP/s of WGMMA and bytes/s of loads that one of them reaches; memory: bytes/s of
-    the device; store: seconds of a tile's epilogue that no product hides.
+    """sms: multiprocessors; flops, l2: FLOP/s of WGMMA and bytes/s of loads that one of them reaches; memory: bytes/s
+    of the device; store: seconds of a tile's epilogue that no product hides; launch: seconds of a launch that waits for
+    the one before.
 
-    The defaults are what the products of 65,536 pairs of 128 experts reach on an H200 (docs/log/experts.md)."""
+    The defaults follow from the products of 65,536 pairs of 128 experts on an H200 (docs/log/experts.md)."""
 
     sms: int = 132
     flops: float = 5.3e12
     l2: float = 60e9
     memory: float = 4.2e12
     store: float = 1e-6
+    launch: float = 4e-6
 
 
 class Product(NamedTuple):
@@ -88,3 +90,16 @@ def height(found: dict[int, float], margin: float) -> int:
     first = next(iter(found))
     best = min(found, key=lambda rows: found[rows])
     return best if found[best] < found[first] * (1 - margin) else first
+
+
+def distinct(tokens: int, top_k: int, experts: int) -> float:
+    """Experts that tokens choose, in the mean, if every expert is as likely."""
+    return experts * (1 - (1 - min(1.0, top_k / max(1, experts))) ** tokens)
+
+
+def together(pairs: int, experts: float, hidden: int, inner: int, rates: Rates) -> bool:
+    """Whether down takes less time with one program for all experts of a token, which reads an expert once for each
+    pair, from L2 but for the first, than with one for all pairs of an expert, whose sum over k is one more launch."""
+    weight = 2 * hidden * inner
+    once = experts * weight / rates.memory
+    return max(once, pairs * weight / (rates.l2 * rates.sms)) <= once + rates.launch

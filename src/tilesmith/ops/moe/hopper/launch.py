@@ -27,7 +27,9 @@ def _dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) ->
     return plan.dims(indices.numel(), gate_up.shape[0], x.shape[-1], down.shape[2])
 
 
-SPACE = Space(_dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16), "consumers": (2, 3)}, plan.hopper_fit)
+SPACE = Space(
+    _dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16), "consumers": (2, 3)}, plan.hopper_fit
+)
 SPACE_VJP = Space(
     lambda dy, *args: _dims(*args),
     plan.hopper_backward,

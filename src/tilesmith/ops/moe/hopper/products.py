@@ -1,8 +1,8 @@
 """The products of experts on Hopper, in Gluon: rows in the order of experts, times the weights of their expert.
 
 A CTA makes one tile of 64 · CONSUMERS rows after another: one warpgroup issues TMA loads, two or three run WGMMA, each
-for 64 of the rows, with an epilogue of its own. The last tile of an expert may be shorter; a consumer that has none of its rows only gives
-its stages back. Legend as in `ops.moe.kernels`.
+for 64 of the rows, with an epilogue of its own. The last tile of an expert may be shorter; a consumer that has none of
+its rows only gives its stages back. Legend as in `ops.moe.kernels`.
 """
 
 from tilesmith.device.gluon.matmul import split_columns
