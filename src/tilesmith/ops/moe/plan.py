@@ -157,6 +157,8 @@ def few(
     direct_n = 0
     if by_features and schedule.together(pairs, distinct, sizes["hidden"], sizes["inner"], rates):
         direct_n = 16 if top_k <= 8 and tokens * -(-sizes["hidden"] // 16) >= 2 * rates.sms else 8
+    if arch.kind != "cuda":
+        return FewConfig(block_n, 64, 64, 2, direct_n, 64, 2)
     direct_stages = 4 if direct_n == 16 else 5
     return FewConfig(block_n, 64, 128, _stages(16, 64, 128, 5, arch), direct_n, 64, direct_stages)
 

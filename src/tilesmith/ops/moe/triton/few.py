@@ -91,10 +91,10 @@ def few_rows_kernel(
     blocks = tl.cdiv(outputs, BLOCK_N)
     pair, column = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     expert, _, members, length = _tile_of(indices_ptr, pair, pairs, experts, BLOCK_M, PAIRS)
-    if (length == 0) | (expert == experts):
-        return
     if CHAINED:
         tl.extra.cuda.gdc_wait()
+    if (length == 0) | (expert == experts):
+        return
     inside = tl.arange(0, BLOCK_M) < length
     col, k = column * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     there = col < outputs
