@@ -12,7 +12,8 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 CONSUMER_ROWS = 64  # pairs of a tile for each warpgroup of WGMMA
-QUANTILES = 32  # of the pairs of an expert, in place of a sum over all numbers
+QUANTILES = 16  # of the pairs of an expert, in place of a sum over all numbers
+PLACES = tuple(NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES))
 
 
 class Rates(NamedTuple):
@@ -43,13 +44,7 @@ def spread(pairs: int, experts: int) -> list[int]:
     with the mean and the variance of the binomial one."""
     mean = pairs / max(1, experts)
     deviation = (mean * (1 - 1 / max(1, experts))) ** 0.5
-    places = (NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES))
-    return [max(0, round(mean + deviation * z)) for z in places]
-
-
-def tiles_of(pairs: int, rows: int) -> list[int]:
-    """Pairs of each tile of an expert."""
-    return [min(rows, pairs - first) for first in range(0, pairs, rows)]
+    return [max(0, round(mean + deviation * z)) for z in PLACES]
 
 
 def _rounded(pairs: int) -> int:
@@ -66,12 +61,14 @@ def tile_time(product: Product, pairs: int, rates: Rates) -> float:
 
 def product_time(product: Product, rows: int, pairs: int, experts: int, rates: Rates) -> float:
     """Seconds of a product in tiles of up to `rows` pairs of one expert."""
-    each = [n for count in spread(pairs, experts) for n in tiles_of(count, rows)]
-    if not each:
+    counts = spread(pairs, experts)
+    full, rest = sum(count // rows for count in counts), [count % rows for count in counts if count % rows]
+    if not full + len(rest):
         return 0.0
     columns = -(-product.outputs // product.columns)
-    tiles = len(each) * experts * columns / QUANTILES
-    mean = sum(tile_time(product, n, rates) for n in each) / len(each)
+    tiles = (full + len(rest)) * experts * columns / QUANTILES
+    busy = full * tile_time(product, rows, rates) + sum(tile_time(product, n, rates) for n in rest)
+    mean = busy / (full + len(rest))
     rounds = max(tiles / rates.sms, float(-(-int(tiles) // rates.sms)))
     weights = 2 * experts * product.outputs * product.features / rates.memory
     return max(rounds * mean, weights)
