@@ -114,11 +114,19 @@ def few_rows_kernel(
 
 
 @triton.jit
+def _prefetch(address):
+    """Bring the line of 128 bytes of each address into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def few_down_kernel(
     a_ptr, weight_ptr, bias_ptr, indices_ptr, scales_ptr, out_ptr, tokens, experts, top_k, features, outputs,
     weight_expert, weight_out, weight_in,
     HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
-    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out[t] = Σ_k scales[t, k] (a[t, k] · weight[e]ᵀ + bias[e]) over the pairs that have an expert: one program has
     BLOCK_N columns of all experts of a token. Tokens come first: those that share an expert read it together."""
@@ -135,9 +143,13 @@ def few_down_kernel(
         + k.to(tl.int64)[None, None, :] * weight_in
     )  # fmt: skip
     a_tile = a_ptr + pair[:, None] * features + k[None, :]
-    # The first weights are on their way while the kernel before ends.
+    # The first weights are on their way, and the next in L2, while the kernel before ends.
     b = tl.load(b_tile, mask=both & (k < features)[None, None, :], other=0.0)
     if CHAINED:
+        line = tl.minimum(col, outputs - 1).to(tl.int64)[:, None] * weight_out + expert[None, :] * weight_expert
+        for ahead in tl.static_range(1, AHEAD + 1):
+            step = tl.minimum(ahead * BLOCK_K, features - 1).to(tl.int64) * weight_in
+            _prefetch((weight_ptr + line + step).to(tl.int64))
         tl.extra.cuda.gdc_wait()
     a = tl.load(a_tile, mask=has[:, None] & (k < features)[None, :], other=0.0)
     acc = b.to(tl.float32) * a.to(tl.float32)[None, :, :]
@@ -182,7 +194,7 @@ def few_experts(call: Any, config: FewConfig, hidden: bool) -> tuple[Tensor, Ten
             few_down_kernel, (tokens * cdiv(outputs, config.direct_n),),
             activated, down, bias, indices, scales, out, tokens, count, top_k, inner, outputs, *down.stride(),
             HAS_BIAS=bias is not None, CHAINED=chained, TOP_K=next_power_of_2(top_k), BLOCK_N=config.direct_n,
-            BLOCK_K=config.direct_k, STAGES=config.direct_stages, num_warps=4, **pdl,
+            BLOCK_K=config.direct_k, STAGES=config.direct_stages, AHEAD=4, num_warps=4, **pdl,
         )  # fmt: skip
         return out, pre
     each = x.new_empty((pairs, outputs))
