@@ -15,7 +15,7 @@ from tilesmith.engine import use
 from tilesmith.hardware.detect import arch_named
 from tilesmith.models import optimize, undo
 from tilesmith.models.layers import experts as rules
-from tilesmith.ops.moe import plan
+from tilesmith.ops.moe import plan, schedule
 
 MODELS = {
     "mixtral": "computes experts (swiglu)",
@@ -258,9 +258,100 @@ def test_a_ragged_tile_lies_where_its_expert_does():
         assert desc.shape[-1] * parts == 80
 
 
+def test_a_product_s_predicted_time_grows_with_what_it_must_do():
+    product, rates = schedule.Product(1024, 2048), schedule.Rates()
+    for rows in (*plan.HOPPER_HEIGHTS, 64):
+        found = [schedule.product_time(product, rows, pairs, 128, rates) for pairs in (0, 100, 2000, 20000, 200000)]
+        assert found == sorted(found) and found[0] == 0
+        slow = rates._replace(flops=rates.flops / 4, l2=rates.l2 / 4, memory=rates.memory / 4)
+        assert schedule.product_time(product, rows, 20000, 128, slow) > 2 * found[3]
+    assert sum(schedule.spread(81920, 512)) / schedule.QUANTILES == pytest.approx(160, abs=0.5)
+    assert schedule.spread(7, 1) == [7] * schedule.QUANTILES
+    assert schedule.distinct(1, 8, 128) == pytest.approx(8) and schedule.distinct(10_000, 8, 128) == pytest.approx(128)
+
+
+def test_a_tile_holds_the_pairs_of_an_expert_where_that_saves_reading_its_weights():
+    arch = arch_named("sm90")
+
+    def consumers(tokens, experts, top_k, inner):
+        sizes = plan.dims(tokens * top_k, experts, 2048, inner)
+        forward = plan.hopper_forward(sizes, arch, torch.bfloat16).consumers
+        return forward, plan.hopper_backward(sizes, arch, torch.bfloat16).rows_consumers
+
+    assert consumers(8192, 512, 10, 512) == (3, 3)  # 160 pairs an expert: one tile of 192, two of 128
+    assert consumers(2560, 128, 8, 768) == (3, 3)
+    assert consumers(4096, 512, 10, 512) == (2, 2)  # 80: one tile of either
+    assert consumers(32768, 128, 8, 768) == (2, 2)  # 2048: bound by WGMMA
+
+
+def test_a_taller_tile_is_chosen_only_by_more_than_the_model_may_be_off():
+    assert plan.schedule.height({128: 1.0, 192: 0.95}, 0.1) == 128
+    assert plan.schedule.height({128: 1.0, 192: 0.85}, 0.1) == 192
+    assert plan.schedule.height({128: 1.0, 192: 1.2}, 0.1) == 128
+
+
+def few(tokens, top_k, experts=128, hidden=2048, inner=768, by_features=True, adapted=False, dtype=torch.bfloat16):
+    sizes = plan.dims(tokens * top_k, experts, hidden, inner)
+    return plan.few(sizes, top_k, arch_named("sm90"), dtype, adapted, by_features)
+
+
+def test_few_pairs_are_served_without_an_index():
+    assert few(0, 8) is None and few(17, 8) is None and few(2, 17) is None
+    assert few(1, 8, adapted=True) is None and few(1, 8, dtype=torch.float32) is None
+    assert few(33, 1, experts=2) is None  # three tiles of 16 would read all weights three times
+    for tokens in (1, 4, 16):
+        for top_k, experts, hidden, inner in ((8, 128, 2048, 768), (4, 32, 2880, 2880)):
+            config = few(tokens, top_k, experts, hidden, inner)
+            programs = schedule.distinct(tokens, top_k, experts) * -(-inner // (config.block_n // 2))
+            assert config.block_n == 32 or programs >= 2 * 132
+            assert 2 * config.num_stages * config.block_k * (16 + 64) <= 232_448
+            direct = config.direct_n * config.direct_k * (1 << (top_k - 1).bit_length())
+            assert 2 * config.direct_stages * direct <= 232_448 // 2 and direct <= 64 * 128  # sums a thread keeps
+    assert few(1, 8).direct_n and few(16, 8).direct_n
+    assert not few(16, 4, 32, 2880, 2880).direct_n  # tokens share experts: their weights are read together
+    assert not few(1, 8, by_features=False).direct_n and few(1, 8, by_features=False).block_n == 64
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_explain_says_how_few_pairs_are_served():
+    from tilesmith.ops.moe.triton import launch
+
+    x, gate_up, down = torch.ones(3, 16), torch.ones(4, 16, 16), torch.ones(4, 16, 8)
+    for k, columns, words in ((2, down, "one launch"), (2, down.mT.contiguous().mT, "two launches")):
+        indices = torch.zeros(3, k, dtype=torch.int64)
+        call = ops_of()["experts"].bind((x, gate_up, columns, indices, indices.float()), {})
+        told = launch._tells_forward(*call, config=None)
+        assert "6 pairs need no index" in told[0] and words in told[1]
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_every_pair_is_in_one_tile_of_any_height():
+    from tilesmith.ops.moe.index import group, tiled
+
+    for shape, experts, block_m in (((21, 3), 5, 16), ((200, 3), 2, 192), ((33, 10), 130, 32)):
+        indices = torch.randint(-1, experts + 1, shape, device=DEVICE)
+        found = tiled(group(indices, experts, 128), experts, block_m)
+        starts, covered = found.starts.tolist(), []
+        for e, row in zip(found.tile_expert.tolist(), found.tile_row.tolist()):
+            if e == experts:
+                assert row >= starts[experts]
+            else:
+                assert starts[e] <= row < starts[e + 1]
+                covered += range(row, min(row + block_m, starts[e + 1]))
+        assert covered == list(range(starts[experts]))
+        wanted = group(indices, experts, block_m)
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], wanted[:3]))
+
+
 def test_hopper_s_stages_fit_shared_memory():
     arch = arch_named("sm90")
     assert arch.shared_memory == plan.LARGEST_SHARED_MEMORY
+    sizes = plan.dims(8192 * 10, 512, 2048, 512)
+    config, back = (f(sizes, arch, torch.bfloat16) for f in (plan.hopper_forward, plan.hopper_backward))
+    for stages, consumers in ((config.num_stages, config.consumers), (back.rows_stages, back.rows_consumers)):
+        assert consumers == 3 and plan.hopper_shared_memory(plan.HOPPER_COLS, stages, 3) <= arch.shared_memory
+    fit = plan.hopper_fit(config._replace(consumers=4, num_stages=4), sizes, arch, torch.bfloat16)
+    assert (fit.consumers, fit.num_stages) == (3, 3)
     sizes = plan.dims(8192 * 8, 128, 2048, 768)
     config, back = (f(sizes, arch, torch.bfloat16) for f in (plan.hopper_forward, plan.hopper_backward))
     assert plan.hopper_shared_memory(plan.HOPPER_COLS, config.num_stages) <= arch.shared_memory

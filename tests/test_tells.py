@@ -107,10 +107,14 @@ def test_rows_that_registers_hold_are_read_once():
 
 def test_experts_tell_their_tiles_and_their_index():
     pytest.importorskip("triton")
-    few, many = (torch.zeros(tokens, 2, dtype=torch.int64) for tokens in (4, 4096))
+    one, few, many = (torch.zeros(tokens, 2, dtype=torch.int64) for tokens in (4, 40, 4096))
     gate_up, down = torch.ones(4, 16, 8), torch.ones(4, 8, 8)
     kernel = ops()["experts"].kernel("triton")
-    for indices, told in ((few, "8 pairs are put in the order of experts by one launch"), (many, "four launches")):
+    for indices, told in (
+        (one, "8 pairs need no index"),
+        (few, "80 pairs are put in the order of experts by one launch"),
+        (many, "four launches"),
+    ):
         x = torch.ones(indices.shape[0], 8)
         config = kernel.fn.configure((x, gate_up, down, indices, indices.float()), search=False)
         assert told in "; ".join(kernel.tells(x, gate_up, down, indices, indices.float(), config=config))

@@ -15,10 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import cdiv, launch, next_power_of_2
-from tilesmith.ops.moe.plan import most_tiles
+from tilesmith.ops.moe.plan import FEW, most_tiles
 
 BLOCK = 128  # pairs of a block; ranks within it come from comparing all with all
-FEW = 128  # pairs up to which one program does it all: decoding waits for launches, not for them
 
 
 class Groups(NamedTuple):
@@ -84,6 +83,29 @@ def _table_kernel(
     if mine == experts:
         count = tiles - first
     tl.store(starts_ptr + mine, start)
+    for done in range(0, count, BLOCK):
+        tile = done + tl.arange(0, BLOCK)
+        tl.store(tile_expert_ptr + first + tile, mine, mask=tile < count)
+        tl.store(tile_row_ptr + first + tile, start + tile * BLOCK_M, mask=tile < count)
+
+
+@triton.jit
+def _tiles_kernel(
+    starts_ptr, tile_expert_ptr, tile_row_ptr, pairs, experts, tiles,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """The table of tiles alone, from where each expert begins: program e writes those of expert e, the last one fills
+    the table."""
+    mine = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    begin = tl.load(starts_ptr + expert, mask=expert < experts, other=0)
+    end = tl.load(starts_ptr + expert + 1, mask=expert < experts, other=0)
+    heights = (end - begin + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(expert < mine, heights, 0), 0)
+    count = tl.sum(tl.where(expert == mine, heights, 0), 0)
+    start = tl.load(starts_ptr + mine)
+    if mine == experts:
+        count, start = tiles - first, pairs
     for done in range(0, count, BLOCK):
         tile = done + tl.arange(0, BLOCK)
         tl.store(tile_expert_ptr + first + tile, mine, mask=tile < count)
@@ -165,3 +187,15 @@ def group(indices: Tensor, experts: int, block_m: int) -> Groups:
         _place_kernel, (blocks,), indices, counts, starts, order, pairs, experts, blocks, BLOCK=BLOCK, num_warps=4
     )  # fmt: skip
     return Groups(order, starts, tile_expert, tile_row)
+
+
+def tiled(groups: Groups, experts: int, block_m: int) -> Groups:
+    """The same order with tiles of block_m pairs."""
+    pairs = groups.order.shape[0]
+    tiles = most_tiles(pairs, experts, block_m)
+    tile_expert, tile_row = (groups.order.new_empty(tiles) for _ in range(2))
+    launch(
+        _tiles_kernel, (experts + 1,), groups.starts, tile_expert, tile_row, pairs, experts, tiles,
+        BLOCK_M=block_m, BLOCK=128, EXPERTS=next_power_of_2(experts + 1), num_warps=4,
+    )  # fmt: skip
+    return Groups(groups.order, groups.starts, tile_expert, tile_row)

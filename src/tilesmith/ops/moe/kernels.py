@@ -129,6 +129,32 @@ def _gate(gate, up, limit, alpha, up_offset, ACTIVATION: tl.constexpr, HAS_LIMIT
 
 
 @triton.jit
+def store_activation(
+    acc, bias_ptr, pre_ptr, out_ptr, expert, row, out_row, inside, col, there, first, inner, limit, alpha, up_offset,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, KEEPS_PRE: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Store acc + bias[e] in the rows `row` of pre, and in the rows `out_row` of out its activation, WIDE columns from
+    `first` on."""
+    n = inner * 2 if GATED else inner
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + expert.to(tl.int64) * n + col, mask=there, other=0.0).to(tl.float32)[None, :]
+    z = acc.to(out_ptr.dtype.element_ty)
+    if KEEPS_PRE:
+        place = row.to(tl.int64)[:, None] * n + col[None, :]
+        tl.store(pre_ptr + place, z, mask=inside[:, None] & there[None, :])
+    z = z.to(tl.float32)
+    if GATED:
+        gate, up = _split(z, INTERLEAVED, BLOCK_M, WIDE)
+        out, _, _ = _gate(gate, up, limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
+    else:
+        out, _ = activate(z, ACTIVATION)
+    out_col = first + tl.arange(0, WIDE)
+    place = out_row.to(tl.int64)[:, None] * inner + out_col[None, :]
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (out_col < inner)[None, :])
+
+
+@triton.jit
 def gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, pre_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
     pairs, experts, tiles, top_k, hidden, inner, x_row, weight_expert, weight_row, weight_col, limit, alpha, up_offset,
@@ -169,21 +195,10 @@ def gate_up_kernel(
         acc = low_rank(
             low_ptr, lora_ptr, at, col, there, acc, rank, lora_expert, lora_row, lora_col, expert, EVEN_RANK, BLOCK_R
         )
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + expert.to(tl.int64) * n + col, mask=there, other=0.0).to(tl.float32)[None, :]
-    z = acc.to(out_ptr.dtype.element_ty)
-    if KEEPS_PRE:
-        place = row.to(tl.int64)[:, None] * n + col[None, :]
-        tl.store(pre_ptr + place, z, mask=inside[:, None] & there[None, :])
-    z = z.to(tl.float32)
-    if GATED:
-        gate, up = _split(z, INTERLEAVED, BLOCK_M, WIDE)
-        out, _, _ = _gate(gate, up, limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
-    else:
-        out, _ = activate(z, ACTIVATION)
-    out_col = first + tl.arange(0, WIDE)
-    place = row.to(tl.int64)[:, None] * inner + out_col[None, :]
-    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (out_col < inner)[None, :])
+    store_activation(
+        acc, bias_ptr, pre_ptr, out_ptr, expert, row, row, inside, col, there, first, inner,
+        limit, alpha, up_offset, ACTIVATION, GATED, INTERLEAVED, HAS_BIAS, HAS_LIMIT, KEEPS_PRE, BLOCK_M, WIDE,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tilesmith.ops.moe import schedule
+
 
 class ForwardConfig(NamedTuple):
     """block_m: pairs of one expert in a tile, block_n: columns of the tile's sums, for gated experts half of gate and
@@ -36,27 +38,49 @@ class BackwardConfig(NamedTuple):
     num_stages: int
 
 
+class FewConfig(NamedTuple):
+    """block_n, down_n: columns of a tile of gate and up, and of down; block_k: features of a step of both; num_stages:
+    steps in flight. direct_n: where not 0, one program makes so many columns of down for all experts of a token, in
+    steps of direct_k features, direct_stages in flight."""
+
+    block_n: int
+    down_n: int
+    block_k: int
+    num_stages: int
+    direct_n: int
+    direct_k: int
+    direct_stages: int
+
+
 class HopperConfig(NamedTuple):
-    """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns."""
+    """num_stages: steps of a sum in flight; group_m: tiles of pairs before the next columns; consumers: warpgroups that
+    run WGMMA, each for 64 pairs of a tile."""
 
     num_stages: int
     group_m: int
+    consumers: int = 2
 
 
 class HopperBackwardConfig(NamedTuple):
     """weight_n, weight_stages: columns of a tile of a weight's gradient, and steps of its sum in flight; rows_stages,
-    group_m: `HopperConfig` of x's gradient."""
+    group_m, rows_consumers: `HopperConfig` of x's gradient."""
 
     weight_n: int
     weight_stages: int
     rows_stages: int
     group_m: int
+    rows_consumers: int = 2
 
 
 # The pre-activation's gradient stays Triton's on Hopper, in the configuration that `backward` gives it for many pairs.
 HOPPER_PRE = BackwardConfig(128, 128, 64, 256, 128, 128, 64, 8, num_warps=8, num_stages=4)
 HOPPER_LEAST = 16  # pairs an expert up to which Triton's narrow tiles read the weights of a forward with less waiting
 HOPPER_ROWS, HOPPER_COLS, HOPPER_STEP = 128, 256, 64  # of a tile of Hopper's products, and pairs or features of a step
+HOPPER_HEIGHTS = (HOPPER_ROWS, 192)  # pairs of a tile by two consumers, which was measured first, and by three
+HOPPER_MARGIN = 0.1  # of the time of the first: about how far the model is from what was measured
+FEW = 128  # pairs up to which one program compares all with all: decoding waits for launches, not for that
+FEW_INTERPRETED = 32  # the same in Triton's interpreter, so that its small cases run both forms
+MOST_TOGETHER = 16  # experts of a token whose columns one program sums
 LARGEST_SHARED_MEMORY = 232_448  # of a CTA of compute capability 9.0
 
 
@@ -112,27 +136,76 @@ def _stages(block_m: int, block_n: int, block_k: int, most: int, arch: Any) -> i
     return max(2, min(most, (arch.shared_memory - 2048) // (2 * block_k * (block_m + block_n))))
 
 
+def few(
+    sizes: Mapping[str, int], top_k: int, arch: Any, dtype: Any, adapted: bool, by_features: bool
+) -> FewConfig | None:
+    """The configuration of kernels for few pairs, which need no index; None where they do not serve. by_features: the
+    weight of down has neighbouring features."""
+    pairs, experts = sizes["pairs"], sizes["experts"]
+    most = FEW_INTERPRETED if arch.kind == "cpu" else FEW
+    if adapted or not 0 < pairs <= min(most, 16 * experts) or top_k > MOST_TOGETHER:
+        return None
+    if arch.kind == "cpu":
+        return FewConfig(32, 32, 32, 2, 8 if by_features else 0, 32, 2)
+    if dtype.itemsize > 2:
+        return None
+    rates = schedule.Rates(sms=arch.sms or schedule.Rates().sms)
+    distinct = schedule.distinct(pairs // top_k, top_k, experts)
+    # Columns so narrow that every multiprocessor has two programs, but no narrower.
+    tokens, columns = pairs // top_k, (64, 32) if by_features else (64,)
+    block_n = next((n for n in columns if distinct * -(-sizes["inner"] // (n // 2)) >= 2 * rates.sms), columns[-1])
+    direct_n = 0
+    if by_features and schedule.together(pairs, distinct, sizes["hidden"], sizes["inner"], rates):
+        direct_n = 16 if top_k <= 8 and tokens * -(-sizes["hidden"] // 16) >= 2 * rates.sms else 8
+    if arch.kind != "cuda":
+        return FewConfig(block_n, 64, 64, 2, direct_n, 64, 2)
+    direct_stages = 4 if direct_n == 16 else 5
+    return FewConfig(block_n, 64, 128, _stages(16, 64, 128, 5, arch), direct_n, 64, direct_stages)
+
+
+def hopper_times(sizes: Mapping[str, int], arch: Any, backward: bool = False) -> dict[int, float]:
+    """Seconds that `schedule` predicts for the products whose tiles have one height, by that height: gate and up, and
+    down; with `backward` the gradient of x."""
+    hidden, inner = sizes["hidden"], sizes["inner"]
+    up, down = schedule.Product(2 * inner, hidden, HOPPER_COLS), schedule.Product(hidden, inner, HOPPER_COLS)
+    products = (schedule.Product(hidden, 2 * inner, HOPPER_COLS),) if backward else (up, down)
+    rates = schedule.Rates(sms=arch.sms or schedule.Rates().sms)
+    return schedule.times(products, HOPPER_HEIGHTS, sizes["pairs"], sizes["experts"], rates)
+
+
+def _consumers(sizes: Mapping[str, int], arch: Any, backward: bool = False) -> int:
+    return schedule.height(hopper_times(sizes, arch, backward), HOPPER_MARGIN) // schedule.CONSUMER_ROWS
+
+
 def hopper_forward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
     """The configuration of Hopper's forward where none was measured."""
-    return HopperConfig(num_stages=4, group_m=8)
+    consumers = _consumers(sizes, arch)
+    return HopperConfig(num_stages=4 if consumers == 2 else 3, group_m=8, consumers=consumers)
 
 
 def hopper_backward(sizes: Mapping[str, int], arch: Any, dtype: Any) -> HopperBackwardConfig:
     """The configuration of Hopper's backward where none was measured."""
-    return HopperBackwardConfig(weight_n=256, weight_stages=4, rows_stages=4, group_m=8)
+    consumers = _consumers(sizes, arch, backward=True)
+    rows_stages = 4 if consumers == 2 else 3
+    return HopperBackwardConfig(256, weight_stages=4, rows_stages=rows_stages, group_m=8, rows_consumers=consumers)
 
 
-def hopper_shared_memory(cols: int, stages: int) -> int:
-    """Bytes of shared memory of a product on Hopper: what is in flight, four pieces of results, the mbarriers."""
-    return 2 * stages * HOPPER_STEP * (HOPPER_ROWS + cols) + 4 * 2 * 64 * 64 + 16 * stages
+def hopper_shared_memory(cols: int, stages: int, consumers: int = 2) -> int:
+    """Bytes of shared memory of a product on Hopper: what is in flight, two pieces of results a consumer, the
+    mbarriers."""
+    rows = consumers * schedule.CONSUMER_ROWS
+    return 2 * stages * HOPPER_STEP * (rows + cols) + 2 * consumers * 2 * 64 * 64 + 16 * stages
 
 
 def hopper_fit(config: Any, sizes: Mapping[str, int], arch: Any, dtype: Any) -> Any:
-    """The same configuration with as many steps in flight as shared memory holds."""
-    for field, cols in (("num_stages", HOPPER_COLS), ("rows_stages", HOPPER_COLS), ("weight_stages", 0)):
+    """The same configuration with two or three consumers and as many steps in flight as shared memory holds."""
+    for field in ("consumers", "rows_consumers"):
         if field in config._fields:
-            cols = cols or config.weight_n
-            most = max(n for n in range(1, 9) if hopper_shared_memory(cols, n) <= LARGEST_SHARED_MEMORY)
+            config = config._replace(**{field: min(3, max(2, getattr(config, field)))})
+    for field, of in (("num_stages", "consumers"), ("rows_stages", "rows_consumers"), ("weight_stages", "")):
+        if field in config._fields:
+            cols, consumers = (HOPPER_COLS, getattr(config, of)) if of else (config.weight_n, 2)
+            most = max(n for n in range(1, 9) if hopper_shared_memory(cols, n, consumers) <= LARGEST_SHARED_MEMORY)
             config = config._replace(**{field: min(most, max(2, getattr(config, field)))})
     return config
 

@@ -17,7 +17,7 @@ from tilesmith.ops.moe.hopper.gather import experts_gather_kernel, experts_place
 from tilesmith.ops.moe.hopper.products import COLS, experts_gate_up_kernel, experts_rows_kernel
 from tilesmith.ops.moe.hopper.tiles import HALF_ROWS, PIECE, STEP, matrices_of, rows_of
 from tilesmith.ops.moe.hopper.weight_gradient import experts_weight_gradient_kernel
-from tilesmith.ops.moe.index import Groups, group
+from tilesmith.ops.moe.index import Groups, group, tiled
 from tilesmith.ops.moe.plan import HOPPER_LEAST, HOPPER_PRE, HOPPER_ROWS, HopperBackwardConfig, HopperConfig
 
 RANK = 25
@@ -27,11 +27,19 @@ def _dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) ->
     return plan.dims(indices.numel(), gate_up.shape[0], x.shape[-1], down.shape[2])
 
 
-SPACE = Space(_dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16)}, plan.hopper_fit)
+SPACE = Space(
+    _dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16), "consumers": (2, 3)}, plan.hopper_fit
+)
 SPACE_VJP = Space(
     lambda dy, *args: _dims(*args),
     plan.hopper_backward,
-    {"weight_n": (128, 256), "weight_stages": (3, 4, 6), "rows_stages": (3, 4), "group_m": (4, 8, 16)},
+    {
+        "weight_n": (128, 256),
+        "weight_stages": (3, 4, 6),
+        "rows_stages": (3, 4),
+        "group_m": (4, 8, 16),
+        "rows_consumers": (2, 3),
+    },
     plan.hopper_fit,
 )
 
@@ -55,6 +63,24 @@ def _reasons(call: Any) -> list[str]:
     if call.few:
         found.append(f"experts get {HOPPER_LEAST} pairs or fewer on average: narrow tiles wait less for the weights")
     return found
+
+
+def _tells(*args: Any, consumers: int, backward: bool) -> list[str]:
+    found = plan.hopper_times(_dims(*args), arch_of(args[0].device), backward)
+    predicted = ", ".join(f"{1e6 * seconds:.0f} us by {rows}" for rows, seconds in found.items())
+    which = "x's gradient" if backward else "gate, up and down"
+    return [
+        f"tiles of {HALF_ROWS * consumers} pairs of one expert by {COLS} columns, {consumers} consumers",
+        f"predicted for {which}, if every expert is as likely: {predicted} pairs",
+    ]
+
+
+def _tells_forward(*args: Any, config: HopperConfig) -> list[str]:
+    return _tells(*args, consumers=config.consumers, backward=False)
+
+
+def _tells_backward(dy: Tensor, *args: Any, config: HopperBackwardConfig) -> list[str]:
+    return _tells(*args, consumers=config.rows_consumers, backward=True)
 
 
 def _gathered(source: Tensor, groups: Groups, experts: int, top_k: int) -> Tensor:
@@ -96,8 +122,9 @@ def _table(groups: Groups, experts: int, tiles_n: int, features: int) -> tuple[i
     return ctas, (*groups[1:], experts, groups.tiles, tiles_n, cdiv(features, STEP))
 
 
-def _product(a: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, num_stages: int, group_m: int) -> Tensor:
-    """a · weight[e]ᵀ + bias[e], [S, outputs] in the order of experts; weight [E, outputs, features]."""
+def _product(a: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, config: HopperConfig) -> Tensor:
+    """a · weight[e]ᵀ + bias[e], [S, outputs] in the order of experts; weight [E, outputs, features]. groups has tiles
+    of `config`."""
     experts, outputs, features = weight.shape
     out = a.new_empty((a.shape[0], outputs))
     descriptor, by_rows = _weights(weight, COLS // 2)
@@ -105,12 +132,13 @@ def _product(a: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, num
     launch(
         experts_rows_kernel, (ctas,),
         rows_of(a, HALF_ROWS, STEP), descriptor, rows_of(out, HALF_ROWS, PIECE), a if bias is None else bias,
-        *table, outputs, HAS_BIAS=bias is not None, BY_ROWS=by_rows, GROUP=group_m, STAGES=num_stages, num_warps=4,
+        *table, outputs, HAS_BIAS=bias is not None, BY_ROWS=by_rows, GROUP=config.group_m, STAGES=config.num_stages,
+        CONSUMERS=config.consumers, num_warps=4,
     )  # fmt: skip
     return out
 
 
-@register_kernel("experts", backend="hopper", rank=RANK, rejects=_reasons)
+@register_kernel("experts", backend="hopper", rank=RANK, rejects=_reasons, tells=_tells_forward)
 @optimize_kernel(space=SPACE)
 @experts_arguments
 def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
@@ -120,7 +148,9 @@ def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor,
     pre = x.new_empty((pairs, 2 * inner if hidden else 0))
     if pairs == 0:
         return x.new_zeros(call.x.shape), pre
-    groups, top_k = group(indices, count, HOPPER_ROWS), indices.shape[-1]
+    if x.shape[0] * x.stride(0) >= 8 * 2**31:  # beyond the offsets of three consumers' gather
+        config = plan.hopper_fit(config._replace(consumers=2), {}, None, None)
+    groups, top_k = group(indices, count, HALF_ROWS * config.consumers), indices.shape[-1]
     activated = x.new_empty((pairs, inner))
     out = rows_of(activated, HALF_ROWS, PIECE)
     x = aligned(x)[0]
@@ -133,9 +163,9 @@ def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor,
         rows_of(pre, HALF_ROWS, PIECE, pre_parts) if hidden else out, x if bias is None else bias,
         *table, inner, top_k, x.stride(0) // 8, features // 8, *steps.numbers(call),
         INTERLEAVED=call.interleaved, HAS_BIAS=bias is not None, HAS_LIMIT=call.limit > 0, KEEPS_PRE=hidden,
-        BY_ROWS=by_rows, GROUP=config.group_m, STAGES=config.num_stages, num_warps=4,
+        BY_ROWS=by_rows, GROUP=config.group_m, STAGES=config.num_stages, CONSUMERS=config.consumers, num_warps=4,
     )  # fmt: skip
-    each = _product(activated, call.down, dense(call.down_bias), groups, config.num_stages, config.group_m)
+    each = _product(activated, call.down, dense(call.down_bias), groups, config)
     place = _places(groups, count, pre if hidden else None)
     return steps.combined(each, indices, call.weights.contiguous(), call.x, count, place), pre
 
@@ -148,9 +178,12 @@ class _Backward(steps.Backward):
         self.chosen = config
 
     def input_gradient(self, dpre: Tensor) -> Tensor:
-        each = _product(
-            dpre, self.call.gate_up.transpose(1, 2), None, self.groups, self.chosen.rows_stages, self.chosen.group_m
-        )
+        chosen, groups = self.chosen, self.groups
+        rows_ = HALF_ROWS * chosen.rows_consumers
+        if rows_ != self.config.block_m:
+            groups = tiled(groups, self.experts, rows_)
+        config = HopperConfig(chosen.rows_stages, chosen.group_m, chosen.rows_consumers)
+        each = _product(dpre, self.call.gate_up.transpose(1, 2), None, groups, config)
         return steps.combined(each, self.indices, None, self.call.x, self.experts, _places(self.groups, self.experts))
 
     def weight_gradient(self, left: Tensor, right: Tensor, weight: Tensor, gathers_left: bool) -> Tensor:
@@ -173,7 +206,7 @@ class _Backward(steps.Backward):
         return out if made.data_ptr() == out.data_ptr() else out.copy_(made)
 
 
-@register_kernel("experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both)
+@register_kernel("experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both, tells=_tells_backward)
 @optimize_kernel(space=SPACE_VJP)
 @experts_vjp_arguments
 def experts_vjp(

@@ -1,8 +1,8 @@
 """The products of experts on Hopper, in Gluon: rows in the order of experts, times the weights of their expert.
 
-A CTA makes one tile of 128 rows after another: one warpgroup issues TMA loads, two run WGMMA, each for 64 of the rows,
-with an epilogue of its own. The last tile of an expert may be shorter; a consumer that has none of its rows only gives
-its stages back. Legend as in `ops.moe.kernels`.
+A CTA makes one tile of 64 · CONSUMERS rows after another: one warpgroup issues TMA loads, two or three run WGMMA, each
+for 64 of the rows, with an epilogue of its own. The last tile of an expert may be shorter; a consumer that has none of
+its rows only gives its stages back. Legend as in `ops.moe.kernels`.
 """
 
 from tilesmith.device.gluon.matmul import split_columns
@@ -23,7 +23,7 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.moe.hopper.tiles import FLAT, HALF_ROWS, PIECE, STEP, corner, part_corner, quarters, store_piece
+from tilesmith.ops.moe.hopper.tiles import FLAT, HALF_ROWS, PIECE, STEP, corner, part_corner, store_piece
 from tilesmith.ops.moe.plan import HOPPER_COLS
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -68,11 +68,29 @@ def _token_rows(source, end, length, row):
 
 
 @gluon.jit
+def _token_units(source, end, length, row):
+    """Where `_token_rows` begin, in units of 8 elements. Beside three consumers a thread that loads has 32 registers:
+    pointers would not fit."""
+    _, order_ptr, top_k, row_units, _ = source
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    at = gl.minimum(row + gl.arange(0, _HALF, gl.SliceLayout(1, LANES)), length - 1)
+    return gl.load(order_ptr + (end - length) + at) // top_k * row_units
+
+
+@gluon.jit
+def _pointers(source, units, k):
+    """Pointers to STEP features of the rows that begin at `units`, from feature k on, a multiple of STEP."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    first = (units + k // 8).to(gl.int64) * 8
+    return source[0] + first[:, None] + gl.arange(0, _STEP, gl.SliceLayout(0, LANES))[None, :]
+
+
+@gluon.jit
 def _load(a_desc, b_desc, a, b, full, empty, table, steps, each, second, source, GATHERS: gl.constexpr,
-          BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+          BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
     """BY_ROWS: the weights lie as [E, features, outputs]. A tile of columns begins at `each` times its number; the
     second half of its weights lies `second` behind the first. GATHERS: rows are those of tokens, by cp.async."""
-    BYTES: gl.constexpr = (0 if GATHERS else 2 * a_desc.block_type.nbytes) + 2 * b_desc.block_type.nbytes
+    BYTES: gl.constexpr = (0 if GATHERS else CONSUMERS * a_desc.block_type.nbytes) + 2 * b_desc.block_type.nbytes
     _, _, _, _, tiles, tiles_n = table
     count = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -82,7 +100,11 @@ def _load(a_desc, b_desc, a, b, full, empty, table, steps, each, second, source,
         next_expert, next_length, next_end, next_column = _tile(following, table, GROUP)
         if length > 0:
             col = column * each
-            if GATHERS:
+            if GATHERS and CONSUMERS == 3:
+                upper_units = _token_units(source, end, length, 0)
+                lower_units = _token_units(source, end, length, _HALF)
+                third_units = _token_units(source, end, length, 2 * _HALF)
+            elif GATHERS:
                 upper = _token_rows(source, end, length, 0)
                 lower = _token_rows(source, end, length, _HALF)
             for i in range(steps):
@@ -97,14 +119,20 @@ def _load(a_desc, b_desc, a, b, full, empty, table, steps, each, second, source,
                     tma_copy(b_desc, (expert, col, k), full.index(s), b.index(2 * s))
                     tma_copy(b_desc, (expert, col + second, k), full.index(s), b.index(2 * s + 1))
                 if GATHERS:
-                    feature = gl.arange(0, _STEP, gl.SliceLayout(0, upper.type.layout))
+                    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+                    feature = gl.arange(0, _STEP, gl.SliceLayout(0, LANES))
                     there = (feature < source[4] * 8 - k)[None, :]
-                    cp_async(a.index(2 * s), upper + k, there)
-                    cp_async(a.index(2 * s + 1), lower + k, there)
+                    if CONSUMERS == 3:
+                        cp_async(a.index(3 * s), _pointers(source, upper_units, k), there)
+                        cp_async(a.index(3 * s + 1), _pointers(source, lower_units, k), there)
+                        cp_async(a.index(3 * s + 2), _pointers(source, third_units, k), there)
+                    else:
+                        cp_async(a.index(2 * s), upper + k, there)
+                        cp_async(a.index(2 * s + 1), lower + k, there)
                     cp_async_arrive(full.index(s))
                 else:
-                    tma_copy(a_desc, corner(end, length, 0, k), full.index(s), a.index(2 * s))
-                    tma_copy(a_desc, corner(end, length, _HALF, k), full.index(s), a.index(2 * s + 1))
+                    for j in gl.static_range(CONSUMERS):
+                        tma_copy(a_desc, corner(end, length, j * _HALF, k), full.index(s), a.index(CONSUMERS * s + j))
                 count += 1
         number = following
         expert, length, end, column = next_expert, next_length, next_end, next_column
@@ -155,7 +183,69 @@ def _multiply(HALF: gl.constexpr, a, b, out, full, empty, table, steps, extra, w
                 count += 1
             acc = wgmma_wait(0, deps=[acc])
             mbarrier_arrive(empty.index(s))
-            write(acc, expert, length, end, column, HALF * _HALF, out, extra, FLAGS)
+            left, right = split_columns(acc)
+            write(left, right, expert, length, end, column, HALF * _HALF, out, extra, FLAGS)
+        elif length > 0:
+            for _ in range(steps):
+                s = count % STAGES
+                mbarrier_wait(full.index(s), (count // STAGES) & 1)
+                mbarrier_arrive(empty.index(s))
+                count += 1
+        number = following
+        expert, length, end, column = next_expert, next_length, next_end, next_column
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _thirds_step(PART: gl.constexpr, a, halves, s, left, right, full, count, FIRST: gl.constexpr,
+                 GATHERS: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Start a step of both halves of the columns of one of three consumers; what was started before is done."""
+    mbarrier_wait(full.index(s), (count // STAGES) & 1)
+    if GATHERS:
+        fence_async()
+    rows = a.index(3 * s + PART).reshape([_HALF, _STEP])
+    if BY_ROWS:
+        first = halves.index(2 * s).reshape([_STEP, _COLS // 2])
+        second = halves.index(2 * s + 1).reshape([_STEP, _COLS // 2])
+    else:
+        first = halves.index(2 * s).reshape([_COLS // 2, _STEP]).permute((1, 0))
+        second = halves.index(2 * s + 1).reshape([_COLS // 2, _STEP]).permute((1, 0))
+    left = wgmma(rows, first, left, use_acc=not FIRST, is_async=True)
+    right = wgmma(rows, second, right, use_acc=not FIRST, is_async=True)
+    return wgmma_wait(2, deps=[left, right])
+
+
+@gluon.jit
+def _multiply_thirds(PART: gl.constexpr, a, halves, out, full, empty, table, steps, extra, write: gl.constexpr,
+                     FLAGS: gl.constexpr, GATHERS: gl.constexpr, BY_ROWS: gl.constexpr, GROUP: gl.constexpr,
+                     STAGES: gl.constexpr):  # fmt: skip
+    """`_multiply` for one of three consumers, in products of 128 columns: ptxas has 128 registers for each of 512
+    threads when it judges an instruction, and one of 256 columns wants 154."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                  instr_shape=[16, _COLS // 2, 16])  # fmt: skip
+    _, _, _, _, tiles, tiles_n = table
+    count = gl.to_tensor(0)
+    number = gl.program_id(0)
+    expert, length, end, column = _tile(number, table, GROUP)
+    left = gl.zeros([_HALF, _COLS // 2], gl.float32, ACC)
+    right = gl.zeros([_HALF, _COLS // 2], gl.float32, ACC)
+    while number < tiles * tiles_n:
+        following = number + gl.num_programs(0)
+        next_expert, next_length, next_end, next_column = _tile(following, table, GROUP)
+        if length > PART * _HALF:
+            s = count % STAGES
+            left, right = _thirds_step(PART, a, halves, s, left, right, full, count, True, GATHERS, BY_ROWS, STAGES)
+            count += 1
+            for _ in range(1, steps):
+                before = s
+                s = count % STAGES
+                left, right = _thirds_step(PART, a, halves, s, left, right, full, count, False, GATHERS, BY_ROWS,
+                                           STAGES)  # fmt: skip
+                mbarrier_arrive(empty.index(before))
+                count += 1
+            left, right = wgmma_wait(0, deps=[left, right])
+            mbarrier_arrive(empty.index(s))
+            write(left, right, expert, length, end, column, PART * _HALF, out, extra, FLAGS)
         elif length > 0:
             for _ in range(steps):
                 s = count % STAGES
@@ -170,14 +260,14 @@ def _multiply(HALF: gl.constexpr, a, b, out, full, empty, table, steps, extra, w
 @gluon.jit
 def _grouped_product(a_desc, b_desc, table, steps, each, second, source, extra, write: gl.constexpr,
                      FLAGS: gl.constexpr, GATHERS: gl.constexpr, BY_ROWS: gl.constexpr, GROUP: gl.constexpr,
-                     STAGES: gl.constexpr):  # fmt: skip
-    """The body of a persistent kernel. write(acc, expert, length, end, column, row, out, extra, FLAGS) is the epilogue
-    for an accumulator of 64 rows, from `row` of the tile on; `out` are two places in shared memory for `store_piece`.
-    FLAGS: bits, since a constexpr inside `extra` would reach the consumers as a value."""
+                     STAGES: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
+    """The body of a persistent kernel. write(left, right, expert, length, end, column, row, out, extra, FLAGS) is the
+    epilogue for the halves of an accumulator of 64 rows, from `row` of the tile on; `out` are two places in shared
+    memory for `store_piece`. FLAGS: bits, since a constexpr inside `extra` would reach the consumers as a value."""
     if GATHERS:
-        a = gl.allocate_shared_memory(b_desc.dtype, [2 * STAGES, _HALF, _STEP], FLAT)
+        a = gl.allocate_shared_memory(b_desc.dtype, [CONSUMERS * STAGES, _HALF, _STEP], FLAT)
     else:
-        a = smem_tiles(2 * STAGES, a_desc)
+        a = smem_tiles(CONSUMERS * STAGES, a_desc)
     halves = smem_tiles(2 * STAGES, b_desc)
     if BY_ROWS:
         b = reinterpret(halves, b_desc.dtype, [STAGES, _STEP, _COLS], FLAT)
@@ -186,20 +276,37 @@ def _grouped_product(a_desc, b_desc, table, steps, each, second, source, extra, 
     first = gl.allocate_shared_memory(b_desc.dtype, [2, _HALF, _PIECE], FLAT)
     last = gl.allocate_shared_memory(b_desc.dtype, [2, _HALF, _PIECE], FLAT)
     full = mbarriers(STAGES, 129 if GATHERS else 1)  # expected bytes; with cp.async also 128 threads
-    empty = mbarriers(STAGES, 2)
+    empty = mbarriers(STAGES, CONSUMERS)
     fence_async()
-    gl.warp_specialize(
-        [
-            (_load, (a_desc, b_desc, a, halves, full, empty, table, steps, each, second, source, GATHERS, BY_ROWS,
-                     GROUP, STAGES)),
-            (_multiply, (0, a, b, first, full, empty, table, steps, extra, write, FLAGS, GATHERS, BY_ROWS, GROUP,
-                         STAGES)),
-            (_multiply, (1, a, b, last, full, empty, table, steps, extra, write, FLAGS, GATHERS, BY_ROWS, GROUP,
-                         STAGES)),
-        ],
-        [4, 4],
-        [216, 216] if GATHERS else [224, 224],
-    )  # fmt: skip
+    if CONSUMERS == 3:
+        third = gl.allocate_shared_memory(b_desc.dtype, [2, _HALF, _PIECE], FLAT)
+        gl.warp_specialize(
+            [
+                (_load, (a_desc, b_desc, a, halves, full, empty, table, steps, each, second, source, GATHERS, BY_ROWS,
+                         GROUP, STAGES, CONSUMERS)),
+                (_multiply_thirds, (0, a, halves, first, full, empty, table, steps, extra, write, FLAGS, GATHERS,
+                                    BY_ROWS, GROUP, STAGES)),
+                (_multiply_thirds, (1, a, halves, last, full, empty, table, steps, extra, write, FLAGS, GATHERS,
+                                    BY_ROWS, GROUP, STAGES)),
+                (_multiply_thirds, (2, a, halves, third, full, empty, table, steps, extra, write, FLAGS, GATHERS,
+                                    BY_ROWS, GROUP, STAGES)),
+            ],
+            [4, 4, 4],
+            [160, 160, 160],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_load, (a_desc, b_desc, a, halves, full, empty, table, steps, each, second, source, GATHERS, BY_ROWS,
+                         GROUP, STAGES, CONSUMERS)),
+                (_multiply, (0, a, b, first, full, empty, table, steps, extra, write, FLAGS, GATHERS, BY_ROWS, GROUP,
+                             STAGES)),
+                (_multiply, (1, a, b, last, full, empty, table, steps, extra, write, FLAGS, GATHERS, BY_ROWS, GROUP,
+                             STAGES)),
+            ],
+            [4, 4],
+            [216, 216] if GATHERS else [224, 224],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -212,11 +319,12 @@ def _add_bias(x, bias_ptr, col, cols, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def _write_rows(acc, expert, length, end, column, row, out, extra, FLAGS: gl.constexpr):
+def _write_rows(left, right, expert, length, end, column, row, out, extra, FLAGS: gl.constexpr):
     out_desc, bias_ptr, cols = extra
     col = column * _COLS
     bias_ptr += expert.to(gl.int64) * cols
-    first, second, third, fourth = quarters(acc)
+    first, second = split_columns(left)
+    third, fourth = split_columns(right)
     first = _add_bias(first, bias_ptr, col, cols, FLAGS)
     store_piece(first, out_desc, corner(end, length, row, col), out, 0)
     second = _add_bias(second, bias_ptr, col + _PIECE, cols, FLAGS)
@@ -230,14 +338,14 @@ def _write_rows(acc, expert, length, end, column, row, out, extra, FLAGS: gl.con
 @gluon.jit(do_not_specialize=["experts", "tiles", "tiles_n", "steps", "cols"])
 def experts_rows_kernel(
     a_desc, b_desc, out_desc, bias_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n, steps, cols,
-    HAS_BIAS: gl.constexpr, BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr, BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """out[r] = a[r] · weight[e]ᵀ + bias[e] for the rows of all experts; a and out in the order of experts."""
     table = (starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n)
     extra = (out_desc, bias_ptr, cols)
     FLAGS: gl.constexpr = HAS_BIAS * _BIAS
     _grouped_product(a_desc, b_desc, table, steps, _COLS, _COLS // 2, (), extra, _write_rows, FLAGS, False, BY_ROWS,
-                     GROUP, STAGES)  # fmt: skip
+                     GROUP, STAGES, CONSUMERS)  # fmt: skip
 
 
 @gluon.jit
@@ -278,11 +386,10 @@ def _write_interleaved(z, length, end, col, row, out, extra, bias_ptr, FLAGS: gl
 
 
 @gluon.jit
-def _write_gated(acc, expert, length, end, column, row, out, extra, FLAGS: gl.constexpr):
+def _write_gated(left, right, expert, length, end, column, row, out, extra, FLAGS: gl.constexpr):
     _, _, bias_ptr, inner, _ = extra
     col = column * (_COLS // 2)
     bias_ptr += expert.to(gl.int64) * (2 * inner)
-    left, right = split_columns(acc)
     if FLAGS & _INTERLEAVED:
         _write_interleaved(left, length, end, col, row, out, extra, bias_ptr, FLAGS, 0)
         _write_interleaved(right, length, end, col + _PIECE, row, out, extra, bias_ptr, FLAGS, 1)
@@ -298,7 +405,7 @@ def experts_gate_up_kernel(
     x_ptr, order_ptr, b_desc, out_desc, pre_desc, bias_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr,
     experts, tiles, tiles_n, steps, inner, top_k, row_units, units, limit, alpha, up_offset,
     INTERLEAVED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LIMIT: gl.constexpr, KEEPS_PRE: gl.constexpr,
-    BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    BY_ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """out [S, I] = swiglu(x[order // top_k] · weight[e]ᵀ + bias[e]) and pre [S, 2 I] what was activated, for all pairs
     that have an expert. A tile has 256 columns of the pre-activation: those of 128 of the activation. x's rows have
@@ -312,4 +419,4 @@ def experts_gate_up_kernel(
         each, second = gl.to_tensor(_COLS // 2), inner
     source = (x_ptr, order_ptr, top_k, row_units, units)
     _grouped_product(None, b_desc, table, steps, each, second, source, extra, _write_gated, FLAGS, True, BY_ROWS, GROUP,
-                     STAGES)  # fmt: skip
+                     STAGES, CONSUMERS)  # fmt: skip

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, rows
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import adapters, plan, steps
 from tilesmith.ops.moe.arguments import experts_arguments, experts_vjp_arguments
-from tilesmith.ops.moe.index import FEW, group
+from tilesmith.ops.moe.index import group
 from tilesmith.ops.moe.kernels import gate_up_kernel
-from tilesmith.ops.moe.plan import BackwardConfig, ForwardConfig
+from tilesmith.ops.moe.plan import FEW, BackwardConfig, FewConfig, ForwardConfig
+from tilesmith.ops.moe.triton.few import few_experts
 
 
 def _dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) -> dict[str, int]:
@@ -41,7 +43,24 @@ def _tells(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any, c
     ]
 
 
-@register_kernel("experts", backend="triton", rank=20, rejects=steps.reasons, tells=_tells)
+def _few(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, adapted: bool) -> FewConfig | None:
+    """The configuration of the kernels for few pairs, where they serve the call."""
+    sizes, top_k = _dims(x, gate_up, down, indices), indices.shape[-1]
+    return plan.few(sizes, top_k, arch_of(x.device), x.dtype, adapted, by_features=down.stride(2) == 1)
+
+
+def _tells_forward(*args: Any, config: Any) -> list[str]:
+    few, pairs = _few(*args[:4], adapted=any(a is not None for a in args[12:16])), args[3].numel()
+    if few is None:
+        return _tells(*args, config=config)
+    if few.direct_n:
+        how = f"down and the sum over k are one launch: a program has {few.direct_n} columns of all experts of a token"
+    else:
+        how = "down and the sum over k are two launches: pairs of one expert read its weights together"
+    return [f"{pairs} pairs need no index: a program of gate and up finds its rows by comparing all pairs", how]
+
+
+@register_kernel("experts", backend="triton", rank=20, rejects=steps.reasons, tells=_tells_forward)
 @optimize_kernel(space=FORWARD_SPACE)
 @experts_arguments
 def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
@@ -51,6 +70,10 @@ def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor
     pre = x.new_empty((pairs, wide)) if hidden else x.new_empty((pairs, 0))
     if pairs == 0:
         return x.new_zeros(call.x.shape), pre
+    adapted = call.gate_up_lora_a is not None or call.down_lora_a is not None
+    few = _few(x, gate_up, call.down, indices, adapted)
+    if few is not None:
+        return few_experts(call, few, hidden)
     groups, top_k = group(indices, count, config.block_m), indices.shape[-1]
     activated = x.new_empty((pairs, inner))
     flags = steps.activation(call)
