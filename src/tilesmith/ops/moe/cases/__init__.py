@@ -1,11 +1,23 @@
 """Example inputs of the moe family, and what they must move and compute."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.ops.moe.cases import fp8
+from tilesmith.ops.moe.cases.draws import (
+    Init,
+    half_of_them,
+    one,
+    quarters,
+    shares,
+    uniform,
+    unit,
+    with_sentinels,
+    zipf,
+)
 from tilesmith.ops.moe.reference import GATED, UNGATED
 
 SMALL = frozenset({"test", "interpret"})
@@ -16,69 +28,6 @@ BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
 INTERPRETED = ("geglu", "relu_squared")  # the elementwise family has the others in Triton's interpreter
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
-
-Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
-
-
-def _unit(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights that give outputs of unit size."""
-    return torch.randn(*shape, generator=generator, device=device) / max(1, shape[-1]) ** 0.5
-
-
-def _quarters(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Multiples of 1/4, whose products and sums every dtype holds: no rounding moves one across a clamp."""
-    return torch.randint(-3, 4, tuple(shape), generator=generator, device=device) / 4
-
-
-def _shares(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights of a token's experts: positive, of sum 1."""
-    return torch.randn(*shape, generator=generator, device=device).softmax(-1)
-
-
-def _uniform(experts: int) -> Init:
-    """Different experts for each token, every one as likely."""
-
-    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        noise = torch.rand(*shape[:-1], experts, generator=generator, device=device)
-        return noise.argsort(-1)[..., : shape[-1]].contiguous()
-
-    return draw
-
-
-def _zipf(experts: int) -> Init:
-    """Expert e with a probability in proportion to 1 / (e + 1)."""
-
-    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        noise = torch.rand(*shape[:-1], experts, generator=generator, device=device)
-        odds = 1 / torch.arange(1, experts + 1, device=device)
-        return (noise.log() / odds).argsort(-1, descending=True)[..., : shape[-1]].contiguous()
-
-    return draw
-
-
-def _one(expert: int) -> Init:
-    """The same expert for all."""
-    return lambda generator, shape, device: torch.full(tuple(shape), expert, dtype=torch.int64, device=device)
-
-
-def _half_of_them(experts: int) -> Init:
-    """The first expert for every second token, the others at random."""
-
-    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        found = _uniform(experts)(generator, shape, device)
-        found[..., ::2, :1] = 0
-        return found
-
-    return draw
-
-
-def _with_sentinels(experts: int) -> Init:
-    """About half of the indices below 0 or at least E, as of experts that other ranks hold."""
-
-    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.randint(-2, 2 * experts, tuple(shape), generator=generator, device=device)
-
-    return draw
 
 
 def _experts(
@@ -104,20 +53,20 @@ def _experts(
     ranks: of the adapters of gate_up and down, 0 for none; adapters: their dtype."""
     shape = (lead,) if isinstance(lead, int) else lead
     wide = 2 * inner if activation in GATED else inner
-    weight = {"init": _unit, "layout": weight_layout, "grad": grad}
+    weight = {"init": unit, "layout": weight_layout, "grad": grad}
     args: dict = {
         "x": T(*shape, hidden, layout=layout),
         "gate_up": T(experts, wide, hidden, **weight),
         "down": T(experts, hidden, inner, **weight),
-        "indices": T(*shape, top_k, dtype=integers, init=indices or _uniform(experts)),
-        "weights": T(*shape, top_k, dtype=scales, init=_shares),
+        "indices": T(*shape, top_k, dtype=integers, init=indices or uniform(experts)),
+        "weights": T(*shape, top_k, dtype=scales, init=shares),
         "activation": activation,
     }
     if bias:
         args |= {"gate_up_bias": T(experts, wide), "down_bias": T(experts, hidden)}
     for which, rank, outputs, features in (("gate_up", ranks[0], wide, hidden), ("down", ranks[1], hidden, inner)):
         if rank:
-            how = {"init": _unit, "layout": weight_layout, "dtype": adapters}
+            how = {"init": unit, "layout": weight_layout, "dtype": adapters}
             args |= {
                 f"{which}_lora_a": T(experts, rank, features, **how),
                 f"{which}_lora_b": T(experts, outputs, rank, **how),
@@ -129,7 +78,7 @@ def _experts(
 def _clamped(args: dict, limit: float) -> dict:
     """The same call with a clamp, of exact pre-activations between which the limit lies."""
     exact = {
-        n: T(*a.shape, init=_quarters, layout=a.layout, grad=a.grad)
+        n: T(*a.shape, init=quarters, layout=a.layout, grad=a.grad)
         for n, a in args.items()
         if n in ("x", "gate_up", "gate_up_bias")
     }
@@ -157,12 +106,12 @@ CASES: dict[str, list[Case]] = {
         Case("no_tokens", _experts((2, 0), 16, 8, 4, 2), SMALL),
         Case("vector", _experts((), 16, 8, 4, 2), SMALL),
         Case("empty_experts", _experts(3, 24, 16, 12, 1), SMALL),
-        Case("one_expert_has_all", _experts(37, 24, 16, 4, 1, indices=_one(2)), SMALL),
+        Case("one_expert_has_all", _experts(37, 24, 16, 4, 1, indices=one(2)), SMALL),
         Case("no_width", _experts(5, 16, 0, 3, 2, bias=True), TEST),
         Case("even_steps", _experts(20, 32, 32, 3, 2), SMALL),
-        Case("twice_the_same", _experts(9, 24, 16, 4, 2, indices=_one(3)), TEST),
-        Case("sentinels", _experts(20, 24, 16, 3, 4, indices=_with_sentinels(3), bias=True), SMALL),
-        Case("only_sentinels", _experts(5, 16, 8, 3, 2, indices=_one(3)), SMALL),
+        Case("twice_the_same", _experts(9, 24, 16, 4, 2, indices=one(3)), TEST),
+        Case("sentinels", _experts(20, 24, 16, 3, 4, indices=with_sentinels(3), bias=True), SMALL),
+        Case("only_sentinels", _experts(5, 16, 8, 3, 2, indices=one(3)), SMALL),
         Case("many_choices", _experts(2, 16, 8, 17, 16), TEST),
         Case("int32_fp32_scales", _experts(12, 24, 16, 4, 2, integers=torch.int32, scales=torch.float32), SMALL),
         Case("bias", _experts(12, 24, 16, 4, 2, bias=True), TEST),
@@ -186,7 +135,7 @@ CASES: dict[str, list[Case]] = {
         Case("lora_no_tokens", _experts((2, 0), 16, 8, 4, 2, ranks=(2, 2)), TEST),
         Case(
             "lora_sentinels",
-            _experts(20, 24, 16, 3, 4, indices=_with_sentinels(3), bias=True, grad=False, ranks=(16, 3)),
+            _experts(20, 24, 16, 3, 4, indices=with_sentinels(3), bias=True, grad=False, ranks=(16, 3)),
             SMALL,
         ),
         Case("lora_of_down", _experts((2, 6), 21, 11, 5, 3, ranks=(0, 5), adapters=torch.float32), SMALL),
@@ -215,7 +164,7 @@ CASES: dict[str, list[Case]] = {
             BIG,
             BF16,
         ),
-        Case("sentinels_large", _experts(1024, 512, 256, 16, 8, indices=_with_sentinels(16)), BIG, BF16),
+        Case("sentinels_large", _experts(1024, 512, 256, 16, 8, indices=with_sentinels(16)), BIG, BF16),
         _bench(8192, 2048, 768, 128, 8),
         _bench(32768, 2048, 768, 128, 8),
         _bench(8192, 2048, 512, 512, 10),
@@ -228,9 +177,10 @@ CASES: dict[str, list[Case]] = {
             BENCH,
             BF16,
         ),
-        Case("zipf_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_zipf(128)), BENCH, BF16),
-        Case("half_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_half_of_them(128)), BENCH, BF16),
+        Case("zipf_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=zipf(128)), BENCH, BF16),
+        Case("half_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=half_of_them(128)), BENCH, BF16),
     ],
+    **fp8.CASES,
     "route": [
         Case("small", _logits((2, 5), 8, 2), SMALL),
         Case("softmax_of_all", _logits(9, 8, 3, normalise=False), SMALL),
@@ -251,15 +201,15 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "router_losses": [
-        Case("small", {"logits": T(2, 5, 8), "indices": T(2, 5, 2, dtype=torch.int64, init=_uniform(8))}, SMALL),
-        Case("one_token", {"logits": T(8), "indices": T(2, dtype=torch.int64, init=_uniform(8))}, TEST),
-        Case("no_tokens", {"logits": T(0, 8), "indices": T(0, 2, dtype=torch.int64, init=_uniform(8))}, TEST),
+        Case("small", {"logits": T(2, 5, 8), "indices": T(2, 5, 2, dtype=torch.int64, init=uniform(8))}, SMALL),
+        Case("one_token", {"logits": T(8), "indices": T(2, dtype=torch.int64, init=uniform(8))}, TEST),
+        Case("no_tokens", {"logits": T(0, 8), "indices": T(0, 2, dtype=torch.int64, init=uniform(8))}, TEST),
         Case(
             "sigmoid",
-            {"logits": T(33, 8), "indices": T(33, 3, dtype=torch.int64, init=_uniform(8)), "scores": "sigmoid"},
+            {"logits": T(33, 8), "indices": T(33, 3, dtype=torch.int64, init=uniform(8)), "scores": "sigmoid"},
             SMALL,
         ),
-        Case("sentinels", {"logits": T(9, 8), "indices": T(9, 3, dtype=torch.int32, init=_with_sentinels(8))}, TEST),
+        Case("sentinels", {"logits": T(9, 8), "indices": T(9, 3, dtype=torch.int32, init=with_sentinels(8))}, TEST),
     ],
 }
 
@@ -310,11 +260,12 @@ def _flops_vjp(
     return second + first * (output_mask[0] + output_mask[1]) + second * output_mask[2] + low
 
 
-flops = {"experts": _flops, "experts_vjp": _flops_vjp}
+flops = {"experts": _flops, "experts_vjp": _flops_vjp, **fp8.flops}
 
 bytes_moved = {
     "experts": _bytes,
     "experts_vjp": _bytes_vjp,
+    **fp8.bytes_moved,
     "route": lambda logits, top_k: _size(logits) + logits.numel() // logits.shape[-1] * top_k * 12,
     "route_vjp": lambda logits, dweights: 2 * _size(logits) + 3 * _size(dweights),
     "router_losses": lambda logits, indices: _size(logits, indices),
