@@ -9,14 +9,14 @@ from tilesmith.engine import Case, T
 from tilesmith.ops.moe.cases import fp8
 from tilesmith.ops.moe.cases.draws import (
     Init,
-    half_of_them,
-    one,
-    quarters,
-    shares,
-    uniform,
-    unit,
-    with_sentinels,
-    zipf,
+    _half_of_them,
+    _one,
+    _quarters,
+    _shares,
+    _uniform,
+    _unit,
+    _with_sentinels,
+    _zipf,
 )
 from tilesmith.ops.moe.reference import GATED, UNGATED
 
@@ -53,20 +53,20 @@ def _experts(
     ranks: of the adapters of gate_up and down, 0 for none; adapters: their dtype."""
     shape = (lead,) if isinstance(lead, int) else lead
     wide = 2 * inner if activation in GATED else inner
-    weight = {"init": unit, "layout": weight_layout, "grad": grad}
+    weight = {"init": _unit, "layout": weight_layout, "grad": grad}
     args: dict = {
         "x": T(*shape, hidden, layout=layout),
         "gate_up": T(experts, wide, hidden, **weight),
         "down": T(experts, hidden, inner, **weight),
-        "indices": T(*shape, top_k, dtype=integers, init=indices or uniform(experts)),
-        "weights": T(*shape, top_k, dtype=scales, init=shares),
+        "indices": T(*shape, top_k, dtype=integers, init=indices or _uniform(experts)),
+        "weights": T(*shape, top_k, dtype=scales, init=_shares),
         "activation": activation,
     }
     if bias:
         args |= {"gate_up_bias": T(experts, wide), "down_bias": T(experts, hidden)}
     for which, rank, outputs, features in (("gate_up", ranks[0], wide, hidden), ("down", ranks[1], hidden, inner)):
         if rank:
-            how = {"init": unit, "layout": weight_layout, "dtype": adapters}
+            how = {"init": _unit, "layout": weight_layout, "dtype": adapters}
             args |= {
                 f"{which}_lora_a": T(experts, rank, features, **how),
                 f"{which}_lora_b": T(experts, outputs, rank, **how),
@@ -78,7 +78,7 @@ def _experts(
 def _clamped(args: dict, limit: float) -> dict:
     """The same call with a clamp, of exact pre-activations between which the limit lies."""
     exact = {
-        n: T(*a.shape, init=quarters, layout=a.layout, grad=a.grad)
+        n: T(*a.shape, init=_quarters, layout=a.layout, grad=a.grad)
         for n, a in args.items()
         if n in ("x", "gate_up", "gate_up_bias")
     }
@@ -106,12 +106,12 @@ CASES: dict[str, list[Case]] = {
         Case("no_tokens", _experts((2, 0), 16, 8, 4, 2), SMALL),
         Case("vector", _experts((), 16, 8, 4, 2), SMALL),
         Case("empty_experts", _experts(3, 24, 16, 12, 1), SMALL),
-        Case("one_expert_has_all", _experts(37, 24, 16, 4, 1, indices=one(2)), SMALL),
+        Case("one_expert_has_all", _experts(37, 24, 16, 4, 1, indices=_one(2)), SMALL),
         Case("no_width", _experts(5, 16, 0, 3, 2, bias=True), TEST),
         Case("even_steps", _experts(20, 32, 32, 3, 2), SMALL),
-        Case("twice_the_same", _experts(9, 24, 16, 4, 2, indices=one(3)), TEST),
-        Case("sentinels", _experts(20, 24, 16, 3, 4, indices=with_sentinels(3), bias=True), SMALL),
-        Case("only_sentinels", _experts(5, 16, 8, 3, 2, indices=one(3)), SMALL),
+        Case("twice_the_same", _experts(9, 24, 16, 4, 2, indices=_one(3)), TEST),
+        Case("sentinels", _experts(20, 24, 16, 3, 4, indices=_with_sentinels(3), bias=True), SMALL),
+        Case("only_sentinels", _experts(5, 16, 8, 3, 2, indices=_one(3)), SMALL),
         Case("many_choices", _experts(2, 16, 8, 17, 16), TEST),
         Case("int32_fp32_scales", _experts(12, 24, 16, 4, 2, integers=torch.int32, scales=torch.float32), SMALL),
         Case("bias", _experts(12, 24, 16, 4, 2, bias=True), TEST),
@@ -135,7 +135,7 @@ CASES: dict[str, list[Case]] = {
         Case("lora_no_tokens", _experts((2, 0), 16, 8, 4, 2, ranks=(2, 2)), TEST),
         Case(
             "lora_sentinels",
-            _experts(20, 24, 16, 3, 4, indices=with_sentinels(3), bias=True, grad=False, ranks=(16, 3)),
+            _experts(20, 24, 16, 3, 4, indices=_with_sentinels(3), bias=True, grad=False, ranks=(16, 3)),
             SMALL,
         ),
         Case("lora_of_down", _experts((2, 6), 21, 11, 5, 3, ranks=(0, 5), adapters=torch.float32), SMALL),
@@ -164,7 +164,7 @@ CASES: dict[str, list[Case]] = {
             BIG,
             BF16,
         ),
-        Case("sentinels_large", _experts(1024, 512, 256, 16, 8, indices=with_sentinels(16)), BIG, BF16),
+        Case("sentinels_large", _experts(1024, 512, 256, 16, 8, indices=_with_sentinels(16)), BIG, BF16),
         _bench(8192, 2048, 768, 128, 8),
         _bench(32768, 2048, 768, 128, 8),
         _bench(8192, 2048, 512, 512, 10),
@@ -177,8 +177,8 @@ CASES: dict[str, list[Case]] = {
             BENCH,
             BF16,
         ),
-        Case("zipf_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=zipf(128)), BENCH, BF16),
-        Case("half_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=half_of_them(128)), BENCH, BF16),
+        Case("zipf_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_zipf(128)), BENCH, BF16),
+        Case("half_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_half_of_them(128)), BENCH, BF16),
     ],
     **fp8.CASES,
     "route": [
@@ -201,15 +201,15 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "router_losses": [
-        Case("small", {"logits": T(2, 5, 8), "indices": T(2, 5, 2, dtype=torch.int64, init=uniform(8))}, SMALL),
-        Case("one_token", {"logits": T(8), "indices": T(2, dtype=torch.int64, init=uniform(8))}, TEST),
-        Case("no_tokens", {"logits": T(0, 8), "indices": T(0, 2, dtype=torch.int64, init=uniform(8))}, TEST),
+        Case("small", {"logits": T(2, 5, 8), "indices": T(2, 5, 2, dtype=torch.int64, init=_uniform(8))}, SMALL),
+        Case("one_token", {"logits": T(8), "indices": T(2, dtype=torch.int64, init=_uniform(8))}, TEST),
+        Case("no_tokens", {"logits": T(0, 8), "indices": T(0, 2, dtype=torch.int64, init=_uniform(8))}, TEST),
         Case(
             "sigmoid",
-            {"logits": T(33, 8), "indices": T(33, 3, dtype=torch.int64, init=uniform(8)), "scores": "sigmoid"},
+            {"logits": T(33, 8), "indices": T(33, 3, dtype=torch.int64, init=_uniform(8)), "scores": "sigmoid"},
             SMALL,
         ),
-        Case("sentinels", {"logits": T(9, 8), "indices": T(9, 3, dtype=torch.int32, init=with_sentinels(8))}, TEST),
+        Case("sentinels", {"logits": T(9, 8), "indices": T(9, 3, dtype=torch.int32, init=_with_sentinels(8))}, TEST),
     ],
 }
 

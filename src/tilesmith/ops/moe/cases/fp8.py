@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.ops.moe.cases.draws import Init, one, shares, uniform, with_sentinels, zipf
+from tilesmith.ops.moe.cases.draws import Init, _one, _shares, _uniform, _with_sentinels, _zipf
 
 SMALL = frozenset({"test", "interpret"})
 TEST = frozenset({"test"})
@@ -38,8 +38,8 @@ def _small_factors(generator: torch.Generator, shape: Sequence[int], device: tor
 
 def _common(lead: tuple[int, ...], top_k: int, experts: int, indices: Init | None, scales: torch.dtype) -> dict:
     return {
-        "indices": T(*lead, top_k, dtype=torch.int64, init=indices or uniform(experts)),
-        "weights": T(*lead, top_k, dtype=scales, init=shares, grad=False),
+        "indices": T(*lead, top_k, dtype=torch.int64, init=indices or _uniform(experts)),
+        "weights": T(*lead, top_k, dtype=scales, init=_shares, grad=False),
     }
 
 
@@ -99,16 +99,16 @@ def _cases(args, half: object, exact: dict) -> list[Case]:
         Case("one_token", args(1, 32, 16, 8, 3), SMALL, ONCE),
         Case("no_tokens", args((2, 0), 16, 16, 4, 2), SMALL, ONCE),
         Case("vector", args((), 16, 16, 4, 2), TEST, ONCE),
-        Case("one_expert_has_all", args(37, 32, 16, 4, 1, indices=one(2)), SMALL, ONCE),
-        Case("sentinels", args(20, 32, 16, 3, 4, indices=with_sentinels(3)), SMALL, ONCE),
-        Case("only_sentinels", args(5, 16, 16, 3, 2, indices=one(3)), SMALL, ONCE),
+        Case("one_expert_has_all", args(37, 32, 16, 4, 1, indices=_one(2)), SMALL, ONCE),
+        Case("sentinels", args(20, 32, 16, 3, 4, indices=_with_sentinels(3)), SMALL, ONCE),
+        Case("only_sentinels", args(5, 16, 16, 3, 2, indices=_one(3)), SMALL, ONCE),
         Case("odd", args(19, 21, 11, 5, 3), SMALL, ONCE),
         Case("geglu", args(11, 16, 32, 3, 2, activation="geglu"), SMALL, ONCE),
         Case("geglu_erf", args(11, 16, 32, 3, 2, activation="geglu_erf"), TEST, ONCE),
         Case("bf16", args(40, 64, 48, 4, 2, dtype=half, scales=torch.bfloat16), TEST, ONCE),
         Case("whole_tiles", args(256, 256, 128, 2, 2, dtype=half), COMPILE, COMPILED),
         Case("odd_tiles", args((3, 331), 208, 112, 33, 5, dtype=half), BIG, COMPILED),
-        Case("sentinels_large", args(1024, 512, 256, 16, 8, dtype=half, indices=with_sentinels(16)), BIG, COMPILED),
+        Case("sentinels_large", args(1024, 512, 256, 16, 8, dtype=half, indices=_with_sentinels(16)), BIG, COMPILED),
         Case("wide", args(64, 512, 4224, 4, 2, dtype=half), COMPILE, COMPILED),
         Case("qwen3", args(1024, 2048, 768, 128, 8, dtype=half), BIG, COMPILED),
         *(
@@ -116,7 +116,10 @@ def _cases(args, half: object, exact: dict) -> list[Case]:
             for tokens in (8192, 32_768)
         ),
         Case(
-            "zipf_8192x2048_e128_i768_k8", args(8192, 2048, 768, 128, 8, dtype=half, indices=zipf(128)), BENCH, COMPILED
+            "zipf_8192x2048_e128_i768_k8",
+            args(8192, 2048, 768, 128, 8, dtype=half, indices=_zipf(128)),
+            BENCH,
+            COMPILED,
         ),
     ]
 

@@ -10,7 +10,7 @@ import torch
 
 from tilesmith.engine import Case
 from tilesmith.ops.moe.cases import GPT_OSS, _experts
-from tilesmith.ops.moe.cases.draws import Init, one, uniform, with_sentinels, zipf
+from tilesmith.ops.moe.cases.draws import Init, _one, _uniform, _with_sentinels, _zipf
 
 BF16, FP16, FP32 = (torch.bfloat16,), (torch.float16,), (torch.float32,)
 
@@ -51,22 +51,22 @@ def _of_some(chance: random.Random, experts: int) -> Init:
 
 SAMPLES: Mapping[str, Mapping[str, Kind]] = {
     "experts": {
-        "routed_evenly": Kind(BF16, (128, 72, 8, 2), lambda chance, experts: uniform(experts)),
-        "routed_by_zipf": Kind(BF16, (72, 40, 33, 5), lambda chance, experts: zipf(experts)),
-        "routed_to_one": Kind(FP16, (64, 48, 5, 1), lambda chance, experts: one(chance.randrange(experts))),
+        "routed_evenly": Kind(BF16, (128, 72, 8, 2), lambda chance, experts: _uniform(experts)),
+        "routed_by_zipf": Kind(BF16, (72, 40, 33, 5), lambda chance, experts: _zipf(experts)),
+        "routed_to_one": Kind(FP16, (64, 48, 5, 1), lambda chance, experts: _one(chance.randrange(experts))),
         "routed_to_some": Kind(BF16, (40, 136, 9, 3), _of_some),
         "routed_elsewhere": Kind(
-            FP16, (48, 24, 6, 3), lambda chance, experts: with_sentinels(experts), options={"bias": True}
+            FP16, (48, 24, 6, 3), lambda chance, experts: _with_sentinels(experts), options={"bias": True}
         ),
-        "routed_few": Kind(BF16, (64, 64, 96, 7), lambda chance, experts: uniform(experts), tokens=30),
+        "routed_few": Kind(BF16, (64, 64, 96, 7), lambda chance, experts: _uniform(experts), tokens=30),
         "routed_gpt_oss": Kind(
-            BF16, (72, 56, 7, 4), lambda chance, experts: uniform(experts),
+            BF16, (72, 56, 7, 4), lambda chance, experts: _uniform(experts),
             options={"bias": True, "weight_layout": "transposed", **GPT_OSS},
         ),
         "routed_adapted": Kind(
-            BF16, (72, 40, 6, 3), lambda chance, experts: with_sentinels(experts),
+            BF16, (72, 40, 6, 3), lambda chance, experts: _with_sentinels(experts),
             options={"grad": False, "ranks": (16, 5), "adapters": torch.float32},
         ),
-        "routed_fp32": Kind(FP32, (21, 11, 5, 3), lambda chance, experts: with_sentinels(experts), tokens=300),
+        "routed_fp32": Kind(FP32, (21, 11, 5, 3), lambda chance, experts: _with_sentinels(experts), tokens=300),
     }
 }  # fmt: skip

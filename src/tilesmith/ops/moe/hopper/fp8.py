@@ -11,8 +11,9 @@ from tilesmith.device.alignment import aligned
 from tilesmith.device.rows import rows
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.moe import fp8_steps, plan
+from tilesmith.ops.moe import fp8_plan, fp8_steps, plan
 from tilesmith.ops.moe.arguments import experts_fp8_arguments, experts_vjp_fp8_arguments
+from tilesmith.ops.moe.fp8_plan import HopperFp8BackwardConfig, HopperFp8Config
 from tilesmith.ops.moe.hopper import launch as plain
 from tilesmith.ops.moe.hopper.fp8_products import (
     COLS,
@@ -24,7 +25,7 @@ from tilesmith.ops.moe.hopper.fp8_products import (
 )
 from tilesmith.ops.moe.hopper.tiles import matrices_of, rows_of
 from tilesmith.ops.moe.index import Groups, group
-from tilesmith.ops.moe.plan import HOPPER_ROWS, HopperBackwardConfig, HopperConfig
+from tilesmith.ops.moe.plan import HOPPER_ROWS
 from tilesmith.ops.quant.reference import OUTPUTS
 
 
@@ -37,8 +38,11 @@ def _dims_vjp(*args: Any) -> dict[str, int]:
     return plan.dims(indices.numel(), down8_t.shape[0], down8_t.shape[2], down8_t.shape[1])
 
 
-SPACE = Space(_dims, plan.hopper_forward, plain.SPACE.choices, plan.hopper_fit)
-SPACE_VJP = Space(_dims_vjp, plan.hopper_backward, plain.SPACE_VJP.choices, plan.hopper_fit)
+CHOICES = {"num_stages": (3, 4), "group_m": (4, 8, 16)}
+SPACE = Space(_dims, fp8_plan.forward, CHOICES, fp8_plan.fit)
+SPACE_VJP = Space(
+    _dims_vjp, fp8_plan.backward, {**CHOICES, "weight_n": (128, 256), "weight_stages": (3, 4, 6)}, fp8_plan.fit
+)
 
 
 def _reasons(call: Any) -> list[str]:
@@ -81,7 +85,7 @@ def _product(
 @register_kernel("experts_fp8", backend="hopper", rank=plain.RANK, rejects=_reasons, eps=fp8_steps.eps)
 @optimize_kernel(space=SPACE)
 @experts_fp8_arguments
-def experts_fp8(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
+def experts_fp8(call, *, config: HopperFp8Config) -> tuple[Tensor, Tensor]:
     """A product of rows that it gathers, the activation with its cast, the second product, the sum over k."""
     indices, dtype = call.indices.contiguous(), OUTPUTS[call.dtype]
     x8, (count, wide, _), pairs = rows(call.x8), call.gate_up8.shape, indices.numel()
@@ -96,13 +100,13 @@ def experts_fp8(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
 
 
 class _Backward(fp8_steps.Backward, plain._Backward):
-    def __init__(self, call: Any, config: HopperBackwardConfig):
+    def __init__(self, call: Any, config: HopperFp8BackwardConfig):
         self.enter(call)
         self.chosen = config
 
     def product(self, a8: Tensor, a_factor: Tensor, weight8: Tensor, factor: Tensor, gathers: bool) -> Tensor:
         top_k, chosen = self.top_k if gathers else 0, self.chosen
-        how = chosen.rows_stages, chosen.group_m
+        how = chosen.num_stages, chosen.group_m
         return _product(a8, a_factor, weight8, factor, self.groups, top_k, self.x.dtype, *how)
 
     def sum_over_k(self, each: Tensor) -> Tensor:
@@ -113,7 +117,7 @@ class _Backward(fp8_steps.Backward, plain._Backward):
 @register_kernel("experts_vjp_fp8", backend="hopper", rank=plain.RANK, rejects=_reasons, eps=fp8_steps.eps)
 @optimize_kernel(space=SPACE_VJP)
 @experts_vjp_fp8_arguments
-def experts_vjp_fp8(call, *, config: HopperBackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def experts_vjp_fp8(call, *, config: HopperFp8BackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The product with down, the gradients that are elements' own with their cast, then those of x and of weights."""
     backward = _Backward(call, config)
     if backward.pairs == 0:

@@ -23,11 +23,12 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
+from tilesmith.ops.moe.fp8_plan import STEP8
 from tilesmith.ops.moe.hopper.products import _numbers
 from tilesmith.ops.moe.hopper.tiles import FLAT, corner, quarters, store_piece
 from tilesmith.ops.moe.plan import HOPPER_COLS, HOPPER_ROWS
 
-COLS, HALF_ROWS, PIECE, STEP8 = HOPPER_COLS, HOPPER_ROWS // 2, 64, 128
+COLS, HALF_ROWS, PIECE = HOPPER_COLS, HOPPER_ROWS // 2, 64
 _COLS, _HALF, _PIECE, _STEP = (gl.constexpr(n) for n in (COLS, HALF_ROWS, PIECE, STEP8))
 _FLAT8 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 32]))
