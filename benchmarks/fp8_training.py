@@ -550,14 +550,16 @@ def experts_values(run: Run) -> bool:
 
 
 def experts(run: Run) -> None:
-    """Steps of E128 H2048 I768 K8 in 8 bits over those in bf16: with kept casts of the weights, with casts made in the
-    step, as in the first after an optimizer's, and forwards alone."""
+    """Steps of E128 H2048 I768 K8 in 8 bits over those in bf16: with kept casts of the weights; with casts made in the
+    step, as in the first after an optimizer's; by "rowwise", whose weights' gradients are of bf16; forwards alone."""
     count, hidden, inner, top_k = (4, 64, 32, 2) if run.dry else (128, 2048, 768, 8)
     torch.manual_seed(0)
     plain = tilesmith.nn.Experts(hidden, inner, count, device=DEVICE, dtype=torch.bfloat16)
-    holder = nn.ModuleDict({"experts": copy.deepcopy(plain)})
-    config = FP8Config(min_features=16, min_tokens=1) if run.dry else FP8Config()
-    small = convert_model_to_fp8(holder, config)["experts"]
+    limits = {"min_features": 16, "min_tokens": 1} if run.dry else {}
+    small, rowwise = (
+        convert_model_to_fp8(nn.ModuleDict({"experts": copy.deepcopy(plain)}), FP8Config(recipe=r, **limits))["experts"]
+        for r in ("delayed", "rowwise")
+    )
     for tokens in (32,) if run.dry else (8192, 32_768):
         if run.late(f"{tokens} tokens", 25.0):
             break
@@ -569,15 +571,16 @@ def experts(run: Run) -> None:
             "bf16": experts_step(plain, x, indices, weights, dy),
             "fp8": once,
             "fp8, weight cast": casting_experts_anew(small, once),
+            "fp8, bf16 weight gradients": experts_step(rowwise, x, indices, weights, dy),
             "bf16 forward": partial(forward_alone, plain, x, indices, weights),
             "fp8 forward": partial(forward_alone, small, x, indices, weights),
         }
         found = run.timed(variants, 60.0)
         medians = {name: t.median_us for name, t in found.items()}
-        over = {name: round(medians["bf16"] / medians[name], 3) for name in ("fp8", "fp8, weight cast")}
-        over["forward"] = round(medians["bf16 forward"] / medians["fp8 forward"], 3)
+        over = {name: round(medians["bf16"] / medians[name], 3) for name in medians if name.startswith("fp8")}
+        over["fp8 forward"] = round(medians["bf16 forward"] / medians["fp8 forward"], 3)
         work = 18 * tokens * top_k * hidden * inner
-        rates = {name: round(work / medians[name] / 1e6, 1) for name in ("bf16", *over) if name != "forward"}
+        rates = {name: round(work / t / 1e6, 1) for name, t in medians.items() if "forward" not in name}
         kernels = {name: kernel_times(variants[name]) for name in variants if "forward" not in name and not run.dry}
         run.row(tokens=tokens, over_bf16=over, tflops=rates, times=shown(found), kernels_us=kernels)
 

@@ -54,11 +54,11 @@ def _distance(a, b):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
-def test_experts_are_those_of_their_rounded_operands(dtype, activation):
+@pytest.mark.parametrize(("activation", "recipe"), [("swiglu", "delayed"), ("swiglu", "rowwise"), ("geglu", "current")])
+def test_experts_are_those_of_their_rounded_operands(dtype, activation, recipe):
     """Three products follow one another, each of two numbers off by half a step at most."""
     plain, call = _model(dtype, activation), _call(dtype=dtype)
-    expected, found = _gradients(plain, *call), _gradients(_converted(plain), *call)
+    expected, found = _gradients(plain, *call), _gradients(_converted(plain, recipe=recipe), *call)
     for name, value in found.items():
         assert value.dtype is expected[name].dtype
         assert _distance(value, expected[name]) < 3 * HALF, name
@@ -77,6 +77,30 @@ def test_numbers_of_8_bits_come_through():
     cast = ops.fp8_cast_experts(down)
     y, pre = ops.experts_fp8(x8, x_factor, w8, factor, cast[0], cast[2], indices, weights, dtype="float32")
     assert torch.equal(pre, x @ w[1].t()) and not y.any()
+
+
+def test_rows_of_very_different_size():
+    """An expert's gradient is that of its large rows, beside which small ones vanish."""
+    plain, (x, indices, weights, dy) = _model(), _call()
+    x, dy = (t * torch.logspace(-6, 2, len(t)).to(DEVICE)[:, None] for t in (x, dy))
+    expected = _gradients(plain, x, indices, weights, dy)
+    for recipe in ("delayed", "rowwise"):
+        for name, value in _gradients(_converted(plain, recipe=recipe), x, indices, weights, dy).items():
+            assert _distance(value, expected[name]) < 3 * HALF, name
+
+
+def test_what_is_kept_for_the_backward():
+    kept = {}
+    for recipe in ("delayed", "rowwise"):
+        model, (x, indices, weights, _) = _converted(_model(torch.bfloat16), recipe=recipe), _call(dtype=torch.bfloat16)
+        others = (*model["experts"]._modules["_fp8"].cached, indices, weights)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+            model["experts"](x.requires_grad_(), indices, weights)
+        own = {t.data_ptr() for t in others}
+        kept[recipe] = sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in own)
+    pre = len(x) * K * 2 * I * 2
+    assert kept == {"delayed": pre + len(x) * (C + 4), "rowwise": pre + 2 * len(x) * C}
 
 
 def test_a_whole_model_trains_and_goes_back():
@@ -169,7 +193,7 @@ def test_compiled_and_checkpointed():
 
 def test_what_conversion_leaves_alone():
     def reasons(model, **more):
-        with pytest.raises(ValueError, match="no layer is eligible") as problem:
+        with pytest.raises(ValueError, match="no linear layer is eligible") as problem:
             convert_model_to_fp8(model, FP8Config(**{**SMALL, **more}))
         assert all("_fp8" not in m._modules for m in model.modules())
         return str(problem.value)

@@ -48,10 +48,10 @@ class FP8Config:
       those that FSDP shards.
     loss_scale, loss_scale_growth_interval: the factor of the loss at first and at most; it is halved after a step that
       was skipped, and doubled after so many that were not.
-    convert_experts: stacked experts that the library computes (`optimize`, `tilesmith.nn`) are converted too, by one
-      way in any recipe: E4M3 with a scale for each row of tokens and of gradients and one for each expert's weight,
-      whose gradient is a product in the inputs' dtype. module_filter_fn is not asked about them; min_features is
-      compared with the sides of gate_up_proj, and two casts of each weight are kept, as of linear layers.
+    convert_experts: stacked experts that the library computes (`optimize`, `tilesmith.nn`) are converted too: in any
+      recipe E4M3 with a scale for each row of tokens and of gradients and one for each expert's weight, whose gradient
+      is a product in the inputs' dtype by "rowwise", else of 8-bit numbers. module_filter_fn is not asked about them;
+      min_features is compared with the sides of gate_up_proj.
     """
 
     recipe: str = "delayed"

@@ -66,7 +66,7 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     rows += more
     if not chosen and not stacks:
         reasons = "; ".join(f"{row.fqn}: {row.reason}" for row in rows[:5]) or "it has none"
-        raise ValueError(f"convert_model_to_fp8: no layer is eligible ({reasons}); see FP8Config")
+        raise ValueError(f"convert_model_to_fp8: no linear layer is eligible ({reasons}); see FP8Config")
     devices = {layer.weight.device for layer in chosen.values()} | {m.down_proj.device for m in stacks.values()}
     _check_devices(devices)
     relay = Relay()

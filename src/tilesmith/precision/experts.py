@@ -39,7 +39,8 @@ class FP8Experts(CastsWeights):
     """Computes gated experts for the module that holds the stacked weights gate_up_proj and down_proj.
 
     Tokens and gradients are cast by rows, weights by one factor for each expert; the gradients of the weights are
-    products in the inputs' dtype. There is no history: every factor is that of the numbers that are cast.
+    products in the inputs' dtype by the recipe "rowwise", else of 8-bit numbers. There is no history: every factor is
+    that of the numbers that are cast.
     """
 
     def __init__(self, config: FP8Config, owner: nn.Module, activation: str):
@@ -67,7 +68,14 @@ class FP8Experts(CastsWeights):
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Σ_k weights[..., k] · expert indices[..., k] of x [..., C]."""
         return _Experts.apply(
-            x, *self._weights(), indices, weights, self.activation, output_dtype(x), *self.weight_casts()
+            x,
+            *self._weights(),
+            indices,
+            weights,
+            self.activation,
+            output_dtype(x),
+            self.config.recipe != "rowwise",
+            *self.weight_casts(),
         )
 
     def weight_casts(self) -> WeightCasts:
@@ -96,7 +104,7 @@ class FP8Experts(CastsWeights):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate_up, down, indices, weights, activation, dtype, *casts):
+    def forward(ctx, x, gate_up, down, indices, weights, activation, dtype, eight, *casts):
         cast = WeightCasts(*casts)
         ctx.dtypes, ctx.activation = (x.dtype, gate_up.dtype), activation
         x = x.to(dtype)
@@ -105,25 +113,26 @@ class _Experts(torch.autograd.Function):
             x8, x_factor, cast.gate_up8, cast.gate_up_factor, cast.down8, cast.down_factor, indices, weights,
             activation, NAMES[dtype],
         )  # fmt: skip
+        kept = (x8, x_factor) if eight else (x, None)
         ctx.save_for_backward(
-            x, pre, indices, weights, cast.gate_up8_t, cast.gate_up_factor, cast.down8_t, cast.down_factor
+            *kept, pre, indices, weights, cast.gate_up8_t, cast.gate_up_factor, cast.down8_t, cast.down_factor
         )
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, pre, indices, weights, *casts = ctx.saved_tensors
+        x, x_factor, pre, indices, weights, *casts = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
         wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
-        dy = dy.to(x.dtype)
+        dy = dy.to(pre.dtype)
         dy8, factor = ops.fp8_cast_rows(dy, FORMAT)
-        made = ops.experts_vjp_fp8(dy, dy8, factor, x, pre, *casts, indices, weights, ctx.activation, wanted)
+        made = ops.experts_vjp_fp8(dy, dy8, factor, x, x_factor, pre, *casts, indices, weights, ctx.activation, wanted)
         dtypes = x_dtype, w_dtype, w_dtype, weights.dtype
         dx, dgate_up, ddown, dweights = (
             d.to(dtype) if there else None for d, dtype, there in zip(made, dtypes, wanted)
         )
-        return dx, dgate_up, ddown, None, dweights, *(None,) * 8
+        return dx, dgate_up, ddown, None, dweights, *(None,) * 9
 
 
 def _cast(gate_up: Tensor, down: Tensor) -> WeightCasts:

@@ -28,14 +28,14 @@ def _fake(
 
 
 def _fake_vjp(
-    dy: Tensor, dy8: Tensor, dy_factor: Tensor, x: Tensor, pre: Tensor, gate_up8_t: Tensor, gate_up_factor: Tensor,
-    down8_t: Tensor, down_factor: Tensor, indices: Tensor, weights: Tensor, activation: str,
+    dy: Tensor, dy8: Tensor, dy_factor: Tensor, x: Tensor, x_factor: Tensor | None, pre: Tensor, gate_up8_t: Tensor,
+    gate_up_factor: Tensor, down8_t: Tensor, down_factor: Tensor, indices: Tensor, weights: Tensor, activation: str,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (experts, hidden, wide), inner = gate_up8_t.shape, down8_t.shape[1]
     shapes = (x.shape, (experts, wide, hidden), (experts, hidden, inner))
-    made = [x.new_empty(shape if wanted else 0) for shape, wanted in zip(shapes, output_mask)]
-    return *made, weights.new_empty(weights.shape) if output_mask[3] else x.new_empty(0)
+    made = [dy.new_empty(shape if wanted else 0) for shape, wanted in zip(shapes, output_mask)]
+    return *made, weights.new_empty(weights.shape) if output_mask[3] else dy.new_empty(0)
 
 
 def _check(
@@ -59,14 +59,17 @@ def _check(
 
 
 def _check_vjp(
-    dy: Tensor, dy8: Tensor, dy_factor: Tensor, x: Tensor, pre: Tensor, gate_up8_t: Tensor, gate_up_factor: Tensor,
-    down8_t: Tensor, down_factor: Tensor, indices: Tensor, weights: Tensor, activation: str,
+    dy: Tensor, dy8: Tensor, dy_factor: Tensor, x: Tensor, x_factor: Tensor | None, pre: Tensor, gate_up8_t: Tensor,
+    gate_up_factor: Tensor, down8_t: Tensor, down_factor: Tensor, indices: Tensor, weights: Tensor, activation: str,
     output_mask: Sequence[bool],
 ) -> None:  # fmt: skip
     op = "experts_vjp_fp8"
     _tokens(op, "dy8", dy8, dy_factor)
-    for name, tensor in (("x", x), ("pre", pre)):
-        alike(op, "dy", dy, name, tensor)
+    alike(op, "dy", dy, "pre", pre)
+    if x_factor is None:
+        alike(op, "dy", dy, "x", x)
+    else:
+        _tokens(op, "x", x, x_factor)
     for name, tensor in (("dy", dy), ("x", x)):
         if tensor.shape != dy8.shape:
             raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it must be dy8's, {tuple(dy8.shape)}")
@@ -101,8 +104,6 @@ def _weight(op: str, name: str, weight8: Tensor, factor: Tensor, shape: tuple[in
     _eight(op, name, weight8)
     if tuple(weight8.shape) != shape:
         raise ValueError(f"{op}: {name} has shape {tuple(weight8.shape)}; it must be {list(shape)}")
-    if not weight8.is_contiguous():
-        raise ValueError(f"{op}: {name} has strides {weight8.stride()}; it must be contiguous")
     one_device(op, name, weight8, "the tokens", x8)
     _factor(op, name.removesuffix("_t").removesuffix("8") + "_factor", factor, x8, (shape[0],))
 

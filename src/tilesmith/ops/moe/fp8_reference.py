@@ -39,7 +39,7 @@ def experts_fp8(
     """`experts` of tokens and weights in 8 bits: (y, pre).
 
     x8: [..., C] float8_e4m3fn, x_factor: [T, 1], as `fp8_cast_rows` gives them. gate_up8: [E, 2 I, C] and down8:
-    [E, C, I] float8_e4m3fn, contiguous, gate_up_factor and down_factor: [E], as `fp8_cast_experts` gives them. Factors
+    [E, C, I] float8_e4m3fn, gate_up_factor and down_factor: [E], as `fp8_cast_experts` gives them. Factors
     are fp32. indices, weights: as `experts` takes them. activation: "swiglu", "geglu" or "geglu_erf". dtype: of y and
     pre, "bfloat16", "float16" or "float32".
 
@@ -59,7 +59,7 @@ def experts_fp8(
     pairs = (flat(x8).to(acc) * x_factor.to(acc))[tokens[order]]
     z = _grouped_linear(pairs, _wide(gate_up8, gate_up_factor, acc), None, sizes).to(out)
     hidden = activate(z.to(acc), activation, False, 0.0, 1.0, 0.0).to(out)
-    rows = _grouped_linear(_cast_rows(hidden.to(acc)), _wide(down8, down_factor, acc), None, sizes)
+    rows = _grouped_linear(_cast_rows(hidden.to(acc))[0], _wide(down8, down_factor, acc), None, sizes)
     y = combined(rows.to(out).to(acc), order, indices.numel(), weights)
     missing = indices.numel() - z.shape[0]
     return y.to(out).reshape(x8.shape), F.pad(z, (0, 0, 0, missing)).contiguous()
@@ -70,6 +70,7 @@ def experts_vjp_fp8(
     dy8: Tensor,
     dy_factor: Tensor,
     x: Tensor,
+    x_factor: Tensor | None,
     pre: Tensor,
     gate_up8_t: Tensor,
     gate_up_factor: Tensor,
@@ -83,36 +84,47 @@ def experts_vjp_fp8(
     """Gradients (dx, dgate_up, ddown, dweights) of `experts_fp8` as if nothing had been rounded to 8 bits; an empty
     tensor where `output_mask` is False.
 
-    dy, x: [..., C], the gradient and the tokens as they came, and pre: [S, 2 I], what `experts_fp8` returned: of one
-    floating dtype, which dx, dgate_up and ddown have too. dy8 and dy_factor: dy by `fp8_cast_rows`. gate_up8_t:
-    [E, C, 2 I] and down8_t: [E, I, C], contiguous: the transposed weights that `fp8_cast_experts` gives.
-    indices, weights, activation: as in the forward.
+    dy: [..., C], the gradient as it came, and pre: [S, 2 I], what `experts_fp8` returned: of one floating dtype, which
+    dx, dgate_up and ddown have too. dy8 and dy_factor: dy by `fp8_cast_rows`. x: [..., C], the tokens as they came in
+    dy's dtype, with x_factor None; or what the forward took as x8, with its x_factor. gate_up8_t: [E, C, 2 I] and
+    down8_t: [E, I, C]: the transposed weights that `fp8_cast_experts` gives. indices, weights, activation:
+    as in the forward.
 
     Gradients of the activation and of x are products of 8-bit numbers: of dy8, and of the gradient of the
     pre-activation, which is cast by the factor of each row's largest element. Gradients of the weights are products in
-    dy's dtype, of x and dy as they came. dgate_up [E, 2 I, C] and ddown [E, C, I] are contiguous; dweights has the
-    weights' shape and dtype. The gradient of the activation, that of the pre-activation, the weighted activation and
-    the gradient of each pair's x are rounded to dy's dtype.
+    dy's dtype, of x and dy as they came, with x_factor None. Else they are products of 8-bit numbers as well: of x, of
+    dy8, of that cast and of one of the weighted activation by rows; since a sum over pairs has no place for factors of
+    rows, each is cast again by the largest factor of its expert's rows, which is exact but for numbers that become
+    smaller than the format's smallest normal one.
+    dgate_up [E, 2 I, C] and ddown [E, C, I] are contiguous; dweights has the weights' shape and dtype. The gradient of
+    the activation, that of the pre-activation, the weighted activation and the gradient of each pair's x are rounded to
+    dy's dtype.
     """
     out = dy.dtype
     acc = torch.promote_types(out, torch.float32)
     experts = gate_up8_t.shape[0]
-    tokens, order, sizes = grouped(x, indices, experts)
+    tokens, order, sizes = grouped(dy, indices, experts)
     found, count = tokens[order], order.numel()
     z, scales = pre[:count].to(acc), weights.reshape(-1)[order].to(acc)[:, None]
     d = (flat(dy8).to(acc) * dy_factor.to(acc))[found]
     dhidden = _grouped_linear(d, _wide(down8_t, down_factor, acc), None, sizes).to(out).to(acc)
     hidden, dz = _activation_vjp(dhidden * scales, z, activation, False, 0.0, 1.0, 0.0)
     dz, scaled = dz.to(out).to(acc), (hidden * scales).to(out).to(acc)
-    dx, dgate_up, ddown, dweights = (x.new_empty(0) for _ in range(4))
+    dz8, dz_factor = _cast_rows(dz)
+    left, right = (dz, flat(dy).to(acc)[found]), (flat(x).to(acc)[found], scaled)
+    if x_factor is not None:
+        factors = x_factor.to(acc)[found], dy_factor.to(acc)[found]
+        left = _by_experts(dz8, dz_factor, sizes), _by_experts(d, factors[1], sizes)
+        right = _by_experts(right[0] * factors[0], factors[0], sizes), _by_experts(*_cast_rows(scaled), sizes)
+    dx, dgate_up, ddown, dweights = (dy.new_empty(0) for _ in range(4))
     if output_mask[0]:
-        rows = _grouped_linear(_cast_rows(dz), _wide(gate_up8_t, gate_up_factor, acc), None, sizes)
+        rows = _grouped_linear(dz8, _wide(gate_up8_t, gate_up_factor, acc), None, sizes)
         ones = weights.new_ones(weights.shape)
         dx = combined(rows.to(out).to(acc), order, indices.numel(), ones).to(out).reshape(x.shape)
     if output_mask[1]:
-        dgate_up = _weight_gradient(dz, flat(x).to(acc)[found], _turned(gate_up8_t, out), sizes)
+        dgate_up = _weight_gradient(left[0], right[0], _turned(gate_up8_t, out), sizes)
     if output_mask[2]:
-        ddown = _weight_gradient(flat(dy).to(acc)[found], scaled, _turned(down8_t, out), sizes)
+        ddown = _weight_gradient(left[1], right[1], _turned(down8_t, out), sizes)
     if output_mask[3]:
         each = (dhidden * hidden).sum(1)
         dweights = each.new_zeros(indices.numel()).index_copy(0, order, each).reshape(weights.shape).to(weights.dtype)
@@ -134,7 +146,14 @@ def _turned(weight8_t: Tensor, dtype: torch.dtype) -> Tensor:
     return weight8_t.new_empty((experts, outputs, features), dtype=dtype)
 
 
-def _cast_rows(x: Tensor) -> Tensor:
-    """Rows x [S, N] after a cast to 8 bits and back."""
+def _cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows x [S, N] after a cast to 8 bits and back, and the factors [S, 1]."""
     factor = factor_of(largest(x, 1), FORMAT).to(x.dtype)
-    return cast(x / factor, FORMAT).to(x.dtype) * factor
+    return cast(x / factor, FORMAT).to(x.dtype) * factor, factor
+
+
+def _by_experts(x: Tensor, factor: Tensor, sizes: list[int]) -> Tensor:
+    """Rows x [S, N] that were cast by factors [S, 1], cast again by the largest of their expert."""
+    largest_of = [part.amax().expand(len(part)) for part in factor[:, 0].split(sizes) if len(part)]
+    wide = torch.cat(largest_of)[:, None] if largest_of else factor
+    return cast(x / wide, FORMAT).to(x.dtype) * wide

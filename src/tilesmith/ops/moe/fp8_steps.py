@@ -3,16 +3,21 @@ products a backend brings."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilesmith.device.rows import rows
+from tilesmith.device.rows import dense, rows
 from tilesmith.engine import cdiv, launch, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import steps
-from tilesmith.ops.moe.fp8_kernels import experts_activation_cast_kernel, experts_gradient_cast_kernel
+from tilesmith.ops.moe.fp8_kernels import (
+    experts_activation_cast_kernel,
+    experts_gradient_cast_kernel,
+    experts_largest_factors_kernel,
+    experts_turned_kernel,
+)
 from tilesmith.ops.moe.index import Groups
 from tilesmith.ops.moe.reference import GATED
 
@@ -70,16 +75,32 @@ def activated(pre: Tensor, groups: Groups, experts: int, activation: str) -> tup
     return out, factor
 
 
+def dense_weights(call: Any) -> Any:
+    """A call of experts_fp8 whose weights and factors are contiguous."""
+    names = "x_factor", "gate_up8", "gate_up_factor", "down8", "down_factor"
+    return call._replace(**{name: dense(getattr(call, name)) for name in names})
+
+
+def combined(each: Tensor, indices: Tensor, scales: Tensor | None, like: Tensor, experts: int, place: Any) -> Tensor:
+    """`steps.combined` in the dtype of `each` and the shape of `like`, which may be of 8 bits."""
+    return steps.combined(each, indices, scales, like.new_empty(like.shape, dtype=each.dtype), experts, place)
+
+
+class Turned(NamedTuple):
+    """An operand of a weight's gradient: [columns, tiles · pairs of a tile] in 8 bits, and the factors [E]."""
+
+    values: Tensor
+    factor: Tensor
+
+
 class Backward:
     """The launches of one backward in 8 bits, beside a backend's `steps.Backward`, whose products of weights' gradients
-    it takes. A backend has `product` besides.
-
-    call: the arguments of experts_vjp_fp8; block_m: pairs of a tile.
-    """
+    it takes where the tokens are not in 8 bits. A backend has what raises NotImplementedError here."""
 
     def enter(self, call: Any) -> None:
-        """What `steps.Backward` has of a call, from one in 8 bits."""
-        self.call = call
+        """What `steps.Backward` has of a call, from one of experts_vjp_fp8."""
+        names = "dy_factor", "x_factor", "gate_up8_t", "gate_up_factor", "down8_t", "down_factor"
+        self.call = call = call._replace(**{name: dense(getattr(call, name)) for name in names})
         self.x, self.dy, self.indices = rows(call.x), rows(call.dy), call.indices.contiguous()
         self.scales = call.weights.contiguous()
         self.pairs, self.top_k = self.indices.numel(), self.indices.shape[-1]
@@ -94,51 +115,83 @@ class Backward:
         """Σ_k of what `product` made, in x's shape."""
         raise NotImplementedError
 
-    def gradients(self, groups: Groups) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def weight_product(self, left: Turned, right: Turned, out: Tensor, firsts: Tensor) -> None:
+        """out[e] = Σ left[., k] ⊗ right[., k] over the places k of an expert's tiles, times their factors."""
+        raise NotImplementedError
+
+    def gradients(self, groups: Groups, tile: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """groups: with tiles of `tile` pairs."""
         call, mask, self.groups = self.call, self.call.output_mask, groups
-        dhidden = self.product(rows(call.dy8), call.dy_factor, call.down8_t, call.down_factor, True)
-        dpre, scaled, d8, factor, dweights = self._casts(dhidden)
-        made = [self.x.new_empty(0) for _ in mask]
+        dy8 = rows(call.dy8)
+        dhidden = self.product(dy8, call.dy_factor, call.down8_t, call.down_factor, True)
+        dpre, scaled, scaled_factor, d8, factor, dweights = self._casts(dhidden)
+        none = self.dy.new_empty(0)
+        dx = none
         if mask[0]:
-            made[0] = self.sum_over_k(self.product(d8, factor, call.gate_up8_t, call.gate_up_factor, False))
-        if mask[1]:
-            out = self.x.new_empty((self.experts, 2 * self.inner, self.hidden))
-            made[1] = self.weight_gradient(dpre, self.x, out, gathers_left=False)
-        if mask[2]:
-            out = self.x.new_empty((self.experts, self.hidden, self.inner))
-            made[2] = self.weight_gradient(self.dy, scaled, out, gathers_left=True)
-        if mask[3]:
-            made[3] = dweights
-        return tuple(made)
+            dx = self.sum_over_k(self.product(d8, factor, call.gate_up8_t, call.gate_up_factor, False))
+        outs = [self.dy.new_empty(n) if wanted else None for n, wanted in zip(self._weight_shapes(), mask[1:3])]
+        if scaled_factor is not None:
+            operands = (self.x, call.x_factor), (dy8, call.dy_factor), (d8, factor), (scaled, scaled_factor)
+            self._weights_in_8_bits(operands, outs, tile)
+        else:
+            for out, how in zip(outs, ((dpre, self.x, False), (self.dy, scaled, True))):
+                if out is not None:
+                    self.weight_gradient(how[0], how[1], out, gathers_left=how[2])
+        dgate_up, ddown = (none.clone() if out is None else out for out in outs)
+        return dx, dgate_up, ddown, dweights if mask[3] else none.clone()
 
     def zeros(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients of a call without pairs."""
-        shapes = (
-            self.call.x.shape,
-            (self.experts, 2 * self.inner, self.hidden),
-            (self.experts, self.hidden, self.inner),
-        )
-        mask = self.call.output_mask
-        made = [self.x.new_zeros(shape if wanted else 0) for shape, wanted in zip(shapes, mask)]
-        return *made, self.scales.new_zeros(self.call.weights.shape) if mask[3] else self.x.new_empty(0)
+        mask, shapes = self.call.output_mask, (self.call.x.shape, *self._weight_shapes())
+        made = [self.dy.new_zeros(shape if wanted else 0) for shape, wanted in zip(shapes, mask)]
+        return *made, self.scales.new_zeros(self.call.weights.shape) if mask[3] else self.dy.new_empty(0)
 
-    def _casts(self, dhidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The gradient of pre, the weighted activation, the former in 8 bits with its factors, and the gradients of the
-        routing weights."""
-        pre = self.call.pre.contiguous()
-        dpre, scaled = torch.empty_like(pre), torch.empty_like(dhidden)
+    def _weight_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        return (self.experts, 2 * self.inner, self.hidden), (self.experts, self.hidden, self.inner)
+
+    def _casts(self, dhidden: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+        """The gradient of pre where x is not in 8 bits, the weighted activation, its factors where x is; the gradient
+        of pre in 8 bits, its factors; the gradients of the routing weights."""
+        pre, eight = self.call.pre.contiguous(), self.call.x_factor is not None
         d8, factor = pre.new_empty(pre.shape, dtype=EIGHT), pre.new_empty((self.pairs, 1), dtype=torch.float32)
+        dpre = None if eight else torch.empty_like(pre)
+        scaled = torch.empty_like(dhidden, dtype=EIGHT if eight else None)
+        scaled_factor = torch.empty_like(factor) if eight else None
         dweights = self.scales.new_empty(self.scales.shape)
         how = _casting(self.inner, LONGEST // 2)
         launch(
             experts_gradient_cast_kernel, (cdiv(self.pairs, how["BLOCK_M"]),),
-            dhidden, pre, self.scales, dpre, scaled, d8, factor, dweights, self.groups.order, self.groups.starts,
-            self.pairs, self.experts, self.inner, ACTIVATION=GATED[self.call.activation],
-            SATURATES=saturates(pre), **how,
+            dhidden, pre, self.scales, dpre, scaled, scaled_factor, d8, factor, dweights,
+            self.groups.order, self.groups.starts, self.pairs, self.experts, self.inner,
+            ACTIVATION=GATED[self.call.activation], SATURATES=saturates(pre), **how,
         )  # fmt: skip
-        return dpre, scaled, d8, factor, dweights
+        return dpre, scaled, scaled_factor, d8, factor, dweights
 
+    def _weights_in_8_bits(
+        self, operands: tuple[tuple[Tensor, Tensor], ...], outs: list[Tensor | None], tile: int
+    ) -> None:
+        """The gradients of both weights. operands: x and dy of tokens, the gradient of pre and the weighted activation
+        in the order of experts, each with its factors."""
+        groups, experts = self.groups, self.experts
+        largest = self.dy.new_empty((4, experts), dtype=torch.float32)
+        firsts = torch.empty_like(groups.starts)
+        launch(
+            experts_largest_factors_kernel, (experts + 1,),
+            *(factor for _, factor in operands), largest, firsts, groups.order, groups.starts, self.top_k, experts,
+            TILE=tile, BLOCK=1024, EXPERTS=next_power_of_2(experts + 1), num_warps=4,
+        )  # fmt: skip
+        for out, (left, right) in zip(outs, ((2, 0), (1, 3))):
+            if out is not None:
+                turned = (self._turned(*operands[i], largest[i], i < 2, tile) for i in (left, right))
+                self.weight_product(*turned, out, firsts)
 
-def combined(each: Tensor, indices: Tensor, scales: Tensor | None, like: Tensor, experts: int, place: Any) -> Tensor:
-    """`steps.combined` in the dtype of `each` and the shape of `like`, which may be of 8 bits."""
-    return steps.combined(each, indices, scales, like.new_empty(like.shape, dtype=each.dtype), experts, place)
+    def _turned(self, a: Tensor, factor: Tensor, wide: Tensor, gathers: bool, tile: int) -> Turned:
+        """Rows of 8 bits in the order of experts, cast again by the factors `wide` of experts, transposed."""
+        groups, cols = self.groups, a.shape[1]
+        out = a.new_empty((cols, groups.tiles * tile))
+        launch(
+            experts_turned_kernel, (groups.tiles * cdiv(cols, 64),),
+            a, factor, wide, out, out.view(torch.int32), *groups, self.experts, groups.tiles, self.top_k, cols,
+            a.stride(0), GATHERS=gathers, SATURATES=saturates(a), TILE=tile, BLOCK_COLS=64, num_warps=4,
+        )  # fmt: skip
+        return Turned(out, wide)

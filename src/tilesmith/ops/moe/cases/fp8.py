@@ -66,7 +66,7 @@ def _forward(
 def _backward(
     lead: tuple[int, ...] | int, hidden: int, inner: int, experts: int, top_k: int, *, indices: Init | None = None,
     eight: torch.dtype = E4M3, scales: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32,
-    activation: str = "swiglu", mask: Sequence[bool] = ALL,
+    activation: str = "swiglu", mask: Sequence[bool] = ALL, all_in_8_bits: bool = False,
 ) -> dict:  # fmt: skip
     shape = (lead,) if isinstance(lead, int) else lead
     tokens = torch.Size(shape).numel()
@@ -77,7 +77,8 @@ def _backward(
         "dy": T(*shape, hidden, **plain),
         "dy8": T(*shape, hidden, **draw),
         "dy_factor": T(tokens, 1, init=_factors, **factor),
-        "x": T(*shape, hidden, **plain),
+        "x": T(*shape, hidden, **(draw if all_in_8_bits else plain)),
+        "x_factor": T(tokens, 1, init=_factors, **factor) if all_in_8_bits else None,
         "pre": T(tokens * top_k, 2 * inner, **plain),
         "gate_up8_t": T(experts, hidden, 2 * inner, **draw),
         "gate_up_factor": T(experts, init=_small_factors, **factor),
@@ -107,6 +108,7 @@ def _cases(args, half: object, exact: dict) -> list[Case]:
         Case("geglu_erf", args(11, 16, 32, 3, 2, activation="geglu_erf"), TEST, ONCE),
         Case("bf16", args(40, 64, 48, 4, 2, dtype=half, scales=torch.bfloat16), TEST, ONCE),
         Case("whole_tiles", args(256, 256, 128, 2, 2, dtype=half), COMPILE, COMPILED),
+        Case("few_tokens", args(4, 256, 128, 16, 4, dtype=half), COMPILE, COMPILED),
         Case("odd_tiles", args((3, 331), 208, 112, 33, 5, dtype=half), BIG, COMPILED),
         Case("sentinels_large", args(1024, 512, 256, 16, 8, dtype=half, indices=_with_sentinels(16)), BIG, COMPILED),
         Case("wide", args(64, 512, 4224, 4, 2, dtype=half), COMPILE, COMPILED),
@@ -124,10 +126,28 @@ def _cases(args, half: object, exact: dict) -> list[Case]:
     ]
 
 
+# calls whose weights have gradients of 8-bit numbers: name, sizes, tags, dtypes, more
+IN_8_BITS: tuple[tuple[str, tuple, frozenset[str], tuple, dict], ...] = (
+    ("exact", (5, 32, 16, 3, 2), TEST, ONCE, {"eight": torch.float64}),
+    ("small", ((2, 5), 48, 32, 4, 2), SMALL, ONCE, {}),
+    ("several_tiles", (66, 160, 80, 2, 2), SMALL, ONCE, {}),
+    ("no_tokens", ((2, 0), 16, 16, 4, 2), SMALL, ONCE, {}),
+    ("sentinels", (20, 32, 16, 3, 4), SMALL, ONCE, {"indices": _with_sentinels(3)}),
+    ("odd", (19, 21, 11, 5, 3), SMALL, ONCE, {}),
+    ("whole_tiles", (256, 256, 128, 2, 2), COMPILE, COMPILED, {"dtype": torch.bfloat16}),
+    ("odd_tiles", ((3, 331), 208, 112, 33, 5), BIG, COMPILED, {"dtype": torch.bfloat16}),
+    ("qwen3", (1024, 2048, 768, 128, 8), BIG, COMPILED, {"dtype": torch.bfloat16}),
+    ("8192x2048_e128_i768_k8", (8192, 2048, 768, 128, 8), BENCH, COMPILED, {"dtype": torch.bfloat16}),
+)
+
 CASES: dict[str, list[Case]] = {
     "experts_fp8": _cases(_forward, "bfloat16", {"eight": torch.float64}),
     "experts_vjp_fp8": [
         *_cases(_backward, torch.bfloat16, {"eight": torch.float64}),
+        *(
+            Case(f"{name}_in_8_bits", _backward(*sizes, all_in_8_bits=True, **how), tags, dtypes)
+            for name, sizes, tags, dtypes, how in IN_8_BITS
+        ),
         Case("x_alone", _backward(9, 32, 16, 3, 2, mask=[True, False, False, False]), TEST, ONCE),
         Case("weights_alone", _backward(9, 32, 16, 3, 2, mask=[False, True, True, False]), TEST, ONCE),
     ],
@@ -156,8 +176,8 @@ def _bytes_vjp(
     dy: Tensor, dy8: Tensor, x: Tensor, pre: Tensor, gate_up8_t: Tensor, down8_t: Tensor, indices: Tensor,
     output_mask: Sequence[bool],
 ) -> int:  # fmt: skip
-    grads = (output_mask[1] * gate_up8_t.numel() + output_mask[2] * down8_t.numel()) * x.element_size()
-    return _size(dy, dy8, x, pre, gate_up8_t, down8_t, indices) + output_mask[0] * _size(x) + grads
+    grads = (output_mask[1] * gate_up8_t.numel() + output_mask[2] * down8_t.numel()) * dy.element_size()
+    return _size(dy, dy8, x, pre, gate_up8_t, down8_t, indices) + output_mask[0] * _size(dy) + grads
 
 
 flops = {"experts_fp8": _flops, "experts_vjp_fp8": _flops_vjp}

@@ -23,6 +23,7 @@ from tilesmith.ops.moe.hopper.fp8_products import (
     experts_fp8_gathered_rows_kernel,
     experts_fp8_rows_kernel,
 )
+from tilesmith.ops.moe.hopper.fp8_weight_gradient import experts_fp8_weight_gradient_kernel, turned_of
 from tilesmith.ops.moe.hopper.tiles import matrices_of, rows_of
 from tilesmith.ops.moe.index import Groups, group
 from tilesmith.ops.moe.plan import HOPPER_ROWS
@@ -34,7 +35,7 @@ def _dims(x8: Tensor, x_factor: Tensor, gate_up8: Tensor, factor: Tensor, down8:
 
 
 def _dims_vjp(*args: Any) -> dict[str, int]:
-    down8_t, indices = args[7], args[9]
+    down8_t, indices = args[8], args[10]
     return plan.dims(indices.numel(), down8_t.shape[0], down8_t.shape[2], down8_t.shape[1])
 
 
@@ -87,6 +88,7 @@ def _product(
 @experts_fp8_arguments
 def experts_fp8(call, *, config: HopperFp8Config) -> tuple[Tensor, Tensor]:
     """A product of rows that it gathers, the activation with its cast, the second product, the sum over k."""
+    call = fp8_steps.dense_weights(call)
     indices, dtype = call.indices.contiguous(), OUTPUTS[call.dtype]
     x8, (count, wide, _), pairs = rows(call.x8), call.gate_up8.shape, indices.numel()
     if pairs == 0:
@@ -107,7 +109,17 @@ class _Backward(fp8_steps.Backward, plain._Backward):
     def product(self, a8: Tensor, a_factor: Tensor, weight8: Tensor, factor: Tensor, gathers: bool) -> Tensor:
         top_k, chosen = self.top_k if gathers else 0, self.chosen
         how = chosen.num_stages, chosen.group_m
-        return _product(a8, a_factor, weight8, factor, self.groups, top_k, self.x.dtype, *how)
+        return _product(a8, a_factor, weight8, factor, self.groups, top_k, self.dy.dtype, *how)
+
+    def weight_product(self, left: fp8_steps.Turned, right: fp8_steps.Turned, out: Tensor, firsts: Tensor) -> None:
+        experts, tiles_m, tiles_n = out.shape[0], cdiv(out.shape[1], HOPPER_ROWS), cdiv(out.shape[2], COLS)
+        ctas = min(arch_of(out.device).sms or 1, experts * tiles_m * tiles_n)
+        launch(
+            experts_fp8_weight_gradient_kernel, (ctas,),
+            turned_of(left.values, HALF_ROWS), turned_of(right.values, COLS), left.factor, right.factor,
+            matrices_of(out, HALF_ROWS, PIECE), firsts, experts, tiles_m, tiles_n,
+            STAGES=self.chosen.num_stages, num_warps=4,
+        )  # fmt: skip
 
     def sum_over_k(self, each: Tensor) -> Tensor:
         place = plain._places(self.groups, self.experts)
@@ -122,4 +134,4 @@ def experts_vjp_fp8(call, *, config: HopperFp8BackwardConfig) -> tuple[Tensor, T
     backward = _Backward(call, config)
     if backward.pairs == 0:
         return backward.zeros()
-    return backward.gradients(group(backward.indices, backward.experts, HOPPER_ROWS))
+    return backward.gradients(group(backward.indices, backward.experts, HOPPER_ROWS), HOPPER_ROWS)

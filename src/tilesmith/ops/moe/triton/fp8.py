@@ -11,7 +11,7 @@ from tilesmith.device.rows import rows
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.moe import fp8_steps, plan, steps
 from tilesmith.ops.moe.arguments import experts_fp8_arguments, experts_vjp_fp8_arguments
-from tilesmith.ops.moe.fp8_kernels import experts_scaled_rows_kernel
+from tilesmith.ops.moe.fp8_kernels import experts_scaled_rows_kernel, experts_scaled_weight_gradient_kernel
 from tilesmith.ops.moe.index import Groups, group
 from tilesmith.ops.moe.plan import BackwardConfig, ForwardConfig
 from tilesmith.ops.quant.reference import OUTPUTS
@@ -24,7 +24,7 @@ def _dims(x8: Tensor, x_factor: Tensor, gate_up8: Tensor, factor: Tensor, down8:
 
 
 def _dims_vjp(*args: Any) -> dict[str, int]:
-    down8_t, indices = args[7], args[9]
+    down8_t, indices = args[8], args[10]
     return plan.dims(indices.numel(), down8_t.shape[0], down8_t.shape[2], down8_t.shape[1])
 
 
@@ -58,6 +58,7 @@ def _product(
 @experts_fp8_arguments
 def experts_fp8(call, *, config: ForwardConfig) -> tuple[Tensor, Tensor]:
     """A product of rows that it gathers, the activation with its cast, the second product, the sum over k."""
+    call = fp8_steps.dense_weights(call)
     indices, dtype = call.indices.contiguous(), OUTPUTS[call.dtype]
     x8, (count, wide, _), pairs = rows(call.x8), call.gate_up8.shape, indices.numel()
     if pairs == 0:
@@ -77,7 +78,17 @@ class _Backward(fp8_steps.Backward, steps.Backward):
 
     def product(self, a8: Tensor, a_factor: Tensor, weight8: Tensor, factor: Tensor, gathers: bool) -> Tensor:
         top_k, config = self.top_k if gathers else 0, self.config
-        return _product(a8, a_factor, weight8, factor, self.groups, top_k, self.x.dtype, config, config.rows_n)
+        return _product(a8, a_factor, weight8, factor, self.groups, top_k, self.dy.dtype, config, config.rows_n)
+
+    def weight_product(self, left: fp8_steps.Turned, right: fp8_steps.Turned, out: Tensor, firsts: Tensor) -> None:
+        config, (experts, height, width) = self.config, out.shape
+        tiles = cdiv(height, config.weight_m) * cdiv(width, config.weight_n)
+        launch(
+            experts_scaled_weight_gradient_kernel, (experts * tiles,),
+            left.values, right.values, left.factor, right.factor, out, firsts, height, width, left.values.shape[1],
+            WIDENS=not fp8_steps.saturates(out), TILE=config.block_m, BLOCK_M=config.weight_m, BLOCK_N=config.weight_n,
+            GROUP_M=config.group_m, **self.options,
+        )  # fmt: skip
 
     def sum_over_k(self, each: Tensor) -> Tensor:
         return fp8_steps.combined(each, self.indices, None, self.call.x, self.experts, None)
@@ -91,4 +102,4 @@ def experts_vjp_fp8(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Te
     backward = _Backward(call, config)
     if backward.pairs == 0:
         return backward.zeros()
-    return backward.gradients(group(backward.indices, backward.experts, config.block_m))
+    return backward.gradients(group(backward.indices, backward.experts, config.block_m), config.block_m)
