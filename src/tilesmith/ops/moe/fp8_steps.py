@@ -25,6 +25,9 @@ EIGHT = torch.float8_e4m3fn
 LONGEST = 2048  # elements of a row that a program holds in registers
 # eps of sums of 8-bit products on Ada and Hopper, which keep 13 bits behind the leading one (arXiv:2412.19437, 3.3.2)
 SUMS = 2.0**-13
+# What comes of such a sum may be cast to the neighbouring one of 8 bits, up to 2^-3 away: of a product of 16 features
+# that is 2^-3 of one of 16 terms, beside a largest result of about three times the root of their number.
+NEIGHBOUR = 2.0**-6
 
 
 def reasons(call: Any) -> list[str]:
@@ -44,10 +47,13 @@ def reasons(call: Any) -> list[str]:
 
 def eps(call: Any) -> dict[str, float]:
     """Tensor cores of Ada and Hopper add 8-bit products up in fewer bits than fp32 has."""
-    if call.arch.kind != "cuda" or not (8, 9) <= call.arch.capability < (10, 0):
+    arch, forward = call.arch, hasattr(call, "x8")
+    wide = call.dtype == "float32" if forward else call.dy.dtype == torch.float32
+    if not wide or arch.kind != "cuda" or not (8, 9) <= arch.capability < (10, 0):
         return {}
-    names = ("y", "pre") if hasattr(call, "x8") else ("dx", "dgate_up", "ddown", "dweights")
-    return dict.fromkeys(names, SUMS)
+    if forward:
+        return {"pre": SUMS, "y": NEIGHBOUR}
+    return {"dweights": SUMS, **dict.fromkeys(("dx", "dgate_up", "ddown"), NEIGHBOUR)}
 
 
 def saturates(x: Tensor) -> bool:

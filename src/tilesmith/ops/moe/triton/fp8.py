@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import rows
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import fp8_steps, plan, steps
 from tilesmith.ops.moe.arguments import experts_fp8_arguments, experts_vjp_fp8_arguments
 from tilesmith.ops.moe.fp8_kernels import experts_scaled_rows_kernel, experts_scaled_weight_gradient_kernel
@@ -83,11 +84,14 @@ class _Backward(fp8_steps.Backward, steps.Backward):
     def weight_product(self, left: fp8_steps.Turned, right: fp8_steps.Turned, out: Tensor, firsts: Tensor) -> None:
         config, (experts, height, width) = self.config, out.shape
         tiles = cdiv(height, config.weight_m) * cdiv(width, config.weight_n)
+        step = config.block_m * (config.weight_m + config.weight_n)  # bytes
+        room = arch_of(out.device).shared_memory - 2048
+        options = {**self.options, "num_stages": max(1, min(config.num_stages, room // step))}
         launch(
             experts_scaled_weight_gradient_kernel, (experts * tiles,),
             left.values, right.values, left.factor, right.factor, out, firsts, height, width, left.values.shape[1],
             WIDENS=not fp8_steps.saturates(out), TILE=config.block_m, BLOCK_M=config.weight_m, BLOCK_N=config.weight_n,
-            GROUP_M=config.group_m, **self.options,
+            GROUP_M=config.group_m, **options,
         )  # fmt: skip
 
     def sum_over_k(self, each: Tensor) -> Tensor:
