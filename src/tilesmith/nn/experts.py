@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.engine.argument_checks import choice, number, size
 from tilesmith.nn.mlp import GatedMLP
+from tilesmith.nn.norm import casting_child
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_erf", "relu_squared")
 
@@ -108,6 +109,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Σ_k weights[..., k] · expert indices[..., k] of x [..., C]."""
+        child = casting_child(self, x)
+        if child is not None:
+            return child(x, indices, weights)
         return ops.experts(x, self.gate_up_proj, self.down_proj, indices, weights, activation=self.activation)
 
     def extra_repr(self) -> str:

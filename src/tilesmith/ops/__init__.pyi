@@ -597,6 +597,37 @@ def experts(
     arXiv:2508.10925 (clamped SwiGLU); Hu et al., arXiv:2106.09685 (LoRA).
     """
 
+def experts_fp8(
+    x8: Tensor,
+    x_factor: Tensor,
+    gate_up8: Tensor,
+    gate_up_factor: Tensor,
+    down8: Tensor,
+    down_factor: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    activation: str = "swiglu",
+    dtype: str = "bfloat16",
+) -> tuple[Tensor, Tensor]:
+    """`experts` of tokens and weights in 8 bits: (y, pre).
+
+    x8: [..., C] float8_e4m3fn, x_factor: [T, 1], as `fp8_cast_rows` gives them. gate_up8: [E, 2 I, C] and down8:
+    [E, C, I] float8_e4m3fn, gate_up_factor and down_factor: [E], as `fp8_cast_experts` gives them. Factors
+    are fp32. indices, weights: as `experts` takes them. activation: "swiglu", "geglu" or "geglu_erf". dtype: of y and
+    pre, "bfloat16", "float16" or "float32".
+
+    The pre-activation and the activation are rounded to `dtype`. The activation of a pair is then cast to e4m3 by the
+    factor of its own largest element. The output of each expert is rounded to `dtype`, and the sum over k once more.
+    Tensor cores keep the sums of both products in their own registers all along, which hold 14 bits on Ada and Hopper,
+    as `scaled_matmul` has it with `fast`.
+
+    Returns y [..., C], contiguous, and pre [S, 2 I], the pre-activations in the order of experts, pairs of one expert
+    in the order of tokens; rows of pairs without an expert come last and are 0. `experts_vjp_fp8` has the gradients.
+
+    Raises TypeError for dtypes, ValueError for shapes, devices, an unknown activation, and for weights that require a
+    gradient while gradients are recorded.
+    """
+
 def experts_vjp(
     dy: Tensor,
     x: Tensor,
@@ -630,6 +661,42 @@ def experts_vjp(
     torch.empty_like(down), the others are contiguous.
     """
 
+def experts_vjp_fp8(
+    dy: Tensor,
+    dy8: Tensor,
+    dy_factor: Tensor,
+    x: Tensor,
+    x_factor: Tensor | None,
+    pre: Tensor,
+    gate_up8_t: Tensor,
+    gate_up_factor: Tensor,
+    down8_t: Tensor,
+    down_factor: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    activation: str,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dx, dgate_up, ddown, dweights) of `experts_fp8` as if nothing had been rounded to 8 bits; an empty
+    tensor where `output_mask` is False.
+
+    dy: [..., C], the gradient as it came, and pre: [S, 2 I], what `experts_fp8` returned: of one floating dtype, which
+    dx, dgate_up and ddown have too. dy8 and dy_factor: dy by `fp8_cast_rows`. x: [..., C], the tokens as they came in
+    dy's dtype, with x_factor None; or what the forward took as x8, with its x_factor. gate_up8_t: [E, C, 2 I] and
+    down8_t: [E, I, C]: the transposed weights that `fp8_cast_experts` gives. indices, weights, activation:
+    as in the forward.
+
+    Gradients of the activation and of x are products of 8-bit numbers: of dy8, and of the gradient of the
+    pre-activation, which is cast by the factor of each row's largest element. Gradients of the weights are products in
+    dy's dtype, of x and dy as they came, with x_factor None. Else they are products of 8-bit numbers as well: of x, of
+    dy8, of that cast and of one of the weighted activation by rows; since a sum over pairs has no place for factors of
+    rows, each is cast again by the largest factor of its expert's rows, which is exact but for numbers that become
+    smaller than the format's smallest normal one.
+    dgate_up [E, 2 I, C] and ddown [E, C, I] are contiguous; dweights has the weights' shape and dtype. The gradient of
+    the activation, that of the pre-activation, the weighted activation and the gradient of each pair's x are rounded to
+    dy's dtype.
+    """
+
 def fp8_amax(x: Tensor) -> Tensor:
     """max |x| over all of x as fp32 [1]; NaN where x holds one, 0 for an empty x. x: any shape, floating."""
 
@@ -656,6 +723,14 @@ def fp8_cast_blocks(
     128 neighbours along its last dim. rows: x8 [M, N] with factor [M, ceil(N / 128)] fp32, whose memory runs along M;
     square: [ceil(M / 128), ceil(N / 128)], contiguous. columns: x8_t [N, M16] and factor_t of it likewise, from x and
     not from x8. What is not asked for is empty.
+    """
+
+def fp8_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Stacked weights in float8_e4m3fn by one factor for each matrix: (weight8, weight8_t, factor).
+
+    weight: [E, M, N], floating, M and N multiples of 16. A matrix's factor is that of its largest absolute element, as
+    `fp8_cast` has it. Returns weight8 [E, M, N] and weight8_t [E, N, M], its transposed matrices, both contiguous;
+    factor [E] fp32. Raises ValueError for other shapes.
     """
 
 def fp8_cast_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class FP8Format(Enum):
 
 @dataclass(frozen=True)
 class FP8Config:
-    """A recipe for linear layers in 8 bits.
+    """A recipe for linear layers and stacked experts in 8 bits.
 
     recipe: where scales come from.
       "delayed": one a tensor, from the largest values of the last steps, so that a cast is one pass and is made by
@@ -48,6 +48,10 @@ class FP8Config:
       those that FSDP shards.
     loss_scale, loss_scale_growth_interval: the factor of the loss at first and at most; it is halved after a step that
       was skipped, and doubled after so many that were not.
+    convert_experts: stacked experts that the library computes (`optimize`, `tilesmith.nn`) are converted too: in any
+      recipe E4M3 with a scale for each row of tokens and of gradients and one for each expert's weight, whose gradient
+      is a product in the inputs' dtype by "rowwise", else of 8-bit numbers. module_filter_fn is not asked about them;
+      min_features is compared with the sides of gate_up_proj.
     """
 
     recipe: str = "delayed"
@@ -61,6 +65,7 @@ class FP8Config:
     cache_weights: bool = True
     loss_scale: float = 1.0
     loss_scale_growth_interval: int = 1000
+    convert_experts: bool = True
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -88,5 +93,7 @@ class FP8Config:
                 raise ValueError(f"FP8Config: {name} must be a positive int, got {value!r}")
         if not isinstance(self.loss_scale, int | float) or not 0 < self.loss_scale < float("inf"):
             raise ValueError(f"FP8Config: loss_scale must be a positive number, got {self.loss_scale!r}")
+        if not isinstance(self.convert_experts, bool):
+            raise TypeError(f"FP8Config: convert_experts must be True or False, got {self.convert_experts!r}")
         if self.module_filter_fn is not None and not callable(self.module_filter_fn):
             raise TypeError(f"FP8Config: module_filter_fn must be callable, got {self.module_filter_fn!r}")

@@ -14,7 +14,9 @@ from tilesmith import ops
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.nn import GatedMLP, RMSNorm
 from tilesmith.ops.quant.reference import BLOCK
+from tilesmith.precision import experts
 from tilesmith.precision.config import TENSORWISE, FP8Config
+from tilesmith.precision.experts import FP8Experts
 from tilesmith.precision.fused import FP8GatedMLP, FP8Norm
 from tilesmith.precision.linear import FP8LinearLayer, Relay, misfit_of
 from tilesmith.precision.scaling import follow, unfollow
@@ -28,12 +30,13 @@ ROUTERS = frozenset({"router", "gate", "gating", "w_router"})
 
 
 def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, inplace: bool = True) -> nn.Module:
-    """Make linear layers of `model` `FP8LinearLayer`s, whose products are of 8-bit numbers.
+    """Make linear layers of `model` `FP8LinearLayer`s, whose products are of 8-bit numbers; stacked experts too.
 
     Args:
         model: any module, before or after `optimize`, `fully_shard` or PEFT; not compiled yet. Layers keep their
             parameters, so an optimizer made before goes on working, and state dicts load either way. Norms and gated
-            MLPs cast what they make if `optimize` was called before.
+            MLPs cast what they make if `optimize` was called before, and only then are experts of transformers models
+            converted.
         fp8_config: see `FP8Config`; None: the delayed recipe.
         inplace: convert `model` itself, else a deep copy.
 
@@ -54,15 +57,18 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     if fp8_config is not None and not isinstance(fp8_config, FP8Config):
         raise TypeError(f"convert_model_to_fp8: fp8_config must be an FP8Config, got {type(fp8_config).__name__}")
     config = fp8_config or FP8Config()
-    if any(isinstance(module, FP8LinearLayer) for module in model.modules()):
+    if converted(model):
         raise ValueError("convert_model_to_fp8: the model is converted already; revert_model_from_fp8 takes it back")
     if not inplace:
         model = copy.deepcopy(model)
     chosen, rows = _choose(model, config)
-    if not chosen:
+    stacks, more = _choose_experts(model, config)
+    rows += more
+    if not chosen and not stacks:
         reasons = "; ".join(f"{row.fqn}: {row.reason}" for row in rows[:5]) or "it has none"
         raise ValueError(f"convert_model_to_fp8: no linear layer is eligible ({reasons}); see FP8Config")
-    _check_devices(chosen)
+    devices = {layer.weight.device for layer in chosen.values()} | {m.down_proj.device for m in stacks.values()}
+    _check_devices(devices)
     relay = Relay()
     done: list[nn.Module] = []
     try:
@@ -70,6 +76,8 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
             done.append(layer)
             object.__setattr__(layer, "__class__", FP8LinearLayer)
             layer.enter(config, relay)
+        for module in stacks.values():
+            module.add_module(CHILD, FP8Experts(config, module, experts.activation_of(module)))
         if config.fuse and config.recipe in TENSORWISE:
             rows += _fuse(model, config, relay)
     except BaseException:
@@ -78,14 +86,23 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     model.register_forward_hook(_Clear(relay))
     model.fp8_report = Report(tuple(rows))
     follow(model)
-    log.info("fp8 (%s): %d linear layers converted, %d left alone", config.recipe, len(chosen), len(rows) - len(chosen))
+    count = len(chosen) + len(stacks)
+    log.info("fp8 (%s): %d layers converted, %d left alone", config.recipe, count, len(rows) - count)
     for told in {emulation(config.recipe, layer.weight.device) for layer in chosen.values()} - {""}:
         log.warning("fp8 (%s): of each layer, %s", config.recipe, told)
+    for told in {emulation_of_experts(module.down_proj.device) for module in stacks.values()} - {""}:
+        log.warning("fp8: of stacked experts, %s", told)
     return model
 
 
+def converted(model: nn.Module) -> bool:
+    """Whether `convert_model_to_fp8` converted any layer of a model."""
+    return any(isinstance(module, FP8LinearLayer | FP8Experts) for module in model.modules())
+
+
 def revert_model_from_fp8(model: nn.Module) -> nn.Module:
-    """Make `FP8LinearLayer`s `nn.Linear`s again, with their parameters. Returns `model`."""
+    """Make `FP8LinearLayer`s `nn.Linear`s again, with their parameters, and have experts computed as before. Returns
+    `model`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"revert_model_from_fp8: model must be a torch.nn.Module, got {type(model).__name__}")
     _take_back(model, [module for module in model.modules() if isinstance(module, FP8LinearLayer)])
@@ -125,6 +142,36 @@ def _choose(model: nn.Module, config: FP8Config) -> tuple[dict[str, nn.Linear], 
     return chosen, rows
 
 
+def _choose_experts(model: nn.Module, config: FP8Config) -> tuple[dict[str, nn.Module], list[Row]]:
+    """The modules of stacked experts to convert by name, and a row for each such module."""
+    chosen: dict[str, nn.Module] = {}
+    rows = []
+    for fqn, module in model.named_modules():
+        if not experts.stacked(module):
+            continue
+        reason = _reason_of_experts(module, config)
+        if reason:
+            rows.append(Row(fqn, type(module).__name__, "fp8", "skipped", (), reason))
+            continue
+        chosen[fqn] = module
+        told = emulation_of_experts(module.down_proj.device) or "tokens by rows, weights by experts, in any recipe"
+        rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("experts_fp8",), told))
+    return chosen, rows
+
+
+def _reason_of_experts(module: nn.Module, config: FP8Config) -> str | None:
+    """Why a module of stacked experts is left alone."""
+    if not config.convert_experts:
+        return "convert_experts is False"
+    misfit = experts.misfit_of(module)
+    if misfit:
+        return misfit
+    _, wide, hidden = module.gate_up_proj.shape
+    if min(wide, hidden) < config.min_features:
+        return f"gate_up_proj has {hidden} x {wide} an expert, a side below min_features, {config.min_features}"
+    return None
+
+
 def _reason(fqn: str, module: nn.Linear, config: FP8Config, head: bool) -> str | None:
     """Why a layer is left alone."""
     if type(module) is not nn.Linear:
@@ -160,6 +207,21 @@ def emulation(recipe: str, device: torch.device) -> str:
     return "its products are emulated in fp32: " + "; ".join(r for _, reasons in choice.rejected for r in reasons)
 
 
+@cache
+def emulation_of_experts(device: torch.device) -> str:
+    """The same of experts, which have kernels of the library only."""
+    if device.type == "meta":
+        return ""
+    x, up, down = (
+        torch.empty(shape, dtype=torch.float8_e4m3fn, device=device) for shape in ((1, 16), (1, 32, 16), (1, 16, 16))
+    )
+    one, indices = torch.ones(1, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    choice = ops.experts_fp8.explain(x, one.view(1, 1), up, one, down, one, indices, one.view(1, 1))
+    if choice.kernel.backend != REFERENCE:
+        return ""
+    return "its products are emulated in fp32: " + "; ".join(r for _, reasons in choice.rejected for r in reasons)
+
+
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         getter = getattr(module, "get_output_embeddings", None)
@@ -172,8 +234,8 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
                 yield head
 
 
-def _check_devices(chosen: dict[str, nn.Linear]) -> None:
-    for device in {layer.weight.device for layer in chosen.values()}:
+def _check_devices(devices: set[torch.device]) -> None:
+    for device in devices:
         if device.type == "meta":
             continue
         try:
@@ -246,7 +308,7 @@ def _gated_layers(module: nn.Module) -> tuple[FP8LinearLayer, FP8LinearLayer, FP
 
 def _take_back(model: nn.Module, layers: list[nn.Module]) -> None:
     for module in model.modules():
-        if isinstance(module._modules.get(CHILD), FP8Norm | FP8GatedMLP):
+        if isinstance(module._modules.get(CHILD), FP8Norm | FP8GatedMLP | FP8Experts):
             del module._modules[CHILD]
     for layer in layers:
         if type(layer) is FP8LinearLayer:

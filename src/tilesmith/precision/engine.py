@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith.precision.config import FP8Config, FP8Format
-from tilesmith.precision.convert import convert_model_to_fp8
-from tilesmith.precision.linear import FP8LinearLayer
+from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.scaling import Scaling, follow, roll
 
 
@@ -77,7 +76,7 @@ class FP8TrainingEngine:
         """Convert the model, once. Raises as `convert_model_to_fp8` does."""
         if self._ready:
             return
-        if any(isinstance(module, FP8LinearLayer) for module in self.model.modules()):
+        if converted(self.model):
             follow(self.model)
         else:
             convert_model_to_fp8(self.model, self.config)

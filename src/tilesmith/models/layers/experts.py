@@ -25,6 +25,7 @@ from tilesmith.models.layers.parameter_adapters import (
     without_parametrizations,
 )
 from tilesmith.models.reach import ran, reaches
+from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
 
 NAME = "tilesmith"
@@ -85,6 +86,10 @@ def experts_forward(
     else:
         _learn(module)
     found = getattr(module, _KNOWN)
+    child = casting_child(module, hidden_states)
+    if child is not None:
+        ran(module, "experts_fp8")
+        return child(hidden_states, top_k_index, top_k_weights)
     if not _served(module, hidden_states, found):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -142,6 +147,10 @@ class ExpertsForm(Form):
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             x, indices = given(first, 0, args, kwargs), given(second, 1, args, kwargs)
             weights = given(third, 2, args, kwargs)
+            child = casting_child(self, x)
+            if child is not None:
+                ran(self, "experts_fp8")
+                return child(x, indices, weights)
             if not _served(self, x, found):
                 return base.forward(self, *args, **kwargs)
             ran(self, "experts")

@@ -113,9 +113,9 @@ class Backward:
         if mask[0]:
             made[0] = self.input_gradient(dpre)
         if mask[1]:
-            made[1] = self.weight_gradient(dpre, x, call.gate_up, gathers_left=False)
+            made[1] = self.weight_gradient(dpre, x, torch.empty_like(call.gate_up), gathers_left=False)
         if mask[2]:
-            made[2] = self.weight_gradient(self.dy, scaled, call.down, gathers_left=True)
+            made[2] = self.weight_gradient(self.dy, scaled, torch.empty_like(call.down), gathers_left=True)
         if mask[3]:
             made[3] = self._scale_gradient(parts)
         if mask[4]:
@@ -134,11 +134,10 @@ class Backward:
         each = rows_product(dpre, weight, None, self.groups, config, self.up_term, **self.options)
         return combined(each, self.indices, None, self.call.x, self.experts)
 
-    def weight_gradient(self, left: Tensor, right: Tensor, weight: Tensor, gathers_left: bool) -> Tensor:
-        """left ⊗ right summed over the pairs of each expert, like weight. Of the two one has a row for each pair in the
-        order of experts; the other, left with `gathers_left`, one for each token."""
-        config, (_, height, width) = self.config, weight.shape
-        out = torch.empty_like(weight)
+    def weight_gradient(self, left: Tensor, right: Tensor, out: Tensor, gathers_left: bool) -> Tensor:
+        """out, filled with left ⊗ right summed over the pairs of each expert. Of the two one has a row for each pair in
+        the order of experts; the other, left with `gathers_left`, one for each token."""
+        config, (_, height, width) = self.config, out.shape
         if out.numel() == 0:
             return out
         tiles = cdiv(height, config.weight_m) * cdiv(width, config.weight_n)

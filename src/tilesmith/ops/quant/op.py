@@ -84,6 +84,12 @@ def _fake_cast_blocks(x: Tensor, format: str, rows: bool, columns: bool, square:
     return *first, *(blocks_like(x_t, format, square) if columns else (t.clone() for t in nothing))
 
 
+def _fake_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    experts, m, n = weight.shape
+    made = (weight.new_empty(shape, dtype=FORMATS["e4m3"]) for shape in ((experts, m, n), (experts, n, m)))
+    return *made, weight.new_empty(experts, dtype=torch.float32)
+
+
 def _fake_rms_norm(x, weight, bound, amax, eps, offset, casting, format) -> tuple[Tensor, ...]:
     return _packed(x), _packed(x, FORMATS[format]), _one(x), _per_row(x)
 
@@ -181,6 +187,14 @@ def _check_cast_blocks(
     if x.ndim != 2:
         raise ValueError(f"fp8_cast_blocks: x has shape {tuple(x.shape)}; it must be [M, N]")
     _format("fp8_cast_blocks", format)
+
+
+def _check_cast_experts(weight: Tensor) -> None:
+    _floating("fp8_cast_experts", "weight", weight)
+    if weight.ndim != 3 or weight.shape[1] % 16 or weight.shape[2] % 16:
+        raise ValueError(
+            f"fp8_cast_experts: weight has shape {tuple(weight.shape)}; it must be [E, M, N], M and N multiples of 16"
+        )
 
 
 def _check_norm(op: str, x: Tensor, weight: Tensor | None, eps: float, casting: str, format: str) -> None:
@@ -311,6 +325,13 @@ fp8_cast_blocks = Op(
     outputs=("x8", "factor", "x8_t", "factor_t"),
     check=_check_cast_blocks,
     kernels=TRITON,
+)
+fp8_cast_experts = Op(
+    reference.fp8_cast_experts,
+    fake=_fake_cast_experts,
+    outputs=("weight8", "weight8_t", "factor"),
+    check=_check_cast_experts,
+    kernels={"triton": "tilesmith.ops.quant.triton.stacks"},
 )
 rms_norm_fp8 = Op(
     reference.rms_norm_fp8,

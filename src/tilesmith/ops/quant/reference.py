@@ -81,6 +81,19 @@ def fp8_cast_blocks(
     return x8, factor, x8_t, factor_t
 
 
+def fp8_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Stacked weights in float8_e4m3fn by one factor for each matrix: (weight8, weight8_t, factor).
+
+    weight: [E, M, N], floating, M and N multiples of 16. A matrix's factor is that of its largest absolute element, as
+    `fp8_cast` has it. Returns weight8 [E, M, N] and weight8_t [E, N, M], its transposed matrices, both contiguous;
+    factor [E] fp32. Raises ValueError for other shapes.
+    """
+    size = weight.detach().to(wide(weight)).abs().amax((1, 2)) if weight.numel() else weight.new_zeros(weight.shape[0])
+    factor = factor_of(size, "e4m3")
+    weight8 = cast(weight / factor.to(wide(weight))[:, None, None], "e4m3").contiguous()
+    return weight8, weight8.transpose(1, 2).contiguous(), factor.to(torch.float32)
+
+
 def rms_norm_fp8(
     x: Tensor,
     weight: Tensor | None,

@@ -1,11 +1,23 @@
 """Example inputs of the moe family, and what they must move and compute."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.ops.moe.cases import fp8
+from tilesmith.ops.moe.cases.draws import (
+    Init,
+    _half_of_them,
+    _one,
+    _quarters,
+    _shares,
+    _uniform,
+    _unit,
+    _with_sentinels,
+    _zipf,
+)
 from tilesmith.ops.moe.reference import GATED, UNGATED
 
 SMALL = frozenset({"test", "interpret"})
@@ -16,69 +28,6 @@ BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
 INTERPRETED = ("geglu", "relu_squared")  # the elementwise family has the others in Triton's interpreter
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
-
-Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
-
-
-def _unit(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights that give outputs of unit size."""
-    return torch.randn(*shape, generator=generator, device=device) / max(1, shape[-1]) ** 0.5
-
-
-def _quarters(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Multiples of 1/4, whose products and sums every dtype holds: no rounding moves one across a clamp."""
-    return torch.randint(-3, 4, tuple(shape), generator=generator, device=device) / 4
-
-
-def _shares(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights of a token's experts: positive, of sum 1."""
-    return torch.randn(*shape, generator=generator, device=device).softmax(-1)
-
-
-def _uniform(experts: int) -> Init:
-    """Different experts for each token, every one as likely."""
-
-    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        noise = torch.rand(*shape[:-1], experts, generator=generator, device=device)
-        return noise.argsort(-1)[..., : shape[-1]].contiguous()
-
-    return draw
-
-
-def _zipf(experts: int) -> Init:
-    """Expert e with a probability in proportion to 1 / (e + 1)."""
-
-    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        noise = torch.rand(*shape[:-1], experts, generator=generator, device=device)
-        odds = 1 / torch.arange(1, experts + 1, device=device)
-        return (noise.log() / odds).argsort(-1, descending=True)[..., : shape[-1]].contiguous()
-
-    return draw
-
-
-def _one(expert: int) -> Init:
-    """The same expert for all."""
-    return lambda generator, shape, device: torch.full(tuple(shape), expert, dtype=torch.int64, device=device)
-
-
-def _half_of_them(experts: int) -> Init:
-    """The first expert for every second token, the others at random."""
-
-    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        found = _uniform(experts)(generator, shape, device)
-        found[..., ::2, :1] = 0
-        return found
-
-    return draw
-
-
-def _with_sentinels(experts: int) -> Init:
-    """About half of the indices below 0 or at least E, as of experts that other ranks hold."""
-
-    def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.randint(-2, 2 * experts, tuple(shape), generator=generator, device=device)
-
-    return draw
 
 
 def _experts(
@@ -237,6 +186,7 @@ CASES: dict[str, list[Case]] = {
         Case("zipf_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_zipf(128)), BENCH, BF16),
         Case("half_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_half_of_them(128)), BENCH, BF16),
     ],
+    **fp8.CASES,
     "route": [
         Case("small", _logits((2, 5), 8, 2), SMALL),
         Case("softmax_of_all", _logits(9, 8, 3, normalise=False), SMALL),
@@ -316,11 +266,12 @@ def _flops_vjp(
     return second + first * (output_mask[0] + output_mask[1]) + second * output_mask[2] + low
 
 
-flops = {"experts": _flops, "experts_vjp": _flops_vjp}
+flops = {"experts": _flops, "experts_vjp": _flops_vjp, **fp8.flops}
 
 bytes_moved = {
     "experts": _bytes,
     "experts_vjp": _bytes_vjp,
+    **fp8.bytes_moved,
     "route": lambda logits, top_k: _size(logits) + logits.numel() // logits.shape[-1] * top_k * 12,
     "route_vjp": lambda logits, dweights: 2 * _size(logits) + 3 * _size(dweights),
     "router_losses": lambda logits, indices: _size(logits, indices),

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tilesmith.engine import Case
-from tilesmith.ops.moe.cases import GPT_OSS, Init, _experts, _one, _uniform, _with_sentinels, _zipf
+from tilesmith.ops.moe.cases import GPT_OSS, _experts
+from tilesmith.ops.moe.cases.draws import Init, _one, _uniform, _with_sentinels, _zipf
 
 BF16, FP16, FP32 = (torch.bfloat16,), (torch.float16,), (torch.float32,)
 

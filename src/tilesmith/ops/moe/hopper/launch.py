@@ -186,10 +186,9 @@ class _Backward(steps.Backward):
         each = _product(dpre, self.call.gate_up.transpose(1, 2), None, groups, config)
         return steps.combined(each, self.indices, None, self.call.x, self.experts, _places(self.groups, self.experts))
 
-    def weight_gradient(self, left: Tensor, right: Tensor, weight: Tensor, gathers_left: bool) -> Tensor:
+    def weight_gradient(self, left: Tensor, right: Tensor, out: Tensor, gathers_left: bool) -> Tensor:
         gathered = _gathered(left if gathers_left else right, self.groups, self.experts, self.top_k)
         left, right = (gathered, right) if gathers_left else (left, gathered)
-        out = torch.empty_like(weight)
         made = out
         if out.stride(2) != 1 and out.stride(1) == 1:
             left, right, made = right, left, out.transpose(1, 2)

@@ -21,6 +21,7 @@ FAR = gl.constexpr(1 << 30)
 _ENDLESS = 2**31 - 2**16
 _LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4, 5)}
 FLAT = gl.constexpr(_LAYOUTS[2])
+_LAYOUTS8 = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=rank) for rank in (3, 4)}
 
 
 def rows_of(x: Tensor, rows: int, cols: int, parts: int = 1) -> TensorDescriptor:
@@ -31,13 +32,18 @@ def rows_of(x: Tensor, rows: int, cols: int, parts: int = 1) -> TensorDescriptor
     if parts > 1:
         shape, strides, block = [parts, *shape], [wide, *strides], [1, *block]
     shape, strides, block = [_ENDLESS, _ENDLESS, *shape], [2**34 - row, row, *strides], [1, 1, *block]
-    return TensorDescriptor(x, shape, strides, block, _LAYOUTS[len(shape)])
+    return TensorDescriptor(x, shape, strides, block, _layouts(x)[len(shape)])
 
 
 def matrices_of(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """Of x [E, M, N] in tiles of one matrix; of a copy, where strides do not suit TMA."""
     x, strides = tma_view(x)
-    return TensorDescriptor(x, list(x.shape), strides, [1, rows, cols], _LAYOUTS[3])
+    return TensorDescriptor(x, list(x.shape), strides, [1, rows, cols], _layouts(x)[3])
+
+
+def _layouts(x: Tensor) -> dict[int, gl.NVMMASharedLayout]:
+    """Layouts of tiles of x in shared memory, by their dims."""
+    return _LAYOUTS8 if x.element_size() == 1 else _LAYOUTS
 
 
 @gluon.jit

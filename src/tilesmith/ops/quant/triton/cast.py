@@ -8,11 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.device.rows import rows
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.quant.op import blocks_like, like8, rounded_up
-from tilesmith.ops.quant.reference import BLOCK, FORMATS
-from tilesmith.ops.quant.triton.rounding import (
+from tilesmith.device.triton.rounding import (
     factor_of,
     largest_of,
     load_factor,
@@ -22,6 +18,10 @@ from tilesmith.ops.quant.triton.rounding import (
     store_turned,
     word_of,
 )
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.quant.op import blocks_like, like8, rounded_up
+from tilesmith.ops.quant.reference import BLOCK, FORMATS
 
 
 @triton.jit
@@ -216,7 +216,7 @@ class AmaxConfig(NamedTuple):
 def rejects(call) -> list[str]:
     """Why a cast is not for this device or dtype."""
     reasons = []
-    x = next(getattr(call, name) for name in ("x", "x8", "gate") if hasattr(call, name))
+    x = next(getattr(call, name) for name in ("x", "x8", "gate", "weight") if hasattr(call, name))
     if x.dtype == torch.float64:
         reasons.append("the tensors are float64; this kernel computes in float32")
     if call.arch.kind == "cuda" and call.arch.capability < (8, 9):
@@ -260,7 +260,7 @@ AMAX_SPACE = Space(
 def tile_rejects(call) -> list[str]:
     """Why a cast by two-dimensional tiles is not for this device or dtype."""
     reasons = rejects(call)
-    x = next(getattr(call, name) for name in ("x", "gate") if hasattr(call, name))
+    x = next(getattr(call, name) for name in ("x", "gate", "weight") if hasattr(call, name))
     if x.dtype == torch.float32 and call.arch.kind != "cpu":
         # H200, Triton 3.6: some elements of float32 tiles are not their rounded values; the cause is not known
         reasons.append("the tensors are float32; on a GPU this kernel is right for 16-bit tensors only")

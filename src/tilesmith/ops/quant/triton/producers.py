@@ -9,11 +9,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, rows
 from tilesmith.device.triton.activations import activate
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.ops.quant.op import rounded_up
-from tilesmith.ops.quant.reference import FORMATS
-from tilesmith.ops.quant.triton.cast import CastConfig, registers, rejects, saturates, store_rows, tile_rejects, words
-from tilesmith.ops.quant.triton.rounding import (
+from tilesmith.device.triton.rounding import (
     largest_of,
     load_factor,
     magnitude,
@@ -22,6 +18,10 @@ from tilesmith.ops.quant.triton.rounding import (
     store_turned,
     word_of,
 )
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.quant.op import rounded_up
+from tilesmith.ops.quant.reference import FORMATS
+from tilesmith.ops.quant.triton.cast import CastConfig, registers, rejects, saturates, store_rows, tile_rejects, words
 
 MAX_COLS = 16_384
 
