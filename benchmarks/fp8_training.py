@@ -6,6 +6,7 @@ Parts, all of them by default:
   values   casts and products beside the reference, element by element, by the kernels themselves, those of fp32 tensors
            too, which `rejects` does not serve on a GPU. No other part follows a difference in what is served.
   casts    each cast kernel's bytes a second beside those of a copy of as many bytes, by the tiles named in PINS.
+  products  the products of a layer by each kind of factor, and what the row-wise recipe does beside them.
   linears  forward and backward of one layer by each recipe, beside bf16, the bare products and torchao.
   layers   forward and backward of four layers of a Llama of 8 B beside bf16, with one attention for all.
   bytes    what the linear layers keep of their inputs for the backward, beside torchao.
@@ -47,24 +48,32 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = ((4096, 28_672), (14_336, 4096))  # in, out: the wide products of a Llama of 8 B
 TOKENS = (8192, 16_384)
 PEERS = {"tensorwise": ("delayed", "current"), "rowwise_with_gw_hp": ("rowwise",)}  # torchao's recipe -> ours like it
+
+
+def tiles(*each: str) -> tuple[str, ...]:
+    """Pins of tiles, each "rows columns warps bands"."""
+    names = "block_rows", "block_cols", "num_warps", "bands"
+    return tuple(":".join(["triton", *map("=".join, zip(names, tile.split()))]) for tile in each)
+
+
 PINS = {
     "fp8_cast": ("triton",),
-    "fp8_cast both": (
-        "triton:block_rows=128:block_cols=64:num_warps=4",
-        "triton:block_rows=128:block_cols=128:num_warps=8",
+    "fp8_cast both": tiles("128 64 4 1", "128 64 4 8", "128 128 8 8"),
+    "fp8_transpose": tiles("128 128 4 1", "128 128 4 8", "128 64 4 8", "256 128 8 8"),
+    "fp8_cast_rows": (
+        "triton",
+        "triton:block_rows=1:block_cols=16384:num_warps=16",
+        "triton:block_rows=1:block_cols=32768:num_warps=32",
     ),
-    "fp8_transpose": (
-        "triton:block_rows=128:block_cols=64:num_warps=4",
-        "triton:block_rows=128:block_cols=128:num_warps=4",
+    "fp8_cast_blocks": tuple(
+        f"triton:num_warps={warps}:max_registers={registers}:bands={bands}"
+        for warps, registers, bands in ((8, 80, 1), (8, 80, 8), (8, 128, 8), (16, 64, 8))
     ),
-    "fp8_cast_rows": ("triton",),
-    "fp8_cast_blocks": ("triton",),
-    "rms_norm_fp8": ("triton:tile=2048", "triton:tile=4096"),
-    "swiglu_fp8": ("triton:block_cols=2048:num_warps=4", "triton:block_cols=4096:num_warps=4"),
-    "swiglu_vjp_fp8": (
-        "triton:block_rows=128:block_cols=64:num_warps=8",
-        "triton:block_rows=128:block_cols=32:num_warps=4",
+    "rms_norm_fp8": ("triton", "triton:tile=4096:num_warps=8"),
+    "swiglu_fp8": tuple(
+        f"triton:block_rows=1:block_cols={cols}:num_warps={warps}" for cols, warps in ((2048, 4), (4096, 4), (4096, 8))
     ),
+    "swiglu_vjp_fp8": tiles("128 32 4 1", "128 32 4 8", "128 64 8 8", "64 64 4 8"),
 }
 
 
@@ -130,16 +139,19 @@ def values(run: Run) -> bool:
     """Casts are exact but for their one rounding, which is the reference's: no bit may differ. Of fp32 tensors a
     difference is told, and does not count: they are not served."""
     right = True
-    kinds = [(torch.bfloat16, "e4m3"), (torch.bfloat16, "e5m2"), (torch.float32, "e4m3"), (torch.float32, "e5m2")]
-    shapes = ((33, 70), (64, 128)) if run.dry else ((300, 530), (8192, 4096))
-    for (dtype, format), (m, n) in itertools.product([*kinds, (torch.float16, "e4m3")], shapes):
+    small, large = ((33, 70), (64, 128)) if run.dry else ((1200, 530), (8192, 4096))
+    calls = [(torch.bfloat16, format, shape) for format in ("e4m3", "e5m2") for shape in (small, large)]
+    calls += [(torch.float32, "e4m3", small), (torch.float32, "e5m2", small), (torch.float32, "e4m3", large)]
+    for dtype, format, (m, n) in (*calls, (torch.float16, "e4m3", small)):
         what = f"{m}x{n} {str(dtype)[6:]} {format}"
         if run.late(what, 15.0):
             return right
         same = casts_alike(run, drawn(m, n, dtype=dtype) * 3, format, what)
         run.row(call=what, same=same)
         right &= same or dtype is torch.float32
-    for name in ("swiglu_fp8", "swiglu_vjp_fp8", "rms_norm_fp8", "scaled_matmul"):
+    for m, n in ((33, 70),) if run.dry else ((1200, 530), (2048, 14_336)):
+        right &= producers_agree(run, m, n)
+    for name in ("swiglu_fp8", "swiglu_vjp_fp8", "rms_norm_fp8", "add_rms_norm_fp8", "scaled_matmul"):
         right &= within_budgets(run, name)
     return right
 
@@ -154,6 +166,9 @@ def casts_alike(run: Run, x: Tensor, format: str, what: str) -> bool:
         *(("fp8_cast_blocks", (x, format, True, True, square)) for square in (False, True)),
         ("fp8_transpose", (reference.cast(x.float(), format),)),
     ]
+    if x.dtype is torch.bfloat16 and format == "e4m3":
+        calls += [("fp8_cast_blocks", (x, format, rows, not rows)) for rows in (False, True)]
+        calls += [("fp8_cast_blocks", (x[:, 1:], format, True, True))]  # columns that are no pairs
     same = [alike(run, name, args, what) for name, args in calls]  # each is run, whatever was found of another
     return all(same)
 
@@ -170,6 +185,33 @@ def alike(run: Run, name: str, args: tuple, what: str) -> bool:
     if any(wrong):
         run.row(op=name, call=what, options=[a for a in args if not isinstance(a, Tensor)], differing=wrong)
     return not any(wrong)
+
+
+def producers_agree(run: Run, m: int, n: int) -> bool:
+    """What kernels that cast their result give beside the reference's cast of it, and beside each other, bit by bit."""
+    gate, up, dh = (drawn(m, n) for _ in range(3))
+    gate[1, 2], up[2, 3], dh[3, 4], up[4] = torch.nan, torch.inf, -torch.inf, 0
+    bound, factor, wrong = one(4.0), one(2.0**-5), {}
+
+    def kernel(name: str) -> Callable[..., Any]:
+        return declared()[name].kernel("triton").fn if DEVICE.type != "cpu" else getattr(reference, name)
+
+    def differ(what: str, found: Tensor, want: Tensor) -> None:
+        if count := same_bits(found, want):
+            wrong[what] = count
+
+    for name, args in (("rms_norm_fp8", (gate, up[0])), ("add_rms_norm_fp8", (gate, up, dh[0]))):
+        seen, told = one(0.0), one(0.0)
+        y, *_, y8, used, _ = kernel(name)(*args, bound, seen)
+        want8, _, want = reference.fp8_cast(y, bound, told)
+        for what, found, right in (("y8", y8, want8), ("factor", used, want), ("amax", seen, told)):
+            differ(f"{name} {what}", found, right)
+    h8, _ = kernel("swiglu_fp8")(gate, up, factor * 448, one(0.0))
+    d8, d8_t, h8_t, _ = kernel("swiglu_vjp_fp8")(dh, gate, up, bound, one(0.0), factor)
+    differ("h8 transposed", h8_t, reference.fp8_transpose(h8))
+    differ("d8 transposed", d8_t, reference.fp8_transpose(d8))
+    run.row(producers=f"{m}x{n}", differing=wrong)
+    return not wrong
 
 
 def within_budgets(run: Run, name: str, tags: tuple[str, ...] = ("test",)) -> bool:
@@ -255,6 +297,47 @@ def raw_products(m: int, k: int, n: int) -> dict[str, Callable[[], object]]:
             ops.scaled_matmul(a, b, factor, factor, None, "bfloat16", fast)
 
     return {"bf16 products": bf16, "fp8 products": fp8}
+
+
+def products(run: Run) -> None:
+    """Times of a layer's products by each kind of factor, and of the passes of the row-wise recipe."""
+    for (k, n), m in sizes(run):
+        if run.late(f"products {k}x{n} {m} tokens", 4.0):
+            return
+        run.row(layer=f"{k} -> {n}", tokens=m, times=shown(run.timed(pieces(drawn(m, k), drawn(n, k), drawn(m, n)))))
+
+
+def pieces(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Callable[[], object]]:
+    """Forward and the gradient of x, with partial sums in the tensor cores' registers (fast) and not; the weight's
+    gradient; then passes."""
+    variants: dict[str, Callable[[], object]] = {"bf16 dweight": lambda: torch.mm(dy.t(), x)}
+    for kind, (name, a, b) in itertools.product(
+        ("tensor", "rows", "blocks"), (("y", x, w), ("dx", dy, w.t().contiguous()))
+    ):
+        operands = factored(a, b, kind)
+        for fast in (False, True) if kind != "blocks" else (False,):
+            call = partial(ops.scaled_matmul, *operands, None, "bfloat16", fast)
+            variants[f"{name} {kind}{' fast' * fast}"] = call
+    for kind in ("tensor", "blocks"):
+        operands = factored(dy.t().contiguous(), x.t().contiguous(), kind, square=False)
+        variants[f"dweight {kind}"] = partial(ops.scaled_matmul, *operands, None, "bfloat16", False)
+    x8, factor = ops.fp8_cast_rows(x)
+    variants["cast x"], variants["cast dy"] = partial(ops.fp8_cast_rows, x), partial(ops.fp8_cast_rows, dy)
+    variants["widen x, then scale it"] = lambda: x8.to(torch.bfloat16) * factor.to(torch.bfloat16)
+    variants["widen x, scale dy"] = lambda: (x8.to(torch.bfloat16), dy * factor.to(torch.bfloat16))
+    return variants
+
+
+def factored(a: Tensor, b: Tensor, kind: str, square: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operands of a product, cast by factors of tensors, rows or blocks. square: blocks of b, as of a weight."""
+    if kind == "tensor":
+        return *(t.to(torch.float8_e4m3fn) for t in (a, b)), one(1.0), one(1.0)
+    if kind == "rows":
+        (a8, a_factor), (b8, b_factor) = ops.fp8_cast_rows(a), ops.fp8_cast_rows(b)
+    else:
+        a8, a_factor = ops.fp8_cast_blocks(a)[:2]
+        b8, b_factor = ops.fp8_cast_blocks(b, "e4m3", True, False, square)[:2]
+    return a8, b8, a_factor, b_factor
 
 
 def step(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
@@ -606,7 +689,7 @@ def forward_alone(layer: nn.Module, *args: Tensor) -> None:
 
 
 PARTS: dict[str, Callable[[Run], Any]] = {
-    "values": values, "casts": casts, "linears": linears, "layers": layers, "bytes": bytes_kept,
+    "values": values, "casts": casts, "products": products, "linears": linears, "layers": layers, "bytes": bytes_kept,
     "experts_values": experts_values, "experts": experts,
     "linears_compiled": linears_compiled, "layers_compiled": layers_compiled,
 }  # fmt: skip

@@ -35,6 +35,23 @@ def _assert_same_bits(found, want):
             torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_tiles_go_by_bands(needs_triton):
+    """Five rows of tiles, four at a time: each is made, whatever the order."""
+    x, tile = _odd(144, 70, torch.bfloat16), "triton:block_rows=32:block_cols=64:num_warps=4:bands=4"
+    x8 = reference.cast(x.float(), "e4m3")
+    with use(fp8_transpose=tile):
+        _assert_same_bits([ops.fp8_transpose(x8)], [reference.fp8_transpose(x8)])
+
+
+def test_blocks_without_pairs(needs_triton):
+    """An odd number of columns, and columns that begin between words: each element is read by itself."""
+    x = _odd(144, 133, torch.bfloat16)
+    for part in (x, x[:, 1:]):
+        with use(fp8_cast_blocks="triton"):
+            found = ops.fp8_cast_blocks(part, "e4m3", True, True)
+        _assert_same_bits(found, reference.fp8_cast_blocks(part, "e4m3", True, True))
+
+
 @pytest.mark.parametrize(("size", "format", "dtype"), CALLS, ids=str)
 def test_casts_are_bit_exact(needs_triton, size, format, dtype):
     x, bound = _odd(*size, dtype), torch.full((1,), 4.0, device=DEVICE)

@@ -108,6 +108,16 @@ def test_rounding_is_all_that_differs(recipe):
         torch.testing.assert_close(value, expected[name], rtol=2.0**-7, atol=0, msg=name)  # bf16 results in between
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (96, 64)])
+def test_the_gradient_of_rows_is_exact_whichever_side_is_multiplied(inputs, outputs):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).to(DEVICE)
+    x, dy = (torch.randint(-7, 8, (32, n)).float().to(DEVICE) for n in (inputs, outputs))
+    x *= 2.0 ** torch.arange(-16, 16, device=DEVICE)[:, None]
+    found = _gradients(convert_model_to_fp8(model, _config("rowwise")), x, dy)["0.weight"]
+    torch.testing.assert_close(found, dy.t() @ x, rtol=1e-6, atol=1e-4)
+
+
 def test_rows_whose_factors_fp16_cannot_hold():
     torch.manual_seed(0)
     plain = nn.Linear(64, 96, bias=False, dtype=torch.float16).to(DEVICE)

@@ -139,6 +139,18 @@ class _Tensorwise(torch.autograd.Function):
         return dx, dweight, _bias_gradient(ctx, dy), *(None,) * 12
 
 
+def _widened_gradient(dy: Tensor, x8: Tensor, factor: Tensor) -> Tensor:
+    """dy^T (x8 * factor) in dy's dtype, by a product of 16- or 32-bit numbers.
+
+    Factors are powers of two, so x comes back as it was multiplied, or dy is multiplied exactly: whichever has fewer
+    columns, since each is a pass of its own. fp16 holds not all of those numbers, and does so with x alone.
+    """
+    if dy.dtype != torch.float16 and dy.shape[1] < x8.shape[1]:
+        return torch.mm((dy * factor.to(dy.dtype)).t(), x8.to(dy.dtype))
+    wide = torch.float32 if dy.dtype == torch.float16 else dy.dtype
+    return torch.mm(dy.t(), (x8.to(wide) * factor.to(wide)).to(dy.dtype))
+
+
 class _Rowwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, plan, dtype, *casts):
@@ -157,10 +169,8 @@ class _Rowwise(torch.autograd.Function):
         if wants_x:
             d8, factor = ops.fp8_cast_rows(dy, ctx.plan.backward)
             dx = _product(d8, w8_t, factor, w_t_factor, ctx.dtypes[0]).view(ctx.shape)
-        if wants_weight:  # factors are powers of two, so x comes back as it was multiplied; fp16 holds not all of them
-            wide = torch.float32 if dy.dtype == torch.float16 else dy.dtype
-            x = (x8.reshape(-1, ctx.shape[-1]).to(wide) * x_factor.to(wide)).to(dy.dtype)
-            dweight = torch.mm(dy.t(), x).to(ctx.dtypes[1])
+        if wants_weight:
+            dweight = _widened_gradient(dy, x8.reshape(-1, ctx.shape[-1]), x_factor).to(ctx.dtypes[1])
         return dx, dweight, _bias_gradient(ctx, dy), *(None,) * 12
 
 

@@ -10,12 +10,22 @@ from torch import Tensor
 from tilesmith.device.rows import rows
 from tilesmith.device.triton.rounding import (
     factor_of,
+    larger_pair,
     largest_of,
+    largest_pair,
     load_factor,
     magnitude,
+    pair8,
+    pair_without_infinity,
     raise_to,
     round8,
+    scaled,
+    seen_at,
     store_turned,
+    unpack_pair,
+    widened,
+    without_infinity,
+    word8,
     word_of,
 )
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
@@ -27,12 +37,12 @@ from tilesmith.ops.quant.reference import BLOCK, FORMATS
 @triton.jit
 def _amax_kernel(x_ptr, amax_ptr, elements, BLOCK_SIZE: tl.constexpr):
     """The largest |x| of every num_programs-th block."""
-    top = tl.zeros([BLOCK_SIZE], tl.int32)
+    top, seen = tl.zeros([BLOCK_SIZE], tl.int32), seen_at(amax_ptr)
     step = tl.num_programs(0).to(tl.int64) * BLOCK_SIZE
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK_SIZE, elements, step):
         at = first + tl.arange(0, BLOCK_SIZE)
         top = tl.maximum(top, magnitude(tl.load(x_ptr + at, mask=at < elements, other=0.0)))
-    raise_to(amax_ptr, tl.max(top, 0))
+    raise_to(amax_ptr, tl.max(top, 0), seen)
 
 
 @triton.jit
@@ -42,74 +52,96 @@ def _cast_kernel(
 ):  # fmt: skip
     """A tile a program, by the factor of *bound_ptr. x8_ptr: None where only the factor and *amax_ptr are wanted."""
     blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    program = tl.program_id(0).to(tl.int64)
-    row = (program // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = (program % blocks).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     inside = (row < num_rows) & (col < num_cols)
-    x = tl.load(x_ptr + row * x_row + col, mask=inside, other=0.0).to(tl.float32)
+    x = widened(tl.load(x_ptr + row * x_row + col, mask=inside, other=0.0), SATURATES)
     factor, inverse = load_factor(bound_ptr, E5M2)
+    seen = seen_at(amax_ptr)
     if program == 0:
         tl.store(factor_ptr, factor)
     if x8_ptr is not None:
         tl.store(x8_ptr + row * num_cols + col, round8(x, inverse, x8_ptr, E5M2, SATURATES), mask=inside)
-    raise_to(amax_ptr, tl.max(tl.max(magnitude(x), 1), 0))
+    raise_to(amax_ptr, tl.max(tl.max(magnitude(x), 1), 0), seen)
+
+
+@triton.jit
+def tile_of(room, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BANDS: tl.constexpr):
+    """(row, column) of the program's tile among tiles. BANDS rows of tiles are gone through together, column by column,
+    so that programs of one time write neighbours of a transposed tensor."""
+    tall, wide = tl.cdiv(room, BLOCK_ROWS), tl.cdiv(num_cols, BLOCK_COLS)
+    first = tl.program_id(0) // (BANDS * wide) * BANDS
+    height = tl.maximum(tl.minimum(tall - first, BANDS), 1)  # of nothing, too
+    place = tl.program_id(0) - first * wide
+    return (first + place % height).to(tl.int64), (place // height).to(tl.int64)
 
 
 @triton.jit
 def _cast_turned_kernel(
     x_ptr, bound_ptr, amax_ptr, x8_ptr, like_ptr, words_ptr, factor_ptr, num_rows, num_cols, x_row, room,
     E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BANDS: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program, transposed to words_ptr and, unless that is None, as it is to x8_ptr. like_ptr: the format.
-
-    All four loads come first: none may pass a store.
-    """
-    blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    program = tl.program_id(0).to(tl.int64)
-    quad = (program // blocks) * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
-    col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    """A tile a program, transposed to words_ptr and, unless that is None, as it is to x8_ptr. like_ptr: the format."""
+    block_row, block_col = tile_of(room, num_cols, BLOCK_ROWS, BLOCK_COLS, BANDS)
+    quad = block_row * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
+    col = block_col * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     inside, row = col < num_cols, 4 * quad
-    at = x_ptr + row * x_row + col
-    x0 = tl.load(at, mask=inside & (row < num_rows), other=0.0).to(tl.float32)
-    x1 = tl.load(at + x_row, mask=inside & (row + 1 < num_rows), other=0.0).to(tl.float32)
-    x2 = tl.load(at + 2 * x_row, mask=inside & (row + 2 < num_rows), other=0.0).to(tl.float32)
-    x3 = tl.load(at + 3 * x_row, mask=inside & (row + 3 < num_rows), other=0.0).to(tl.float32)
-    top = largest_of(x0, x1, x2, x3)  # before x is rounded, so that x need not be kept
+    x0, x1, x2, x3 = load_rows(x_ptr + row * x_row + col, x_row, row, num_rows, inside)
     factor, inverse = load_factor(bound_ptr, E5M2)
-    if program == 0:
+    seen = seen_at(amax_ptr)
+    if tl.program_id(0) == 0:
         tl.store(factor_ptr, factor)
-    y0, y1 = round8(x0, inverse, like_ptr, E5M2, SATURATES), round8(x1, inverse, like_ptr, E5M2, SATURATES)
-    y2, y3 = round8(x2, inverse, like_ptr, E5M2, SATURATES), round8(x3, inverse, like_ptr, E5M2, SATURATES)
+    top = magnitude(largest_of(x0, x1, x2, x3, SATURATES))
+    y0, y1, y2, y3 = scaled_rows(x0, x1, x2, x3, inverse, E5M2, SATURATES)
     if x8_ptr is not None:
         store_rows(x8_ptr + row * num_cols + col, y0, y1, y2, y3, inside, row, num_rows, num_cols)
-    store_turned(words_ptr, word_of(y0, y1, y2, y3), quad, col, room, num_cols)
-    raise_to(amax_ptr, tl.max(tl.max(magnitude(top), 1), 0))
+    store_turned(words_ptr, word8(y0, y1, y2, y3, like_ptr, E5M2, SATURATES), quad, col, room, num_cols)
+    raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
+
+
+@triton.jit
+def load_rows(at, stride, row, num_rows, inside):
+    """Four tiles that hold every fourth row; `at` points to the first's."""
+    x0 = tl.load(at, mask=inside & (row < num_rows), other=0.0)
+    x1 = tl.load(at + stride, mask=inside & (row + 1 < num_rows), other=0.0)
+    x2 = tl.load(at + 2 * stride, mask=inside & (row + 2 < num_rows), other=0.0)
+    x3 = tl.load(at + 3 * stride, mask=inside & (row + 3 < num_rows), other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def scaled_rows(x0, x1, x2, x3, inverse, E5M2: tl.constexpr, SATURATES: tl.constexpr):
+    """Four tiles `scaled`."""
+    x0, x1 = without_infinity(x0, SATURATES), without_infinity(x1, SATURATES)
+    x2, x3 = without_infinity(x2, SATURATES), without_infinity(x3, SATURATES)
+    x0, x1 = scaled(x0, inverse, E5M2, SATURATES, True), scaled(x1, inverse, E5M2, SATURATES, True)
+    x2, x3 = scaled(x2, inverse, E5M2, SATURATES, True), scaled(x3, inverse, E5M2, SATURATES, True)
+    return x0, x1, x2, x3
 
 
 @triton.jit
 def store_rows(at, y0, y1, y2, y3, inside, row, num_rows, stride):
-    """Write four tiles that hold every fourth row, at the pointers of the first."""
-    tl.store(at, y0, mask=inside & (row < num_rows))
-    tl.store(at + stride, y1, mask=inside & (row + 1 < num_rows))
-    tl.store(at + 2 * stride, y2, mask=inside & (row + 2 < num_rows))
-    tl.store(at + 3 * stride, y3, mask=inside & (row + 3 < num_rows))
+    """Convert and write four tiles that hold every fourth row, at the pointers of the first."""
+    to = at.dtype.element_ty
+    tl.store(at, y0.to(to), mask=inside & (row < num_rows))
+    tl.store(at + stride, y1.to(to), mask=inside & (row + 1 < num_rows))
+    tl.store(at + 2 * stride, y2.to(to), mask=inside & (row + 2 < num_rows))
+    tl.store(at + 3 * stride, y3.to(to), mask=inside & (row + 3 < num_rows))
 
 
 @triton.jit
 def _transpose_kernel(
-    x8_ptr, words_ptr, num_rows, num_cols, x_row, room, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):
+    x8_ptr, words_ptr, num_rows, num_cols, x_row, room, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BANDS: tl.constexpr,
+):  # fmt: skip
     """A tile a program, of numbers in 8 bits taken as integers."""
-    blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    program = tl.program_id(0).to(tl.int64)
-    quad = (program // blocks) * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
-    col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    block_row, block_col = tile_of(room, num_cols, BLOCK_ROWS, BLOCK_COLS, BANDS)
+    quad = block_row * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
+    col = block_col * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     inside, row = col < num_cols, 4 * quad
-    at = x8_ptr + row * x_row + col
-    x0 = tl.load(at, mask=inside & (row < num_rows), other=0)
-    x1 = tl.load(at + x_row, mask=inside & (row + 1 < num_rows), other=0)
-    x2 = tl.load(at + 2 * x_row, mask=inside & (row + 2 < num_rows), other=0)
-    x3 = tl.load(at + 3 * x_row, mask=inside & (row + 3 < num_rows), other=0)
+    x0, x1, x2, x3 = load_rows(x8_ptr + row * x_row + col, x_row, row, num_rows, inside)
     store_turned(words_ptr, word_of(x0, x1, x2, x3), quad, col, room, num_cols)
 
 
@@ -124,7 +156,7 @@ def _cast_rows_kernel(
     lane = tl.arange(0, BLOCK_COLS)[None, :]
     if HELD:
         inside = (row < num_rows) & (lane < num_cols)
-        x = tl.load(x_ptr + row * x_row + lane, mask=inside, other=0.0).to(tl.float32)
+        x = widened(tl.load(x_ptr + row * x_row + lane, mask=inside, other=0.0), SATURATES)
         factor, inverse = factor_of(tl.max(magnitude(x), 1, keep_dims=True).to(tl.float32, bitcast=True), E5M2)
         tl.store(x8_ptr + row * num_cols + lane, round8(x, inverse, x8_ptr, E5M2, SATURATES), mask=inside)
     else:
@@ -132,12 +164,12 @@ def _cast_rows_kernel(
         for first in range(0, num_cols, BLOCK_COLS):
             inside = (row < num_rows) & (first + lane < num_cols)
             x = tl.load(x_ptr + row * x_row + first + lane, mask=inside, other=0.0, eviction_policy="evict_last")
-            top = tl.maximum(top, magnitude(x))
+            top = tl.maximum(top, magnitude(widened(x, SATURATES)))
         factor, inverse = factor_of(tl.max(top, 1, keep_dims=True).to(tl.float32, bitcast=True), E5M2)
         for first in range(0, num_cols, BLOCK_COLS):
             inside = (row < num_rows) & (first + lane < num_cols)
             x = tl.load(x_ptr + row * x_row + first + lane, mask=inside, other=0.0, eviction_policy="evict_first")
-            x8 = round8(x.to(tl.float32), inverse, x8_ptr, E5M2, SATURATES)
+            x8 = round8(x, inverse, x8_ptr, E5M2, SATURATES)
             tl.store(x8_ptr + row * num_cols + first + lane, x8, mask=inside)
     tl.store(factor_ptr + row, factor, mask=row < num_rows)
 
@@ -146,63 +178,139 @@ def _cast_rows_kernel(
 def _cast_blocks_kernel(
     x_ptr, x8_ptr, factor_ptr, words_ptr, factor_t_ptr, like_ptr, num_rows, num_cols, x_row, x_col, room,
     E5M2: tl.constexpr, SATURATES: tl.constexpr, SQUARE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BANDS: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_SIZE x BLOCK_SIZE a program: factors along its rows, its columns, or one for all of it.
 
     x8_ptr, words_ptr: None for a layout that is not wanted. like_ptr: the format.
     """
     blocks = tl.cdiv(num_cols, BLOCK_SIZE)
-    program = tl.program_id(0).to(tl.int64)
-    block_row, block_col = program // blocks, program % blocks
+    block_row, block_col = tile_of(room, num_cols, BLOCK_SIZE, BLOCK_SIZE, BANDS)
     quad = block_row * (BLOCK_SIZE // 4) + tl.arange(0, BLOCK_SIZE // 4)[:, None]
     col = block_col * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
     inside, row = col < num_cols, 4 * quad
-    at = x_ptr + row * x_row + col * x_col
-    x0 = tl.load(at, mask=inside & (row < num_rows), other=0.0).to(tl.float32)
-    x1 = tl.load(at + x_row, mask=inside & (row + 1 < num_rows), other=0.0).to(tl.float32)
-    x2 = tl.load(at + 2 * x_row, mask=inside & (row + 2 < num_rows), other=0.0).to(tl.float32)
-    x3 = tl.load(at + 3 * x_row, mask=inside & (row + 3 < num_rows), other=0.0).to(tl.float32)
+    x0, x1, x2, x3 = load_rows(x_ptr + row * x_row + col * x_col, x_row, row, num_rows, inside)
     if SQUARE:
-        top = tl.max(tl.max(magnitude(largest_of(x0, x1, x2, x3)), 1), 0)
+        top = tl.max(tl.max(magnitude(largest_of(x0, x1, x2, x3, SATURATES)), 1), 0)
         factor, inverse = factor_of(top.to(tl.float32, bitcast=True), E5M2)
-        y0, y1 = round8(x0, inverse, like_ptr, E5M2, SATURATES), round8(x1, inverse, like_ptr, E5M2, SATURATES)
-        y2, y3 = round8(x2, inverse, like_ptr, E5M2, SATURATES), round8(x3, inverse, like_ptr, E5M2, SATURATES)
+        y0, y1, y2, y3 = scaled_rows(x0, x1, x2, x3, inverse, E5M2, SATURATES)
         if x8_ptr is not None:
             store_rows(x8_ptr + row * num_cols + col, y0, y1, y2, y3, inside, row, num_rows, num_cols)
             tl.store(factor_ptr + block_row * blocks + block_col, factor)
         if words_ptr is not None:
-            store_turned(words_ptr, word_of(y0, y1, y2, y3), quad, col, room, num_cols)
+            store_turned(words_ptr, word8(y0, y1, y2, y3, like_ptr, E5M2, SATURATES), quad, col, room, num_cols)
             tl.store(factor_t_ptr + block_col * tl.cdiv(room, BLOCK_SIZE) + block_row, factor)
     else:
         if x8_ptr is not None:
-            to, factors = x8_ptr + row * num_cols + col, factor_ptr + block_col * num_rows
-            _store_scaled_row(to, factors, x0, inside, row, num_rows, like_ptr, E5M2, SATURATES)
-            _store_scaled_row(to + num_cols, factors, x1, inside, row + 1, num_rows, like_ptr, E5M2, SATURATES)
-            _store_scaled_row(to + 2 * num_cols, factors, x2, inside, row + 2, num_rows, like_ptr, E5M2, SATURATES)
-            _store_scaled_row(to + 3 * num_cols, factors, x3, inside, row + 3, num_rows, like_ptr, E5M2, SATURATES)
+            factor0, inverse0 = _row_factor(x0, E5M2)
+            factor1, inverse1 = _row_factor(x1, E5M2)
+            factor2, inverse2 = _row_factor(x2, E5M2)
+            factor3, inverse3 = _row_factor(x3, E5M2)
+            y0, y1 = scaled(x0, inverse0, E5M2, SATURATES), scaled(x1, inverse1, E5M2, SATURATES)
+            y2, y3 = scaled(x2, inverse2, E5M2, SATURATES), scaled(x3, inverse3, E5M2, SATURATES)
+            store_rows(x8_ptr + row * num_cols + col, y0, y1, y2, y3, inside, row, num_rows, num_cols)
+            factors = factor_ptr + block_col * num_rows
+            store_rows(factors + row, factor0, factor1, factor2, factor3, True, row, num_rows, 1)
         if words_ptr is not None:
-            top = tl.max(magnitude(largest_of(x0, x1, x2, x3)), 0, keep_dims=True)
+            top = tl.max(magnitude(largest_of(x0, x1, x2, x3, SATURATES)), 0, keep_dims=True)
             factor, inverse = factor_of(top.to(tl.float32, bitcast=True), E5M2)
-            y0, y1 = round8(x0, inverse, like_ptr, E5M2, SATURATES), round8(x1, inverse, like_ptr, E5M2, SATURATES)
-            y2, y3 = round8(x2, inverse, like_ptr, E5M2, SATURATES), round8(x3, inverse, like_ptr, E5M2, SATURATES)
-            store_turned(words_ptr, word_of(y0, y1, y2, y3), quad, col, room, num_cols)
+            y0, y1, y2, y3 = scaled_rows(x0, x1, x2, x3, inverse, E5M2, SATURATES)
+            store_turned(words_ptr, word8(y0, y1, y2, y3, like_ptr, E5M2, SATURATES), quad, col, room, num_cols)
             tl.store(factor_t_ptr + block_row * num_cols + col, factor, mask=inside)
 
 
 @triton.jit
-def _store_scaled_row(at, factor_ptr, x, inside, row, num_rows, like_ptr, E5M2: tl.constexpr, SATURATES: tl.constexpr):
-    """Cast rows by the factors of their largest elements, and write both."""
-    factor, inverse = factor_of(tl.max(magnitude(x), 1, keep_dims=True).to(tl.float32, bitcast=True), E5M2)
-    tl.store(at, round8(x, inverse, like_ptr, E5M2, SATURATES), mask=inside & (row < num_rows))
-    tl.store(factor_ptr + row, factor, mask=row < num_rows)
+def _row_factor(x, E5M2: tl.constexpr):
+    """`factor_of` the largest |x| of each row."""
+    return factor_of(tl.max(magnitude(x), 1, keep_dims=True).to(tl.float32, bitcast=True), E5M2)
 
 
-class CastConfig(NamedTuple):
+@triton.jit
+def _cast_blocks_pairs_kernel(
+    words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr, like_ptr, num_rows, num_pairs, x_row,
+    room, E5M2: tl.constexpr, SATURATES: tl.constexpr, PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BANDS: tl.constexpr,
+):  # fmt: skip
+    """`_cast_blocks_kernel` for factors along rows and columns, of 16-bit numbers taken as words of two columns.
+
+    A word is one register and, with PACKED, one maximum until it is cast. like_x_ptr: the numbers' type.
+    """
+    block_row, block_col = tile_of(room, num_pairs, BLOCK_SIZE, BLOCK_SIZE // 2, BANDS)
+    quad = block_row * (BLOCK_SIZE // 4) + tl.arange(0, BLOCK_SIZE // 4)[:, None]
+    pair = block_col * (BLOCK_SIZE // 2) + tl.arange(0, BLOCK_SIZE // 2)[None, :]
+    inside, row = pair < num_pairs, 4 * quad
+    w0, w1, w2, w3 = load_rows(words16_ptr + row * x_row + pair, x_row, row, num_rows, inside)
+    w0, w1 = pair_without_infinity(w0, like_x_ptr, SATURATES), pair_without_infinity(w1, like_x_ptr, SATURATES)
+    w2, w3 = pair_without_infinity(w2, like_x_ptr, SATURATES), pair_without_infinity(w3, like_x_ptr, SATURATES)
+    m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
+    if x8_pairs_ptr is not None:
+        factor0, y0 = _row_of_pairs(w0, m0, like_x_ptr, like_ptr, E5M2, SATURATES, PACKED)
+        factor1, y1 = _row_of_pairs(w1, m1, like_x_ptr, like_ptr, E5M2, SATURATES, PACKED)
+        factor2, y2 = _row_of_pairs(w2, m2, like_x_ptr, like_ptr, E5M2, SATURATES, PACKED)
+        factor3, y3 = _row_of_pairs(w3, m3, like_x_ptr, like_ptr, E5M2, SATURATES, PACKED)
+        store_rows(x8_pairs_ptr + row * num_pairs + pair, y0, y1, y2, y3, inside, row, num_rows, num_pairs)
+        # as one store: each moves its factors through shared memory, between two barriers
+        factors = tl.join(tl.join(factor0, factor2), tl.join(factor1, factor3)).reshape(BLOCK_SIZE // 4, 4)
+        rows = row + tl.arange(0, 4)[None, :]
+        tl.store(factor_ptr + block_col * num_rows + rows, factors, mask=rows < num_rows)
+    if words_ptr is not None:
+        top = larger_pair(larger_pair(m0, m1, PACKED), larger_pair(m2, m3, PACKED), PACKED)
+        low, high = unpack_pair(largest_pair(top, 0, PACKED), like_x_ptr)
+        factor_low, low = factor_of(low, E5M2)
+        factor_high, high = factor_of(high, E5M2)
+        a0, b0 = _scaled_pair(w0, low, high, like_x_ptr, E5M2, SATURATES)
+        a1, b1 = _scaled_pair(w1, low, high, like_x_ptr, E5M2, SATURATES)
+        a2, b2 = _scaled_pair(w2, low, high, like_x_ptr, E5M2, SATURATES)
+        a3, b3 = _scaled_pair(w3, low, high, like_x_ptr, E5M2, SATURATES)
+        a = word8(a0, a1, a2, a3, like_ptr, E5M2, SATURATES)
+        b = word8(b0, b1, b2, b3, like_ptr, E5M2, SATURATES)
+        col = block_col * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+        word = tl.join(a, b).reshape(BLOCK_SIZE // 4, BLOCK_SIZE)
+        store_turned(words_ptr, word, quad, col, room, 2 * num_pairs)
+        factor = tl.join(factor_low, factor_high).reshape(1, BLOCK_SIZE)
+        tl.store(factor_t_ptr + block_row * (2 * num_pairs) + col, factor, mask=col < 2 * num_pairs)
+
+
+@triton.jit
+def _scaled_pair(word, low, high, like_x_ptr, E5M2: tl.constexpr, SATURATES: tl.constexpr):
+    """The numbers of a word times low and high, see `scaled`."""
+    a, b = unpack_pair(word, like_x_ptr)
+    return scaled(a, low, E5M2, SATURATES, True), scaled(b, high, E5M2, SATURATES, True)
+
+
+@triton.jit
+def _row_of_pairs(word, size, like_x_ptr, like_ptr, E5M2: tl.constexpr, SATURATES: tl.constexpr, PACKED: tl.constexpr):
+    """(factors [rows, 1], numbers) of rows of pairs, cast by the factors of their largest. size: the words' |x|."""
+    low, high = unpack_pair(largest_pair(size, 1, PACKED), like_x_ptr)
+    top = tl.maximum(magnitude(low), magnitude(high))
+    factor, inverse = factor_of(top.to(tl.float32, bitcast=True), E5M2)
+    low, high = _scaled_pair(word, inverse, inverse, like_x_ptr, E5M2, SATURATES)
+    return factor, pair8(low, high, like_ptr, E5M2, SATURATES)
+
+
+class RowConfig(NamedTuple):
     """block_rows, block_cols: a tile. num_warps: of a program."""
 
     block_rows: int
     block_cols: int
     num_warps: int
+
+
+class TileConfig(NamedTuple):
+    """block_rows, block_cols: a tile. num_warps: of a program. bands: rows of tiles that are gone through together."""
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    bands: int
+
+
+class BlockConfig(NamedTuple):
+    """num_warps, max_registers: of a program, of a thread. bands: as of `TileConfig`."""
+
+    num_warps: int
+    max_registers: int
+    bands: int
 
 
 class AmaxConfig(NamedTuple):
@@ -230,25 +338,40 @@ def _tile_dims(x, *rest) -> dict[str, int]:
     return {"rows": x.numel() // max(1, x.shape[-1]), "cols": x.shape[-1]}
 
 
-def _tile_default(dims, arch, dtype) -> CastConfig:
-    # 128 rows are a line of 128 bytes of the transposed tensor; 64 columns keep six CTAs on a multiprocessor
-    return CastConfig(128, 64, 4)
+def _tile_default(dims, arch, dtype) -> TileConfig:
+    # 128 rows are a line of 128 bytes of the transposed tensor, and 8 bands a KiB of it; 64 columns of 16 bits or 128
+    # of 8 are a line of x
+    return TileConfig(128, 64 if dtype.itemsize > 1 else 128, 4, 8)
 
 
-def _row_default(dims, arch, dtype) -> CastConfig:
+def _row_default(dims, arch, dtype) -> RowConfig:
     width = min(8192, next_power_of_2(dims["cols"]))
-    return CastConfig(max(1, 4096 // width), width, 4 if width <= 4096 else 8)
+    return RowConfig(max(1, 4096 // width), width, 4 if width <= 4096 else 8)
+
+
+def _block_default(dims, arch, dtype) -> BlockConfig:
+    # three CTAs on a multiprocessor: while one waits for its loads or at a barrier, two cast
+    return BlockConfig(8, 80, 8)
 
 
 TILE_SPACE = Space(
     default=_tile_default,
     dims=_tile_dims,
-    choices={"block_rows": (32, 64, 128), "block_cols": (64, 128, 256), "num_warps": (4, 8)},
-)
+    choices={
+        "block_rows": (32, 64, 128), "block_cols": (64, 128, 256), "num_warps": (4, 8), "bands": (1, 4, 8),
+    },
+)  # fmt: skip
 ROW_SPACE = Space(
     default=_row_default,
     dims=_tile_dims,
-    choices={"block_rows": (1, 2, 4), "block_cols": (2048, 4096, 8192), "num_warps": (4, 8)},
+    choices={
+        "block_rows": (1, 2, 4), "block_cols": (2048, 4096, 8192, 16_384, 32_768), "num_warps": (4, 8, 16, 32),
+    },
+)  # fmt: skip
+BLOCK_SPACE = Space(
+    default=_block_default,
+    dims=_tile_dims,
+    choices={"num_warps": (8, 16), "max_registers": (64, 80, 128), "bands": (1, 8)},
 )
 AMAX_SPACE = Space(
     default=lambda dims, arch, dtype: AmaxConfig(8192 // dtype.itemsize * 2, 8, 4 * max(1, arch.sms)),
@@ -290,7 +413,7 @@ def fp8_cast(
     rows: bool = True,
     columns: bool = False,
     *,
-    config: CastConfig,
+    config: TileConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x8, x8_t = like8(x, format, rows, columns)
     factor = x.new_empty(1, dtype=torch.float32)
@@ -305,7 +428,7 @@ def fp8_cast(
     if columns:
         launch(
             _cast_turned_kernel, grid, flat, bound, amax, x8 if rows else None, x8_t, words(x8_t), factor,
-            *sizes, room if cols else 0, num_warps=num_warps, **how,
+            *sizes, room if cols else 0, BANDS=config.bands, num_warps=num_warps, **how,
         )  # fmt: skip
     else:
         launch(_cast_kernel, grid, flat, bound, amax, x8 if rows else None, factor, *sizes, num_warps=num_warps, **how)
@@ -317,10 +440,10 @@ def words(x8_t: Tensor) -> Tensor:
     return x8_t.view(torch.int32) if x8_t.numel() else x8_t.new_empty(0, dtype=torch.int32)
 
 
-def registers(x: Tensor) -> dict[str, int]:
-    """Launch options that leave room for two CTAs of 8 warps on a multiprocessor of NVIDIA: kernels that would take up
-    to 168 registers a thread compile to 128 without spills."""
-    return {"maxnreg": 128} if saturates(x) else {}
+def registers(x: Tensor, most: int) -> dict[str, int]:
+    """Launch options that hold a kernel to `most` registers a thread on NVIDIA, so that more than one CTA is resident
+    on a multiprocessor while another loads or stores."""
+    return {"maxnreg": most} if saturates(x) else {}
 
 
 def saturates(x: Tensor) -> bool:
@@ -335,7 +458,7 @@ def _flat(x: Tensor, columns: bool) -> Tensor:
     return rows(x)
 
 
-def _tile(count: int, cols: int, config: CastConfig, columns: bool) -> tuple[int, int, int]:
+def _tile(count: int, cols: int, config: TileConfig, columns: bool) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
     if not columns:
         block_cols = min(4096, next_power_of_2(cols))
@@ -349,7 +472,7 @@ def _tile(count: int, cols: int, config: CastConfig, columns: bool) -> tuple[int
 
 @register_kernel("fp8_transpose", backend="triton", rank=20, rejects=rejects)
 @optimize_kernel(space=TILE_SPACE)
-def fp8_transpose(x8: Tensor, *, config: CastConfig) -> Tensor:
+def fp8_transpose(x8: Tensor, *, config: TileConfig) -> Tensor:
     flat = rows(x8).view(torch.uint8)
     count, cols = flat.shape
     room = rounded_up(count)
@@ -359,14 +482,14 @@ def fp8_transpose(x8: Tensor, *, config: CastConfig) -> Tensor:
         launch(
             _transpose_kernel, (cdiv(room, block_rows) * cdiv(cols, block_cols),),
             flat, words(x8_t), count, cols, flat.stride(0), room,
-            BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps,
+            BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, BANDS=config.bands, num_warps=num_warps,
         )  # fmt: skip
     return x8_t
 
 
 @register_kernel("fp8_cast_rows", backend="triton", rank=20, rejects=rejects)
 @optimize_kernel(space=ROW_SPACE)
-def fp8_cast_rows(x: Tensor, format: str = "e4m3", *, config: CastConfig) -> tuple[Tensor, Tensor]:
+def fp8_cast_rows(x: Tensor, format: str = "e4m3", *, config: RowConfig) -> tuple[Tensor, Tensor]:
     x8 = like8(x, format, True, False)[0]
     flat = rows(x)
     count, cols = flat.shape
@@ -382,8 +505,19 @@ def fp8_cast_rows(x: Tensor, format: str = "e4m3", *, config: CastConfig) -> tup
     return x8, factor
 
 
+def _in_pairs(x: Tensor) -> bool:
+    """Whether x [M, N] can be read as words of two 16-bit numbers."""
+    return x.element_size() == 2 and x.stride(1) == 1 and not (x.shape[1] | x.stride(0) | x.storage_offset()) % 2
+
+
+def _packs(x: Tensor) -> bool:
+    """Whether an instruction takes the maxima of two numbers in 16 bits where x is."""
+    arch = arch_of(x.device)
+    return arch.kind == "cuda" and arch.capability >= (9, 0)
+
+
 @register_kernel("fp8_cast_blocks", backend="triton", rank=20, rejects=tile_rejects)
-@optimize_kernel(num_warps=8)
+@optimize_kernel(space=BLOCK_SPACE)
 def fp8_cast_blocks(
     x: Tensor,
     format: str = "e4m3",
@@ -391,7 +525,7 @@ def fp8_cast_blocks(
     columns: bool = False,
     square: bool = False,
     *,
-    config: dict[str, int],
+    config: BlockConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count, cols = x.shape
     room = rounded_up(count)
@@ -399,11 +533,21 @@ def fp8_cast_blocks(
     x8, factor = blocks_like(x, format, square) if rows else (none8, none)
     x8_t, factor_t = blocks_like(x.new_empty(cols, room), format, square) if columns else (none8.clone(), none.clone())
     if x.numel() and (rows or columns):
-        launch(
-            _cast_blocks_kernel, (cdiv(room if columns else count, BLOCK) * cdiv(cols, BLOCK),), x,
-            x8 if rows else None, factor if rows else None, words(x8_t) if columns else None,
-            factor_t if columns else None, x8, count, cols, x.stride(0), x.stride(1), room, E5M2=format == "e5m2",
-            SATURATES=saturates(x), SQUARE=square, BLOCK_SIZE=BLOCK, num_warps=config["num_warps"],
-            **registers(x),
-        )  # fmt: skip
+        grid = (cdiv(room if columns else count, BLOCK) * cdiv(cols, BLOCK),)
+        turned = (words(x8_t), factor_t) if columns else (None, None)
+        how = {
+            "E5M2": format == "e5m2", "SATURATES": saturates(x), "BLOCK_SIZE": BLOCK, "BANDS": config.bands,
+            "num_warps": config.num_warps, **registers(x, config.max_registers),
+        }  # fmt: skip
+        if not square and _in_pairs(x):
+            plain = (x8.view(torch.int16), factor) if rows else (None, None)
+            launch(
+                _cast_blocks_pairs_kernel, grid, x.view(torch.int32), *plain, *turned, x, x8, count, cols // 2,
+                x.stride(0) // 2, room, PACKED=_packs(x), **how,
+            )  # fmt: skip
+        else:
+            plain = (x8, factor) if rows else (None, None)
+            launch(
+                _cast_blocks_kernel, grid, x, *plain, *turned, x8, count, cols, *x.stride(), room, SQUARE=square, **how
+            )
     return x8, factor, x8_t, factor_t

@@ -13,15 +13,30 @@ from tilesmith.device.triton.rounding import (
     largest_of,
     load_factor,
     magnitude,
+    narrowed,
     raise_to,
     round8,
+    seen_at,
     store_turned,
-    word_of,
+    widened,
+    word8,
 )
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.quant.op import rounded_up
 from tilesmith.ops.quant.reference import FORMATS
-from tilesmith.ops.quant.triton.cast import CastConfig, registers, rejects, saturates, store_rows, tile_rejects, words
+from tilesmith.ops.quant.triton.cast import (
+    RowConfig,
+    TileConfig,
+    load_rows,
+    registers,
+    rejects,
+    saturates,
+    scaled_rows,
+    store_rows,
+    tile_of,
+    tile_rejects,
+    words,
+)
 
 MAX_COLS = 16_384
 
@@ -33,33 +48,45 @@ def _norm_kernel(
     LLAMA: tl.constexpr, E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows a program, in registers. residual_ptr, s_ptr: None without an addition."""
+    """Whole rows a program, in registers. residual_ptr, s_ptr: None without an addition.
+
+    What is loaded beside x is asked for with it: no load passes the barriers of the sum.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     lane = tl.arange(0, BLOCK_COLS)
     inside = (row < num_rows) & (lane < num_cols)[None, :]
-    x = tl.load(x_ptr + row * x_row + lane[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row + lane[None, :], mask=inside, other=0.0)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + lane, mask=lane < num_cols, other=0.0)
+    factor, inverse = load_factor(bound_ptr, E5M2)
+    seen = seen_at(amax_ptr)
+    x = widened(x, SATURATES)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row * residual_row + lane[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = x.to(s_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(s_ptr + row * num_cols + lane[None, :], x, mask=inside)
+        s = narrowed(x, s_ptr, SATURATES)
+        tl.store(s_ptr + row * num_cols + lane[None, :], s, mask=inside)
+        x = widened(s, SATURATES)
     rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * (1.0 / num_cols) + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
+    if tl.program_id(0) == 0:
+        tl.store(factor_ptr, factor)
     y = x * rstd
     if LLAMA:
-        y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        y = widened(narrowed(y, y_ptr, SATURATES), SATURATES)
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + lane, mask=lane < num_cols, other=0.0).to(tl.float32) + offset
+        weight = widened(weight, SATURATES) + offset
         if LLAMA and weight_ptr.dtype == y_ptr.dtype:
             weight = weight.to(weight_ptr.dtype.element_ty).to(tl.float32)
         y *= weight[None, :]
-    y = y.to(y_ptr.dtype.element_ty)
+    y = narrowed(y, y_ptr, SATURATES)
     tl.store(y_ptr + row * num_cols + lane[None, :], y, mask=inside)
-    factor, inverse = load_factor(bound_ptr, E5M2)
-    if tl.program_id(0) == 0:
-        tl.store(factor_ptr, factor)
-    y = y.to(tl.float32)
-    tl.store(y8_ptr + row * num_cols + lane[None, :], round8(y, inverse, y8_ptr, E5M2, SATURATES), mask=inside)
-    raise_to(amax_ptr, tl.max(tl.max(magnitude(tl.where(inside, y, 0.0)), 1), 0))
+    y = widened(y, SATURATES)
+    # 8 numbers a thread, as it has them: 16, one store, would be sent through shared memory first
+    lane8 = tl.max_contiguous(tl.arange(0, BLOCK_COLS), 8)[None, :]
+    tl.store(y8_ptr + row * num_cols + lane8, round8(y, inverse, y8_ptr, E5M2, SATURATES), mask=inside)
+    # 0 where there is no column; where there is no row, perhaps 0 / 0
+    top = tl.where(row < num_rows, tl.max(magnitude(y), 1, keep_dims=True), 0)
+    raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
 
 
 @triton.jit
@@ -85,33 +112,30 @@ def _swiglu_kernel(
     E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    program = tl.program_id(0).to(tl.int64)
-    row = (program // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = (program % blocks).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     inside = (row < num_rows) & (col < num_cols)
     gate = tl.load(gate_ptr + row * gate_row + col, mask=inside, other=0.0)
-    up = tl.load(up_ptr + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
-    value, _ = _silu(gate.to(tl.float32), SATURATES)
-    h = (value * up).to(gate.dtype).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + col, mask=inside, other=0.0)
+    value, _ = _silu(widened(gate, SATURATES), SATURATES)
+    h = narrowed(value * widened(up, SATURATES), gate_ptr, SATURATES)
+    h = widened(h, SATURATES)
     factor, inverse = load_factor(bound_ptr, E5M2)
+    seen = seen_at(amax_ptr)
     if program == 0:
         tl.store(factor_ptr, factor)
     tl.store(h8_ptr + row * num_cols + col, round8(h, inverse, h8_ptr, E5M2, SATURATES), mask=inside)
-    raise_to(amax_ptr, tl.max(tl.max(magnitude(h), 1), 0))
+    raise_to(amax_ptr, tl.max(tl.max(magnitude(h), 1), 0), seen)
 
 
 @triton.jit
-def _swiglu_gradients(
-    dh_ptr, gate_ptr, up_ptr, row, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES: tl.constexpr
-):
-    """(h, gradient of gate, gradient of up) of a tile, each rounded to its dtype, as fp32; 0 outside."""
-    inside = (row < num_rows) & (col < num_cols)
-    raw = tl.load(gate_ptr + row * gate_row + col, mask=inside, other=0.0)
-    up = tl.load(up_ptr + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
-    dh = tl.load(dh_ptr + row * dh_row + col, mask=inside, other=0.0).to(tl.float32)
-    value, slope = _silu(raw.to(tl.float32), SATURATES)
-    h = (value * up).to(raw.dtype).to(tl.float32)
-    return h, (dh * up * slope).to(raw.dtype).to(tl.float32), (dh * value).to(raw.dtype).to(tl.float32)
+def _swiglu_gradients(dh, gate, up, like_ptr, SATURATES: tl.constexpr):
+    """(h, gradient of gate, gradient of up) of a tile, each rounded to the type of like_ptr."""
+    dh, up = widened(dh, SATURATES), widened(up, SATURATES)
+    value, slope = _silu(widened(gate, SATURATES), SATURATES)
+    h, dgate = narrowed(value * up, like_ptr, SATURATES), narrowed(dh * up * slope, like_ptr, SATURATES)
+    return h, dgate, narrowed(dh * value, like_ptr, SATURATES)
 
 
 @triton.jit
@@ -119,49 +143,40 @@ def _swiglu_vjp_kernel(
     dh_ptr, gate_ptr, up_ptr, bound_ptr, amax_ptr, h_factor_ptr, d8_ptr, like_h_ptr, d_words_ptr, h_words_ptr,
     factor_ptr, num_rows, num_cols, dh_row, gate_row, up_row, room,
     E5M2: tl.constexpr, H_E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, BANDS: tl.constexpr,
 ):  # fmt: skip
     """A tile a program: the gradients of gate and of up side by side, them transposed, and h again, transposed.
 
     like_h_ptr: the format of h. Every fourth row of the tile is a tile of its own, see `word_of`.
     """
-    blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    program = tl.program_id(0).to(tl.int64)
-    quad = (program // blocks) * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
-    col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    block_row, block_col = tile_of(room, num_cols, BLOCK_ROWS, BLOCK_COLS, BANDS)
+    quad = block_row * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
+    col = block_col * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     row, inside = 4 * quad, col < num_cols
-    h0, g0, u0 = _swiglu_gradients(
-        dh_ptr, gate_ptr, up_ptr, row, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES
-    )
-    h1, g1, u1 = _swiglu_gradients(
-        dh_ptr, gate_ptr, up_ptr, row + 1, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES
-    )
-    h2, g2, u2 = _swiglu_gradients(
-        dh_ptr, gate_ptr, up_ptr, row + 2, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES
-    )
-    h3, g3, u3 = _swiglu_gradients(
-        dh_ptr, gate_ptr, up_ptr, row + 3, col, num_rows, num_cols, dh_row, gate_row, up_row, SATURATES
-    )
+    d0, d1, d2, d3 = load_rows(dh_ptr + row * dh_row + col, dh_row, row, num_rows, inside)
+    g0, g1, g2, g3 = load_rows(gate_ptr + row * gate_row + col, gate_row, row, num_rows, inside)
+    u0, u1, u2, u3 = load_rows(up_ptr + row * up_row + col, up_row, row, num_rows, inside)
     factor, inverse = load_factor(bound_ptr, E5M2)
-    if program == 0:
+    h_inverse = 1.0 / tl.load(h_factor_ptr)  # a power of two: exact
+    seen = seen_at(amax_ptr)
+    h0, g0, u0 = _swiglu_gradients(d0, g0, u0, gate_ptr, SATURATES)
+    h1, g1, u1 = _swiglu_gradients(d1, g1, u1, gate_ptr, SATURATES)
+    h2, g2, u2 = _swiglu_gradients(d2, g2, u2, gate_ptr, SATURATES)
+    h3, g3, u3 = _swiglu_gradients(d3, g3, u3, gate_ptr, SATURATES)
+    if tl.program_id(0) == 0:
         tl.store(factor_ptr, factor)
-    gradients, ups = largest_of(g0, g1, g2, g3), largest_of(u0, u1, u2, u3)
-    top = tl.max(tl.max(tl.maximum(magnitude(gradients), magnitude(ups)), 1), 0)
+    top = tl.maximum(magnitude(largest_of(g0, g1, g2, g3, SATURATES)), magnitude(largest_of(u0, u1, u2, u3, SATURATES)))
     to, stride = d8_ptr + row * (2 * num_cols) + col, 2 * num_cols
-    y0, y1 = round8(g0, inverse, d8_ptr, E5M2, SATURATES), round8(g1, inverse, d8_ptr, E5M2, SATURATES)
-    y2, y3 = round8(g2, inverse, d8_ptr, E5M2, SATURATES), round8(g3, inverse, d8_ptr, E5M2, SATURATES)
+    y0, y1, y2, y3 = scaled_rows(g0, g1, g2, g3, inverse, E5M2, SATURATES)
     store_rows(to, y0, y1, y2, y3, inside, row, num_rows, stride)
-    store_turned(d_words_ptr, word_of(y0, y1, y2, y3), quad, col, room, num_cols)
-    y0, y1 = round8(u0, inverse, d8_ptr, E5M2, SATURATES), round8(u1, inverse, d8_ptr, E5M2, SATURATES)
-    y2, y3 = round8(u2, inverse, d8_ptr, E5M2, SATURATES), round8(u3, inverse, d8_ptr, E5M2, SATURATES)
+    store_turned(d_words_ptr, word8(y0, y1, y2, y3, d8_ptr, E5M2, SATURATES), quad, col, room, num_cols)
+    y0, y1, y2, y3 = scaled_rows(u0, u1, u2, u3, inverse, E5M2, SATURATES)
     store_rows(to + num_cols, y0, y1, y2, y3, inside, row, num_rows, stride)
     half = tl.cast(num_cols, tl.int64) * (room // 16 * 4)
-    store_turned(d_words_ptr + half, word_of(y0, y1, y2, y3), quad, col, room, num_cols)
-    inverse = 1.0 / tl.load(h_factor_ptr)  # a power of two: exact
-    y0, y1 = round8(h0, inverse, like_h_ptr, H_E5M2, SATURATES), round8(h1, inverse, like_h_ptr, H_E5M2, SATURATES)
-    y2, y3 = round8(h2, inverse, like_h_ptr, H_E5M2, SATURATES), round8(h3, inverse, like_h_ptr, H_E5M2, SATURATES)
-    store_turned(h_words_ptr, word_of(y0, y1, y2, y3), quad, col, room, num_cols)
-    raise_to(amax_ptr, top)
+    store_turned(d_words_ptr + half, word8(y0, y1, y2, y3, d8_ptr, E5M2, SATURATES), quad, col, room, num_cols)
+    y0, y1, y2, y3 = scaled_rows(h0, h1, h2, h3, h_inverse, H_E5M2, SATURATES)
+    store_turned(h_words_ptr, word8(y0, y1, y2, y3, like_h_ptr, H_E5M2, SATURATES), quad, col, room, num_cols)
+    raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
 
 
 class NormConfig(NamedTuple):
@@ -191,14 +206,14 @@ NORM_SPACE = Space(
     default=_norm_default, dims=_norm_dims, choices={"tile": (2048, 4096, 8192), "num_warps": (4, 8, 16)}
 )
 GATE_SPACE = Space(
-    default=lambda dims, arch, dtype: CastConfig(1, 2048, 4),
+    default=lambda dims, arch, dtype: RowConfig(1, 4096, 4),
     dims=_norm_dims,
     choices={"block_rows": (1, 2), "block_cols": (1024, 2048, 4096), "num_warps": (4, 8)},
 )
 VJP_SPACE = Space(
-    default=lambda dims, arch, dtype: CastConfig(128, 64, 8),
+    default=lambda dims, arch, dtype: TileConfig(128, 32, 4, 8),
     dims=_norm_dims,
-    choices={"block_rows": (64, 128), "block_cols": (32, 64, 128), "num_warps": (4, 8)},
+    choices={"block_rows": (64, 128), "block_cols": (32, 64, 128), "num_warps": (4, 8), "bands": (1, 8)},
 )
 
 
@@ -215,7 +230,7 @@ def _norm(x, residual, weight, bound, amax, eps, offset, casting, format, config
         _norm_kernel, (max(1, cdiv(count, block_rows)),), x2, residual2, dense(weight), bound, amax, y, s, y8, factor,
         rstd, count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset,
         LLAMA=casting == "llama", E5M2=format == "e5m2", SATURATES=saturates(x), BLOCK_ROWS=block_rows,
-        BLOCK_COLS=width, num_warps=config.num_warps,
+        BLOCK_COLS=width, num_warps=config.num_warps, **registers(x, 64 if config.num_warps > 8 else 128),
     )  # fmt: skip
     return y, s, y8, factor, rstd
 
@@ -259,7 +274,7 @@ def add_rms_norm_fp8(
 @register_kernel("swiglu_fp8", backend="triton", rank=20, rejects=rejects)
 @optimize_kernel(space=GATE_SPACE)
 def swiglu_fp8(
-    gate: Tensor, up: Tensor, bound: Tensor, amax: Tensor, format: str = "e4m3", *, config: CastConfig
+    gate: Tensor, up: Tensor, bound: Tensor, amax: Tensor, format: str = "e4m3", *, config: RowConfig
 ) -> tuple[Tensor, Tensor]:
     h8 = torch.empty(gate.shape, dtype=FORMATS[format], device=gate.device)
     factor = gate.new_empty(1, dtype=torch.float32)
@@ -288,7 +303,7 @@ def swiglu_vjp_fp8(
     format: str = "e5m2",
     h_format: str = "e4m3",
     *,
-    config: CastConfig,
+    config: TileConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dh2, gate2, up2 = rows(dh), rows(gate), rows(up)
     count, cols = gate2.shape
@@ -303,6 +318,6 @@ def swiglu_vjp_fp8(
         dh2, gate2, up2, bound, amax, h_factor, d8, h8_t, words(d8_t), words(h8_t), factor,
         count if cols else 0, max(1, cols), dh2.stride(0), gate2.stride(0), up2.stride(0), room if cols else 0,
         E5M2=format == "e5m2", H_E5M2=h_format == "e5m2", SATURATES=saturates(gate), BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols, num_warps=config.num_warps, **registers(gate),
+        BLOCK_COLS=block_cols, BANDS=config.bands, num_warps=config.num_warps, **registers(gate, 96),
     )  # fmt: skip
     return d8, d8_t, h8_t, factor

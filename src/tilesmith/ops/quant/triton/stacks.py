@@ -1,20 +1,23 @@
 """The cast of stacked weights of experts in Triton: one factor for each matrix, and both layouts in one pass."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.device.triton.rounding import (
-    load_factor,
-    magnitude,
-    raise_to,
-    round8,
-    store_turned,
-    word_of,
-)
+from tilesmith.device.triton.rounding import load_factor, magnitude, raise_to, seen_at, store_turned, word8
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.quant.reference import FORMATS
-from tilesmith.ops.quant.triton.cast import CastConfig, saturates, store_rows, tile_rejects, words
+from tilesmith.ops.quant.triton.cast import load_rows, saturates, scaled_rows, store_rows, tile_rejects, words
+
+
+class StackConfig(NamedTuple):
+    """A tile of one matrix."""
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
 
 
 @triton.jit
@@ -22,11 +25,11 @@ def fp8_experts_amax_kernel(x_ptr, amax_ptr, elements, parts, BLOCK_SIZE: tl.con
     """amax[e] = the largest |x| of a matrix of so many elements, of which a program reads every parts-th block."""
     expert, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     x_ptr += expert.to(tl.int64) * elements
-    top = tl.zeros([BLOCK_SIZE], tl.int32)
+    top, seen = tl.zeros([BLOCK_SIZE], tl.int32), seen_at(amax_ptr + expert)
     for first in range(part * BLOCK_SIZE, elements, parts * BLOCK_SIZE):
         at = first + tl.arange(0, BLOCK_SIZE)
         top = tl.maximum(top, magnitude(tl.load(x_ptr + at, mask=at < elements, other=0.0)))
-    raise_to(amax_ptr + expert, tl.max(top, 0))
+    raise_to(amax_ptr + expert, tl.max(top, 0), seen)
 
 
 @triton.jit
@@ -43,17 +46,14 @@ def fp8_experts_cast_kernel(
     col = (program % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     inside, row = col < num_cols, 4 * quad
     at = x_ptr + matrix + row.to(tl.int64) * num_cols + col
-    x0 = tl.load(at, mask=inside & (row < num_rows), other=0.0).to(tl.float32)
-    x1 = tl.load(at + num_cols, mask=inside & (row + 1 < num_rows), other=0.0).to(tl.float32)
-    x2 = tl.load(at + 2 * num_cols, mask=inside & (row + 2 < num_rows), other=0.0).to(tl.float32)
-    x3 = tl.load(at + 3 * num_cols, mask=inside & (row + 3 < num_rows), other=0.0).to(tl.float32)
+    x0, x1, x2, x3 = load_rows(at, num_cols, row, num_rows, inside)
     factor, inverse = load_factor(amax_ptr + expert, False)
     if program == 0:
         tl.store(factor_ptr + expert, factor)
-    y0, y1 = round8(x0, inverse, x8_ptr, False, SATURATES), round8(x1, inverse, x8_ptr, False, SATURATES)
-    y2, y3 = round8(x2, inverse, x8_ptr, False, SATURATES), round8(x3, inverse, x8_ptr, False, SATURATES)
+    y0, y1, y2, y3 = scaled_rows(x0, x1, x2, x3, inverse, False, SATURATES)
     store_rows(x8_ptr + matrix + row.to(tl.int64) * num_cols + col, y0, y1, y2, y3, inside, row, num_rows, num_cols)
-    store_turned(words_ptr + matrix // 4, word_of(y0, y1, y2, y3), quad, col, num_rows, num_cols)
+    word = word8(y0, y1, y2, y3, x8_ptr, False, SATURATES)
+    store_turned(words_ptr + matrix // 4, word, quad, col, num_rows, num_cols)
 
 
 def _dims(weight: Tensor) -> dict[str, int]:
@@ -61,7 +61,7 @@ def _dims(weight: Tensor) -> dict[str, int]:
 
 
 SPACE = Space(
-    default=lambda dims, arch, dtype: CastConfig(128, 64, 4),
+    default=lambda dims, arch, dtype: StackConfig(128, 64, 4),
     dims=_dims,
     choices={"block_rows": (32, 64, 128), "block_cols": (64, 128, 256), "num_warps": (4, 8)},
 )
@@ -69,7 +69,7 @@ SPACE = Space(
 
 @register_kernel("fp8_cast_experts", backend="triton", rank=20, rejects=tile_rejects)
 @optimize_kernel(space=SPACE)
-def fp8_cast_experts(weight: Tensor, *, config: CastConfig) -> tuple[Tensor, Tensor, Tensor]:
+def fp8_cast_experts(weight: Tensor, *, config: StackConfig) -> tuple[Tensor, Tensor, Tensor]:
     weight = weight.contiguous()
     experts, num_rows, num_cols = weight.shape
     made = [weight.new_empty(shape, dtype=FORMATS["e4m3"]) for shape in (weight.shape, (experts, num_cols, num_rows))]
