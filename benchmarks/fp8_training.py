@@ -10,8 +10,6 @@ Parts, all of them by default:
   linears  forward and backward of one layer by each recipe, beside bf16, the bare products and torchao.
   layers   forward and backward of four layers of a Llama of 8 B beside bf16, with one attention for all.
   bytes    what the linear layers keep of their inputs for the backward, beside torchao.
-  experts_values   experts in 8 bits within their budgets.
-  experts  forward and backward of experts in 8 bits beside bf16, with the time of each kernel.
   linears_compiled, layers_compiled   beside torchao under torch.compile, and for layers bf16 under it.
 
 A part begins nothing that would not end within --seconds by what it usually takes. results.json is written after each
@@ -601,105 +599,17 @@ def bytes_kept(run: Run) -> None:
         run.row(layer=f"{k} -> {n}", tokens=x.shape[0], ours=mine, torchao=peers, share=share)
 
 
-# Experts
-
-
-def kernel_times(once: Callable[[], object]) -> dict[str, float]:
-    """Device time of each kernel of a call, in us, the longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    once()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        once()
-        torch.cuda.synchronize()
-    times = {e.key[:60]: round(e.device_time_total, 1) for e in profiler.key_averages() if e.device_time_total}
-    return dict(sorted(times.items(), key=lambda item: -item[1]))
-
-
-def experts_step(layer: nn.Module, x: Tensor, indices: Tensor, weights: Tensor, dy: Tensor) -> Callable[[], None]:
-    """Forward and backward of a module of experts, gradients dropped."""
-
-    def once() -> None:
-        layer(x, indices, weights).backward(dy)
-        x.grad = weights.grad = None
-        for p in layer.parameters():
-            p.grad = None
-
-    return once
-
-
-def experts_values(run: Run) -> bool:
-    """The ops of experts within their budgets, by every kernel that is here: whole tiles first, then small calls."""
-    kinds = (("test",),) if run.dry else (("gpu",), ("test",))
-    calls = itertools.product(kinds, ("experts_fp8", "experts_vjp_fp8", "fp8_cast_experts"))
-    right = [within_budgets(run, name, tags) for tags, name in calls]  # each is run, whatever another is
-    return all(right)
-
-
-def experts(run: Run) -> None:
-    """Steps of E128 H2048 I768 K8 in 8 bits over those in bf16: with kept casts of the weights; with casts made in the
-    step, as in the first after an optimizer's; by "rowwise", whose weights' gradients are of bf16; forwards alone."""
-    count, hidden, inner, top_k = (4, 64, 32, 2) if run.dry else (128, 2048, 768, 8)
-    torch.manual_seed(0)
-    plain = tilesmith.nn.Experts(hidden, inner, count, device=DEVICE, dtype=torch.bfloat16)
-    limits = {"min_features": 16, "min_tokens": 1} if run.dry else {}
-    small, rowwise = (
-        convert_model_to_fp8(nn.ModuleDict({"experts": copy.deepcopy(plain)}), FP8Config(recipe=r, **limits))["experts"]
-        for r in ("delayed", "rowwise")
-    )
-    for tokens in (32,) if run.dry else (8192, 32_768):
-        if run.late(f"{tokens} tokens", 25.0):
-            break
-        x, dy = drawn(tokens, hidden).requires_grad_(), drawn(tokens, hidden)
-        indices = torch.rand(tokens, count, device=DEVICE).argsort(-1)[:, :top_k].contiguous()
-        weights = torch.randn(tokens, top_k, device=DEVICE).softmax(-1).requires_grad_()
-        once = experts_step(small, x, indices, weights, dy)
-        variants: dict[str, Callable[[], object]] = {
-            "bf16": experts_step(plain, x, indices, weights, dy),
-            "fp8": once,
-            "fp8, weight cast": casting_experts_anew(small, once),
-            "fp8, bf16 weight gradients": experts_step(rowwise, x, indices, weights, dy),
-            "bf16 forward": partial(forward_alone, plain, x, indices, weights),
-            "fp8 forward": partial(forward_alone, small, x, indices, weights),
-        }
-        found = run.timed(variants, 60.0)
-        medians = {name: t.median_us for name, t in found.items()}
-        over = {name: round(medians["bf16"] / medians[name], 3) for name in medians if name.startswith("fp8")}
-        over["fp8 forward"] = round(medians["bf16 forward"] / medians["fp8 forward"], 3)
-        work = 18 * tokens * top_k * hidden * inner
-        rates = {name: round(work / t / 1e6, 1) for name, t in medians.items() if "forward" not in name}
-        kernels = {name: kernel_times(variants[name]) for name in variants if "forward" not in name and not run.dry}
-        run.row(tokens=tokens, over_bf16=over, tflops=rates, times=shown(found), kernels_us=kernels)
-
-
-def casting_experts_anew(layer: nn.Module, once: Callable[[], None]) -> Callable[[], None]:
-    """A step whose weights are cast in it."""
-    child = layer.get_submodule("_fp8")
-
-    def anew() -> None:
-        child.refresh()
-        once()
-
-    return anew
-
-
-def forward_alone(layer: nn.Module, *args: Tensor) -> None:
-    with torch.no_grad():
-        layer(*args)
-
-
 PARTS: dict[str, Callable[[Run], Any]] = {
     "values": values, "casts": casts, "products": products, "linears": linears, "layers": layers, "bytes": bytes_kept,
-    "experts_values": experts_values, "experts": experts,
     "linears_compiled": linears_compiled, "layers_compiled": layers_compiled,
 }  # fmt: skip
 
 
-def main() -> int:
-    """Run the parts; 1 where values are wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_parts(parts: dict[str, Callable[[Run], Any]], about: str | None) -> int:
+    """Run the parts that the command names; 1 where values are wrong."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--part", action="append", choices=list(PARTS))
+    parser.add_argument("--part", action="append", choices=list(parts))
     parser.add_argument("--seconds", type=float, default=95.0)
     parser.add_argument("--dry", action="store_true")
     given = parser.parse_args()
@@ -712,9 +622,9 @@ def main() -> int:
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu", "driver": driver(),
         "torch": torch.__version__, "tilesmith": tilesmith.__version__, "command": " ".join(sys.argv),
     }  # fmt: skip
-    for part in given.part or list(PARTS):
+    for part in given.part or list(parts):
         run.begin(part)
-        right = PARTS[part](run)
+        right = parts[part](run)
         run.row(seconds=round(run.seconds - (run.until - time.monotonic()), 1), right=right is not False)
         if right is False:
             return 1
@@ -722,4 +632,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS, __doc__))
