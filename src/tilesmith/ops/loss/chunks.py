@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, row_values
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.loss.pitch import row_pitch, rows_in
+from tilesmith.ops.loss.pitch import padded, row_pitch, rows_in, whole_rows
 from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, keeps_logit_grad, summed_dtype
 
 ACCELERATOR_BUDGET = 512 * 2**20
@@ -144,7 +144,7 @@ def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tenso
         del logits
     logit_grad = x.new_empty(0)
     if keeps:
-        logit_grad = rows_in(chunks.buffer, labels.numel(), classes).view(*target.shape, classes)
+        logit_grad = rows_in(chunks.buffer, labels.numel(), classes)[:, :classes].view(*target.shape, classes)
     loss = steps.reduce(losses, lse, labels, class_weight, classes, divisors, terms, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
     return loss, lse.view(target.shape), divisors, *chunks.gradients(), logit_grad
@@ -279,7 +279,9 @@ def _from_logit_grad(
             dweight.zero_()
         del scaled
     if mask[0]:
-        dx = steps.scale(torch.mm(rows, weight.to(x.dtype)), dloss, none, x.dtype, True).view(x.shape)
+        wide, taken = whole_rows(rows), weight.to(x.dtype)
+        taken = taken if wide is rows else padded(taken, None)[0]
+        dx = steps.scale(torch.mm(wide, taken), dloss, none, x.dtype, True).view(x.shape)
     if mask[2]:
         dbias = steps.scale(rows.sum(0, dtype=dloss.dtype), dloss, none, dtypes[2], False)
     return dx, dweight, dbias
@@ -306,15 +308,16 @@ def _by_classes(
     dbias = lse.new_empty(classes if mask[2] else 0)
     for first in range(0, classes, size):
         block = slice(first, min(first + size, classes))
-        logits = rows_in(buffer, rows.shape[0], block.stop - first)
-        _product(rows, cast[block], None if bias is None else bias[block], logits)
+        taken, taken_bias = padded(cast[block], None if bias is None else bias[block])
+        wide = _product(rows, taken, taken_bias, rows_in(buffer, rows.shape[0], block.stop - first))
+        logits = wide[:, : block.stop - first]
         steps.backward(logits, labels, class_weight, lse, dloss, divisors, terms, first, classes)
         if mask[0]:
-            add_product(total, logits, cast[block], first=first == 0)
+            add_product(total, wide, taken, first=first == 0)
         add_product(dweight[block], logits.t(), rows, first=True)
         if mask[2]:
             dbias[block] = logits.sum(0, dtype=lse.dtype)
-    del buffer, logits
+    del buffer, wide, logits
     return total.to(x.dtype).view(x.shape if mask[0] else 0), dweight, dbias.to(dtypes[2])
 
 
@@ -335,6 +338,7 @@ class Chunks:
         self.x = x.reshape(-1, x.shape[-1])
         self.weight = weight.to(x.dtype)
         self.bias = None if bias is None else bias.to(x.dtype)
+        self.padded = padded(self.weight, self.bias)
         self.mask, self.weight_dtype = mask, weight_dtype
         tokens, classes, hidden = self.x.shape[0], *weight.shape
         summed = mask[1] and accumulate_fp32 and weight.dtype.itemsize < acc.itemsize
@@ -356,16 +360,18 @@ class Chunks:
 
     def logits(self, tokens: slice | Sequence[slice]) -> Tensor:
         """x · weightᵀ + bias of these tokens, in the buffer."""
-        x = self._features(tokens)
-        return _product(x, self.weight, self.bias, rows_in(self.buffer, x.shape[0], self.weight.shape[0]))
+        x, classes = self._features(tokens), self.weight.shape[0]
+        return _product(x, *self.padded, rows_in(self.buffer, x.shape[0], classes))[:, :classes]
 
     def add_gradients(self, tokens: slice | Sequence[slice], dlogits: Tensor) -> None:
         """Write dx of these tokens, add their share to the weight's and the bias's gradient."""
         first = tokens if isinstance(tokens, slice) else tokens[0]
         if self.mask[0]:
             parts = [tokens] if isinstance(tokens, slice) else tokens
-            for part, rows in zip(parts, dlogits.split([t.stop - t.start for t in parts])):
-                torch.mm(rows, self.weight, out=self.dx.view_as(self.x)[part])
+            wide = whole_rows(dlogits)
+            weight = self.padded[0] if wide.shape[1] == self.padded[0].shape[0] else self.weight
+            for part, rows in zip(parts, wide.split([t.stop - t.start for t in parts])):
+                torch.mm(rows, weight, out=self.dx.view_as(self.x)[part])
         if self.mask[1]:
             add_product(self.sum, dlogits.t(), self._features(tokens), first=first.start == 0)
         if self.mask[2]:

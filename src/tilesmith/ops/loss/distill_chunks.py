@@ -18,7 +18,7 @@ from tilesmith.ops.loss.chunks import (
     scaled,
 )
 from tilesmith.ops.loss.distill_reference import gradients_now, part_grads
-from tilesmith.ops.loss.pitch import row_pitch, rows_in
+from tilesmith.ops.loss.pitch import padded, row_pitch, rows_in
 from tilesmith.ops.loss.reference import saved_dtype
 
 
@@ -122,10 +122,12 @@ def _teacher_logits(chunks: Chunks, call) -> Iterator[Tensor]:
         return
     weight = weight.to(rows.dtype)
     classes = weight.shape[0]
+    wide, wide_bias = padded(weight, None if bias is None else bias.to(rows.dtype))
     buffer = rows.new_empty(chunks.size * row_pitch(classes, rows.dtype, rows.device))
     for part in chunks:
         out = rows_in(buffer, part.stop - part.start, classes)
-        if bias is None:
-            yield torch.mm(rows[part], weight.t(), out=out)
+        if wide_bias is None:
+            torch.mm(rows[part], wide.t(), out=out)
         else:
-            yield torch.addmm(bias.to(rows.dtype), rows[part], weight.t(), out=out)
+            torch.addmm(wide_bias, rows[part], wide.t(), out=out)
+        yield out[:, :classes]

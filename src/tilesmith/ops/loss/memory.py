@@ -32,8 +32,8 @@ def linear_cross_entropy_need(call) -> Need:
         before dx, N·K·e, is there. In chunks of tokens N·K·e, 4·V·K in place of 4·N·K, and V·K·w in place of N·K·e.
     Without gradients C·V·e. Hopper's kernel may sum exp2 of bf16 logits over tiles: C·V/64 more, counted on any GPU.
 
-    A weight of another dtype than x, or an x that is not contiguous, costs a copy. On a CPU each chunk is swept in
-    fp32, in blocks that are not counted.
+    A weight of another dtype than x, or whose classes take no multiple of 16 bytes on an accelerator, or an x that is
+    not contiguous, costs a copy. On a CPU each chunk is swept in fp32, in blocks that are not counted.
     """
     x, weight = call.x, call.weight
     tokens, classes = call.target.numel(), weight.shape[0]
@@ -41,8 +41,10 @@ def linear_cross_entropy_need(call) -> Need:
     acc = torch.promote_types(dtype, torch.float32)
     copies = 0 if x.is_contiguous() and x.dtype == dtype else x.numel() * dtype.itemsize
     copies += 0 if weight.dtype == dtype else weight.numel() * dtype.itemsize
+    pitch = row_pitch(classes, dtype, x.device)
+    copies += 0 if pitch == classes else pitch * weight.shape[1] * dtype.itemsize
     fixed = workspaces(x.device) + copies + 6 * acc.itemsize * tokens + 3 * acc.itemsize * classes
-    row = row_pitch(classes, dtype, x.device) * dtype.itemsize
+    row = pitch * dtype.itemsize
     if dtype == torch.bfloat16 and x.device.type == "cuda":
         row += -(-classes // 256) * acc.itemsize
     wanted = _wanted(call.grad_mask, x, weight, call.bias)

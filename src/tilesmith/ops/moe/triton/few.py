@@ -115,9 +115,9 @@ def few_rows_kernel(
 
 @triton.jit
 def _prefetch(address):
-    """Bring the line of 128 bytes of each address into L2."""
+    """Bring the line of 128 bytes of each address into L2. The instruction takes no odd multiple of 2 bytes."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address & -128], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
