@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilesmith
 from tilesmith import ops
-from tilesmith.engine import tuning
+from tilesmith.engine import backends, tuning
 from tilesmith.engine.table import Row, Table, append, user_file
 from tilesmith.runtime import cache
 from tilesmith.settings import settings
@@ -308,3 +308,21 @@ def test_wrong_results_are_faults(factor, wrong):
     finally:
         op.replace_kernel("aten", fn)
     assert [result.kernel for result in found] == wrong
+
+
+def test_words_that_packed_weights_have_not():
+    """How many they have is known to the device alone: the reference says so, kernels write no further."""
+    op = tilesmith.engine.ops()["quantize_packed"]
+    case = next(c for c in fuzz.small_cases("quantize_packed") if c.name == "transposed")
+    args = case.build(torch.device("cpu"), torch.float32, case.generator())
+    codes, needed = op(*args.values()), args["words"]
+    few = min(range(64 * args["order"].numel(), needed, 32), default=None)
+    assert few is not None, "the case has tiles of more than 2 bits"
+    with tilesmith.use(quantize_packed="reference"), pytest.raises(ValueError, match=f"words is {few}; these strips"):
+        op(*(args | {"words": few}).values())
+    if backends.interpreting() and not backends.missing("triton", torch.device("cpu"), pinned=True):
+        with tilesmith.use(quantize_packed="triton"):
+            assert torch.equal(op(*(args | {"words": few}).values()), codes[:few])
+    tables = [args[name] for name in ("scale", "zero", "order", "strips")]
+    with pytest.raises(ValueError, match="dequantize_packed: codes has 32 words; .* tiles of 2 to 8 bits have"):
+        ops.dequantize_packed(codes[:32], *tables, args["weight"].shape[0])

@@ -40,6 +40,7 @@ LAYOUTS = ("contiguous", "strided", "transposed")
 SIZES = (1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 48, 64, 80, 127, 128, 129)
 NUMBERS = (0.0, 0.25, 1.0, -1.0, 2.0, float("nan"), float("inf"))
 WHOLE = (0, 1, 2, -1, -2, 7, 128)
+MEANINGS = ("log_target",)  # flags that say what a tensor's values are, which were made for them
 WRONG = (torch.int64, torch.bool, torch.float16, torch.float64, torch.complex64)
 
 
@@ -122,8 +123,17 @@ def _wrong(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> list
     return [
         result
         for result in check_each(op, backends_on(op, device), case, device, dtype)
-        if not result.passed and (_is_far_off(result) or _nearly_always_wrong(op, result.kernel, case, device, dtype))
+        if not result.passed
+        and not _is_zero_by_cancellation(result)
+        and (_is_far_off(result) or _nearly_always_wrong(op, result.kernel, case, device, dtype))
     ]
+
+
+def _is_zero_by_cancellation(result: Result) -> bool:
+    """Whether a result is 0 but for rounding of terms about 1, as cotangents are: the gradient of one expert's share
+    among one, say. The budget follows from the size of a result, which says nothing there."""
+    eps = torch.finfo(result.dtype).eps
+    return "is off by" in result.message and result.budget < eps**2 and result.error <= eps
 
 
 def _is_far_off(result: Result) -> bool:
@@ -162,7 +172,7 @@ def _changed(case: Case, draw: random.Random) -> tuple[dict[str, Any], tuple[str
         name = draw.choice(plain)
         args[name] = _with(args[name], dtype=draw.choice(WRONG), init=_any)
         changes.append(f"{name} of {args[name].dtype}")
-    for name in [n for n, value in args.items() if not isinstance(value, T)]:
+    for name in [n for n, value in args.items() if not isinstance(value, T) and n not in MEANINGS]:
         if draw.random() < 0.15:
             args[name] = _flag(args[name], draw)
             changes.append(f"{name}={args[name]!r}")
