@@ -290,7 +290,7 @@ def test_processes_share_out_all_calls(monkeypatch, capsys):
         made.append([one["seed"] for one in told if one["verdict"] == "right"])
         assert [one["seed"] for one in told if one["verdict"] == "begun"] == made[-1]
     assert sorted(seed for part in made for seed in part) == list(range(5, 705))
-    assert max(map(len, made)) - min(map(len, made)) <= 6
+    assert max(map(len, made)) - min(map(len, made)) <= 3 * 4  # one draw of three calls in each round of the ops
 
 
 def _right(seed):

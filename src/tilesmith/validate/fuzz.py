@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from tilesmith.engine import Case, Op, T, cases, next_power_of_2, ops
+from tilesmith.engine.backends import interpreting
 from tilesmith.hardware.detect import arch_of, driver
 from tilesmith.validate.cases import Result, backends_on, check, check_each
 
@@ -350,7 +351,12 @@ def main() -> None:
         what = f"{outcome.op} seed {outcome.seed} ({outcome.case}; {', '.join(outcome.changes)})"
         sys.stdout.write(f"{what}: {outcome.message}\n")
     told = report(
-        found, torch.device(chosen.device), chosen.seed, chosen.alike, time.monotonic() - start, " ".join(command)
+        found,
+        torch.device(chosen.device),
+        chosen.seed,
+        chosen.alike,
+        time.monotonic() - start,
+        ("TRITON_INTERPRET=1 " if interpreting() else "") + " ".join(command),
     )
     sys.stdout.write(f"{told['cases']} cases in {told['seconds']} s: {told['verdicts']}\n")
     if chosen.save:
