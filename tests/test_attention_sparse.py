@@ -144,7 +144,7 @@ def test_the_estimate_holds_more_of_the_attention_than_patterns():
 @pytest.mark.parametrize("tokens, keys", [(300, 300), (300, 90), (90, 300)])
 def test_a_row_keeps_as_many_blocks_as_its_budget_says(tokens, keys, sparsity, top):
     """What `block_lists` is told of a choice without `mass`."""
-    plan = budget(tokens, keys, 16, 16, True, sparsity, CPU, top)
+    plan = budget(tokens, keys, 16, True, sparsity, CPU, top)
     scores = torch.randn(2, 2, len(plan.counts), -(-keys // 16))
     scores[0, 0, ::2], scores[1, :, :, ::3] = float("nan"), float("-inf")
     for first, last in ((0, 1), (1, 1), (5, 4)):
