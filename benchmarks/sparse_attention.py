@@ -60,7 +60,7 @@ def chosen_attention(heads: int, kv_heads: int) -> list[str]:
     """What is wrong with attention on chosen blocks, of which all rows have the first one, and with its gradients: in
     groups of eight heads dk and dv come from parts of the groups."""
     q, k, v = tensors(2048, heads, kv_heads)
-    plan = budget(2048, 2048, 128, 128, True, 0.6, DEVICE)
+    plan = budget(2048, 2048, 128, True, 0.6, DEVICE)
     keep, blocks = chosen_blocks(estimated_shares(q, k), plan, 128, first=1)
     dense = keep.repeat_interleave(128, 2).repeat_interleave(128, 3).repeat_interleave(heads // kv_heads, 1)
     out, _ = ops.attention(q, k, v, Mask(causal=True, blocks=blocks))
@@ -212,7 +212,7 @@ def recorded(call: Callable[[], object]) -> Callable[[], object]:
 def dynamic(tokens: int) -> dict:
     """DYNAMIC_THRESHOLD at 90 %: times of its parts, and the attention that its blocks hold beside those of others."""
     q, k, v = tensors(tokens, 16, 16)
-    plan = budget(tokens, tokens, 128, 128, True, 0.9, DEVICE)
+    plan = budget(tokens, tokens, 128, True, 0.9, DEVICE)
 
     def choose():
         return chosen_blocks(estimated_shares(q, k), plan, 128, first=1)
@@ -257,7 +257,7 @@ def learned(tokens: int) -> dict:
     x = torch.randn(1, tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
     indexer = BlockIndexer(1024, 4, 64, device=DEVICE, dtype=torch.bfloat16)
     every_token = BlockIndexer(1024, 4, 64, means=128, device=DEVICE, dtype=torch.bfloat16)
-    plan = budget(tokens, tokens, 128, 128, True, 0.9, DEVICE, 16)
+    plan = budget(tokens, tokens, 128, True, 0.9, DEVICE, 16)
     parameters = tuple(indexer.parameters())
     dout = torch.randn_like(q)
 

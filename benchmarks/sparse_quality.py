@@ -213,7 +213,7 @@ def with_attention(model: ByteModel, make: Callable[[], nn.Module]) -> ByteModel
 def window_of(size: Size) -> int:
     """The window that has as many pairs of queries and keys as the blocks of the sparse layers."""
     block = fitting_block(size.length, size.length, True, SPARSITY)
-    kept = budget(size.length, size.length, block, block, True, SPARSITY, torch.device("cpu"))
+    kept = budget(size.length, size.length, block, True, SPARSITY, torch.device("cpu"))
     rows = -(-size.length // block)
     pairs = (kept.total - rows) * block**2 + rows * block * (block + 1) // 2
     sizes = range(size.length)

@@ -40,7 +40,7 @@ def _table(blocks, tokens, keys, heads=1):
 @pytest.mark.parametrize(("tokens", "keys"), [(4096, 4096), (8192, 8192), (4000, 4000), (2048, 8192), (100, 100)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_budgets_are_exact(tokens, keys, causal, sparsity):
-    plan = budget(tokens, keys, 128, 128, causal, sparsity, CPU)
+    plan = budget(tokens, keys, 128, causal, sparsity, CPU)
     counts, visible = plan.counts.long(), plan.visible.long()
     least = int((visible > 0).sum())
     assert (counts <= visible).all() and (counts[visible > 0] >= 1).all()
@@ -60,7 +60,7 @@ def test_a_tenth_of_the_causal_blocks_is_not_exceeded(tokens):
 
 def test_visible_blocks_are_those_of_the_mask():
     for tokens, keys in ((70, 70), (33, 90), (90, 33)):
-        plan = budget(tokens, keys, 16, 16, True, 0.5, CPU)
+        plan = budget(tokens, keys, 16, True, 0.5, CPU)
         seen = F.pad(Mask(causal=True).materialize(tokens, keys)[0, 0], (0, -keys % 16, 0, -tokens % 16))
         table = seen.unflatten(1, (-1, 16)).unflatten(0, (-1, 16)).any(3).any(1)
         assert torch.equal(table.sum(-1).int(), plan.visible)
@@ -72,7 +72,7 @@ def test_visible_blocks_are_those_of_the_mask():
 @pytest.mark.parametrize("sparsity", [0.0, 0.6, 0.9])
 def test_patterns(pattern, tokens, keys, causal, sparsity):
     blocks = pattern_blocks(pattern, tokens, keys, sparsity, heads=3, block_size=32, causal=causal)
-    plan = budget(tokens, keys, 32, 32, causal, sparsity, CPU)
+    plan = budget(tokens, keys, 32, causal, sparsity, CPU)
     table = _table(blocks, tokens, keys, 3)
     assert torch.equal(table.sum(-1), plan.counts.expand(1, table.shape[1], -1).long())
     column = torch.arange(table.shape[3])
@@ -124,7 +124,7 @@ def test_the_estimate_holds_more_of_the_attention_than_patterns():
     topics = torch.randn(8, 32, generator=generator)
     which = torch.randint(0, 8, (1, 1, 128), generator=generator).repeat_interleave(8, 2)
     q, k = (0.5 * torch.randn(1, 1, 1024, 32, generator=generator) + 1.5 * topics[which] for _ in range(2))
-    plan = budget(1024, 1024, 16, 16, True, 0.9, CPU)
+    plan = budget(1024, 1024, 16, True, 0.9, CPU)
     top, total = ops.attention_stats(q, k, None, True)
     exact = ops.block_mass(q, k, top + total.log(), None, None, None, True, 16, 16)
 
@@ -144,7 +144,7 @@ def test_the_estimate_holds_more_of_the_attention_than_patterns():
 @pytest.mark.parametrize("tokens, keys", [(300, 300), (300, 90), (90, 300)])
 def test_a_row_keeps_as_many_blocks_as_its_budget_says(tokens, keys, sparsity, top):
     """What `block_lists` is told of a choice without `mass`."""
-    plan = budget(tokens, keys, 16, 16, True, sparsity, CPU, top)
+    plan = budget(tokens, keys, 16, True, sparsity, CPU, top)
     scores = torch.randn(2, 2, len(plan.counts), -(-keys // 16))
     scores[0, 0, ::2], scores[1, :, :, ::3] = float("nan"), float("-inf")
     for first, last in ((0, 1), (1, 1), (5, 4)):
@@ -155,7 +155,7 @@ def test_a_row_keeps_as_many_blocks_as_its_budget_says(tokens, keys, sparsity, t
 def test_mass_stops_early_and_within_the_budget():
     shares = torch.rand(1, 2, 16, 16).tril()
     shares = shares / shares.sum(-1, keepdim=True)
-    plan = budget(256, 256, 16, 16, True, 0.2, CPU)
+    plan = budget(256, 256, 16, True, 0.2, CPU)
     keep, _ = chosen_blocks(shares, plan, 16, mass=0.5)
     full, _ = chosen_blocks(shares, plan, 16)
     assert keep.sum() < full.sum() and not (keep & ~full).any()
@@ -411,6 +411,6 @@ def test_a_needle_is_found_with_a_tenth_of_the_blocks():
     assert _accuracy(learned) >= 0.95 * whole
 
     # as many keys as the longest row of the sparse layers has
-    plan = budget(1024, 1024, 16, 16, True, 0.9, CPU)
+    plan = budget(1024, 1024, 16, True, 0.9, CPU)
     window = AttentionConfig(32, 2, AttentionPatterns.SLIDING_WINDOW, window=16 * int(plan.counts.max()))
     assert _accuracy(like(create_attention(window))) < 0.5 * whole

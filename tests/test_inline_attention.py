@@ -361,3 +361,24 @@ def test_without_a_kernel_the_products_are_those_of_torch():
     contextvars.Context().run(check)
     with use(attention="reference"):
         assert isinstance(scores(nn.Identity(), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 8, 7)), Scores)
+
+
+class SoftmaxElsewhere(nn.Module):
+    """As LayoutLMv3's attention: the softmax is a method's."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def weights(self, scores):
+        return nn.Softmax(dim=-1)(scores - scores.amax(-1, keepdim=True))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return torch.matmul(self.weights(torch.matmul(q, k.mT)), v)
+
+
+def test_a_softmax_in_a_method_is_said():
+    model = optimize(nn.Sequential(SoftmaxElsewhere()))
+    (row,) = [row for row in model.tilesmith_report.rows if row.rule == "attention"]
+    assert "its softmax stands in its method weights" in row.reason and not forms(model[0])

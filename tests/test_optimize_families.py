@@ -217,3 +217,24 @@ def test_autocast(family):
     for f, o, exact in zip(found[:2], original[:2], oracle[:2]):
         error, own = ((t.float() - exact).abs().max() for t in (f, o))
         assert error <= 2 * (own + eps * exact.abs().max())
+
+
+def test_the_values_of_a_mask_are_read_once(monkeypatch):
+    """Reading waits for the GPU: a bool mask is read once, also by layers of two kinds and in the next step."""
+    from tilesmith.models.attention import masks
+
+    def check():
+        model, inputs = build("gemma3", attention="sdpa"), batch("gemma3", "left")
+        inputs["attention_mask"] = inputs["attention_mask"].bool()
+        reads, read = [], masks._read
+        monkeypatch.setattr(masks, "reaches_device", lambda *args: True)
+        monkeypatch.setattr(masks, "_read", lambda padding: reads.append(padding.shape) or read(padding))
+        optimize(model)
+        first = model(**inputs).logits
+        assert len(reads) == 1
+        assert torch.equal(model(**inputs).logits, first) and len(reads) == 1
+        inputs["attention_mask"][:, :2] = ~inputs["attention_mask"][:, :2]
+        model(**inputs)
+        assert len(reads) == 2, "its values have changed"
+
+    contextvars.Context().run(check)

@@ -498,3 +498,12 @@ def test_a_method_that_is_not_attention_stays():
     model = optimize(Attends(twist=True))
     (row,) = [row for row in model.tilesmith_report.rows if row.rule == "attention"]
     assert row.action == "skipped" and "differs from softmax" in row.reason
+
+
+def test_a_gated_mlp_with_a_norm_says_what_is_missing():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.bitnet.modeling_bitnet import BitNetMLP
+
+    model = optimize(nn.Sequential(BitNetMLP(transformers.BitNetConfig(hidden_size=16, intermediate_size=32))))
+    (row,) = [row for row in model.tilesmith_report.rows if row.rule == "mlp"]
+    assert "ffn_sub_norm, a norm: no op computes a norm of the gated product" in row.reason

@@ -133,6 +133,28 @@ def test_products_between_launches_are_replayed(as_if_on_a_gpu):
     torch.testing.assert_close(kernel.run(x, weight, 0.5), want, rtol=0, atol=0)
 
 
+def test_lists_of_blocks_are_replayed(as_if_on_a_gpu, monkeypatch, needs_triton):
+    """Between their launches PyTorch compares, adds up, and makes masks."""
+    from tilesmith.ops.attn.triton import block_choice, blocks
+
+    def launch(kernel, grid, *args, **named):
+        as_if_on_a_gpu(lambda *addresses: None, *(x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)))
+
+    monkeypatch.setattr(block_choice, "launch", launch)
+    monkeypatch.setattr(blocks, "launch", launch)
+    keep, scores = torch.ones(1, 2, 4, 4, dtype=torch.bool), torch.randn(1, 1, 4, 4)
+    q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 1, 64, 16)
+    given = {
+        "block_lists": (keep, 32),
+        "block_scores_vjp": (torch.ones(1, 1, 4, 4), q, k, scores, None, True, 16, 16, [True, True]),
+    }
+    for name, args in given.items():
+        kernel = replay.Replay(declared()[name].kernel("triton").fn, lambda: True, 0)
+        for _ in range(3):
+            kernel.run(*args)
+        assert (kernel.run.__name__, kernel.refusal) == ("replay", ""), name
+
+
 def test_products_are_left_to_the_launcher_under_autocast(as_if_on_a_gpu):
     launcher = _products(as_if_on_a_gpu, [])
     x, weight = torch.randn(2, 2, 8), torch.randn(5, 8)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import os
 import random
 import subprocess
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilesmith
 from tilesmith import ops
-from tilesmith.engine import tuning
+from tilesmith.engine import backends, tuning
 from tilesmith.engine.table import Row, Table, append, user_file
 from tilesmith.runtime import cache
 from tilesmith.settings import settings
@@ -24,6 +26,7 @@ from tilesmith.validate import fuzz
 THREADS = """
 import threading, traceback, torch, tilesmith
 torch.set_num_threads(1)
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 count, faults, found = 8, [], {}
 barrier = threading.Barrier(count)
 
@@ -53,18 +56,31 @@ assert all(torch.equal(a, b) for each in found.values() for a, b in zip(found[0]
 """
 
 FORK = """
-import os, sys, torch, tilesmith
+import os, sys, torch
+
+def asked(*args):
+    raise AssertionError("the driver was asked before the fork, after which no child could use the GPU")
+
+asks = ("is_available", "device_count", "current_device", "get_device_properties", "init", "_lazy_init")
+real = {name: getattr(torch.cuda, name) for name in asks}
+for name in asks:
+    setattr(torch.cuda, name, asked)
+import tilesmith
 from tilesmith import ops
 torch.set_num_threads(1)
 x, weight = torch.arange(64.0).reshape(4, 16), torch.ones(16)
 expected = ops.rms_norm(x, weight)
 child = os.fork()
 if not child:
+    for name, function in real.items():
+        setattr(torch.cuda, name, function)
     same = torch.equal(ops.rms_norm(x, weight), expected)
     leaf = x.clone().requires_grad_()
     ops.layer_norm(leaf, weight, weight).sum().backward()
     with tilesmith.use(rms_norm="reference"):
         same &= torch.equal(ops.rms_norm(x, weight), expected)
+    if torch.cuda.is_available():
+        same &= torch.allclose(ops.rms_norm(x.cuda(), weight.cuda()).cpu(), expected, rtol=1e-5)
     model = tilesmith.optimize(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8)))
     os._exit(0 if same and leaf.grad is not None and model.tilesmith_report.replaced else 3)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -204,7 +220,7 @@ def test_a_model_is_whole_when_memory_runs_out_during_optimize():
 
 
 def test_calls_changed_at_random():
-    """A part of what `python -m tilesmith.validate.fuzz 10000` does on a GPU; hypothesis makes a fault small."""
+    """A part of what `python -m tilesmith.validate.fuzz 10000` does on a GPU; hypothesis makes a failure small."""
     hypothesis = pytest.importorskip("hypothesis")
     from hypothesis import strategies
 
@@ -214,20 +230,71 @@ def test_calls_changed_at_random():
     @hypothesis.given(strategies.sampled_from(names), strategies.randoms(use_true_random=False))
     def calls(name, draw):
         outcome = fuzz.attempt(name, draw, "cpu")
-        assert outcome.verdict != "fault", outcome
+        assert outcome.verdict != "failure", outcome
 
     calls()
 
 
-def test_a_fault_is_found_and_repeated_by_its_seed(monkeypatch):
+def test_a_failure_is_found_and_repeated_by_its_seed(monkeypatch):
     op = tilesmith.engine.ops()["silu"]
     monkeypatch.setattr(op, "check", lambda *args: None)
     monkeypatch.setattr(fuzz, "check_each", lambda *args: (_ for _ in ()).throw(IndexError("out of range")))
-    (outcome,) = fuzz.fuzzed(["silu"], 1, "cpu", seed=7)
-    assert outcome.verdict == "fault" and outcome.message == "IndexError: out of range" and outcome.seed == 7
+    (outcome,) = fuzz.fuzzed(["silu"], [7], "cpu")
+    assert outcome.verdict == "failure" and outcome.message == "IndexError: out of range" and outcome.seed == 7
     assert fuzz.attempt("silu", random.Random(7), "cpu", 7) == outcome
-    told = fuzz.report([outcome], torch.device("cpu"), 1.0, "command")
-    assert told["verdicts"] == {"fault": 1} and told["faults"][0]["op"] == "silu"
+    told = fuzz.report([outcome], torch.device("cpu"), 7, 1, 1.0, "command")
+    assert told["verdicts"] == {"failure": 1} and told["failures"][0]["op"] == "silu" and told["cases"] == 1
+    assert {"ops", "seed", "device", "versions", "date"} <= set(told)
+
+
+def test_calls_alike_differ_in_sizes_and_values_alone():
+    """Those for which the same kernels are compiled: of 8 calls, one draw of dtype, layouts and flags."""
+    outcomes = list(fuzz.fuzzed(["softmax"], range(48), "cpu", alike=8))
+    calls = [outcomes[place : place + 8] for place in range(0, 48, 8)]
+    assert all(len({(one.dtype, one.case.split()[0]) for one in group}) == 1 for group in calls)
+    assert len({one.case for one in outcomes}) > 3 and len({one.dtype for one in outcomes}) > 1
+    assert max(len({one.changes for one in group}) for group in calls) > 4
+    assert 64 not in fuzz._sizes_like(48) and fuzz._sizes_like(64) == [64] and fuzz._sizes_like(80) == [80, 96, 112]
+    assert fuzz._sizes_like(33) == [n for n in range(33, 64) if n != 48] and fuzz._sizes_like(1) == [1]
+
+
+ONE_PROCESS = """
+import json, sys
+done = int(sys.argv[sys.argv.index("--done") + 1])
+for seed in range(done, 6):
+    told = {"op": "silu", "seed": seed, "case": "", "dtype": "", "changes": [], "message": ""}
+    print(json.dumps(told | {"verdict": "begun"}), flush=True)
+    if seed == 3:
+        sys.exit(9)
+    print(json.dumps(told | {"verdict": "right"}), flush=True)
+print()
+"""
+
+
+def test_a_process_that_ends_in_a_call_is_a_failure_of_that_call():
+    command = [sys.executable, "-c", ONE_PROCESS]
+    found = fuzz.in_processes(command, 1, None)
+    assert [outcome.seed for outcome in found] == list(range(6))
+    assert [outcome.seed for outcome in found if outcome.verdict == "failure"] == [3]
+    assert "ended with code 9" in found[3].message
+    assert fuzz.in_processes(command, 1, 0.0) == []  # its time is over
+
+
+def test_processes_share_out_all_calls(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz, "fuzzed", lambda names, seeds, device, alike: [_right(seed) for seed in seeds])
+    chosen = {"count": 700, "seed": 5, "alike": 3, "only": None, "device": "cpu", "processes": 4, "done": 0}
+    made = []
+    for part in range(4):
+        fuzz._run_part(argparse.Namespace(**chosen, part=part))
+        told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line]
+        made.append([one["seed"] for one in told if one["verdict"] == "right"])
+        assert [one["seed"] for one in told if one["verdict"] == "begun"] == made[-1]
+    assert sorted(seed for part in made for seed in part) == list(range(5, 705))
+    assert max(map(len, made)) - min(map(len, made)) <= 3 * 4  # one draw of three calls in each round of the ops
+
+
+def _right(seed):
+    return fuzz.Outcome("silu", seed, "", "", (), "right")
 
 
 @pytest.mark.parametrize(("factor", "wrong"), [(1.0, []), (1.5, ["aten"])])
@@ -241,3 +308,21 @@ def test_wrong_results_are_faults(factor, wrong):
     finally:
         op.replace_kernel("aten", fn)
     assert [result.kernel for result in found] == wrong
+
+
+def test_words_that_packed_weights_have_not():
+    """How many they have is known to the device alone: the reference says so, kernels write no further."""
+    op = tilesmith.engine.ops()["quantize_packed"]
+    case = next(c for c in fuzz.small_cases("quantize_packed") if c.name == "transposed")
+    args = case.build(torch.device("cpu"), torch.float32, case.generator())
+    codes, needed = op(*args.values()), args["words"]
+    few = min(range(64 * args["order"].numel(), needed, 32), default=None)
+    assert few is not None, "the case has tiles of more than 2 bits"
+    with tilesmith.use(quantize_packed="reference"), pytest.raises(ValueError, match=f"words is {few}; these strips"):
+        op(*(args | {"words": few}).values())
+    if backends.interpreting() and not backends.missing("triton", torch.device("cpu"), pinned=True):
+        with tilesmith.use(quantize_packed="triton"):
+            assert torch.equal(op(*(args | {"words": few}).values()), codes[:few])
+    tables = [args[name] for name in ("scale", "zero", "order", "strips")]
+    with pytest.raises(ValueError, match="dequantize_packed: codes has 32 words; .* tiles of 2 to 8 bits have"):
+        ops.dequantize_packed(codes[:32], *tables, args["weight"].shape[0])

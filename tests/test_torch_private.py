@@ -148,7 +148,7 @@ def test_what_is_inductors_may_be_gone(monkeypatch):
 
     monkeypatch.setattr(inductor, "_taught", set())
     monkeypatch.delattr(home, "CUSTOM_EXTERN_KERNEL_CODEGEN")
-    inductor.teach(ops()["rms_norm"])  # its calls in compiled code then go through the dispatcher
+    inductor.register_with_inductor(ops()["rms_norm"])  # its calls in compiled code then go through the dispatcher
 
 
 def test_without_modes_nothing_is_recorded(monkeypatch):

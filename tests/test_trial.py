@@ -192,8 +192,8 @@ def test_every_kernel_takes_one_of_the_small_cases(name, backend):
 
 def test_what_is_said_of_releases(monkeypatch):
     assert releases.tested("3.6.0") and not releases.tested("99.1.0") and not releases.tested(None)
-    assert "values tested on NVIDIA H200" in releases.standing("3.6.0")
-    assert "not tested; each Gluon kernel is tried once" in releases.standing("99.1.0")
+    assert "values tested on NVIDIA H200" in releases.release_status("3.6.0")
+    assert "not tested; each Gluon kernel is tried once" in releases.release_status("99.1.0")
     monkeypatch.setattr(releases, "installed", lambda: "3.5.1")
     assert releases.too_old() == "Triton 3.5.1; the Hopper kernels are written in the Gluon of Triton 3.6"
 

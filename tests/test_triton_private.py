@@ -1,6 +1,8 @@
 """Triton's launchers as the engine calls them: what reaches the driver is what Triton's own call hands to it."""
 
+import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -139,3 +141,23 @@ def test_an_option_that_a_launcher_gives_stays_as_given():
 
     for given, fused in (({}, True), ({"enable_fp_fusion": False}, False)):
         assert triton_private.run(Kernel(), (3,), (1,), given) == ((3,), (1,), {"enable_fp_fusion": fused})
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        (lambda folder: json.JSONDecodeError("Expecting value", "{", 1), True),
+        (lambda folder: NotADirectoryError(20, "Not a directory", f"{folder}/ab"), True),
+        (lambda folder: PermissionError(13, "Permission denied", f"{folder}/ab/silu.json"), True),
+        (lambda folder: FileNotFoundError(2, "No such file or directory", "ptxas"), False),
+    ],
+)
+def test_a_cache_that_cannot_be_used_is_named(monkeypatch, tmp_path, problem, told):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    kernel = {(1,): Mock(side_effect=problem(tmp_path))}
+    with pytest.raises(RuntimeError if told else FileNotFoundError) as raised:
+        triton_private.run(kernel, (1,), (), {})
+    assert told is ("delete that folder, or set TRITON_CACHE_DIR" in str(raised.value))
+    assert told is (str(tmp_path) in str(raised.value))

@@ -172,7 +172,7 @@ class DynamicSparseAttention(FlashAttention3):
 
     def _budget(self, q: Tensor, block: int) -> Budget:
         tokens = q.shape[2]
-        return budget(tokens, tokens, block, block, self.causal, self.sparsity_ratio, q.device, self.top_blocks)
+        return budget(tokens, tokens, block, self.causal, self.sparsity_ratio, q.device, self.top_blocks)
 
     def _target(self, q: Tensor, k: Tensor, lse: Tensor, blocks: Blocks) -> Tensor:
         """Shares of the attention, over the kept blocks or over all."""

@@ -15,12 +15,12 @@ from tilesmith.cli.output import (
     console,
     device_named,
     dtype_named,
+    messages_to_stderr,
     needs,
     print_json,
     progress,
     refuse,
     table,
-    words_aside,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def command(
         needs("safetensors", "cli", "--export")
     where = device_named(device)
     kind = dtype_named(dtype, where)
-    with words_aside(as_json):
+    with messages_to_stderr(as_json):
         subject = _subject(model, _text(text), where, kind, seed)
         plan = LOADED if model else SMALL if where.type == "cpu" else LARGE
         _headline(subject, where, kind, text)

@@ -56,7 +56,7 @@ def examine(device_name: str | None = None) -> dict:
         "versions": versions(),
         "cuda": torch.version.cuda or torch.version.hip,
         "driver": driver(),
-        "triton": releases.standing(releases.installed()),
+        "triton": releases.release_status(releases.installed()),
         "devices": [_device(d, arch_of(d)) for d in devices],
         "device": str(chosen),
         "arch": str(arch_of(chosen)),

@@ -50,10 +50,10 @@ def print_json(found: Any) -> None:
 
 
 @contextlib.contextmanager
-def words_aside(aside: bool) -> Iterator[None]:
-    """Where `aside`, what the console prints goes to standard error, so that standard output holds nothing but data."""
+def messages_to_stderr(enabled: bool) -> Iterator[None]:
+    """With `enabled`, the console prints to standard error, so that standard output holds nothing but data."""
     before = console.stderr
-    console.stderr = before or aside
+    console.stderr = before or enabled
     try:
         yield
     finally:

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, needs, print_json, progress, refuse, words_aside
+from tilesmith.cli.output import (
+    CHECK_FAILED,
+    console,
+    device_named,
+    messages_to_stderr,
+    needs,
+    print_json,
+    progress,
+    refuse,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +98,7 @@ def command(
     needs("safetensors", "cli", "writing checkpoints")
     given = {name for name in options if context.get_parameter_source(name).name == "COMMANDLINE"}
     where = device_named(device)
-    with words_aside(as_json):
+    with messages_to_stderr(as_json):
         trainer, about = _resumed(out, given, options, where) if resume else _fresh(out, options, where)
         last = min(trainer.plan.steps, stop_at or trainer.plan.steps)
         if trainer.step >= last:

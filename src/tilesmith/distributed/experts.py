@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import in_the_name_of
+from tilesmith.engine.argument_checks import attributed_to
 
 
-@in_the_name_of("experts")
+@attributed_to("experts")
 def expert_parallel(
     x: Tensor,
     gate_up: Tensor,

@@ -15,7 +15,7 @@ from tilesmith.engine.arguments import dense, shown
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def in_the_name_of(*inner: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def attributed_to(*inner: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function that calls ops with what it was given: their errors begin with its name, not with theirs."""
     heads = tuple(f"{name}: " for name in inner)
 

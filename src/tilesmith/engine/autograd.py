@@ -47,7 +47,7 @@ class Gradient:
                 f"{op.vjp.name} cannot be differentiated apart from {op.name}: it reads outputs of it as constants"
             )
         # generated once for what they depend on: which tensors there are, and which gradients are needed
-        self.keeper = cache(partial(route.keeper, self))
+        self.save_function = cache(partial(route.save_function, self))
         self.route = cache(partial(route.make, self))
         self.eager, self.transformed = self._make_functions()
         # Function.apply first looks for functorch wrappers in every argument; there are none outside functorch
@@ -192,7 +192,7 @@ class Way:
         self.present = tuple(i for i in gradient.kept_inputs if args[i] is not None)
         self.like = [_like(args[i]) for i in gradient.described]
         unread = tuple(op.unsaved(*args)) if op.unsaved is not None else ()
-        self.keep = gradient.keeper(self.present, unread)
+        self.keep = gradient.save_function(self.present, unread)
         plain = True in needs and gradient.plan is not None and not gradient.refusal
         self.back = gradient.route(needs, self.present, self.returned) if plain else None
 

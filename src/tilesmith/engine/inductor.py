@@ -17,7 +17,7 @@ import torch
 from tilesmith import __version__
 
 
-def teach(op: Any) -> None:
+def register_with_inductor(op: Any) -> None:
     """Have Inductor call `op.handle.direct[version]` in place of `op.handle`; nothing where Inductor is not imported
     (it costs a second and a half; a graph on its way to it is traced again once it is there), or has no place for it.
     """

@@ -128,7 +128,7 @@ class Op:
 
         def traced(*args: Any, pin: str = "") -> Any:
             if not self.mutates:
-                inductor.teach(self)
+                inductor.register_with_inductor(self)
             return fake(*self.complete(args))
 
         torch.library.register_fake(qualified, traced, lib=LIBRARY)

@@ -32,7 +32,11 @@ _ZEROS = torch_private.aten("zeros", "new_zeros", "zeros_like")
 # operations around launches; each is called again. Their results are new tensors, or, of those that write, their output
 _PRODUCTS = torch_private.aten("mm", "addmm", "bmm", "_addmm_activation")
 _COMPUTED = (
-    torch_private.aten("sum", "cat", "clone", "_to_copy", "add", "sub", "mul", "div") | _PRODUCTS | _ZEROS | _PERHAPS
+    torch_private.aten("sum", "cumsum", "cat", "clone", "_to_copy", "add", "sub", "mul", "div")
+    | torch_private.aten("ne", "gt", "bitwise_and", "__and__")
+    | _PRODUCTS
+    | _ZEROS
+    | _PERHAPS
 )
 _WRITING = torch_private.aten("zero_", "fill_", "copy_", "add_", "mul_", "square_") | _PRODUCTS
 # half of a product's time on the host is in finding the overload

@@ -81,7 +81,7 @@ def tested(version: str | None) -> bool:
     return any(row.triton == version and row.verdict == "values" for row in releases())
 
 
-def standing(version: str | None) -> str:
+def release_status(version: str | None) -> str:
     """What is known of a release, in a sentence, for `tilesmith doctor`."""
     row = next((row for row in releases() if row.triton == version), None)
     if version is None:

@@ -14,7 +14,7 @@ from tilesmith.engine import torch_private
 from tilesmith.engine.written import written
 
 
-def keeper(gradient: Any, present: tuple[int, ...], unread: tuple[str, ...]) -> Callable[..., None]:
+def save_function(gradient: Any, present: tuple[int, ...], unread: tuple[str, ...]) -> Callable[..., None]:
     """The function (ctx, args, output) that saves what the vjp reads.
 
     present: kept inputs that are tensors, not None. unread: names of kept outputs that the vjp takes but will not read.

@@ -10,6 +10,7 @@ code, which only Gluon kernels import; those of PyTorch in `engine.torch_private
 | `packed_metadata` of (warps, CTAs, shared memory) | clusters cannot be launched: RuntimeError |
 | `cuOccupancyMaxActiveClusters` | as many clusters are resident as the smallest GPCs hold; none of more than 8 CTAs |
 | `knobs.runtime` hooks | a profiler that listens to Triton's hooks hears only of first launches |
+| `knobs.cache.dir` | errors name the folder that the environment gives, or the default one |
 | `create_function_from_signature`, `_pack_args` | nothing can be compiled for a GPU that is not here |
 """
 
@@ -20,7 +21,10 @@ import copy
 import functools
 import importlib
 import inspect
+import json
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # Contraction of products and sums is a part of what a kernel computes: Triton 3.10 will change the default.
@@ -31,8 +35,26 @@ _ENCODE = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any]) -> Any:
-    """Triton's own launch of a kernel, all of whose options are given; returns what it compiled."""
-    return kernel[grid](*args, **{**OPTIONS, **named})
+    """Triton's own launch of a kernel, all of whose options are given; returns what it compiled.
+
+    Raises RuntimeError, naming the folder, where Triton's cache is damaged or cannot be written.
+    """
+    try:
+        return kernel[grid](*args, **{**OPTIONS, **named})
+    except (json.JSONDecodeError, OSError) as problem:
+        folder = _cache_dir()
+        if isinstance(problem, OSError) and not str(problem.filename or "").startswith(folder):
+            raise
+        raise RuntimeError(
+            f"Triton cannot use its cache of compiled kernels in {folder} ({problem}): delete that folder, or set "
+            "TRITON_CACHE_DIR to one that can be written"
+        ) from problem
+
+
+def _cache_dir() -> str:
+    """Where Triton keeps what it compiled."""
+    found = getattr(getattr(importlib.import_module("triton.knobs"), "cache", None), "dir", None)
+    return str(found or os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 
 class Compiled:

@@ -80,8 +80,9 @@ def _inside(fqn: str, blocks: Iterable[str]) -> bool:
     return any(fqn == name or fqn.startswith(f"{name}.") for name in blocks)
 
 
-def take_off(model: nn.Module) -> list[tuple[nn.Module, Form, dict[str, Any]]]:
-    """Take the forms of whole blocks off, as rules look at what is below them. Returns what `put_back` needs."""
+def detach_block_forms(model: nn.Module) -> list[tuple[nn.Module, Form, dict[str, Any]]]:
+    """Take the forms of whole blocks off, as rules look at what is below them. Returns what `restore_block_forms`
+    needs."""
     taken = []
     for module in model.modules():
         while (held := forms(module)) and isinstance(held[0], BlockForm):
@@ -92,22 +93,22 @@ def take_off(model: nn.Module) -> list[tuple[nn.Module, Form, dict[str, Any]]]:
     return taken
 
 
-def put_back(taken: list[tuple[nn.Module, Form, dict[str, Any]]]) -> None:
-    """Give the modules their forms back that `take_off` took."""
+def restore_block_forms(taken: list[tuple[nn.Module, Form, dict[str, Any]]]) -> None:
+    """Give the modules their forms back that `detach_block_forms` took."""
     for module, form, state in reversed(taken):
         swap(module, form)
         module.__dict__.update(state)
 
 
-def foreign(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+def stateful_argument(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
     """The class of an argument that holds state of its own, such as a cache; "" if there is none."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, _PLAIN):
             continue
         if isinstance(value, tuple | list):
-            inner = foreign(value, {})
+            inner = stateful_argument(value, {})
         elif isinstance(value, dict):
-            inner = foreign((), value)
+            inner = stateful_argument((), value)
         else:
             return type(value).__name__
         if inner:
@@ -115,7 +116,7 @@ def foreign(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
     return ""
 
 
-def watched() -> str:
+def observer() -> str:
     """What sees each operation of this call, or transforms it, so that it has to run as it is; "" if nothing does."""
     if torch_private.dispatch_modes():
         return "a dispatch mode is on (fake tensors, a policy of selective checkpointing)"
@@ -128,7 +129,7 @@ class NotServed(Exception):
     """A block asks its cache for more than to take keys and values."""
 
 
-class Kept:
+class RecordingCache:
     """Stands in for an empty cache within a block: keeps the keys and values that the block hands it."""
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ Call = Callable[[nn.Module, tuple, dict[str, Any]], Any]
 class Forwards:
     """The two ways to run a block by its class's `forward`, as functions of (block, arguments, named arguments).
 
-    whole: as it is. filling: with an empty cache; returns the result, the keys and the values.
+    whole: as it is. prefill: with an empty cache; returns the result, the keys and the values.
     """
 
     def __init__(self, forward: Callable[..., Any]):
@@ -159,12 +160,12 @@ class Forwards:
         def whole(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             return forward(block, *args, **kwargs)
 
-        def filling(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-            kept = Kept()
+        def prefill(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            kept = RecordingCache()
             args, kwargs = _with_cache(kept, place, args, kwargs)
             return forward(block, *args, **kwargs), kept.keys, kept.values
 
-        self.forward, self.whole, self.filling, self._place = forward, whole, filling, place
+        self.forward, self.whole, self.prefill, self._place = forward, whole, prefill, place
 
     def run(
         self,
@@ -172,10 +173,10 @@ class Forwards:
         args: tuple,
         kwargs: dict[str, Any],
         whole: Call,
-        filling: Call,
+        prefill: Call,
         refuse: Callable[[str], None],
     ) -> Any:
-        """The block's result by what stands for `whole` or `filling`. An empty cache gets its keys and values behind
+        """The block's result by what stands for `whole` or `prefill`. An empty cache gets its keys and values behind
         the block; with any other cache, told to `refuse`, the block runs as it is."""
         cache = given(CACHE, self._place, args, kwargs)
         if cache is None:
@@ -184,7 +185,7 @@ class Forwards:
             refuse("given a cache other than an empty DynamicCache")
             return self.forward(block, *args, **kwargs)
         try:
-            out, keys, values = filling(block, *_with_cache(None, self._place, args, kwargs))
+            out, keys, values = prefill(block, *_with_cache(None, self._place, args, kwargs))
         except NotServed as asked:
             refuse(f"it asks its cache for {asked}")
             return self.forward(block, *args, **kwargs)
@@ -203,7 +204,7 @@ def _with_cache(cache: Any, place: int | None, args: tuple, kwargs: dict[str, An
 def _is_empty_for(cache: Any, block: nn.Module) -> bool:
     """Whether a cache is one of transformers that grows, and holds nothing for this block: it then hands keys and
     values back as it got them, and may get them after the block has run."""
-    if isinstance(cache, Kept):
+    if isinstance(cache, RecordingCache):
         return True
     if type(cache).__name__ != "DynamicCache":
         return False

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tilesmith.engine import torch_private
-from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, foreign, watched
+from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, observer, stateful_argument
 
 BACKEND = "inductor"
 _LIMIT = 32  # variants of a block's code: with and without gradients, autocast, masks, each at fixed and free lengths
@@ -69,7 +69,7 @@ class Regions:
         """A call of compiled code, or of `plain` where torch.compile cannot compile it."""
         import torch._dynamo.exc as problems
 
-        cls, other = type(block).__name__, foreign(args, kwargs)
+        cls, other = type(block).__name__, stateful_argument(args, kwargs)
         if other:
             self.refuse(f"given a {other}")
         if other or cls in self.failed:
@@ -111,20 +111,20 @@ class CompiledForm(BlockForm):
 
     def namespace(self, base: type) -> dict[str, Any]:
         way = Forwards(base.forward)
-        compiled_whole, compiled_filling = _compiler(way.whole, base), _compiler(way.filling, base)
+        compiled_whole, compiled_prefill = _compiler(way.whole, base), _compiler(way.prefill, base)
 
         @functools.wraps(way.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             regions = self.__dict__.get(_REGIONS)
             if torch.compiler.is_compiling() or regions is None:
                 return way.forward(self, *args, **kwargs)
-            why = watched()
+            why = observer()
             if why:
                 regions.refuse(why)
                 return way.forward(self, *args, **kwargs)
             whole = functools.partial(regions.run, compiled_whole, way.whole)
-            filling = functools.partial(regions.run, compiled_filling, way.filling)
-            return way.run(self, args, kwargs, whole, filling, regions.refuse)
+            prefill = functools.partial(regions.run, compiled_prefill, way.prefill)
+            return way.run(self, args, kwargs, whole, prefill, regions.refuse)
 
         return {"forward": forward}
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
 from tilesmith.engine.choice import pins
-from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, watched
+from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, observer
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.reach import observed
 from tilesmith.models.recorded import CannotRecord, Foreign, Memory, Recorded, flatten
@@ -105,7 +105,7 @@ class Graphs:
             return "it has hooks"
         if torch_private.saved_tensors_hooks(False) is not None and not _checkpoints(block):
             return "hooks on saved tensors are on (checkpointing of more than the block, offloading)"
-        return watched()
+        return observer()
 
     def _entry(self, block: nn.Module, plain: Call, spec: Any, leaves: list[Tensor]) -> tuple[Recorded | None, str]:
         """The recording that serves a call, or why there is none."""
@@ -188,8 +188,8 @@ class GraphedForm(BlockForm):
                 graphs.refuse(why)
                 return way.forward(self, *args, **kwargs)
             whole = functools.partial(graphs.run, way.whole)
-            filling = functools.partial(graphs.run, way.filling)
-            return way.run(self, args, kwargs, whole, filling, graphs.refuse)
+            prefill = functools.partial(graphs.run, way.prefill)
+            return way.run(self, args, kwargs, whole, prefill, graphs.refuse)
 
         return {"forward": forward}
 

@@ -14,7 +14,7 @@ from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.methods import AttentionMethodRule
 from tilesmith.models.attention.selected_blocks import SelectionRule
-from tilesmith.models.blocks import BlockRule, put_back, take_off
+from tilesmith.models.blocks import BlockRule, detach_block_forms, restore_block_forms
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.graphs import GraphedForm, GraphsRule
@@ -116,14 +116,14 @@ def optimize(
     if not isinstance(graphs, bool):
         raise TypeError(f"optimize: graphs is {graphs!r}; it is True or False")
     rules = [rule() for rule in RULES if rule.name in wanted]
-    taken = take_off(model)
+    taken = detach_block_forms(model)
     try:
         had = {type(form) for _, form, _ in taken}
         whole: list[BlockRule] = [CompileRule(model)] if compile or CompiledForm in had else []
         whole += [GraphsRule(model)] if graphs or GraphedForm in had else []
         found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns))
     except BaseException:
-        put_back(taken)
+        restore_block_forms(taken)
         raise
     for rule in whole:
         for row in found.replaced:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import choice, flag, in_the_name_of, number
+from tilesmith.engine.argument_checks import attributed_to, choice, flag, number
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -21,7 +21,7 @@ class CrossEntropyOutput(NamedTuple):
     predicted_tokens: Tensor
 
 
-@in_the_name_of("token_stats")
+@attributed_to("token_stats")
 def cross_entropy_output(
     logits: Tensor,
     target: Tensor,
@@ -44,7 +44,7 @@ def cross_entropy_output(
     return _output(stats, target, ignore_index, z_loss, reduction, token_scaling)
 
 
-@in_the_name_of("linear_token_stats")
+@attributed_to("linear_token_stats")
 def linear_cross_entropy_output(
     x: Tensor,
     weight: Tensor,

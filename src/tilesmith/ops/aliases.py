@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import alike, flag, in_the_name_of, probability, size, tensor
+from tilesmith.engine.argument_checks import alike, attributed_to, flag, probability, size, tensor
 from tilesmith.ops.attn.chunks import attention_in_chunks
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import attention, attention_op, attention_vjp, with_unit_stride
 
 
-@in_the_name_of("attention", "Mask", "Score")
+@attributed_to("attention", "Mask", "Score")
 def flash_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def flash_attention_forward(
     return attention(q, k, v, Mask(causal=causal), Score(scale=scale))
 
 
-@in_the_name_of("attention", "Mask", "Score")
+@attributed_to("attention", "Mask", "Score")
 def flash_attention_backward(
     q: Tensor,
     k: Tensor,
@@ -65,7 +65,7 @@ def flash_attention_backward(
         return attention_vjp(*(given[name] for name in attention_vjp.parameters))[:3]
 
 
-@in_the_name_of("linear")
+@attributed_to("linear")
 def fused_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias, [..., out_features], in x's dtype: `linear`.
 
@@ -74,7 +74,7 @@ def fused_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return ops.linear(x, weight, bias)
 
 
-@in_the_name_of("rms_norm")
+@attributed_to("rms_norm")
 def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dim, in x's dtype: `rms_norm`.
 
@@ -83,7 +83,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return ops.rms_norm(x, weight, eps)
 
 
-@in_the_name_of("attention", "Score")
+@attributed_to("attention", "Score")
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
@@ -110,13 +110,13 @@ def memory_efficient_attention(
     return attention_in_chunks(q, k, v, scale, is_causal, dropout_p).transpose(1, 2).flatten(2)
 
 
-@in_the_name_of("add_relu")
+@attributed_to("add_relu")
 def fused_add_relu(x: Tensor, y: Tensor) -> Tensor:
     """max(x + y, 0), element by element, in x's dtype: `add_relu`. Differentiable."""
     return ops.add_relu(x, y)
 
 
-@in_the_name_of("gelu", "bias_gelu")
+@attributed_to("gelu", "bias_gelu")
 def fused_bias_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """gelu(x + bias) with the exact GELU, in x's dtype: `bias_gelu`, or `gelu` without a bias.
 
@@ -125,7 +125,7 @@ def fused_bias_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return ops.gelu(x) if bias is None else ops.bias_gelu(x, bias)
 
 
-@in_the_name_of("bias_dropout")
+@attributed_to("bias_dropout")
 def fused_bias_dropout(x: Tensor, bias: Tensor | None = None, p: float = 0.1, training: bool = True) -> Tensor:
     """dropout(x + bias): elements are zeroed with probability p or divided by 1 - p, in x's dtype: `bias_dropout`.
 

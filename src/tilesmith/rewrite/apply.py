@@ -9,7 +9,7 @@ from torch import nn
 
 from tilesmith.rewrite.report import CALLS, Report, Row
 from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
-from tilesmith.rewrite.variants import buried, forms, obstacle, original_class, swap, unswap
+from tilesmith.rewrite.variants import forms, has_unreachable_forms, obstacle, original_class, swap, unswap
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -58,7 +58,7 @@ def rewrite(
 def undo(model: Model) -> Model:
     """Give every module of `model` the class back that it had before any rewrite. Returns `model`."""
     for fqn, module in model.named_modules():
-        if buried(module):
+        if has_unreachable_forms(module):
             raise RuntimeError(
                 f"{fqn or 'the model'} was given another class after it was rewritten ({type(module).__name__}, for "
                 "instance by fully_shard or a parametrization): undo before that; nothing was undone"

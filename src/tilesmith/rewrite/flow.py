@@ -43,7 +43,7 @@ def first_use(statement: ast.stmt, names: set[str], wanted: dict[int, str]) -> U
     return None
 
 
-def handed_out(statement: ast.stmt, names: set[str]) -> str:
+def escapes_through(statement: ast.stmt, names: set[str]) -> str:
     """Who a simple statement hands one of `names` to, as source text; "" if nobody could write to its value."""
     parents = {id(child): parent for parent in ast.walk(statement) for child in ast.iter_child_nodes(parent)}
     return next(filter(None, (_taker(node, names, parents) for node in ast.walk(statement))), "")

@@ -72,7 +72,7 @@ def wave(*shape: int, phase: float = 0.0, scale: float = 1.0) -> Tensor:
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run foreign code on probe inputs; whatever it raises becomes `Unlike`."""
     try:
-        with quiet():
+        with isolated():
             return function(*args, **kwargs)
     except Unlike:
         raise
@@ -81,7 +81,7 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """No gradients, no autocast, tensors on the CPU, random numbers that nobody misses: where probes run."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         yield

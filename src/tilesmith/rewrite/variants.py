@@ -100,7 +100,7 @@ def forms(module: nn.Module) -> list[Form]:
     return [cls.__dict__[_FORM] for cls in type(module).__mro__ if _FORM in cls.__dict__]
 
 
-def buried(module: nn.Module) -> bool:
+def has_unreachable_forms(module: nn.Module) -> bool:
     """Whether `module` has forms that `unswap` does not reach, below a class that another library put on top."""
     return any(_FORM in cls.__dict__ for cls in original_class(type(module)).__mro__)
 

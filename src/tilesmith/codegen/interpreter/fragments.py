@@ -44,7 +44,7 @@ class Matrices:
     def load_fragment(self, s: LoadFragment, mask) -> None:
         groups = self.subgroups(mask, 32)
         memory, at, lane = self.places(s, groups, mask)
-        values = memory.load(at, self.crowd(memory, groups))
+        values = memory.load(at, self.subgroup_ids(memory, groups))
         scalar = self.ir.fragment_named[s.fragment].type
         if memory.type.dtype != scalar.dtype:
             words = values if values.ndim == lane.ndim + 1 else values[..., None]
@@ -58,7 +58,7 @@ class Matrices:
         memory, at, lane = self.places(s, groups, mask)
         values = self.fragments[s.fragment][groups]
         if memory.record is not None:
-            memory.record.write(at, self.crowd(memory, groups))
+            memory.record.write(at, self.subgroup_ids(memory, groups))
         if memory.written is not None:
             memory.written[at] = True
         memory.data[at if memory.type.lanes == 1 else (*at, lane)] = arithmetic.to_memory(memory.type.scalar, values)

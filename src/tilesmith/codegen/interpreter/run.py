@@ -174,7 +174,7 @@ class _Batch(Matrices):
         """How a record names the active threads: within the workgroup for an array, within the grid for a buffer."""
         return self.local[mask.threads] if memory.lead is not None else self.first_thread + mask.threads
 
-    def crowd(self, memory: Memory, groups: np.ndarray) -> np.ndarray:
+    def subgroup_ids(self, memory: Memory, groups: np.ndarray) -> np.ndarray:
         """How a record names subgroups of 32, each of which touches a matrix as one."""
         each = self.local.size // self.groups // 32
         number = groups % each if memory.lead is not None else self.first_thread // 32 + groups

@@ -80,8 +80,12 @@ def _verdict(cls: type) -> str | None:
     """ "" for a class whose scores can be followed, why they cannot, or None where its forward has none."""
     forward = inspect.unwrap(cls.forward)
     code = getattr(forward, "__code__", None)
-    if code is None or not any(name.lower().endswith("softmax") for name in code.co_names):
+    if code is None:
         return None
+    if not _names_softmax(code):
+        behind = next((name for name in code.co_names if _names_softmax(_method(cls, name))), None)
+        spelled = behind is not None and set(_PRODUCTS) & set(code.co_names)
+        return f"its softmax stands in its method {behind}: scores are followed within one forward" if spelled else None
     try:
         tree = parse(forward)
     except CannotRespell as reason:
@@ -104,6 +108,15 @@ def _verdict(cls: type) -> str | None:
     except CannotRespell as reason:
         return str(reason)
     return ""
+
+
+def _names_softmax(code: Any) -> bool:
+    return any(name.lower().endswith("softmax") for name in getattr(code, "co_names", ()))
+
+
+def _method(cls: type, name: str) -> Any:
+    """The code of a method of a class itself, or of what it is made from below nn.Module; None for other names."""
+    return None if hasattr(nn.Module, name) else getattr(getattr(cls, name, None), "__code__", None)
 
 
 def products(tree: ast.FunctionDef) -> list[ast.expr]:

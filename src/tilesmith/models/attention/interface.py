@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.models.attention.masks import TOLD, KeyMask, key_mask
-from tilesmith.models.attention.modules import computes_mask, hands_on_blocks, uses_interface
+from tilesmith.models.attention.modules import computes_mask, passes_block_lists, uses_interface
 from tilesmith.models.attention.selected_blocks import attend_selected, dense_selection
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
@@ -269,7 +269,7 @@ class AttentionRule(Rule):
                 f"transformers offers {type(eager.module).__name__} no other than eager attention", wanted=False
             )
         classes = dict.fromkeys(original_class(type(site.module)) for site in sites)
-        own = next((cls.__name__ for cls in classes if computes_mask(cls) and not hands_on_blocks(cls)), None)
+        own = next((cls.__name__ for cls in classes if computes_mask(cls) and not passes_block_lists(cls)), None)
         if own is not None:
             return Skip(f"{own} edits its masks, in ways that depend on the name of the attention implementation")
         if getattr(model.config, "output_attentions", False):

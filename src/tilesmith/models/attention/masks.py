@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -171,7 +172,7 @@ def _as_arguments(
         window = None
     if attention_mask is not None:
         padding = _slots(attention_mask, kv_length, kv_offset)
-        full, behind = _known(padding)
+        full, behind = _LOOKED_AT.known(attention_mask, (kv_length, kv_offset))
         if not full and behind and not causal and window is None and documents is None:
             lengths = padding.sum(1, dtype=torch.int32)
         elif not full and not (behind and causal):
@@ -204,15 +205,34 @@ def _slots(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
     return padded[:, kv_offset : kv_offset + kv_length].bool()
 
 
-def _known(padding: Tensor) -> tuple[bool, bool]:
-    """Whether all tokens are real, and whether padding is only behind them; False where values cannot be read now."""
-    from transformers.utils.import_utils import is_tracing
-
-    if is_tracing(padding):
-        return False, False
-    # one transfer for both
+def _read(padding: Tensor) -> tuple[bool, bool]:
+    """Whether all tokens are real, and whether padding is only behind them: one transfer for both."""
     full, behind = torch.stack((padding.all(), (padding[:, 1:] <= padding[:, :-1]).all())).tolist()
     return full, behind and not full
+
+
+class _LookedAt:
+    """The mask whose values were read last: reading waits for the GPU, and models ask for one mask per kind of layer
+    and step. A bool mask on the model's device comes as the tensor that the caller gave; of others transformers makes
+    a bool one each time, which is looked at again."""
+
+    last: tuple[weakref.ref[Tensor], tuple[int, ...], tuple[bool, bool]] | None = None
+
+    def known(self, mask: Tensor, slots: tuple[int, int]) -> tuple[bool, bool]:
+        """Whether all tokens in these slots of a mask are real, and whether padding is only behind them; False where
+        values cannot be read now."""
+        from transformers.utils.import_utils import is_tracing
+
+        if is_tracing(mask):
+            return False, False
+        key = (-1 if mask.is_inference() else mask._version, *slots)
+        last = self.last
+        if last is None or last[0]() is not mask or last[1] != key or mask.is_inference():  # which has no version
+            last = self.last = weakref.ref(mask), key, _read(_slots(mask, *slots))
+        return last[2]
+
+
+_LOOKED_AT = _LookedAt()
 
 
 class _Rule(NamedTuple):

@@ -50,7 +50,7 @@ def computes_mask(cls: type) -> bool:
 
 
 @functools.cache
-def hands_on_blocks(cls: type) -> bool:
+def passes_block_lists(cls: type) -> bool:
     """Whether a class that uses the interface tells its attention function which blocks of keys each query sees, and
     edits the mask only for functions that do not take them (MiniMax-M3)."""
     try:

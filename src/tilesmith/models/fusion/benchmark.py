@@ -17,7 +17,7 @@ from tilesmith.engine.timing import Timing, interleave, launches, peak_memory
 from tilesmith.models.fusion.strategies import UnifiedAttentionFusion
 from tilesmith.models.optimization import undo
 from tilesmith.models.sizing.sample_inputs import loss_of, sample_of
-from tilesmith.models.sizing.state import untouched
+from tilesmith.models.sizing.state import state_preserved
 
 ROUNDS = 10
 
@@ -125,7 +125,7 @@ def _measured(models: dict[str, nn.Module], inputs: Any, device: torch.device, r
             parameter.grad = None
 
     variants = {name: (lambda m=model: run(m)) for name, model in models.items()}
-    with untouched(models["baseline"]), untouched(models["fused"]):
+    with state_preserved(models["baseline"]), state_preserved(models["fused"]):
         rounds = min(ROUNDS, runs)
         counted = {name: launches(fn, device) for name, fn in variants.items()}  # which also warms up
         peaks = {name: peak_memory(fn, device) for name, fn in variants.items()}

@@ -26,7 +26,7 @@ from tilesmith.models.layers.transformer_layers import LayerRule
 from tilesmith.models.optimization import undo
 from tilesmith.models.reach import effects
 from tilesmith.models.sizing.sample_inputs import most_tokens, sample_of
-from tilesmith.models.sizing.state import untouched
+from tilesmith.models.sizing.state import state_preserved
 from tilesmith.rewrite.variants import obstacle
 
 
@@ -141,7 +141,7 @@ class UnifiedAttentionFusion(nn.Module):
         raised. training: with a backward. Parameters, gradients, buffers and random numbers are left as they were.
         """
         given = sample_of(self, sample, tokens=self.fusion_config.target_sequence_length)
-        with untouched(self):
+        with state_preserved(self):
             self.train(training)
             given.step(self, 1, backward=training)
 

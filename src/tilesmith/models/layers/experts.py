@@ -20,8 +20,8 @@ from tilesmith.models.layers.parameter_adapters import (
     factors,
     is_wrapper,
     kinds,
+    rejection_reason,
     twin,
-    why_not,
     without_parametrizations,
 )
 from tilesmith.models.reach import ran, reaches
@@ -217,7 +217,7 @@ class ExpertsRule(Rule):
         up = _up(inner)
         if up is None or _asked(inner) not in _REPLACED:
             return None
-        reason = why_not(module, up)
+        reason = rejection_reason(module, up)
         if reason is not None:
             return Skip(f"{reason}: adapters are added to whole weights, by PEFT")
         try:
@@ -344,7 +344,7 @@ def _twin(
 def _agrees(twin: nn.Module, candidate: StackedExperts, call: tuple, wanted: Any) -> bool:
     from tilesmith.ops.moe import reference
 
-    with probe.quiet():
+    with probe.isolated():
         found, _ = reference.experts(*experts_of(twin, *call, candidate))
     return _close(found, wanted)
 
@@ -355,7 +355,7 @@ def _check_adapters(module: nn.Module, inner: nn.Module, found: StackedExperts) 
 
     small, call = _twin(inner, found.up, found.transposed, torch.float32, 0.3)
     wrapped = twin(module, small)
-    with probe.quiet():
+    with probe.isolated():
         ours, _ = reference.experts(
             *experts_of(small, *call, found), **(factors(wrapped, found.up, found.transposed) or {})
         )

@@ -171,8 +171,14 @@ class GatedMlpRule(Rule):
         try:
             form = self._verdicts.of(module, lambda: recognise(module), tuple(_sizes(c) for c in layers.values()))
         except Unlike as verdict:
-            return Skip(str(verdict)) if named else None
+            return Skip(_with_norm(module, str(verdict))) if named else None
         return Replace(replace(form, recompute=self._recompute), (form.op,), str(form.mlp))
+
+
+def _with_norm(module: nn.Module, reason: str) -> str:
+    """The reason, and what is missing where a norm stands behind the gated product, as BitNet's."""
+    norms = [n for n, c in module.named_children() if [p.ndim for p in c.parameters()] == [1] and reason.endswith(n)]
+    return f"{reason}, a norm: no op computes a norm of the gated product" if norms else reason
 
 
 class _Half(nn.Module):

@@ -131,7 +131,7 @@ def _made(
         if not isinstance(statement, flow.SIMPLE):
             return None
         if name not in flow.bound(statement):
-            if flow.handed_out(statement, {name}) or _reads(statement, name):
+            if flow.escapes_through(statement, {name}) or _reads(statement, name):
                 return None
             continue
         target = statement.targets if isinstance(statement, ast.Assign) else []

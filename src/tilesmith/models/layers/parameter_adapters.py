@@ -50,7 +50,7 @@ def _swapped(wrapper: nn.Module) -> bool:
     return getattr(wrapper, "_did_swap_in_out_features", False)
 
 
-def why_not(module: nn.Module, up: str) -> str | None:
+def rejection_reason(module: nn.Module, up: str) -> str | None:
     """Why adapters of the wrappers `module` and those within cannot be added to products; None where they can."""
     chain, inner = wrappers(module)
     names = adapted(module)

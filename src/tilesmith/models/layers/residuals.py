@@ -213,7 +213,7 @@ class Fuser(ast.NodeTransformer):
             if isinstance(value, ast.Name) and value.id in names and alias is not None:
                 names = [*names, alias] if alias not in names else names
                 continue
-            others = others or flow.handed_out(statement, set(names))
+            others = others or flow.escapes_through(statement, set(names))
             names = [name for name in names if name not in flow.bound(statement)]
             if not names:
                 return None

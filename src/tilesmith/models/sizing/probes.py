@@ -14,7 +14,7 @@ from torch import nn
 from tilesmith.engine.memory import workspaces
 from tilesmith.engine.timing import EVENTS, peak_memory
 from tilesmith.models.sizing.sample_inputs import Sample
-from tilesmith.models.sizing.state import untouched
+from tilesmith.models.sizing.state import state_preserved
 
 TIMED = 3  # steps of a probe whose median counts, after one that is not timed
 # device -> what libraries were seen to keep on it; they take it once in a process, perhaps before the first probe
@@ -61,7 +61,7 @@ def probe(model: nn.Module, sample: Sample, batch: int, *, backward: bool, devic
     """
     found: Probe | Exception
     try:
-        with untouched(model):
+        with state_preserved(model):
             model.train(backward)
             found = _measured(model, sample, batch, backward, device)
     except torch.OutOfMemoryError:

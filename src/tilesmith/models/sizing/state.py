@@ -23,7 +23,7 @@ def obstacle_to_probes(model: nn.Module) -> str | None:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def state_preserved(model: nn.Module) -> Iterator[None]:
     """Inside, the model may be run forward and backward; afterwards its gradients, its buffers, its training flags and
     the random numbers of the CPU and of its devices are what they were. Gradients are absent inside.
 

@@ -49,6 +49,13 @@ def row_budget(tokens: int, keys: int, block: int, causal: bool, sparsity_ratio:
     return RowBudget(rows, columns, shift, seen, least, rest)
 
 
+def row_ends(b: RowBudget, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 [R]: columns that each row sees, and entries of all rows up to and with it."""
+    visible = (torch.arange(b.rows, device=device) + b.shift).clamp(0, b.columns)
+    others = (visible - 1).clamp(min=0).cumsum(0)
+    return visible, (visible > 0).cumsum(0) + others * b.rest // max(b.seen - b.least, 1)
+
+
 def block_pattern(
     seed: Tensor,
     pattern: str,
@@ -89,11 +96,9 @@ def block_pattern(
     """
     device = seed.device
     b = row_budget(tokens, keys, block, causal, sparsity_ratio)
-    number = torch.arange(b.rows, device=device)
-    visible = (number + b.shift).clamp(0, b.columns)
-    ends = (visible > 0).cumsum(0) + (visible - 1).clamp(min=0).cumsum(0) * b.rest // max(b.seen - b.least, 1)
+    visible, ends = row_ends(b, device)
     begins = torch.nn.functional.pad(ends, (1, 0))
-    row = torch.repeat_interleave(number, begins.diff(), output_size=b.total)
+    row = torch.repeat_interleave(torch.arange(b.rows, device=device), begins.diff(), output_size=b.total)
     entry = torch.arange(b.total, device=device)
     place, count, seen = entry - begins[row], begins.diff()[row], visible[row]
     own = seen - 1 if causal else (row + (keys - tokens) // block).clamp(0, b.columns - 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import in_the_name_of, tensor
+from tilesmith.engine.argument_checks import attributed_to, tensor
 from tilesmith.engine.choice import pinned
 from tilesmith.ops.attn import checks, quantize_reference
 from tilesmith.ops.attn.mask import Mask, Score
@@ -85,7 +85,7 @@ attention_quantize = Op(
 )
 
 
-@in_the_name_of("attention_quantize", "attention")
+@attributed_to("attention_quantize", "attention")
 def attention_fp8(
     q: Tensor,
     k: Tensor,

@@ -37,7 +37,7 @@ class LogitSteps(NamedTuple):
     scale(grad, dloss, divisors, dtype, over): grad · `loss_factor`, as a tensor of `dtype`: a new one, or, where `over`
         allows it and grad has that dtype, grad itself.
     gradients(chunks, tokens, target, class_weight, losses, lse, terms): what `forward` does for undivided gradients,
-        with the products before and after it, where suit(chunks, terms).
+        with the products before and after it, where applies(chunks, terms).
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, str], None]
@@ -45,7 +45,7 @@ class LogitSteps(NamedTuple):
     divide: Callable[[Tensor, Tensor | None, Terms, int, torch.dtype, str], Tensor]
     reduce: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor, Terms, str], Tensor]
     scale: Callable[[Tensor, Tensor, Tensor, torch.dtype, bool], Tensor]
-    suit: Callable[[Chunks, Terms], bool] | None = None
+    applies: Callable[[Chunks, Terms], bool] | None = None
     gradients: Callable[..., None] | None = None
 
 
@@ -132,7 +132,7 @@ def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tenso
     lse = torch.empty_like(losses)
     divisors = steps.divide(labels, class_weight, terms, classes, acc, reduction)
     grad = "mean" if keeps and reduction == "mean" else "sum" if keeps or any(mask) else ""
-    at_once = any(mask) and steps.suit is not None and steps.suit(chunks, terms)
+    at_once = any(mask) and steps.applies is not None and steps.applies(chunks, terms)
     for tokens in chunks:
         given = labels[tokens], class_weight, losses[tokens], lse[tokens]
         if at_once:

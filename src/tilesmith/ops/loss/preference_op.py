@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import in_the_name_of
+from tilesmith.engine.argument_checks import attributed_to
 from tilesmith.ops.loss import preference_reference as reference
 from tilesmith.ops.loss import sharded
 from tilesmith.ops.loss.arguments import linear_preference_arguments, linear_preference_vjp_arguments
@@ -123,7 +123,7 @@ linear_preference = LossWithGradients(
 )
 
 
-@in_the_name_of("linear_cross_entropy")
+@attributed_to("linear_cross_entropy")
 def linear_log_probs(
     x: Tensor,
     weight: Tensor,

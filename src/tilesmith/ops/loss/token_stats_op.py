@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import in_the_name_of
+from tilesmith.engine.argument_checks import attributed_to
 from tilesmith.ops.loss import token_stats_reference as reference
 from tilesmith.ops.loss.arguments import (
     linear_token_stats_arguments,
@@ -60,7 +60,7 @@ def _cross_entropy(*args) -> None:
 
 
 _cross_entropy.__name__ = "token_stats"
-_named_of_logits = in_the_name_of("cross_entropy")(_cross_entropy)
+_named_of_logits = attributed_to("cross_entropy")(_cross_entropy)
 
 
 def _linear_cross_entropy(*args) -> None:
@@ -68,7 +68,7 @@ def _linear_cross_entropy(*args) -> None:
 
 
 _linear_cross_entropy.__name__ = "linear_token_stats"
-_named = in_the_name_of("linear_cross_entropy")(_linear_cross_entropy)
+_named = attributed_to("linear_cross_entropy")(_linear_cross_entropy)
 _KERNELS = {"triton": "tilesmith.ops.loss.triton.token_stats", "chunked": "tilesmith.ops.loss.chunked.token_stats"}
 
 token_stats_vjp = Op(

@@ -108,7 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        refuse_twice("vocab_parallel_cross_entropy")
+        refuse_double_backward("vocab_parallel_cross_entropy")
         logits, target, weight, lse, divisors = ctx.saved_tensors
         terms, reduction, part = ctx.call
         token_grad, z_grad = token_grads(dloss, divisors, target.shape, reduction)
@@ -225,7 +225,7 @@ def exchange(values: Tensor, how: str, part: Part) -> Tensor:
     return all_reduce(values.contiguous(), how, part.group)
 
 
-def refuse_twice(name: str) -> None:
+def refuse_double_backward(name: str) -> None:
     """Raise in a backward that will itself be differentiated."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(f"{name}: only its first derivative is known; call backward without create_graph")

@@ -12,7 +12,7 @@ from tilesmith.ops.loss import checks
 from tilesmith.ops.loss.chunked import cross_entropy as chunked
 from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads, undivided_token_grads
 from tilesmith.ops.loss.reference import Terms
-from tilesmith.ops.loss.vocabulary import Part, exchange, logit_grads, part_of, refuse_twice, token_losses
+from tilesmith.ops.loss.vocabulary import Part, exchange, logit_grads, part_of, refuse_double_backward, token_losses
 
 BUDGET, CPU_BUDGET = 512 * 2**20, 16 * 2**20  # bytes of a chunk's logits, which on a CPU should stay in its cache
 FEWEST_TOKENS = 256  # thinner products are bound by reading weight
@@ -134,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        refuse_twice("vocab_parallel_linear_cross_entropy")
+        refuse_double_backward("vocab_parallel_linear_cross_entropy")
         x, weight, target, bias, class_weight, lse, divisors, *sums = ctx.saved_tensors
         call = ctx.call
         dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)

@@ -43,6 +43,13 @@ def _spread(generator: torch.Generator, shape: Sequence[int], device: torch.devi
     return x
 
 
+def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """float32 rows so far apart that a 32-bit offset of the second one overflows."""
+    step = 2**31 + 16
+    base = torch.empty(step * (shape[0] - 1) + shape[1], dtype=torch.float32, device=device)
+    return base.as_strided(shape, (step, 1)).copy_(torch.randn(*shape, generator=generator, device=device))
+
+
 def _eight(dtype: torch.dtype):
     """Normal numbers in 8 bits."""
 
@@ -91,6 +98,7 @@ CAST = [
     Case("no_rows", _scaled(0, 16, columns=True), SMALL),
     Case("no_columns", _scaled(4, 0, columns=True), SMALL),
     Case("many_tiles", _scaled(300, 530, columns=True), TEST),
+    Case("far", _scaled(2, 1024, columns=True, init=_far), GPU, WIDE),
     *(Case(f"{m}x{n}", _scaled(m, n), BENCH, TIMED) for m, n in ((8192, 4096), (8192, 28_672), (16_384, 14_336))),
     *(
         Case(f"both_{m}x{n}", _scaled(m, n, columns=True, format="e5m2"), BENCH, TIMED)
@@ -124,6 +132,7 @@ def _norm_cases(residual: bool | None) -> list[Case]:
         Case("zeros", args(4, 40, init=_zeros), SMALL, WIDE),
         Case("no_rows", args(0, 16), SMALL, WIDE),
         Case("wide", args(3, 5000), TEST, WIDE),
+        Case("far", args(2, 1024, init=_far), GPU, WIDE),
         *(Case(f"{m}x{n}", args(m, n), BENCH, TIMED) for m, n in ((8192, 4096), (16_384, 8192))),
     ]
 
@@ -149,6 +158,7 @@ def _gate_cases(gradient: bool) -> list[Case]:
         Case("no_rows", args(0, 16), SMALL, WIDE),
         Case("no_columns", args(4, 0), SMALL, WIDE),
         Case("many_tiles", args(150, 200), TEST, WIDE),
+        Case("far", args(2, 1024, init=_far), GPU, WIDE),
         *(Case(f"{m}x{n}", args(m, n), BENCH, TIMED) for m, n in ((8192, 14_336), (16_384, 14_336))),
     ]
 
@@ -188,6 +198,7 @@ CASES: dict[str, list[Case]] = {
         Case("scalar", {"x": _x()}, SMALL),
         Case("empty", {"x": _x(0, 16)}, SMALL),
         Case("many_blocks", {"x": _x(300, 530)}, TEST),
+        Case("far", {"x": _x(2, 1024, init=_far)}, GPU, WIDE),
         *(Case(f"{m}x{n}", {"x": _x(m, n)}, BENCH, TIMED) for m, n in ((8192, 4096), (16_384, 14_336))),
     ],
     "fp8_cast": CAST,
@@ -215,6 +226,7 @@ CASES: dict[str, list[Case]] = {
         Case("no_rows", {"x": _x(0, 16)}, SMALL),
         Case("no_columns", {"x": _x(4, 0)}, SMALL),
         Case("wide", {"x": _x(3, 9000)}, TEST),
+        Case("far", {"x": _x(2, 1024, init=_far)}, GPU, WIDE),
         *(Case(f"{m}x{n}", {"x": _x(m, n)}, BENCH, TIMED) for m, n in ((8192, 4096), (8192, 28_672))),
     ],
     "fp8_cast_blocks": [
@@ -227,6 +239,7 @@ CASES: dict[str, list[Case]] = {
         Case("strided", {"x": _x(20, 40, layout="strided"), "columns": True}, SMALL),
         Case("transposed", {"x": _x(20, 40, layout="transposed")}, SMALL),
         Case("no_rows", {"x": _x(0, 16), "columns": True}, SMALL),
+        Case("far", {"x": _x(2, 1024, init=_far), "columns": True}, GPU, WIDE),
         *(Case(f"{m}x{n}", {"x": _x(m, n), "columns": True}, BENCH, TIMED) for m, n in ((8192, 4096), (8192, 28_672))),
     ],
     "fp8_cast_experts": [

@@ -59,9 +59,15 @@ def _check_packed(
             raise ValueError(f"{op}: {name} is on {x.device}, scale on {scale.device}; move them to one device")
 
 
-def _check_codes(op: str, codes: Tensor) -> None:
+def _check_codes(op: str, codes: Tensor, order: Tensor) -> None:
+    """After `_check_packed`."""
     if codes.dtype != torch.int32 or codes.ndim != 1:
         raise TypeError(f"{op}: codes is {codes.dtype} of shape {tuple(codes.shape)}; it must be int32 [words]")
+    least = 2 * WORDS_PER_BIT * order.numel()
+    if not least <= codes.shape[0] <= 4 * least:
+        raise ValueError(
+            f"{op}: codes has {codes.shape[0]} words; {order.numel()} tiles of 2 to 8 bits have {least} to {4 * least}"
+        )
 
 
 def _check_quantize(weight: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, words: int) -> None:
@@ -84,8 +90,8 @@ def _check_dequantize(
     codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int, dtype: str = "float16"
 ) -> None:
     op = "dequantize_packed"
-    _check_codes(op, codes)
     _check_packed(op, scale, zero, order, strips, rows, ("codes", codes))
+    _check_codes(op, codes, order)
     if dtype not in OUTPUTS:
         raise ValueError(f"{op}: dtype is {dtype!r}; it must be one of {', '.join(OUTPUTS)}")
 
@@ -95,8 +101,8 @@ def _check_product(
 ) -> None:
     if x.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
-    _check_codes(op, codes)
     _check_packed(op, *packed, rows, ("codes", codes), (name, x))
+    _check_codes(op, codes, packed[2])
     if x.ndim < 1 or x.shape[-1] != columns:
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; for this weight it must be [..., {columns}]")
 

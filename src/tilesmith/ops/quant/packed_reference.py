@@ -104,6 +104,9 @@ def pack(values: Tensor, strips: Tensor, words: int) -> Tensor:
     """int32 [words] of codes int64 [S, G, 16, 64] by slot."""
     codes = torch.zeros(words, dtype=torch.int32, device=values.device)
     width, first = slot_words(strips, values.shape[1])
+    needed = int((first + width * WORDS_PER_BIT).max()) if width.numel() else 0
+    if needed > words:
+        raise ValueError(f"quantize_packed: words is {words}; these strips have {needed}")
     for bits in WIDTHS:
         chosen = width == bits
         planes, shift = [], 0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilesmith import _install
 from tilesmith.precision.adaptive.config import (
     AllocationStrategy,
     PrecisionConfig,
@@ -135,5 +136,5 @@ def _safetensors(name: str) -> Any:
         import safetensors
         import safetensors.torch
     except ImportError as problem:
-        raise ImportError("packed models are safetensors files: pip install 'tilesmith[cli]'") from problem
+        raise ImportError(f"packed models are safetensors files: {_install.command('cli')}") from problem
     return safetensors.safe_open if name == "safe_open" else safetensors.torch.save_file

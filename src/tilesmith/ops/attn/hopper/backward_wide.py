@@ -319,30 +319,16 @@ def attention_dkv_wide_kernel(
     window = left + right if RIGHT else left
     if OVERLAP:
         gl.static_assert(STAGES > 1)  # a block's queries are given back when the next ones are there
-        gl.warp_specialize(
-            [
-                (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST,
-                            GROUP_PARTS)),
-                (overlapped_values, (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner,
-                      outer, LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP,
-                      PACKED)),
-                (overlapped_keys, (parts, swap, dk_desc, dk_rest_desc, dk_room, dk_rest_room, scale, D, REST,
-                      DV, V_REST, GROUP, STAGES, PACKED)),
-            ],
-            [4, 4],
-            [240, 240],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST,
-                            GROUP_PARTS)),
-                (_values, (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner,
-                      outer, LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP,
-                      PACKED)),
-                (_keys, (parts, swap, dk_desc, dk_rest_desc, dk_room, dk_rest_room, scale, D, REST,
-                      DV, V_REST, GROUP, STAGES, PACKED)),
-            ],
-            [4, 4],
-            [240, 240],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST, GROUP_PARTS)),
+            (overlapped_values if OVERLAP else _values,
+             (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner, outer, LEFT, RIGHT, TAIL, D,
+              REST, DV, V_REST, GROUP, STAGES, SOFTCAP, PACKED)),
+            (overlapped_keys if OVERLAP else _keys,
+             (parts, swap, dk_desc, dk_rest_desc, dk_room, dk_rest_room, scale, D, REST, DV, V_REST, GROUP, STAGES,
+              PACKED)),
+        ],
+        [4, 4],
+        [240, 240],
+    )  # fmt: skip

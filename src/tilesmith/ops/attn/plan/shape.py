@@ -87,8 +87,9 @@ class Window(NamedTuple):
 
 def window_of(s: Shape) -> Window:
     """The window of a call, with causal in it."""
-    left, right = s.window_left, s.window_right
-    return Window(left, right, 0 <= left < s.keys - 1, 0 <= right < max(s.tokens - 1, 1))
+    return Window(
+        s.window_left, s.window_right, 0 <= s.window_left < s.keys - 1, 0 <= s.window_right < max(s.tokens - 1, 1)
+    )
 
 
 def columns(dim: int) -> int:
@@ -103,8 +104,7 @@ def column_parts(dim: int) -> tuple[int, int]:
 
 def is_narrow(s: Shape, window: Window, wide: int) -> bool:
     """Whether a window is so narrow that the keys of a tile are all there at once. wide: columns of the widest tile."""
-    both = window.hides_left and window.hides_right
-    return both and window.left + window.right <= 128 and wide <= 128 and not s.packed
+    return window.hides_left and window.hides_right and window.left + window.right <= 128 >= wide and not s.packed
 
 
 def shape_of(call: Any, tma: tuple[bool, ...] = (True, True, True, True)) -> Shape:

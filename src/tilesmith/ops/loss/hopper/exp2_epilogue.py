@@ -191,7 +191,7 @@ def reasons(x: Tensor, bias: Tensor | None, dx: bool, z_loss: float) -> list[str
     return found
 
 
-def suit(chunks: Chunks, terms: Terms) -> bool:
+def applies(chunks: Chunks, terms: Terms) -> bool:
     """Whether `gradients` is for these chunks."""
     plain = not reasons(chunks.x, chunks.bias, chunks.mask[0], terms.z_loss)
     return plain and tma_accepts(chunks.x, chunks.weight)

@@ -207,6 +207,6 @@ def linear_cross_entropy(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, T
     """For each chunk a product, one launch over its logits, and the products of the gradients; or `exp2_epilogue`."""
     steps = chunks.LogitSteps(
         forward=partial(loss_grad, config), backward=None, divide=token_divisors, reduce=reduced_loss, scale=scaled,
-        suit=exp2_epilogue.suit, gradients=exp2_epilogue.gradients,
+        applies=exp2_epilogue.applies, gradients=exp2_epilogue.gradients,
     )  # fmt: skip
     return chunks.linear_cross_entropy(steps, call)

@@ -24,10 +24,11 @@ def slot_width(strip_ptr, slot):
 
 @triton.jit
 def _pack_plane(
-    weight_ptr, codes_ptr, scale, zero, top, first, group, row, num_rows, weight_row, weight_col, chosen,
+    weight_ptr, codes_ptr, words, scale, zero, top, first, group, row, num_rows, weight_row, weight_col, chosen,
     PLANE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Write the plane that holds PLANE bits of the codes from bit SHIFT on, of the slots that are chosen."""
+    """Write the plane that holds PLANE bits of the codes from bit SHIFT on, of the slots that are chosen, where `words`
+    words have room for it: how many the strips have is known to the device alone."""
     j = tl.arange(0, 2 * PLANE)[None, :, None]
     word = tl.zeros([chosen.shape[0], 2 * PLANE, row.shape[2]], tl.int32)
     inside = chosen & (row < num_rows) & (j >= 0)
@@ -38,13 +39,14 @@ def _pack_plane(
         value = tl.where(value == value, tl.minimum(tl.maximum(value, 0.0), top), 0.0)
         code = ((value + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: rounds ties to even
         word |= ((code >> SHIFT) & ((1 << PLANE) - 1)) << (i * PLANE)
-    tl.store(codes_ptr + first + j * 16 + row % 16, word, mask=chosen & (j >= 0) & (row >= 0))
+    at = first + j * 16 + row % 16
+    tl.store(codes_ptr + at, word, mask=chosen & (at < words) & (row >= 0))
 
 
 @triton.jit
 def _quantize_kernel(
-    weight_ptr, scale_ptr, zero_ptr, order_ptr, strips_ptr, codes_ptr, num_rows, num_groups, weight_row, weight_col,
-    BLOCK_TILES: tl.constexpr,
+    weight_ptr, scale_ptr, zero_ptr, order_ptr, strips_ptr, codes_ptr, words, num_rows, num_groups, weight_row,
+    weight_col, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_TILES slots of a strip a program."""
     strip = tl.program_id(0).to(tl.int64)
@@ -61,21 +63,35 @@ def _quantize_kernel(
     top = ((1 << width) - 1).to(tl.float32)
     narrow, wide = inside & (width < 4), inside & (width >= 4)
     _pack_plane(
-        weight_ptr, codes_ptr, scale, zero, top, first, group, row, num_rows, weight_row, weight_col, narrow, 2, 0
+        weight_ptr,
+        codes_ptr,
+        words,
+        scale,
+        zero,
+        top,
+        first,
+        group,
+        row,
+        num_rows,
+        weight_row,
+        weight_col,
+        narrow,
+        2,
+        0,
     )
     _pack_plane(
-        weight_ptr, codes_ptr, scale, zero, top, first + 64, group, row, num_rows, weight_row, weight_col,
+        weight_ptr, codes_ptr, words, scale, zero, top, first + 64, group, row, num_rows, weight_row, weight_col,
         inside & (width == 3), 1, 2,
     )  # fmt: skip
     _pack_plane(
-        weight_ptr, codes_ptr, scale, zero, top, first, group, row, num_rows, weight_row, weight_col, wide, 4, 0
+        weight_ptr, codes_ptr, words, scale, zero, top, first, group, row, num_rows, weight_row, weight_col, wide, 4, 0
     )
     _pack_plane(
-        weight_ptr, codes_ptr, scale, zero, top, first + 128, group, row, num_rows, weight_row, weight_col,
+        weight_ptr, codes_ptr, words, scale, zero, top, first + 128, group, row, num_rows, weight_row, weight_col,
         inside & (width == 6), 2, 4,
     )  # fmt: skip
     _pack_plane(
-        weight_ptr, codes_ptr, scale, zero, top, first + 128, group, row, num_rows, weight_row, weight_col,
+        weight_ptr, codes_ptr, words, scale, zero, top, first + 128, group, row, num_rows, weight_row, weight_col,
         inside & (width == 8), 4, 4,
     )  # fmt: skip
 
@@ -142,8 +158,8 @@ def quantize_packed(
         block = min(config.block_tiles, next_power_of_2(groups))
         launch(
             _quantize_kernel, (count, cdiv(groups, block)), weight, scale.contiguous(), zero.contiguous(),
-            order.contiguous(), strips.contiguous(), codes, weight.shape[0], groups, weight.stride(0), weight.stride(1),
-            BLOCK_TILES=block, num_warps=config.num_warps,
+            order.contiguous(), strips.contiguous(), codes, words, weight.shape[0], groups, weight.stride(0),
+            weight.stride(1), BLOCK_TILES=block, num_warps=config.num_warps,
         )  # fmt: skip
     return codes
 
