@@ -7,6 +7,8 @@ import triton.language as tl
 from tilesmith.device.triton.rounding import factor_of, magnitude, round8, store_turned, word_of
 from tilesmith.ops.moe.kernels import _gate, _tile
 
+IMPRECISE = tl.constexpr(128)  # terms that Hopper's tensor cores add up in 14 bits before they go into a sum in fp32
+
 
 @triton.jit
 def experts_scaled_rows_kernel(
@@ -47,7 +49,9 @@ def experts_scaled_rows_kernel(
             b = tl.load(b_tile, mask=left[:, None] & there[None, :], other=0.0)
         if WIDENS:
             a, b = a.to(tl.float32), b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = tl.dot(
+            a, b, acc, input_precision="ieee", max_num_imprecise_acc=IMPRECISE if BLOCK_K >= IMPRECISE else BLOCK_K
+        )
         a_tile += BLOCK_K
         b_tile += BLOCK_K
     at = row if GATHERS else pair
@@ -279,7 +283,7 @@ def experts_scaled_weight_gradient_kernel(
         b = tl.load(right_ptr + col.to(tl.int64)[None, :] * room + at[:, None], mask=(col < cols)[None, :], other=0.0)
         if WIDENS:
             a, b = a.to(tl.float32), b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = tl.dot(a, b, acc, input_precision="ieee", max_num_imprecise_acc=IMPRECISE if TILE >= IMPRECISE else TILE)
     scale = tl.load(left_factor_ptr + expert) * tl.load(right_factor_ptr + expert)
     place = out_ptr + (expert.to(tl.int64) * rows + row[:, None]) * cols + col[None, :]
     both = (row < rows)[:, None] & (col < cols)[None, :]

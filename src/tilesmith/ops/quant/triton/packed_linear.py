@@ -145,7 +145,8 @@ def _planes_rows(
                     mask=(token < num_tokens)[:, None] & inside[None, :], other=0.0,
                 )  # fmt: skip
                 if x_ptr.dtype.element_ty == tl.float32:
-                    part += tl.dot(x, weight, input_precision="ieee")
+                    # a fused multiply-add by 1: of a plain sum Triton makes the product's first summand
+                    part = tl.fma(tl.dot(x, weight, input_precision="ieee"), tl.full((), 1.0, tl.float32), part)
                 else:
                     part = tl.dot(x, weight.to(x_ptr.dtype.element_ty), part)
             acc += part
