@@ -29,6 +29,7 @@ from tilesmith.engine.timing import measure
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import cases as made
 from tilesmith.ops.moe import plan
+from tilesmith.ops.moe.triton import launch
 from tilesmith.validate.cases import check_each
 
 CEILING = "maximum of as many bytes"
@@ -66,6 +67,7 @@ def value_cases(group: str, device: str) -> list[Case]:
 def values(group: str, device: str) -> list[list[Any]]:
     pins = None if group == "few" else HOPPER[2 if group == "two" else 3]
     backend = "triton" if group == "few" else "hopper"
+    launch.FEW_ON_GPUS = group == "few"
     if device == "cpu":
         pins, backend = None, "reference"
     found = []
@@ -178,9 +180,8 @@ def decoding(args: tuple[Any, ...], device: str) -> dict[str, Callable[[], objec
     """The op, its launcher with an index and in other configurations, grouped_mm, a reduction of as many bytes."""
     if device == "cpu":
         return {"reference": lambda: ops_of()["experts"].reference(*args)}
-    from tilesmith.ops.moe.triton import launch
-
     x, gate_up, down, indices = args[:4]
+    launch.FEW_ON_GPUS = True
     sizes = plan.dims(indices.numel(), len(gate_up), x.shape[-1], down.shape[2])
     top_k, arch = indices.shape[-1], arch_of(x.device)
     given = plan.few(sizes, top_k, arch, x.dtype, False, True)

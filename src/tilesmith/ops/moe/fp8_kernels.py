@@ -7,7 +7,7 @@ import triton.language as tl
 from tilesmith.device.triton.rounding import factor_of, magnitude, round8, store_turned, word_of
 from tilesmith.ops.moe.kernels import _gate, _tile
 
-IMPRECISE = tl.constexpr(128)  # terms that Hopper's tensor cores add up in 14 bits before they go into a sum in fp32
+IMPRECISE = tl.constexpr(32)  # terms that Hopper's tensor cores add up in 14 bits before they go into a sum in fp32
 
 
 @triton.jit

@@ -339,9 +339,8 @@ def _tile_dims(x, *rest) -> dict[str, int]:
 
 
 def _tile_default(dims, arch, dtype) -> TileConfig:
-    # 128 rows are a line of 128 bytes of the transposed tensor, and 8 bands a KiB of it; 64 columns of 16 bits or 128
-    # of 8 are a line of x
-    return TileConfig(128, 64 if dtype.itemsize > 1 else 128, 4, 8)
+    # 128 rows are a line of 128 bytes of the transposed tensor; 64 columns of 16 bits or 128 of 8 are a line of x
+    return TileConfig(128, 64 if dtype.itemsize > 1 else 128, 4, 1)
 
 
 def _row_default(dims, arch, dtype) -> RowConfig:
@@ -350,8 +349,7 @@ def _row_default(dims, arch, dtype) -> RowConfig:
 
 
 def _block_default(dims, arch, dtype) -> BlockConfig:
-    # three CTAs on a multiprocessor: while one waits for its loads or at a barrier, two cast
-    return BlockConfig(8, 80, 8)
+    return BlockConfig(8, 128, 8)  # two CTAs on a multiprocessor; three, at 80 registers, spill and are slower
 
 
 TILE_SPACE = Space(

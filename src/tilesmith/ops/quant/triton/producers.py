@@ -211,7 +211,7 @@ GATE_SPACE = Space(
     choices={"block_rows": (1, 2), "block_cols": (1024, 2048, 4096), "num_warps": (4, 8)},
 )
 VJP_SPACE = Space(
-    default=lambda dims, arch, dtype: TileConfig(128, 32, 4, 8),
+    default=lambda dims, arch, dtype: TileConfig(128, 64, 8, 8),
     dims=_norm_dims,
     choices={"block_rows": (64, 128), "block_cols": (32, 64, 128), "num_warps": (4, 8), "bands": (1, 8)},
 )
