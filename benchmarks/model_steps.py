@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_bound import DEVICE, say, wall
 from torch import nn
 
 import tilesmith
 from tilesmith.engine.timing import interleave
 
-DEVICE = torch.device("cuda")
 LLAMA_1_5B = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 32768,
@@ -116,12 +116,6 @@ VARIANTS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def say(text: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def built(family: Family) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """The family's model, the same each time, and what makes its loss."""
     import transformers
@@ -159,20 +153,6 @@ def stepper(model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor]) -> C
         return loss.detach()
 
     return step
-
-
-def walled(step: Callable[[], object], steps: int = 2) -> Callable[[], float]:
-    """What takes the µs of one step."""
-
-    def timed() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / steps * 1e6
-
-    return timed
 
 
 def kernels_of(step: Callable[[], object]) -> tuple[float, int, dict[str, float]]:
@@ -220,7 +200,7 @@ def compare(family: Family, chosen: list[str], rounds: int, by_kernel: bool) -> 
             "device_ms": round(device, 2), "kernels": launches, **({"most": most} if by_kernel else {}),
         }  # fmt: skip
         steps[name] = step
-    for name, timing in interleave(rounds, {name: walled(step) for name, step in steps.items()}).items():
+    for name, timing in interleave(rounds, {name: wall(step, 2) for name, step in steps.items()}).items():
         rows[name] |= {"ms": round(timing.median_us / 1e3, 2), "spread": round(timing.spread, 4)}
         said = rows[name]
         say(f"  {name:<17} {said['ms']:8.2f} ms, device {said['device_ms']:8.2f} ms, {said['peak_gb']:6.2f} GB, "
