@@ -38,14 +38,17 @@ def _hopper(op: Op) -> list[str]:
 
 
 def subjects(count: int) -> Iterator[tuple[str, Case, torch.dtype]]:
-    """Ops that have a kernel for Hopper, each on its small cases and on `count` sampled ones, in 16 bits."""
+    """Ops that have a kernel for Hopper, each on its small cases and on `count` sampled ones, in 16 bits, or in fp32
+    where a case has no others, as those of 8-bit numbers."""
     for name, op in sorted(ops().items()):
         if name.endswith("_vjp") or not _hopper(op):
             continue
         every = [case for case in cases(name) if "test" in case.tags]
         for kind, numbers in shared_out(name, count):
             every += [kinds(name)[kind].sample(kind, number, LONGEST) for number in numbers]
-        yield from ((name, case, dtype) for case in every for dtype in case.dtypes if dtype.itemsize == 2)
+        for case in every:
+            short = [dtype for dtype in case.dtypes if dtype.itemsize == 2]
+            yield from ((name, case, dtype) for dtype in short or case.dtypes if dtype.itemsize < 8)
 
 
 def check_part(part: int, parts: int, count: int) -> Iterator[Result]:
