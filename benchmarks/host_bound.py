@@ -77,6 +77,20 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def provenance() -> dict[str, Any]:
+    """Where, when and by which command results were made."""
+    import transformers
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
 def llama(sizes: dict[str, int]) -> nn.Module:
     """A Llama in bf16 on the GPU, the same for the same sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -328,17 +342,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true")
     given = parser.parse_args()
     CHOSEN[:] = given.variant
-    import transformers
-
-    document: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    right = True
+    document, right = provenance(), True
     for name in given.part or PARTS:
         document[name], fine = PARTS[name](given.short)
         right &= fine

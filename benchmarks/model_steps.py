@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import platform
 import sys
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_bound import DEVICE, say, wall
+from host_bound import DEVICE, provenance, say, wall
 from torch import nn
 
 import tilesmith
@@ -222,19 +221,8 @@ def main() -> int:
     chosen = given.variant or [name for name in VARIANTS if name != "liger"]
     if "liger" in chosen and len(chosen) > 1:
         parser.error("--variant liger needs a process of its own: it replaces functions of transformers' modules")
-    import transformers
-
     held = json.loads(given.results.read_text(encoding="utf-8")) if given.results.exists() else {}
-    document = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "rows": held.get("rows", {}),
-    }
-    right = True
+    document, right = {**provenance(), "rows": held.get("rows", {})}, True
     for name in given.families or FAMILIES:
         say(name)
         rows = compare(FAMILIES[name], chosen, given.rounds, given.kernels)

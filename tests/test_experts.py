@@ -12,7 +12,7 @@ from optimize_models import assert_within_budget, batch, build, train
 from tilesmith import nn, ops
 from tilesmith.engine import ops as ops_of
 from tilesmith.engine import use
-from tilesmith.hardware.detect import arch_named
+from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.models import optimize, undo
 from tilesmith.models.layers import experts as rules
 from tilesmith.ops.moe import plan, schedule
@@ -313,7 +313,7 @@ def test_few_pairs_are_served_without_an_index():
 
 
 @pytest.mark.usefixtures("needs_triton")
-def test_explain_says_how_few_pairs_are_served():
+def test_explain_says_how_few_pairs_are_served(monkeypatch):
     from tilesmith.ops.moe.triton import launch
 
     x, gate_up, down = torch.ones(3, 16), torch.ones(4, 16, 16), torch.ones(4, 16, 8)
@@ -322,6 +322,12 @@ def test_explain_says_how_few_pairs_are_served():
         call = ops_of()["experts"].bind((x, gate_up, columns, indices, indices.float()), {})
         told = launch._tells_forward(*call, config=None)
         assert "6 pairs need no index" in told[0] and words in told[1]
+        call = [t.bfloat16() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in call]
+        for served in (False, True):
+            monkeypatch.setattr(launch, "FEW_ON_GPUS", served)
+            with assuming(arch_named("sm90")):
+                told = launch._tells_forward(*call, config=plan.ForwardConfig(64, 128, 64, 128, 8, 4, 3))
+            assert ("need no index" in told[0]) == served
 
 
 @pytest.mark.usefixtures("needs_triton")

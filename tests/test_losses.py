@@ -188,3 +188,18 @@ def test_rows_of_logits_may_start_at_multiples_of_16_bytes(monkeypatch, name, cl
 
     torch.testing.assert_close(run(backend), run("reference"), rtol=1e-4, atol=1e-5)
     assert pitch.rows_in(torch.empty(400), 3, 37).shape == (3, 40)
+
+
+@pytest.mark.parametrize("backend", [b for b in KERNELS if b != "reference"])
+@pytest.mark.parametrize("name", ["keep", "chunks", "recompute", "none", "stats"])
+def test_features_that_do_not_count_reach_no_gradient_of_theirs(monkeypatch, name, backend):
+    monkeypatch.setattr(pitch, "_unit", lambda dtype, device: 16 // dtype.itemsize)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*s, generator=generator).to(DEVICE) for s in ((5, 16), (37, 16), (37,)))
+    target = torch.randint(37, (5,), generator=generator).to(DEVICE)
+    target[2] = -100
+    x[2] = float("nan")
+    x.requires_grad_()
+    with use(**{f"linear_{op}{end}": backend for op in LINEAR_LOSSES for end in ("", "_vjp")}):
+        (dx,) = torch.autograd.grad(LOSSES[name](x, weight, target, bias).sum(), x)
+    assert dx.isfinite().all() and not dx[2].any()

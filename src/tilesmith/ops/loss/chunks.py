@@ -279,9 +279,8 @@ def _from_logit_grad(
             dweight.zero_()
         del scaled
     if mask[0]:
-        wide, taken = whole_rows(rows), weight.to(x.dtype)
-        taken = taken if wide is rows else padded(taken, None)[0]
-        dx = steps.scale(torch.mm(wide, taken), dloss, none, x.dtype, True).view(x.shape)
+        wide, (taken, _) = whole_rows(rows), padded(weight.to(x.dtype), None)
+        dx = steps.scale(torch.mm(wide, taken[: wide.shape[1]]), dloss, none, x.dtype, True).view(x.shape)
     if mask[2]:
         dbias = steps.scale(rows.sum(0, dtype=dloss.dtype), dloss, none, dtypes[2], False)
     return dx, dweight, dbias
@@ -309,8 +308,8 @@ def _by_classes(
     for first in range(0, classes, size):
         block = slice(first, min(first + size, classes))
         taken, taken_bias = padded(cast[block], None if bias is None else bias[block])
-        wide = _product(rows, taken, taken_bias, rows_in(buffer, rows.shape[0], block.stop - first))
-        logits = wide[:, : block.stop - first]
+        wide = rows_in(buffer, rows.shape[0], block.stop - first)
+        logits = _logits(rows, taken, taken_bias, wide, block.stop - first)
         steps.backward(logits, labels, class_weight, lse, dloss, divisors, terms, first, classes)
         if mask[0]:
             add_product(total, wide, taken, first=first == 0)
@@ -361,7 +360,7 @@ class Chunks:
     def logits(self, tokens: slice | Sequence[slice]) -> Tensor:
         """x · weightᵀ + bias of these tokens, in the buffer."""
         x, classes = self._features(tokens), self.weight.shape[0]
-        return _product(x, *self.padded, rows_in(self.buffer, x.shape[0], classes))[:, :classes]
+        return _logits(x, *self.padded, rows_in(self.buffer, x.shape[0], classes), classes)
 
     def add_gradients(self, tokens: slice | Sequence[slice], dlogits: Tensor) -> None:
         """Write dx of these tokens, add their share to the weight's and the bias's gradient."""
@@ -369,7 +368,7 @@ class Chunks:
         if self.mask[0]:
             parts = [tokens] if isinstance(tokens, slice) else tokens
             wide = whole_rows(dlogits)
-            weight = self.padded[0] if wide.shape[1] == self.padded[0].shape[0] else self.weight
+            weight = self.padded[0][: wide.shape[1]]
             for part, rows in zip(parts, wide.split([t.stop - t.start for t in parts])):
                 torch.mm(rows, weight, out=self.dx.view_as(self.x)[part])
         if self.mask[1]:
@@ -387,10 +386,16 @@ class Chunks:
         return self.dx, self.sum.to(self.weight_dtype), self.dbias
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor, classes: int) -> Tensor:
+    """x · weightᵀ + bias in `wide`; returns the first `classes` columns. Those behind them become 0: NaN in features of
+    a token that does not count would go on from there into the product that makes dx."""
     if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
+        torch.mm(x, weight.t(), out=wide)
+    else:
+        torch.addmm(bias, x, weight.t(), out=wide)
+    if wide.shape[1] > classes:
+        wide[:, classes:].zero_()
+    return wide[:, :classes]
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -50,10 +50,10 @@ neither their PTX nor the interpreter shows: not before `benchmarks/experts_shap
 
 def _few(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, adapted: bool) -> FewConfig | None:
     """The configuration of the kernels for few pairs, where they serve the call."""
-    if x.device.type != "cpu" and not FEW_ON_GPUS:
+    sizes, top_k, arch = _dims(x, gate_up, down, indices), indices.shape[-1], arch_of(x.device)
+    if arch.kind != "cpu" and not FEW_ON_GPUS:
         return None
-    sizes, top_k = _dims(x, gate_up, down, indices), indices.shape[-1]
-    return plan.few(sizes, top_k, arch_of(x.device), x.dtype, adapted, by_features=down.stride(2) == 1)
+    return plan.few(sizes, top_k, arch, x.dtype, adapted, by_features=down.stride(2) == 1)
 
 
 def _tells_forward(*args: Any, config: Any) -> list[str]:
