@@ -10,6 +10,7 @@ import pytest
 
 import tilesmith
 from tilesmith.engine import ops
+from tilesmith.validate.ptx import spilling_lanes
 from tilesmith.validate.sass import unwritten
 
 TARGETS = {
@@ -98,3 +99,20 @@ def test_a_register_written_in_one_way_of_a_branch_is_found(jump):
     assert unwritten(BRANCH.format(jump=jump, first=write, second=write)) == []
     found = unwritten(BRANCH.format(jump=jump, first=write, second="NOP ;"))
     assert found == ["0060: HGMMA.64x64x16.F32.BF16 reads UR6", "0060: HGMMA.64x64x16.F32.BF16 reads UR7"]
+
+
+LANES = """
+	mul.wide.u32 	%rd27, %r4, {factor};
+	cvt.u64.u32 	%rd28, %r58;
+	shl.b64 	%rd29, %rd28, 35;
+	{joined}
+	mov.b64 	{{_, %r62}}, %rd30;
+"""
+
+
+def test_a_lane_that_spills_into_its_neighbour_is_found():
+    joined = "or.b64 	%rd30, %rd27, %rd29;"
+    (found,) = spilling_lanes(LANES.format(factor=2**31, joined=joined))
+    assert found.endswith("%r4, 2147483648;")
+    assert spilling_lanes(LANES.format(factor=2**15, joined=joined)) == []  # of a thread's index: within its lane
+    assert spilling_lanes(LANES.format(factor=2**31, joined="mov.b64 	%rd30, %rd29;")) == []

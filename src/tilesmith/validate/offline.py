@@ -17,7 +17,7 @@ from tilesmith.engine import Op, cases, ops
 from tilesmith.engine.launcher import compiling_for
 from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named, assuming
-from tilesmith.validate import sass
+from tilesmith.validate import ptx, sass
 from tilesmith.validate.cases import outputs_and_gradients
 
 _ARCHS = {("cuda", 80): "sm80", ("cuda", 90): "sm90", ("cuda", 100): "sm100"}
@@ -106,7 +106,8 @@ class _Tap:
 def main(families: str, backend: str, arch: str, warp: str, *more: str) -> int:
     """Compile and print one line a kernel: warps and shared memory; for NVIDIA also registers, spills and code size.
 
-    Exits with 1 where nothing was compiled, or where the code for Hopper reads a register that nothing has written.
+    Exits with 1 where nothing was compiled, where the code for Hopper reads a register that nothing has written, or
+    where a lane of a packed pair spills into the other (`validate.ptx`).
     """
     from triton.backends.compiler import GPUTarget
 
@@ -124,6 +125,10 @@ def main(families: str, backend: str, arch: str, warp: str, *more: str) -> int:
             if not brief:
                 form += "".join(f" {field}={value}" for field, value in sass.usage(cubin, text)._asdict().items())
             faults += [f"{name}: {x}\n" for x in sass.unwritten(text)] if searched else []
+        if target.backend == "cuda":
+            faults += [
+                f"{name}: a lane spills into its neighbour: {x}\n" for x in ptx.spilling_lanes(compiled.asm["ptx"])
+            ]
         forms.setdefault(form, []).append(op)
     sys.stdout.write("".join(f"compiled {form} for {' '.join(names)}\n" for form, names in sorted(forms.items())))
     sys.stderr.write("".join(faults))

@@ -38,7 +38,7 @@ def _tile_of(indices_ptr, pair, pairs, experts, BLOCK_M: tl.constexpr, PAIRS: tl
     return expert, first_row, members, length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def few_gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, pre_ptr, out_ptr, indices_ptr,
     pairs, experts, top_k, hidden, inner, x_row, weight_expert, weight_row, weight_col, limit, alpha, up_offset,
@@ -79,7 +79,7 @@ def few_gate_up_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def few_rows_kernel(
     a_ptr, weight_ptr, bias_ptr, out_ptr, indices_ptr, pairs, experts, features, outputs,
     weight_expert, weight_out, weight_in,
