@@ -67,7 +67,6 @@ def value_cases(group: str, device: str) -> list[Case]:
 def values(group: str, device: str) -> list[list[Any]]:
     pins = None if group == "few" else HOPPER[2 if group == "two" else 3]
     backend = "triton" if group == "few" else "hopper"
-    launch.FEW_ON_GPUS = group == "few"
     if device == "cpu":
         pins, backend = None, "reference"
     found = []
@@ -181,7 +180,6 @@ def decoding(args: tuple[Any, ...], device: str) -> dict[str, Callable[[], objec
     if device == "cpu":
         return {"reference": lambda: ops_of()["experts"].reference(*args)}
     x, gate_up, down, indices = args[:4]
-    launch.FEW_ON_GPUS = True
     sizes = plan.dims(indices.numel(), len(gate_up), x.shape[-1], down.shape[2])
     top_k, arch = indices.shape[-1], arch_of(x.device)
     given = plan.few(sizes, top_k, arch, x.dtype, False, True)
@@ -199,9 +197,10 @@ def decoding(args: tuple[Any, ...], device: str) -> dict[str, Callable[[], objec
             return ops.experts(*args)
 
     source = gate_up[: readable(args)]
-    variants = {f"block_n {n}": served(given._replace(block_n=n)) for n in (32, 64, 128) if n != given.block_n} | {
-        f"direct_n {n}": served(given._replace(direct_n=n)) for n in (0, 8, 16) if n != given.direct_n
-    }
+    variants = {
+        f"block_n {n}, direct_n {each}": served(given._replace(block_n=n, direct_n=each))
+        for n in (64, 128, 256) for each in (0, 8, 16) if (n, each) != (given.block_n, given.direct_n)
+    }  # fmt: skip
     return {
         "op": op,
         "index": served(None),

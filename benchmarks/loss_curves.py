@@ -7,7 +7,8 @@ sources of Python's standard library byte by byte: fp32 weights, bf16 autocast, 
 a seed. Arms: the model as it is (`reference`), `optimize` (`optimized`), and that converted to FP8 by each recipe;
 torchao's recipes where it is installed; `.spikes`: an infinity, a NaN and 1e6 among the embeddings of three batches,
 which `FP8TrainingEngine` must survive. A row has the held-out loss of each seed, its mean difference from the
-reference of that seed, and the noise: the reference's standard deviation over seeds. Every arm and seed is a process.
+reference of that seed, and the noise: the reference's standard deviation over seeds. Every arm is a process, which
+has the seeds in turn.
 --tiny: sizes for a CPU, which show that it runs and nothing else.
 """
 
@@ -18,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,42 +213,37 @@ def main() -> int:
     parser.add_argument("--arm", action="append", choices=arms())
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=600.0, help="after which nothing more is begun")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of an arm")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     size = TINY if given.tiny else LARGE
-    if given.seed is not None:
+    if given.alone:
         kind, _, arm = given.arm[0].partition(".")
-        sys.stdout.write(json.dumps(train(kind, arm, size, given.seed)) + "\n")
+        for seed in range(given.seeds):
+            sys.stdout.write(json.dumps(train(kind, arm, size, seed)) + "\n")
+            sys.stdout.flush()
         return 0
-    began, wanted = time.monotonic(), given.arm or arms()
+    wanted = given.arm or arms()
 
-    def one(job: tuple[int, str]) -> dict[str, Any]:
-        seed, arm = job
-        if time.monotonic() - began > given.seconds:
-            return {"error": f"not begun within {given.seconds:g} s"}
-        command = [
-            sys.executable,
-            __file__,
-            "-",
-            "--arm",
-            arm,
-            "--seed",
-            str(seed),
-            *(["--tiny"] if given.tiny else []),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            return {"error": done.stderr.strip().splitlines()[-1][:300] if done.stderr else str(done.returncode)}
-        return json.loads(done.stdout.splitlines()[-1])
+    def one(arm: str) -> list[dict[str, Any]]:
+        command = [sys.executable, __file__, "-", "--arm", arm, "--seeds", str(given.seeds), "--alone"]
+        begun = subprocess.Popen(
+            [*command, *(["--tiny"] if given.tiny else [])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            out, err = begun.communicate(timeout=given.seconds)
+        except subprocess.TimeoutExpired:
+            begun.kill()
+            out, err = begun.communicate()
+            err += f"\nended after {given.seconds:g} s"
+        runs = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        if begun.returncode:
+            runs.append({"error": (err.strip().splitlines() or [str(begun.returncode)])[-1][:300]})
+        return runs
 
-    jobs = [(seed, arm) for seed in range(given.seeds) for arm in wanted]
     with ThreadPoolExecutor(given.processes) as pool:
-        results = list(pool.map(one, jobs))
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in wanted}
-    for (_, arm), result in zip(jobs, results):
-        found[arm].append(result)
+        found = dict(zip(wanted, pool.map(one, wanted)))
     rows = summary(found)
     Path(given.out).write_text(json.dumps({
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu", "driver": driver(),
@@ -257,7 +252,7 @@ def main() -> int:
     }, indent=1), encoding="utf-8")  # fmt: skip
     for arm, row in rows.items():
         sys.stdout.write(f"{arm} {json.dumps(row)}\n")
-    return 1 if any("error" in r for r in results if not str(r.get("error", "")).startswith("No module")) else 0
+    return int(any("error" in run and "torchao" not in run["error"] for runs in found.values() for run in runs))
 
 
 if __name__ == "__main__":

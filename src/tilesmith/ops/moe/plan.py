@@ -79,6 +79,9 @@ HOPPER_ROWS, HOPPER_COLS, HOPPER_STEP = 128, 256, 64  # of a tile of Hopper's pr
 HOPPER_HEIGHTS = (HOPPER_ROWS, 192)  # pairs of a tile by two consumers, which was measured first, and by three
 HOPPER_MARGIN = 0.1  # of the time of the first: about how far the model is from what was measured
 FEW = 128  # pairs up to which one program compares all with all: decoding waits for launches, not for that
+FEW_COLS = (
+    128  # columns of gate and up of a program; 32 and 64 take 3 to 19 % longer on an H200, with 1, 4 or 16 tokens
+)
 FEW_INTERPRETED = 32  # the same in Triton's interpreter, so that its small cases run both forms
 MOST_TOGETHER = 16  # experts of a token whose columns one program sums
 LARGEST_SHARED_MEMORY = 232_448  # of a CTA of compute capability 9.0
@@ -151,16 +154,13 @@ def few(
         return None
     rates = schedule.Rates(sms=arch.sms or schedule.Rates().sms)
     distinct = schedule.distinct(pairs // top_k, top_k, experts)
-    # Columns so narrow that every multiprocessor has two programs, but no narrower.
-    tokens, columns = pairs // top_k, (64, 32) if by_features else (64,)
-    block_n = next((n for n in columns if distinct * -(-sizes["inner"] // (n // 2)) >= 2 * rates.sms), columns[-1])
-    direct_n = 0
+    tokens, direct_n = pairs // top_k, 0
     if by_features and schedule.together(pairs, distinct, sizes["hidden"], sizes["inner"], rates):
         direct_n = 16 if top_k <= 8 and tokens * -(-sizes["hidden"] // 16) >= 2 * rates.sms else 8
     if arch.kind != "cuda":
-        return FewConfig(block_n, 64, 64, 2, direct_n, 64, 2)
+        return FewConfig(FEW_COLS, 64, 64, 2, direct_n, 64, 2)
     direct_stages = 4 if direct_n == 16 else 5
-    return FewConfig(block_n, 64, 128, _stages(16, 64, 128, 5, arch), direct_n, 64, direct_stages)
+    return FewConfig(FEW_COLS, 64, 128, _stages(16, FEW_COLS, 128, 5, arch), direct_n, 64, direct_stages)
 
 
 def hopper_times(sizes: Mapping[str, int], arch: Any, backward: bool = False) -> dict[int, float]:

@@ -43,16 +43,9 @@ def _tells(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any, c
     ]
 
 
-FEW_ON_GPUS = False
-"""Whether the kernels for few pairs serve on a GPU. On an H200 one of their launches ends in a misaligned address that
-neither their PTX nor the interpreter shows: not before `benchmarks/experts_shapes.py --part values` is right."""
-
-
 def _few(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, adapted: bool) -> FewConfig | None:
     """The configuration of the kernels for few pairs, where they serve the call."""
     sizes, top_k, arch = _dims(x, gate_up, down, indices), indices.shape[-1], arch_of(x.device)
-    if arch.kind != "cpu" and not FEW_ON_GPUS:
-        return None
     return plan.few(sizes, top_k, arch, x.dtype, adapted, by_features=down.stride(2) == 1)
 
 
