@@ -62,7 +62,7 @@ def test_gradients_are_those_of_attention_at_the_inputs():
     args = attention_op.bind((q, k[:, :1], v[:, :1]), {"causal": True})
     named = dict(zip(attention_op.parameters, args), dout=dout, dlse=dlse, out=out, lse=lse)
     named["output_mask"] = (True, True, True, False, False)
-    wanted = attention_vjp(*(named[name] for name in attention_vjp.parameters))
+    wanted = attention_vjp(**named)
     assert torch.equal(got[0], wanted[0])
     for x, dx in zip(got[1:], wanted[1:3]):
         assert torch.equal(x[:, :1], dx)

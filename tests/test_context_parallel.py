@@ -18,7 +18,6 @@ from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, calls, pieces,
 from tilesmith.distributed.schedule import schedule, shared_heads
 
 ROOT = Path(__file__).parents[1]
-OURS = KERNELS["tilesmith"]
 gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 
@@ -151,18 +150,21 @@ def test_a_local_ring(size, mode):
         torch.testing.assert_close(g, e)
 
 
-class _Rounding(Ours):
-    """Kernels of a GPU: gradients of 16-bit inputs are computed in fp32 and rounded."""
+class _OfGpus(Ours):
+    """Kernels of a GPU: results for 16-bit inputs are rounded, gradients where they are no parts of sums."""
 
     def partial(self, x):
         return x.dtype
 
-    def forward(self, q, k, v, call, terms):
-        out, lse = OURS.forward(q, k, v, call, terms)
-        return out.to(q.dtype), lse
 
-    def backward(self, dout, dlse, q, k, v, out, lse, call, terms):
-        return tuple(x.to(q.dtype) for x in OURS.backward(dout, dlse, q, k, v, out, lse, call, terms))
+class _Rounding(_OfGpus):
+    """Kernels of others, which round gradients, too."""
+
+    def summand(self, x):
+        return x.dtype
+
+    def backward(self, *args):
+        return super().backward(*args[:-1], False)
 
 
 def _errors(size, mode, kernel):
@@ -182,10 +184,12 @@ def _errors(size, mode, kernel):
 
 @pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses"])
 def test_errors_do_not_grow_with_ranks(mode, monkeypatch):
-    """Kernels that give fp32 lose nothing to several ranks. Of those that round, each rank's rounding and the sum's
-    have half of the variance each, about: what travels and what is added loses nothing more."""
+    """Gradients in fp32 lose nothing to several ranks, also where results are rounded. Of kernels that round them, each
+    rank's rounding and the sum's have half of the variance each, about: what travels and what is added loses nothing
+    more."""
+    monkeypatch.setitem(KERNELS, "of GPUs", _OfGpus())
     monkeypatch.setitem(KERNELS, "rounding", _Rounding())
-    for kernel, most in (("tilesmith", 1.2), ("rounding", 1.15 * 2**0.5)):
+    for kernel, most in (("tilesmith", 1.2), ("of GPUs", 1.2), ("rounding", 1.15 * 2**0.5)):
         one = _errors(1, mode, kernel)
         for size in (2, 4, 8) if mode != "ulysses" else (2, 4):
             assert all(e <= most * o for e, o in zip(_errors(size, mode, kernel), one)), (kernel, size)

@@ -52,6 +52,21 @@ def test_thousands_of_plans_hold_together(make):
             assert plan.ordered
 
 
+def test_gradients_in_fp32_are_stored_from_registers():
+    """Scratch for parts of groups is fp32, too, and a narrow window has the kernel that can."""
+    for s in _shapes(300, 2):
+        plan, wide = (backward(s._replace(gradients_fp32=on)) for on in (False, True))
+        assert not wide.step("attention_window_vjp_kernel")
+        for step in wide.steps:
+            tiles = {source.of for source in step.tensors.values() if hasattr(source, "rows")}
+            assert not tiles & {"dq", "dk", "dv", "dk_parts", "dv_parts"}, "tiles in shared memory have 16 bits"
+            if step.kernel.startswith("attention_dkv_") and "stream" not in step.kernel:
+                assert {"dk_ptr", "dv_ptr", "dk_strides", "dv_strides"} <= step.tensors.keys()
+                assert step.constants["DIM"] == s.dim and "gradients in fp32" in str(wide)
+        assert {b.dtype for b in wide.scratch if b.name in ("dk_parts", "dv_parts")} <= {"float32"}
+        assert "gradients in fp32" not in str(plan)
+
+
 @pytest.mark.parametrize("value_dim", [64, 120, 128, 192, 256])
 @pytest.mark.parametrize("dim", [64, 128, 136, 192, 256])
 def test_split_columns_cover_both_head_dims_once(dim, value_dim):
@@ -415,7 +430,7 @@ def test_launchers_launch_and_allocate_what_the_plan_says(on_sm90):
         q = full["q"]
         full |= {"out": q, "dout": q, "dlse": None, "lse": q.new_empty(q.shape[:3], dtype=torch.float32)}
         full["output_mask"] = (True, True, True, False, False)
-        back = tuple(full[name] for name in attention_vjp.parameters)
+        back = attention_vjp.bind((), full)
         for op, given in ((attention_op, args), (attention_vjp, back)):
             for backend in ("hopper", "triton", *(["hopper_split"] if op is attention_op else [])):
                 kernel = op.kernel(backend)

@@ -172,16 +172,19 @@ def _rank_times(problem: Problem, machine: Machine, plan: Schedule, rank: int) -
         backward += 4 * q_time + 2 * kv_time
         received += 6 * q_bytes + 3 * kv_bytes
     arriving = [_travel(machine, stage.transfers, rank, keys) for stage in plan.stages]
+    # gradients of keys are parts of sums, which travel in fp32
+    gradients = max(4, problem.itemsize) * keys // problem.itemsize
+    leaving = [_travel(machine, stage.transfers, rank, gradients) for stage in plan.stages]
     for i, stage in enumerate(plan.stages):
         coming = arriving[i + 1][0] if i + 1 < len(plan.stages) else 0.0
         work = _compute(problem, machine, stage.calls[rank], q_heads)
         merging = _merging(problem, machine, stage.calls[rank], q_heads) if i else 0.0
         forward += max(work + merging, coming)
         backward += max(BACKWARD * work + 1.5 * merging, coming)
-        received += 3 * arriving[i][1]
+        received += 2 * arriving[i][1] + leaving[i][1]
         # in steps the next keys arrive while these are used
         held = max(held, 2 * arriving[i][1] + (arriving[i + 1][1] if i and i + 1 < len(plan.stages) else 0))
-    returning = arriving[-1][0] if len(arriving) > 1 else 0.0
+    returning = leaving[-1][0] if len(leaving) > 1 else 0.0
     return forward, backward + returning, received, held
 
 

@@ -63,7 +63,9 @@ def backward(work: Work, shards: Shards, results: Shards, slopes: Mapping[int, S
             r: (x[0], x[1].squeeze(-1), x[2], x[3].squeeze(-1) if len(x) > 3 else None) for r, x in arrived.items()
         }
     within = _regrouped(work, shards)
-    gradients = _gradients(work, within, tensors)
+    # kv heads that several ranks of a group have get the sum of what each of them computes
+    shared = {r: schedule.degree * within[r][1].shape[1] > shards[r][1].shape[1] for r in shards}
+    gradients = _gradients(work, within, tensors, shared)
     dsinks = {r: _dsinks(work, r, tensors[r]) if asks[r] else None for r in shards}
     if schedule.degree > 1:
         heads = {r: shards[r][0].shape[1] for r in shards}
@@ -272,10 +274,17 @@ def _fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict
     return work.ring.post(_parcels(work.ring, stage.transfers, sent, into), step), into
 
 
-def _gradients(work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor | None]]) -> dict[int, list[Tensor]]:
+def _gradients(
+    work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor | None]], shared: Mapping[int, bool]
+) -> dict[int, list[Tensor]]:
+    """dq, dk and dv of each rank. shared: whether dk and dv will be added to those of other ranks."""
     stages = work.schedule.stages
-    partial = {r: work.kernel.partial(q) for r, (q, _, _) in shards.items()}
-    sums = {r: [_Sum(x, _adds(stages, r), partial[r]) for x in tensors] for r, tensors in shards.items()}
+    several = any(stage.transfers for stage in stages)
+    parts = {r: _adds(stages, r) for r in shards}
+    # what is rounded once needs no more than its dtype; ranks agree about what travels
+    summand = {r: several or parts[r] > 1 or shared[r] for r in shards}
+    partial = {r: work.kernel.summand(q) if summand[r] else q.dtype for r, (q, _, _) in shards.items()}
+    sums = {r: [_Sum(x, parts[r], partial[r]) for x in tensors] for r, tensors in shards.items()}
     terms = {r: _of_rank(work, r) for r in shards}
     index = dict.fromkeys(shards, 0)
     landing: list[tuple[Any, Landing]] = []
@@ -294,7 +303,7 @@ def _gradients(work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor
                 slope = None if dlse is None else dlse[:, :, rows].contiguous()
                 dq, dk, dv = work.kernel.backward(
                     dout[:, :, rows], slope, *_cut(call, q, *keys[r]), out[:, :, rows], lse[:, :, rows].contiguous(),
-                    call, some,
+                    call, some, summand[r],
                 )  # fmt: skip
                 sums[r][0].add(dq, call.q)
                 dkv[0].add(dk, call.k)
@@ -309,9 +318,10 @@ def _gradients(work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor
         for move, tensors in parts:
             for total, x in zip(sums[move.source][1:], tensors):
                 total.add(_by_head(x), move.at)
-    # what goes back to other ranks' heads keeps its digits until there
-    kept = work.schedule.degree > 1
-    return {r: [x.total(partial[r] if kept else x.like.dtype) for x in each] for r, each in sums.items()}
+    found = {}
+    for r, (dq, *dkv) in sums.items():
+        found[r] = [dq.total(dq.like.dtype), *(x.total(partial[r] if shared[r] else x.like.dtype) for x in dkv)]
+    return found
 
 
 class _Sum:

@@ -66,6 +66,9 @@ class Kernel(Protocol):
     def partial(self, x: Tensor) -> torch.dtype:
         """The dtype of its results for inputs like x."""
 
+    def summand(self, x: Tensor) -> torch.dtype:
+        """The dtype of its gradients where they are parts of sums, for inputs like x."""
+
     def rejects(self, q: Tensor, call: Call, terms: Terms) -> str | None:
         """Why it cannot serve a call; None if it can."""
 
@@ -74,9 +77,9 @@ class Kernel(Protocol):
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
-        terms: Terms,
+        terms: Terms, summand: bool,
     ) -> Gradients:  # fmt: skip
-        """Gradients of q, k and v by these keys' share."""
+        """Gradients of q, k and v by these keys' share; summand: parts of sums, in that dtype, else of their dtypes."""
 
 
 class Ours:
@@ -88,6 +91,10 @@ class Ours:
         """fp32 on a CPU, whose reference computes in it; the kernels of GPUs round what they compute in fp32."""
         small = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
         return torch.float32 if small else x.dtype
+
+    def summand(self, x: Tensor) -> torch.dtype:
+        """At least fp32: a part that is rounded adds its rounding to that of the sum."""
+        return torch.promote_types(x.dtype, torch.float32)
 
     def rejects(self, q: Tensor, call: Call, terms: Terms) -> str | None:
         """It serves everything."""
@@ -105,16 +112,16 @@ class Ours:
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
-        terms: Terms,
+        terms: Terms, summand: bool,
     ) -> Gradients:  # fmt: skip
         """As the protocol says."""
         mask, score = _mask_and_score(call, terms)
-        dout, q, k, v, out = (x.to(self.partial(x)) for x in (dout, q, k, v, out))
         named = dict.fromkeys(attention_vjp.parameters)
         named |= {"causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0, "dropout_p": terms.dropout_p}
         named |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "block_q": 0, "block_k": 0, "seed": terms.seed}
         named |= {**mask.lower(), **score.lower(), **_packed(call, q.device), "deterministic": terms.deterministic}
         named |= {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        named |= {"gradients_fp32": summand}
         dq, dk, dv, *_ = attention_vjp(**named | {"output_mask": [True, True, True, False, False]})
         return dq, dk, dv
 
@@ -125,6 +132,10 @@ class Cudnn:
     name = "cudnn"
 
     def partial(self, x: Tensor) -> torch.dtype:
+        """As its inputs."""
+        return x.dtype
+
+    def summand(self, x: Tensor) -> torch.dtype:
         """As its inputs."""
         return x.dtype
 
@@ -148,9 +159,9 @@ class Cudnn:
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
-        terms: Terms,
+        terms: Terms, summand: bool,
     ) -> Gradients:  # fmt: skip
-        """As the protocol says; it knows no gradient of lse."""
+        """As the protocol says, but always of their dtypes; it knows no gradient of lse."""
         if dlse is not None:
             raise ValueError("context_parallel_attention: kernel 'cudnn' has no gradient of lse; use 'tilesmith'")
         unused = torch.empty((), dtype=torch.int64, device=q.device)

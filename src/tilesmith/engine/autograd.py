@@ -223,8 +223,8 @@ def _types(op: Any) -> list[str]:
 
 
 def _plan(op: Any) -> list[tuple[str, int]]:
-    """For each parameter of the vjp: ("grad" | "input" | "output" | "mask", index)."""
-    plan = []
+    """For each parameter of the vjp: ("grad" | "input" | "output" | "mask" | "overwrite" | "default", index)."""
+    plan: list[tuple[str, int]] = []
     public = op.outputs[: op.public]
     for name in op.vjp.parameters:
         if name == "output_mask":
@@ -237,6 +237,8 @@ def _plan(op: Any) -> list[tuple[str, int]]:
             plan.append(("output", op.outputs.index(name)))
         elif name[:1] == "d" and name[1:] in public:
             plan.append(("grad", public.index(name[1:])))
+        elif name in op.vjp.defaults:
+            plan.append(("default", len(plan)))
         else:
             raise TypeError(f"{op.vjp.name}: parameter {name!r} is no input, output or d<public output> of {op.name}")
     for name in op.vjp.outputs:

@@ -38,8 +38,8 @@ class Op:
     fake: same arguments -> empty outputs with shapes, dtypes and strides; None runs the reference on fake tensors.
     vjp: the Op of the backward. Its parameters name what they are: ``d<output>`` an incoming gradient, an input or
         output of this op (then saved), ``output_mask``, or, the last one, ``overwrite``: True where what is saved will
-        not be read again, so that a kernel may return saved outputs, written over, as gradients. None: gradients by
-        recomputing the reference.
+        not be read again, so that a kernel may return saved outputs, written over, as gradients. Others have a default,
+        which a backward leaves as it is. None: gradients by recomputing the reference.
     outputs: their names; public: how many of them, from the left, users get (the rest exist for the gradient).
     internal: names of the last parameters that the op fills in by itself; users' signature leaves them out, as it does
         the outputs that are not public. Their docstring ends where the reference's has "For kernels:".
@@ -389,7 +389,7 @@ class Op:
         outputs = dict(zip(self.outputs, found if isinstance(found, tuple) else (found,)))
         known = {**dict(zip(self.parameters, args)), **outputs, **{f"d{n}": x for n, x in outputs.items()}}
         wanted = [asked.get(n[1:], False) or (n[1:] in asked and not any(asked.values())) for n in self.vjp.outputs]
-        known |= {"output_mask": wanted, "overwrite": False}
+        known |= {**self.vjp.defaults, "output_mask": wanted, "overwrite": False}
         return self.vjp._explained(tuple(known[n] for n in self.vjp.parameters), device, arch)
 
     def _repeated(self, args: tuple, pin: str) -> list[str]:

@@ -56,6 +56,8 @@ def make(
     def given(kind: str, i: int) -> str:
         if kind == "input":
             return kept.get(i, "None" if i in gradient.tensors else f"plain[{i}]")
+        if kind == "default":
+            return repr(vjp.defaults[vjp.parameters[i]])
         return {"mask": "mask", "overwrite": "False", "grad": f"grads[{i}]"}[kind] if kind != "output" else made[i]
 
     def size(i: int) -> str:

@@ -203,11 +203,13 @@ def attention_vjp(
     block_k: int,
     deterministic: bool,
     output_mask: Sequence[bool],
+    gradients_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias, dsinks) of `attention`; those that `output_mask` leaves out are empty.
 
     dout [B, H, T, Dv] and dlse [B, H, T]: None counts as zero. dq, dk and dv have the memory order of q, k and v
-    (`torch.empty_like`), dbias and dsinks are contiguous; each has the dtype of its input.
+    (`torch.empty_like`), dbias and dsinks are contiguous; each has the dtype of its input. gradients_fp32: dq, dk and
+    dv of 16-bit inputs are fp32, not rounded: parts of sums that are rounded when they are complete.
     """
 
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor, scale: float | None = None, causal: bool = False) -> Tensor:

@@ -62,7 +62,7 @@ def flash_attention_backward(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }  # fmt: skip
     with torch.no_grad():
-        return attention_vjp(*(given[name] for name in attention_vjp.parameters))[:3]
+        return attention_vjp(**given)[:3]
 
 
 @attributed_to("linear")

@@ -187,7 +187,7 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: ops.Mask, score: ops.Score,
     dropout_p: float, state: Tensor, **packed: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    named: dict[str, Any] = dict.fromkeys(attention_vjp.parameters)
+    named: dict[str, Any] = {**dict.fromkeys(attention_vjp.parameters), **attention_vjp.defaults}
     named |= {"causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0, "dropout_p": dropout_p}
     named |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "block_q": 0, "block_k": 0}
     named |= {**mask.lower(), **score.lower(), **packed}

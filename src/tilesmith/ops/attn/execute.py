@@ -27,7 +27,8 @@ def execute(
     """
     held = dict(given)
     for name, shape, kind in plan.scratch:
-        held[name] = torch.empty(shape, dtype=_DTYPES.get(kind, dtype), device=device)
+        held[name] = made = torch.empty(shape, dtype=_DTYPES.get(kind, dtype), device=device)
+        held[f"{name}_strides"] = made.stride()
     for step in plan.steps:
         arguments = {}
         for parameter, source in step.tensors.items():

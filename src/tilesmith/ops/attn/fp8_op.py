@@ -162,7 +162,7 @@ class _AttentionFp8(torch.autograd.Function):
             q, k = (rope(x, None, cos, sin, offset=n, interleaved=ctx.interleaved)[0] for x, n in ((q, behind), (k, 0)))
         named = dict(zip(attention_op.parameters, attention_op.bind((q, k, v), ctx.given)))
         named.update(dout=dout, dlse=dlse, out=out, lse=lse, output_mask=(*ctx.needs_input_grad[:3], False, False))
-        gradients = attention_vjp.handle(*(named[name] for name in attention_vjp.parameters), pin=ctx.pin)
+        gradients = attention_vjp.handle(*attention_vjp.bind((), named), pin=ctx.pin)
         dq, dk, dv = (dx if wanted else None for dx, wanted in zip(gradients, ctx.needs_input_grad[:3]))
         if cos is not None:
             dq, dk = (

@@ -27,8 +27,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_vjp(dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any):
-    _, _, bias, _, _, sinks, *_, wanted = rest
-    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    _, _, bias, _, _, sinks, *_, wanted, fp32 = rest
+    gradients = [reference.gradient_like(x, fp32) for x in (q, k, v)]
     gradients += [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias, sinks)]
     return tuple(dx if want else q.new_empty(0) for dx, want in zip(gradients, wanted))
 

@@ -156,11 +156,13 @@ def attention_vjp(
     block_k: int,
     deterministic: bool,
     output_mask: Sequence[bool],
+    gradients_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias, dsinks) of `attention`; those that `output_mask` leaves out are empty.
 
     dout [B, H, T, Dv] and dlse [B, H, T]: None counts as zero. dq, dk and dv have the memory order of q, k and v
-    (`torch.empty_like`), dbias and dsinks are contiguous; each has the dtype of its input.
+    (`torch.empty_like`), dbias and dsinks are contiguous; each has the dtype of its input. gradients_fp32: dq, dk and
+    dv of 16-bit inputs are fp32, not rounded: parts of sums that are rounded when they are complete.
     """
     shape = _shape(q, k, page_table)
     values = _Values(q, k, v, page_table, q_scale, k_scale, v_scale)
@@ -186,11 +188,11 @@ def attention_vjp(
     wants_q, wants_k, wants_v, wants_bias, wants_sinks = output_mask
     dq, dk, dv, dbias, dsinks = (q.new_empty(0) for _ in output_mask)
     if wants_q:
-        dq = torch.empty_like(q).copy_((dscaled @ values.k) * values.q_factor)
+        dq = gradient_like(q, gradients_fp32).copy_((dscaled @ values.k) * values.q_factor)
     if wants_k:
-        dk = values.fold(dscaled.transpose(-1, -2) @ values.q, k, values.k_factor)
+        dk = values.fold(dscaled.transpose(-1, -2) @ values.q, gradient_like(k, gradients_fp32), values.k_factor)
     if wants_v:
-        dv = values.fold((p * dropped).transpose(-1, -2) @ dout, v, values.v_factor)
+        dv = values.fold((p * dropped).transpose(-1, -2) @ dout, gradient_like(v, gradients_fp32), values.v_factor)
     if wants_bias and bias is not None:
         dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()
     if wants_sinks and sinks is not None:
@@ -258,6 +260,11 @@ def out_like(like: Tensor, head_dim: int) -> Tensor:
     return like.new_empty(*like.shape[:-1], head_dim, dtype=dtype)
 
 
+def gradient_like(x: Tensor, fp32: bool) -> Tensor:
+    """An empty gradient of x: of its dtype, or, fp32, of at least 32 bits."""
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if fp32 else x.dtype)
+
+
 def _in_order(x: Tensor, like: Tensor) -> Tensor:
     """x in the memory order and with the dtype of `out_like`."""
     x = x.to(torch.bfloat16 if like.dtype.itemsize == 1 else like.dtype)
@@ -311,17 +318,18 @@ class _Values:
         self.k = torch.where(seen, self.k, 0.0)
         self.v = torch.where(seen, self.v, 0.0)
 
-    def fold(self, gradient: Tensor, like: Tensor, factor) -> Tensor:
-        """The gradient of k or v from that of its unfolded form: groups of heads summed, keys back in their pages."""
+    def fold(self, gradient: Tensor, into: Tensor, factor) -> Tensor:
+        """Write the gradient of k or v from that of its unfolded form: groups of heads summed, keys back in their
+        pages."""
         gradient = gradient.unflatten(1, (-1, self.group)).sum(2)
         if self.page_table is not None:
             batch, pages = self.page_table.shape
             if self.packed:
                 gradient = gradient.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)
             gradient = gradient.unflatten(2, (pages, -1)).transpose(1, 2).flatten(0, 1)
-            table = self.page_table.flatten().long().clamp(0, len(like) - 1)
-            gradient = gradient.new_zeros(like.shape).index_add(0, table, gradient)
-        return torch.empty_like(like).copy_(gradient * factor)
+            table = self.page_table.flatten().long().clamp(0, len(into) - 1)
+            gradient = gradient.new_zeros(into.shape).index_add(0, table, gradient)
+        return into.copy_(gradient * factor)
 
     def _unfold(self, x: Tensor) -> Tensor:
         if self.page_table is not None:

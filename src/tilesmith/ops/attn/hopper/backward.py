@@ -82,7 +82,7 @@ from tilesmith.ops.attn.hopper.backward_walk import (
 )
 from tilesmith.ops.attn.hopper.dropout import dropped_queries, kept_queries, load_dropout
 from tilesmith.ops.attn.hopper.softmax import tanh
-from tilesmith.ops.attn.hopper.tile_offset import at, corner, inside
+from tilesmith.ops.attn.hopper.tile_offset import at, corner, inside, store_rows
 from tilesmith.ops.attn.hopper.walk import next_tile, tile_queue
 
 
@@ -290,13 +290,26 @@ def _through_ds(BQ, D, LEFT, RIGHT):
 
 @gluon.jit
 def _write(C: gl.constexpr, queue, turn, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype: gl.constexpr,
-           D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr):  # fmt: skip
+           D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr, to, keys,
+           DIM: gl.constexpr):  # fmt: skip
     """Write a tile's dk and dv, from the boxes that the next dq would be left in, or THROUGH_DS from a consumer's half
-    of the next ds."""
+    of the next ds. to: pointers and strides of dk and dv in fp32, to which the registers are stored; None: there are
+    none."""
     place = queue.read(turn, KEYS_AT)
     kv_head = queue.read(turn, KV_HEAD)
     start = queue.read(turn, START) + C * 64
     queue.consumer_release(turn)
+    if to[0] is not None:
+        store_rows(dk, to[0], to[1], place, kv_head, start, keys, 0, DIM, PACKED)
+        store_rows(dv, to[2], to[3], place, kv_head, start, keys, 0, DIM, PACKED)
+    else:
+        _write_tiles(C, place, kv_head, start, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED, ds,
+                     THROUGH_DS)  # fmt: skip
+
+
+@gluon.jit
+def _write_tiles(C: gl.constexpr, place, kv_head, start, count, dk, dv, dk_desc, dv_desc, parking, dq_empty,
+                 dtype: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr):  # fmt: skip
     tma_store_wait(0)
     if THROUGH_DS:
         parked_dk = smem_tile(ds, dk_desc, (count & 1) * 4 + C * 2)
@@ -427,7 +440,7 @@ def _consume(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr,
     WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr, STREAM_K: gl.constexpr, stream_k_ptr,
-    LATE_DQ: gl.constexpr, dropout, sizes, DROPOUT_FORM: gl.constexpr,
+    LATE_DQ: gl.constexpr, dropout, sizes, DROPOUT_FORM: gl.constexpr, to, DIM: gl.constexpr,
 ):  # fmt: skip
     queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -521,7 +534,7 @@ def _consume(
                 _leave(C, queue, turn, slot, dk * scale, dv, stream_k_ptr, D)
         if slot < 0:
             _write(C, queue, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED, ds,
-                   _through_ds(BQ, D, LEFT, RIGHT))  # fmt: skip
+                   _through_ds(BQ, D, LEFT, RIGHT), to, sizes[1], DIM)  # fmt: skip
         turn += 1
         queue.consumer_wait(turn)
     tma_store_wait(0)
@@ -540,7 +553,8 @@ def attention_dkv_kernel(
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
     ORDERED: gl.constexpr, WOVEN: gl.constexpr, RING: gl.constexpr, BQ: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None,
-    DROPOUT_FORM: gl.constexpr = None, GROUP_PARTS: gl.constexpr = 1,
+    DROPOUT_FORM: gl.constexpr = None, GROUP_PARTS: gl.constexpr = 1, dk_ptr=None, dv_ptr=None, dk_strides=None,
+    dv_strides=None, DIM: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
@@ -555,7 +569,8 @@ def attention_dkv_kernel(
     the two of `dropout.kernel_numbers`, or None; then scale has the factor of what is kept in it, and delta its
     inverse. DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`. GROUP_PARTS: a kv head is one of so many parts of a
     group of query heads (`kv_head_of`); kv_heads, rows and GROUP are those of parts, and dk and dv have a head for
-    each."""
+    each. dk_ptr, dv_ptr, their strides, DIM: dk and dv in fp32 and their columns; then dk_desc and dv_desc are of k and
+    v, and only say how tiles lie in shared memory."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     STREAM_K: gl.constexpr = stream_k_ptr is not None
@@ -592,15 +607,16 @@ def attention_dkv_kernel(
     parts = (queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty)
     window = left + right if RIGHT else left
     sizes = tokens, keys, kv_heads, right
+    to = (dk_ptr, dk_strides, dv_ptr, dv_strides)
     ROWS: gl.constexpr = BQ * D // 512
     gl.warp_specialize(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
-                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM)),
+                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
-                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM)),
+                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
                         indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING,
                         GROUP_PARTS)),

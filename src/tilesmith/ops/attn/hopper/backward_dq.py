@@ -14,13 +14,12 @@ from tilesmith.device.gluon.shim import (
     mbarrier_wait,
     mbarriers,
     smem_tiles,
-    tma_store_wait,
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.columns import load_tile, rows_product, store_tile
+from tilesmith.ops.attn.hopper.columns import load_tile, rows_product, write_tile
 from tilesmith.ops.attn.hopper.softmax import LN2, in_mask, mask_before, tanh
-from tilesmith.ops.attn.hopper.tile_offset import corner
+from tilesmith.ops.attn.hopper.tile_offset import corner, inside
 from tilesmith.ops.attn.hopper.walk import Walk, ring_place, tile_queue
 
 
@@ -66,7 +65,7 @@ def _produce(parts, kept, streamed, counter, table, REST: gl.constexpr, V_REST: 
 
 @gluon.jit
 def _consume(C: gl.constexpr, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, table, inner, outer, factor,
-             SOFTCAP: gl.constexpr, REST: gl.constexpr, V_REST: gl.constexpr):  # fmt: skip
+             SOFTCAP: gl.constexpr, REST: gl.constexpr, V_REST: gl.constexpr, to, DIM: gl.constexpr):  # fmt: skip
     whole, queue, tiles_in, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     q, q_rest, dout, dout_rest, k, k_rest, v, v_rest = tiles_in
     D: gl.constexpr = whole.D
@@ -87,6 +86,7 @@ def _consume(C: gl.constexpr, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, 
         start += C * 64
         queries = start + gl.arange(0, 64, ROW)
         dq = gl.zeros([64, D], gl.float32, DQ)
+        dq_rest = gl.to_tensor(0)
         if REST > 0:
             DQ_RESTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
             dq_rest = gl.zeros([64, REST], gl.float32, DQ_RESTS)
@@ -158,13 +158,12 @@ def _consume(C: gl.constexpr, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, 
                 dq, ds_operand = wgmma_wait(0, deps=[dq_made, ds_operand])
             mbarrier_arrive(k_empty.index(s))
             count += 1
-        q.index(C).reshape([64, D]).store((dq * factor).to(dtype))  # the queries are read
+        dq *= factor
         if REST > 0:
-            q_rest.index(C).reshape([64, REST]).store((dq_rest * factor).to(dtype))
-        fence_async()
-        q_corner = corner(q_place, head, start, tokens, walk.PACKED)
-        store_tile(dq_desc, dq_rest_desc, q_corner, q.index(C), q_rest.index(C), REST, walk.PACKED)
-        tma_store_wait(0)
+            dq_rest *= factor
+        # the queries are read
+        write_tile(dq, dq_rest, dq_desc, dq_rest_desc, q.index(C), q_rest.index(C), to, q_place, head,
+                   inside(start, tokens, walk.PACKED), REST, DIM, dtype, walk.PACKED)  # fmt: skip
         mbarrier_arrive(q_empty.index(C))
         number = queue.next_tile(turn, tiles, whole.DYNAMIC)
         turn += 1
@@ -177,11 +176,12 @@ def attention_dq_wide_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, DYNAMIC: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, V_STAGES: gl.constexpr, SOFTCAP: gl.constexpr, REST: gl.constexpr = 0,
     V_REST: gl.constexpr = 0, q_rest_desc=None, k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None,
-    dq_rest_desc=None,
+    dq_rest_desc=None, dq_ptr=None, dq_strides=None, DIM: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of 128 queries of one head. delta_ptr: a number for each query, as of lse_ptr. factor: d score / d (q . k)
     but for tanh, and outer: the scores' to units of log 2; D, REST, DV, V_REST: as in `attention_dkv_wide_kernel`;
-    STAGES, V_STAGES: tiles of keys and of values in flight; the other arguments are those of `attention_fwd_kernel`."""
+    STAGES, V_STAGES: tiles of keys and of values in flight; dq_ptr, its strides, DIM: dq in fp32 and its columns; the
+    other arguments are those of `attention_fwd_kernel`."""
     PACKED: gl.constexpr = table is not None
     if PACKED:
         blocks = gl.load(table)
@@ -212,13 +212,16 @@ def attention_dq_wide_kernel(
     parts = (walk, queue, tiles_in, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     kept = (q_desc, q_rest_desc, dout_desc, dout_rest_desc)
     streamed = (k_desc, k_rest_desc, v_desc, v_rest_desc)
+    to = (None, None, None)
+    if dq_ptr is not None:
+        to = (dq_ptr, dq_strides, tokens)
     gl.warp_specialize(
         [
             (_produce, (parts, kept, streamed, counter, table, REST, V_REST)),
             (_consume, (0, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP,
-                        REST, V_REST)),
+                        REST, V_REST, to, DIM)),
             (_consume, (1, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP,
-                        REST, V_REST)),
+                        REST, V_REST, to, DIM)),
         ],
         [4, 4],
         [240, 240],

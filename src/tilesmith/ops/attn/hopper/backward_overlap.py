@@ -8,20 +8,17 @@ back one block later: at least two are in flight.
 """
 
 from tilesmith.device.gluon.shim import (
-    fence_async,
     gl,
     gluon,
     mbarrier_arrive,
     mbarrier_wait,
-    tma_store_wait,
     wgmma,
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.backward_block import apply_mask
 from tilesmith.ops.attn.hopper.backward_walk import BLOCKS, EDGE, KEYS_AT, KV_HEAD, LIMIT, START
-from tilesmith.ops.attn.hopper.columns import rows_product, store_tile
+from tilesmith.ops.attn.hopper.columns import rows_product, write_tile
 from tilesmith.ops.attn.hopper.softmax import pack, tanh, unpack
-from tilesmith.ops.attn.hopper.tile_offset import at
 
 
 @gluon.jit
@@ -155,8 +152,9 @@ def overlapped_values(
     parts, swap, window, dv_desc, dv_rest_desc, room, rest_room, inner, outer,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
     V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
+    to, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Scores, p and dv."""
+    """Scores, p and dv. to, DIM: as of `write_tile`."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     dtype: gl.constexpr = q.dtype
     DVS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -188,12 +186,9 @@ def overlapped_values(
         kv_head = queue.read(turn, KV_HEAD)
         start = queue.read(turn, START)
         queue.consumer_release(turn)
-        room.reshape([64, DV]).store(dv.to(dtype))  # the keys are read
-        if V_REST > 0:
-            rest_room.reshape([64, V_REST]).store(dv_rest.to(dtype))
-        fence_async()
-        store_tile(dv_desc, dv_rest_desc, at(place, kv_head, start, PACKED), room, rest_room, V_REST, PACKED)
-        tma_store_wait(0)
+        # the keys are read
+        write_tile(dv, dv_rest, dv_desc, dv_rest_desc, room, rest_room, to, place, kv_head, start, V_REST, DIM, dtype,
+                   PACKED)  # fmt: skip
         mbarrier_arrive(kv_empty.index(0))
         turn += 1
         queue.consumer_wait(turn)
@@ -264,9 +259,9 @@ def _tile_dk(
 @gluon.jit
 def overlapped_keys(
     parts, swap, dk_desc, dk_rest_desc, room, rest_room, scale, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
-    V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+    V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, to, DIM: gl.constexpr,
 ):  # fmt: skip
-    """dp, ds and dk."""
+    """dp, ds and dk. to, DIM: as of `write_tile`."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     dtype: gl.constexpr = q.dtype
     DKS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -291,12 +286,12 @@ def overlapped_keys(
         kv_head = queue.read(turn, KV_HEAD)
         start = queue.read(turn, START)
         queue.consumer_release(turn)
-        room.reshape([64, D]).store((dk * scale).to(dtype))  # the values are read
+        dk *= scale
         if REST > 0:
-            rest_room.reshape([64, REST]).store((dk_rest * scale).to(dtype))
-        fence_async()
-        store_tile(dk_desc, dk_rest_desc, at(place, kv_head, start, PACKED), room, rest_room, REST, PACKED)
-        tma_store_wait(0)
+            dk_rest *= scale
+        # the values are read
+        write_tile(dk, dk_rest, dk_desc, dk_rest_desc, room, rest_room, to, place, kv_head, start, REST, DIM, dtype,
+                   PACKED)  # fmt: skip
         mbarrier_arrive(kv_empty.index(1))
         turn += 1
         queue.consumer_wait(turn)

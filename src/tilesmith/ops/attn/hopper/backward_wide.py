@@ -15,7 +15,6 @@ from tilesmith.device.gluon.shim import (
     mbarrier_wait,
     mbarriers,
     smem_tiles,
-    tma_store_wait,
     wgmma,
     wgmma_wait,
 )
@@ -32,9 +31,9 @@ from tilesmith.ops.attn.hopper.backward_walk import (
     announce,
     kv_head_of,
 )
-from tilesmith.ops.attn.hopper.columns import load_tile, rest_room, room_for, rows_product, store_tile
+from tilesmith.ops.attn.hopper.columns import load_tile, rest_room, room_for, rows_product, write_tile
 from tilesmith.ops.attn.hopper.softmax import tanh
-from tilesmith.ops.attn.hopper.tile_offset import at, corner
+from tilesmith.ops.attn.hopper.tile_offset import corner
 from tilesmith.ops.attn.hopper.walk import next_tile, tile_queue
 
 
@@ -102,8 +101,9 @@ def _values(
     parts, swap, window, dv_desc, dv_rest_desc, room, rest_room, inner, outer,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
     V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
+    to, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Scores, p and dv."""
+    """Scores, p and dv. to, DIM: as of `write_tile`."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     k, k_rest, v, v_rest = kept
     p_box, p_full, p_empty = swap
@@ -124,6 +124,7 @@ def _values(
         last_edge = queue.read(turn, EDGE)
         limit = queue.read(turn, LIMIT)
         dv = gl.zeros([64, DV], gl.float32, DVS)
+        dv_rest = gl.to_tensor(0)
         if V_REST > 0:
             DV_RESTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_REST, 16])
             dv_rest = gl.zeros([64, V_REST], gl.float32, DV_RESTS)
@@ -171,12 +172,9 @@ def _values(
         kv_head = queue.read(turn, KV_HEAD)
         start = queue.read(turn, START)
         queue.consumer_release(turn)
-        room.reshape([64, DV]).store(dv.to(dtype))  # the keys are read
-        if V_REST > 0:
-            rest_room.reshape([64, V_REST]).store(dv_rest.to(dtype))
-        fence_async()
-        store_tile(dv_desc, dv_rest_desc, at(place, kv_head, start, PACKED), room, rest_room, V_REST, PACKED)
-        tma_store_wait(0)
+        # the keys are read
+        write_tile(dv, dv_rest, dv_desc, dv_rest_desc, room, rest_room, to, place, kv_head, start, V_REST, DIM, dtype,
+                   PACKED)  # fmt: skip
         mbarrier_arrive(kv_empty.index(0))
         turn += 1
         queue.consumer_wait(turn)
@@ -185,9 +183,9 @@ def _values(
 @gluon.jit
 def _keys(
     parts, swap, dk_desc, dk_rest_desc, room, rest_room, scale, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
-    V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+    V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, to, DIM: gl.constexpr,
 ):  # fmt: skip
-    """dp, ds and dk."""
+    """dp, ds and dk. to, DIM: as of `write_tile`."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     k, k_rest, v, v_rest = kept
     p_box, p_full, p_empty = swap
@@ -205,6 +203,7 @@ def _keys(
     while queue.read(turn, START) >= 0:
         blocks = queue.read(turn, BLOCKS)
         dk = gl.zeros([64, D], gl.float32, DKS)
+        dk_rest = gl.to_tensor(0)
         if REST > 0:
             DK_RESTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
             dk_rest = gl.zeros([64, REST], gl.float32, DK_RESTS)
@@ -245,12 +244,12 @@ def _keys(
         kv_head = queue.read(turn, KV_HEAD)
         start = queue.read(turn, START)
         queue.consumer_release(turn)
-        room.reshape([64, D]).store((dk * scale).to(dtype))  # the values are read
+        dk *= scale
         if REST > 0:
-            rest_room.reshape([64, REST]).store((dk_rest * scale).to(dtype))
-        fence_async()
-        store_tile(dk_desc, dk_rest_desc, at(place, kv_head, start, PACKED), room, rest_room, REST, PACKED)
-        tma_store_wait(0)
+            dk_rest *= scale
+        # the values are read
+        write_tile(dk, dk_rest, dk_desc, dk_rest_desc, room, rest_room, to, place, kv_head, start, REST, DIM, dtype,
+                   PACKED)  # fmt: skip
         mbarrier_arrive(kv_empty.index(1))
         turn += 1
         queue.consumer_wait(turn)
@@ -267,11 +266,12 @@ def attention_dkv_wide_kernel(
     GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, DYNAMIC: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, REST: gl.constexpr = 0,
     V_REST: gl.constexpr = 0, GROUP_PARTS: gl.constexpr = 1, OVERLAP: gl.constexpr = False, q_rest_desc=None,
-    k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None, dk_rest_desc=None, dv_rest_desc=None,
+    k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None, dk_rest_desc=None, dv_rest_desc=None, dk_ptr=None,
+    dv_ptr=None, dk_strides=None, dv_strides=None, DIM: gl.constexpr = None, VALUE_DIM: gl.constexpr = None,
 ):  # fmt: skip
     """Tiles of 64 keys of one kv head; the arguments are those of `attention_dkv_kernel`. D, REST: columns of a tile
     of queries and keys, and of its rest (`columns`); DV, V_REST: of values and dout. OVERLAP: the
-    consumers are those of `backward_overlap`."""
+    consumers are those of `backward_overlap`. DIM, VALUE_DIM: of dk and dv in fp32."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     if PACKED:
@@ -317,6 +317,9 @@ def attention_dkv_wide_kernel(
     streamed = (q_desc, q_rest_desc, dout_desc, dout_rest_desc)
     pair = (k_desc, k_rest_desc, v_desc, v_rest_desc)
     window = left + right if RIGHT else left
+    dk_to, dv_to = (None, None, None), (None, None, None)
+    if dk_ptr is not None:
+        dk_to, dv_to = (dk_ptr, dk_strides, keys), (dv_ptr, dv_strides, keys)
     if OVERLAP:
         gl.static_assert(STAGES > 1)  # a block's queries are given back when the next ones are there
     gl.warp_specialize(
@@ -324,10 +327,10 @@ def attention_dkv_wide_kernel(
             (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST, GROUP_PARTS)),
             (overlapped_values if OVERLAP else _values,
              (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner, outer, LEFT, RIGHT, TAIL, D,
-              REST, DV, V_REST, GROUP, STAGES, SOFTCAP, PACKED)),
+              REST, DV, V_REST, GROUP, STAGES, SOFTCAP, PACKED, dv_to, VALUE_DIM)),
             (overlapped_keys if OVERLAP else _keys,
              (parts, swap, dk_desc, dk_rest_desc, dk_room, dk_rest_room, scale, D, REST, DV, V_REST, GROUP, STAGES,
-              PACKED)),
+              PACKED, dk_to, DIM)),
         ],
         [4, 4],
         [240, 240],

@@ -7,6 +7,7 @@ their own. REST is its columns, 0 where there is none; then the rest's arguments
 import math
 
 from tilesmith.device.gluon.shim import (
+    fence_async,
     gl,
     gluon,
     mbarrier_expect,
@@ -15,8 +16,10 @@ from tilesmith.device.gluon.shim import (
     tma_copy,
     tma_load,
     tma_store,
+    tma_store_wait,
     wgmma,
 )
+from tilesmith.ops.attn.hopper.tile_offset import at, store_rows
 
 
 @gluon.jit
@@ -48,6 +51,25 @@ def store_tile(desc, rest_desc, there, tile, rest, REST: gl.constexpr, PACKED: g
     tma_store(desc, there, tile)
     if REST > 0:
         tma_store(rest_desc, _behind(there, desc, PACKED), rest)
+
+
+@gluon.jit
+def write_tile(x, x_rest, desc, rest_desc, room, rest_room, to, place, head, row, REST: gl.constexpr, DIM: gl.constexpr,
+               dtype: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+    """Write a tile and its rest through shared memory, and wait; or, in fp32, from registers. to: the tensor's pointer
+    and strides, and its rows of a head, where it is fp32, else None; DIM: its columns. place, head, row: as of `at`."""
+    COLS: gl.constexpr = x.shape[1]
+    if to[0] is not None:
+        store_rows(x, to[0], to[1], place, head, row, to[2], 0, DIM, PACKED)
+        if REST > 0:
+            store_rows(x_rest, to[0], to[1], place, head, row, to[2], COLS, DIM, PACKED)
+    else:
+        room.reshape([64, COLS]).store(x.to(dtype))
+        if REST > 0:
+            rest_room.reshape([64, REST]).store(x_rest.to(dtype))
+        fence_async()
+        store_tile(desc, rest_desc, at(place, head, row, PACKED), room, rest_room, REST, PACKED)
+        tma_store_wait(0)
 
 
 @gluon.jit

@@ -34,6 +34,7 @@ from tilesmith.ops.attn.plan import Plan, shape_of, tables
 from tilesmith.ops.attn.plan.configs import HopperVjpConfig
 from tilesmith.ops.attn.plan.hopper_backward import hopper_backward, is_narrow_vjp
 from tilesmith.ops.attn.plan.shape import window_of
+from tilesmith.ops.attn.reference import gradient_like
 
 KERNELS = {
     "query_tiles_kernel": query_tiles_kernel,
@@ -95,7 +96,8 @@ def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Ten
     """Statistics of the rows, dk and dv, dq, dsinks, as `plan.hopper_backward` has it."""
     q = call.q
     plan = hopper_backward(shape_of(call), arch_of(q.device), config)
-    gradients = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", call.k), ("dv", call.v))}
+    wide = call.gradients_fp32
+    gradients = {name: gradient_like(x, wide) for name, x in (("dq", q), ("dk", call.k), ("dv", call.v))}
     wants_sinks = call.output_mask[4] and call.sinks is not None
     dsinks = torch.empty_like(call.sinks, memory_format=torch.contiguous_format) if wants_sinks else q.new_empty(0)
     found = [x if wanted else q.new_empty(0) for x, wanted in zip(gradients.values(), call.output_mask)]

@@ -1,4 +1,4 @@
-"""Where a tile lies, for the TMA: also one that must end where its document does."""
+"""Where a tile lies, for the TMA and for stores from registers: also one that must end where its document does."""
 
 from tilesmith.device.gluon.shim import gl, gluon
 
@@ -30,3 +30,22 @@ def at(place, head, row, PACKED: gl.constexpr):
     if PACKED:
         there = (FAR, place, head, row, 0)
     return there
+
+
+@gluon.jit
+def store_rows(x, x_ptr, strides, place, head, row, length, FIRST: gl.constexpr, DIM: gl.constexpr,
+               PACKED: gl.constexpr):  # fmt: skip
+    """Store a tile from registers, in the dtype of x_ptr [B, heads, T, DIM], whose last stride is 1. place, head, row:
+    as of `at`; length: rows of a head, not read with PACKED; FIRST: the tile's first column."""
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    col = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    if PACKED:
+        held = rows < FAR
+        token = place + (rows - FAR)
+        x_ptr += head.to(gl.int64) * strides[1]
+    else:
+        held = rows < length
+        token = rows
+        x_ptr += place.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+    x_ptr += (token.to(gl.int64) * strides[2])[:, None] + col[None, :]
+    gl.store(x_ptr, x.to(x_ptr.dtype.element_ty), mask=held[:, None] & (col < DIM)[None, :])

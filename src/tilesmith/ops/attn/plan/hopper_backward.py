@@ -38,6 +38,7 @@ from tilesmith.ops.attn.schedule import (
 
 WINDOW_RUNS = (2, 4, 8, 16, 32, 64, 128)
 BLOCK_N = 128  # keys of a tile of the main kernel
+_FP32 = "gradients in fp32: consumers store them from registers, as tiles in shared memory have room for 16 bits"
 _APART = (
     "above head dim 128, and where head dims differ, dq has a kernel of its own: the scores are made twice, nothing is "
     "added"
@@ -46,9 +47,9 @@ _APART = (
 
 def is_narrow_vjp(s: Shape, window: Window) -> bool:
     """Whether the window's backward serves a call. Grouped heads would need a group's queries at once; its first
-    queries must not lie before 0; nothing is dropped there."""
+    queries must not lie before 0; nothing is dropped there; it writes gradients from tiles of 16 bits."""
     alike = (s.heads, s.dim) == (s.kv_heads, s.value_dim) and s.keys + max(window.right, 0) <= s.tokens
-    alike = alike and not s.dropout
+    alike = alike and not (s.dropout or s.gradients_fp32)
     return alike and is_narrow(s, window, columns(s.dim))
 
 
@@ -93,7 +94,7 @@ def list_parts(s: Shape, arch: Any, config: HopperVjpConfig) -> int:
 
 def _part_traffic(s: Shape, block_m: int, block_n: int, arch: Any) -> float:
     """What writing and reading dk and dv of one part of a group takes all SMs, in steps."""
-    moved = 2 * s.keys * (s.dim + s.value_dim) * s.q_bytes
+    moved = 2 * s.keys * (s.dim + s.value_dim) * (4 if s.gradients_fp32 else s.q_bytes)
     step = 5 * block_m * block_n * (s.dim + s.value_dim)  # operations: five products
     return moved * BALANCE / step / arch.sms
 
@@ -311,6 +312,10 @@ class _Call(NamedTuple):
         """The tensor that tiles write dk or dv to."""
         return f"{name}_parts" if self.group_parts > 1 else name
 
+    def written(self, name: str) -> str:
+        """The tensor in whose tiles a gradient is written: in fp32 in none, and what it is of has their layout."""
+        return name[1:] if self.s.gradients_fp32 else name if name == "dq" else self.of_parts(name)
+
     def inputs(self) -> dict[str, Source]:
         """The descriptors of what the main kernel streams and keeps."""
         b, packed = self.b, self.s.packed
@@ -318,6 +323,14 @@ class _Call(NamedTuple):
             "q_desc": Tile("q", b.block_m, packed), "k_desc": Tile("k", b.block_n, packed),
             "v_desc": Tile("v", b.block_n, packed), "dout_desc": Tile("dout", b.block_m, packed),
         }  # fmt: skip
+
+    def stored(self, *names: str) -> dict[str, Source]:
+        """What gradients in fp32 are stored to from registers; nothing where they are not."""
+        if not self.s.gradients_fp32:
+            return {}
+        of = {name: name if name == "dq" else self.of_parts(name) for name in names}
+        strides: dict[str, Source] = {f"{name}_strides": f"{x}_strides" for name, x in of.items()}
+        return {f"{name}_ptr": x for name, x in of.items()} | strides
 
     def columns(self) -> dict[str, int]:
         """The columns of tiles where dq has a kernel of its own."""
@@ -331,7 +344,7 @@ class _Call(NamedTuple):
         for name, rows in names.items():
             of_v = name in ("v", "dv", "dout")
             wide, rest = columns["DV" if of_v else "D"], columns.get("V_REST" if of_v else "REST", 0)
-            of = self.of_parts(name) if name in ("dk", "dv") else name
+            of = self.written(name) if name in ("dq", "dk", "dv") else name
             found[f"{name}_desc"] = Tile(of, rows, self.s.packed, 1, wide if rest else 0)
             if rest:
                 found[f"{name}_rest_desc"] = Tile(of, rows, self.s.packed, 1, rest)
@@ -389,7 +402,8 @@ def _scratch(call: _Call) -> list[Buffer]:
         found.append(Buffer("turns", (blocks,), "int32"))
     if call.group_parts > 1:
         of = s.batch, s.kv_heads, s.keys
-        found += [Buffer("dk_parts", (*of, s.dim), "q"), Buffer("dv_parts", (*of, s.value_dim), "q")]
+        kind = "float32" if s.gradients_fp32 else "q"
+        found += [Buffer("dk_parts", (*of, s.dim), kind), Buffer("dv_parts", (*of, s.value_dim), kind)]
     if call.order.division.ctas:
         found.append(Buffer("stream_k_parts", (2 * call.order.division.ctas, 2, b.block_n, b.wide), "float32"))
     return found
@@ -419,16 +433,17 @@ def _dkv(call: _Call) -> Step:
         lists = {"list_share": s.heads // heads, "list_rows": b.k_blocks * heads if rows > 1 else 0}
     tensors = call.inputs() | {
         "dq_desc": Tile("dq_parts", b.block_m * b.wide // 512, flat=True),
-        "dk_desc": Tile(call.of_parts("dk"), 64, s.packed), "dv_desc": Tile(call.of_parts("dv"), 64, s.packed),
+        "dk_desc": Tile(call.written("dk"), 64, s.packed), "dv_desc": Tile(call.written("dv"), 64, s.packed),
         "lse_ptr": Part("rows", 0), "delta_ptr": Part("rows", 1), "turns_ptr": "turns",
         "counter": Counter() if call.ctas()[1] else None, "table": b.tables.table, "lists": b.tables.lists,
         "indices": "list_indices" if s.lists else None, "stream_k_ptr": "stream_k_parts" if division.ctas else None,
         "inner": "inner", "outer": "outer", "scale": "factor", **({"dropout": "dropout"} if s.dropout else {}),
+        **call.stored("dk", "dv"),
     }  # fmt: skip
     constants = {
         "LIST_Q": s.block_q, "ORDERED": s.deterministic, "WOVEN": order.woven,
         "RING": order.ring, "BQ": b.block_m, "STAGES": call.config.stages, "launch_pdl": True, **call.kinds(),
-        **dropout_constants(s),
+        **dropout_constants(s), **({"DIM": s.dim} if s.gradients_fp32 else {}),
     }  # fmt: skip
     numbers = call.sizes() | lists | {"whole_tiles": division.undivided, "stream_k_ctas": division.ctas}
     memory = smem.backward(b.block_m, b.wide, call.config.stages, s.q_bytes)
@@ -485,9 +500,12 @@ def _wide_dkv(call: _Call) -> Step:
     tensors = call.tiles(q=64, k=64, v=64, dout=64, dk=64, dv=64) | {
         "lse_ptr": Part("rows", 0), "delta_ptr": Part("rows", 1), "counter": Counter() if call.ctas()[1] else None,
         "table": call.b.tables.table, "inner": "inner", "outer": "outer", "scale": "factor",
+        **call.stored("dk", "dv"),
     }  # fmt: skip
-    overlap = {"OVERLAP": True} if call.config.overlap else {}
-    constants = {"STAGES": call.stages(), **call.kinds(), **call.columns(), **overlap}
+    more = {"OVERLAP": True} if call.config.overlap else {}
+    if call.s.gradients_fp32:
+        more |= {"DIM": call.s.dim, "VALUE_DIM": call.s.value_dim}
+    constants = {"STAGES": call.stages(), **call.kinds(), **call.columns(), **more}
     return Step(
         "attention_dkv_wide_kernel", (call.ctas()[0],), tensors, call.sizes(), constants,
         smem.backward_wide(constants, call.s.q_bytes),
@@ -504,11 +522,12 @@ def _wide_dq(call: _Call, tables: Tables) -> Step:
     constants = {
         "LEFT": b.window.hides_left, "RIGHT": b.window.hides_right, "DYNAMIC": ctas < tiles, "STAGES": max(stages, 2),
         "V_STAGES": stages, "SOFTCAP": s.softcap, "num_warps": 4, **call.columns(),
+        **({"DIM": s.dim} if s.gradients_fp32 else {}),
     }  # fmt: skip
     tensors = call.tiles(q=64, k=64, v=64, dout=64, dq=64) | {
         "lse_ptr": "lse", "delta_ptr": "token_delta",
         "counter": Counter() if ctas < tiles else None, "table": tables.table, "inner": "inner",
-        "outer": "outer", "factor": "factor",
+        "outer": "outer", "factor": "factor", **call.stored("dq"),
     }  # fmt: skip
     return Step(
         "attention_dq_wide_kernel", (ctas,), tensors,
@@ -559,6 +578,8 @@ def _reasons(call: _Call) -> tuple[str, ...]:
         found.append(_APART)
         if {"REST", "V_REST"} & call.columns().keys():
             found.append("tiles of 192 columns are made of 128 and 64: none is padded to 256")
+    if s.gradients_fp32:
+        found.append(_FP32)
     if call.group_parts > 1:
         found.append(f"a group's query heads in {call.group_parts} parts with tiles of their own, which are added")
     if s.packed:

@@ -20,7 +20,7 @@ class Shape(NamedTuple):
     in memory, and in one tensor. lists: heads of block lists, 0 without; list_rows: their batch rows; both also of the
     lists by keys, which a gradient walks, and of which list_entries is the room. page: slots of a page, 0 without
     pages; row_pages: pages of a batch row. bias: its shape. tma: which of q, k, v and dout TMA reads as they lie.
-    wants: which of dq, dk, dv, dbias, dsinks are asked for.
+    wants: which of dq, dk, dv, dbias, dsinks are asked for. gradients_fp32: dq, dk and dv are fp32, not rounded.
     """
 
     batch: int
@@ -60,6 +60,7 @@ class Shape(NamedTuple):
     tma: tuple[bool, ...] = (True, True, True, True)
     wants: tuple[bool, ...] = (True, True, True, False, False)
     list_entries: int = 0
+    gradients_fp32: bool = False
 
     @property
     def group(self) -> int:
@@ -124,6 +125,7 @@ def shape_of(call: Any, tma: tuple[bool, ...] = (True, True, True, True)) -> Sha
         () if call.bias is None else tuple(call.bias.shape), call.mask is not None, call.q_documents is not None,
         call.prefix_lengths is not None, call.alibi is not None, tma,
         (*getattr(call, "output_mask", (True, True, True, False, False)),), _list_entries(call),
+        getattr(call, "gradients_fp32", False),
     )  # fmt: skip
 
 

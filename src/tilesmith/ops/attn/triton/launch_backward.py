@@ -14,6 +14,7 @@ from tilesmith.ops.attn.plan import Plan, shape_of
 from tilesmith.ops.attn.plan.configs import AttentionVjpConfig
 from tilesmith.ops.attn.plan.triton import triton_backward
 from tilesmith.ops.attn.plan.triton_configs import default_backward, fit_tile_backward
+from tilesmith.ops.attn.reference import gradient_like
 from tilesmith.ops.attn.triton.backward import (
     _attention_dbias_kernel,
     _attention_dkv_kernel,
@@ -69,9 +70,9 @@ def attention_vjp(call, *, config: AttentionVjpConfig) -> tuple[Tensor, Tensor, 
     plan = _plan(call, dout, arch_of(q.device), config)
     dq, dk, dv, _, dsinks = (q.new_empty(0) for _ in call.output_mask)
     if wants_q or plan.numbers["whole_bias"]:
-        dq = torch.empty_like(q)
+        dq = gradient_like(q, call.gradients_fp32)
     if wants_k or wants_v:
-        dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
+        dk, dv = (gradient_like(x, call.gradients_fp32) for x in (call.k, call.v))
     if wants_sinks and call.sinks is not None:
         dsinks = torch.empty_like(call.sinks, memory_format=torch.contiguous_format)
     made = {"dq": dq, "dk": dk, "dv": dv, "dbias": _dbias(call, plan), "dsinks": dsinks}
