@@ -3,6 +3,7 @@
     python benchmarks/sparse_attention.py results.json [--short] [--part values|times] [--rows static,dynamic]
 
 Exits with 1, and measures nothing, where a kernel's values are wrong. --short: 32k tokens only. --part: one of both.
+Values are looked at by several processes, since compiling their kernels takes longer than running them.
 --rows: of static, metadata, dynamic and learned.
 Rows hold, besides medians, what each device kernel of a part takes, by torch's profiler.
 """
@@ -13,6 +14,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ DEVICE = torch.device("cuda")
 OPS = (
     "block_scores", "block_max_scores", "block_mass", "block_shares", "block_select", "block_lists", "block_pattern",
 )  # fmt: skip
+PROCESSES = 8
 FEW = 3  # small cases of each op; the tests have all of them
 CAUSAL = Mask(causal=True)
 SHARES = ("64,128,4,3", "64,64,4,3", "128,64,8,2")  # block_m, block_n, warps, stages
@@ -46,14 +50,24 @@ SHARES = ("64,128,4,3", "64,64,4,3", "128,64,8,2")  # block_m, block_n, warps, s
 
 def values() -> list[str]:
     """What is wrong: of the ops on their cases, and of attention on chosen blocks beside a dense mask."""
-    wrong = []
-    for name in OPS:
-        op = declared()[name]
-        small = [case for case in cases(name) if "interpret" in case.tags][:FEW]
-        for case in [*small, *(case for case in cases(name) if "gpu" in case.tags)]:
-            result = check(op, "triton", case, DEVICE, case.dtypes[-1])
-            wrong += [] if result.passed else [f"{name} {case.name}: {result.message}"]
-    return wrong + chosen_attention(4, 2) + chosen_attention(16, 2)
+    jobs = [(name, case.name) for name in OPS for case in some_cases(name)]
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+        found = [pool.submit(chosen_attention, 4, 2), pool.submit(chosen_attention, 16, 2)]
+        found += [pool.submit(value, *job) for job in jobs]
+        return [what for future in found for what in future.result()]
+
+
+def some_cases(name: str) -> list[Any]:
+    """Few small cases of an op, and those for GPUs."""
+    small = [case for case in cases(name) if "interpret" in case.tags][:FEW]
+    return [*small, *(case for case in cases(name) if "gpu" in case.tags)]
+
+
+def value(name: str, case_name: str) -> list[str]:
+    """What is wrong with an op on one of its cases."""
+    case = next(case for case in some_cases(name) if case.name == case_name)
+    result = check(declared()[name], "triton", case, DEVICE, case.dtypes[-1])
+    return [] if result.passed else [f"{name} {case.name}: {result.message}"]
 
 
 def chosen_attention(heads: int, kv_heads: int) -> list[str]:
@@ -342,7 +356,9 @@ def main() -> int:
     chosen = [known[name] for name in args.rows.split(",")]
     jobs = [(kind, tokens) for tokens in lengths for kind in chosen]
     for kind, tokens in [] if found["wrong"] or args.part == "values" else jobs:
+        began = time.perf_counter()
         found["rows"].append(kind(tokens))
+        found["rows"][-1]["seconds"] = round(time.perf_counter() - began, 1)
         sys.stdout.write(json.dumps(found["rows"][-1]) + "\n")
         sys.stdout.flush()
         Path(args.out).write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -178,52 +178,50 @@ def _write_columns(
     PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, LONG: tl.constexpr, LINES: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip
-    """The lists of LINES columns: counted, then written."""
+    """The lists of LINES columns: counted, then written, by the same code, since programs as short as these wait for
+    it."""
     column = first_column + tl.arange(0, LINES)
     counts = tl.zeros((LINES,), tl.int32)
     begins = tl.zeros((PLACES,), tl.int64)
-    for first in range(0, rows, PLACES):
-        row = first + tl.arange(0, PLACES)
+    at = tl.zeros((LINES,), tl.int64)
+    steps = tl.cdiv(rows, PLACES)
+    for step in range(2 * steps):
+        row = step % steps * PLACES + tl.arange(0, PLACES)
         begin, others, near, start, width = _rows(row, shift, lag, columns, rest, spare, PATTERN, CAUSAL, WIDE, LONG)
-        held = (row < rows)[None, :] & (column < columns)[:, None]
         found = _holds(
             column[:, None], begin[None, :], others[None, :], near[None, :], start[None, :], width[None, :], word,
             PATTERN, WIDE,
         )  # fmt: skip
-        counts += tl.sum((found & held).to(tl.int32), 1)
-        place = tl.where(start > first_column, first_column, tl.maximum(start, first_column - near))
-        place = tl.minimum(place, width)
-        left = _before(place, begin, others, width, word, PATTERN)
-        left += tl.minimum(tl.maximum(first_column - start, 0), near)
-        begins += tl.where(row < rows, left, 0)
-    ends = number.to(tl.int64) * total + tl.sum(begins) + tl.cumsum(counts)
-    line = offsets_ptr + number.to(tl.int64) * (columns + 1) + column
-    tl.store(line, ends - counts, mask=column < columns)
-    tl.store(line + 1, ends, mask=column == columns - 1)
-    at = ends - counts
-    for first in range(0, rows, PLACES):
-        row = first + tl.arange(0, PLACES)
-        begin, others, near, start, width = _rows(row, shift, lag, columns, rest, spare, PATTERN, CAUSAL, WIDE, LONG)
-        held = (row < rows)[None, :] & (column < columns)[:, None]
-        found = held & _holds(
-            column[:, None], begin[None, :], others[None, :], near[None, :], start[None, :], width[None, :], word,
-            PATTERN, WIDE,
-        )  # fmt: skip
+        found = found & (row < rows)[None, :] & (column < columns)[:, None]
         here = found.to(tl.int32)
-        place = at[:, None] + tl.cumsum(here, 1) - 1
-        tl.store(indices_ptr + place, tl.broadcast_to(row[None, :], (LINES, PLACES)), mask=found)
-        at += tl.sum(here, 1)
+        if step < steps:
+            counts += tl.sum(here, 1)
+            place = tl.where(start > first_column, first_column, tl.maximum(start, first_column - near))
+            place = tl.minimum(place, width)
+            left = _before(place, begin, others, width, word, PATTERN)
+            left += tl.minimum(tl.maximum(first_column - start, 0), near)
+            begins += tl.where(row < rows, left, 0)
+            if step == steps - 1:
+                ends = number.to(tl.int64) * total + tl.sum(begins) + tl.cumsum(counts)
+                at = ends - counts
+                line = offsets_ptr + number.to(tl.int64) * (columns + 1) + column
+                tl.store(line, at, mask=column < columns)
+                tl.store(line + 1, ends, mask=column == columns - 1)
+        else:
+            entry = at[:, None] + tl.cumsum(here, 1) - 1
+            tl.store(indices_ptr + entry, tl.broadcast_to(row[None, :], (LINES, PLACES)), mask=found)
+            at += tl.sum(here, 1)
 
 
 @triton.jit
 def _block_pattern_kernel(
     seed_ptr, offsets_ptr, indices_ptr, offsets_t_ptr, indices_t_ptr, rows, columns, shift, lag, rest, spare, total,
-    PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, LONG: tl.constexpr, ROW_LINES: tl.constexpr,
-    ROW_PLACES: tl.constexpr, LINES: tl.constexpr, PLACES: tl.constexpr,
+    PATTERN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, LONG: tl.constexpr, LINES: tl.constexpr,
+    PLACES: tl.constexpr,
 ):  # fmt: skip
     """The tiles of columns of a list, which take longer, then its tiles of rows."""
     by_columns = tl.cdiv(columns, LINES)
-    tiles = by_columns + tl.cdiv(rows, ROW_LINES)
+    tiles = by_columns + tl.cdiv(rows, LINES)
     number = tl.program_id(0) // tiles
     tile = tl.program_id(0) - number * tiles
     word = _list_word(seed_ptr, number)
@@ -234,13 +232,16 @@ def _block_pattern_kernel(
         )  # fmt: skip
     else:
         _write_rows(
-            offsets_ptr, indices_ptr, number, (tile - by_columns) * ROW_LINES, word, rows, columns, shift, lag, rest,
-            spare, total, PATTERN, CAUSAL, WIDE, LONG, ROW_LINES, ROW_PLACES,
+            offsets_ptr, indices_ptr, number, (tile - by_columns) * LINES, word, rows, columns, shift, lag, rest,
+            spare, total, PATTERN, CAUSAL, WIDE, LONG, LINES, PLACES,
         )  # fmt: skip
 
 
+LINES = 8
+
+
 @register_kernel("block_pattern", backend="triton", rank=20)
-@optimize_kernel(num_warps=4)
+@optimize_kernel(num_warps=LINES)
 def block_pattern(
     seed: Tensor,
     pattern: str,
@@ -259,13 +260,13 @@ def block_pattern(
         torch.empty(1, lists, n + 1, dtype=torch.int32, device=seed.device) for n in (b.rows, b.columns)
     )
     indices, indices_t = (torch.empty(lists * b.total, dtype=torch.int32, device=seed.device) for _ in range(2))
-    row_lines, lines = 8, 8  # 40 KiB of code; with 256 places 80, which programs as short as these wait for
+    # a line of 32 places is a warp's: 16 KiB of code, for which programs as short as these wait; with 64 places 38
     launch(
-        _block_pattern_kernel, (lists * (cdiv(b.columns, lines) + cdiv(b.rows, row_lines)),),
+        _block_pattern_kernel, (lists * (cdiv(b.columns, LINES) + cdiv(b.rows, LINES)),),
         seed, offsets, indices, offsets_t, indices_t, b.rows, b.columns, b.shift, (keys - tokens) // block, b.rest,
         max(b.seen - b.least, 1), b.total, PATTERN=pattern, CAUSAL=causal,
         WIDE=b.columns > 1 << 15,  # numbers are multiplied by each other
         LONG=b.seen * max(b.rest, 2) >= 1 << 31,
-        ROW_LINES=row_lines, ROW_PLACES=64, LINES=lines, PLACES=64, **config,
+        LINES=LINES, PLACES=32, **config,
     )  # fmt: skip
     return offsets, indices, offsets_t, indices_t
