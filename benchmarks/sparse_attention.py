@@ -45,7 +45,7 @@ OPS = (
 PROCESSES = 8
 FEW = 3  # small cases of each op; the tests have all of them
 CAUSAL = Mask(causal=True)
-SHARES = ("64,128,4,3", "64,64,4,3", "128,64,8,2")  # block_m, block_n, warps, stages
+SHARES = ("64,64,4,3", "64,128,8,2", "128,64,8,2", "32,64,4,3")  # block_m, block_n, warps, stages
 
 
 def values() -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 
 LOG2_E = 1.4426950408889634
+MOST_SUMS = 128 << 20  # bytes of blocks' log-sum-exps, from which heads are served one after another
 
 
 @triton.jit
@@ -62,104 +63,85 @@ def _load_means(ptr, first, count, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK
 @triton.jit
 def _tile_scores(
     q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, RATIO: tl.constexpr,
+    CAUSAL: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """Scores in units of log 2. WHOLE: every key of the tile exists and is seen."""
+    """Scores in units of log 2, -inf where there is no key or it is not seen."""
     k = _load_means(k_ptr, first, keys, DIM, BLOCK_N, BLOCK_D)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if not WHOLE:
-        col = first + tl.arange(0, BLOCK_N)
-        seen = (col < keys)[None, :]
-        if CAUSAL:
-            seen = seen & (col[None, :] < (row[:, None] + 1) * RATIO)
-        score = tl.where(seen, score, float("-inf"))
-    return score
+    end = keys + row * 0
+    if CAUSAL:
+        end = tl.minimum(end, (row + 1) * RATIO)
+    col = first + tl.arange(0, BLOCK_N)
+    return tl.where(col[None, :] < end[:, None], score, float("-inf"))
 
 
 @triton.jit
 def _added(
-    top, total, q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, RATIO: tl.constexpr,
+    top, total, sums_ptr, q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, RATIO: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum and sum of rows with one more tile."""
-    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, WHOLE, RATIO)
-    new_top = tl.maximum(top, tl.max(score, 1))
-    total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(score - new_top[:, None]), 1)
+    """The running maximum and sum of rows with one more tile, whose blocks' log-sum-exps are stored."""
+    KB: tl.constexpr = BLOCK_N // SUB
+    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, RATIO)
+    score = tl.reshape(score, (row.shape[0], KB, SUB))
+    # a maximum for each block and not for the row: no lane waits for others than the few that have its block
+    most = tl.max(score, 2)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    block = base + tl.log2(tl.sum(tl.exp2(score - base[:, :, None]), 2))
+    tl.store(sums_ptr + (first // SUB + tl.arange(0, KB))[None, :], block)
+    new_top = tl.maximum(top, tl.max(block, 1))
+    total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(block - new_top[:, None]), 1)
     return new_top, total
 
 
 @triton.jit
-def _tile_shares(
-    lse, q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, RATIO: tl.constexpr, SUB: tl.constexpr, QB: tl.constexpr,
-    KB: tl.constexpr,
-):  # fmt: skip
-    """Sums of a tile's probabilities over pairs of blocks, [QB, KB]."""
-    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, WHOLE, RATIO)
-    p = tl.exp2(score - lse[:, None])
-    over = tl.sum(tl.reshape(p, (QB * (SUB // RATIO), KB, SUB)), 2)
-    return tl.sum(tl.reshape(over, (QB, SUB // RATIO, KB)), 1)
-
-
-@triton.jit
 def _block_shares_kernel(
-    q_ptr, k_ptr, out_ptr, tokens, keys, rows, columns, scale,
+    q_ptr, k_ptr, sums_ptr, out_ptr, tokens, keys, rows, columns, room, head_rows, first_head_row, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUB: tl.constexpr, RATIO: tl.constexpr, CAUSAL: tl.constexpr,
+    SUB: tl.constexpr, RATIO: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The shares of BLOCK_M means of queries of one head: their log-sum-exp first, then the blocks' sums. tokens, keys:
-    numbers of means, of which a block of keys has SUB, one of queries SUB / RATIO."""
+    """The shares of BLOCK_M means of queries of one head, from one walk over the keys, which leaves each block's
+    log-sum-exp in sums [head rows, tiles, BLOCK_M, room], and a second one over these. tokens, keys: numbers of means,
+    of which a block of keys has SUB, one of queries SUB / RATIO."""
     Q_SUB: tl.constexpr = SUB // RATIO
     QB: tl.constexpr = BLOCK_M // Q_SUB
-    KB: tl.constexpr = BLOCK_N // SUB
     tiles = tl.cdiv(tokens, BLOCK_M)
-    head_row = tl.program_id(0) // tiles
-    tile = tl.program_id(0) - head_row * tiles
+    # the longest tiles of all heads first
+    tile, head_row = tl.program_id(0) // head_rows, tl.program_id(0) % head_rows
     if CAUSAL:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile
+    sums_ptr += (head_row * tiles + tile).to(tl.int64) * BLOCK_M * room
+    head_row += first_head_row
     first_row = tile * BLOCK_M
-    row = first_row + tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, BLOCK_M)
+    row = first_row + lane
     q = _load_means(q_ptr + head_row.to(tl.int64) * tokens * DIM, first_row, tokens, DIM, BLOCK_M, BLOCK_D)
     k_ptr += (head_row // GROUP).to(tl.int64) * keys * DIM
-    end, whole = keys, keys // BLOCK_N * BLOCK_N
+    sums_ptr += lane[:, None] * room
+    end = keys
     if CAUSAL:
         end = tl.minimum(keys, (first_row + BLOCK_M) * RATIO)
-        whole = tl.minimum(whole, (first_row + 1) * RATIO // BLOCK_N * BLOCK_N)
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    for first in range(0, whole, BLOCK_N):
+    # the first key is seen by every row, so that no maximum stays -inf; the mask costs less than a second copy of the
+    # loop, for whose code programs as short as these would wait
+    for first in range(0, end, BLOCK_N):
         top, total = _added(
-            top, total, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, True, RATIO
-        )  # fmt: skip
-    # the first key is seen by every row, so that no maximum stays -inf
-    for first in range(whole, end, BLOCK_N):
-        top, total = _added(
-            top, total, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, False, RATIO
+            top, total, sums_ptr, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, RATIO, SUB
         )  # fmt: skip
     lse = tl.where(row < tokens, top + tl.log2(total), float("inf"))
+    tl.debug_barrier()  # other lanes read the sums than have written them
 
     block = tile * QB + tl.arange(0, QB)
     count = tl.maximum(tl.minimum(tokens - block * Q_SUB, Q_SUB), 1).to(tl.float32)[:, None]
     out_ptr += (head_row.to(tl.int64) * rows + block)[:, None] * columns
-    for first in range(0, whole, BLOCK_N):
-        share = _tile_shares(
-            lse, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, True, RATIO, SUB, QB, KB
-        )  # fmt: skip
-        column = first // SUB + tl.arange(0, KB)
+    for first in range(0, columns, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        sums = tl.load(sums_ptr + column[None, :], mask=(column * SUB < end)[None, :], other=float("-inf"))
+        share = tl.sum(tl.reshape(tl.exp2(sums - lse[:, None]), (QB, Q_SUB, COLUMNS)), 1)
         held = (block < rows)[:, None] & (column < columns)[None, :]
         tl.store(out_ptr + column[None, :], share / count, mask=held)
-    for first in range(whole, end, BLOCK_N):
-        share = _tile_shares(
-            lse, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, False, RATIO, SUB, QB, KB
-        )  # fmt: skip
-        column = first // SUB + tl.arange(0, KB)
-        held = (block < rows)[:, None] & (column < columns)[None, :]
-        tl.store(out_ptr + column[None, :], share / count, mask=held)
-    for first in range(tl.cdiv(end, BLOCK_N) * BLOCK_N, columns * SUB, BLOCK_N):
-        column = first // SUB + tl.arange(0, KB)
-        held = (block < rows)[:, None] & (column < columns)[None, :]
-        tl.store(out_ptr + column[None, :], tl.zeros((QB, KB), tl.float32), mask=held)
 
 
 def _reasons(call) -> list[str]:
@@ -222,7 +204,7 @@ def block_shares(
     *,
     config: SharesConfig,
 ) -> Tensor:
-    """One kernel for the means of q and k; one program for each tile of q's means of a head, twice over k's."""
+    """One kernel for the means of q and k; one program for each tile of q's means of a head."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     batch, heads, tokens, dim = q.shape
     kv_heads, keys, stretch = k.shape[1], k.shape[2], block // stretches
@@ -240,11 +222,17 @@ def block_shares(
             q, k, q_means, k_means, q.stride(), k.stride(), heads, kv_heads, tokens, keys, q_tiles,
             Q_STRETCH=q_stretch, STRIDE=query_stride, STRETCH=stretch, MEANS=16, num_warps=4, **dims,
         )  # fmt: skip
-        launch(
-            _block_shares_kernel, (cdiv(q_means.shape[2], config.block_m) * batch * heads,),
-            q_means, k_means, shares, q_means.shape[2], k_means.shape[2], *shape[2:],
-            LOG2_E * (dim**-0.5 if scale is None else scale), GROUP=heads // kv_heads,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, SUB=stretches, RATIO=q_stretch // stretch, CAUSAL=causal,
-            num_warps=config.num_warps, num_stages=config.num_stages, **dims,
-        )  # fmt: skip
+        head_rows, tiles = batch * heads, cdiv(q_means.shape[2], config.block_m)
+        room = cdiv(k_means.shape[2], config.block_n) * config.block_n // stretches
+        together = max(1, min(head_rows, MOST_SUMS // (4 * tiles * config.block_m * room)))
+        sums = torch.empty(together, tiles, config.block_m, room, dtype=torch.float32, device=q.device)
+        for first in range(0, head_rows, together):
+            several = min(together, head_rows - first)
+            launch(
+                _block_shares_kernel, (tiles * several,),
+                q_means, k_means, sums, shares, q_means.shape[2], k_means.shape[2], *shape[2:], room, several, first,
+                LOG2_E * (dim**-0.5 if scale is None else scale), GROUP=heads // kv_heads,
+                BLOCK_M=config.block_m, BLOCK_N=config.block_n, SUB=stretches, RATIO=q_stretch // stretch,
+                CAUSAL=causal, COLUMNS=32, num_warps=config.num_warps, num_stages=config.num_stages, **dims,
+            )  # fmt: skip
     return shares if heads == kv_heads else shares.unflatten(1, (kv_heads, -1)).mean(2)
