@@ -229,7 +229,7 @@ def _counted_lists_kernel(
             inside = (column < columns)[:, None] & (across < rows)[None, :]
             here = tl.load(place + across.to(tl.int64)[None, :] * strides[2], mask=inside, other=0)
             count += tl.sum(here.to(tl.int32), 1)
-        before = _entries_before(keep_ptr, tile * COLUMN_LINES, rows, strides[2], strides[3], 64, 64)
+        before = _entries_before(keep_ptr, tile * COLUMN_LINES, rows, strides[2], strides[3], 256, 64)
         end = base + before + tl.cumsum(count)
         _write_lines(
             keep_ptr, end - count, end, offsets_t_ptr, indices_t_ptr, entries, number, tile, tables * by_columns,
