@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tilesmith import ops
+from tilesmith import ops, use
 from tilesmith.attention import (
     AttentionConfig,
     AttentionPatterns,
@@ -23,6 +23,7 @@ from tilesmith.attention.budget import budget
 from tilesmith.attention.estimate import chosen_blocks
 from tilesmith.attention.indexer import indexer_loss
 from tilesmith.attention.patterns import CLOSED
+from tilesmith.engine.backends import interpreting
 from tilesmith.nn import RotaryEmbedding
 from tilesmith.ops.attn.mask import Mask
 
@@ -414,3 +415,21 @@ def test_a_needle_is_found_with_a_tenth_of_the_blocks():
     plan = budget(1024, 1024, 16, True, 0.9, CPU)
     window = AttentionConfig(32, 2, AttentionPatterns.SLIDING_WINDOW, window=16 * int(plan.counts.max()))
     assert _accuracy(like(create_attention(window))) < 0.5 * whole
+
+
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter")
+def test_shares_of_long_sequences_come_head_by_head(needs_triton, monkeypatch):
+    """Where the log-sum-exps of all heads would take too much memory."""
+    from tilesmith.ops.attn.triton import block_shares
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k = torch.randn(2, 4, 96, 32, device=device), torch.randn(2, 2, 96, 32, device=device)
+    wanted = block_shares_of(q, k, "reference")
+    for most in (1, 3 * 4 * 32 * 8 * 8):  # one head at a time, and some that do not divide all
+        monkeypatch.setattr(block_shares, "MOST_SUMS", most)
+        torch.testing.assert_close(block_shares_of(q, k, "triton"), wanted)
+
+
+def block_shares_of(q, k, backend):
+    with use(block_shares=backend):
+        return ops.block_shares(q, k, None, True, 16, 8)
