@@ -2,7 +2,7 @@
 
     python benchmarks/loss_curves.py results.json [--arm dense.delayed ...] [--seeds 3] [--processes 8] [--tiny]
 
-A dense decoder (Llama's form, 35 M parameters) and one of experts (Qwen3-MoE's form, 58 M) of transformers learn the
+A dense decoder (Llama's form, 24 M parameters) and one of experts (Qwen3-MoE's form, 57 M) of transformers learn the
 sources of Python's standard library byte by byte: fp32 weights, bf16 autocast, AdamW, the same batches for each arm of
 a seed. Arms: the model as it is (`reference`), `optimize` (`optimized`), and that converted to FP8 by each recipe;
 torchao's recipes where it is installed; `.spikes`: an infinity, a NaN and 1e6 among the embeddings of three batches,
@@ -41,6 +41,7 @@ class Size(NamedTuple):
 
     width: int
     layers: int
+    experts_layers: int
     heads: int
     inner: int
     experts: int
@@ -50,8 +51,8 @@ class Size(NamedTuple):
     tested: int
 
 
-LARGE = Size(512, 12, 8, 1408, 32, 512, 32, 300, 16)
-TINY = Size(64, 2, 2, 128, 4, 64, 4, 6, 2)
+LARGE = Size(512, 8, 6, 8, 1408, 32, 512, 16, 300, 16)
+TINY = Size(64, 2, 1, 2, 128, 4, 64, 4, 6, 2)
 FP8_SIZES = {"min_features": 32, "min_tokens": 32}
 
 
@@ -82,7 +83,7 @@ def built(kind: str, size: Size, seed: int) -> nn.Module:
     if kind == "experts":
         name = "Qwen3Moe"
         sizes |= {
-            "num_hidden_layers": size.layers // 2, "num_experts": size.experts, "num_experts_per_tok": 4,
+            "num_hidden_layers": size.experts_layers, "num_experts": size.experts, "num_experts_per_tok": 4,
             "moe_intermediate_size": size.inner // 8, "decoder_sparse_step": 1,
         }  # fmt: skip
     torch.manual_seed(seed)
