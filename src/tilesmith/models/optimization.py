@@ -19,6 +19,7 @@ from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
+from tilesmith.models.layers.biases import BiasRule
 from tilesmith.models.layers.experts import ExpertsRule
 from tilesmith.models.layers.gated_mlps import GatedMlpRule
 from tilesmith.models.layers.gated_norms import GatedNormRule
@@ -30,7 +31,8 @@ from tilesmith.models.layers.rotary import RotaryRule
 from tilesmith.models.layers.xielu import XieluRule
 from tilesmith.models.reach import effects
 
-# In this order: a fused residual looks for replaced norms, an activation for the MLP that computes it.
+# In this order: a fused residual looks for replaced norms, an activation for the MLP that computes it, the rule of
+# biases for output layers that the loss has taken.
 RULES: tuple[type[rewrite.Rule], ...] = (
     NormRule,
     GatedNormRule,
@@ -45,6 +47,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     InlineAttentionRule,
     SelectionRule,
     LossRule,
+    BiasRule,
     FunctionalRule,
 )
 
@@ -70,8 +73,8 @@ def optimize(
     Args:
         model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
         strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
-        only: the rules to use, of norm, add_norm, rope, mlp, experts, activation, attention, selection, loss and
-            functional (which replaces nothing: it reports calls of PyTorch's functions). All if None.
+        only: the rules to use, of norm, add_norm, rope, mlp, experts, activation, attention, selection, loss,
+            bias and functional (which replaces nothing: it reports calls of PyTorch's functions). All if None.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
         compile: "between" compiles the repeated blocks of the model, such as decoder layers, with torch.compile when

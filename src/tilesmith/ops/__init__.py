@@ -66,6 +66,7 @@ _FAMILIES = {
         "norm_linear",
         "norm_linear_vjp",
     ),
+    "tilesmith.ops.gemm.sums_op": ("column_sums",),
     "tilesmith.ops.loss.op": (
         "cross_entropy",
         "cross_entropy_vjp",

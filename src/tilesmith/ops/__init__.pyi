@@ -443,6 +443,18 @@ def block_shares(
     Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
     """
 
+def column_sums(x: Tensor, dtype: str = "") -> Tensor:
+    """The sum of x over all of its dims but the last: the gradient of a bias, from that of what it was added to.
+
+    Args:
+        x: [..., F], floating, any strides.
+        dtype: of the result, "float16", "bfloat16", "float32" or "float64"; "" is x's.
+
+    Summed in float32 (float64 where x or the result is float64), in a fixed order, and rounded once. Without rows the
+    sums are 0. Returns a contiguous [F]. Raises TypeError for an x that is not floating, ValueError for one without
+    dims and for another `dtype`.
+    """
+
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

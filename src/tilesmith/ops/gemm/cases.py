@@ -212,6 +212,36 @@ CASES: dict[str, list[Case]] = {
 }
 
 
+def _shared(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """One row, seen as many."""
+    return torch.randn(shape[-1], generator=generator, device=device).expand(*shape)
+
+
+CASES["column_sums"] = [
+    Case("small", {"x": T(6, 33)}, SMALL),
+    Case("three_dims", {"x": T(2, 5, 24)}, SMALL),
+    Case("one_dim", {"x": T(40)}, SMALL),
+    Case("one_column", {"x": T(70, 1)}, SMALL),
+    Case("strips", {"x": T(700, 40)}, SMALL),
+    Case("many_blocks", {"x": T(70, 1028)}, SMALL),
+    Case("strided", {"x": T(150, 40, layout="strided")}, SMALL),
+    Case("transposed", {"x": T(9, 12, layout="transposed")}, SMALL),
+    Case("part_of_a_projection", {"x": T(6, 16, init=_fused_projection)}, SMALL),
+    Case("no_rows", {"x": T(0, 16)}, SMALL),
+    Case("no_columns", {"x": T(4, 0)}, SMALL),
+    Case("to_fp32", {"x": T(30, 24), "dtype": "float32"}, SMALL),
+    Case("to_bf16", {"x": T(300, 24), "dtype": "bfloat16"}, SMALL),
+    Case("to_fp64", {"x": T(30, 24), "dtype": "float64"}, TEST),
+    Case("one_row_repeated", {"x": T(64, 40, init=_shared)}, TEST),
+    Case("far_apart", {"x": T(3, 40, init=_far_apart)}, BIG, BF16),
+    Case("tall", {"x": T(2**20, 64)}, BIG, BF16),
+    *(
+        Case(f"{rows}x{columns}", {"x": T(rows, columns)}, BENCH, BF16)
+        for rows, columns in ((16_384, 1024), (16_384, 4096), (12_608, 1024), (16_384, 3072), (8192, 50_304))
+    ),
+]
+
+
 def _size(*tensors: Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
@@ -255,6 +285,7 @@ flops = {
 }
 
 bytes_moved = {
+    "column_sums": lambda x: _size(x),
     "matmul": lambda a, b: _size(a, b) + _rows(a) * b.shape[1] * a.element_size(),
     "matmul_vjp": lambda dy, a, b, output_mask: _size(dy) + sum(2 * _size(t) for t, w in zip((a, b), output_mask) if w),
     "linear": _bytes_linear,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilesmith.engine import torch_private
 from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat
+from tilesmith.ops.gemm.sums_op import column_sums
 
 
 def near(x: Tensor) -> Tensor:
@@ -93,13 +94,13 @@ def gradients(
     if output_mask[1]:
         dweight = weight_gradient(dz, flat(x), weight.dtype)
     if output_mask[2]:
-        dbias = column_sums(dz).to(bias.dtype)
+        dbias = bias_gradient(dz, bias.dtype)
     return dx, dweight, dbias
 
 
-def column_sums(dz: Tensor) -> Tensor:
-    """The sum over rows, in fp32 at least."""
-    return dz.sum(0, dtype=torch.promote_types(dz.dtype, torch.float32))
+def bias_gradient(dz: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over rows, in fp32 at least, rounded once to `dtype`."""
+    return column_sums(dz, str(dtype)[6:])
 
 
 def weight_gradient(dz: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

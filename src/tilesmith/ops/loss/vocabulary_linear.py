@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.memory import computed_in
-from tilesmith.ops.gemm.products import add_weight_gradient, column_sums, product
+from tilesmith.ops.gemm.products import add_weight_gradient, bias_gradient, product
 from tilesmith.ops.loss import checks
 from tilesmith.ops.loss.chunked import cross_entropy as chunked
 from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads, undivided_token_grads
@@ -186,7 +186,7 @@ class Gradients:
         if self.mask[1]:
             add_weight_gradient(self.dweight, dlogits, self.x[tokens], first=False)
         if self.mask[2]:
-            self.dbias += column_sums(dlogits)
+            self.dbias += bias_gradient(dlogits, self.dbias.dtype)
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dx, dweight, dbias), empty where not wanted; the last two still in the dtype they are summed in."""

@@ -20,7 +20,7 @@ from tilesmith.ops.gemm import chunks
 from tilesmith.ops.gemm.arguments import linear_act_vjp_arguments
 from tilesmith.ops.gemm.products import (
     PreActivation,
-    column_sums,
+    bias_gradient,
     epilogue_tells,
     gradients,
     pre_activation,
@@ -480,7 +480,7 @@ def linear_vjp(
     if output_mask[1]:
         dweight = _gemm(dy.t(), flat(x), None, config, dtype=weight.dtype)[0]
     if output_mask[2]:
-        dbias = column_sums(dy).to(bias.dtype)
+        dbias = bias_gradient(dy, bias.dtype)
     return dx, dweight, dbias
 
 
