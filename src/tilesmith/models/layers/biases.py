@@ -6,7 +6,6 @@ over rows of that of the layer's output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,9 @@ LEAST = 2**22
 GPU waits for the host."""
 
 
+_PLAIN = (nn.Parameter, Tensor)
+
+
 class _BiasGradient(torch.autograd.Function):
     """An output that the bias is in already; the gradient of the bias is summed from the output's."""
 
@@ -43,28 +45,22 @@ class _BiasGradient(torch.autograd.Function):
         return dy, dbias, None
 
 
-def _linear(module: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x, module.weight, bias)
-
-
-def _turned(module: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
-    """With a weight [in, out], as transformers' Conv1D has it."""
-    y = torch.addmm(bias, x.view(-1, x.shape[-1]), module.weight)
-    return y.view(*x.shape[:-1], y.shape[-1])
+# Function.apply would first look for wrappers of torch.func, of which there are none where the layer is served
+_apply = super(torch.autograd.Function, _BiasGradient).apply
 
 
 def served(module: nn.Module, x: Tensor) -> bool:
     """Whether the gradient of this call's bias is worth the op. Compiled code has its own sum, and other kinds of
     tensors (DTensors, those of torch.func, fake ones) their own ways."""
-    bias, weight = module.bias, module.weight
-    if not torch.is_grad_enabled() or type(x) not in (Tensor, nn.Parameter) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) is not Tensor or not x.ndim:
         return False
-    if any(type(p) not in (Tensor, nn.Parameter) for p in (weight, bias)) or not bias.requires_grad:
+    parameters = module._parameters  # a replica of DataParallel has none
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if type(weight) not in _PLAIN or type(bias) not in _PLAIN or not bias.requires_grad:
         return False
-    if torch_private.functorch() is not None or not x.ndim:
+    if x.numel() * bias.shape[0] < LEAST * x.shape[-1] and not pinned(_OP):
         return False
-    many = x.numel() // max(1, x.shape[-1]) * bias.shape[0] >= LEAST
-    return bool(pinned(_OP)) or (many and reaches(_OP, x))
+    return reaches(_OP, x) and torch_private.functorch() is None
 
 
 @dataclass(frozen=True)
@@ -74,16 +70,25 @@ class BiasForm(Form):
     turned: bool
 
     def namespace(self, base: type) -> dict[str, Any]:
-        product: Callable[[nn.Module, Tensor, Tensor], Tensor] = _turned if self.turned else _linear
-
-        def computed(self: nn.Module, x: Tensor) -> Tensor:
-            if not served(self, x):
-                return base.forward(self, x)
-            return _BiasGradient.apply(product(self, x, self.bias.detach()), self.bias, self)
-
+        before = base.forward
         if self.turned:
-            return {"forward": lambda self, x: computed(self, x)}
-        return {"forward": lambda self, input: computed(self, input)}
+
+            def forward(self: nn.Module, x: Tensor) -> Tensor:
+                if not served(self, x):
+                    return before(self, x)
+                bias = self._parameters["bias"]
+                y = torch.addmm(bias.detach(), x.view(-1, x.shape[-1]), self._parameters["weight"])
+                return _apply(y.view(*x.shape[:-1], y.shape[-1]), bias, self)
+
+        else:
+
+            def forward(self: nn.Module, input: Tensor) -> Tensor:
+                if not served(self, input):
+                    return before(self, input)
+                bias = self._parameters["bias"]
+                return _apply(F.linear(input, self._parameters["weight"], bias.detach()), bias, self)
+
+        return {"forward": forward}
 
 
 class BiasRule(Rule):
