@@ -2,7 +2,8 @@
 
 A layer's own source is kept; only the addition and the call of the norm become one call. What counts is where the sum
 goes, not how that is spelled, and nothing is moved past a call that could write to the sum; so the rewritten forward is
-right for every argument that the layer takes, caches and masks included.
+right for every argument that the layer takes, caches and masks included. A dropout of what is added, right before the
+sum, becomes part of the same call.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.models.layers import dropouts
 from tilesmith.models.layers.norms import Norm, epsilon, is_norm, norm_of, op_of, servable, weight_of
-from tilesmith.models.reach import observed, ran
+from tilesmith.models.reach import observed, ran, reaches
 from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import (
     CannotRespell,
@@ -35,13 +38,22 @@ from tilesmith.rewrite import (
 
 _CALL = "_tilesmith_add_"
 _NORMED = "_tilesmith_normed_"
+_DROPOUT_OP = "dropout_add_norm"
 
 
-def add_norm(norm: Norm) -> Callable[[nn.Module, nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]:
+def add_norm(norm: Norm) -> Callable[..., tuple[Tensor, Tensor]]:
     """The function (holder, module, x, y) -> (module(x + y), x + y), in one op where `module`, or the first of an
-    `nn.Sequential`, is still this norm of ours and nothing observes it."""
+    `nn.Sequential`, is still this norm of ours and nothing observes it. With (…, dropout, which) x, or y where `which`
+    is 1, goes through `dropout` first."""
 
-    def added(holder: nn.Module, module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def added(
+        holder: nn.Module, module: nn.Module, x: Tensor, y: Tensor, dropout: Any = None, which: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        if dropout is not None:
+            found = dropped(holder, module, x, y, dropout, which)
+            if found is not None:
+                return found
+            x, y = (dropouts.applied(dropout, x), y) if which == 0 else (x, dropouts.applied(dropout, y))
         leads = type(module) is nn.Sequential
         first = module[0] if leads else module
         alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
@@ -61,18 +73,40 @@ def add_norm(norm: Norm) -> Callable[[nn.Module, nn.Module, Tensor, Tensor], tup
                 y = layer(y)
         return y, total
 
+    def dropped(
+        holder: nn.Module, module: nn.Module, x: Tensor, y: Tensor, dropout: Any, which: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """With the dropout in the op, where there is one to draw and the norm is plain; compiled code draws as before,
+        in a pass that it fuses."""
+        p = None if torch.compiler.is_compiling() else dropouts.probability(dropout)
+        alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
+        plain = norm.centred or (not norm.offset and norm.casting == "fp32")
+        if not p or not alike or not plain or not reaches(_DROPOUT_OP, x):
+            return None
+        if not is_norm(module, norm) or observed(module) or not servable(module, x, norm, added=True):
+            return None
+        if casting_child(module, x) is not None:
+            return None
+        given, residual = (x, y) if which == 0 else (y, x)
+        weight, bias = weight_of(module, norm), getattr(module, "bias", None) if norm.centred else None
+        kind, eps = "layer" if norm.centred else "rms", epsilon(module, x, norm)
+        ran(holder, _DROPOUT_OP)
+        return ops.dropout_add_norm(given, residual, weight, bias, p=p, kind=kind, eps=eps)
+
     return added
 
 
 @dataclass(frozen=True)
 class AddNormForm(Form):
-    """The same forward, with each addition that feeds one of the children `norms` fused into it."""
+    """The same forward, with each addition that feeds one of the children `norms` fused into it, and the dropouts of
+    what is added: those of the names `drops`."""
 
     norms: tuple[tuple[str, Norm], ...]
+    drops: tuple[str, ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
         calls = {_CALL + name: add_norm(norm) for name, norm in self.norms}
-        return {"forward": respelled_forward(base, calls, Fuser(tuple(dict(self.norms))).visit)}
+        return {"forward": respelled_forward(base, calls, _fuser(base, dict(self.norms), self.drops).visit)}
 
 
 class AddNormRule(Rule):
@@ -81,14 +115,14 @@ class AddNormRule(Rule):
     name = "add_norm"
 
     def __init__(self) -> None:
-        self._known: dict[tuple[type, tuple[tuple[str, Norm], ...]], Replace | Skip | None] = {}
+        self._known: dict[tuple[type, tuple[tuple[str, Norm], ...], tuple[str, ...]], Replace | Skip | None] = {}
 
     def match(self, site: Site) -> Replace | Skip | None:
         norms = {name: _leading_norm(child) for name, child in site.module.named_children()}
         norms = {name: norm for name, norm in norms.items() if norm is not None}
         if not norms or isinstance(site.module, nn.Sequential):
             return None
-        key = original_class(type(site.module)), tuple(norms.items())
+        key = original_class(type(site.module)), tuple(norms.items()), dropouts.active(site.module)
         if key not in self._known:
             self._known[key] = _decide(*key)
         return self._known[key]
@@ -99,10 +133,14 @@ def _leading_norm(child: nn.Module) -> Norm | None:
     return norm_of(child[0]) if type(child) is nn.Sequential and len(child) else norm_of(child)
 
 
-def _decide(cls: type, norms: tuple[tuple[str, Norm], ...]) -> Replace | Skip:
-    """What to do with a module of this class that holds these norms, given as (child, norm)."""
+def _fuser(cls: type, norms: Iterable[str], drops: tuple[str, ...]) -> Fuser:
+    return Fuser(tuple(norms), dropouts.Dropouts(inspect.unwrap(cls.forward), drops))
+
+
+def _decide(cls: type, norms: tuple[tuple[str, Norm], ...], drops: tuple[str, ...]) -> Replace | Skip:
+    """What to do with a module of this class that holds these norms, given as (child, norm), and these dropouts."""
     known = dict(norms)
-    fuser = Fuser(tuple(known))
+    fuser = _fuser(cls, known, drops)
     try:
         fuser.visit(parse(inspect.unwrap(cls.forward)))
         if fuser.fused:
@@ -113,23 +151,33 @@ def _decide(cls: type, norms: tuple[tuple[str, Norm], ...]) -> Replace | Skip:
         lost = dict.fromkeys(fuser.lost)
         return Skip("; ".join(lost)) if lost else Skip("no sum of its forward goes into a norm", wanted=False)
     fused = tuple(dict.fromkeys(fuser.fused))
-    used = tuple(dict.fromkeys("add_" + op_of(known[name]) for name in fused))
-    return Replace(
-        AddNormForm(tuple((name, known[name]) for name in fused)), used, f"a sum goes straight into {', '.join(fused)}"
-    )
+    used = ["add_" + op_of(known[name]) for name, dropping in zip(fuser.fused, fuser.dropping) if not dropping]
+    used += [_DROPOUT_OP] * any(fuser.dropping)
+    told = f"a sum goes straight into {', '.join(fused)}"
+    if any(fuser.dropping):
+        told += "; the dropout before it is drawn in the same op, from other random numbers than PyTorch's"
+    form = AddNormForm(tuple((name, known[name]) for name in fused), drops if any(fuser.dropping) else ())
+    return Replace(form, tuple(dict.fromkeys(used)), told)
 
 
 class Fuser(ast.NodeTransformer):
-    """Rewrites the syntax tree of a forward in place. fused: the norm of each fused place; lost: in words, each sum
-    that goes into a norm and could not be fused.
+    """Rewrites the syntax tree of a forward in place. fused: the norm of each fused place; dropping: whether a dropout
+    is fused there, too; lost: in words, each sum that goes into a norm and could not be fused.
 
     A sum is followed through the statements after it, to the first call of a norm that takes it: as a statement of its
     own, or anywhere inside one. An `if` on plain names between the two (GPT-2's optional cross-attention) takes the
     statements around it into both of its branches first.
     """
 
-    def __init__(self, norms: tuple[str, ...]):
-        self.norms, self.fused, self.lost = norms, [], []
+    def __init__(self, norms: tuple[str, ...], known: dropouts.Dropouts):
+        self.norms, self.known = norms, known
+        self.fused: list[str] = []
+        self.dropping: list[bool] = []
+        self.lost: list[str] = []
+
+    def _note(self, name: str, operands: dropouts.Sum) -> None:
+        self.fused.append(name)
+        self.dropping.append(operands.dropout is not None)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         for field in ("body", "orelse", "finalbody"):
@@ -144,26 +192,46 @@ class Fuser(ast.NodeTransformer):
             operands = _addition(node.args[0])
         if operands is None:
             return self.generic_visit(node)
-        self.fused.append(name)
+        return self._normed(name, self.known.within(operands), node)
+
+    def _normed(self, name: str, operands: dropouts.Sum, at: ast.AST) -> ast.expr:
+        """The norm of a sum, in place of `self.norm(x + y)`."""
+        self._note(name, operands)
         first = ast.Subscript(_call(name, operands), ast.Constant(0), ast.Load())
-        return ast.fix_missing_locations(ast.copy_location(first, node))
+        return ast.fix_missing_locations(ast.copy_location(first, at))
 
     def _block(self, block: list[ast.stmt]) -> list[ast.stmt]:
         made: list[ast.stmt] = []
         while block:
             total, value = _assignment(block[0])
             operands = _addition(value)
+            norm = self._norm_of(value)
+            before = made[-1] if made else None
             if total is not None and operands is not None:
                 block = self._branched(block, total)
-                if not isinstance(block[0], ast.If):
-                    block = self._fused(block, total, operands)
+                taken, count = self.known.before(before, operands, total), len(self.fused)
+                if isinstance(block[0], ast.If):
+                    if taken:  # the dropout goes with the sum into both branches
+                        block[0].body, block[0].orelse = (
+                            [copy.deepcopy(made[-1]), *branch] for branch in (block[0].body, block[0].orelse)
+                        )
+                        made.pop()
+                else:
+                    block = self._fused(block, total, taken or self.known.within(operands))
+                    if taken and len(self.fused) > count:
+                        made.pop()
+            elif norm is not None and total is not None and _addition(value.args[0]) is not None:
+                taken = self.known.before(before, _addition(value.args[0]), total)
+                if taken:
+                    block = [_Put(value, self._normed(norm, taken, value)).visit(block[0]), *block[1:]]
+                    made.pop()
             elif _in_place(block[0]) is not None:
                 self._follow(block, _in_place(block[0]), in_place=True)
             made.append(block[0])
             block = block[1:]
         return made
 
-    def _fused(self, block: list[ast.stmt], total: str, operands: tuple[ast.expr, ast.expr]) -> list[ast.stmt]:
+    def _fused(self, block: list[ast.stmt], total: str, operands: dropouts.Sum) -> list[ast.stmt]:
         """`s = x + y; ...; f(self.norm(s))` at the head of `block` with both in one call, if nothing speaks against."""
         found = self._follow(block, total)
         if found is None:
@@ -171,7 +239,7 @@ class Fuser(ast.NodeTransformer):
         at, use, aliases = found
         name = self._norm_of(use.call)
         call = _call(name, operands)
-        self.fused.append(name)
+        self._note(name, operands)
         result, value = _assignment(block[at])
         if value is use.call and len(aliases) == at:  # nothing but `r = s` in between
             return [*self._joined(call, result, aliases, block[at]), *block[at + 1 :]]
@@ -320,10 +388,13 @@ def _placed(statement: ast.stmt, at: ast.stmt) -> ast.stmt:
     return ast.fix_missing_locations(ast.copy_location(statement, at))
 
 
-def _call(name: str, operands: tuple[ast.expr, ast.expr]) -> ast.Call:
+def _call(name: str, operands: dropouts.Sum) -> ast.Call:
     holder = ast.Name("self", ast.Load())
     norm = ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
-    return ast.Call(ast.Name(_CALL + name, ast.Load()), [holder, norm, *operands], [])
+    given = [holder, norm, operands.left, operands.right]
+    if operands.dropout is not None:
+        given += [operands.dropout, ast.Constant(operands.which)]
+    return ast.Call(ast.Name(_CALL + name, ast.Load()), given, [])
 
 
 def _short(text: str) -> str:
