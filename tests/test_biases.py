@@ -214,3 +214,86 @@ def test_an_output_layer_without_logits_stays_lazy():
     assert ("cls.predictions.decoder", "bias") not in rows_of(model)
     output = model(**batch("bert"))
     assert type(output.logits) is tilesmith.models.layers.logits.LazyLogits
+
+
+class Feeding(nn.Module):
+    """A layer and its GELU, as models write them."""
+
+    def __init__(self, act=None):
+        super().__init__()
+        self.fc, self.act, self.out = nn.Linear(8, 12), act or nn.GELU(), nn.Linear(12, 8)
+
+
+class Stepwise(Feeding):
+    def forward(self, x):
+        x = self.fc(x)
+        x = self.act(x)
+        return self.out(x)
+
+
+class Nested(Feeding):
+    def forward(self, x):
+        return self.out(self.act(self.fc(x)))
+
+
+class Reread(Feeding):
+    """The layer's output is used again."""
+
+    def forward(self, x):
+        h = self.fc(x)
+        y = self.act(h)
+        return self.out(y + h)
+
+
+@pytest.fixture
+def gelu_everywhere(op_everywhere):
+    with use(gelu="reference", bias_gelu_vjp="reference"):
+        yield
+
+
+@pytest.mark.usefixtures("gelu_everywhere")
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("cls", [Stepwise, Nested, Reread])
+def test_the_pass_of_gelu_sums(cls, approximate):
+    torch.manual_seed(0)
+    plain, x = cls(act=nn.GELU(approximate)).double(), torch.randn(3, 40, 8, dtype=torch.float64)
+    model = optimize(copy.deepcopy(plain), strict=True)
+    with Calls() as calls:
+        found = _step(model, x)
+    fused = {"gelu": 1, "column_sums": 1, "bias_gelu_vjp": 1}
+    assert calls == ({"gelu": 1, "column_sums": 2, "gelu_vjp": 1} if cls is Reread else fused)
+    assert calls == model.tilesmith_report.calls() | ({"gelu_vjp": 1} if cls is Reread else {})
+    torch.testing.assert_close(found, _step(plain, x))
+    undo(model)
+    assert type(model) is cls
+    assert all(torch.equal(a, b) for a, b in zip(_step(model, x)[2].values(), _step(plain, x)[2].values()))
+
+
+@pytest.mark.usefixtures("gelu_everywhere")
+def test_who_watches_a_layer_or_freezes_it_gets_what_he_got():
+    torch.manual_seed(0)
+    plain, x = Stepwise().double(), torch.randn(40, 8, dtype=torch.float64)
+    wanted = _step(plain, x)
+    for change in (
+        lambda m: m.fc.register_forward_hook(lambda *_: None),
+        lambda m: m.act.register_full_backward_hook(lambda *_: None),
+        lambda m: setattr(m, "act", nn.GELU()),
+        lambda m: m.fc.bias.requires_grad_(False),
+    ):
+        model = optimize(copy.deepcopy(plain))
+        change(model)
+        with Calls() as calls:
+            y, dx, grads = _step(model, x)
+        assert "bias_gelu_vjp" not in calls
+        torch.testing.assert_close((y, dx), wanted[:2])
+        torch.testing.assert_close(
+            {n: g for n, g in grads.items() if g is not None},
+            {n: wanted[2][n] for n, g in grads.items() if g is not None},
+        )
+    model = optimize(copy.deepcopy(plain))
+    model.fc.weight.requires_grad_(False)
+    found = _step(model, x, lambda model, x: checkpoint(model, x.detach(), use_reentrant=False))
+    torch.testing.assert_close(found[2]["fc.bias"], wanted[2]["fc.bias"])
+    torch.testing.assert_close(_step(copy.deepcopy(model), x)[2]["out.weight"], wanted[2]["out.weight"])
+    compiled = torch.compile(optimize(copy.deepcopy(plain)), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(_step(compiled, x)[:2], wanted[:2])

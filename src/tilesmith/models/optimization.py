@@ -19,6 +19,7 @@ from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
+from tilesmith.models.layers.biased_activations import BiasedActivationRule
 from tilesmith.models.layers.biases import BiasRule
 from tilesmith.models.layers.experts import ExpertsRule
 from tilesmith.models.layers.gated_mlps import GatedMlpRule
@@ -48,6 +49,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     SelectionRule,
     LossRule,
     BiasRule,
+    BiasedActivationRule,
     FunctionalRule,
 )
 

@@ -63,6 +63,21 @@ def served(module: nn.Module, x: Tensor) -> bool:
     return reaches(_OP, x) and torch_private.functorch() is None
 
 
+def product(module: nn.Module, x: Tensor, bias: Tensor, turned: bool) -> Tensor:
+    """What the layer computes, with this bias."""
+    weight = module._parameters["weight"]
+    if not turned:
+        return F.linear(x, weight, bias)
+    y = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def summed(module: nn.Module, x: Tensor, turned: bool) -> Tensor:
+    """What the layer computes; the gradient of its bias by the op."""
+    bias = module._parameters["bias"]
+    return _apply(product(module, x, bias.detach(), turned), bias, module)
+
+
 @dataclass(frozen=True)
 class BiasForm(Form):
     """The same layer. turned: its weight is [in, out]."""
@@ -70,23 +85,16 @@ class BiasForm(Form):
     turned: bool
 
     def namespace(self, base: type) -> dict[str, Any]:
-        before = base.forward
-        if self.turned:
+        before, turned = base.forward, self.turned
+        if turned:
 
             def forward(self: nn.Module, x: Tensor) -> Tensor:
-                if not served(self, x):
-                    return before(self, x)
-                bias = self._parameters["bias"]
-                y = torch.addmm(bias.detach(), x.view(-1, x.shape[-1]), self._parameters["weight"])
-                return _apply(y.view(*x.shape[:-1], y.shape[-1]), bias, self)
+                return summed(self, x, turned) if served(self, x) else before(self, x)
 
         else:
 
             def forward(self: nn.Module, input: Tensor) -> Tensor:
-                if not served(self, input):
-                    return before(self, input)
-                bias = self._parameters["bias"]
-                return _apply(F.linear(input, self._parameters["weight"], bias.detach()), bias, self)
+                return summed(self, input, turned) if served(self, input) else before(self, input)
 
         return {"forward": forward}
 
