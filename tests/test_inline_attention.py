@@ -378,7 +378,33 @@ class SoftmaxElsewhere(nn.Module):
         return torch.matmul(self.weights(torch.matmul(q, k.mT)), v)
 
 
-def test_a_softmax_in_a_method_is_said():
-    model = optimize(nn.Sequential(SoftmaxElsewhere()))
+class Sharpened(SoftmaxElsewhere):
+    """Something else than a softmax."""
+
+    def weights(self, scores):
+        return nn.Softmax(dim=-1)(scores * 2)
+
+
+def test_a_softmax_in_a_method_is_followed():
+    torch.manual_seed(0)
+    plain = SoftmaxElsewhere().double()
+    model, x = optimize(nn.Sequential(copy.deepcopy(plain)), strict=True), torch.randn(2, 5, 8, dtype=torch.float64)
+    with Calls() as calls:
+        y = model(x)
+        y.square().sum().backward()
+    assert calls["attention"] == 1
+    plain(x).square().sum().backward()
+    torch.testing.assert_close([y, model[0].qkv.weight.grad], [plain(x), plain.qkv.weight.grad])
+    model[0].weights = lambda scores: torch.ones_like(scores)
+    with Calls() as calls:
+        assert not torch.allclose(model(x), y)
+    assert not calls
+    del model[0].weights
+    assert type(undo(model)[0]) is SoftmaxElsewhere and torch.equal(model(x), plain(x))
+
+
+def test_a_method_that_does_more_than_a_softmax_is_said():
+    model = optimize(nn.Sequential(Sharpened()))
     (row,) = [row for row in model.tilesmith_report.rows if row.rule == "attention"]
-    assert "its softmax stands in its method weights" in row.reason and not forms(model[0])
+    assert "its softmax stands in its method weights" in row.reason
+    assert not any(isinstance(form, InlineAttentionForm) for form in forms(model[0]))

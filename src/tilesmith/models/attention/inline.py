@@ -1,7 +1,8 @@
 """Attention that a module's forward spells out: softmax of a product of queries and keys, times the values.
 
 The forward keeps its source. The products that go into a softmax, found in its syntax tree, then give `Scores`, which
-follow what the forward does with them; so caches, masks and shapes are the module's own business as before.
+follow what the forward does with them; so caches, masks and shapes are the module's own business as before. A method of
+its own that computes a softmax (LayoutLMv3) is one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tilesmith.models.attention.modules import uses_interface
 from tilesmith.models.attention.scores import scores, scores_added
@@ -26,31 +28,43 @@ from tilesmith.rewrite import (
     Rule,
     Site,
     Skip,
+    Unlike,
     given,
     original_class,
     parse,
+    probe,
     respelled_forward,
 )
 
-_NAMES = {"_tilesmith_scores": scores, "_tilesmith_scores_added": scores_added}
+_SOFTMAX = "_tilesmith_softmax"
+_NAMES = {
+    "_tilesmith_scores": scores,
+    "_tilesmith_scores_added": scores_added,
+    _SOFTMAX: functools.partial(F.softmax, dim=-1),
+}
 _PRODUCTS = ("matmul", "bmm", "baddbmm")
 _VIEWS = ("view", "reshape", "transpose", "permute", "contiguous", "unflatten", "flatten")
 
 
 @dataclass(frozen=True)
 class InlineAttentionForm(Form):
-    """The same forward with scores that are followed; the old one where somebody asks for weights or watches."""
+    """The same forward with scores that are followed; the old one where somebody asks for weights or watches. methods:
+    names of the module's own that compute a softmax."""
+
+    methods: tuple[str, ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
         whole = base.forward
         names = list(inspect.signature(whole).parameters)[1:]
         place = names.index("output_attentions") if "output_attentions" in names else None
-        following = respelled_forward(base, _NAMES, _follow)
+        methods = self.methods
+        following = respelled_forward(base, _NAMES, functools.partial(_follow, methods=methods))
 
         @functools.wraps(whole)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             asked = given("output_attentions", place, args, kwargs)
-            if asked or torch.compiler.is_compiling() or observed(self):
+            changed = any(name in self.__dict__ for name in methods)
+            if asked or changed or torch.compiler.is_compiling() or observed(self):
                 return whole(self, *args, **kwargs)
             return following(self, *args, **kwargs)
 
@@ -72,7 +86,7 @@ class InlineAttentionRule(Rule):
             "its scores are followed from queries and keys to the values; where it does more with them than scale, "
             "bias, mask, softmax and dropout, they are computed; weights that it returns unasked, when they are read"
         )
-        return Replace(InlineAttentionForm(), ("attention",), told)
+        return Replace(InlineAttentionForm(softmax_methods(original_class(type(site.module)))), ("attention",), told)
 
 
 @functools.cache
@@ -82,7 +96,8 @@ def _verdict(cls: type) -> str | None:
     code = getattr(forward, "__code__", None)
     if code is None:
         return None
-    if not _names_softmax(code):
+    methods = softmax_methods(cls)
+    if not methods and not _names_softmax(code):
         behind = next((name for name in code.co_names if _names_softmax(_method(cls, name))), None)
         spelled = behind is not None and set(_PRODUCTS) & set(code.co_names)
         return f"its softmax stands in its method {behind}: scores are followed within one forward" if spelled else None
@@ -91,6 +106,7 @@ def _verdict(cls: type) -> str | None:
     except CannotRespell as reason:
         return str(reason) if set(_PRODUCTS) & set(code.co_names) else None
     try:
+        _SoftmaxMethods(methods).visit(tree)
         seeds = products(tree)
         if not seeds or not _reach_values(tree):
             return None
@@ -104,7 +120,7 @@ def _verdict(cls: type) -> str | None:
             return (
                 f"its forward writes to {', '.join(sorted(results))}, which attention keeps for its backward, in place"
             )
-        respelled_forward(cls, _NAMES, _follow)
+        respelled_forward(cls, _NAMES, functools.partial(_follow, methods=methods))
     except CannotRespell as reason:
         return str(reason)
     return ""
@@ -112,6 +128,45 @@ def _verdict(cls: type) -> str | None:
 
 def _names_softmax(code: Any) -> bool:
     return any(name.lower().endswith("softmax") for name in getattr(code, "co_names", ()))
+
+
+@functools.cache
+def softmax_methods(cls: type) -> tuple[str, ...]:
+    """The methods that the forward of a class names, that name a softmax, and that compute nothing but the softmax of
+    their one argument over its last dim, whatever the instance."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    named = (name for name in getattr(code, "co_names", ()) if _names_softmax(_method(cls, name)))
+    return tuple(name for name in named if _is_softmax(cls, name))
+
+
+def _is_softmax(cls: type, name: str) -> bool:
+    method, nobody = getattr(cls, name), object.__new__(cls)  # without attributes: what reads one raises
+    for scale in (1.0, 5.0):
+        x = probe.wave(2, 3, 7, scale=scale)
+        x[..., 4], x[..., 5] = float("-inf"), torch.finfo(x.dtype).min / 2
+        before = x.clone()
+        try:
+            found = probe.call(method, nobody, x)
+        except Unlike:
+            return False
+        if not torch.equal(x, before) or probe.disagreement(found, F.softmax(x, -1)) > 1e-5:
+            return False
+    return True
+
+
+class _SoftmaxMethods(ast.NodeTransformer):
+    """Calls of softmax in the place of `self.name(x)` of these names."""
+
+    def __init__(self, names: tuple[str, ...]):
+        self.names = names
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        of = node.func
+        own = isinstance(of, ast.Attribute) and isinstance(of.value, ast.Name) and of.value.id == "self"
+        if own and of.attr in self.names and len(node.args) == 1 and not node.keywords:
+            node.func = ast.copy_location(ast.Name(_SOFTMAX, ast.Load()), of)
+        return node
 
 
 def _method(cls: type, name: str) -> Any:
@@ -280,7 +335,8 @@ def _same_storage(node: ast.AST) -> Iterator[ast.AST]:
         yield from _same_storage(child)
 
 
-def _follow(tree: ast.FunctionDef) -> None:
+def _follow(tree: ast.FunctionDef, methods: tuple[str, ...]) -> None:
+    _SoftmaxMethods(methods).visit(tree)
     _out_of_place(tree)
     _Follow(products(tree)).visit(tree)
 
