@@ -105,6 +105,8 @@ def check_products(mesh):
         spots = (place, rest, rest, same, same)
         y = _compare(mesh, ops.norm_linear, (x, weight, bias, norm, norm), spots, kind="layer")[0]
         assert y.placements == (Shard(0) if place == Shard(0) else Shard(2),)
+    for place, sums in ((Shard(0), Partial()), (Shard(1), Partial()), (Shard(2), Shard(0)), (same, same)):
+        assert _compare(mesh, ops.column_sums, (x,), (place,))[0].placements == (sums,)
     other = weight.t().contiguous()
     assert _compare(mesh, ops.matmul, (x, other), (Shard(0), same))[0].placements == (Shard(0),)
     assert _compare(mesh, ops.matmul, (x, other), (Shard(2), Shard(0)))[0].placements == (Partial(),)
