@@ -257,7 +257,7 @@ def _rules(config: FusionConfig, levels: Collection[OptimizationLevel]) -> list[
     found: list[rewrite.Rule] = []
     # norms that a rotation takes have to be recognised first; by themselves they are not of every strategy
     found += [NormRule()] if "norm" in names else [HeadNormRule()] if "rope:norm" in names else []
-    found += [AddNormRule()] if "add_norm" in names else []
+    found += [AddNormRule(drops=False)] if "add_norm" in names else []
     found += [RotaryRule(norms="rope:norm" in names)] if "rope" in names else []
     found += [GatedMlpRule(recompute=config.enable_memory_optimization)] if "mlp" in names else []
     parts = [name.partition(":")[2] for name in names if name.startswith("layer:")]

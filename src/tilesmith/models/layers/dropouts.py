@@ -8,10 +8,16 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesmith.models.reach import observed
+from tilesmith import ops
+from tilesmith.models.layers.norms import Norm, epsilon, is_norm, servable, weight_of
+from tilesmith.models.reach import observed, ran, reaches
+from tilesmith.nn.norm import casting_child
+
+OP = "dropout_add_norm"
 
 
 class Sum(NamedTuple):
@@ -97,6 +103,29 @@ def probability(dropout: Any) -> float | None:
 def applied(dropout: Any, x: Tensor) -> Tensor:
     """What source made of x."""
     return F.dropout(x, p=dropout[0], training=dropout[1]) if type(dropout) is tuple else dropout(x)
+
+
+def alike(x: Any, y: Any) -> bool:
+    """Whether these are tensors of one shape and dtype."""
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
+
+
+def with_norm(
+    norm: Norm, holder: nn.Module, module: nn.Module, operands: tuple[Tensor, Tensor], dropout: Any, which: int
+) -> tuple[Tensor, Tensor] | None:
+    """(module(total), total) of the sum of two operands, of which one is dropped from, in one op; None where there is
+    nothing to drop, or no op for it. Compiled code draws as before, in a pass that it fuses."""
+    p = None if torch.compiler.is_compiling() else probability(dropout)
+    plain = norm.centred or (not norm.offset and norm.casting == "fp32")
+    if not p or not plain or not alike(*operands) or not reaches(OP, operands[0]) or not is_norm(module, norm):
+        return None
+    x, residual = operands[which], operands[1 - which]
+    if observed(module) or not servable(module, x, norm, added=True) or casting_child(module, x) is not None:
+        return None
+    weight, bias = weight_of(module, norm), getattr(module, "bias", None) if norm.centred else None
+    kind, eps = "layer" if norm.centred else "rms", epsilon(module, x, norm)
+    ran(holder, OP)
+    return ops.dropout_add_norm(x, residual, weight, bias, p=p, kind=kind, eps=eps)
 
 
 def _with(operands: tuple[ast.expr, ast.expr], which: int, of: ast.expr) -> tuple[ast.expr, ast.expr]:

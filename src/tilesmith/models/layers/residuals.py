@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.models.layers import dropouts
 from tilesmith.models.layers.norms import Norm, epsilon, is_norm, norm_of, op_of, servable, weight_of
-from tilesmith.models.reach import observed, ran, reaches
+from tilesmith.models.reach import observed, ran
 from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import (
     CannotRespell,
@@ -38,7 +37,6 @@ from tilesmith.rewrite import (
 
 _CALL = "_tilesmith_add_"
 _NORMED = "_tilesmith_normed_"
-_DROPOUT_OP = "dropout_add_norm"
 
 
 def add_norm(norm: Norm) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -50,15 +48,14 @@ def add_norm(norm: Norm) -> Callable[..., tuple[Tensor, Tensor]]:
         holder: nn.Module, module: nn.Module, x: Tensor, y: Tensor, dropout: Any = None, which: int = 0
     ) -> tuple[Tensor, Tensor]:
         if dropout is not None:
-            found = dropped(holder, module, x, y, dropout, which)
+            found = dropouts.with_norm(norm, holder, module, (x, y), dropout, which)
             if found is not None:
                 return found
             x, y = (dropouts.applied(dropout, x), y) if which == 0 else (x, dropouts.applied(dropout, y))
         leads = type(module) is nn.Sequential
         first = module[0] if leads else module
-        alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
         fits = is_norm(first, norm) and not observed(first) and not (leads and observed(module))
-        if not (alike and fits and servable(first, x, norm, added=True)):
+        if not (dropouts.alike(x, y) and fits and servable(first, x, norm, added=True)):
             total = x + y
             return module(total), total
         weight, eps = weight_of(first, norm), epsilon(first, x, norm)
@@ -72,26 +69,6 @@ def add_norm(norm: Norm) -> Callable[..., tuple[Tensor, Tensor]]:
             for layer in list(module)[1:]:
                 y = layer(y)
         return y, total
-
-    def dropped(
-        holder: nn.Module, module: nn.Module, x: Tensor, y: Tensor, dropout: Any, which: int
-    ) -> tuple[Tensor, Tensor] | None:
-        """With the dropout in the op, where there is one to draw and the norm is plain; compiled code draws as before,
-        in a pass that it fuses."""
-        p = None if torch.compiler.is_compiling() else dropouts.probability(dropout)
-        alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
-        plain = norm.centred or (not norm.offset and norm.casting == "fp32")
-        if not p or not alike or not plain or not reaches(_DROPOUT_OP, x):
-            return None
-        if not is_norm(module, norm) or observed(module) or not servable(module, x, norm, added=True):
-            return None
-        if casting_child(module, x) is not None:
-            return None
-        given, residual = (x, y) if which == 0 else (y, x)
-        weight, bias = weight_of(module, norm), getattr(module, "bias", None) if norm.centred else None
-        kind, eps = "layer" if norm.centred else "rms", epsilon(module, x, norm)
-        ran(holder, _DROPOUT_OP)
-        return ops.dropout_add_norm(given, residual, weight, bias, p=p, kind=kind, eps=eps)
 
     return added
 
@@ -110,11 +87,13 @@ class AddNormForm(Form):
 
 
 class AddNormRule(Rule):
-    """Modules whose forward adds two tensors and hands the sum to a child that the norm rule has replaced."""
+    """Modules whose forward adds two tensors and hands the sum to a child that the norm rule has replaced. drops: also
+    dropouts of what is added, which then draw other random numbers."""
 
     name = "add_norm"
 
-    def __init__(self) -> None:
+    def __init__(self, drops: bool = True) -> None:
+        self.drops = drops
         self._known: dict[tuple[type, tuple[tuple[str, Norm], ...], tuple[str, ...]], Replace | Skip | None] = {}
 
     def match(self, site: Site) -> Replace | Skip | None:
@@ -122,7 +101,11 @@ class AddNormRule(Rule):
         norms = {name: norm for name, norm in norms.items() if norm is not None}
         if not norms or isinstance(site.module, nn.Sequential):
             return None
-        key = original_class(type(site.module)), tuple(norms.items()), dropouts.active(site.module)
+        key = (
+            original_class(type(site.module)),
+            tuple(norms.items()),
+            dropouts.active(site.module) if self.drops else (),
+        )
         if key not in self._known:
             self._known[key] = _decide(*key)
         return self._known[key]
@@ -152,7 +135,7 @@ def _decide(cls: type, norms: tuple[tuple[str, Norm], ...], drops: tuple[str, ..
         return Skip("; ".join(lost)) if lost else Skip("no sum of its forward goes into a norm", wanted=False)
     fused = tuple(dict.fromkeys(fuser.fused))
     used = ["add_" + op_of(known[name]) for name, dropping in zip(fuser.fused, fuser.dropping) if not dropping]
-    used += [_DROPOUT_OP] * any(fuser.dropping)
+    used += [dropouts.OP] * any(fuser.dropping)
     told = f"a sum goes straight into {', '.join(fused)}"
     if any(fuser.dropping):
         told += "; the dropout before it is drawn in the same op, from other random numbers than PyTorch's"
