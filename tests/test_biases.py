@@ -177,10 +177,12 @@ def test_compiled_layers_copies_and_pickles():
 
 def test_who_is_left_alone_and_why():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), Scaled(8, 8), Doubled(8, 8), nn.LayerNorm(8), nn.Conv1d(8, 8, 1))
+    model.append(nn.Linear(1, biases.MOST + 1))
     optimize(model, only="bias", strict=True)
     rows = rows_of(model)
     assert {key: row.reason for key, row in rows.items() if key[1] == "bias"} == {
-        ("1", "bias"): "test_biases's Scaled has a forward of its own"
+        ("1", "bias"): "test_biases's Scaled has a forward of its own",
+        ("5", "bias"): "it has more than 16,384 outputs, of which PyTorch's sum is as fast",
     }
     assert not model.tilesmith_report.replaced
 

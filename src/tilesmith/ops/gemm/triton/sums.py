@@ -53,7 +53,8 @@ class SumConfig(NamedTuple):
 
 def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> SumConfig:
     # Four 16-byte accesses a thread, and as many ahead, of whole 128-byte lines; programs as many as are resident at
-    # once. Narrow tiles leave few partial rows. Not measured.
+    # once. Narrow tiles leave few partial rows. H200, cold L2: 16.4 µs at 16,384 x 1,024 and 39.3 at 16,384 x 4,096, so
+    # 4.4 TB/s beside 8.7 µs for two launches, which 512 x 1,024 takes too; docs/log/elementwise.md has all sizes.
     return SumConfig(32, 256 // dtype.itemsize, 4, 4 * max(1, arch.sms))
 
 
