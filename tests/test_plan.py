@@ -140,6 +140,38 @@ def test_head_dims_that_differ_have_hopper_kernels():
         assert "-> hopper" in told and "made of 128 and 64" in told
 
 
+def test_head_dims_above_256_have_tiles_of_64_queries():
+    for s in _shapes(300, 9):
+        if s.packed or s.lists or s.dropout:
+            continue
+        (step,) = forward(s._replace(dim=512, value_dim=264)).steps
+        assert step.kernel == "attention_fwd_wide_kernel" and step.shared_memory <= SM90.shared_memory
+        assert step.ctas == min(SM90.sms, s.rows * step.numbers["blocks"]) and step.numbers["blocks"] == -(
+            -s.tokens // 64
+        )
+        assert {name: step.tensors[f"{name}_desc"].columns for name in "qkv"} == {"q": 256, "k": 128, "v": 256}
+
+
+@pytest.mark.parametrize(
+    ("dims", "given", "reason"),
+    [
+        ((512, 128), {}, "both from 264 to 512"),
+        ((260, 260), {}, "the head dims are 260 and 260"),
+        ((520, 520), {}, "the head dims are 520 and 520"),
+        ((512, 512), {"dropout_p": 0.1}, "nothing is dropped"),
+        ((512, 512), {"cu_seqlens_q": (0, 9, 64)}, "no packed documents"),
+    ],
+)
+def test_other_calls_above_256_are_refused_in_words(dims, given, reason):
+    q, k, v = (torch.empty(1, 2, 64, d, dtype=torch.bfloat16) for d in (dims[0], *dims))
+    if "cu_seqlens_q" in given:
+        lengths = torch.tensor(given["cu_seqlens_q"], dtype=torch.int32)
+        given = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
+    told = str(tilesmith.explain("attention", q, k, v, **given, arch="sm90"))
+    assert "-> hopper" not in told
+    assert reason in next(line for line in told.splitlines() if line.startswith("  not hopper:"))
+
+
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_parts_of_groups_are_kv_heads_with_tiles_of_their_own(dim):
     divided = Counter()

@@ -330,6 +330,13 @@ ATTENTION = [
     Case("d192_tiles", _attend(1, 4, 4, 300, 700, 192, causal=True, window_left=200), GPU, HALF),
     Case("d512_tiles", _attend(1, 4, 2, 300, 520, 512, init=_tokens_first, causal=True), GPU, HALF),
     Case("d320_tiles", _attend(1, 2, 2, 200, 130, 320, window_left=70, window_right=33), GPU, HALF),
+    Case("d512_whole_tiles", _attend(2, 4, 1, 256, 384, 512), GPU, HALF),
+    Case("d512_more_queries", _attend(1, 4, 2, 300, 130, 512, causal=True, sinks=True), GPU, HALF),
+    Case("d264_tiles", _attend(2, 4, 2, 333, 517, 264, causal=True), GPU, HALF),
+    Case("d384_512_tiles", _attend(1, 4, 1, 257, 257, 384, 512, causal=True, deterministic=True), GPU, HALF),
+    Case("d512_288_window", _attend(1, 2, 2, 900, 900, 512, 288, causal=True, window_left=100), GPU, HALF),
+    Case("d512_softcap", _attend(1, 2, 2, 300, 300, 512, causal=True, softcap=9.0), GPU, HALF),
+    Case("d512_many", _attend(1, 40, 8, 700, 700, 512, init=_tokens_first, causal=True), GPU, HALF),
     Case("d256_more_queries", _attend(2, 4, 2, 300, 130, 256, causal=True, sinks=True), GPU, HALF),
     Case("d256_packed", _attend(
         1, 4, 2, 700, 700, 256, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
@@ -430,7 +437,7 @@ ATTENTION = [
     ),
     *(
         Case(f"d512_{tokens // 1024}k_causal", _train(1, tokens, 8, 512, kv_heads=2, causal=True), BENCH, HALF)
-        for tokens in (4096, 16384)
+        for tokens in (4096, 8192, 16384)
     ),
     Case("llama_4k", _train(2, 4096, 32, 128, kv_heads=8, causal=True), BENCH, HALF),
     Case("llama_window_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, window_left=4096), BENCH, HALF),

@@ -30,6 +30,21 @@ def wrong_dims(call) -> list[str]:
     return reasons
 
 
+def wide_reasons(call) -> list[str]:
+    """Why the forward kernel for head dims above 256 cannot serve a call."""
+    reasons = []
+    if any(cols % 8 or not 256 < cols <= 512 for cols in (call.q.cols, call.v.cols)):
+        reasons.append(
+            f"the head dims are {call.q.cols} and {call.v.cols}; "
+            "multiples of 8 from 64 to 256, or both from 264 to 512, are served"
+        )
+    if call.cu_seqlens_q is not None:
+        reasons.append("cu_seqlens_q: with head dims above 256 no packed documents are walked")
+    if call.block_offsets is not None:
+        reasons.append("block_offsets: with head dims above 256 no block lists are walked")
+    return reasons
+
+
 def reasons_for_all(call) -> list[str]:
     """Why no Hopper kernel can serve a call."""
     reasons = []

@@ -8,6 +8,7 @@ from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.execute import execute
 from tilesmith.ops.attn.hopper.block_tables import list_tiles_kernel
 from tilesmith.ops.attn.hopper.forward import attention_fwd_kernel
+from tilesmith.ops.attn.hopper.forward_wide import attention_fwd_wide_kernel
 from tilesmith.ops.attn.hopper.launch import (
     all_keys,
     call_tensors,
@@ -16,6 +17,7 @@ from tilesmith.ops.attn.hopper.launch import (
     list_reasons,
     outputs,
     reasons_for_all,
+    wide_reasons,
     wrong_dims,
 )
 from tilesmith.ops.attn.hopper.packed import query_tiles_kernel
@@ -29,6 +31,7 @@ KERNELS = {
     "query_tiles_kernel": query_tiles_kernel,
     "list_tiles_kernel": list_tiles_kernel,
     "attention_fwd_kernel": attention_fwd_kernel,
+    "attention_fwd_wide_kernel": attention_fwd_wide_kernel,
     "attention_fwd_stream_k_kernel": attention_fwd_stream_k_kernel,
     "attention_window_kernel": attention_window_kernel,
 }
@@ -36,7 +39,8 @@ KERNELS = {
 
 def rejects(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention."""
-    reasons = reasons_for_all(call) + all_keys(call) + wrong_dims(call) + dropout_reasons(call)
+    wide = wide_reasons(call) if max(call.q.cols, call.v.cols) > 256 else wrong_dims(call)
+    reasons = reasons_for_all(call) + all_keys(call) + wide + dropout_reasons(call)
     return reasons + (list_reasons(call, 128, 64) if call.block_offsets is not None else [])
 
 

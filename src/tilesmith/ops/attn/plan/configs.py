@@ -10,7 +10,8 @@ class HopperConfig(NamedTuple):
     q_stages: query tiles in flight. v_stages: value tiles in flight where they are not as many as key tiles.
     Where block_n is 0, the tiles are those of `tables.NARROW_TILES` that have as many consumers, or, for 0 consumers,
     those for which a model of the schedule predicts the least time.
-    Windows of up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper.window`)."""
+    Windows of up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper.window`). Above
+    head dim 256 there is one tile, with as many stages as there is room for (`hopper.forward_wide`)."""
 
     consumers: int
     block_n: int

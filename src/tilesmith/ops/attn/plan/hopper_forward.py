@@ -15,6 +15,7 @@ from tilesmith.ops.attn.schedule import NEAR, run_of, seen_steps, stream_k_ctas,
 
 CHUNK = 16  # tiles that a CTA of the kernels that make tables finds places for at once
 TABLE_SPAN = 256
+WIDE_STAGES = 5  # tiles of 64 keys and 128 columns, as many as shared memory holds beside queries and values
 WINDOW_RUNS = (1, 2, 4, 8, 16, 32, 64)
 NO_KEYS = "no query sees a key: nothing is launched"
 
@@ -152,6 +153,8 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
     window, wide = window_of(s), max(columns(s.dim), columns(s.value_dim))
     if is_narrow(s, window, wide) and not s.dropout:
         return _narrow(s, arch, config, window)
+    if wide > 256:
+        return _wide(s, arch, window)
     reasons = []
     if not config.block_n and not s.lists:
         config, why = _narrow_tiles(s, window, arch, config)
@@ -324,6 +327,35 @@ def _narrow(s: Shape, arch: Any, config: HopperConfig, window: Window) -> Plan:
         reasons=(
             f"a window of {window.left + window.right + 1} keys: all keys of a tile of 128 queries are loaded at once",
             f"a CTA makes {run} neighbouring tiles, so that few keys are loaded twice and no SM idles at the end",
+        ),
+    )  # fmt: skip
+
+
+def _wide(s: Shape, arch: Any, window: Window) -> Plan:
+    """Head dims above 256: the columns of a result are halved between two consumers."""
+    blocks = cdiv(s.tokens, 64)
+    tiles = blocks * s.rows
+    ctas = min(arch.sms, tiles)
+    alike = not (window.hides_left or window.hides_right)
+    together = heads_together(s, arch.l2, alike)
+    constants = {
+        "LEFT": window.hides_left, "RIGHT": window.hides_right, "WHOLE": alike and s.keys % 64 == 0,
+        "DYNAMIC": ctas < tiles, "STAGES": WIDE_STAGES, "SOFTCAP": s.softcap, "num_warps": 4,
+    }  # fmt: skip
+    step = Step(
+        "attention_fwd_wide_kernel", (ctas,),
+        {"q_desc": Tile("q", 64, columns=256), "k_desc": Tile("k", 64, columns=128),
+         "v_desc": Tile("v", 64, columns=256), "out_desc": Tile("out", 64, columns=256), "lse_ptr": "lse",
+         "sinks_ptr": "sinks", "counter": Counter() if ctas < tiles else None, "inner": "inner", "scale": "outer"},
+        {"tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": blocks, "rows": s.rows, "section": together,
+         "left": window.left, "right": window.right, "group": s.group},
+        constants, smem.forward_wide(constants, s.q_bytes),
+    )  # fmt: skip
+    return Plan(
+        "attention", "hopper", (step,), (64, 64), WIDE_STAGES, 2, _walk_reason(together, s, alike), q_bytes=s.q_bytes,
+        reasons=(
+            _walk_reason(together, s, alike),
+            "tiles of 64 queries and 64 keys: 256 columns of a result fill the registers of a consumer",
         ),
     )  # fmt: skip
 

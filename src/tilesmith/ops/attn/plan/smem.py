@@ -19,6 +19,11 @@ def forward(c: Mapping[str, Any], item: int, counted: bool = True) -> int:
     return (queries + out + c["BN"] * (wide * stages + c["DV"] * values)) * item + _rest(counted)
 
 
+def forward_wide(c: Mapping[str, Any], item: int) -> int:
+    """Of `attention_fwd_wide_kernel`: queries, values, parts of keys, two boxes of powers and of their rows."""
+    return 64 * (2 * 512 + 128 * c["STAGES"] + 2 * 64) * item + 6 * 64 * 4 + _rest(False)
+
+
 def backward(block_q: int, wide: int, stages: int, item: int) -> int:
     """Of `attention_dkv_kernel`: queries and dout, a tile of keys and of values, two ds, room for four parts of dq."""
     streamed = 2 * stages * block_q * wide

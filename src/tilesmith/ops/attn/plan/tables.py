@@ -99,6 +99,7 @@ HOPPER_FORWARD = (
         {"dim": (129, 192), "value_dim": (None, 128)}, HopperConfig(2, 128, 2),
         "192 and 128 columns, 16 heads causal, 2k / 4k / 8k / 16k: 493 / 646 / 746 / 768 (cuDNN 324 / 465 / 572 / 626)",
     ),
+    Row({"wide": (257, None)}, HopperConfig(2, 64, 5)),
     Row({"wide": (129, None)}, HopperConfig(2, 64, 2)),
     Row(
         {"dropout": True}, HopperConfig(2, 128, 2, v_stages=3),
