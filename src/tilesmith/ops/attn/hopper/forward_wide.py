@@ -1,11 +1,12 @@
 """Device kernel of attention's forward on Hopper for head dims above 256, in Gluon.
 
 A CTA owns 64 queries, and each of two consumers (warpgroups) holds 256 of the 512 columns of their result in 128
-registers of a thread; the consumers make the scores of every other block of 64 keys, in turn, and give the powers to
-each other through shared memory, so that one takes powers while the other's products run. By count a block has 2,048
-cycles of products and takes shared memory for about 2,700 (1,024 for the scores' operands, 640 for the values and
-powers, 1,024 for what TMA writes), which bounds it at 76 % of the products' peak. Keys are loaded in parts of 128
-columns, each given back when its product is made, since there is no room for two tiles of keys, nor of values.
+registers of a thread. The consumers make the scores of every other block of 64 keys, in turn, and give the
+probabilities to each other through shared memory, so that one exponentiates while the other's products run. By count a
+block has 2,048 cycles of products and takes shared memory for about 2,700 (1,024 for the scores' operands, 640 for the
+values and probabilities, 1,024 for what TMA writes), which bounds it at 76 % of the products' peak. Keys are loaded in
+parts of 128 columns, each given back when its product is made, since there is no room for two tiles of keys, nor of
+values.
 """
 
 from tilesmith.device.gluon.shim import (
@@ -27,7 +28,7 @@ from tilesmith.device.gluon.shim import (
 from tilesmith.ops.attn.hopper.softmax import NOTHING, apply_mask, finish_softmax, tanh
 from tilesmith.ops.attn.hopper.walk import Walk, ring_place, tile_queue
 
-POWERS = gl.constexpr(8)  # the named barrier of the first consumer's powers; the second's follows
+PROBABILITIES = gl.constexpr(8)  # the named barrier of the first consumer's probabilities; the second's follows
 SUMS = gl.constexpr(10)
 PARTS = gl.constexpr(4)  # of a tile of keys, 128 columns each
 
@@ -82,28 +83,28 @@ def _load_values(parts, v_desc):
 
 @gluon.jit
 def _ask_others(C: gl.constexpr, parts, boxes, number, acc, total):
-    """Ask for the product of the other consumer's powers of block `number`. Returns it, the row sums in its units, and
-    its row maxima."""
+    """Ask for the product of the other consumer's probabilities of block `number`. Returns it, the row sums in its
+    units, and its row maxima."""
     walk, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
-    powers, tops, decays, sums = boxes
+    probabilities, tops, decays, sums = boxes
     ROW: gl.constexpr = total.type.layout
-    named_barrier("sync", POWERS + 1 - C)
+    named_barrier("sync", PROBABILITIES + 1 - C)
     decay = decays.index(1 - C).load(ROW)
     top = tops.index(1 - C).load(ROW)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     mbarrier_wait(v_full.index(C), number & 1)
-    made = wgmma(powers.index(1 - C), v.index(C).reshape([64, 256]), acc, use_acc=True, is_async=True)
+    made = wgmma(probabilities.index(1 - C), v.index(C).reshape([64, 256]), acc, use_acc=True, is_async=True)
     return made, total * decay, top
 
 
 @gluon.jit
 def _own_block(C: gl.constexpr, parts, boxes, k_desc, number, first, queries, acc, total, top, inner, scale,
                FIRST: gl.constexpr, EDGE: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip
-    """A block of keys of this consumer's: its scores beside the product of the other one's powers of the block before,
-    then its powers and their product. number: of the block, of all that the CTA meets. FIRST: there is no block before.
-    EDGE: some queries do not see all of the keys."""
+    """A block of keys of this consumer's: its scores beside the product of the other one's probabilities of the block
+    before, then its probabilities and their product. number: of the block, of all that the CTA meets. FIRST: there is
+    no block before. EDGE: some queries do not see all of the keys."""
     walk, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
-    powers, tops, decays, sums = boxes
+    probabilities, tops, decays, sums = boxes
     dtype: gl.constexpr = q.dtype
     ACC: gl.constexpr = acc.type.layout
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -136,15 +137,15 @@ def _own_block(C: gl.constexpr, parts, boxes, k_desc, number, first, queries, ac
     decay = gl.exp2(top - base)
     total = total * decay + gl.sum(p, 1)
     if not FIRST:
-        # also tells the other consumer, with this one's powers, that its own are read
+        # also tells the other consumer, with this one's probabilities, that its own are read
         acc = wgmma_wait(0, deps=[acc])
         mbarrier_arrive(v_empty.index(C))
     p = p.to(dtype)
-    powers.index(C).store(p)
+    probabilities.index(C).store(p)
     tops.index(C).store(new_top)
     decays.index(C).store(decay)
     fence_async()
-    named_barrier("arrive", POWERS + C)
+    named_barrier("arrive", PROBABILITIES + C)
     operand = gl.convert_layout(p, gl.DotOperandLayout(0, ACC, 2))
     if not FIRST:
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, ACC))[:, None]
@@ -158,7 +159,7 @@ def _own_block(C: gl.constexpr, parts, boxes, k_desc, number, first, queries, ac
 @gluon.jit
 def _consume(C: gl.constexpr, parts, boxes, k_desc, out_desc, lse_ptr, sinks_ptr, inner, scale, SOFTCAP: gl.constexpr):
     walk, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
-    powers, tops, decays, sums = boxes
+    probabilities, tops, decays, sums = boxes
     dtype: gl.constexpr = q.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -242,7 +243,7 @@ def attention_fwd_wide_kernel(
     q = smem_tiles(2, q_desc)
     k = smem_tiles(STAGES, k_desc)
     v = smem_tiles(2, v_desc)
-    powers = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
+    probabilities = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
     tops = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
     decays = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
     sums = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
@@ -255,7 +256,7 @@ def attention_fwd_wide_kernel(
     v_empty = mbarriers(2, 1)
     fence_async()
     parts = (walk, queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    boxes = (powers, tops, decays, sums)
+    boxes = (probabilities, tops, decays, sums)
     gl.warp_specialize(
         [
             (_consume, (0, parts, boxes, k_desc, out_desc, lse_ptr, sinks_ptr, inner, scale, SOFTCAP)),
