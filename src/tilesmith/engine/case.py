@@ -21,7 +21,8 @@ class T:
 
     shape: its sizes. dtype: None means the dtype of the run. grad: whether a floating tensor asks for a gradient.
     layout: "contiguous"; "strided": every dim is a slice of a longer one, last stride 1; "transposed": the last two
-    dims are swapped in memory. init: "normal", or a function (generator, shape, device) -> Tensor.
+    dims are swapped in memory. init: "normal", or a function (generator, shape, device) -> Tensor. columns_of: the name
+    of an argument before this one, of which this is a view: its first columns.
     """
 
     shape: tuple[int, ...]
@@ -29,11 +30,15 @@ class T:
     grad: bool
     layout: str
     init: str | Callable[[torch.Generator, tuple[int, ...], torch.device], Tensor]
+    columns_of: str | None
 
-    def __init__(self, *shape: int, dtype=None, grad=True, layout="contiguous", init="normal"):
+    def __init__(
+        self, *shape: int, dtype=None, grad=True, layout="contiguous", init="normal", columns_of: str | None = None
+    ):
         if layout not in ("contiguous", "strided", "transposed"):
             raise ValueError(f"layout must be contiguous, strided or transposed, got {layout!r}")
-        for name, value in (("shape", shape), ("dtype", dtype), ("grad", grad), ("layout", layout), ("init", init)):
+        given = {"shape": shape, "dtype": dtype, "grad": grad, "layout": layout, "init": init, "columns_of": columns_of}
+        for name, value in given.items():
             object.__setattr__(self, name, value)
 
     def build(self, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -81,10 +86,13 @@ class Case:
 
     def build(self, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
         """Keyword arguments for the op. Tensors are leaves that ask for gradients where T says so."""
-        return {
-            name: value.build(device, dtype, generator) if isinstance(value, T) else value
-            for name, value in self.args.items()
-        }
+        built: dict[str, Any] = {}
+        for name, value in self.args.items():
+            if isinstance(value, T) and value.columns_of is not None:
+                built[name] = built[value.columns_of][..., : value.shape[-1]]
+            else:
+                built[name] = value.build(device, dtype, generator) if isinstance(value, T) else value
+        return built
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """A generator seeded by the case's name, so that every run sees the same numbers."""

@@ -18,6 +18,7 @@ from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.metadata import describer
 from tilesmith.ops.attn import checks, reference, sharding
+from tilesmith.ops.attn.latent import values_in_keys
 from tilesmith.ops.attn.mask import Mask, Score
 
 
@@ -49,7 +50,8 @@ def _describer(op_name: str, function):
     cached: whether keys are at least four times the queries, as a cache's are. factors: of how many tokens the factors
     of q, k and v are: 0 none are given, -1 all, 1 or 128. across: whether the keys of a column of v lie side by side.
     aligned: whether S - T is a multiple of 128. pairs: kv heads of all batch rows, at most 1024. room: of kv_lengths of
-    several batch rows the keys there is room for, rounded up to a power of two, else 0.
+    several batch rows the keys there is room for, rounded up to a power of two, else 0. shared: whether v is the first
+    columns of k, in memory.
     Lengths of documents are left out: they differ from step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
@@ -57,7 +59,8 @@ def _describer(op_name: str, function):
     skipped = [parameters.index(name) for name in ("max_seqlen_q", "max_seqlen_k")]
     at_q, at_k, at_pages, at_cap = (parameters.index(name) for name in ("q", "k", "page_table", "softcap"))
     at_v, at_q_scale, at_lengths = (parameters.index(name) for name in ("v", "q_scale", "kv_lengths"))
-    more = ("arch", "rows", "filled", "page_size", "capped", "cached", "factors", "across", "aligned", "pairs", "room")
+    more = ("arch", "rows", "filled", "page_size", "capped", "cached", "factors", "across", "aligned", "pairs", "room",
+            "shared")  # fmt: skip
     kind = namedtuple(f"{op_name}_call", [*parameters, *more])
 
     def describe(*args: Any) -> Any:
@@ -81,7 +84,8 @@ def _describer(op_name: str, function):
         pairs = min(1024, q.shape[0] * k.shape[1])
         several = args[at_lengths] is not None and q.shape[0] > 1
         room = 1 << max(k.shape[2] - 1, 0).bit_length() if several else 0
-        return kind(*found, rows, filled, page_size, capped, cached, factors, v.stride(2) == 1, aligned, pairs, room)
+        across, shared = v.stride(2) == 1, values_in_keys(k, v)
+        return kind(*found, rows, filled, page_size, capped, cached, factors, across, aligned, pairs, room, shared)
 
     return describe
 

@@ -102,11 +102,12 @@ def _decode(
     scales: tuple[int, ...] = (),
     starts: tuple[int, ...] = (),
     mask: tuple[int, ...] = (),
+    latent: bool = False,
     **options,
 ) -> dict:
     """Arguments of one call. keys: of a row; with a page size, a multiple of it. num_pages: by default one to spare.
     small: an 8-bit dtype of the cache, scales: the shape of its factors. starts: of the rows, left of which is padding.
-    mask: the shape of a bool mask."""
+    mask: the shape of a bool mask. latent: values are the first columns of the keys, in memory."""
     pages = keys // page_size if page_size else 0
     rows, slots = (num_pages or batch * pages + 1, page_size) if page_size else (batch, keys)
     kind = {"grad": False, "layout": layout}
@@ -116,7 +117,7 @@ def _decode(
     args = {
         "q": T(batch, heads, tokens, dim, **kind),
         "k": T(rows, kv_heads, slots, dim, **cache),
-        "v": T(rows, kv_heads, slots, dim_v or dim, **cache),
+        "v": T(rows, kv_heads, slots, dim_v or dim, **cache, columns_of="k" if latent else None),
     }
     for name in ("k_scale", "v_scale") if scales else ():
         args[name] = T(*scales, dtype=torch.float32, grad=False, init=_factors)
@@ -212,6 +213,26 @@ CASES: list[Case] = [
     Case("decode_80_rows_of_1_head", _decode(1, 40, 2, 1, 64, 1500, lengths=(1400,)), frozenset({"test", "compile"})),
     Case("decode_80_rows_in_pages", _decode(2, 40, 2, 1, 64, 176, lengths=(171, 33), page_size=16), SMALL),
     Case("decode_160_rows", _decode(1, 40, 4, 1, 64, 170, window_left=60, sinks=True), SMALL),
+    Case("decode_latent", _decode(2, 2, 20, 1, 24, 70, dim_v=16, latent=True, lengths=(70, 33)), SMALL),
+    Case("decode_latent_beside", _decode(1, 1, 6, 1, 40, 70, dim_v=32), SMALL),
+    Case(
+        "decode_latent_pages",
+        _decode(2, 1, 6, 1, 40, 64, dim_v=24, latent=True, lengths=(61, 9), page_size=16, layout="strided"),
+        SMALL,
+    ),
+    Case("decode_latent_groups", _decode(2, 3, 8, 2, 48, 70, dim_v=32, latent=True, sinks=True, window_left=40), SMALL),
+    Case("decode_latent_tree", _decode(1, 5, 4, 1, 24, 50, dim_v=16, latent=True, mask=(1, 1, 5, 50)), SMALL),
+    Case(
+        "decode_latent_e4m3",
+        _decode(2, 1, 4, 1, 40, 50, dim_v=32, latent=True, small=E4M3, scales=(1, 1, 1), lengths=(50, 12)),
+        SMALL,
+    ),
+    Case(
+        "decode_576",
+        _decode(2, 1, 16, 1, 576, 130, dim_v=512, latent=True, lengths=(130, 71)),
+        frozenset({"test", "compile"}),
+    ),
+    Case("decode_576_beside", _decode(1, 2, 16, 1, 576, 100, dim_v=512), frozenset({"test", "compile"})),
     Case("decode_no_keys", _decode(2, 2, 4, 2, 16, 0), SMALL),
     Case("decode_no_rows", _decode(0, 1, 4, 2, 16, 20), SMALL),
     Case("decode_no_rows_of_pages", _decode(0, 1, 4, 2, 16, 20, page_size=4), SMALL),

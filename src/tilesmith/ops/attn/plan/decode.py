@@ -10,7 +10,7 @@ from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import ClusterConfig, SplitConfig, SplitKvConfig
 from tilesmith.ops.attn.plan.hopper_forward import NO_KEYS
 from tilesmith.ops.attn.plan.model import Buffer, Plan, Step, Tile, same
-from tilesmith.ops.attn.plan.shape import Shape, columns, window_of
+from tilesmith.ops.attn.plan.shape import Shape, columns, key_tiles, window_of
 from tilesmith.ops.attn.plan.tables import CLUSTER_BLOCKS, CLUSTERS, FEW_ROWS
 from tilesmith.ops.attn.schedule import splits_of
 
@@ -211,18 +211,19 @@ def triton_split(s: Shape, arch: Any, config: SplitConfig, factors: Factors = PL
     if s.rows * s.tokens == 0:
         return Plan("attention", "triton_split", reasons=("there is no query: nothing is launched",))
     tiles, kv_rows = cdiv(s.group * s.tokens, config.block_m), s.batch * s.kv_heads
+    block_d, rest, shared = key_tiles(s.dim, s.value_dim, s.shared)
     seen = s.keys
     if s.window_left >= 0:
         seen = min(s.keys, min(s.tokens, config.block_m // s.group + 1) + s.window_left)
     splits = splits_of(
         kv_rows * tiles, cdiv(seen, config.block_n), max(1, arch.sms) * config.per_sm,
-        8 * config.block_m * s.value_dim / (config.block_n * (s.dim + s.value_dim) * s.kv_bytes),
+        8 * config.block_m * s.value_dim / (config.block_n * (s.dim + (0 if shared else s.value_dim)) * s.kv_bytes),
     )  # fmt: skip
     several = splits > 1
     chained = config.chained and several
     constants = {
         "GROUP": s.group, "DIM": s.dim, "DIM_V": s.value_dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "BLOCK_D": next_power_of_2(max(16, s.dim)), "BLOCK_DV": next_power_of_2(max(16, s.value_dim)),
+        "BLOCK_D": block_d, "BLOCK_DV": next_power_of_2(max(16, s.value_dim)), "KEY_REST": rest, "SHARED": shared,
         "LEFT": 0 <= s.window_left < s.keys, "RIGHT": 0 <= s.window_right < s.tokens - 1, "SOFTCAP": s.softcap,
         "UNIT": factors.unit, "K_SCALES": factors.k, "V_SCALES": factors.v,
         "WIDENED": config.widened and factors.small_values and s.q_bytes == 2,
@@ -246,5 +247,8 @@ def triton_split(s: Shape, arch: Any, config: SplitConfig, factors: Factors = PL
         "attention", "triton_split", (step, *([combine(s, splits, chained)] if several else [])),
         (config.block_m, config.block_n), config.num_stages, 0, "tiles of the same keys are neighbours", "split-KV",
         splits, True, parts_scratch(s, splits, "float32"), q_bytes=s.q_bytes,
-        reasons=(f"{kv_rows * tiles} tiles of {config.block_m} rows, pairs of a token and a head: {splits} splits",),
+        reasons=(
+            f"{kv_rows * tiles} tiles of {config.block_m} rows, pairs of a token and a head: {splits} splits",
+            *(("values are the first columns of the keys and are not loaded",) if shared else ()),
+        ),
     )  # fmt: skip

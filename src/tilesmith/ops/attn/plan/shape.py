@@ -9,6 +9,7 @@ from torch import Tensor
 from tilesmith.device.dropout import parts_dropout_flags
 from tilesmith.engine.launcher import next_power_of_2
 from tilesmith.ops.attn import reference
+from tilesmith.ops.attn.latent import values_in_keys
 
 
 class Shape(NamedTuple):
@@ -21,6 +22,7 @@ class Shape(NamedTuple):
     lists by keys, which a gradient walks, and of which list_entries is the room. page: slots of a page, 0 without
     pages; row_pages: pages of a batch row. bias: its shape. tma: which of q, k, v and dout TMA reads as they lie.
     wants: which of dq, dk, dv, dbias, dsinks are asked for. gradients_fp32: dq, dk and dv are fp32, not rounded.
+    wants: which of dq, dk, dv, dbias, dsinks are asked for. shared: v is the first columns of k, in memory.
     """
 
     batch: int
@@ -61,6 +63,7 @@ class Shape(NamedTuple):
     wants: tuple[bool, ...] = (True, True, True, False, False)
     list_entries: int = 0
     gradients_fp32: bool = False
+    shared: bool = False
 
     @property
     def group(self) -> int:
@@ -103,6 +106,14 @@ def column_parts(dim: int) -> tuple[int, int]:
     return (128, 64) if 128 < dim <= 192 else (columns(dim), 0)
 
 
+def key_tiles(dim: int, value_dim: int, shared: bool) -> tuple[int, int, bool]:
+    """Columns of Triton's tile of keys, columns of a second one behind it (or 0), and whether values are of the first.
+    shared: values are the first columns of the keys, in memory."""
+    block = min(512, next_power_of_2(max(16, value_dim if shared else dim)))
+    rest = next_power_of_2(max(16, dim - block)) if dim > block else 0
+    return block, rest, shared
+
+
 def is_narrow(s: Shape, window: Window, wide: int) -> bool:
     """Whether a window is so narrow that the keys of a tile are all there at once. wide: columns of the widest tile."""
     return window.hides_left and window.hides_right and window.left + window.right <= 128 >= wide and not s.packed
@@ -126,6 +137,7 @@ def shape_of(call: Any, tma: tuple[bool, ...] = (True, True, True, True)) -> Sha
         call.prefix_lengths is not None, call.alibi is not None, tma,
         (*getattr(call, "output_mask", (True, True, True, False, False)),), _list_entries(call),
         getattr(call, "gradients_fp32", False),
+        values_in_keys(k, v),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tilesmith.engine.launcher import next_power_of_2
 from tilesmith.ops.attn.plan.configs import AttentionConfig, AttentionVjpConfig, SplitConfig
+from tilesmith.ops.attn.plan.shape import key_tiles
 
 
 def has_bulk_copies(arch: Any, dtype: torch.dtype) -> bool:
@@ -135,6 +136,8 @@ def default_split(dims, arch, dtype) -> SplitConfig:
     block_m, block_d = max(16, next_power_of_2(dims["rows"])), next_power_of_2(max(16, dims["dim"]))
     if arch.kind not in ("cuda", "hip", "xpu"):
         return SplitConfig(16, 16, 8, 4, 1)  # the interpreter: small tensors, which are to be split all the same
+    if block_d > 256:
+        return _default_wide_split(dims, arch, dtype)
     # H200, bf16, 64/8 heads of 128, TB/s of keys and values at 1 x 8k / 1 x 128k / 32 x 8k: 1 token 2.1 / 4.2 / 4.5,
     # 8 tokens 1.7 / 4.2 / 4.4, 16 tokens 1.3 / 3.5 / 3.8. A combining kernel that is there already saves 1 us.
     chained = arch.kind == "cuda" and arch.capability[0] >= 9
@@ -159,20 +162,39 @@ def default_split(dims, arch, dtype) -> SplitConfig:
     else:
         config = SplitConfig(block_m, 128, 2, 4, 2) if large else SplitConfig(block_m, 128, 1, 8, 3)
     small = chained and dims["bytes"] == 1
-    return _fit_split(config._replace(chained=chained, widened=arch.kind == "cuda"), block_d, arch, dtype, small)
+    config = config._replace(chained=chained, widened=arch.kind == "cuda")
+    return _fit_split(config, block_d, 2 * block_d, arch, dtype, small)
 
 
-def _fit_split(config: SplitConfig, block_d: int, arch, dtype, small: bool) -> SplitConfig:
-    """The configuration made small enough for the device's shared memory. small: keys and values wait in 8 bits."""
+def _default_wide_split(dims, arch, dtype) -> SplitConfig:
+    """Head dims above 256: a tile of 64 rows has its sums in the registers of two warpgroups."""
+    shared, hopper = dims["shared"] > 1, arch.kind == "cuda" and arch.capability[0] == 9
+    wide, rest, _ = key_tiles(dims["dim"], dims["value_dim"], shared)
+    loaded = wide + rest + (0 if shared else next_power_of_2(dims["value_dim"]))
+    if dtype == torch.float32:
+        config = SplitConfig(16, 16, 1, 8, 2)
+    elif hopper and dims["rows"] > 16:
+        config = SplitConfig(64, 64 if shared else 32, 1, 8, 2, peel=False)
+    else:
+        config = SplitConfig(16, 64 if hopper else 32, 1, 8, 3 if hopper else 2, peel=False)
+    chained = arch.kind == "cuda" and arch.capability[0] >= 9
+    config = config._replace(chained=chained, widened=arch.kind == "cuda")
+    return _fit_split(config, wide + rest, loaded, arch, dtype, False)
+
+
+def _fit_split(config: SplitConfig, columns: int, loaded: int, arch, dtype, small: bool) -> SplitConfig:
+    """The configuration made small enough for the device's shared memory. columns: of a tile of queries. loaded: of
+    those of keys and of values. small: keys and values wait in 8 bits."""
     room = arch.shared_memory or 49_152
     grouped = arch.kind == "cuda" and arch.capability[0] >= 9 and config.block_m >= 64 and dtype.itemsize == 2
 
     def needed(c: SplitConfig) -> int:
         # Warp-group products read tiles where they lie until they are done: one more in flight, but no copy of p.
-        keys = 2 * c.block_n * (c.num_stages if grouped else c.num_stages - 1)
+        keys = loaded * c.block_n * (c.num_stages if grouped else c.num_stages - 1)
         if small and not grouped:
-            keys = keys // dtype.itemsize + c.block_n  # and a tile of values that were widened
-        return c.per_sm * ((keys + c.block_m) * block_d + (0 if grouped else c.block_m * c.block_n)) * dtype.itemsize
+            keys = keys // dtype.itemsize + columns * c.block_n  # and a tile of values that were widened
+        rows = c.block_m * columns + (0 if grouped else c.block_m * c.block_n)
+        return c.per_sm * (keys + rows) * dtype.itemsize
 
     while needed(config) > room and config.block_n > 16:
         if config.per_sm > 1:

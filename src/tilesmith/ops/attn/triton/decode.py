@@ -41,17 +41,19 @@ def _skip(step, gap, gap_size, MASKED: tl.constexpr):
 
 @triton.jit
 def _walk(
-    acc, total, top, q, lo, hi, gap, gap_size, begin, end, row_begin, row_end, mask_rows, row_document,
+    acc, total, top, q, q_rest, lo, hi, gap, gap_size, begin, end, row_begin, row_end, mask_rows, row_document,
     k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
     mask_ptr, mask_slot, documents_ptr, pages_ptr, score_scale, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
+    KEY_REST: tl.constexpr, SHARED: tl.constexpr, PAGE_SIZE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PRODUCT: tl.constexpr, WIDENED: tl.constexpr,
     MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over slots. MASKED: some row does not see some of them, and [lo, hi) has a gap cut out of it.
     K_SCALES, V_SCALES: each slot has a factor of its own. PRODUCT: the dtype in which values are multiplied.
-    WIDENED: 8 bits become its 16 where they were loaded."""
+    WIDENED: 8 bits become its 16 where they were loaded. KEY_REST: of the tile of key columns behind the first BLOCK_D,
+    or 0. SHARED: values are the first columns of the keys, of whose tile the product takes them."""
+    HEAD: tl.constexpr = BLOCK_D if KEY_REST > 0 else DIM
     PLAIN: tl.constexpr = k_scale_ptr is None and not SOFTCAP
     SPARSE: tl.constexpr = mask_ptr is not None or documents_ptr is not None
     # Steps begin at multiples of BLOCK_N. Where a page holds all slots of a step, its number is one for the CTA.
@@ -90,10 +92,14 @@ def _walk(
             slot = columns.to(tl.int64)
             k_rows = k_ptr + tl.cast(first, tl.int64) * k_slot * UNIT + (slots.to(tl.int64) * k_slot * UNIT)[:, None]
             v_rows = v_ptr + tl.cast(first, tl.int64) * v_slot * UNIT + (slots.to(tl.int64) * v_slot * UNIT)[:, None]
-        k = _load(k_rows, features, held, DIM, BLOCK_D, MASKED)
-        if STAGES == 1:  # both loads at once, where nothing is loaded ahead
+        k = _load(k_rows, features, held, HEAD, BLOCK_D, MASKED)
+        if KEY_REST > 0:
+            k_rest = _load(k_rows + BLOCK_D, tl.arange(0, KEY_REST)[None, :], held, DIM - BLOCK_D, KEY_REST, MASKED)
+        if STAGES == 1 and not SHARED:  # both loads at once, where nothing is loaded ahead
             v = _load(v_rows, features_v, held, DIM_V, BLOCK_DV, MASKED)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if KEY_REST > 0:
+            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee")
         if not PLAIN:
             scores *= score_scale
         if K_SCALES:
@@ -126,7 +132,9 @@ def _walk(
         if V_SCALES:
             at = page * v_scale_strides[0] + slot * v_scale_strides[2]
             weights *= tl.load(v_scale_ptr + at, mask=held, other=0.0).to(tl.float32)[None, :]
-        if STAGES > 1:
+        if SHARED:
+            v = k
+        elif STAGES > 1:
             v = _load(v_rows, features_v, held, DIM_V, BLOCK_DV, MASKED)
         if SPARSE and MASKED:  # a slot that no row sees may hold NaN
             v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, tl.zeros_like(v))
@@ -160,15 +168,15 @@ def _attention_split_kernel(
     mask_ptr, mask_strides, q_documents_ptr, k_documents_ptr, sinks_ptr, lengths_ptr, pages_ptr, pages_row,
     scale, softcap, slots, tokens, kv_heads, tiles, splits, window_left, window_right,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEY_REST: tl.constexpr, SHARED: tl.constexpr, PAGE_SIZE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, WIDENED: tl.constexpr, PEEL: tl.constexpr, STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """CTA (batch row, kv head, split, tile): a tile of rows, which are pairs (token, query head of that kv head),
     over a share of the keys. Writes a normalised result and its lse. Strides of q, k and v count UNIT elements. PEEL:
-    slots that every row sees are walked apart, without masks. CHAINED: the next kernel may start and wait. WIDENED:
-    as in `_walk`."""
+    slots that every row sees are walked apart, without masks. CHAINED: the next kernel may start and wait. WIDENED,
+    KEY_REST, SHARED: as in `_walk`."""
     # Tiles of the same keys are neighbours, so that one of them finds the keys in the L2 cache.
     tile = tl.program_id(0) % tiles
     split = tl.program_id(0) // tiles % splits
@@ -213,6 +221,10 @@ def _attention_split_kernel(
     features = tl.arange(0, BLOCK_D)[None, :]
     q_at = batch * q_row + query_head * q_head + token.to(tl.int64) * q_token
     q = tl.load(q_ptr + q_at[:, None] * UNIT + features, mask=real[:, None] & (features < DIM), other=0.0)
+    q_rest = None
+    if KEY_REST > 0:
+        more = BLOCK_D + tl.arange(0, KEY_REST)[None, :]
+        q_rest = tl.load(q_ptr + q_at[:, None] * UNIT + more, mask=real[:, None] & (more < DIM), other=0.0)
     k_ptr += head.to(tl.int64) * k_head * UNIT
     v_ptr += head.to(tl.int64) * v_head * UNIT
     page_row = batch
@@ -236,7 +248,12 @@ def _attention_split_kernel(
         if not K_SCALES:
             score_scale *= tl.load(k_scale_ptr).to(tl.float32)
     if BRAIN and k_ptr.dtype.element_ty.is_fp8():
-        size = tl.exp2(tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-30))))
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        if KEY_REST > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
+        size = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))
+        if KEY_REST > 0:
+            q_rest = (q_rest.to(tl.float32) / size[:, None]).to(tl.float16)
         q = (q.to(tl.float32) / size[:, None]).to(tl.float16)
         score_scale *= size[:, None]
     if v_scale_ptr is not None:
@@ -263,19 +280,19 @@ def _attention_split_kernel(
         full_lo = tl.minimum(tl.maximum(lo, every_begin), hi)
         full_hi = tl.minimum(tl.maximum(full_lo, every_end), hi)
         acc, total, top = _walk(
-            acc, total, top, q, full_lo, full_hi, 0, 0, begin, end, row_begin, row_end, mask_rows, row_document,
+            acc, total, top, q, q_rest, full_lo, full_hi, 0, 0, begin, end, row_begin, row_end, mask_rows, row_document,
             k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
             mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
-            DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES, PRODUCT,
-            WIDENED, False, STAGES,
+            DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, KEY_REST, SHARED, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES,
+            PRODUCT, WIDENED, False, STAGES,
         )  # fmt: skip
         full = full_hi - full_lo
     acc, total, top = _walk(
-        acc, total, top, q, lo, hi - full, full_lo, full, begin, end, row_begin, row_end, mask_rows, row_document,
+        acc, total, top, q, q_rest, lo, hi - full, full_lo, full, begin, end, row_begin, row_end, mask_rows, row_document,
         k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
         mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
-        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES, PRODUCT,
-        WIDENED, True, 1 if PEEL else STAGES,
+        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, KEY_REST, SHARED, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES,
+        PRODUCT, WIDENED, True, 1 if PEEL else STAGES,
     )  # fmt: skip
 
     if CHAINED:

@@ -11,6 +11,7 @@ from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.execute import execute
+from tilesmith.ops.attn.latent import values_in_keys
 from tilesmith.ops.attn.plan import Plan, shape_of
 from tilesmith.ops.attn.plan.configs import SplitConfig
 from tilesmith.ops.attn.plan.decode import Factors, triton_split
@@ -33,10 +34,12 @@ def _dims(call) -> dict[str, int]:
     return {
         "heads": q.shape[0] * k.shape[1], "rows": q.shape[2] * (q.shape[1] // k.shape[1]), "keys": keys,
         "dim": max(q.shape[3], call.v.shape[3]), "sparse": 1 if call.mask is call.q_documents is None else 8,
-        "bytes": k.element_size(),
+        "bytes": k.element_size(), "value_dim": call.v.shape[3], "shared": 8 if values_in_keys(k, call.v) else 1,
     }  # fmt: skip
 
 
+LEAST_OF_WIDE = 96 * 1024
+"""Shared memory for 16 rows and 16 keys and values of head dims above 256, in flight once."""
 _SMALL = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 SPLIT_SPACE = Space(
@@ -72,9 +75,13 @@ def _reasons(call) -> list[str]:
             reasons.append(f"{name} is {dtype}, which {call.arch.name} does not convert")
         if dtype in _SMALL[1:] and call.arch.kind == "cuda" and call.arch.capability < (8, 9):
             reasons.append(f"{name} is {dtype}; compute capability 8.9 and up converts it")
-    for name in ("q", "v"):
-        if getattr(call, name).cols > 256:
-            reasons.append(f"{name} has head dim {getattr(call, name).cols}; up to 256 is served")
+    for name, most in (("q", 576), ("v", 512)):
+        if getattr(call, name).cols > most:
+            reasons.append(f"{name} has head dim {getattr(call, name).cols}; up to {most} is served")
+    room = call.arch.shared_memory
+    if max(call.q.cols, call.v.cols) > 256 and call.arch.kind != "cpu" and room < LEAST_OF_WIDE:
+        least, has = LEAST_OF_WIDE // 1024, f"{call.arch.name} has {room // 1024}"
+        reasons.append(f"head dims above 256 need {least} KB of shared memory, {has}")
     reasons += [f"{name}: factors of blocks are not read" for name, n in zip("qkv", call.factors) if n > 1]
     reasons += [f"{name}'s last stride is not 1" for name in ("q", "k", "v") if not getattr(call, name).unit]
     return reasons
