@@ -108,6 +108,7 @@ def _hands_on(device: torch.device, pinned: bool) -> str | None:
 declare_backend("triton_split", like="triton")
 declare_backend("hopper_split", like="hopper")
 declare_backend("hopper_cluster", like="hopper")
+declare_backend("hopper_latent", like="hopper")
 declare_backend("hopper_fp8", like="hopper")
 declare_backend("dequantised", _hands_on)
 
@@ -139,6 +140,7 @@ attention_op = Op(
         "hopper": "tilesmith.ops.attn.hopper.launch_forward",
         "hopper_split": "tilesmith.ops.attn.hopper.launch_decode",
         "hopper_cluster": "tilesmith.ops.attn.hopper.launch_cluster",
+        "hopper_latent": "tilesmith.ops.attn.hopper.launch_latent",
         "hopper_fp8": "tilesmith.ops.attn.hopper.launch_fp8",
         portable.NAME: "tilesmith.ops.attn.portable",
         "dequantised": "tilesmith.ops.attn.dequantised",

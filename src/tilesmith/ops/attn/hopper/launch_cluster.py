@@ -84,8 +84,8 @@ def attention(call, *, config: ClusterConfig) -> tuple[Tensor, Tensor]:
     if not is_16_byte_aligned(call.q):
         given["q"] = call.q.clone(memory_format=torch.contiguous_format)
     bounded, (_, heads, tokens, dim_v) = call.kv_lengths is not None, out.shape
-    given["k_desc"], given["between_k"] = keys_of(call.k, config.block_n, bounded, False)
-    given["v_desc"], given["between_v"] = keys_of(call.v, config.block_n, bounded, False)
+    given["k_desc"], given["between_k"] = keys_of(call.k, config.block_n, bounded)
+    given["v_desc"], given["between_v"] = keys_of(call.v, config.block_n, bounded)
     given |= {
         "q_strides": tuple(s // 8 for s in given["q"].stride()[:3]), "out_split": out.stride(0),
         "out_strides": out.stride()[:3], "part_split": lse.numel() * dim_v,

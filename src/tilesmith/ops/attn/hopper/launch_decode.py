@@ -111,7 +111,7 @@ def attention(call, *, config: SplitKvConfig) -> tuple[Tensor, Tensor]:
         bounded = call.kv_lengths is not None or call.page_table is not None
         piece = plan.numbers["piece"]
         for name, x in (("k", call.k), ("v", call.v)):
-            given[f"{name}_desc"], given[f"between_{name}"] = keys_of(x, piece, bounded, piece < config.block_n)
+            given[f"{name}_desc"], given[f"between_{name}"] = keys_of(x, piece, bounded, 64 if piece < config.block_n else 0)
             given[f"{name}_scale"] = _factors(getattr(call, f"{name}_scale"))
         execute(plan, KERNELS, given, describe, call.q.device, call.q.dtype)
     return out, lse
@@ -130,12 +130,12 @@ def _factors(scale: Tensor | None) -> tuple[Tensor | None, int, int]:
     return scale, *(0 if n == 1 else stride for n, stride in zip(scale.shape[:2], scale.stride()[:2]))
 
 
-def keys_of(x: Tensor, rows: int, bounded: bool, narrow: bool) -> tuple[TensorDescriptor, int]:
+def keys_of(x: Tensor, rows: int, bounded: bool, wide: int = 0) -> tuple[TensorDescriptor, int]:
     """The descriptor of keys or values in tiles of `rows` tokens; bounded: where a batch row or page of x ends by
-    itself (`tile_offset.corner`), and how many tokens lie between two of them. narrow: in tiles of 64 columns."""
+    itself (`tile_offset.corner`), and how many tokens lie between two of them. wide: columns of a tile, 0 for all."""
     batch, token = x.stride(0), x.stride(2) if x.shape[2] > 1 else 8
     if bounded and (token == 0 or (x.shape[0] > 1 and batch % token) or x.shape[0] * batch >= token * 2**30):
         x = x.clone(memory_format=torch.contiguous_format)
-    found = descriptor(x, rows, bounded, wide=64 if narrow else 0)
+    found = descriptor(x, rows, bounded, wide=wide)
     batch, _, token, _ = found.base.stride()
     return found, batch // (token if x.shape[2] > 1 else 8) if bounded else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilesmith.ops.attn.plan import hopper_backward, hopper_forward
-from tilesmith.ops.attn.plan.decode import hopper_cluster, hopper_split, triton_split
+from tilesmith.ops.attn.plan.decode import hopper_cluster, hopper_latent, hopper_split, triton_split
 from tilesmith.ops.attn.plan.model import Buffer, Plan, Step
 from tilesmith.ops.attn.plan.shape import Shape, shape_of
 from tilesmith.ops.attn.plan.triton import triton_backward, triton_forward
@@ -22,6 +22,7 @@ PLANNERS = {
     ("attention", "hopper_fp8"): hopper_forward.hopper_fp8,
     ("attention", "hopper_split"): hopper_split,
     ("attention", "hopper_cluster"): hopper_cluster,
+    ("attention", "hopper_latent"): hopper_latent,
     ("attention", "triton"): triton_forward,
     ("attention", "triton_split"): triton_split,
     ("attention_vjp", "hopper"): hopper_backward.hopper_backward,

@@ -56,6 +56,15 @@ class ClusterConfig(NamedTuple):
     splits: int = 1
 
 
+class LatentConfig(NamedTuple):
+    """block_n: keys of a tile, which are values, too. stages: tiles in flight. splits: of the keys; 0 for as many as the
+    device wants."""
+
+    block_n: int = 64
+    stages: int = 2
+    splits: int = 0
+
+
 class Fp8Config(NamedTuple):
     """block_n: keys of a tile, which share a factor. stages: tiles of keys and values in flight."""
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tilesmith.engine.launcher import cdiv, next_power_of_2
 from tilesmith.ops.attn.plan import smem
-from tilesmith.ops.attn.plan.configs import ClusterConfig, SplitConfig, SplitKvConfig
+from tilesmith.ops.attn.plan.configs import ClusterConfig, LatentConfig, SplitConfig, SplitKvConfig
 from tilesmith.ops.attn.plan.hopper_forward import NO_KEYS
 from tilesmith.ops.attn.plan.model import Buffer, Plan, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape, columns, key_tiles, window_of
@@ -129,6 +129,52 @@ def _combine_reason(step: Step | None) -> str:
         return ""
     few = step.kernel == "attention_combine_few_kernel"
     return f"{step.ctas} output rows are {'few' if few else 'many'} for the device, by which their kernel is chosen"
+
+
+@lru_cache(maxsize=1024)
+def hopper_latent(s: Shape, arch: Any, config: LatentConfig) -> Plan:
+    """One pass over keys whose first columns are the values, in as many splits as fill the device, and a second one
+    that combines them."""
+    if s.rows * s.tokens * s.keys == 0:
+        return Plan("attention", "hopper_latent", reasons=(NO_KEYS,))
+    heads = unit_heads(s.group, s.tokens)
+    unit_tokens, kv_rows = 64 // heads, s.batch * s.kv_heads
+    tiles = cdiv(s.tokens, unit_tokens) * (s.group // heads)
+    block_d, rest, _ = key_tiles(s.dim, s.value_dim, True)
+    splits = config.splits or splits_of(
+        kv_rows * tiles, cdiv(s.keys, config.block_n), max(1, arch.sms),
+        8 * 64 * s.value_dim / (config.block_n * s.dim * s.kv_bytes),
+    )  # fmt: skip
+    window = window_of(s)
+    constants = {
+        "GROUP": s.group, "HEADS": heads, "RIGHT": window.hides_right and window.right < s.tokens - 1,
+        "BN": config.block_n, "PAGE": s.page, "D": block_d, "REST": max(64, rest), "STAGES": config.stages,
+        "CHAINED": splits > 1, "num_warps": 4,
+    }  # fmt: skip
+    step = Step(
+        "attention_latent_kernel", (tiles * splits, s.kv_heads, s.batch),
+        {**same("k_desc", "k_rest_desc", "between_k"), "scale": "outer",
+         "q_desc": Tile("q", unit_tokens, heads=heads, columns=block_d),
+         "q_rest_desc": Tile("q", unit_tokens, heads=heads, columns=constants["REST"]),
+         "out_desc": Tile("part_out" if splits > 1 else "out", unit_tokens, heads=heads, columns=block_d),
+         "lse_ptr": "part_lse" if splits > 1 else "lse", "sinks_ptr": "sinks" if splits == 1 else None,
+         "lengths_ptr": "lengths", "pages_ptr": "page_table"},
+        {"lse_split": s.rows * s.tokens, "row_pages": s.row_pages, "tokens": s.tokens, "keys": s.keys,
+         "rows": kv_rows, "kv_heads": s.kv_heads, "tiles": tiles, "splits": splits, "inverse": 1 / splits,
+         "right": window.right},
+        constants, smem.latent(constants, s.q_bytes),
+    )  # fmt: skip
+    second = combine_few(s, arch, splits)
+    reasons = (
+        f"{kv_rows * tiles} tiles of 64 pairs of a token and a head: keys in {splits} splits",
+        "values are the first columns of the keys and are not loaded",
+        _combine_reason(second),
+    )
+    return Plan(
+        "attention", "hopper_latent", (step, *([second] if second else [])), (64, config.block_n), config.stages, 2,
+        "tiles of the same keys are neighbours", "split-KV", splits, True, parts_scratch(s, splits, "q"),
+        q_bytes=s.q_bytes, reasons=tuple(filter(None, reasons)),
+    )  # fmt: skip
 
 
 def division(heads: int, blocks: int, arch: Any, clusters: Clusters) -> tuple[int, int]:

@@ -54,6 +54,11 @@ def split_kv(c: Mapping[str, Any], item: int, small: bool) -> int:
     return (queries + out) * item + tiles * (3 if small else item) + _rest(False)
 
 
+def latent(c: Mapping[str, Any], item: int) -> int:
+    """Of `attention_latent_kernel`: a tile of queries, those of keys, and one of probabilities."""
+    return ((64 + c["STAGES"] * c["BN"]) * (c["D"] + c["REST"]) + 64 * c["BN"]) * item + _rest(True)
+
+
 def _rest(counted: bool) -> int:
     """Barriers and tickets, at most."""
     return 1024 if counted else 512
