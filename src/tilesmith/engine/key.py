@@ -6,7 +6,7 @@ is generated once and asks no argument what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +19,18 @@ from tilesmith.engine.written import written
 
 FACTS = ("dtype", "device", "shape", "stride()", "data_ptr() & 15")
 PLAIN = (Tensor, Parameter)
+Pairs = Sequence[tuple[int, int]]
 
 
-def make_key(name: str, types: list[str]) -> Callable[..., tuple | None]:
+def make_key(name: str, types: list[str], together: Pairs = ()) -> Callable[..., tuple | None]:
     """The function (inside, pin, *arguments) -> pin, facts of the tensors and plain arguments, which are its key; None
     where torch's dispatcher has to see the call: modes, functorch, tensor subclasses; `inside`: it has.
 
-    types: of the arguments, as torch's schema writes them.
+    types: of the arguments, as torch's schema writes them. together: places of two tensors of which the key has whether
+    they begin at one address.
     """
     lines = ["if not inside and (modes() or functorch() is not None): return None"]
-    more, fields = _facts(types)
+    more, fields = _facts(types, together)
     parameters = ", ".join(["inside", "pin", *_names(types)])
     return written(f"key({parameters})", [*lines, *more, f"return ({fields},)"], f"key of {name}", dict(_GLOBALS))
 
@@ -36,7 +38,7 @@ def make_key(name: str, types: list[str]) -> Callable[..., tuple | None]:
 def make_direct(op: Any, types: list[str]) -> Callable[..., Any]:
     """The function (*arguments, pin) -> all outputs of a call on plain tensors that its dispatcher saw being traced:
     the call's key, and the run of the kernel that is kept under it, in one function. A mode still sees the op."""
-    more, fields = _facts(types, plain=True)
+    more, fields = _facts(types, op.together, plain=True)
     return _from_compiled(op, "direct", types, [*more, f"key = ({fields},)"], op._remember, _GLOBALS)
 
 
@@ -64,7 +66,8 @@ def _same_version(version: str, op: Any) -> None:
 
 class Known(dict):
     """Name of a call -> the function (*arguments, pin) -> all outputs of it: of a call in code that Inductor generated,
-    all of which is known there but how its tensors are aligned, so that the name and that are its key.
+    all of which is known there but how its tensors are aligned and which begin together, so that the name and that are
+    its key.
 
     name: the library's version and |, the places of its tensors, joined by commas, a colon, and what tells it from
     other calls. Raises RuntimeError for another version.
@@ -87,7 +90,9 @@ class Known(dict):
 
         pointers = [f"a{i}.data_ptr()" for i in places.split(",")]
         each = ", ".join(f"{pointer} & 15" for pointer in pointers)
-        lines = [f"key = (name, {each}) if ({' | '.join(pointers)}) & 15 else name"]
+        one = _one_address(op.together)
+        usual = " or ".join([f"({' | '.join(pointers)}) & 15", *one])
+        lines = [f"key = (name, {', '.join([each, *one])}) if {usual} else name"]
         made = self[name] = _from_compiled(op, "known", op.kinds(), lines, learn, {**_GLOBALS, "name": name})
         return made
 
@@ -113,7 +118,7 @@ def _names(types: list[str]) -> list[str]:
     return [f"a{i}" for i in range(len(types))]
 
 
-def _facts(types: list[str], plain: bool = False) -> tuple[list[str], str]:
+def _facts(types: list[str], together: Pairs, plain: bool = False) -> tuple[list[str], str]:
     """Lines that gather what makes a call's key, and the fields of it. plain: all tensors are known to be so."""
     lines, fields = ["grad = is_grad_enabled()"], ["pin"]
     for i, kind in enumerate(types):
@@ -131,7 +136,11 @@ def _facts(types: list[str], plain: bool = False) -> tuple[list[str], str]:
             fields.append(f"f{i}" if optional else facts)
         else:
             fields.append(f"tuple({a}) if type({a}) is list else {a}" if "List" in kind else a)
-    return lines, ", ".join(fields)
+    return lines, ", ".join([*fields, *_one_address(together)])
+
+
+def _one_address(together: Pairs) -> list[str]:
+    return [f"a{i}.data_ptr() == a{j}.data_ptr()" for i, j in together]
 
 
 _GLOBALS = {

@@ -53,7 +53,8 @@ class Op:
     looping. unsaved: from a call's arguments, names of outputs that its vjp takes but will not read: it gets [..., 0]
     for them. sharding: which dims of DTensors may be sharded, a pattern as `engine.sharding` explains, or (op,
     arguments) -> public outputs; None: DTensors raise. dispatched_as: the name that torch's dispatcher sees, where
-    others recognise by it what an op computes; `torch.ops.tilesmith` has the op's own name besides, which calls it.
+    others recognise by it what an op computes; `torch.ops.tilesmith` has the op's own name besides, which calls it. together: pairs of tensor arguments of which
+    `describe` and kernels may ask whether they begin at one address.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Op:
         unsaved: Callable[..., Sequence[str]] | None = None,
         sharding: str | Callable[[Op, tuple], Any] | None = None,
         dispatched_as: str = "",
+        together: Sequence[tuple[str, str]] = (),
     ):
         self.name = name or reference.__name__
         self.dispatched_as = dispatched_as or self.name
@@ -102,6 +104,7 @@ class Op:
         self.__module__ = reference.__module__
         self.autocast = tuple(self.parameters.index(n) for n in autocast)
         self.written = tuple(self.parameters.index(n) for n in self.mutates)
+        self.together = tuple((self.parameters.index(a), self.parameters.index(b)) for a, b in together)
         self._describe = describe or describer(self.name, self.parameters)
         self._modules = dict(kernels or {})
         self._kernels: dict[str, Kernel] = {}
@@ -239,7 +242,7 @@ class Op:
 
     def _key(self, inside: bool, pin: str, *args: Any) -> tuple | None:
         """The key of a call, as `engine.key` explains. Written out at the first call: most declared ops get none."""
-        self._key = make_key(self.name, self.kinds())
+        self._key = make_key(self.name, self.kinds(), self.together)
         return self._key(inside, pin, *args)
 
     def kinds(self) -> list[str]:

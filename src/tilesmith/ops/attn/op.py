@@ -134,6 +134,7 @@ attention_op = Op(
     sharding=sharding.attention,
     # The policies of selective checkpointing in TRL and Axolotl keep the results of ops with this in their name.
     dispatched_as="flash_attn",
+    together=(("k", "v"),),
     kernels={
         "triton": "tilesmith.ops.attn.triton.launch_forward",
         "triton_split": "tilesmith.ops.attn.triton.launch_decode",

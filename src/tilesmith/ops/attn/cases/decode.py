@@ -141,6 +141,7 @@ UNWRITTEN_SLOTS = dict.fromkeys(
 LEFT_PADDING = dict.fromkeys(
     ("k", "v"), T(2, 2, 40, 16, grad=False, init=_nan(slice(None), slice(None), slice(None, 7)))
 )
+LATENT = {"dim_v": 512, "latent": True}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 UNWRITTEN_PAGES = {
     **dict.fromkeys(("k", "v"), T(21, 2, 4, 16, grad=False, init=_nan(0))),
@@ -229,10 +230,10 @@ CASES: list[Case] = [
     ),
     Case(
         "decode_576",
-        _decode(2, 1, 16, 1, 576, 130, dim_v=512, latent=True, lengths=(130, 71)),
+        _decode(2, 1, 32, 1, 576, 130, **LATENT, lengths=(130, 71)),
         frozenset({"test", "compile"}),
     ),
-    Case("decode_576_beside", _decode(1, 2, 16, 1, 576, 100, dim_v=512), frozenset({"test", "compile"})),
+    Case("decode_576_beside", _decode(1, 1, 3, 1, 576, 40, dim_v=512), SMALL),
     Case("decode_no_keys", _decode(2, 2, 4, 2, 16, 0), SMALL),
     Case("decode_no_rows", _decode(0, 1, 4, 2, 16, 20), SMALL),
     Case("decode_no_rows_of_pages", _decode(0, 1, 4, 2, 16, 20, page_size=4), SMALL),
@@ -326,6 +327,34 @@ CASES: list[Case] = [
         GPU,
         HALF,
     ),
+    Case("decode_576_16_heads", _decode(3, 1, 16, 1, 576, 3000, **LATENT, lengths=(3000, 0, 130)), GPU, HALF),
+    Case("decode_576_20_heads", _decode(1, 3, 20, 1, 576, 999, **LATENT, causal=False), GPU, HALF),
+    Case("decode_576_32_heads", _decode(2, 1, 32, 1, 576, 5000, **LATENT, layout="strided"), GPU, HALF),
+    Case("decode_576_64_heads", _decode(1, 4, 64, 1, 576, 2000, **LATENT, sinks=True), GPU, HALF),
+    Case("decode_576_128_heads", _decode(2, 2, 128, 1, 576, 1700, **LATENT, lengths=(1700, 77)), GPU, HALF),
+    Case("decode_576_two_kv_heads", _decode(2, 1, 64, 2, 576, 900, **LATENT, lengths=(900, 5)), GPU, HALF),
+    Case("decode_576_beside_128_heads", _decode(1, 1, 128, 1, 576, 900, dim_v=512), GPU, HALF),
+    Case("decode_544", _decode(1, 2, 48, 1, 544, 700, **LATENT, scale=0.06), GPU, HALF),
+    Case(
+        "decode_576_pages", _decode(2, 1, 128, 1, 576, 4096, **LATENT, lengths=(4000, 65), page_size=64), GPU, HALF
+    ),
+    Case(
+        "decode_576_16_heads_in_pages",
+        _decode(3, 2, 16, 1, 576, 2048, **LATENT, lengths=(2000, 0, 1), page_size=128),
+        GPU,
+        HALF,
+    ),
+    Case(
+        "decode_576_over_nan",
+        {
+            **_decode(2, 1, 64, 1, 576, 600, **LATENT, lengths=(500, 77)),
+            "k": T(2, 1, 600, 576, grad=False, init=_nan(slice(None), slice(None), slice(500, None))),
+        },
+        GPU,
+        HALF,
+    ),
+    Case("decode_d512", _decode(2, 1, 16, 2, 512, 3000, lengths=(3000, 70)), GPU, HALF),
+    Case("decode_20_tokens_d512", _decode(1, 20, 8, 2, 512, 3000, window_left=900), GPU, HALF),
     Case("decode_far", _decode(1, 1, 1, 1, 8, 16_800_000, dim_v=128), GPU, (torch.bfloat16,)),
     Case("decode_far_pages", _decode(2, 2, 8, 8, 128, 640, page_size=16, num_pages=140_000), GPU, (torch.bfloat16,)),
     Case("decode_1_b1_8k", _decode(1, 1, 64, 8, 128, 8192), BENCH),
@@ -349,6 +378,9 @@ CASES: list[Case] = [
     Case("chunk_256_64_heads_b1_128k", _decode(1, 256, 64, 8, 128, 131_072), BENCH_ONLY),
     Case("chunk_512_b1_32k", _decode(1, 512, 8, 1, 128, 32_768), BENCH, (torch.bfloat16,)),
     Case("chunk_2048_b1_8k", _decode(1, 2048, 8, 1, 128, 8192), BENCH, (torch.bfloat16,)),
+    Case("decode_1_latent_16_heads_b64_4k", _decode(64, 1, 16, 1, 576, 4096, **LATENT), BENCH),
+    Case("decode_1_latent_128_heads_b64_4k", _decode(64, 1, 128, 1, 576, 4096, **LATENT), BENCH),
+    Case("decode_2_latent_128_heads_b8_32k", _decode(8, 2, 128, 1, 576, 32_768, **LATENT), BENCH),
     Case("decode_1_d256_b8_8k", _decode(8, 1, 32, 4, 256, 8192), BENCH),
     Case("decode_1_d64_b8_8k", _decode(8, 1, 64, 8, 64, 8192), BENCH),
 ]
