@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -51,7 +50,6 @@ __all__ = [
     "cp_async_row",
     "named_barrier",
     "wgmma",
-    "wgmma_init",
     "wgmma_wait",
     "exp2",
     "store_release",
@@ -67,7 +65,6 @@ __all__ = [
 
 wgmma = warpgroup_mma
 wgmma_wait = warpgroup_mma_wait
-wgmma_init = warpgroup_mma_init  # a sum that is carried as those of products under way are
 mma_sync = mma_v2  # of single warps, operands in registers
 fence_async = fence_async_shared
 mbarrier_wait = mbarrier.wait

@@ -18,7 +18,6 @@ from tilesmith.device.gluon.shim import (
     tma_store,
     tma_store_wait,
     wgmma,
-    wgmma_init,
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.columns import load_tile, rows_product
@@ -75,12 +74,43 @@ def _produce_latent(work, parts, descs, lengths_ptr, pages_ptr):
 
 
 @gluon.jit
+def _ask_scores(work, parts, j, SCORES: gl.constexpr):
+    """Ask for the products of a CTA's queries with its j-th tile of keys, once that is there."""
+    q, q_rest, k, k_rest, _, k_full, _ = parts
+    walk = work.walk
+    s = j % walk.STAGES
+    zero = gl.zeros([64, walk.BN], gl.float32, SCORES)
+    mbarrier_wait(k_full.index(s), j // walk.STAGES & 1)
+    return rows_product(
+        q.index(0).reshape([64, walk.D]), q_rest.index(0).reshape([64, walk.REST]),
+        k.index(s).reshape([walk.BN, walk.D]), k_rest.index(s).reshape([walk.BN, walk.REST]), zero, walk.REST,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _probabilities(qk, top, sums, p_tile, first, limit, every, scale):
+    """Online softmax: the probabilities of a tile, in shared memory; what sums before it shrink by, the new row maxima
+    and sums."""
+    BN: gl.constexpr = qk.shape[1]
+    if first + BN > every:
+        cols = first + gl.arange(0, BN, gl.SliceLayout(0, qk.type.layout))
+        qk = gl.where(cols[None, :] < limit[:, None], qk, NOTHING)
+    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
+    base = gl.where(new_top == NOTHING, 0.0, new_top)
+    p = gl.exp2(qk * scale - base[:, None])
+    decay = gl.exp2(top - base)
+    # Both warpgroups have met in the maximum, so neither reads the probabilities of the tile before any more.
+    p_tile.store(p.to(p_tile.dtype))
+    fence_async()
+    return decay, new_top, sums * decay[:, None] + p
+
+
+@gluon.jit
 def _consume_latent(work, parts, given, p_tile, CHAINED: gl.constexpr):
-    q, q_rest, k, k_rest, q_full, k_full, k_empty = parts
+    q, _, k, _, q_full, _, k_empty = parts
     out_desc, lse_ptr, lse_split, sinks_ptr, lengths_ptr, scale = given
     BN: gl.constexpr = work.walk.BN
     D: gl.constexpr = work.walk.D
-    REST: gl.constexpr = work.walk.REST
     STAGES: gl.constexpr = work.walk.STAGES
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
@@ -90,43 +120,30 @@ def _consume_latent(work, parts, given, p_tile, CHAINED: gl.constexpr):
     first_head, start, row, queries = _rows_of(work, tile, ROW)
     limit = gl.minimum(walk.end(queries), seen) + row * 0
     every = gl.minimum(walk.end(gl.minimum(start, walk.tokens - 1)), seen)  # what all rows see ends there
-    zero = gl.zeros([64, BN], gl.float32, SCORES)
-    acc_made = wgmma_init(gl.zeros([64, D], gl.float32, OUT))
+    acc = gl.zeros([64, D], gl.float32, OUT)
     top = gl.full([64], NOTHING, gl.float32, ROW)
     sums = gl.zeros([64, BN], gl.float32, SCORES)  # of every BN-th key: adding across warpgroups can wait until the end
-    q_tile = q.index(0).reshape([64, D])
-    q_more = q_rest.index(0).reshape([64, REST])
     mbarrier_wait(q_full.index(0), 0)
-    for j in range(blocks):
-        s = j % STAGES
-        k_tile = k.index(s).reshape([BN, D])
-        mbarrier_wait(k_full.index(s), j // STAGES & 1)
-        qk_made = rows_product(q_tile, q_more, k_tile, k_rest.index(s).reshape([BN, REST]), zero, REST)
-        # The tile before has been read when its values' product is done, while this one's scores are being made.
-        acc = wgmma_wait(2, deps=[acc_made])  # the scores' products are two
-        mbarrier_arrive(k_empty.index((j + STAGES - 1) % STAGES), pred=j > 0)
+    qk_made = _ask_scores(work, parts, 0, SCORES)
+    for j in range(blocks - 1):
         qk = wgmma_wait(0, deps=[qk_made])
         first = begin + (blocks - 1 - j) * BN
-        if first + BN > every:
-            cols = first + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
-            qk = gl.where(cols[None, :] < limit[:, None], qk, NOTHING)
-        new_top = gl.maximum(top, gl.max(qk, 1) * scale)
-        base = gl.where(new_top == NOTHING, 0.0, new_top)
-        p = gl.exp2(qk * scale - base[:, None])
-        decay = gl.exp2(top - base)
-        top = new_top
-        sums = sums * decay[:, None] + p
-        # Both warpgroups have met in the maximum, so that neither reads the probabilities before these any more.
-        p_tile.store(p.to(k.dtype))
-        fence_async()
+        decay, top, sums = _probabilities(qk, top, sums, p_tile, first, limit, every, scale)
         acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
-        acc_made = wgmma(p_tile, k_tile, acc, use_acc=True, is_async=True)
-
+        acc_made = wgmma(p_tile, k.index(j % STAGES).reshape([BN, D]), acc, use_acc=True, is_async=True)
+        qk_made = _ask_scores(work, parts, j + 1, SCORES)
+        acc = wgmma_wait(2, deps=[acc_made])  # the scores' products are two
+        mbarrier_arrive(k_empty.index(j % STAGES))
+    qk = wgmma_wait(0, deps=[qk_made])
+    decay, top, sums = _probabilities(qk, top, sums, p_tile, begin, limit, every, scale)
+    acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
+    last = k.index((blocks - 1) % STAGES).reshape([BN, D])
+    acc_made = wgmma(p_tile, last, acc, use_acc=True, is_async=True)
     of = work, (split, kv_head, batch), (first_head, start, row, queries)
     factor = _write_lse(of, top, gl.sum(sums, 1), sinks_ptr, lse_ptr, lse_split)
     acc = wgmma_wait(0, deps=[acc_made])
     acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
-    q_tile.store(acc.to(k.dtype))  # out takes the place of q
+    q.index(0).reshape([64, D]).store(acc.to(k.dtype))  # out takes the place of q
     fence_async()
     rows = walk.rows // work.kv_heads
     tma_store(out_desc, (split * rows + batch, kv_head * work.GROUP + first_head, start, 0), q.index(0))

@@ -49,11 +49,14 @@ def combine_few(s: Shape, arch: Any, splits: int) -> Step | None:
 
 
 def combine(s: Shape, splits: int, chained: bool) -> Step:
-    """Triton's kernel that combines splits: one warp a row, a thread has its columns of all splits of a chunk."""
+    """Triton's kernel that combines splits: one warp a row, four above 256 columns; a thread has its columns of all
+    splits of a chunk."""
     block_dv = next_power_of_2(max(16, s.value_dim))
+    warps = 4 if block_dv > 256 else 1
     constants = {
-        "DIM_V": s.value_dim, "BLOCK_DV": block_dv, "CHUNK": min(4096 // max(128, block_dv), next_power_of_2(splits)),
-        "CHAINED": chained, "num_warps": 1, **({"launch_pdl": True} if chained else {}),
+        "DIM_V": s.value_dim, "BLOCK_DV": block_dv,
+        "CHUNK": min(4096 * warps // max(128, block_dv), next_power_of_2(splits)),
+        "CHAINED": chained, "num_warps": warps, **({"launch_pdl": True} if chained else {}),
     }  # fmt: skip
     return Step("_attention_combine_kernel", (s.rows * s.tokens,), *_combine_arguments(s, splits), constants)
 
