@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tilesmith.hardware.detect import arch_named
 from tilesmith.ops.attn.plan import Plan, Shape, tables
-from tilesmith.ops.attn.plan.decode import hopper_cluster, hopper_split
+from tilesmith.ops.attn.plan.configs import LatentConfig
+from tilesmith.ops.attn.plan.decode import hopper_cluster, hopper_latent, hopper_split
 from tilesmith.ops.attn.plan.hopper_backward import hopper_backward, is_narrow_vjp
 from tilesmith.ops.attn.plan.hopper_forward import hopper_forward
 from tilesmith.ops.attn.plan.shape import window_of
@@ -98,6 +99,11 @@ def decode(s: Shape, arch=SM90) -> Plan:
     return hopper_split(s, arch, tables.split_kv(dims, arch, None))
 
 
+def latent(s: Shape, arch=SM90) -> Plan:
+    """Few tokens on a cache whose values are the first columns of its keys."""
+    return hopper_latent(s, arch, LatentConfig())
+
+
 def benched() -> dict[str, Plan]:
     """The plans of the rows of `tilesmith bench attention` at hidden size 2048 and 16,384 tokens, and of decode."""
     found = {}
@@ -128,6 +134,9 @@ def benched() -> dict[str, Plan]:
     for batch, tokens, keys in ((1, 1, 8192), (1, 1, 131072), (1, 8, 8192), (1, 16, 8192), (32, 16, 8192)):
         s = Shape(batch, 64, 8, tokens, keys, 128, 128, 2, 2, True, -1, 0)
         found[f"decode, {batch} x {tokens} tokens on {keys} keys"] = decode(s)
+    for batch, tokens, heads, keys in ((1, 1, 128, 4096), (64, 1, 128, 4096), (8, 2, 128, 32768), (8, 1, 16, 32768)):
+        s = Shape(batch, heads, 1, tokens, keys, 576, 512, 2, 2, True, -1, 0, shared=True)
+        found[f"decode, latent, {batch} x {tokens} tokens of {heads} heads on {keys} keys"] = latent(s)
     return found
 
 

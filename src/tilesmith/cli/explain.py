@@ -96,7 +96,11 @@ def _arguments(op: str, case: str | None, shapes: dict, values: dict) -> dict:
         if name not in args:
             refuse(f"--shape {name}: op {op!r} takes {', '.join(args)}")
         old = args[name]
-        args[name] = T(*size, dtype=old.dtype, grad=old.grad, layout=old.layout, columns_of=old.columns_of) if isinstance(old, T) else T(*size)
+        args[name] = (
+            T(*size, dtype=old.dtype, grad=old.grad, layout=old.layout, columns_of=old.columns_of)
+            if isinstance(old, T)
+            else T(*size)
+        )
     return {**args, **values}
 
 

@@ -335,9 +335,7 @@ CASES: list[Case] = [
     Case("decode_576_two_kv_heads", _decode(2, 1, 64, 2, 576, 900, **LATENT, lengths=(900, 5)), GPU, HALF),
     Case("decode_576_beside_128_heads", _decode(1, 1, 128, 1, 576, 900, dim_v=512), GPU, HALF),
     Case("decode_544", _decode(1, 2, 48, 1, 544, 700, **LATENT, scale=0.06), GPU, HALF),
-    Case(
-        "decode_576_pages", _decode(2, 1, 128, 1, 576, 4096, **LATENT, lengths=(4000, 65), page_size=64), GPU, HALF
-    ),
+    Case("decode_576_pages", _decode(2, 1, 128, 1, 576, 4096, **LATENT, lengths=(4000, 65), page_size=64), GPU, HALF),
     Case(
         "decode_576_16_heads_in_pages",
         _decode(3, 2, 16, 1, 576, 2048, **LATENT, lengths=(2000, 0, 1), page_size=128),

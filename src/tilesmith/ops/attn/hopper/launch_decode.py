@@ -111,7 +111,9 @@ def attention(call, *, config: SplitKvConfig) -> tuple[Tensor, Tensor]:
         bounded = call.kv_lengths is not None or call.page_table is not None
         piece = plan.numbers["piece"]
         for name, x in (("k", call.k), ("v", call.v)):
-            given[f"{name}_desc"], given[f"between_{name}"] = keys_of(x, piece, bounded, 64 if piece < config.block_n else 0)
+            given[f"{name}_desc"], given[f"between_{name}"] = keys_of(
+                x, piece, bounded, 64 if piece < config.block_n else 0
+            )
             given[f"{name}_scale"] = _factors(getattr(call, f"{name}_scale"))
         execute(plan, KERNELS, given, describe, call.q.device, call.q.dtype)
     return out, lse
