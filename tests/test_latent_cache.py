@@ -95,7 +95,7 @@ def test_latent_plans_hold_together():
         page = chance.choice((0, 64, 128))
         keys = chance.randint(1, 300) * 128
         s = Shape(chance.randint(1, 70), heads, 1, tokens, keys, chance.choice((520, 576)), 512, 2, 2, True, -1, 0,
-                  lengths=chance.random() < 0.5, page=page, row_pages=keys // page if page else 0, shared=True)  # fmt: skip
+                  lengths=chance.random() < 0.5, page=page, row_pages=keys // max(page, 1), shared=True)  # fmt: skip
         plan = latent(s)
         step = plan.steps[0]
         assert step.shared_memory <= SM90.shared_memory and step.constants["D"] + step.constants["REST"] == 576

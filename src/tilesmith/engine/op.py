@@ -53,8 +53,8 @@ class Op:
     looping. unsaved: from a call's arguments, names of outputs that its vjp takes but will not read: it gets [..., 0]
     for them. sharding: which dims of DTensors may be sharded, a pattern as `engine.sharding` explains, or (op,
     arguments) -> public outputs; None: DTensors raise. dispatched_as: the name that torch's dispatcher sees, where
-    others recognise by it what an op computes; `torch.ops.tilesmith` has the op's own name besides, which calls it. together: pairs of tensor arguments of which
-    `describe` and kernels may ask whether they begin at one address.
+    others recognise by it what an op computes; `torch.ops.tilesmith` has the op's own name besides, which calls it.
+    together: pairs of tensor arguments of which `describe` and kernels may ask whether they begin at one address.
     """
 
     def __init__(

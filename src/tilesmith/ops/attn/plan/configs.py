@@ -57,8 +57,8 @@ class ClusterConfig(NamedTuple):
 
 
 class LatentConfig(NamedTuple):
-    """block_n: keys of a tile, which are values, too. stages: tiles in flight. splits: of the keys; 0 for as many as the
-    device wants."""
+    """block_n: keys of a tile, which are values, too. stages: tiles in flight. splits: of the keys; 0 for as many as
+    the device wants."""
 
     block_n: int = 64
     stages: int = 2

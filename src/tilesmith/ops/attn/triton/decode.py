@@ -45,7 +45,8 @@ def _walk(
     k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
     mask_ptr, mask_slot, documents_ptr, pages_ptr, score_scale, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_REST: tl.constexpr, SHARED: tl.constexpr, PAGE_SIZE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
+    KEY_REST: tl.constexpr, SHARED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    LEFT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PRODUCT: tl.constexpr, WIDENED: tl.constexpr,
     MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +169,8 @@ def _attention_split_kernel(
     mask_ptr, mask_strides, q_documents_ptr, k_documents_ptr, sinks_ptr, lengths_ptr, pages_ptr, pages_row,
     scale, softcap, slots, tokens, kv_heads, tiles, splits, window_left, window_right,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEY_REST: tl.constexpr, SHARED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEY_REST: tl.constexpr, SHARED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, WIDENED: tl.constexpr, PEEL: tl.constexpr, STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -280,19 +282,19 @@ def _attention_split_kernel(
         full_lo = tl.minimum(tl.maximum(lo, every_begin), hi)
         full_hi = tl.minimum(tl.maximum(full_lo, every_end), hi)
         acc, total, top = _walk(
-            acc, total, top, q, q_rest, full_lo, full_hi, 0, 0, begin, end, row_begin, row_end, mask_rows, row_document,
-            k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
-            mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
-            DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, KEY_REST, SHARED, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES,
-            PRODUCT, WIDENED, False, STAGES,
+            acc, total, top, q, q_rest, full_lo, full_hi, 0, 0, begin, end, row_begin, row_end, mask_rows,
+            row_document, k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides,
+            v_scale_ptr, v_scale_strides, mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
+            DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, KEY_REST, SHARED, PAGE_SIZE, LEFT, SOFTCAP, UNIT,
+            K_SCALES, V_SCALES, PRODUCT, WIDENED, False, STAGES,
         )  # fmt: skip
         full = full_hi - full_lo
     acc, total, top = _walk(
-        acc, total, top, q, q_rest, lo, hi - full, full_lo, full, begin, end, row_begin, row_end, mask_rows, row_document,
-        k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides, v_scale_ptr, v_scale_strides,
-        mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
-        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, KEY_REST, SHARED, PAGE_SIZE, LEFT, SOFTCAP, UNIT, K_SCALES, V_SCALES,
-        PRODUCT, WIDENED, True, 1 if PEEL else STAGES,
+        acc, total, top, q, q_rest, lo, hi - full, full_lo, full, begin, end, row_begin, row_end, mask_rows,
+        row_document, k_ptr, k_page, k_slot, v_ptr, v_page, v_slot, k_scale_ptr, k_scale_strides,
+        v_scale_ptr, v_scale_strides, mask_ptr, mask_slot, k_documents_ptr, pages_ptr, score_scale, softcap,
+        DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, KEY_REST, SHARED, PAGE_SIZE, LEFT, SOFTCAP, UNIT,
+        K_SCALES, V_SCALES, PRODUCT, WIDENED, True, 1 if PEEL else STAGES,
     )  # fmt: skip
 
     if CHAINED:
