@@ -171,9 +171,7 @@ def _default_wide_split(dims, arch, dtype) -> SplitConfig:
     shared, hopper = dims["shared"] > 1, arch.kind == "cuda" and arch.capability[0] == 9
     wide, rest, _ = key_tiles(dims["dim"], dims["value_dim"], shared)
     loaded = wide + rest + (0 if shared else next_power_of_2(dims["value_dim"]))
-    if dtype == torch.float32:
-        config = SplitConfig(16, 16, 1, 8, 2)
-    elif hopper and dims["rows"] > 16:
+    if hopper and dims["rows"] > 16:
         config = SplitConfig(64, 64 if shared else 32, 1, 8, 2, peel=False)
     else:
         config = SplitConfig(16, 64 if hopper else 32, 1, 8, 3 if hopper else 2, peel=False)

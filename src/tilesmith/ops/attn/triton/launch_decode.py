@@ -78,12 +78,21 @@ def _reasons(call) -> list[str]:
     for name, most in (("q", 576), ("v", 512)):
         if getattr(call, name).cols > most:
             reasons.append(f"{name} has head dim {getattr(call, name).cols}; up to {most} is served")
-    room = call.arch.shared_memory
-    if max(call.q.cols, call.v.cols) > 256 and call.arch.kind != "cpu" and room < LEAST_OF_WIDE:
-        least, has = LEAST_OF_WIDE // 1024, f"{call.arch.name} has {room // 1024}"
-        reasons.append(f"head dims above 256 need {least} KB of shared memory, {has}")
+    if max(call.q.cols, call.v.cols) > 256 and call.arch.kind != "cpu":
+        reasons += _wide_reasons(call)
     reasons += [f"{name}: factors of blocks are not read" for name, n in zip("qkv", call.factors) if n > 1]
     reasons += [f"{name}'s last stride is not 1" for name in ("q", "k", "v") if not getattr(call, name).unit]
+    return reasons
+
+
+def _wide_reasons(call) -> list[str]:
+    """Why a GPU cannot serve head dims above 256."""
+    reasons, room = [], call.arch.shared_memory
+    if room < LEAST_OF_WIDE:
+        has = f"{call.arch.name} has {room // 1024}"
+        reasons.append(f"head dims above 256 need {LEAST_OF_WIDE // 1024} KB of shared memory, {has}")
+    if call.q.dtype == torch.float32:
+        reasons.append("q is torch.float32; with head dims above 256 float16 and bfloat16 are served")
     return reasons
 
 
