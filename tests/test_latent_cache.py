@@ -7,6 +7,8 @@ import torch
 
 import tilesmith
 from plan_calls import SM90, latent
+from tilesmith import cli
+from tilesmith.engine import cases
 from tilesmith.engine.backends import triton_missing
 from tilesmith.flash_attention import flash_attn_with_kvcache
 from tilesmith.ops import Mask
@@ -35,7 +37,20 @@ def test_values_are_known_in_their_keys():
     assert values_in_keys(k, k) and values_in_keys(k, k[..., :512]) and values_in_keys(k[1:], k[1:, ..., :64])
     assert not any(values_in_keys(k, v) for v in _others(k))
     meta = k.to("meta")
-    assert not values_in_keys(meta, meta[..., :512])
+    assert values_in_keys(meta, meta[..., :512]) and not any(values_in_keys(meta, v) for v in _others(meta))
+
+
+def test_cases_have_them_as_a_view():
+    (case,) = (case for case in cases("attention") if case.name == "decode_latent_pages")
+    args = case.build(torch.device("cpu"), torch.float32, case.generator())
+    assert values_in_keys(args["k"], args["v"]) and args["v"].shape[3] == 24 < args["k"].shape[3]
+
+
+@needs_triton
+def test_the_command_explains_them_as_a_view():
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    told = runner.invoke(cli.build(), ["explain", "attention", "--case", "decode_576_128_heads", "--arch", "sm90"])
+    assert told.exit_code == 0 and "hopper_latent" in told.output, told.output
 
 
 def test_what_is_kept_for_a_shared_call_serves_no_other():

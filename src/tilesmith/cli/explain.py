@@ -124,7 +124,11 @@ def _empty(args: dict, device, dtype) -> dict:
             tensor = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
         return tensor.requires_grad_(arg.grad and tensor.is_floating_point())
 
-    return {name: build(arg) for name, arg in args.items()}
+    built: dict = {}
+    for name, arg in args.items():
+        whole = getattr(arg, "columns_of", None)
+        built[name] = build(arg) if whole is None else built[whole][..., : arg.shape[-1]]
+    return built
 
 
 def _size(text: str) -> tuple[str, tuple[int, ...]]:
