@@ -134,7 +134,7 @@ def benched() -> dict[str, Plan]:
     for batch, tokens, keys in ((1, 1, 8192), (1, 1, 131072), (1, 8, 8192), (1, 16, 8192), (32, 16, 8192)):
         s = Shape(batch, 64, 8, tokens, keys, 128, 128, 2, 2, True, -1, 0)
         found[f"decode, {batch} x {tokens} tokens on {keys} keys"] = decode(s)
-    for batch, tokens, heads, keys in ((1, 1, 128, 4096), (64, 1, 128, 4096), (8, 2, 128, 32768), (8, 1, 16, 32768)):
+    for batch, tokens, heads, keys in ((1, 1, 128, 4096), (64, 1, 128, 4096), (8, 2, 128, 32768), (8, 2, 16, 32768)):
         s = Shape(batch, heads, 1, tokens, keys, 576, 512, 2, 2, True, -1, 0, shared=True)
         found[f"decode, latent, {batch} x {tokens} tokens of {heads} heads on {keys} keys"] = latent(s)
     return found

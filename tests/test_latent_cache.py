@@ -95,6 +95,7 @@ def test_columns_of_keys_are_read_once(dims, wanted):
 def test_hopper_has_a_kernel_for_them(heads, tokens):
     q, k = (torch.empty(2, h, t, 576, dtype=torch.bfloat16) for h, t in ((heads, tokens), (1, 4096)))
     told = str(tilesmith.explain("attention", q, k, k[..., :512], Mask(causal=True), arch="sm90"))
+    assert f"-> {'hopper_latent' if heads * tokens > 16 else 'triton_split'}" in told
     assert "values are the first columns of the keys and are not loaded" in told
     told = str(tilesmith.explain("attention", q, k, k[..., :512].clone(), Mask(causal=True), arch="sm90"))
     assert "-> triton_split" in told and "not loaded" not in told

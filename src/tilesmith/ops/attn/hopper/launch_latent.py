@@ -59,6 +59,9 @@ def rejects(call) -> list[str]:
         reasons.append("window_left: windows are not known")
     if call.capped:
         reasons.append("softcap: scores are not capped")
+    # H200, 64 x 32k keys, us, beside triton_split: 16 rows 630 and 599, 32 rows 636 and 1,090
+    if call.rows <= 16:
+        reasons.append("T * H / G is at most 16: with so few rows this kernel gains nothing")
     if not call.cached:
         reasons.append("S is less than 4 T: this kernel is for a cache")
     return reasons

@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     lists by keys, which a gradient walks, and of which list_entries is the room. page: slots of a page, 0 without
     pages; row_pages: pages of a batch row. bias: its shape. tma: which of q, k, v and dout TMA reads as they lie.
     wants: which of dq, dk, dv, dbias, dsinks are asked for. gradients_fp32: dq, dk and dv are fp32, not rounded.
-    wants: which of dq, dk, dv, dbias, dsinks are asked for. shared: v is the first columns of k, in memory.
+    shared: v is the first columns of k, in memory.
     """
 
     batch: int

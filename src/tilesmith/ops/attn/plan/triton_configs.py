@@ -174,6 +174,7 @@ def _default_wide_split(dims, arch, dtype) -> SplitConfig:
     if hopper and dims["rows"] > 16:
         config = SplitConfig(64, 64 if shared else 32, 1, 8, 2, peel=False)
     else:
+        # H200, 16 heads of 576 and 512 on 64 x 4k / 64 x 32k keys: 88 / 599 us; in steps of 32 keys, 5 stages, slower
         config = SplitConfig(16, 64 if hopper else 32, 1, 8, 3 if hopper else 2, peel=False)
     chained = arch.kind == "cuda" and arch.capability[0] >= 9
     config = config._replace(chained=chained, widened=arch.kind == "cuda")
