@@ -56,6 +56,18 @@ class CudaRecorder:
             graph.capture_end()
         return graph.replay, out
 
+    def fetch(self, tensor: Tensor) -> Callable[[], list[int]]:
+        """Start to copy a tensor to the host. Returns what waits for the copy and gives its numbers."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def numbers() -> list[int]:
+            done.synchronize()
+            return copy.tolist()
+
+        return numbers
+
     def random_state(self, device: torch.device) -> Tensor:
         """The state of the device's default generator, which is kept on the host."""
         return torch.cuda.get_rng_state(device)

@@ -17,6 +17,7 @@ from tilesmith.models.attention.selected_blocks import SelectionRule
 from tilesmith.models.blocks import BlockRule, detach_block_forms, restore_block_forms
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
+from tilesmith.models.generation.rule import DecodingRule
 from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.biased_activations import BiasedActivationRule
@@ -124,8 +125,8 @@ def optimize(
     taken = detach_block_forms(model)
     try:
         had = {type(form) for _, form, _ in taken}
-        whole: list[BlockRule] = [CompileRule(model)] if compile or CompiledForm in had else []
-        whole += [GraphsRule(model)] if graphs or GraphedForm in had else []
+        whole: list[BlockRule | DecodingRule] = [CompileRule(model)] if compile or CompiledForm in had else []
+        whole += [DecodingRule(), GraphsRule(model)] if graphs or GraphedForm in had else []
         found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns))
     except BaseException:
         restore_block_forms(taken)

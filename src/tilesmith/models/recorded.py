@@ -143,7 +143,7 @@ class Recorded:
         self._block = weakref.ref(block)
         self._device = leaves[0].device
         self._ticket: weakref.ref[_Ticket] | None = None
-        self._sources = _Fingerprint(block)
+        self._sources = Fingerprint(block)
         self._parameters = [p for p in block.parameters() if p.requires_grad]
         self._slots: list[_Slot | None] = []
         self._inputs: list[Tensor] = []
@@ -198,7 +198,7 @@ class Recorded:
     def _call(self) -> None:
         """Run the block with gradients; what it returns goes to `_outs`."""
         args, kwargs = rebuild(self._spec, self._inputs)
-        with torch.enable_grad(), _uncached_autocast(self._device.type), _own_saved_tensors():
+        with torch.enable_grad(), uncached_autocast(self._device.type), _own_saved_tensors():
             out = self._plain(self._block(), args, kwargs)
         self._outs = []
         self._out_spec = flatten(out, self._outs)
@@ -213,7 +213,7 @@ class Recorded:
 
     def _call_without_gradients(self) -> None:
         args, kwargs = rebuild(self._spec, [x.detach() for x in self._inputs])
-        with _uncached_autocast(self._device.type):
+        with uncached_autocast(self._device.type):
             out = self._plain(self._block(), args, kwargs)
         self._outs = []
         flatten(out, self._outs)
@@ -315,7 +315,7 @@ class _Replay(torch.autograd.Function):
         return None, None, *ctx.recorded.replay_backward(ctx.ticket, d_results)
 
 
-class _Fingerprint:
+class Fingerprint:
     """What a recording took from a block: where its tensors lie, its modules, their plain attributes and hooks."""
 
     def __init__(self, block: nn.Module):
@@ -363,7 +363,7 @@ def _own_saved_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _uncached_autocast(kind: str) -> Iterator[None]:
+def uncached_autocast(kind: str) -> Iterator[None]:
     """The autocast that is on, without its cache of casts: what one graph casts another must not look for."""
     if not torch.is_autocast_enabled(kind):
         yield

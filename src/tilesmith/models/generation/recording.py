@@ -1,0 +1,107 @@
+"""The steps of one kind of call of `generate`: their tensors, the cache, and a CUDA graph of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tilesmith.models.generation.scores import StaticProcessor
+from tilesmith.models.generation.step import SlidingLayers, TokenState, choose, token_step
+from tilesmith.models.recorded import Fingerprint, uncached_autocast
+
+_WARM_STEPS = 2
+"""Steps that run as they are before one is recorded: kernels are compiled and libraries set up. They are tokens too."""
+
+
+class Recorder(Protocol):
+    """What records a step: `CudaRecorder`, or a test's."""
+
+    def missing(self, device: torch.device) -> str: ...
+    def busy(self) -> bool: ...
+    def warm(self, fn: Callable[[], Any]) -> Any: ...
+    def record(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]: ...
+    def fetch(self, tensor: Tensor) -> Callable[[], list[int]]: ...
+    def random_state(self, device: torch.device) -> Tensor: ...
+    def restore(self, device: torch.device, state: Tensor) -> None: ...
+    def memory(self) -> int: ...
+
+
+class RecordedSteps:
+    """Steps of one model, batch size, cache size and choice of tokens. What a call of `generate` brings is copied in
+    (`begin`), so that later calls of the kind replay what this one recorded.
+
+    problem: why a step could not be recorded; the steps then run as they are. replays: steps that a graph has served.
+    """
+
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, cache: Any, state: TokenState, processors: Sequence[StaticProcessor],
+        sample: bool,
+    ):  # fmt: skip
+        self.cache, self.state, self.processors, self.sample = cache, state, processors, sample
+        self.problem, self.replays = "", 0
+        self._model, self._recorder = model, recorder
+        self._sliding = SlidingLayers(cache)
+        self._graphs: dict[tuple[bool, ...], Callable[[], None]] = {}  # by which windows have filled
+        self._ran: Counter[tuple[bool, ...]] = Counter()
+        self._sources = Fingerprint(model)
+
+    def stale(self) -> bool:
+        """Whether parameters lie elsewhere now, or modules, their attributes or hooks have changed."""
+        return self._sources.changed()
+
+    @property
+    def graphs(self) -> int:
+        """Recorded steps: one, and another for windows that have filled."""
+        return len(self._graphs)
+
+    def bytes(self) -> int:
+        """What the cache holds between calls."""
+        tensors = [x for layer in self.cache.layers for x in (layer.keys, layer.values) if x is not None]
+        return sum(x.nbytes for x in tensors)
+
+    def choose(self, logits: Tensor) -> None:
+        """The first new token, by the logits [B, V] of the prompt."""
+        choose(self.state, logits, self.processors, self.sample)
+
+    def advance(self) -> None:
+        """Make the next token."""
+        kind = self._sliding.filled()
+        replay = self._graphs.get(kind)
+        if replay is not None:
+            replay()
+            self._sliding.count([number + 1 for number in self._sliding.counts()])
+            self.replays += 1
+            return
+        if self.problem or self._ran[kind] < _WARM_STEPS:
+            self._ran[kind] += 1
+            self._recorder.warm(self._step)
+            return
+        counts = self._sliding.counts()
+        try:
+            self._graphs[kind], _ = self._recorder.record(self._step)
+        except RuntimeError as problem:  # CUDA's errors are RuntimeErrors
+            self._sliding.count(counts)
+            self.problem = (str(problem).splitlines() or ["it raised"])[0][:200]
+            cls = type(self._model).__name__
+            warnings.warn(f"optimize(graphs=True): generate of {cls} is not recorded: {self.problem}", stacklevel=2)
+            self._step()
+            return
+        self._graphs[kind]()
+        self.replays += 1
+
+    def _step(self) -> None:
+        with _untracked(), uncached_autocast(self.state.sequence.device.type):
+            token_step(self._model, self.cache, self._sliding, self.state, self.processors, self.sample)
+
+
+@contextlib.contextmanager
+def _untracked() -> Iterator[None]:
+    """No gradients. Within inference mode nothing changes."""
+    with contextlib.nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad():
+        yield
