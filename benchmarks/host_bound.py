@@ -1,7 +1,6 @@
-"""Steps that wait for the host, on one GPU: LoRA on few tokens, blocks with many small kernels, one token at a time.
+"""Steps that wait for the host, on one GPU: LoRA on few tokens, blocks with many small kernels.
 
-    python benchmarks/host_bound.py results.json [--part train] [--part blocks] [--part decode]
-        [--variant NAME ...] [--short]
+    python benchmarks/host_bound.py results.json [--part train] [--part blocks] [--variant NAME ...] [--short]
 
 Without --part all of them, without --variant all of a part's. Wall time is a median of rounds in which variants take
 turns; device time is the sum of the kernels that a profiler saw in one step. Exits with 1 where a variant's loss is not
@@ -266,72 +265,7 @@ def blocks(short: bool) -> tuple[dict[str, Any], bool]:
     return found, right
 
 
-def decode(short: bool) -> tuple[dict[str, Any], bool]:
-    """One token at a time, batch 1, 2,048 tokens of context: the time between two lengths, without the prompt's."""
-    few, many = (16, 48) if short else (32, 160)
-    prompt = torch.randint(1000, (1, 2048), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    runs: dict[str, Callable[[], float]] = {}
-    rows: dict[str, Any] = {}
-    tokens: dict[str, list[int]] = {}
-    for name, change, cache in (
-        ("eager", VARIANTS["eager"], None),
-        ("compile + graphs", VARIANTS["eager"], "static"),
-        ("optimize", tilesmith.optimize, None),
-        ("optimize, static", tilesmith.optimize, "static"),
-    ):
-        if CHOSEN and name not in CHOSEN:
-            continue
-        model = llama(SIZES["llama 1.5 B"]).eval()
-        change(model)
-        options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
-        options |= {"cache_implementation": cache} if cache else {}
-
-        def generated(length: int, model: nn.Module = model, options: dict[str, Any] = options) -> torch.Tensor:
-            lengths = {"min_new_tokens": length, "max_new_tokens": length}
-            return model.generate(prompt, attention_mask=torch.ones_like(prompt), **lengths, **options)
-
-        start = time.perf_counter()
-        tokens[name] = generated(many)[0, 2048:].tolist()  # the longer one first: its cache serves both
-        rows[name] = {"first_call_s": time.perf_counter() - start}
-        generated(few)
-
-        def timed(generated=generated) -> float:
-            spent = []
-            for length in (few, many):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                generated(length)
-                torch.cuda.synchronize()
-                spent.append(time.perf_counter() - start)
-            return (spent[1] - spent[0]) / (many - few) * 1e6
-
-        runs[name] = timed
-        table = model.get_input_embeddings().weight  # of which a token reads one row
-        rows[name]["weight_bytes"] = sum(p.nbytes for p in model.parameters() if p is not table)
-    ceiling = _read_bandwidth()
-    for name, timing in interleave(3 if short else 7, runs).items():
-        rate = rows[name]["weight_bytes"] / timing.median_us / 1e3
-        agrees = sum(a == b for a, b in zip(tokens[name], next(iter(tokens.values()))))
-        rows[name] |= {
-            "token_us": dataclasses.asdict(timing),
-            "tokens_per_s": 1e6 / timing.median_us,
-            "weights_gb_per_s": rate,
-            "of_read_bandwidth": rate / ceiling,
-            "tokens_as_first": agrees,
-        }
-        say(f"  {name:<17} {1e6 / timing.median_us:7.1f} tokens/s, weights read at {rate:.0f} GB/s "
-            f"({rate / ceiling:.0%}), {agrees} of {many} tokens as the first")  # fmt: skip
-    return {"read_gb_per_s": ceiling, "1.5 B, batch 1, 2k": rows}, True
-
-
-def _read_bandwidth() -> float:
-    """GB/s of reading 4 GiB."""
-    x = torch.ones(2**31, dtype=torch.bfloat16, device=DEVICE)
-    timing = interleave(5, {"read": wall(lambda: x.amax(), 10)})["read"]
-    return x.nbytes / timing.median_us / 1e3
-
-
-PARTS = {"train": train, "blocks": blocks, "decode": decode}
+PARTS = {"train": train, "blocks": blocks}
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import tilesmith
 from optimize_models import batch, build, ops_everywhere  # noqa: F401

@@ -6,7 +6,6 @@ rows are left. Steps beyond the end are cut off. All else is transformers' own l
 
 from __future__ import annotations
 
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,11 +32,11 @@ _TOLD = ("past_key_values", "attention_mask", "position_ids", "use_cache", "logi
 
 
 class Decoding:
-    """What `generate` of one model has recorded. tokens: rows' tokens that a graph made. plain: why calls were served by
-    transformers' own loop -> how often. refused: why the model's steps cannot be recorded."""
+    """What `generate` of one model has recorded. calls, steps: served here; replays: steps by a graph. plain: why calls
+    were left to transformers' own loop -> how often. refused: why the model's steps cannot be recorded."""
 
     def __init__(self) -> None:
-        self.calls, self.steps, self.replays, self.seconds = 0, 0, 0, 0.0
+        self.calls, self.steps, self.replays = 0, 0, 0
         self.plain: Counter[str] = Counter()
         self.refused = ""
         self._forget()

@@ -40,9 +40,14 @@ class RecordedSteps:
     """
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, cache: Any, state: TokenState, processors: Sequence[StaticProcessor],
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        cache: Any,
+        state: TokenState,
+        processors: Sequence[StaticProcessor],
         sample: bool,
-    ):  # fmt: skip
+    ):
         self.cache, self.state, self.processors, self.sample = cache, state, processors, sample
         self.problem, self.replays = "", 0
         self._model, self._recorder = model, recorder

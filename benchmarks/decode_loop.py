@@ -1,0 +1,238 @@
+"""`generate` of one token at a time, on one GPU: the same tokens as transformers' loop, and how many a second.
+
+    python benchmarks/decode_loop.py results.json [--batch N ...] [--variant NAME ...] [--rounds N]
+
+First small models in fp32 make tokens by recorded steps and by transformers' loop; exits with 1 where they differ.
+Then a Llama of 1.5 B in bf16 with 2,048 tokens of context is timed, batch 1 and 8: the time between two numbers of new
+tokens, a median of rounds in which variants take turns. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import gc
+import json
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from host_bound import DEVICE, SIZES, llama, provenance, say, wall
+from torch import nn
+
+import tilesmith
+from tilesmith.engine.timing import interleave
+
+CONTEXT, NEW = 2048, 256
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 64,
+    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 50, "temperature": 0.9, "top_p": 0.95},
+    "processors": {"repetition_penalty": 1.3, "min_new_tokens": 10, "suppress_tokens": [5, 6]},
+}
+
+
+def small_models() -> dict[str, nn.Module]:
+    """Models of a few families in fp32, with weights that make the likeliest token a clear one."""
+    import transformers
+
+    made = {}
+    for name, config, more in (
+        ("Llama", "LlamaConfig", {}),
+        ("Qwen3", "Qwen3Config", {}),
+        ("Gemma3", "Gemma3TextConfig", {"sliding_window": 32, "query_pre_attn_scalar": 64}),
+    ):
+        torch.manual_seed(0)
+        sizes = getattr(transformers, config)(**SMALL, **more)
+        model = getattr(transformers, f"{name}ForCausalLM")(sizes).to(DEVICE).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        made[name] = model
+    return made
+
+
+def tokens_of(model: nn.Module, rows: int, padded: bool, options: dict[str, Any], eos: Any = None) -> torch.Tensor:
+    """48 tokens behind a prompt of 40, fewer where all rows end."""
+    prompt = torch.randint(3, 1000, (rows, 40), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    mask = torch.ones_like(prompt)
+    if padded:
+        mask[1, :9] = 0
+    torch.manual_seed(0)
+    return model.generate(
+        prompt, attention_mask=mask, max_new_tokens=48, pad_token_id=0, eos_token_id=eos, disable_compile=True,
+        cache_implementation="static", **{"do_sample": False, **options},
+    )  # fmt: skip
+
+
+def values() -> tuple[dict[str, Any], bool]:
+    """Whether tokens are those of transformers' loop over the same kernels, and of the model as it was."""
+    found, told, right = {}, {}, True
+    for family, plain in small_models().items():
+        by_loop = tilesmith.optimize(copy.deepcopy(plain))
+        ours = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+        for rows in (1, 3):
+            padded = rows > 1 and family != "Gemma3"  # whose windows fill
+            for name, options in CALLS.items():
+                wanted = tokens_of(by_loop, rows, padded, options)
+                case = f"{family}, {rows} rows{', padded' * padded}, {name}"
+                found[case] = same = torch.equal(tokens_of(ours, rows, padded, options), wanted)
+                right &= same
+                if name == "processors":
+                    continue
+                ends = wanted[:, 55].tolist()
+                wanted = tokens_of(by_loop, rows, padded, options, ends)
+                found[f"{case}, ends"] = same = torch.equal(tokens_of(ours, rows, padded, options, ends), wanted)
+                right &= same
+        found[f"{family}, as before optimize"] = torch.equal(
+            tokens_of(plain, 1, False, {}), tokens_of(ours, 1, False, {})
+        )
+        note = ours.tilesmith_report.notes[0]
+        told[family] = note.told()
+        right &= note.replays > 0
+        say(f"  {family}: {told[family]}")
+    say(f"  {len(found)} cases, other tokens in: {[name for name, same in found.items() if not same] or 'none'}")
+    return {"same": found, "told": told}, right
+
+
+def recorded(model: nn.Module) -> None:
+    tilesmith.optimize(model, graphs=True)
+
+
+VARIANTS: dict[str, tuple[Callable[[nn.Module], object], dict[str, Any], tuple[int, int]]] = {
+    "graphs": (recorded, {}, (32, NEW)),
+    "graphs, 16k slots": (recorded, {"max_cache_len": 16384}, (32, NEW)),
+    "eager": (lambda model: None, {"disable_compile": True}, (4, 20)),
+    "compile + graphs": (lambda model: None, {}, (32, NEW)),
+}
+"""What is done to the model, what `generate` is told, and the numbers of new tokens whose times are subtracted."""
+
+
+def timed_calls(generated: Callable[[int], object], few: int, many: int) -> Callable[[], float]:
+    """What takes the µs of a token."""
+
+    def timed() -> float:
+        return (wall(lambda: generated(many), 1)() - wall(lambda: generated(few), 1)()) / (many - few)
+
+    return timed
+
+
+def kernels(generated: Callable[[int], object]) -> list[dict[str, Any]]:
+    """The kernels of a token by their time: those of 40 tokens less those of 8."""
+
+    def profiled(tokens: int) -> tuple[Counter[str], Counter[str]]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
+            generated(tokens)
+            torch.cuda.synchronize()
+        spent, number = Counter(), Counter()
+        for event in run.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                spent[event.name] += event.device_time
+                number[event.name] += 1
+        return spent, number
+
+    (few, n_few), (many, n_many) = profiled(8), profiled(40)
+    rows = [
+        {"kernel": name[:100], "us": (many[name] - few[name]) / 32, "calls": (n_many[name] - n_few[name]) / 32}
+        for name in many
+        if n_many[name] > n_few[name]
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def speed(batch: int, chosen: list[str], rounds: int, ceiling: float) -> dict[str, Any]:
+    """Tokens a second and the share of the bandwidth that reading the weights takes, by variant."""
+    prompt = torch.randint(1000, (batch, CONTEXT), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    mask = torch.ones_like(prompt)
+    runs, rows, models, tokens = {}, {}, {}, {}
+    for name, (change, options, (few, many)) in VARIANTS.items():
+        if chosen and name not in chosen:
+            continue
+        model = llama(SIZES["llama 1.5 B"]).eval()
+        change(model)
+
+        def generated(length: int, model: nn.Module = model, options: dict[str, Any] = options) -> torch.Tensor:
+            return model.generate(
+                prompt, attention_mask=mask, max_new_tokens=length, min_new_tokens=length, do_sample=False,
+                pad_token_id=0, eos_token_id=None, cache_implementation="static", **options,
+            )  # fmt: skip
+
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        tokens[name] = generated(many)[:, CONTEXT:].tolist()  # the longer one first: its cache serves both
+        rows[name] = {"first_call_s": time.perf_counter() - start}
+        start = time.perf_counter()
+        generated(many)
+        torch.cuda.synchronize()
+        rows[name]["call_s"] = time.perf_counter() - start
+        rows[name]["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        table = model.get_input_embeddings().weight  # of which a token reads one row
+        rows[name]["weight_bytes"] = sum(p.nbytes for p in model.parameters() if p is not table)
+        if change is recorded:
+            rows[name]["kernels"] = kernels(generated)
+            rows[name]["kernels_us"] = sum(row["us"] for row in rows[name]["kernels"])
+            rows[name]["told"] = model.tilesmith_report.notes[0].told()
+        runs[name], models[name] = timed_calls(generated, few, many), model
+    for name, timing in interleave(rounds, runs).items():
+        rate = rows[name]["weight_bytes"] / timing.median_us / 1e3
+        first = next(iter(tokens.values()))
+        agree = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(x)) for x, y in zip(tokens[name], first)]
+        rows[name] |= {
+            "token_us": dataclasses.asdict(timing),
+            "tokens_per_s": batch * 1e6 / timing.median_us,
+            "weights_gb_per_s": rate,
+            "of_read_bandwidth": rate / ceiling,
+            "first_other_token": agree,
+        }
+        say(f"  batch {batch}, {name:<18} {batch * 1e6 / timing.median_us:8.1f} tokens/s, weights read at {rate:.0f} "
+            f"GB/s ({rate / ceiling:.0%}), first call {rows[name]['first_call_s']:.1f} s, a call of {NEW} tokens "
+            f"{rows[name]['call_s']:.2f} s")  # fmt: skip
+    return rows
+
+
+def read_bandwidth() -> float:
+    """GB/s of reading 4 GiB."""
+    x = torch.ones(2**31, dtype=torch.bfloat16, device=DEVICE)
+    timing = interleave(5, {"read": wall(lambda: x.amax(), 10)})["read"]
+    return x.nbytes / timing.median_us / 1e3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--variant", choices=VARIANTS, action="append", default=[])
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore", module="transformers")
+    document = provenance()
+    start = time.perf_counter()
+    document["values"], right = values()
+    say(f"values after {time.perf_counter() - start:.0f} s")
+    given.results.write_text(json.dumps(document, indent=1) + "\n")
+    document["read_gb_per_s"] = read_bandwidth()
+    document["1.5 B, 2k"] = {}
+    for batch in given.batch or (1, 8):
+        gc.collect()
+        torch.cuda.empty_cache()
+        document["1.5 B, 2k"][f"batch {batch}"] = speed(batch, given.variant, given.rounds, document["read_gb_per_s"])
+        given.results.write_text(json.dumps(document, indent=1) + "\n")
+        torch._dynamo.reset()
+        say(f"batch {batch} after {time.perf_counter() - start:.0f} s")
+    if not right:
+        say("recorded steps made other tokens than transformers' loop, or none: see the results")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
