@@ -150,7 +150,8 @@ def _fits(
     if attention_mask is not None and attention_mask.ndim != 2:
         return False
     if isinstance(q_offset, Tensor):
-        return kv_offset == 0 and rule.window is None
+        reaches_all = rule.window is None or (rule.causal and kv_length <= rule.window[0] + 1)
+        return kv_offset == 0 and reaches_all
     return rule.causal or rule.window is None or q_offset + q_length == kv_offset + kv_length
 
 

@@ -126,12 +126,12 @@ class Decoding:
         del outputs
         with model._optimize_model_for_decode():
             tokens = _run(steps, logits, generation_config.max_length - prompt.shape[1], streamer, self._recorder)
-        self._count(steps, tokens)
+        self._count(steps)
         return steps.state.sequence[:, : prompt.shape[1] + tokens].clone()
 
-    def _count(self, steps: RecordedSteps, tokens: int) -> None:
+    def _count(self, steps: RecordedSteps) -> None:
         self.calls += 1
-        self.steps += tokens
+        self.steps, steps.steps = self.steps + steps.steps, 0
         self.replays, steps.replays = self.replays + steps.replays, 0
         self.refused = steps.problem
         if steps.problem:

@@ -36,7 +36,8 @@ class RecordedSteps:
     """Steps of one model, batch size, cache size and choice of tokens. What a call of `generate` brings is copied in
     (`begin`), so that later calls of the kind replay what this one recorded.
 
-    problem: why a step could not be recorded; the steps then run as they are. replays: steps that a graph has served.
+    problem: why a step could not be recorded; the steps then run as they are. steps: how many have run, also behind the
+    end of all rows. replays: those by a graph.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class RecordedSteps:
         sample: bool,
     ):
         self.cache, self.state, self.processors, self.sample = cache, state, processors, sample
-        self.problem, self.replays = "", 0
+        self.problem, self.steps, self.replays = "", 0, 0
         self._model, self._recorder = model, recorder
         self._sliding = SlidingLayers(cache)
         self._graphs: dict[tuple[bool, ...], Callable[[], None]] = {}  # by which windows have filled
@@ -76,6 +77,7 @@ class RecordedSteps:
 
     def advance(self) -> None:
         """Make the next token."""
+        self.steps += 1
         kind = self._sliding.filled()
         replay = self._graphs.get(kind)
         if replay is not None:

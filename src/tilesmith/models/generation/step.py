@@ -26,8 +26,8 @@ class TokenState:
     sequence int64 [B, S + 1]: prompt and new tokens. token int64 [B, 1]: the newest. length int64 [1]: how many tokens
     a row has. position int64 [B, 1]: where the newest stands, None for models that are not told. mask int64 [B, S]: 0
     for slots of padding, None without padding. unfinished int64 [B]: 1 until a row has ended. status int64 [3]: new
-    tokens up to the one that ended the last row, whether rows are left, whether probabilities were none. eos int64 [n], pad
-    int64 []: None where nothing ends a row.
+    tokens up to the one that ended the last row, whether rows are left, whether probabilities were none. eos int64 [n],
+    pad int64 []: None where nothing ends a row.
     """
 
     sequence: Tensor
