@@ -4,6 +4,8 @@ transformers, and no step asks the host. benchmarks/decode_loop.py records CUDA 
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 
 import pytest
 import torch
@@ -90,10 +92,19 @@ def _recorder(monkeypatch):
     monkeypatch.setattr(decoding, "RECORDER", TapeRecorder)
 
 
-def _pair(family, **more):
-    plain = build(family, **more).eval()
-    model = copy.deepcopy(plain)
-    return plain, tilesmith.optimize(model, graphs=True)
+@functools.cache
+def _made(family):
+    plain = build(family).eval()
+    return plain, tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+
+
+def _pair(family):
+    """A model as it was and an optimised one that has recorded nothing yet."""
+    plain, model = _made(family)
+    for m in (plain, model):
+        m.__dict__.pop("_previous_max_cache_length", None)  # transformers keeps the size of the largest static cache
+    _record(model).__init__()
+    return plain, model
 
 
 def _prompt(rows=3, length=PROMPT, padded=True):
@@ -169,10 +180,19 @@ def test_a_later_call_replays_what_an_earlier_one_recorded():
     _same(plain, model, _prompt(2, length=5, padded=False), max_new_tokens=9)
     record = _record(model)
     assert record.steps == 13 + 8 and record.replays == 13 + 8 - 2 and len(record._kinds) == 1, record.told()
-    with torch.no_grad():
-        for m in (plain, model):
-            m.lm_head.weight = torch.nn.Parameter(m.lm_head.weight * -1)
+    changed = copy.deepcopy(plain), copy.deepcopy(model)
+    for m in changed:
+        m.lm_head.weight = torch.nn.Parameter(m.lm_head.weight.detach() * -1)
+    _same(*changed, _prompt(2, padded=False))
     _same(plain, model, _prompt(2, padded=False))
+
+
+def test_weights_that_move_are_recorded_anew():
+    plain, model = (copy.deepcopy(m) for m in _pair("llama"))
+    for _ in range(2):
+        _same(plain, model, _prompt(1))
+        for m in (plain, model):
+            m.lm_head.weight = torch.nn.Parameter(m.lm_head.weight.detach() * -1)
 
 
 PROCESSORS = {
@@ -195,3 +215,120 @@ def test_processors(name):
         _same(plain, model, given, eos_token_id=eos, **PROCESSORS[name])
     record = _record(model)
     assert not record.plain and record.replays, record.told()
+
+
+class Streamer:
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.reshape(-1).tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_a_streamer_gets_each_token():
+    plain, model = _pair("llama")
+    given, streamer = _prompt(1), Streamer()
+    eos = _generated(plain, given)[0][0, PROMPT + 5].item()
+    tokens, _ = _generated(model, given, eos_token_id=eos, streamer=streamer)
+    assert streamer.tokens == tokens[0].tolist() and streamer.ended
+    assert torch.equal(tokens, _generated(plain, given, eos_token_id=eos)[0]) and _record(model).calls == 1
+
+
+class Nothing:
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def _more(name):
+    transformers = pytest.importorskip("transformers")
+    time = transformers.generation.stopping_criteria.MaxTimeCriteria(1e3)
+    return {
+        "its cache is not static": {"cache_implementation": None},
+        "asked for return_dict_in_generate": {"return_dict_in_generate": True},
+        "the logits processor NoRepeatNGramLogitsProcessor": {"no_repeat_ngram_size": 2},
+        "the logits processor Nothing": {"logits_processor": [Nothing()]},
+        "the stopping criterion MaxTimeCriteria": {"stopping_criteria": [time]},
+        "given token_type_ids": {"token_type_ids": torch.zeros(1, PROMPT, dtype=torch.long)},
+        "": {"num_beams": 2},
+    }[name]
+
+
+@pytest.mark.parametrize("why", [
+    "its cache is not static", "asked for return_dict_in_generate", "the logits processor NoRepeatNGramLogitsProcessor",
+    "the logits processor Nothing", "the stopping criterion MaxTimeCriteria", "given token_type_ids", "",
+])  # fmt: skip
+def test_other_calls_run_as_before(why):
+    plain, model = _pair("gpt2")
+    given = _prompt(1)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "disable_compile": True,
+               "cache_implementation": "static", **_more(why)}  # fmt: skip
+    wanted, found = (m.generate(**given, **options) for m in (plain, model))
+    assert torch.equal(*(x if isinstance(x, torch.Tensor) else x.sequences for x in (wanted, found)))
+    record = _record(model)
+    assert not record.calls and [w.startswith(why) for w in record.plain] == ([True] if why else [])
+    assert not why or f"generate ran as before 1 times: {why}" in " ".join(str(model.tilesmith_report).split())
+
+
+def test_hooks_and_training_run_as_before():
+    plain, model = _pair("llama")
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    _same(plain, model, _prompt(1), max_new_tokens=2)
+    handle.remove()
+    for m in (plain, model):
+        m.train()
+    _same(plain, model, _prompt(1), max_new_tokens=2)
+    for m in (plain, model):
+        m.eval()
+    assert set(_record(model).plain) == {"model.layers.0 has hooks", "the model is in training mode"}
+
+
+def test_a_step_that_cannot_be_recorded(monkeypatch):
+    plain, model = _pair("gemma3")
+    monkeypatch.setattr(TapeRecorder, "failing", "no capture today")
+    with pytest.warns(UserWarning, match="no capture today"):
+        _same(plain, model, _prompt(2, padded=False))
+    record = _record(model)
+    assert record.calls == 1 and not record.replays and not record._kinds
+    _same(plain, model, _prompt(2, padded=False), max_new_tokens=2)
+    assert record.plain == {"no capture today": 1} and "cannot be recorded" in str(model.tilesmith_report)
+
+
+def test_probabilities_that_are_none():
+    _, model = _pair("llama")
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight[5, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        _generated(model, _prompt(1), do_sample=True)
+
+
+def test_copies_pickles_and_undo():
+    plain, model = _pair("llama")
+    _same(plain, model, _prompt(1))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        record = _record(other)
+        assert not record._kinds and other.__dict__["_tilesmith_decoding"] is record
+        _same(plain, other, _prompt(1), max_new_tokens=5)
+        assert record.calls == 2
+    undone = tilesmith.undo(other)
+    assert type(undone) is type(plain) and "_tilesmith_decoding" not in undone.__dict__
+    again = tilesmith.optimize(tilesmith.optimize(undone, graphs=True))  # graphs are kept by a later call
+    _same(plain, again, _prompt(1), max_new_tokens=5)
+    assert _record(again).calls == 1
+
+
+def test_without_cuda_graphs_nothing_is_served(monkeypatch):
+    monkeypatch.undo()
+    plain = _made("llama")[0]
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    _same(plain, model, _prompt(1), max_new_tokens=2)
+    assert _record(model).plain == {"on cpu there are no CUDA graphs": 1}
+
+
+def test_models_that_prepare_their_inputs_are_left_alone():
+    model = tilesmith.optimize(build("phi3"), graphs=True)
+    rows = [row for row in model.tilesmith_report.skipped if row.rule == "generate"]
+    assert len(rows) == 1 and rows[0].reason.endswith("it has a prepare_inputs_for_generation of its own")
