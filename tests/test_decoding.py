@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import tilesmith
 from optimize_models import batch, build, ops_everywhere  # noqa: F401
-from tilesmith.models.generation import decoding
+from tilesmith.models.attention import interface
+from tilesmith.models.generation import cache, decoding
 
 pytest.importorskip("transformers")
 PROMPT = 8
@@ -158,6 +159,28 @@ def test_a_window_that_fills_while_tokens_are_made():
     assert next(iter(record._kinds.values())).graphs == 2 or record.replays > 14, record.told()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_attention_reads_the_filled_slots_alone(family, monkeypatch):
+    plain, model = _pair(family)
+    asked = []
+
+    def attention(q, *args, kv_lengths=None, **kwargs):
+        asked.append((q.shape[2], None if kv_lengths is None else kv_lengths.tolist(), args[2].dense is None))
+        return plain_attention(q, *args, kv_lengths=kv_lengths, **kwargs)
+
+    plain_attention = interface.ops.attention
+    monkeypatch.setattr(interface.ops, "attention", attention)
+    monkeypatch.setattr(TapeRecorder, "failing", "each step runs as it is, to be seen")
+    with pytest.warns(UserWarning, match="to be seen"):
+        _generated(model, _prompt(2, length=2, padded=False), max_new_tokens=6)
+    assert all(sparse for *_, sparse in asked)
+    lengths = [lengths for tokens, lengths, _ in asked if tokens == 1]
+    full = [[n, n] for n in (3, 4, 5, 6, 7)]
+    windows = [[3, 3], [4, 4], None, None, None]  # the window is 4: then all of it is seen
+    kinds = model.config.layer_types if family == "gemma3" else ["full_attention"] * 2
+    assert lengths == [x for n in range(5) for x in ((windows if "sliding" in kind else full)[n] for kind in kinds)]
+
+
 def test_rows_that_end():
     plain, model = _pair("llama")
     given = _prompt(3)
@@ -174,8 +197,10 @@ def test_few_tokens(tokens):
     _same(plain, model, _prompt(1), max_new_tokens=tokens)
 
 
-def test_a_later_call_replays_what_an_earlier_one_recorded():
+@pytest.mark.parametrize("append", [False, True])
+def test_a_later_call_replays_what_an_earlier_one_recorded(append, monkeypatch):
     plain, model = _pair("llama")
+    monkeypatch.setattr(cache, "reaches", lambda op, keys: append)
     _same(plain, model, _prompt(2, padded=False))
     _same(plain, model, _prompt(2, length=5, padded=False), max_new_tokens=9)
     record = _record(model)

@@ -85,7 +85,8 @@ def optimize(
             `optimize` of the model keeps it.
         graphs: record forward and backward of the repeated blocks as CUDA graphs when a shape is trained for the third
             time, so that the host launches a block at once. Calls that no recording serves run as before; the report
-            counts them with the reason, and has the memory that recordings hold. A later `optimize` keeps it, too.
+            counts them with the reason, and has the memory that recordings hold. `generate` of transformers with
+            ``cache_implementation="static"`` replays one graph a token. A later `optimize` keeps it, too.
 
     Returns:
         `model` itself. ``print(model.tilesmith_report)`` says what was gained, what that means on the model's device,

@@ -79,6 +79,10 @@ class KeyMask(BlockMask):
         documents = None if self.documents is None else tuple(x.to(*where, **named) for x in self.documents)
         return KeyMask(self.sizes, device, self.causal, self.window, lengths, documents)
 
+    def contiguous(self, **named: Any) -> KeyMask:
+        """Itself: `generate` asks it of the masks of static caches, and a dense one would cover slots that are empty."""
+        return self
+
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensor()[index]
 

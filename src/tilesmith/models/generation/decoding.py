@@ -112,8 +112,8 @@ class Decoding:
         asked = [static for _, static in processors]
         steps = self._steps(model, prompt, told, generation_config, asked)
         told["past_key_values"] = steps.cache
-        steps.cache.reset()
-        outputs = model._prefill(prompt, generation_config, told, is_first_iteration=True)
+        with steps.layers.prompt(whole=generation_config.prefill_chunk_size is None):
+            outputs = model._prefill(prompt, generation_config, told, is_first_iteration=True)
         told = model._update_model_kwargs_for_generation(outputs, told, is_encoder_decoder=False)
         logits = outputs.logits[:, -1]
         ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)

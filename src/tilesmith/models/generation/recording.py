@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tilesmith.models.generation.cache import StaticLayers
 from tilesmith.models.generation.scores import StaticProcessor
-from tilesmith.models.generation.step import SlidingLayers, TokenState, choose, token_step
+from tilesmith.models.generation.step import TokenState, choose, token_step
 from tilesmith.models.recorded import Fingerprint, uncached_autocast
 
 _WARM_STEPS = 2
@@ -52,7 +53,7 @@ class RecordedSteps:
         self.cache, self.state, self.processors, self.sample = cache, state, processors, sample
         self.problem, self.steps, self.replays = "", 0, 0
         self._model, self._recorder = model, recorder
-        self._sliding = SlidingLayers(cache)
+        self.layers = StaticLayers(cache)
         self._graphs: dict[tuple[bool, ...], Callable[[], None]] = {}  # by which windows have filled
         self._ran: Counter[tuple[bool, ...]] = Counter()
         self._sources = Fingerprint(model)
@@ -78,22 +79,22 @@ class RecordedSteps:
     def advance(self) -> None:
         """Make the next token."""
         self.steps += 1
-        kind = self._sliding.filled()
+        kind = self.layers.filled()
         replay = self._graphs.get(kind)
         if replay is not None:
             replay()
-            self._sliding.count([number + 1 for number in self._sliding.counts()])
+            self.layers.count([number + 1 for number in self.layers.counts()])
             self.replays += 1
             return
         if self.problem or self._ran[kind] < _WARM_STEPS:
             self._ran[kind] += 1
             self._recorder.warm(self._step)
             return
-        counts = self._sliding.counts()
+        counts = self.layers.counts()
         try:
             self._graphs[kind], _ = self._recorder.record(self._step)
         except RuntimeError as problem:  # CUDA's errors are RuntimeErrors
-            self._sliding.count(counts)
+            self.layers.count(counts)
             self.problem = (str(problem).splitlines() or ["it raised"])[0][:200]
             cls = type(self._model).__name__
             warnings.warn(f"optimize(graphs=True): generate of {cls} is not recorded: {self.problem}", stacklevel=2)
@@ -104,7 +105,7 @@ class RecordedSteps:
 
     def _step(self) -> None:
         with _untracked(), uncached_autocast(self.state.sequence.device.type):
-            token_step(self._model, self.cache, self._sliding, self.state, self.processors, self.sample)
+            token_step(self._model, self.cache, self.layers, self.state, self.processors, self.sample)
 
 
 @contextlib.contextmanager

@@ -8,14 +8,14 @@ Legend: B batch, S slots of the cache, V entries of the vocabulary.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tilesmith.models.generation.cache import StaticLayers
 from tilesmith.models.generation.scores import StaticProcessor
 
 
@@ -77,43 +77,8 @@ class TokenState:
             self.pad.copy_(pad)
 
 
-class SlidingLayers:
-    """The layers of a static cache of transformers that keep a window. They count their tokens on the host, and what
-    they do depends on that number only through whether the window has filled (`filled`)."""
-
-    def __init__(self, cache: Any):
-        self.layers = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
-
-    def filled(self) -> tuple[bool, ...]:
-        return tuple(layer.cumulative_length_int >= layer.max_cache_len for layer in self.layers)
-
-    def counts(self) -> list[int]:
-        return [layer.cumulative_length_int for layer in self.layers]
-
-    def count(self, numbers: Sequence[int]) -> None:
-        for layer, number in zip(self.layers, numbers, strict=True):
-            layer.cumulative_length_int = number
-
-    @contextlib.contextmanager
-    def counted_on_device(self) -> Iterator[None]:
-        """Inside, layers whose window has not filled give their length as a tensor, as layers without a window do, so
-        that a mask made of it holds for any length."""
-        told = [layer for layer, full in zip(self.layers, self.filled()) if not full]
-        for layer in told:
-            layer.get_seq_length = _on_device.__get__(layer)
-        try:
-            yield
-        finally:
-            for layer in told:
-                del layer.get_seq_length
-
-
-def _on_device(layer: Any) -> Tensor:
-    return layer.cumulative_length
-
-
 def token_step(
-    model: nn.Module, cache: Any, sliding: SlidingLayers, state: TokenState, processors: Sequence[StaticProcessor],
+    model: nn.Module, cache: Any, layers: StaticLayers, state: TokenState, processors: Sequence[StaticProcessor],
     sample: bool,
 ) -> None:  # fmt: skip
     """Feed the newest token to the model, and choose the next one."""
@@ -122,7 +87,7 @@ def token_step(
         told["position_ids"] = state.position
     if model._supports_logits_to_keep():
         told["logits_to_keep"] = 1
-    with sliding.counted_on_device():
+    with layers.one_token():
         inputs = model.prepare_inputs_for_generation(state.token, next_sequence_length=1, **told)
         logits = model(**inputs, return_dict=True).logits[:, -1]
     if state.position is not None:
