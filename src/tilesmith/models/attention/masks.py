@@ -80,7 +80,7 @@ class KeyMask(BlockMask):
         return KeyMask(self.sizes, device, self.causal, self.window, lengths, documents)
 
     def contiguous(self, **named: Any) -> KeyMask:
-        """Itself: `generate` asks it of the masks of static caches, and a dense one would cover slots that are empty."""
+        """Itself: `generate` asks it of masks of static caches, and a dense one would cover slots that are empty."""
         return self
 
     def __getitem__(self, index: Any) -> Tensor:

@@ -58,7 +58,7 @@ class Decoding:
         told = []
         if self.calls:
             graphs = sum(kind.graphs for kind in self._kinds.values())
-            held = sum(kind.bytes() for kind in self._kinds.values()) + self._recorder.memory()
+            held = sum(kind.bytes() for kind in self._kinds.values())
             told.append(
                 f"generate: {self.replays} of {self.steps} steps of {self.calls} calls by replays of {graphs} graphs, "
                 f"{held / 2**20:.1f} MiB held"
@@ -125,7 +125,7 @@ class Decoding:
             static.begin(processor, prompt, logits.shape[-1])
         del outputs
         with model._optimize_model_for_decode():
-            tokens = _run(steps, logits, generation_config.max_length - prompt.shape[1], streamer, self._recorder)
+            tokens = _run(steps, logits, generation_config.max_length - prompt.shape[1], streamer)
         self._count(steps)
         return steps.state.sequence[:, : prompt.shape[1] + tokens].clone()
 
@@ -156,16 +156,16 @@ class Decoding:
         known = self._kinds.pop(key, None)
         if known is None or known.stale():
             state = TokenState.empty(prompt, slots, positions, padded, eos, pad)
-            known = RecordedSteps(model, self._recorder, cache, state, processors, bool(config.do_sample))
+            known = RecordedSteps(model, RECORDER(), cache, state, processors, bool(config.do_sample))
         self._kinds[key] = known
         while len(self._kinds) > MOST_KINDS:
             self._kinds.popitem(last=False)
         return known
 
 
-def _run(steps: RecordedSteps, logits: Tensor, most: int, streamer: Any, recorder: Recorder) -> int:
+def _run(steps: RecordedSteps, logits: Tensor, most: int, streamer: Any) -> int:
     """Make up to `most` tokens, the first by `logits`; returns how many there are until all rows have ended."""
-    state, device = steps.state, logits.device
+    state, recorder, device = steps.state, steps.recorder, logits.device
     looked: deque[Callable[[], list[int]]] = deque()
     drawn: dict[int, Tensor] = {}  # states of the generator by how many tokens were drawn before
     made, looks = 0, state.eos is not None or steps.sample

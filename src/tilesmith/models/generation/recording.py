@@ -35,7 +35,8 @@ class Recorder(Protocol):
 
 class RecordedSteps:
     """Steps of one model, batch size, cache size and choice of tokens. What a call of `generate` brings is copied in
-    (`begin`), so that later calls of the kind replay what this one recorded.
+    (`begin`), so that later calls of the kind replay what this one recorded. recorder: of these steps alone, since a
+    pool of memory cannot be shared with graphs that were dropped.
 
     problem: why a step could not be recorded; the steps then run as they are. steps: how many have run, also behind the
     end of all rows. replays: those by a graph.
@@ -52,7 +53,7 @@ class RecordedSteps:
     ):
         self.cache, self.state, self.processors, self.sample = cache, state, processors, sample
         self.problem, self.steps, self.replays = "", 0, 0
-        self._model, self._recorder = model, recorder
+        self._model, self.recorder = model, recorder
         self.layers = StaticLayers(cache)
         self._graphs: dict[tuple[bool, ...], Callable[[], None]] = {}  # by which windows have filled
         self._ran: Counter[tuple[bool, ...]] = Counter()
@@ -68,9 +69,9 @@ class RecordedSteps:
         return len(self._graphs)
 
     def bytes(self) -> int:
-        """What the cache holds between calls."""
+        """What the cache and the graphs hold between calls."""
         tensors = [x for layer in self.cache.layers for x in (layer.keys, layer.values) if x is not None]
-        return sum(x.nbytes for x in tensors)
+        return sum(x.nbytes for x in tensors) + self.recorder.memory()
 
     def choose(self, logits: Tensor) -> None:
         """The first new token, by the logits [B, V] of the prompt."""
@@ -88,11 +89,11 @@ class RecordedSteps:
             return
         if self.problem or self._ran[kind] < _WARM_STEPS:
             self._ran[kind] += 1
-            self._recorder.warm(self._step)
+            self.recorder.warm(self._step)
             return
         counts = self.layers.counts()
         try:
-            self._graphs[kind], _ = self._recorder.record(self._step)
+            self._graphs[kind], _ = self.recorder.record(self._step)
         except RuntimeError as problem:  # CUDA's errors are RuntimeErrors
             self.layers.count(counts)
             self.problem = (str(problem).splitlines() or ["it raised"])[0][:200]
