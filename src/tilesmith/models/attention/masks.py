@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -222,13 +223,14 @@ class _LookedAt:
     a bool one each time, which is looked at again."""
 
     last: tuple[weakref.ref[Tensor], tuple[int, ...], tuple[bool, bool]] | None = None
+    unread = False  # whether values are not to be looked at, as if this were recorded
 
     def known(self, mask: Tensor, slots: tuple[int, int]) -> tuple[bool, bool]:
         """Whether all tokens in these slots of a mask are real, and whether padding is only behind them; False where
         values cannot be read now."""
         from transformers.utils.import_utils import is_tracing
 
-        if is_tracing(mask):
+        if self.unread or is_tracing(mask):
             return False, False
         key = (-1 if mask.is_inference() else mask._version, *slots)
         last = self.last
@@ -238,6 +240,16 @@ class _LookedAt:
 
 
 _LOOKED_AT = _LookedAt()
+
+
+@contextlib.contextmanager
+def unread_masks() -> Iterator[None]:
+    """Inside, no value of a mask is read, so a mask comes out as it does while CUDA records."""
+    before, _LOOKED_AT.unread = _LOOKED_AT.unread, True
+    try:
+        yield
+    finally:
+        _LOOKED_AT.unread = before
 
 
 class _Rule(NamedTuple):

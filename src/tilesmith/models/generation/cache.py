@@ -25,6 +25,11 @@ class StaticLayers:
         self._windows = [layer for layer in cache.layers if layer.is_sliding]
         self._lengths: Tensor | None = None  # int64 [layers]: what each layer has as its `cumulative_length`
 
+    @property
+    def windows(self) -> set[int]:
+        """The sizes of windows."""
+        return {layer.max_cache_len for layer in self._windows}
+
     def filled(self) -> tuple[bool, ...]:
         """Which windows have no slot left, by layer that has one."""
         return tuple(layer.cumulative_length_int >= layer.max_cache_len for layer in self._windows)
@@ -51,23 +56,23 @@ class StaticLayers:
                 layer.cumulative_length = length
 
     @contextlib.contextmanager
-    def one_token(self) -> Iterator[None]:
+    def one_token(self, windows_at: int) -> Iterator[None]:
         """Inside, layers with a slot left give their length as a tensor, so that a mask made of it holds for any
-        length, and write one token by one launch; all lengths grow by one behind it."""
-        full = {id(layer) for layer, filled in zip(self._windows, self.filled()) if filled}
-        layers = [layer for layer in self._cache.layers if id(layer) not in full]
-        told = [layer for layer in layers if layer.is_sliding]
-        if self._lengths is None:  # a layer that no prompt has filled: it counts by itself
-            with _replaced(told, "get_seq_length", lambda layer: lambda: layer.cumulative_length):
-                yield
-            return
+        length, and write one token by one launch; all lengths grow by one behind it. Windows that have filled say that
+        their slots begin at `windows_at`, wherever they are."""
+        full = [layer for layer, filled in zip(self._windows, self.filled()) if filled]
+        left = [layer for layer in self._cache.layers if not any(layer is other for other in full)]
+        windows = [layer for layer in left if layer.is_sliding]
         places: list[Tensor] = []
         with (
-            _replaced(told, "get_seq_length", lambda layer: lambda: layer.cumulative_length),
-            _replaced(layers, "update", lambda layer: _writer(layer, places)),
+            _replaced(windows, "get_seq_length", lambda layer: lambda: layer.cumulative_length),
+            _replaced(full, "get_seq_length", lambda layer: lambda: windows_at + layer.max_cache_len - 1),
+            _replaced(full, "get_mask_sizes", lambda layer: lambda tokens: (layer.max_cache_len, windows_at)),
+            _replaced(left if self._lengths is not None else [], "update", lambda layer: _writer(layer, places)),
         ):
             yield
-        self._lengths.add_(1)
+        if self._lengths is not None:  # else some layer has not been given any token, and each counts by itself
+            self._lengths.add_(1)
 
 
 def _writer(layer: Any, places: list[Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:

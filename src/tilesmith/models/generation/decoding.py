@@ -155,7 +155,8 @@ class Decoding:
         )  # fmt: skip
         known = self._kinds.pop(key, None)
         if known is None or known.stale():
-            state = TokenState.empty(prompt, slots, positions, padded, eos, pad)
+            windows = max((layer.max_cache_len for layer in cache.layers if layer.is_sliding), default=0)
+            state = TokenState.empty(prompt, slots, positions, windows if padded else None, eos, pad)
             known = RecordedSteps(model, RECORDER(), cache, state, processors, bool(config.do_sample))
         self._kinds[key] = known
         while len(self._kinds) > MOST_KINDS:
@@ -251,6 +252,9 @@ def _of_model(model: nn.Module) -> str:
         return "the model is in training mode"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is on several devices"
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if "chunked_attention" in kinds:
+        return "its attention is by chunks, which begin at places of their own"
     hooked = [name for name, module in model.named_modules() if observed(module)]
     return f"{hooked[0] or 'the model'} has hooks" if hooked else ""
 
@@ -267,7 +271,7 @@ def _of_cache(cache: Any, mask: Tensor | None, config: Any) -> str:
         return f"its cache has a {foreign[0]}"
     if any(layer.is_initialized for layer in cache.layers):
         return "its cache is filled already"
-    windows = [layer.max_cache_len for layer in cache.layers if layer.is_sliding]
-    if windows and _padding(mask) is not None and config.max_length - 1 > min(windows):
-        return "padding, and windows that fill"
+    windows = {layer.max_cache_len for layer in cache.layers if layer.is_sliding}
+    if len(windows) > 1 and _padding(mask) is not None:
+        return "padding, and windows of several sizes"
     return ""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilesmith.models.attention.masks import unread_masks
 from tilesmith.models.generation.cache import StaticLayers
 from tilesmith.models.generation.scores import StaticProcessor
 
@@ -24,10 +25,10 @@ class TokenState:
     """The tensors of a step. They are changed in place and keep their addresses.
 
     sequence int64 [B, S + 1]: prompt and new tokens. token int64 [B, 1]: the newest. length int64 [1]: how many tokens
-    a row has. position int64 [B, 1]: where the newest stands, None for models that are not told. mask int64 [B, S]: 0
-    for slots of padding, None without padding. unfinished int64 [B]: 1 until a row has ended. status int64 [3]: new
-    tokens up to the one that ended the last row, whether rows are left, whether probabilities were none. eos int64 [n],
-    pad int64 []: None where nothing ends a row.
+    a row has. position int64 [B, 1]: where the newest stands, None for models that are not told. mask int64 [B, S + W]:
+    0 for slots of padding, then the same for the last W tokens, a window; None without padding. unfinished int64 [B]: 1
+    until a row has ended. status int64 [3]: new tokens up to the one that ended the last row, whether rows are left,
+    whether probabilities were none. eos int64 [n], pad int64 []: None where nothing ends a row.
     """
 
     sequence: Tensor
@@ -42,16 +43,22 @@ class TokenState:
 
     @classmethod
     def empty(
-        cls, prompt: Tensor, slots: int, positions: bool, padded: bool, eos: Tensor | None, pad: Tensor | None
+        cls,
+        prompt: Tensor,
+        slots: int,
+        positions: bool,
+        window: int | None,
+        eos: Tensor | None,
+        pad: Tensor | None,
     ) -> TokenState:
-        """Room for the rows of `prompt` int64 [B, T] in a cache of `slots`."""
+        """Room for the rows of `prompt` int64 [B, T] in a cache of `slots`. window: None without padding."""
         batch = prompt.shape[0]
         return cls(
             prompt.new_zeros(batch, slots + 1),
             prompt.new_zeros(batch, 1),
             prompt.new_zeros(1),
             prompt.new_zeros(batch, 1) if positions else None,
-            prompt.new_ones(batch, slots) if padded else None,
+            None if window is None else prompt.new_ones(batch, slots + window),
             prompt.new_ones(batch),
             prompt.new_zeros(3),
             None if eos is None else eos.to(prompt.device, torch.int64, copy=True),
@@ -76,6 +83,18 @@ class TokenState:
             self.eos.copy_(eos)
             self.pad.copy_(pad)
 
+    def slide(self, window: int) -> None:
+        """Bring the mask's part for the last tokens up to the newest one."""
+        if self.mask is not None and window:
+            last = self.length - window + torch.arange(window, device=self.mask.device)
+            places = last.clamp(min=0).expand(self.mask.shape[0], -1)
+            self.mask[:, -window:] = self.mask.gather(1, places)
+
+    @property
+    def slots(self) -> int:
+        """What a cache may hold."""
+        return self.sequence.shape[1] - 1
+
 
 def token_step(
     model: nn.Module, cache: Any, layers: StaticLayers, state: TokenState, processors: Sequence[StaticProcessor],
@@ -87,7 +106,8 @@ def token_step(
         told["position_ids"] = state.position
     if model._supports_logits_to_keep():
         told["logits_to_keep"] = 1
-    with layers.one_token():
+    state.slide(max(layers.windows, default=0))
+    with layers.one_token(state.slots), unread_masks():
         inputs = model.prepare_inputs_for_generation(state.token, next_sequence_length=1, **told)
         logits = model(**inputs, return_dict=True).logits[:, -1]
     if state.position is not None:
