@@ -267,13 +267,14 @@ class Nothing:
 
 def _more(name):
     transformers = pytest.importorskip("transformers")
-    time = transformers.generation.stopping_criteria.MaxTimeCriteria(1e3)
+    time, ends = transformers.MaxTimeCriteria(1e3), transformers.EosTokenCriteria(5)
     return {
         "its cache is not static": {"cache_implementation": None},
         "asked for return_dict_in_generate": {"return_dict_in_generate": True},
         "the logits processor NoRepeatNGramLogitsProcessor": {"no_repeat_ngram_size": 2},
         "the logits processor Nothing": {"logits_processor": [Nothing()]},
         "the stopping criterion MaxTimeCriteria": {"stopping_criteria": [time]},
+        "a stopping criterion of the caller's own": {"stopping_criteria": [ends]},
         "given token_type_ids": {"token_type_ids": torch.zeros(1, PROMPT, dtype=torch.long)},
         "": {"num_beams": 2},
     }[name]
@@ -281,7 +282,8 @@ def _more(name):
 
 @pytest.mark.parametrize("why", [
     "its cache is not static", "asked for return_dict_in_generate", "the logits processor NoRepeatNGramLogitsProcessor",
-    "the logits processor Nothing", "the stopping criterion MaxTimeCriteria", "given token_type_ids", "",
+    "the logits processor Nothing", "the stopping criterion MaxTimeCriteria", "a stopping criterion of the caller's own", "given token_type_ids",
+    "",
 ])  # fmt: skip
 def test_other_calls_run_as_before(why):
     plain, model = _pair("gpt2")
@@ -293,6 +295,22 @@ def test_other_calls_run_as_before(why):
     record = _record(model)
     assert not record.calls and [w.startswith(why) for w in record.plain] == ([True] if why else [])
     assert not why or f"generate ran as before 1 times: {why}" in " ".join(str(model.tilesmith_report).split())
+
+
+def test_a_call_within_a_call():
+    plain, model = _pair("llama")
+    wanted = _same(plain, model, _prompt(1), max_new_tokens=5)
+    inner = []
+
+    class Asking(Streamer):
+        def put(self, value):
+            inner.append(_generated(model, _prompt(1), max_new_tokens=5)[0])
+
+    assert torch.equal(_generated(model, _prompt(1), max_new_tokens=5, streamer=Asking())[0], wanted)
+    assert all(torch.equal(tokens, wanted) for tokens in inner)
+    assert _record(model).plain == {
+        "another call of generate was under way": 5
+    }  # one while the prompt is put is served
 
 
 def test_hooks_and_training_run_as_before():

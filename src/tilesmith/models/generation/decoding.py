@@ -6,6 +6,7 @@ rows are left. Steps beyond the end are cut off. All else is transformers' own l
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,10 +45,12 @@ class Decoding:
     def _forget(self) -> None:
         self._kinds: OrderedDict[Any, RecordedSteps] = OrderedDict()
         self._recorder = RECORDER()
+        self._one_call = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         # A recording is of the parameters that it was made with: a copy records its own.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_kinds", "_recorder")}
+        own = ("_kinds", "_recorder", "_one_call")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -73,10 +76,16 @@ class Decoding:
         processors = [] if why else [(p, stand_in(p)) for p in given["logits_processor"]]
         foreign = [type(p).__name__ for p, found in processors if found is None]
         why = why or (f"the logits processor {foreign[0]} needs the host" if foreign else "")
+        if not why and not self._one_call.acquire(blocking=False):
+            why = "another call of generate was under way"
         if why:
             self.plain[why] += 1
             return plain(model, prompt, **given)
-        return self._generate(model, prompt, processors, **given)
+        try:
+            with torch.cuda.device_of(prompt):
+                return self._generate(model, prompt, processors, **given)
+        finally:
+            self._one_call.release()
 
     def _obstacle(
         self, model: nn.Module, prompt: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
@@ -92,7 +101,11 @@ class Decoding:
         missing = self._recorder.missing(device) or ("somebody records it" if self._recorder.busy() else "")
         if missing:
             return missing
-        for check in (_of_stopping(stopping_criteria), _of_inputs(prompt, device, told), _of_model(model)):
+        for check in (
+            _of_stopping(stopping_criteria, generation_config),
+            _of_inputs(prompt, device, told),
+            _of_model(model),
+        ):
             if check:
                 return check
         return _of_cache(told.get("past_key_values"), told.get("attention_mask"), generation_config)
@@ -150,7 +163,8 @@ class Decoding:
             prompt.shape[0], slots, tuple(layer.max_cache_len for layer in cache.layers), positions, padded,
             None if eos is None else tuple(eos.shape), tuple(p.key for p in processors), bool(config.do_sample),
             model.dtype, prompt.device, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-            torch.is_inference_mode_enabled(), torch_private.deterministic(), tuple(sorted(pins().items())),
+            torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision(),
+            torch_private.deterministic(), tuple(sorted(pins().items())),
             getattr(model.config, "_attn_implementation", None),
         )  # fmt: skip
         known = self._kinds.pop(key, None)
@@ -222,13 +236,18 @@ def _of_config(config: Any, synced: bool) -> str:
     return "" if config.cache_implementation == "static" else f"its cache is not static: {ASK}"
 
 
-def _of_stopping(criteria: Any) -> str:
+def _of_stopping(criteria: Any, config: Any) -> str:
+    """Why steps do not end where these criteria do. Those of the configuration hold its own values."""
     from transformers import EosTokenCriteria, MaxLengthCriteria
 
-    foreign = [type(c).__name__ for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
-    if foreign:
-        return f"the stopping criterion {foreign[0]} needs the host"
-    return "" if any(type(c) is MaxLengthCriteria for c in criteria) else "without a largest length"
+    lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+    ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
+    if len(lengths) + len(ends) < len(criteria):
+        names = [type(c).__name__ for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        return f"the stopping criterion {names[0]} needs the host"
+    if any(length != config.max_length for length in lengths) or any(x is not config._eos_token_tensor for x in ends):
+        return "a stopping criterion of the caller's own"
+    return "" if lengths else "without a largest length"
 
 
 def _of_inputs(prompt: Tensor, device: torch.device, told: dict[str, Any]) -> str:
