@@ -282,8 +282,8 @@ def _more(name):
 
 @pytest.mark.parametrize("why", [
     "its cache is not static", "asked for return_dict_in_generate", "the logits processor NoRepeatNGramLogitsProcessor",
-    "the logits processor Nothing", "the stopping criterion MaxTimeCriteria", "a stopping criterion of the caller's own", "given token_type_ids",
-    "",
+    "the logits processor Nothing", "the stopping criterion MaxTimeCriteria",
+    "a stopping criterion of the caller's own", "given token_type_ids", "",
 ])  # fmt: skip
 def test_other_calls_run_as_before(why):
     plain, model = _pair("gpt2")
