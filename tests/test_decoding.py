@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import family_models
 import tilesmith
 from optimize_models import batch, build, ops_everywhere  # noqa: F401
 from tilesmith.models.attention import interface
@@ -119,7 +120,7 @@ def _prompt(rows=3, length=PROMPT, padded=True):
 
 def _generated(model, given, seed=0, **more):
     torch.manual_seed(seed)
-    options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **more}
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **more}
     tokens = model.generate(**given, cache_implementation="static", disable_compile=True, **options)
     return tokens, torch.rand(1).item()
 
@@ -143,7 +144,7 @@ def test_tokens_are_those_of_transformers(family, padded):
     _same(plain, model, given)
     _same(plain, model, given, do_sample=True, top_k=20, temperature=0.8)
     record = _record(model)
-    assert record.calls == 2 and record.replays >= 2 * 14 - 2 * 4 and not record.plain, record.told()
+    assert record.calls == 2 and record.replays >= 2 * (10 - 1 - 4) and not record.plain, record.told()
 
 
 @pytest.mark.parametrize("padding", [0, 1, 2])
@@ -154,7 +155,7 @@ def test_a_window_that_fills_while_tokens_are_made(padding):
     _same(plain, model, given)
     _same(plain, model, given)
     record = _record(model)
-    assert next(iter(record._kinds.values())).graphs == 2 or record.replays > 14, record.told()
+    assert next(iter(record._kinds.values())).graphs == 2 or record.replays > 10, record.told()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -202,7 +203,7 @@ def test_a_later_call_replays_what_an_earlier_one_recorded(append, monkeypatch):
     _same(plain, model, _prompt(2, padded=False))
     _same(plain, model, _prompt(2, length=5, padded=False), max_new_tokens=9)
     record = _record(model)
-    assert record.steps == 13 + 8 and record.replays == 13 + 8 - 2 and len(record._kinds) == 1, record.told()
+    assert record.steps == 9 + 8 and record.replays == 9 + 8 - 2 and len(record._kinds) == 1, record.told()
     changed = copy.deepcopy(plain), copy.deepcopy(model)
     for m in changed:
         m.lm_head.weight = torch.nn.Parameter(m.lm_head.weight.detach() * -1)
@@ -367,6 +368,13 @@ def test_without_cuda_graphs_nothing_is_served(monkeypatch):
     model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
     _same(plain, model, _prompt(1), max_new_tokens=2)
     assert _record(model).plain == {"on cpu there are no CUDA graphs": 1}
+
+
+def test_chunks_are_not_taken_for_windows():
+    plain = family_models.build("causal_lm/llama4_text").eval()
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    _same(plain, model, _prompt(2, padded=False), max_new_tokens=6)
+    assert list(_record(model).plain) == ["its attention is by chunks, which begin at places of their own"]
 
 
 def test_models_that_prepare_their_inputs_are_left_alone():

@@ -82,7 +82,8 @@ def _writer(layer: Any, places: list[Tensor]) -> Callable[..., tuple[Tensor, Ten
     def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not places:
             places.append(layer.cumulative_length.expand(keys.shape[0]).contiguous())
-        if keys.shape == values.shape and reaches("kv_cache_append", keys):
+        known = keys.shape == values.shape and keys.dtype is not torch.float64
+        if known and reaches("kv_cache_append", keys):
             ops.kv_cache_append(layer.keys, layer.values, keys, values, places[0])
         else:
             layer.keys.index_copy_(2, places[0][:1], keys)
