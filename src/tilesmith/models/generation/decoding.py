@@ -281,6 +281,8 @@ def _of_model(model: nn.Module) -> str:
 def _of_cache(cache: Any, mask: Tensor | None, config: Any) -> str:
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
+    if cache is None:
+        return "the model makes its cache itself"
     if type(cache) is not StaticCache:
         return f"its cache is a {type(cache).__name__}: {ASK}"
     if cache.offloading:
