@@ -150,11 +150,14 @@ def kernels(generated: Callable[[int], object]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def speed(batch: int, chosen: list[str], rounds: int, ceiling: float) -> dict[str, Any]:
-    """Tokens a second and the share of the bandwidth that reading the weights takes, by variant."""
+def speed(
+    batch: int, chosen: list[str], rounds: int, ceiling: float, rows: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Tokens a second and the share of the bandwidth that reading the weights takes, by variant, into `rows`. Each is
+    timed once as soon as it runs, and saved, since compiling takes long; then in turns."""
     prompt = torch.randint(1000, (batch, CONTEXT), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     mask = torch.ones_like(prompt)
-    runs, rows, models, tokens = {}, {}, {}, {}
+    runs, tokens = {}, {}
     for name, (change, options, (few, many)) in VARIANTS.items():
         if chosen and name not in chosen:
             continue
@@ -182,7 +185,11 @@ def speed(batch: int, chosen: list[str], rounds: int, ceiling: float) -> dict[st
             rows[name]["kernels"] = kernels(generated)
             rows[name]["kernels_us"] = sum(row["us"] for row in rows[name]["kernels"])
             rows[name]["told"] = model.tilesmith_report.notes[0].told()
-        runs[name], models[name] = timed_calls(generated, few, many), model
+        runs[name] = timed_calls(generated, few, many)
+        rows[name]["first_token_us"] = runs[name]()
+        say(f"  batch {batch}, {name}: {rows[name]['first_token_us']:.0f} us a token, first call "
+            f"{rows[name]['first_call_s']:.1f} s")  # fmt: skip
+        save()
     for name, timing in interleave(rounds, runs).items():
         rate = rows[name]["weight_bytes"] / timing.median_us / 1e3
         first = next(iter(tokens.values()))
@@ -197,7 +204,7 @@ def speed(batch: int, chosen: list[str], rounds: int, ceiling: float) -> dict[st
         say(f"  batch {batch}, {name:<18} {batch * 1e6 / timing.median_us:8.1f} tokens/s, weights read at {rate:.0f} "
             f"GB/s ({rate / ceiling:.0%}), first call {rows[name]['first_call_s']:.1f} s, a call of {NEW} tokens "
             f"{rows[name]['call_s']:.2f} s")  # fmt: skip
-    return rows
+    save()
 
 
 def read_bandwidth() -> float:
@@ -217,16 +224,20 @@ def main() -> int:
     warnings.filterwarnings("ignore", module="transformers")
     document = provenance()
     start = time.perf_counter()
+
+    def save() -> None:
+        given.results.write_text(json.dumps(document, indent=1) + "\n")
+
     document["values"], right = values()
     say(f"values after {time.perf_counter() - start:.0f} s")
-    given.results.write_text(json.dumps(document, indent=1) + "\n")
+    save()
     document["read_gb_per_s"] = read_bandwidth()
     document["1.5 B, 2k"] = {}
     for batch in given.batch or (1, 8):
         gc.collect()
         torch.cuda.empty_cache()
-        document["1.5 B, 2k"][f"batch {batch}"] = speed(batch, given.variant, given.rounds, document["read_gb_per_s"])
-        given.results.write_text(json.dumps(document, indent=1) + "\n")
+        rows = document["1.5 B, 2k"][f"batch {batch}"] = {}
+        speed(batch, given.variant, given.rounds, document["read_gb_per_s"], rows, save)
         torch._dynamo.reset()
         say(f"batch {batch} after {time.perf_counter() - start:.0f} s")
     if not right:
