@@ -1,6 +1,7 @@
 """`generate` of one token at a time, on one GPU: the same tokens as transformers' loop, and how many a second.
 
-    python benchmarks/decode_loop.py results.json [--batch N ...] [--variant NAME ...] [--rounds N]
+    python benchmarks/decode_loop.py results.json [--part values] [--part times] [--batch N ...] [--variant NAME ...]
+        [--rounds N]
 
 First small models in fp32 make tokens by recorded steps and by transformers' loop; exits with 1 where they differ.
 Then a Llama of 1.5 B in bf16 with 2,048 tokens of context is timed, batch 1 and 8: the time between two numbers of new
@@ -154,10 +155,31 @@ def speed(
     batch: int, chosen: list[str], rounds: int, ceiling: float, rows: dict[str, Any], save: Callable[[], None]
 ) -> None:
     """Tokens a second and the share of the bandwidth that reading the weights takes, by variant, into `rows`. Each is
-    timed once as soon as it runs, and saved, since compiling takes long; then in turns."""
+    timed alone as soon as it runs, and saved, since compiling takes long; then in turns."""
     prompt = torch.randint(1000, (batch, CONTEXT), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     mask = torch.ones_like(prompt)
     runs, tokens = {}, {}
+
+    def finish(timings: dict[str, Any], how: str) -> None:
+        for name, timing in timings.items():
+            row, first = rows[name], next(iter(tokens.values()))
+            rate = row["weight_bytes"] / timing.median_us / 1e3
+            row |= {
+                "timed": how,
+                "token_us": dataclasses.asdict(timing),
+                "tokens_per_s": batch * 1e6 / timing.median_us,
+                "weights_gb_per_s": rate,
+                "of_read_bandwidth": rate / ceiling,
+                "first_other_token": [
+                    next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), min(len(x), len(y)))
+                    for x, y in zip(tokens[name], first)
+                ],
+            }
+            say(f"  batch {batch}, {name}, {how}: {row['tokens_per_s']:.1f} tokens/s, weights read at {rate:.0f} GB/s "
+                f"({rate / ceiling:.0%}), first call {row['first_call_s']:.1f} s, a later one "
+                f"{row['call_s']:.2f} s")  # fmt: skip
+        save()
+
     for name, (change, options, (few, many)) in VARIANTS.items():
         if chosen and name not in chosen:
             continue
@@ -182,29 +204,14 @@ def speed(
         table = model.get_input_embeddings().weight  # of which a token reads one row
         rows[name]["weight_bytes"] = sum(p.nbytes for p in model.parameters() if p is not table)
         if change is recorded:
-            rows[name]["kernels"] = kernels(generated)
-            rows[name]["kernels_us"] = sum(row["us"] for row in rows[name]["kernels"])
             rows[name]["told"] = model.tilesmith_report.notes[0].told()
         runs[name] = timed_calls(generated, few, many)
-        rows[name]["first_token_us"] = runs[name]()
-        say(f"  batch {batch}, {name}: {rows[name]['first_token_us']:.0f} us a token, first call "
-            f"{rows[name]['first_call_s']:.1f} s")  # fmt: skip
-        save()
-    for name, timing in interleave(rounds, runs).items():
-        rate = rows[name]["weight_bytes"] / timing.median_us / 1e3
-        first = next(iter(tokens.values()))
-        agree = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(x)) for x, y in zip(tokens[name], first)]
-        rows[name] |= {
-            "token_us": dataclasses.asdict(timing),
-            "tokens_per_s": batch * 1e6 / timing.median_us,
-            "weights_gb_per_s": rate,
-            "of_read_bandwidth": rate / ceiling,
-            "first_other_token": agree,
-        }
-        say(f"  batch {batch}, {name:<18} {batch * 1e6 / timing.median_us:8.1f} tokens/s, weights read at {rate:.0f} "
-            f"GB/s ({rate / ceiling:.0%}), first call {rows[name]['first_call_s']:.1f} s, a call of {NEW} tokens "
-            f"{rows[name]['call_s']:.2f} s")  # fmt: skip
-    save()
+        finish(interleave(2, {name: runs[name]}), "alone")
+        if change is recorded and not options:
+            rows[name]["kernels"] = kernels(generated)
+            rows[name]["kernels_us"] = sum(row["us"] for row in rows[name]["kernels"])
+            save()
+    finish(interleave(rounds, runs), "in turns")
 
 
 def read_bandwidth() -> float:
@@ -217,6 +224,7 @@ def read_bandwidth() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
+    parser.add_argument("--part", choices=("values", "times"), action="append")
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--variant", choices=VARIANTS, action="append", default=[])
     parser.add_argument("--rounds", type=int, default=5)
@@ -228,18 +236,21 @@ def main() -> int:
     def save() -> None:
         given.results.write_text(json.dumps(document, indent=1) + "\n")
 
-    document["values"], right = values()
-    say(f"values after {time.perf_counter() - start:.0f} s")
-    save()
-    document["read_gb_per_s"] = read_bandwidth()
-    document["1.5 B, 2k"] = {}
-    for batch in given.batch or (1, 8):
-        gc.collect()
-        torch.cuda.empty_cache()
-        rows = document["1.5 B, 2k"][f"batch {batch}"] = {}
-        speed(batch, given.variant, given.rounds, document["read_gb_per_s"], rows, save)
-        torch._dynamo.reset()
-        say(f"batch {batch} after {time.perf_counter() - start:.0f} s")
+    right, parts = True, given.part or ["values", "times"]
+    if "values" in parts:
+        document["values"], right = values()
+        say(f"values after {time.perf_counter() - start:.0f} s")
+        save()
+    if "times" in parts:
+        document["read_gb_per_s"] = read_bandwidth()
+        document["1.5 B, 2k"] = {}
+        for batch in given.batch or (1, 8):
+            gc.collect()
+            torch.cuda.empty_cache()
+            rows = document["1.5 B, 2k"][f"batch {batch}"] = {}
+            speed(batch, given.variant, given.rounds, document["read_gb_per_s"], rows, save)
+            torch._dynamo.reset()
+            say(f"batch {batch} after {time.perf_counter() - start:.0f} s")
     if not right:
         say("recorded steps made other tokens than transformers' loop, or none: see the results")
     return 0 if right else 1

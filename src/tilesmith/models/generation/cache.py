@@ -68,6 +68,7 @@ class StaticLayers:
             _replaced(windows, "get_seq_length", lambda layer: lambda: layer.cumulative_length),
             _replaced(full, "get_seq_length", lambda layer: lambda: windows_at + layer.max_cache_len - 1),
             _replaced(full, "get_mask_sizes", lambda layer: lambda tokens: (layer.max_cache_len, windows_at)),
+            _replaced(full, "update", _shifter),
             _replaced(left if self._lengths is not None else [], "update", lambda layer: _writer(layer, places)),
         ):
             yield
@@ -90,6 +91,19 @@ def _writer(layer: Any, places: list[Tensor]) -> Callable[..., tuple[Tensor, Ten
             layer.values.index_copy_(2, places[0][:1], values)
         if layer.is_sliding:
             layer.cumulative_length_int += 1
+        return layer.keys, layer.values
+
+    return update
+
+
+def _shifter(layer: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What stands for the `update` of a window that has filled, where the oldest token goes: the layer's own makes a
+    tensor on the host."""
+
+    def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        for held, new in ((layer.keys, keys), (layer.values, values)):
+            held.copy_(torch.cat((held[:, :, 1:], new), dim=2))
+        layer.cumulative_length_int += 1
         return layer.keys, layer.values
 
     return update
