@@ -159,11 +159,11 @@ def test_head_dims_above_256_have_tiles_of_64_queries():
         ((260, 260), {}, "the head dims are 260 and 260"),
         ((520, 520), {}, "the head dims are 520 and 520"),
         ((512, 512), {"dropout_p": 0.1}, "nothing is dropped"),
-        ((512, 512), {"cu_seqlens_q": (0, 9, 64)}, "no packed documents"),
+        ((512, 512), {"cu_seqlens_q": (0, 9, 640)}, "no packed documents"),
     ],
 )
 def test_other_calls_above_256_are_refused_in_words(dims, given, reason):
-    q, k, v = (torch.empty(1, 2, 64, d, dtype=torch.bfloat16) for d in (dims[0], *dims))
+    q, k, v = (torch.empty(1, 2, 640, d, dtype=torch.bfloat16) for d in (dims[0], *dims))
     if "cu_seqlens_q" in given:
         lengths = torch.tensor(given["cu_seqlens_q"], dtype=torch.int32)
         given = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
