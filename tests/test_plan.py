@@ -489,6 +489,25 @@ def test_tiles_of_narrow_heads_follow_from_predicted_times():
     assert tile(35, 776, 20, False) == tile(4, 4096, 32, True) == (192, 128)  # Whisper's encoder
 
 
+def test_blocks_of_gradients_of_narrow_heads_follow_from_predicted_times():
+    def block(batch, tokens, heads, kv_heads, causal):
+        s = Shape(batch, heads, kv_heads, tokens, tokens, 64, 64, 2, 2, causal, -1, 0 if causal else -1)
+        assert backward(s._replace(deterministic=True)).tile == (128, 128)
+        return backward(s).tile[0]
+
+    assert block(7, 312, 12, 12, False) == block(2, 1500, 6, 6, False) == block(6, 944, 15, 5, True) == 64
+    assert block(16, 512, 12, 12, False) == block(2, 4096, 16, 16, False) == block(4, 712, 14, 2, True) == 128
+
+
+def test_kernels_of_wide_gradients_are_chained_but_for_documents():
+    s = Shape(2, 8, 2, 336, 336, 256, 256, 2, 2, True, -1, 0)
+    packed = s._replace(batch=1, documents=3)
+    for given, chained in ((s, True), (s._replace(dim=192, value_dim=128), True), (packed, False)):
+        steps = {step.kernel: step.constants for step in backward(given).steps}
+        for kernel in ("attention_dkv_wide_kernel", "attention_dq_wide_kernel"):
+            assert steps[kernel].get("CHAINED", False) is steps[kernel].get("launch_pdl", False) is chained
+
+
 def test_the_time_of_many_tiles_is_that_of_the_few_prolonged():
     r = random.Random(7)
     for _ in range(50):

@@ -310,6 +310,13 @@ ATTENTION = [
     Case("d64_key_shares_behind", _attend(1, 67, 67, 200, 2600, 64), GPU, HALF),
     Case("d96_128_key_shares", _attend(1, 3, 3, 200, 2600, 96, 128), GPU, HALF),
     Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d80_tiles", _attend(2, 4, 2, 520, 517, 80, init=_tokens_first), GPU, HALF),
+    Case("d72_causal_tiles", _attend(1, 4, 4, 700, 700, 72, init=_tokens_first, causal=True), GPU, HALF),
+    Case("d80_key_shares", _attend(1, 4, 4, 2500, 2500, 80, init=_tokens_first), GPU, HALF),
+    Case("d96_turns", _attend(2, 6, 6, 600, 900, 96, deterministic=True), GPU, HALF),
+    Case("d80_packed", _attend(
+        1, 4, 2, 1000, 1000, 80, causal=True, cu_seqlens_q=(130, 1, 269, 600), cu_seqlens_k=(130, 1, 269, 600)),
+        GPU, HALF),
     Case("d128_group_of_7", _attend(1, 14, 2, 700, 700, 128, init=_tokens_first, causal=True), GPU, HALF),
     Case("d64_group_of_3", _attend(2, 9, 3, 333, 517, 64, causal=True), GPU, HALF),
     Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),

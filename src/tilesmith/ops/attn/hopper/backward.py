@@ -54,6 +54,7 @@ from tilesmith.ops.attn.hopper.backward_block import (
     park,
     row_of,
 )
+from tilesmith.ops.attn.hopper.backward_rest import last_rest_dq, rest_block
 from tilesmith.ops.attn.hopper.backward_walk import (
     BLOCKS,
     EDGE,
@@ -89,7 +90,8 @@ from tilesmith.ops.attn.hopper.walk import next_tile, tile_queue
 @gluon.jit
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
          ORDERED: gl.constexpr, k_blocks, STREAM_K: gl.constexpr, WOVEN: gl.constexpr,
-         ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr, RING: gl.constexpr, rows):  # fmt: skip
+         ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr, RING: gl.constexpr, rows,
+         REST: gl.constexpr, dq_rest_desc):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
     first to come has stored (STORED stands at turns_ptr then), or ORDERED what the tile of keys behind this one adds
     (its first key + 1 stands there; where tiles come from the first keys on, how many keys from its first to the last
@@ -136,12 +138,15 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                         if not follows:  # asked only now: who is the first must not keep others waiting
                             follows = acquire_or_wait(here, STORED)
                     for c in gl.static_range(2):
-                        parked = reinterpret(parking.index(BOX * 2 + c), gl.float32, [ROWS, 256], dq_desc.layout)
-                        there = [(place + block) * (2 * ROWS) + c * ROWS, 0]
+                        made_desc = dq_rest_desc if REST > 0 and c == 1 else dq_desc
+                        parked = reinterpret(
+                            parking.index(BOX * 2 + c), gl.float32, made_desc.block_type.shape, made_desc.layout
+                        )
+                        there = [(place + block) * (ROWS + REST // 4 if REST > 0 else 2 * ROWS) + c * ROWS, 0]
                         if follows:
-                            tma_add(dq_desc, there, parked)
+                            tma_add(made_desc, there, parked)
                         else:
-                            tma_store(dq_desc, there, parked)
+                            tma_store(made_desc, there, parked)
                     tma_store_wait(0)
                     mbarrier_arrive(dq_empty.index(BOX))
                     if ORDERED:
@@ -290,11 +295,11 @@ def _through_ds(BQ, D, LEFT, RIGHT):
 
 @gluon.jit
 def _write(C: gl.constexpr, queue, turn, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype: gl.constexpr,
-           D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr, to, keys,
-           DIM: gl.constexpr):  # fmt: skip
+           D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr, to, keys, DIM: gl.constexpr,
+           REST: gl.constexpr, rests):  # fmt: skip
     """Write a tile's dk and dv, from the boxes that the next dq would be left in, or THROUGH_DS from a consumer's half
     of the next ds. to: pointers and strides of dk and dv in fp32, to which the registers are stored; None: there are
-    none."""
+    none. rests: what follows the first 64 columns of either, where REST > 0."""
     place = queue.read(turn, KEYS_AT)
     kv_head = queue.read(turn, KV_HEAD)
     start = queue.read(turn, START) + C * 64
@@ -304,12 +309,13 @@ def _write(C: gl.constexpr, queue, turn, count, dk, dv, dk_desc, dv_desc, parkin
         store_rows(dv, to[2], to[3], place, kv_head, start, keys, 0, DIM, PACKED)
     else:
         _write_tiles(C, place, kv_head, start, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED, ds,
-                     THROUGH_DS)  # fmt: skip
+                     THROUGH_DS, REST, rests)  # fmt: skip
 
 
 @gluon.jit
 def _write_tiles(C: gl.constexpr, place, kv_head, start, count, dk, dv, dk_desc, dv_desc, parking, dq_empty,
-                 dtype: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr):  # fmt: skip
+                 dtype: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr,
+                 REST: gl.constexpr, rests):  # fmt: skip
     tma_store_wait(0)
     if THROUGH_DS:
         parked_dk = smem_tile(ds, dk_desc, (count & 1) * 4 + C * 2)
@@ -317,14 +323,22 @@ def _write_tiles(C: gl.constexpr, place, kv_head, start, count, dk, dv, dk_desc,
     else:
         mbarrier_wait(dq_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
         parked_dk = smem_tile(parking.index((count & 1) * 2 + C), dk_desc)
-    parked_dk.reshape([64, D]).store(dk.to(dtype))
+    if REST > 0:
+        parked_dk.reshape([64, D]).slice(0, 64, dim=1).store(dk.to(dtype))
+        parked_dk.reshape([64, D]).slice(64, REST, dim=1).store(rests[0].to(dtype))
+    else:
+        parked_dk.reshape([64, D]).store(dk.to(dtype))
     fence_async()
     tma_store(dk_desc, at(place, kv_head, start, PACKED), parked_dk)
     if not THROUGH_DS:
         other = count + 1
         mbarrier_wait(dq_empty.index(other & 1), ((other >> 1) & 1) ^ 1)
         parked_dv = smem_tile(parking.index((other & 1) * 2 + C), dv_desc)
-    parked_dv.reshape([64, D]).store(dv.to(dtype))
+    if REST > 0:
+        parked_dv.reshape([64, D]).slice(0, 64, dim=1).store(dv.to(dtype))
+        parked_dv.reshape([64, D]).slice(64, REST, dim=1).store(rests[1].to(dtype))
+    else:
+        parked_dv.reshape([64, D]).store(dv.to(dtype))
     fence_async()
     tma_store(dv_desc, at(place, kv_head, start, PACKED), parked_dv)
     if THROUGH_DS:
@@ -332,11 +346,15 @@ def _write_tiles(C: gl.constexpr, place, kv_head, start, count, dk, dv, dk_desc,
 
 
 @gluon.jit
-def _leave(C: gl.constexpr, queue, turn, slot, dk, dv, parts_ptr, D: gl.constexpr):
-    """Leave what a run adds to a tile's dk and dv to `attention_dkv_stream_k_kernel`."""
-    queue.consumer_release(turn)
+def _leave(C: gl.constexpr, queue, turn, slot, dk, dv, parts_ptr, D: gl.constexpr, BEGIN: gl.constexpr,
+           LAST: gl.constexpr):  # fmt: skip
+    """Leave what a run adds to a tile's dk and dv, from column BEGIN on, to `attention_dkv_stream_k_kernel`."""
+    if LAST:
+        queue.consumer_release(turn)
     key = gl.arange(0, 64, gl.SliceLayout(1, dk.type.layout))[:, None] + C * 64
-    col = gl.arange(0, D, gl.SliceLayout(0, dk.type.layout))[None, :]
+    col = gl.arange(0, dk.shape[1], gl.SliceLayout(0, dk.type.layout))[None, :]
+    if BEGIN > 0:
+        col += BEGIN
     parts_ptr += slot.to(gl.int64) * (256 * D) + key * D + col
     gl.store(parts_ptr, dk)
     gl.store(parts_ptr + 128 * D, dv)
@@ -440,11 +458,12 @@ def _consume(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, ORDERED: gl.constexpr,
     WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr, STREAM_K: gl.constexpr, stream_k_ptr,
-    LATE_DQ: gl.constexpr, dropout, sizes, DROPOUT_FORM: gl.constexpr, to, DIM: gl.constexpr,
+    LATE_DQ: gl.constexpr, dropout, sizes, DROPOUT_FORM: gl.constexpr, to, DIM: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
-    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    FIRST: gl.constexpr = 64 if REST > 0 else D  # columns of dk and dv beside their rest
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
     # blocks of 128 queries fill the registers: a loop of its own keeps the mask out of where nothing is hidden
     PEEL: gl.constexpr = BQ == 128 and RIGHT and not LEFT
     count = gl.to_tensor(0)
@@ -468,8 +487,12 @@ def _consume(
                 first_row -= right
         first_edge = queue.read(turn, EDGE) - C * 64
         limit = queue.read(turn, LIMIT) - C * 64
-        dk = gl.zeros([64, D], gl.float32, DKV)
-        dv = gl.zeros([64, D], gl.float32, DKV)
+        dk = gl.zeros([64, FIRST], gl.float32, DKV)
+        dv = gl.zeros([64, FIRST], gl.float32, DKV)
+        if REST > 0:
+            RESTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+            dk_rest = gl.zeros([64, REST], gl.float32, RESTS)
+            dv_rest = gl.zeros([64, REST], gl.float32, RESTS)
         border, begin = blocks, count
         if PEEL and LIST_Q == 0:
             # of the blocks that see all keys, and of those before them
@@ -502,7 +525,12 @@ def _consume(
                     dropping = drop
                     if dropout is not None:
                         dropping = drop.at(first_row + (i % GROUP if WOVEN else member) * tokens + edge, key)
-                    if LATE_DQ:
+                    if REST > 0:
+                        dk, dk_rest, dv, dv_rest = rest_block(
+                            C, parts, count, dk, dk_rest, dv, dv_rest, count == begin, edge, window, limit, outer, ds,
+                            dq_desc, parking, LEFT, RIGHT, TAIL, REST, STAGES,
+                        )  # fmt: skip
+                    elif LATE_DQ:
                         dk, dv = late_block(
                             C, parts, count, dk, dv, count == begin, edge, window, limit, outer, ds, dq_desc, parking,
                             LEFT, RIGHT, TAIL, BQ, D, STAGES,
@@ -517,7 +545,10 @@ def _consume(
                     count += 1
         if LATE_DQ:
             if count != begin:
-                last_dq(C, count - 1, ds, k, dq_desc, parking, dq_empty, BQ, D)
+                if REST > 0:
+                    last_rest_dq(C, count - 1, ds, k, dq_desc, parking, dq_empty, REST)
+                else:
+                    last_dq(C, count - 1, ds, k, dq_desc, parking, dq_empty, BQ, D)
             named_barrier("arrive", KEYS_READ, 288)
         elif blocks == 0:
             named_barrier("arrive", KEYS_READ, 288)
@@ -531,10 +562,15 @@ def _consume(
         if STREAM_K:
             slot = queue.read(turn, SLOT)
             if slot >= 0:
-                _leave(C, queue, turn, slot, dk * scale, dv, stream_k_ptr, D)
+                if REST > 0:
+                    _leave(C, queue, turn, slot, dk_rest * scale, dv_rest, stream_k_ptr, D, 64, False)
+                _leave(C, queue, turn, slot, dk * scale, dv, stream_k_ptr, D, 0, True)
         if slot < 0:
+            rests = None
+            if REST > 0:
+                rests = dk_rest * scale, dv_rest
             _write(C, queue, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED, ds,
-                   _through_ds(BQ, D, LEFT, RIGHT), to, sizes[1], DIM)  # fmt: skip
+                   _through_ds(BQ, D, LEFT, RIGHT), to, sizes[1], DIM, REST, rests)  # fmt: skip
         turn += 1
         queue.consumer_wait(turn)
     tma_store_wait(0)
@@ -554,7 +590,7 @@ def attention_dkv_kernel(
     ORDERED: gl.constexpr, WOVEN: gl.constexpr, RING: gl.constexpr, BQ: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None,
     DROPOUT_FORM: gl.constexpr = None, GROUP_PARTS: gl.constexpr = 1, dk_ptr=None, dv_ptr=None, dk_strides=None,
-    dv_strides=None, DIM: gl.constexpr = None,
+    dv_strides=None, DIM: gl.constexpr = None, REST: gl.constexpr = 0, dq_rest_desc=None,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
@@ -570,7 +606,8 @@ def attention_dkv_kernel(
     inverse. DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`. GROUP_PARTS: a kv head is one of so many parts of a
     group of query heads (`kv_head_of`); kv_heads, rows and GROUP are those of parts, and dk and dv have a head for
     each. dk_ptr, dv_ptr, their strides, DIM: dk and dv in fp32 and their columns; then dk_desc and dv_desc are of k and
-    v, and only say how tiles lie in shared memory."""
+    v, and only say how tiles lie in shared memory. REST: products have 64 and so many columns (`backward_rest`), 0: the
+    D columns of a tile; dq_rest_desc: of what dq is the sum of, for the columns behind the first 64."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     STREAM_K: gl.constexpr = stream_k_ptr is not None
@@ -583,6 +620,7 @@ def attention_dkv_kernel(
     gl.static_assert(BQ == 64 or (BQ == 128 and D == 64))
     # a softcap's scores and a dropout's bits have no registers beside dv's product
     LATE_DQ: gl.constexpr = D == 128 and not SOFTCAP and dropout is None
+    gl.static_assert(REST == 0 or (LATE_DQ and dk_ptr is None))
     if PACKED:
         k_blocks = gl.load(table)
     walk = KeyWalk(
@@ -613,17 +651,17 @@ def attention_dkv_kernel(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
-                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM)),
+                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
-                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM)),
+                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
                         indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING,
                         GROUP_PARTS)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
-                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
+                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows, REST, dq_rest_desc)),
             (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
-                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows)),
+                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows, REST, dq_rest_desc)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

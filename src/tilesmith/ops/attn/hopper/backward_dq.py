@@ -10,6 +10,7 @@ from tilesmith.device.gluon.shim import (
     fence_async,
     gl,
     gluon,
+    grid_dependency_wait,
     mbarrier_arrive,
     mbarrier_wait,
     mbarriers,
@@ -24,7 +25,7 @@ from tilesmith.ops.attn.hopper.walk import Walk, ring_place, tile_queue
 
 
 @gluon.jit
-def _produce(parts, kept, streamed, counter, table, REST: gl.constexpr, V_REST: gl.constexpr):
+def _produce(parts, kept, streamed, counter, table, REST: gl.constexpr, V_REST: gl.constexpr, CHAINED: gl.constexpr):
     whole, queue, tiles_in, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     q, q_rest, dout, dout_rest, k, k_rest, v, v_rest = tiles_in
     q_desc, q_rest_desc, dout_desc, dout_rest_desc = kept
@@ -59,6 +60,9 @@ def _produce(parts, kept, streamed, counter, table, REST: gl.constexpr, V_REST: 
             mbarrier_wait(v_empty.index(t), v_phase ^ 1)
             load_tile(v_desc, v_rest_desc, kv_corner, v_full.index(t), v.index(t), v_rest.index(t), V_REST, walk.PACKED)
             count += 1
+        if CHAINED:
+            # a CUDA graph zeroes the counter behind dk and dv, and what comes behind this kernel comes behind them too
+            grid_dependency_wait()
         number = queue.fetch(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
 
@@ -176,12 +180,13 @@ def attention_dq_wide_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, DYNAMIC: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, V_STAGES: gl.constexpr, SOFTCAP: gl.constexpr, REST: gl.constexpr = 0,
     V_REST: gl.constexpr = 0, q_rest_desc=None, k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None,
-    dq_rest_desc=None, dq_ptr=None, dq_strides=None, DIM: gl.constexpr = None,
+    dq_rest_desc=None, dq_ptr=None, dq_strides=None, DIM: gl.constexpr = None, CHAINED: gl.constexpr = False,
 ):  # fmt: skip
     """Tiles of 128 queries of one head. delta_ptr: a number for each query, as of lse_ptr. factor: d score / d (q . k)
     but for tanh, and outer: the scores' to units of log 2; D, REST, DV, V_REST: as in `attention_dkv_wide_kernel`;
-    STAGES, V_STAGES: tiles of keys and of values in flight; dq_ptr, its strides, DIM: dq in fp32 and its columns; the
-    other arguments are those of `attention_fwd_kernel`."""
+    STAGES, V_STAGES: tiles of keys and of values in flight; dq_ptr, its strides, DIM: dq in fp32 and its columns;
+    CHAINED: each CTA's first tile may run beside the last ones of the kernel before, which makes dk and dv and has
+    waited for what both read; the other arguments are those of `attention_fwd_kernel`."""
     PACKED: gl.constexpr = table is not None
     if PACKED:
         blocks = gl.load(table)
@@ -217,7 +222,7 @@ def attention_dq_wide_kernel(
         to = (dq_ptr, dq_strides, tokens)
     gl.warp_specialize(
         [
-            (_produce, (parts, kept, streamed, counter, table, REST, V_REST)),
+            (_produce, (parts, kept, streamed, counter, table, REST, V_REST, CHAINED)),
             (_consume, (0, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP,
                         REST, V_REST, to, DIM)),
             (_consume, (1, parts, dq_desc, dq_rest_desc, lse_ptr, delta_ptr, table, inner, outer, factor, SOFTCAP,

@@ -22,12 +22,13 @@ def _block_rows(blocks_ptr, block, tokens, begin, ROWS: tl.constexpr):
 def attention_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, token_delta_ptr, turns_ptr, blocks_ptr,
     out_strides, dout_strides, dlse_strides, heads, tokens, begin, blocks, ROWS: tl.constexpr, DIM: tl.constexpr,
-    D: tl.constexpr, kept=None, SUMS: tl.constexpr = 1,
+    D: tl.constexpr, kept=None, SUMS: tl.constexpr = 1, UNIT: tl.constexpr = 1,
 ):  # fmt: skip
     """For ROWS queries: lse in units of log 2 (+inf for a row that sees nothing or does not exist, which
     makes its p 0); delta = sum(out * dout) - dlse, also in the order of the tokens if asked for, and times `kept`, the
     probability with which p is kept where any is dropped; zero for who has added to their part of dq, if anyone adds;
-    then lse and delta lie as `row_of` reads them. SUMS: parts of a block's dq, which others add to one by one."""
+    then lse and delta lie as `row_of` reads them. SUMS: parts of a block's dq, which others add to one by one. UNIT:
+    elements that strides count, 8 where the compiler could not know that they are multiples of 16 bytes."""
     tl.extra.cuda.gdc_launch_dependents()
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
@@ -39,11 +40,11 @@ def attention_rows_kernel(
     held = rows < end
     cols = tl.arange(0, D)[None, :]
     long_rows = rows.to(tl.int64)
-    out_ptr += batch * out_strides[0] + head * out_strides[1]
-    dout_ptr += batch * dout_strides[0] + head * dout_strides[1]
+    out_ptr += (batch * out_strides[0] + head * out_strides[1]) * UNIT
+    dout_ptr += (batch * dout_strides[0] + head * dout_strides[1]) * UNIT
     there = held[:, None] & (cols < DIM)
-    out = tl.load(out_ptr + (long_rows * out_strides[2])[:, None] + cols, mask=there, other=0.0)
-    dout = tl.load(dout_ptr + (long_rows * dout_strides[2])[:, None] + cols, mask=there, other=0.0)
+    out = tl.load(out_ptr + (long_rows * out_strides[2] * UNIT)[:, None] + cols, mask=there, other=0.0)
+    dout = tl.load(dout_ptr + (long_rows * dout_strides[2] * UNIT)[:, None] + cols, mask=there, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     lse = tl.load(lse_ptr + head_row.to(tl.int64) * tokens + rows, mask=held, other=float("-inf"))
     if dlse_ptr is not None:
@@ -66,13 +67,15 @@ def attention_rows_kernel(
 @triton.jit
 def attention_dq_kernel(
     parts_ptr, dq_ptr, turns_ptr, blocks_ptr, dq_strides, heads, tokens, begin, blocks, scale, twice,
-    ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr, REST: tl.constexpr = 0,
+    UNIT: tl.constexpr = 1,
 ):  # fmt: skip
     """dq of ROWS queries from what the main kernel added up, which lies in the order of its registers: half of the
     columns (of 64 queries) or of the queries (of 128), group of 8 columns, warp, row of 8, pair of columns, upper or
     lower 8 rows, column. turns_ptr: who has added to a block's part, 0 if nobody has. EARLY: the tile of the first keys
     is the last one; so the first heads are put in order while the main kernel's last tiles run. twice: so many of a
-    head's first blocks have a second part, behind all first ones (`ring_turn`), or None."""
+    head's first blocks have a second part, behind all first ones (`ring_turn`), or None. REST: columns behind the first
+    D = 64, which another consumer has made: they lie behind those. UNIT: as in `attention_rows_kernel`."""
     if EARLY:
         if tl.program_id(0) == tl.num_programs(0) - 1:  # what comes behind this kernel comes behind the main one
             tl.extra.cuda.gdc_wait()
@@ -87,11 +90,17 @@ def attention_dq_kernel(
     added = tl.load(turns_ptr + tl.program_id(0)) != 0
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
-    parts_ptr += tl.program_id(0).to(tl.int64) * (ROWS * D)
+    parts_ptr += tl.program_id(0).to(tl.int64) * (ROWS * (D + REST))
     x = tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=added, other=0.0)
+    if REST > 0:
+        rest_ptr = parts_ptr + ROWS * D
+        rest = tl.load(rest_ptr + tl.arange(0, ROWS * REST), mask=added, other=0.0)
     if twice is not None:
-        parts_ptr += tl.num_programs(0).to(tl.int64) * (ROWS * D)
+        parts_ptr += tl.num_programs(0).to(tl.int64) * (ROWS * (D + REST))
         x += tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=block < twice, other=0.0)
+        if REST > 0:
+            rest_ptr = parts_ptr + ROWS * D
+            rest += tl.load(rest_ptr + tl.arange(0, ROWS * REST), mask=block < twice, other=0.0)
     x *= scale
     x = tl.reshape(x, [2, ROWS * D // 1024, 4, 8, 4, 2, 2])
     if ROWS == 64:
@@ -100,10 +109,19 @@ def attention_dq_kernel(
         x = tl.permute(x, (0, 2, 5, 3, 1, 4, 6))
     x = tl.reshape(x, [ROWS, D])
     rows, end = _block_rows(blocks_ptr, block, tokens, begin, ROWS)
-    dq_ptr += (head_row // heads).to(tl.int64) * dq_strides[0] + (head_row % heads).to(tl.int64) * dq_strides[1]
+    place = (head_row // heads).to(tl.int64) * dq_strides[0] + (head_row % heads).to(tl.int64) * dq_strides[1]
+    dq_ptr += place * UNIT
     cols = tl.arange(0, D)[None, :]
-    dq_ptr += (rows.to(tl.int64) * dq_strides[2])[:, None] + cols
+    if REST > 0:
+        dq_rows_ptr = dq_ptr + (rows.to(tl.int64) * dq_strides[2] * UNIT)[:, None]
+    dq_ptr += (rows.to(tl.int64) * dq_strides[2] * UNIT)[:, None] + cols
     tl.store(dq_ptr, x.to(dq_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < DIM))
+    if REST > 0:
+        rest = tl.reshape(rest * scale, [REST // 8, 4, 8, 4, 2, 2])
+        rest = tl.reshape(tl.permute(rest, (1, 4, 2, 0, 3, 5)), [ROWS, REST])
+        cols = D + tl.arange(0, REST)[None, :]
+        rest_ptr = dq_rows_ptr + cols
+        tl.store(rest_ptr, rest.to(dq_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < DIM))
 
 
 @triton.jit

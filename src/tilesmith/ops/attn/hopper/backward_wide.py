@@ -11,6 +11,8 @@ from tilesmith.device.gluon.shim import (
     fence_async,
     gl,
     gluon,
+    grid_dependency_wait,
+    launch_dependents,
     mbarrier_arrive,
     mbarrier_wait,
     mbarriers,
@@ -50,7 +52,7 @@ def _load_pair(descs, there, tiles, full, empty, turn, REST: gl.constexpr, V_RES
 
 @gluon.jit
 def _produce(parts, whole, streamed, pair, lse_ptr, delta_ptr, counter, table, REST: gl.constexpr,
-             V_REST: gl.constexpr, GROUP_PARTS: gl.constexpr):  # fmt: skip
+             V_REST: gl.constexpr, GROUP_PARTS: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     q_desc, q_rest_desc, dout_desc, dout_rest_desc = streamed
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -59,6 +61,9 @@ def _produce(parts, whole, streamed, pair, lse_ptr, delta_ptr, counter, table, R
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
     tiles = whole.k_blocks * whole.rows
+    if CHAINED:
+        grid_dependency_wait()
+        launch_dependents()  # not before: the kernel behind reads what the one before has written
     while number < tiles:
         start, kv_head, k_place, q_place, place, walk = whole.tile(number, table)
         first, blocks = walk.span(start)
@@ -268,10 +273,12 @@ def attention_dkv_wide_kernel(
     V_REST: gl.constexpr = 0, GROUP_PARTS: gl.constexpr = 1, OVERLAP: gl.constexpr = False, q_rest_desc=None,
     k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None, dk_rest_desc=None, dv_rest_desc=None, dk_ptr=None,
     dv_ptr=None, dk_strides=None, dv_strides=None, DIM: gl.constexpr = None, VALUE_DIM: gl.constexpr = None,
+    CHAINED: gl.constexpr = False,
 ):  # fmt: skip
     """Tiles of 64 keys of one kv head; the arguments are those of `attention_dkv_kernel`. D, REST: columns of a tile
     of queries and keys, and of its rest (`columns`); DV, V_REST: of values and dout. OVERLAP: the
-    consumers are those of `backward_overlap`. DIM, VALUE_DIM: of dk and dv in fp32."""
+    consumers are those of `backward_overlap`. DIM, VALUE_DIM: of dk and dv in fp32. CHAINED: the kernel is launched to
+    wait for the one before on the device, and the one behind may start when it has."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     if PACKED:
@@ -324,7 +331,8 @@ def attention_dkv_wide_kernel(
         gl.static_assert(STAGES > 1)  # a block's queries are given back when the next ones are there
     gl.warp_specialize(
         [
-            (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST, GROUP_PARTS)),
+            (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST, GROUP_PARTS,
+                        CHAINED)),
             (overlapped_values if OVERLAP else _values,
              (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner, outer, LEFT, RIGHT, TAIL, D,
               REST, DV, V_REST, GROUP, STAGES, SOFTCAP, PACKED, dv_to, VALUE_DIM)),

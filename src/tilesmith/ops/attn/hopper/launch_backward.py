@@ -136,7 +136,10 @@ def _tensors(call, plan: Plan, gradients: dict[str, Tensor], dsinks: Tensor) -> 
         factor /= kept
     if call.block_offsets is not None:
         given |= block_lists(*by_keys(call))
+    strides = {"out": out.stride(), "dout": dout.stride(), "dq": gradients["dq"].stride()}
+    unit = 8 if all(n % 8 == 0 for found in strides.values() for n in found[:3]) else 1
     return given | {
+        "unit": unit, **{f"{name}_units": tuple(n // unit for n in found) for name, found in strides.items()},
         "dout": dout, "dlse": call.dlse, "dsinks": dsinks, "factor": factor, "kept": kept,
         "out_strides": out.stride(), "dout_strides": dout.stride(),
         "dlse_strides": None if call.dlse is None else call.dlse.stride(),

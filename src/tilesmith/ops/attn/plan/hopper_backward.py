@@ -22,15 +22,21 @@ from tilesmith.ops.attn.plan.hopper_forward import (
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Part, Plan, Source, Step, Tile
 from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, window_of
 from tilesmith.ops.attn.plan.tables import (
+    NARROW_GRADIENTS,
     ORDERED_L2,
     STREAM_K_L2,
     STREAM_K_STEPS_VJP,
+    GradientTime,
 )
 from tilesmith.ops.attn.schedule import (
     BALANCE,
+    MANY,
+    even_makespan,
     group_parts_of,
+    in_sections,
     key_steps,
     list_parts_of,
+    makespan,
     run_of,
     section_of,
     stream_k_ctas,
@@ -127,12 +133,21 @@ def has_dq_kernel(s: Shape) -> bool:
     return s.dim > 128 or s.dim != s.value_dim
 
 
+def rest_of(s: Shape) -> int:
+    """Columns of products behind the first 64, where they are not those of the tile (`hopper.backward_rest`)."""
+    if not 64 < s.dim <= 96 or s.dim != s.value_dim or s.softcap or s.dropout or s.gradients_fp32:
+        return 0
+    return 16 if s.dim <= 80 else 32
+
+
 class Blocks(NamedTuple):
     """Sizes of a backward: the first query and key that anybody sees, blocks of queries and tiles of keys; columns of a
-    tile of queries, and whether dq has a kernel of its own."""
+    tile of queries, those behind the first 64 that products have where they are fewer, and whether dq has a kernel of
+    its own."""
 
     window: Window
     wide: int
+    rest: int
     apart: bool
     block_m: int
     block_n: int
@@ -194,7 +209,8 @@ def _blocks(s: Shape, config: HopperVjpConfig) -> Blocks:
         k_blocks, rows_table = tables.blocks, "row_table"
     if s.lists:
         tables = _list_key_tables(s, window.hides_right, k_blocks, block_m, block_n)
-    return Blocks(window, wide, apart, block_m, block_n, q_begin, k_begin, q_blocks, k_blocks, tables, rows_table)
+    rest = rest_of(s)
+    return Blocks(window, wide, rest, apart, block_m, block_n, q_begin, k_begin, q_blocks, k_blocks, tables, rows_table)
 
 
 class Order(NamedTuple):
@@ -227,7 +243,7 @@ def _is_modelled(s: Shape, b: Blocks) -> bool:
 
 def _steps(s: Shape, b: Blocks) -> list[int]:
     """The steps of a head's tiles of keys, in the order in which they are taken."""
-    window = b.window.left if b.window.hides_left else None, b.window.right
+    window = b.window.left if b.window.hides_left else None, b.window.right if b.window.hides_right else None
     return key_steps(s.tokens, s.keys, b.block_m, b.block_n, b.q_begin, b.k_begin, *window)
 
 
@@ -269,12 +285,15 @@ def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     narrow."""
     if 0 in (s.rows * s.tokens, s.kv_heads * s.keys):
         return Plan("attention_vjp", "hopper", reasons=(NO_KEYS,))
+    why = ""
+    if not config.block_q:
+        config, why = _narrow_tiles(s, arch, config)
     b = _blocks(s, config)
     narrow, whole = is_narrow_vjp(s, b.window), s
     parts = 1 if narrow else _group_parts(s, b, arch, config)
     s = s._replace(kv_heads=s.kv_heads * parts)  # each part of a group is a kv head with tiles of its own
     order = _order(s, b, arch)
-    call = _Call(s, arch, config, b, order, narrow, parts)
+    call = _Call(s, arch, config, b, order, narrow, parts, why)
     steps, scratch = [*b.tables.steps, _rows(call)], [*b.tables.scratch, *_scratch(call)]
     if call.narrow:
         steps.append(_narrow(call))
@@ -299,6 +318,40 @@ def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     )  # fmt: skip
 
 
+def _narrow_tiles(s: Shape, arch: Any, config: HopperVjpConfig) -> tuple[HopperVjpConfig, str]:
+    """The block of queries that a configuration leaves open, and why this one."""
+    chosen, why = next(iter(NARROW_GRADIENTS)), ""
+    if not (s.packed or s.lists or s.deterministic):
+        times = {}
+        for tiles, time in NARROW_GRADIENTS.items():
+            times[tiles] = _tiles_time(s, arch, tiles._replace(group_parts=config.group_parts), time)
+        chosen = min(times, key=times.__getitem__)
+        told = ", ".join(f"{tiles.block_q} {us:.0f} µs" for tiles, us in times.items())
+        why = f"predicted times by queries of a block on an H200: {told}"
+    return config._replace(block_q=chosen.block_q, stages=config.stages or chosen.stages), why
+
+
+def _tiles_time(s: Shape, arch: Any, config: HopperVjpConfig, time: GradientTime) -> float:
+    """The predicted time of all kernels of a call, in µs."""
+    b = _blocks(s, config)
+    parts = _group_parts(s, b, arch, config)
+    s = s._replace(kv_heads=s.kv_heads * parts)
+    order = _order(s, b, arch)
+    division = order.division
+    heads, steps = s.batch * s.kv_heads, [n * s.group * time.step for n in _steps(s, b)]
+    launches = (parts > 1) + (division.ctas > 0)
+    found = time.start + launches * time.launch
+    if division.ctas:
+        left = (heads * b.k_blocks - division.undivided) * b.q_blocks * s.group
+        found += even_makespan(division.undivided, steps[0], arch.sms, time.tile)
+        return found + time.tile + cdiv(left, division.ctas) * time.step
+    if not b.window.hides_right:
+        return found + even_makespan(heads * b.k_blocks, steps[0], arch.sms, time.tile)
+    if heads * b.k_blocks > MANY * arch.sms:
+        return found + heads * (sum(steps) + b.k_blocks * time.tile) / arch.sms + time.tile + min(steps)
+    return found + makespan(in_sections(steps, heads, order.section), arch.sms, time.tile)
+
+
 class _Call(NamedTuple):
     s: Shape
     arch: Any
@@ -307,6 +360,7 @@ class _Call(NamedTuple):
     order: Order
     narrow: bool
     group_parts: int
+    why: str
 
     def of_parts(self, name: str) -> str:
         """The tensor that tiles write dk or dv to."""
@@ -349,6 +403,18 @@ class _Call(NamedTuple):
             if rest:
                 found[f"{name}_rest_desc"] = Tile(of, rows, self.s.packed, 1, rest)
         return found
+
+    def strides(self, *names: str) -> dict[str, Source]:
+        """The strides of tensors, in units of 16 bytes where head dims are odd multiples of that: Triton's own hint to
+        the compiler is 16 elements, without which it would load and store each one by itself."""
+        odd = self.s.dim % 16 or self.s.value_dim % 16
+        given: dict[str, Source] = {f"{name}_strides": f"{name}_{'units' if odd else 'strides'}" for name in names}
+        return given | ({"UNIT": "unit"} if odd else {})
+
+    def chained(self) -> dict[str, bool]:
+        """Of the kernels for dk and dv and for dq above head dim 128: whether each starts while the one before ends. Of
+        packed documents a table is made between them, which nothing waits for."""
+        return {"CHAINED": True, "launch_pdl": True} if not self.s.packed else {}
 
     def stages(self) -> int:
         """Tiles of queries in flight."""
@@ -398,7 +464,8 @@ def _scratch(call: _Call) -> list[Buffer]:
         found.append(Buffer("token_delta", (s.batch, s.heads, s.tokens), "float32"))
     elif not call.narrow:
         blocks = call.sums() * s.rows * b.q_blocks
-        found.append(Buffer("dq_parts", (blocks * b.block_m * b.wide // 256, 256), "float32"))
+        made = 64 + b.rest if b.rest else b.wide
+        found.append(Buffer("dq_parts", (blocks * b.block_m * made // 256, 256), "float32"))
         found.append(Buffer("turns", (blocks,), "int32"))
     if call.group_parts > 1:
         of = s.batch, s.kv_heads, s.keys
@@ -417,8 +484,8 @@ def _rows(call: _Call) -> Step:
         "attention_rows_kernel", (s.rows * b.q_blocks,),
         {"out_ptr": "out", "dout_ptr": "dout", "lse_ptr": "lse", "dlse_ptr": "dlse", "row_lse_ptr": Part("rows", 0),
          "delta_ptr": Part("rows", 1), "token_delta_ptr": "token_delta" if b.apart else None,
-         "turns_ptr": "turns" if adds else None, "blocks_ptr": b.rows_table, "out_strides": "out_strides",
-         "dout_strides": "dout_strides", "dlse_strides": "dlse_strides", "kept": "kept"},
+         "turns_ptr": "turns" if adds else None, "blocks_ptr": b.rows_table, "dlse_strides": "dlse_strides",
+         "kept": "kept", **call.strides("out", "dout")},
         {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": b.q_blocks},
         {"ROWS": b.block_m, "DIM": s.value_dim, "D": wide, "SUMS": call.sums(), "num_warps": 4 if wide <= 128 else 8},
     )  # fmt: skip
@@ -440,10 +507,13 @@ def _dkv(call: _Call) -> Step:
         "inner": "inner", "outer": "outer", "scale": "factor", **({"dropout": "dropout"} if s.dropout else {}),
         **call.stored("dk", "dv"),
     }  # fmt: skip
+    rest = {"REST": b.rest} if b.rest else {}
+    if b.rest:
+        tensors["dq_rest_desc"] = Tile("dq_parts", b.block_m * b.rest // 256, flat=True)
     constants = {
         "LIST_Q": s.block_q, "ORDERED": s.deterministic, "WOVEN": order.woven,
         "RING": order.ring, "BQ": b.block_m, "STAGES": call.config.stages, "launch_pdl": True, **call.kinds(),
-        **dropout_constants(s), **({"DIM": s.dim} if s.gradients_fp32 else {}),
+        **dropout_constants(s), **({"DIM": s.dim} if s.gradients_fp32 else {}), **rest,
     }  # fmt: skip
     numbers = call.sizes() | lists | {"whole_tiles": division.undivided, "stream_k_ctas": division.ctas}
     memory = smem.backward(b.block_m, b.wide, call.config.stages, s.q_bytes)
@@ -456,10 +526,11 @@ def _dq(call: _Call) -> Step:
     return Step(
         "attention_dq_kernel", (s.rows * b.q_blocks,),
         {"parts_ptr": "dq_parts", "dq_ptr": "dq", "turns_ptr": "turns", "blocks_ptr": b.rows_table,
-         "dq_strides": "dq_strides", "scale": "factor"},
+         "scale": "factor", **call.strides("dq")},
         {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": b.q_blocks, "twice": twice},
-        {"ROWS": b.block_m, "DIM": s.dim, "D": b.wide,
-         "EARLY": s.deterministic and not (s.packed or b.window.hides_left), "num_warps": 4, "launch_pdl": True},
+        {"ROWS": b.block_m, "DIM": s.dim, "D": 64 if b.rest else b.wide,
+         "EARLY": s.deterministic and not (s.packed or b.window.hides_left), "num_warps": 4, "launch_pdl": True,
+         **({"REST": b.rest} if b.rest else {})},
     )  # fmt: skip
 
 
@@ -505,7 +576,7 @@ def _wide_dkv(call: _Call) -> Step:
     more = {"OVERLAP": True} if call.config.overlap else {}
     if call.s.gradients_fp32:
         more |= {"DIM": call.s.dim, "VALUE_DIM": call.s.value_dim}
-    constants = {"STAGES": call.stages(), **call.kinds(), **call.columns(), **more}
+    constants = {"STAGES": call.stages(), **call.kinds(), **call.columns(), **more, **call.chained()}
     return Step(
         "attention_dkv_wide_kernel", (call.ctas()[0],), tensors, call.sizes(), constants,
         smem.backward_wide(constants, call.s.q_bytes),
@@ -521,7 +592,7 @@ def _wide_dq(call: _Call, tables: Tables) -> Step:
     stages = _most(smem.dq_wide, call.columns(), 3, call)
     constants = {
         "LEFT": b.window.hides_left, "RIGHT": b.window.hides_right, "DYNAMIC": ctas < tiles, "STAGES": max(stages, 2),
-        "V_STAGES": stages, "SOFTCAP": s.softcap, "num_warps": 4, **call.columns(),
+        "V_STAGES": stages, "SOFTCAP": s.softcap, "num_warps": 4, **call.columns(), **call.chained(),
         **({"DIM": s.dim} if s.gradients_fp32 else {}),
     }  # fmt: skip
     tensors = call.tiles(q=64, k=64, v=64, dout=64, dq=64) | {
@@ -574,6 +645,9 @@ def _reasons(call: _Call) -> tuple[str, ...]:
         keys = b.window.left + b.window.right + 1
         return (f"a window of {keys} keys: all queries that see a block of 64 keys are loaded at once",)
     found = [f"tiles of {b.block_n} keys meet blocks of {b.block_m} queries, {call.stages()} in flight"]
+    found += [call.why] if call.why else []
+    if b.rest:
+        found.append(f"products have {64 + b.rest} of the tile's {b.wide} columns")
     if b.apart:
         found.append(_APART)
         if {"REST", "V_REST"} & call.columns().keys():
