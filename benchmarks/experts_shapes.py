@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from host_bound import provenance
 
 from tilesmith import ops
 from tilesmith.bench.peers_experts import EAGER
@@ -221,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.group:
         say(json.dumps(values(given.group, device)))
         return 0
-    parts, found = given.part or ["values", "tiles", "decode"], {"torch": torch.__version__}
+    parts, found = given.part or ["values", "tiles", "decode"], {} if given.cpu else provenance()
     if "values" in parts:
         found["values"] = all_values(device)
         wrong = [row for row in found["values"] if not row[2] or "rejects" in row[5]]
