@@ -46,7 +46,8 @@ def page() -> str:
 
 def _row(feature: dict) -> str:
     names = ", ".join(f"`{name}`" if _resolves(name) else f"not built: `{name}`" for name in feature["names"])
-    measured = "; ".join(_measured(*row) for row in feature.get("rows", ())) or "not measured"
+    found = [_measured(*row) for row in feature.get("rows", ())] + [_figure(*f) for f in feature.get("figures", ())]
+    measured = "; ".join(found) or "not measured"
     if "note" in feature:
         measured += f". {feature['note'][0].upper()}{feature['note'][1:]}"
     return f"| {feature['text']} | {names} | {_test(feature)} | {feature.get('claim', '')} | {measured} |"
@@ -98,6 +99,14 @@ def _measured(file: str, case: str, which: str, provider: str = "tilesmith") -> 
     rate = f"{row['TFLOP/s']:.0f} TFLOP/s" if row.get("bound") == "matmul" else f"{row['TB/s']:.2f} TB/s"
     times = f", {row['times_best_peer']:.2f} times {row['best_peer']}" if row.get("times_best_peer") else ""
     return f"{file.rpartition('/')[2]} {row['case']} {which}: {rate}{times}"
+
+
+def _figure(file: str, path: list[str | int], words: str) -> str:
+    """A figure of a script's document, in the words that have {} for it."""
+    found = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
+    for step in path:
+        found = found[step]
+    return words.format(found)
 
 
 if __name__ == "__main__":
