@@ -18,12 +18,12 @@ import math
 import statistics
 import subprocess
 import sys
-import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from adaptive_precision import corpus
 from torch import Tensor, nn
 
 import tilesmith
@@ -54,14 +54,6 @@ class Size(NamedTuple):
 LARGE = Size(512, 8, 6, 8, 1408, 32, 512, 16, 300, 16)
 TINY = Size(64, 2, 1, 2, 128, 4, 64, 4, 6, 2)
 FP8_SIZES = {"min_features": 32, "min_tokens": 32}
-
-
-def corpus() -> Tensor:
-    """The bytes of the standard library's modules, file by file in a fixed random order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts]
-    order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
-    return torch.frombuffer(bytearray(b"\n".join(paths[i].read_bytes() for i in order)), dtype=torch.uint8)
 
 
 def windows(data: Tensor, size: Size, seed: int) -> Tensor:
