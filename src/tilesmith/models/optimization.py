@@ -54,6 +54,9 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     FunctionalRule,
 )
 
+RECORDED = ("bias",)
+"""Rules that are used by default only with recorded blocks: they cost the host more than the device gains."""
+
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -77,7 +80,8 @@ def optimize(
         model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
         strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
         only: the rules to use, of norm, add_norm, rope, mlp, experts, activation, attention, selection, loss,
-            bias and functional (which replaces nothing: it reports calls of PyTorch's functions). All if None.
+            bias and functional (which replaces nothing: it reports calls of PyTorch's functions). All if None, but bias
+            with `graphs` alone: the host takes longer for such a layer than the device gains.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
         compile: "between" compiles the repeated blocks of the model, such as decoder layers, with torch.compile when
@@ -122,12 +126,14 @@ def optimize(
         raise ValueError(f"optimize: compile is {compile!r}; it is None or 'between'")
     if not isinstance(graphs, bool):
         raise TypeError(f"optimize: graphs is {graphs!r}; it is True or False")
-    rules = [rule() for rule in RULES if rule.name in wanted]
     taken = detach_block_forms(model)
     try:
         had = {type(form) for _, form, _ in taken}
+        graphs = graphs or GraphedForm in had
+        wanted = [name for name in wanted if only is not None or graphs or name not in RECORDED]
+        rules = [rule() for rule in RULES if rule.name in wanted]
         whole: list[BlockRule | DecodingRule] = [CompileRule(model)] if compile or CompiledForm in had else []
-        whole += [DecodingRule(), GraphsRule(model)] if graphs or GraphedForm in had else []
+        whole += [DecodingRule(), GraphsRule(model)] if graphs else []
         found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns))
     except BaseException:
         restore_block_forms(taken)

@@ -111,6 +111,9 @@ def _own_block(C: gl.constexpr, parts, boxes, k_desc, number, first, queries, ac
     qk = gl.zeros([64, 64], gl.float32, SCORES)
     for i in gl.static_range(PARTS):
         s, phase = ring_place(number * PARTS + i, walk.STAGES)
+        # The part before in this place may be the other consumer's: until that has come, its barrier shows the phase
+        # before, which has this one's parity.
+        mbarrier_wait(k_empty.index(s), phase ^ 1)
         mbarrier_wait(k_full.index(s), phase)
         q_part = smem_tile(q, k_desc, i).reshape([64, 128])
         qk = wgmma(q_part, k.index(s).reshape([64, 128]).permute((1, 0)), qk, use_acc=i > 0, is_async=True)
