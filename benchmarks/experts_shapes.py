@@ -200,7 +200,7 @@ def decoding(args: tuple[Any, ...], device: str) -> dict[str, Callable[[], objec
     source = gate_up[: readable(args)]
     variants = {
         f"block_n {n}, direct_n {each}": served(given._replace(block_n=n, direct_n=each))
-        for n in (64, 128, 256) for each in (0, 8, 16) if (n, each) != (given.block_n, given.direct_n)
+        for n in (64, 128) for each in (0, 8, 16) if (n, each) != (given.block_n, given.direct_n)
     }  # fmt: skip
     return {
         "op": op,
