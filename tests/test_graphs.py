@@ -321,7 +321,8 @@ def test_adapters_and_frozen_weights():
 
 
 def test_autocast_is_recorded_by_itself():
-    model, plain = tilesmith.optimize(_stack(), graphs=True), tilesmith.optimize(_stack())
+    model = tilesmith.optimize(_stack(), graphs=True, exclude="bias")  # whose sums of 16 bits round less
+    plain = tilesmith.optimize(_stack())
     x = torch.randn(2, 8)
     for _ in range(3):
         for on in (True, False):
