@@ -24,7 +24,16 @@ from tilesmith.device.gluon.shim import (
 )
 from tilesmith.ops.attn.hopper.columns import load_tile, rows_product
 from tilesmith.ops.attn.hopper.dropout import dropped, kept_keys, load_dropout
-from tilesmith.ops.attn.hopper.softmax import NOTHING, apply_mask, doubled, finish_softmax, pack, tanh, unpack
+from tilesmith.ops.attn.hopper.softmax import (
+    NOTHING,
+    apply_mask,
+    doubled,
+    exponentiate,
+    finish_softmax,
+    pack,
+    tanh,
+    unpack,
+)
 from tilesmith.ops.attn.hopper.tile_offset import corner
 from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
 
@@ -170,12 +179,7 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
         qk = tanh(qk * inner)
     if EDGE:
         qk = apply_mask(qk, walk, queries, first, walk.LEFT)
-    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
-    base = new_top
-    if EDGE:
-        base = gl.where(new_top == NOTHING, 0.0, new_top)
-    new = gl.exp2(qk * scale - base[:, None])
-    decay = gl.exp2(top - base)
+    new, decay, new_top = exponentiate(qk, top, scale, EDGE)
     total = total * decay + gl.sum(new, 1)
     if drop is None:
         acc = wgmma_wait(0, deps=[acc_made])

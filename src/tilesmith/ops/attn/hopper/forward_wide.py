@@ -25,7 +25,7 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.softmax import NOTHING, apply_mask, finish_softmax, tanh
+from tilesmith.ops.attn.hopper.softmax import NOTHING, apply_mask, exponentiate, finish_softmax, tanh
 from tilesmith.ops.attn.hopper.walk import Walk, ring_place, tile_queue
 
 PROBABILITIES = gl.constexpr(8)  # the named barrier of the first consumer's probabilities; the second's follows
@@ -132,12 +132,7 @@ def _own_block(C: gl.constexpr, parts, boxes, k_desc, number, first, queries, ac
         qk = tanh(qk * inner)
     if EDGE:
         qk = apply_mask(qk, walk, queries, first, walk.LEFT)
-    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
-    base = new_top
-    if EDGE:
-        base = gl.where(new_top == NOTHING, 0.0, new_top)
-    p = gl.exp2(qk * scale - base[:, None])
-    decay = gl.exp2(top - base)
+    p, decay, new_top = exponentiate(qk, top, scale, EDGE)
     total = total * decay + gl.sum(p, 1)
     if not FIRST:
         # also tells the other consumer, with this one's probabilities, that its own are read

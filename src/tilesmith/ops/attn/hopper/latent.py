@@ -21,7 +21,7 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.columns import load_tile, rows_product
-from tilesmith.ops.attn.hopper.softmax import NOTHING
+from tilesmith.ops.attn.hopper.softmax import NOTHING, exponentiate
 from tilesmith.ops.attn.hopper.split_kv import SplitKv, _rows_of, _write_lse
 from tilesmith.ops.attn.hopper.tile_offset import corner
 from tilesmith.ops.attn.hopper.walk import Walk
@@ -95,10 +95,7 @@ def _probabilities(qk, top, sums, p_tile, first, limit, every, scale):
     if first + BN > every:
         cols = first + gl.arange(0, BN, gl.SliceLayout(0, qk.type.layout))
         qk = gl.where(cols[None, :] < limit[:, None], qk, NOTHING)
-    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
-    base = gl.where(new_top == NOTHING, 0.0, new_top)
-    p = gl.exp2(qk * scale - base[:, None])
-    decay = gl.exp2(top - base)
+    p, decay, new_top = exponentiate(qk, top, scale, True)
     # Both warpgroups have met in the maximum, so neither reads the probabilities of the tile before any more.
     p_tile.store(p.to(p_tile.dtype))
     fence_async()

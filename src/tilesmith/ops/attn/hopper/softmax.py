@@ -78,6 +78,18 @@ def apply_mask(qk, walk, queries, first, LOW: gl.constexpr):
 
 
 @gluon.jit
+def exponentiate(qk, top, scale, EDGE: gl.constexpr):
+    """Online softmax of a block of scores: its probabilities, what sums before it shrink by, and the new row maxima,
+    all in units of log 2. top: the row maxima so far. EDGE: a row may have seen nothing."""
+    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
+    base = new_top
+    if EDGE:
+        base = gl.where(new_top == NOTHING, 0.0, new_top)
+    p = gl.exp2(qk * scale - base[:, None])
+    return p, gl.exp2(top - base), new_top
+
+
+@gluon.jit
 def finish_softmax(top, total, head, sinks_ptr):
     """From each row's row maximum and its row sum: what the sum of values is multiplied by, and lse."""
     decay = gl.full(total.shape, 1.0, gl.float32, total.type.layout)

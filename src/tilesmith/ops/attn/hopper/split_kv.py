@@ -25,7 +25,16 @@ from tilesmith.device.gluon.shim import (
     wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, in_mask, mask_before, pack, tanh, unpack
+from tilesmith.ops.attn.hopper.softmax import (
+    NOTHING,
+    exponentiate,
+    finish_softmax,
+    in_mask,
+    mask_before,
+    pack,
+    tanh,
+    unpack,
+)
 from tilesmith.ops.attn.hopper.tile_offset import corner
 from tilesmith.ops.attn.hopper.walk import Walk
 
@@ -386,14 +395,8 @@ def _consume(
                         qk = tanh(qk * inner)
                     if phase != 1:
                         qk = _apply_mask(qk, walk, limit, queries, begin + (blocks - 1 - j) * BN, walk.LEFT)
-                    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
-                    base = new_top
-                    if phase != 1:
-                        base = gl.where(new_top == NOTHING, 0.0, new_top)
-                    new = gl.exp2(qk * scale - base[:, None])
-                    decay = gl.exp2(top - base)
+                    new, decay, top = exponentiate(qk, top, scale, phase != 1)
                     total = total * decay + gl.sum(new, 1)
-                    top = new_top
                     acc = wgmma_wait(0, deps=[acc_made])
                     mbarrier_arrive(v_empty.index(behind))
                     acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
@@ -472,12 +475,8 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
             qk = tanh(qk * inner)
         if first + BN > every:
             qk = _apply_mask(qk, walk, limit, queries, first, False)
-        new_top = gl.maximum(top, gl.max(qk, 1) * scale)
-        base = gl.where(new_top == NOTHING, 0.0, new_top)
-        p = gl.exp2(qk * scale - base[:, None])
-        decay = gl.exp2(top - base)
+        p, decay, top = exponentiate(qk, top, scale, True)
         total = total * decay + gl.sum(p, 1)
-        top = new_top
         acc = acc * gl.convert_layout(decay, OUT_ROW)[:, None]
         p_half = unpack(pack(p, dtype), dtype, P)
         mbarrier_wait(v_full.index(s), (j // walk.STAGES) & 1)
