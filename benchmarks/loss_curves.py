@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from adaptive_precision import corpus
+from adaptive_precision import corpus, windows
 from torch import Tensor, nn
 
 import tilesmith
@@ -54,12 +54,6 @@ class Size(NamedTuple):
 LARGE = Size(512, 8, 6, 8, 1408, 32, 512, 16, 300, 16)
 TINY = Size(64, 2, 1, 2, 128, 4, 64, 4, 6, 2)
 FP8_SIZES = {"min_features": 32, "min_tokens": 32}
-
-
-def windows(data: Tensor, size: Size, seed: int) -> Tensor:
-    """A batch of stretches of `length` bytes from anywhere in data."""
-    start = torch.randint(len(data) - size.length, (size.batch, 1), generator=torch.Generator().manual_seed(seed))
-    return data[start + torch.arange(size.length)].long().to(DEVICE)
 
 
 def built(kind: str, size: Size, seed: int) -> nn.Module:
@@ -124,7 +118,7 @@ def train(kind: str, arm: str, size: Size, seed: int) -> dict[str, Any]:
     for step in range(size.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, size.steps)
-        ids = windows(data, size, seed * 10_000_000 + step)
+        ids = windows(data, size.length - 1, size.batch, seed * 10_000_000 + step, DEVICE)
         hook = _spiking(model, spikes[step]) if step in spikes else None
         with torch.autocast(DEVICE.type, torch.bfloat16):
             if engine is None:
@@ -168,7 +162,7 @@ def held_out(model: nn.Module, data: Tensor, size: Size) -> float:
     total = 0.0
     with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         for batch in range(size.tested):
-            ids = windows(data, size, 77_000_000 + batch)
+            ids = windows(data, size.length - 1, size.batch, 77_000_000 + batch, DEVICE)
             total += float(model(input_ids=ids, labels=ids).loss)
     return total / size.tested
 
