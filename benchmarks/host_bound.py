@@ -81,7 +81,7 @@ def provenance() -> dict[str, Any]:
     import transformers
 
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

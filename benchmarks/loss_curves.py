@@ -51,7 +51,7 @@ class Size(NamedTuple):
     tested: int
 
 
-LARGE = Size(512, 8, 6, 8, 1408, 32, 512, 16, 300, 16)
+LARGE = Size(512, 8, 6, 8, 1408, 32, 512, 8, 300, 32)
 TINY = Size(64, 2, 1, 2, 128, 4, 64, 4, 6, 2)
 FP8_SIZES = {"min_features": 32, "min_tokens": 32}
 

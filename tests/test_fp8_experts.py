@@ -65,6 +65,18 @@ def test_experts_are_those_of_their_rounded_operands(dtype, activation, recipe):
     assert not torch.equal(found["y"], expected["y"])
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_tokens_without_a_gradient_take_none_from_others(recipe):
+    """The label of a sequence's last token does not count: its gradient is 0 among small ones."""
+    plain, (x, indices, weights, dy) = _model(), _call()
+    dy *= 1e-5
+    dy[::4] = 0.0
+    expected = _gradients(plain, x, indices, weights, dy)
+    found = _gradients(_converted(plain, recipe=recipe), x, indices, weights, dy)
+    for name, value in found.items():
+        assert _distance(value, expected[name]) < 3 * HALF, name
+
+
 def test_numbers_of_8_bits_come_through():
     """One expert, whose activation of relu-like numbers is exact: nothing is rounded but by the last product."""
     w = (torch.randint(-7, 8, (2, 32, 16)) * 2.0**-3).to(DEVICE)

@@ -20,6 +20,13 @@ def factor_of(bound, E5M2: tl.constexpr):
 
 
 @triton.jit
+def factors_of_rows(sizes, E5M2: tl.constexpr):
+    """`factor_of` the largest of each row of magnitudes, the least factor for a row that counts as zero."""
+    top = tl.maximum(tl.max(sizes, 1, keep_dims=True), SMALLEST_BITS + 1)
+    return factor_of(top.to(tl.float32, bitcast=True), E5M2)
+
+
+@triton.jit
 def load_factor(bound_ptr, E5M2: tl.constexpr):
     """`factor_of` the one number at bound_ptr."""
     return factor_of(tl.load(bound_ptr), E5M2)

@@ -4,7 +4,7 @@ Other backends launch the casts. Legend as in `kernels`."""
 import triton
 import triton.language as tl
 
-from tilesmith.device.triton.rounding import factor_of, magnitude, round8, store_turned, word_of
+from tilesmith.device.triton.rounding import factors_of_rows, magnitude, round8, store_turned, word_of
 from tilesmith.ops.moe.kernels import _gate, _tile
 
 IMPRECISE = tl.constexpr(32)  # terms that Hopper's tensor cores add up in 14 bits before they go into a sum in fp32
@@ -87,14 +87,14 @@ def experts_activation_cast_kernel(
     if HELD:
         mask = inside & (lane < inner)
         hidden = _activated(pre_ptr, row, lane, inner, mask, ACTIVATION)
-        factor, inverse = factor_of(tl.max(magnitude(hidden), 1, keep_dims=True).to(tl.float32, bitcast=True), False)
+        factor, inverse = factors_of_rows(magnitude(hidden), False)
         tl.store(out_ptr + row * inner + lane, round8(hidden, inverse, out_ptr, False, SATURATES), mask=mask)
     else:
         top = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         for first in range(0, inner, BLOCK_N):
             mask = inside & (first + lane < inner)
             top = tl.maximum(top, magnitude(_activated(pre_ptr, row, first + lane, inner, mask, ACTIVATION)))
-        factor, inverse = factor_of(tl.max(top, 1, keep_dims=True).to(tl.float32, bitcast=True), False)
+        factor, inverse = factors_of_rows(top, False)
         for first in range(0, inner, BLOCK_N):
             mask = inside & (first + lane < inner)
             hidden = _activated(pre_ptr, row, first + lane, inner, mask, ACTIVATION)
@@ -136,12 +136,6 @@ def _store_gradients(
 
 
 @triton.jit
-def _row_factor(top):
-    """`factor_of` the largest of each row of magnitudes."""
-    return factor_of(tl.max(top, 1, keep_dims=True).to(tl.float32, bitcast=True), False)
-
-
-@triton.jit
 def experts_gradient_cast_kernel(
     dhidden_ptr, pre_ptr, scales_ptr, dpre_ptr, scaled_ptr, scaled_factor_ptr, d8_ptr, factor_ptr, dscales_ptr,
     order_ptr, starts_ptr, pairs, experts, inner,
@@ -160,8 +154,8 @@ def experts_gradient_cast_kernel(
         mask = inside & (lane < inner)
         dgate, dup, scaled, part = _gradients(dhidden_ptr, pre_ptr, row, lane, inner, scale, mask, ACTIVATION)
         total = tl.sum(part, 1, keep_dims=True)
-        factor, inverse = _row_factor(tl.maximum(magnitude(dgate), magnitude(dup)))
-        scaled_factor, scaled_inverse = _row_factor(magnitude(tl.where(mask, scaled, 0.0)))
+        factor, inverse = factors_of_rows(tl.maximum(magnitude(dgate), magnitude(dup)), False)
+        scaled_factor, scaled_inverse = factors_of_rows(magnitude(tl.where(mask, scaled, 0.0)), False)
         _store_gradients(
             dgate, dup, scaled, inverse, scaled_inverse, dpre_ptr, scaled_ptr, d8_ptr, row, lane, inner, mask, SATURATES
         )
@@ -176,8 +170,8 @@ def experts_gradient_cast_kernel(
             scaled_top = tl.maximum(scaled_top, magnitude(tl.where(mask, scaled, 0.0)))
             parts += part
         total = tl.sum(parts, 1, keep_dims=True)
-        factor, inverse = _row_factor(top)
-        scaled_factor, scaled_inverse = _row_factor(scaled_top)
+        factor, inverse = factors_of_rows(top, False)
+        scaled_factor, scaled_inverse = factors_of_rows(scaled_top, False)
         for first in range(0, inner, BLOCK_N):
             col = first + lane
             mask = inside & (col < inner)

@@ -19,7 +19,7 @@ from tilesmith.ops.moe.reference import (
     flat,
     grouped,
 )
-from tilesmith.ops.quant.reference import OUTPUTS, cast, factor_of, largest
+from tilesmith.ops.quant.reference import OUTPUTS, cast, factors_of_rows
 
 FORMAT = "e4m3"
 
@@ -148,7 +148,7 @@ def _turned(weight8_t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows x [S, N] after a cast to 8 bits and back, and the factors [S, 1]."""
-    factor = factor_of(largest(x, 1), FORMAT).to(x.dtype)
+    factor = factors_of_rows(x, FORMAT).to(x.dtype)
     return cast(x / factor, FORMAT).to(x.dtype) * factor, factor
 
 

@@ -54,10 +54,11 @@ def fp8_transpose(x8: Tensor) -> Tensor:
 def fp8_cast_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
     """x in 8 bits by one factor a row: x8 of x's shape, contiguous, and factor fp32 [M, 1].
 
-    x: [..., N], floating. A row's factor is that of its largest absolute element, 1 for a row of zeros.
+    x: [..., N], floating. A row's factor is that of its largest absolute element, or of 2^-100 where that is smaller: a
+    row of zeros has the least factor, so that rows which share one, the largest of theirs, lose nothing by it.
     """
     flat = as_rows(x).to(wide(x))
-    factor = factor_of(largest(flat, 1), format)
+    factor = factors_of_rows(flat, format)
     return cast(flat / factor, format).view(x.shape), factor.to(torch.float32)
 
 
@@ -210,6 +211,11 @@ def factor_of(bound: Tensor, format: str) -> Tensor:
     part, power = torch.frexp(finite)
     power = power - (9 if format == "e4m3" else 16) + (part > 0.875)
     return torch.where(finite > SMALLEST, torch.ldexp(torch.ones_like(finite), power), 1.0)
+
+
+def factors_of_rows(x: Tensor, format: str) -> Tensor:
+    """The factors [M, 1] of rows x [M, N], the least one for a row that counts as zero."""
+    return factor_of(largest(x, 1).clamp(min=SMALLEST * (1 + 2**-23)), format)
 
 
 def largest(x: Tensor, dim: int | None = None) -> Tensor:

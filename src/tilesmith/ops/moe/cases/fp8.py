@@ -36,6 +36,20 @@ def _small_factors(generator: torch.Generator, shape: Sequence[int], device: tor
     return _factors(generator, shape, device) / 8
 
 
+def _gaps(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Every third row is 0, as is the gradient of a token whose label does not count."""
+    drawn = _eight(generator, shape, device)
+    drawn.view(torch.uint8)[::3] = 0
+    return drawn
+
+
+def _factors_of_gaps(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Small ones, and what `fp8_cast_rows` gives rows of zeros."""
+    drawn = _factors(generator, shape, device) * 2.0**-20
+    drawn[::3] = 2.0**-108
+    return drawn
+
+
 def _common(lead: tuple[int, ...], top_k: int, experts: int, indices: Init | None, scales: torch.dtype) -> dict:
     return {
         "indices": T(*lead, top_k, dtype=torch.int64, init=indices or _uniform(experts)),
@@ -66,8 +80,9 @@ def _forward(
 def _backward(
     lead: tuple[int, ...] | int, hidden: int, inner: int, experts: int, top_k: int, *, indices: Init | None = None,
     eight: torch.dtype = E4M3, scales: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32,
-    activation: str = "swiglu", mask: Sequence[bool] = ALL, all_in_8_bits: bool = False,
+    activation: str = "swiglu", mask: Sequence[bool] = ALL, all_in_8_bits: bool = False, gaps: bool = False,
 ) -> dict:  # fmt: skip
+    """gaps: rows of zeros among the gradients."""
     shape = (lead,) if isinstance(lead, int) else lead
     tokens = torch.Size(shape).numel()
     draw = {"dtype": eight, "grad": False, "init": _eight if eight is E4M3 else "normal"}
@@ -75,8 +90,8 @@ def _backward(
     plain = {"dtype": torch.float64 if eight is torch.float64 else dtype, "grad": False}
     return {
         "dy": T(*shape, hidden, **plain),
-        "dy8": T(*shape, hidden, **draw),
-        "dy_factor": T(tokens, 1, init=_factors, **factor),
+        "dy8": T(*shape, hidden, **(draw | {"init": _gaps} if gaps else draw)),
+        "dy_factor": T(tokens, 1, init=_factors_of_gaps if gaps else _factors, **factor),
         "x": T(*shape, hidden, **(draw if all_in_8_bits else plain)),
         "x_factor": T(tokens, 1, init=_factors, **factor) if all_in_8_bits else None,
         "pre": T(tokens * top_k, 2 * inner, **plain),
@@ -134,6 +149,8 @@ IN_8_BITS: tuple[tuple[str, tuple, frozenset[str], tuple, dict], ...] = (
     ("no_tokens", ((2, 0), 16, 16, 4, 2), SMALL, ONCE, {}),
     ("sentinels", (20, 32, 16, 3, 4), SMALL, ONCE, {"indices": _with_sentinels(3)}),
     ("odd", (19, 21, 11, 5, 3), SMALL, ONCE, {}),
+    ("gaps", (20, 32, 16, 3, 2), SMALL, ONCE, {"gaps": True}),
+    ("many_gaps", (300, 256, 128, 4, 2), BIG, COMPILED, {"dtype": torch.bfloat16, "gaps": True}),
     ("whole_tiles", (256, 256, 128, 2, 2), COMPILE, COMPILED, {"dtype": torch.bfloat16}),
     ("odd_tiles", ((3, 331), 208, 112, 33, 5), BIG, COMPILED, {"dtype": torch.bfloat16}),
     ("qwen3", (1024, 2048, 768, 128, 8), BIG, COMPILED, {"dtype": torch.bfloat16}),

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilesmith.device.rows import rows
 from tilesmith.device.triton.rounding import (
     factor_of,
+    factors_of_rows,
     larger_pair,
     largest_of,
     largest_pair,
@@ -157,7 +158,7 @@ def _cast_rows_kernel(
     if HELD:
         inside = (row < num_rows) & (lane < num_cols)
         x = widened(tl.load(x_ptr + row * x_row + lane, mask=inside, other=0.0), SATURATES)
-        factor, inverse = factor_of(tl.max(magnitude(x), 1, keep_dims=True).to(tl.float32, bitcast=True), E5M2)
+        factor, inverse = factors_of_rows(magnitude(x), E5M2)
         tl.store(x8_ptr + row * num_cols + lane, round8(x, inverse, x8_ptr, E5M2, SATURATES), mask=inside)
     else:
         top = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.int32)
@@ -165,7 +166,7 @@ def _cast_rows_kernel(
             inside = (row < num_rows) & (first + lane < num_cols)
             x = tl.load(x_ptr + row * x_row + first + lane, mask=inside, other=0.0, eviction_policy="evict_last")
             top = tl.maximum(top, magnitude(widened(x, SATURATES)))
-        factor, inverse = factor_of(tl.max(top, 1, keep_dims=True).to(tl.float32, bitcast=True), E5M2)
+        factor, inverse = factors_of_rows(top, E5M2)
         for first in range(0, num_cols, BLOCK_COLS):
             inside = (row < num_rows) & (first + lane < num_cols)
             x = tl.load(x_ptr + row * x_row + first + lane, mask=inside, other=0.0, eviction_policy="evict_first")
