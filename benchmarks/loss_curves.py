@@ -1,6 +1,7 @@
 """Loss of small language models on real text: optimised, in FP8 and of experts, beside the reference's.
 
-    python benchmarks/loss_curves.py results.json [--arm dense.delayed ...] [--seeds 3] [--processes 8] [--tiny]
+    python benchmarks/loss_curves.py results.json [--arm dense.delayed ...] [--seeds 3] [--steps 300] [--processes 8]
+        [--tiny]
 
 A dense decoder (Llama's form, 24 M parameters) and one of experts (Qwen3-MoE's form, 57 M) of transformers learn the
 sources of Python's standard library byte by byte: fp32 weights, bf16 autocast, AdamW, the same batches for each arm of
@@ -199,12 +200,14 @@ def main() -> int:
     parser.add_argument("out")
     parser.add_argument("--arm", action="append", choices=arms())
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help=f"of a run; without it {LARGE.steps}")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=300.0, help="of an arm")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     size = TINY if given.tiny else LARGE
+    size = size._replace(steps=given.steps or size.steps)
     if given.alone:
         kind, _, arm = given.arm[0].partition(".")
         for seed in range(given.seeds):
@@ -215,6 +218,7 @@ def main() -> int:
 
     def one(arm: str) -> list[dict[str, Any]]:
         command = [sys.executable, __file__, "-", "--arm", arm, "--seeds", str(given.seeds), "--alone"]
+        command += ["--steps", str(size.steps)]
         begun = subprocess.Popen(
             [*command, *(["--tiny"] if given.tiny else [])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
