@@ -123,6 +123,7 @@ def benched() -> dict[str, Plan]:
     for tokens, heads, kv_heads in ((4096, 8, 8), (16384, 16, 4)):
         s = Shape(1, heads, kv_heads, tokens, tokens, 512, 512, 2, 2, True, -1, 0)
         found[f"forward, D 512, {tokens} tokens, {heads}/{kv_heads} heads"] = forward(s)
+        found[f"backward, D 512, {tokens} tokens, {heads}/{kv_heads} heads"] = backward(s)
     for batch, tokens, heads, kv_heads in ((3, 1112, 32, 2), (1, 2048, 64, 8)):
         s = Shape(batch, heads, kv_heads, tokens, tokens, 128, 128, 2, 2, True, -1, 0)
         found[f"backward, {batch} x {tokens} tokens, {heads}/{kv_heads} heads, parts of groups"] = backward(s)

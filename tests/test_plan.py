@@ -26,7 +26,10 @@ from tilesmith.ops.attn.op import attention_op, attention_vjp
 from tilesmith.ops.attn.plan import Shape
 from tilesmith.ops.attn.plan.configs import HopperVjpConfig
 from tilesmith.ops.attn.plan.hopper_backward import kv_heads_together, list_parts, rings
+from tilesmith.ops.attn.plan.hopper_bands import WORKSPACE, bands, extent, workspace
 from tilesmith.ops.attn.plan.hopper_forward import divided
+
+needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))
 
 
 def _shapes(count, seed):
@@ -150,6 +153,51 @@ def test_head_dims_above_256_have_tiles_of_64_queries():
             -s.tokens // 64
         )
         assert {name: step.tensors[f"{name}_desc"].columns for name in "qkv"} == {"q": 256, "k": 128, "v": 256}
+
+
+def test_gradients_above_256_are_products_of_p_and_ds_in_memory():
+    """Each tile of queries of each head is in one band, in an order in which dk and dv of a kv head are added."""
+    divided = Counter()
+    for s in _shapes(300, 10):
+        if s.packed or s.lists or s.dropout:
+            continue
+        s = s._replace(dim=512, value_dim=264, gradients_fp32=False)
+        plan = backward(s)
+        launched = [step.kernel for step in plan.steps if step.kernel.startswith("attention_band")]
+        assert launched == ["attention_band_scores_kernel", "attention_band_products_kernel"] * (len(launched) // 2)
+        assert all(step.shared_memory <= SM90.shared_memory for step in plan.steps) and plan.ordered
+        met, several = [], plan.steps[2].tensors["sums_ptr"] is not None
+        divided[several] += 1
+        for step in plan.steps[2::2]:
+            if step.kernel == "attention_band_products_kernel":
+                n = step.numbers
+                rows, members, tiles = (
+                    range(n[f"first_{name}"], n[f"first_{name}"] + n[many])
+                    for name, many in (("row", "rows"), ("member", "members"), ("tile", "band_tiles"))
+                )
+                assert len(rows) == 1 or not several
+                met += itertools.product(rows, members, tiles)
+        tiles = -(-(s.tokens - plan.numbers["q_begin"]) // 128)
+        assert sorted(met) == list(itertools.product(range(s.batch * s.kv_heads), range(s.group), range(tiles)))
+    assert len(divided) == 2
+
+
+def test_the_workspace_of_gradients_above_256_grows_with_the_tokens():
+    for tokens in (512, 4096, 16384, 131072):
+        s = Shape(1, 16, 4, tokens, tokens, 512, 512, 2, 2, True, -1, 0)
+        own, of = 2 * (16 + 4) * tokens * (512 + 512) * 2, extent(s, 0, 0)
+        assert workspace(s) == max(WORKSPACE[0], min(own, max(WORKSPACE[1], own // 8)))
+        for band in bands(s, of, workspace(s)):
+            assert band.rows * band.members * band.tiles * 128 * tokens * 4 <= workspace(s)
+
+
+@needs_triton
+def test_explain_names_the_bands_of_gradients_above_256():
+    q, k = (torch.empty(1, heads, 16384, 512, dtype=torch.bfloat16, device="meta") for heads in (16, 8))
+    told = str(tilesmith.explain("attention", q, k, k, Mask(causal=True), arch="sm90", gradient=True))
+    assert told.startswith("attention_vjp -> hopper") and "added in fp32" in told
+    assert "2. attention_band_scores_kernel on 132 CTAs" in told and "32 times in turn" in told
+    assert "4. " not in told
 
 
 @pytest.mark.parametrize(
@@ -390,9 +438,6 @@ def test_ordered_tiles_start_apart_where_that_spares_more_than_it_costs(batch, h
     s = Shape(batch, heads, kv_heads, tokens, keys, 128, 128, 2, 2, deterministic=True)
     section = kv_heads_together(s, keys // 128, SM90, True, False)
     assert rings(s, tokens // 64, keys // 128, section, SM90) == wanted
-
-
-needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))
 
 
 @needs_triton

@@ -31,7 +31,7 @@ def wrong_dims(call) -> list[str]:
 
 
 def wide_reasons(call) -> list[str]:
-    """Why the forward kernel for head dims above 256 cannot serve a call."""
+    """Why the kernels for head dims above 256 cannot serve a call."""
     reasons = []
     if any(cols % 8 or not 256 < cols <= 512 for cols in (call.q.cols, call.v.cols)):
         reasons.append(

@@ -12,6 +12,7 @@ from tilesmith.ops.attn.arguments import attention_vjp_arguments
 from tilesmith.ops.attn.block_lists import by_keys
 from tilesmith.ops.attn.execute import execute
 from tilesmith.ops.attn.hopper.backward import attention_dkv_kernel
+from tilesmith.ops.attn.hopper.backward_bands import attention_band_products_kernel, attention_band_scores_kernel
 from tilesmith.ops.attn.hopper.backward_dq import attention_dq_wide_kernel
 from tilesmith.ops.attn.hopper.backward_rows import attention_dq_kernel, attention_dsinks_kernel, attention_rows_kernel
 from tilesmith.ops.attn.hopper.backward_stream_k import attention_dkv_stream_k_kernel
@@ -26,6 +27,7 @@ from tilesmith.ops.attn.hopper.launch import (
     dropout_reasons,
     list_reasons,
     reasons_for_all,
+    wide_reasons,
     wrong_dims,
 )
 from tilesmith.ops.attn.hopper.packed import key_tiles_kernel, query_tiles_kernel
@@ -46,6 +48,8 @@ KERNELS = {
     "attention_dkv_stream_k_kernel": attention_dkv_stream_k_kernel,
     "attention_dkv_wide_kernel": attention_dkv_wide_kernel,
     "attention_dq_wide_kernel": attention_dq_wide_kernel,
+    "attention_band_scores_kernel": attention_band_scores_kernel,
+    "attention_band_products_kernel": attention_band_products_kernel,
     "attention_window_vjp_kernel": attention_window_vjp_kernel,
     "attention_group_sum_kernel": attention_group_sum_kernel,
     "attention_dsinks_kernel": attention_dsinks_kernel,
@@ -54,7 +58,11 @@ KERNELS = {
 
 def rejects_vjp(call) -> list[str]:
     """Why the Hopper kernels cannot serve a call of attention_vjp."""
-    reasons = reasons_for_all(call) + all_keys(call) + wrong_dims(call) + dropout_reasons(call)
+    wide = max(call.q.cols, call.v.cols) > 256
+    dims = wide_reasons(call) if wide else wrong_dims(call)
+    reasons = reasons_for_all(call) + all_keys(call) + dims + dropout_reasons(call)
+    if wide and call.gradients_fp32:
+        reasons.append("gradients_fp32: above head dim 256 gradients are written in 16 bits")
     if call.seed is not None and call.q.cols != call.v.cols:
         reasons.append("seed: where head dims differ nothing is dropped")
     return reasons + (_list_reasons(call) if call.block_offsets is not None else [])

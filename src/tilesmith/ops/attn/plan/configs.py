@@ -23,7 +23,8 @@ class HopperConfig(NamedTuple):
 class HopperVjpConfig(NamedTuple):
     """stages: tiles of queries in flight; above head dim 128, and where those of q and v differ, at most, as many as
     shared memory holds. block_q: queries of a block, there 64, as in windows of up to 129 keys
-    (`hopper.window_backward`); up to head dim 64 0 for those of `tables.NARROW_GRADIENTS` of which a model of the
+    (`hopper.window_backward`), and above head dim 256 128, where stages are of the products of p and ds
+    (`hopper.backward_bands`); up to head dim 64 0 for those of `tables.NARROW_GRADIENTS` of which a model of the
     schedule predicts the least time, with their stages where stages is 0. overlap: 1 where dk and dv have the consumers
     of `hopper.backward_overlap`. group_parts: parts of the query heads that share keys, each with tiles, dk and dv of
     its own, which are added (`hopper.group_sum`): a divisor of their number; 0 for as many as a model of the schedule

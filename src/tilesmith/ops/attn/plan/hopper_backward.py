@@ -8,6 +8,15 @@ from typing import Any, NamedTuple
 from tilesmith.engine.launcher import cdiv, next_power_of_2
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import HopperVjpConfig
+from tilesmith.ops.attn.plan.hopper_bands import (
+    TILE,
+    band_reasons,
+    band_scratch,
+    band_steps,
+    bands,
+    extent,
+    workspace,
+)
 from tilesmith.ops.attn.plan.hopper_forward import (
     CHUNK,
     NO_KEYS,
@@ -157,6 +166,7 @@ class Blocks(NamedTuple):
     k_blocks: int
     tables: Tables
     rows_table: str | None = None
+    banded: bool = False
 
 
 def _key_tables(s: Shape, window: Window, rows: int, block: int) -> tuple[int, Tables]:
@@ -281,13 +291,15 @@ def _order(s: Shape, b: Blocks, arch: Any) -> Order:
 @lru_cache(maxsize=1024)
 def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     """Statistics of the rows; up to head dim 128 a kernel for dk, dv and what dq is the sum of, and one that puts dq in
-    order; above, and where head dims differ, one for dk and dv and one for dq; one for all where the window is
-    narrow."""
+    order; above, and where head dims differ, one for dk and dv and one for dq; one for all where the window is narrow;
+    above head dim 256 those of `_banded`."""
     if 0 in (s.rows * s.tokens, s.kv_heads * s.keys):
         return Plan("attention_vjp", "hopper", reasons=(NO_KEYS,))
     why = ""
     if not config.block_q:
         config, why = _narrow_tiles(s, arch, config)
+    if max(s.dim, s.value_dim) > 256:
+        return _banded(s, arch, config)
     b = _blocks(s, config)
     narrow, whole = is_narrow_vjp(s, b.window), s
     parts = 1 if narrow else _group_parts(s, b, arch, config)
@@ -308,14 +320,35 @@ def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     steps += _group_sum(call)
     if s.wants[4] and s.sinks:
         steps.append(_dsinks(call))
-    zeroed = (("dq", b.q_begin), ("dk", b.k_begin), ("dv", b.k_begin))
     ctas = order.division.ctas
     return Plan(
         "attention_vjp", "hopper", tuple(steps), (b.block_m, 64 if call.narrow else b.block_n), call.stages(), 2,
         f"sections of {order.section} kv heads", "stream-K" if ctas else "", ctas or 1,
-        order.ordered or call.narrow or b.apart, tuple(scratch), tuple(z for z in zeroed if z[1]),
+        order.ordered or call.narrow or b.apart, tuple(scratch), _zeroed(b),
         {"q_begin": b.q_begin}, s.q_bytes, _reasons(call),
     )  # fmt: skip
+
+
+def _banded(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
+    """Above head dim 256 p and ds of a band of queries are made first, and gradients are products of them."""
+    b = _blocks(s, config._replace(block_q=TILE))._replace(apart=False, banded=True)
+    of = extent(s, b.q_begin, b.k_begin)
+    found = bands(s, of, workspace(s))
+    order = Order(1, False, False, False, False, Division(0, 0))
+    call = _Call(s, arch, config, b, order, False, 1, "")
+    steps = [_rows(call), *band_steps(s, arch, b.window, of, found, config.stages)]
+    if s.wants[4] and s.sinks:
+        steps.append(_dsinks(call))
+    return Plan(
+        "attention_vjp", "hopper", tuple(steps), (TILE, TILE), config.stages, 2,
+        scratch=(*_scratch(call), *band_scratch(s, of, found)), zeroed=_zeroed(b), numbers={"q_begin": b.q_begin},
+        q_bytes=s.q_bytes, reasons=tuple(band_reasons(s, of, found)),
+    )  # fmt: skip
+
+
+def _zeroed(b: Blocks) -> tuple[tuple[str, int], ...]:
+    """Gradients of queries that see nothing, and of keys that nobody sees."""
+    return tuple(z for z in (("dq", b.q_begin), ("dk", b.k_begin), ("dv", b.k_begin)) if z[1])
 
 
 def _narrow_tiles(s: Shape, arch: Any, config: HopperVjpConfig) -> tuple[HopperVjpConfig, str]:
@@ -460,6 +493,8 @@ def _most(memory: Any, constants: dict[str, int], stages: int, call: _Call) -> i
 def _scratch(call: _Call) -> list[Buffer]:
     s, b = call.s, call.b
     found = [Buffer("rows", (2, s.rows, b.q_blocks * b.block_m), "float32")]
+    if b.banded:
+        return found
     if b.apart:
         found.append(Buffer("token_delta", (s.batch, s.heads, s.tokens), "float32"))
     elif not call.narrow:
@@ -479,15 +514,17 @@ def _scratch(call: _Call) -> list[Buffer]:
 def _rows(call: _Call) -> Step:
     """lse in units of log 2, and delta, of each query."""
     s, b = call.s, call.b
-    adds, wide = not (b.apart or call.narrow), columns(s.value_dim)
+    adds, wide = not (b.apart or b.banded or call.narrow), columns(s.value_dim)
+    rows = 32 if b.banded else b.block_m
+    blocks = b.q_blocks * (b.block_m // rows)
     return Step(
-        "attention_rows_kernel", (s.rows * b.q_blocks,),
+        "attention_rows_kernel", (s.rows * blocks,),
         {"out_ptr": "out", "dout_ptr": "dout", "lse_ptr": "lse", "dlse_ptr": "dlse", "row_lse_ptr": Part("rows", 0),
          "delta_ptr": Part("rows", 1), "token_delta_ptr": "token_delta" if b.apart else None,
          "turns_ptr": "turns" if adds else None, "blocks_ptr": b.rows_table, "dlse_strides": "dlse_strides",
          "kept": "kept", **call.strides("out", "dout")},
-        {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": b.q_blocks},
-        {"ROWS": b.block_m, "DIM": s.value_dim, "D": wide, "SUMS": call.sums(), "num_warps": 4 if wide <= 128 else 8},
+        {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": blocks},
+        {"ROWS": rows, "DIM": s.value_dim, "D": wide, "SUMS": call.sums(), "num_warps": 4 if wide <= 128 else 8},
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter as Counts
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -118,7 +119,9 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan as `explain` prints it."""
-        lines = [f"{number}. {step}" for number, step in enumerate(self.steps, 1)]
+        times = Counts(str(step) for step in self.steps)
+        turns = {step: f", {many} times in turn" if many > 1 else "" for step, many in times.items()}
+        lines = [f"{number}. {step}{turn}" for number, (step, turn) in enumerate(turns.items(), 1)]
         if self.split:
             lines.append(f"{self.split}: {self.splits}")
         if self.scratch:

@@ -46,6 +46,16 @@ def dq_wide(c: Mapping[str, Any], item: int) -> int:
     return 64 * ((2 + c["STAGES"]) * keys + (2 + c["V_STAGES"]) * values) * item + _rest(True)
 
 
+def band_scores(c: Mapping[str, Any], item: int) -> int:
+    """Of `attention_band_scores_kernel`: parts of queries and keys, and what each consumer's tile is written from."""
+    return (64 * (128 + c["KEYS"]) * c["STAGES"] + 2 * 64 * c["KEYS"]) * item + _rest(False)
+
+
+def band_products(c: Mapping[str, Any], item: int) -> int:
+    """Of `attention_band_products_kernel`: steps of 64 by 128 and by 256, and half of each consumer's tile."""
+    return (64 * (128 + 256) * c["STAGES"] + 2 * 64 * 128) * item + _rest(True)
+
+
 def split_kv(c: Mapping[str, Any], item: int, small: bool) -> int:
     """Of `attention_split_kv_kernel`. small: keys and values have 8 bits."""
     queries = 64 * c["D"] * c["CONSUMERS"]

@@ -181,6 +181,7 @@ they choose is at most 0.6 % slower than the better of the two, and 2.6 % faster
 HOPPER_BACKWARD = (
     Row({"narrow": True, "dim": (None, 64)}, HopperVjpConfig(4, 64)),
     Row({"narrow": True}, HopperVjpConfig(2, 64)),
+    Row({"least": (257, None)}, HopperVjpConfig(4, 128)),
     Row({"least": (193, None)}, HopperVjpConfig(2, 64)),
     Row(
         {"apart": True}, HopperVjpConfig(3, 64, overlap=1),
