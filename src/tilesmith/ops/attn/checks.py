@@ -191,25 +191,28 @@ def _integers(name: str, x: Tensor, q: Tensor, shape: tuple) -> None:
         raise ValueError(f"attention: {name} must be [{wanted}], got {list(x.shape)}")
 
 
-def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """Raise ValueError or TypeError for arguments of `merge_attention` that do not fit together."""
-    for name, x in (("out_a", out_a), ("out_b", out_b)):
+def check_merge(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, name: str = "merge_attention", alike: bool = True
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError for arguments of `merge_attention` (name) that do not fit together. alike: both
+    results must have one dtype."""
+    for which, x in (("out_a", out_a), ("out_b", out_b)):
         if x.dtype not in FLOATS:
-            raise TypeError(f"merge_attention: {name} has dtype {x.dtype}; float16 to float64 and bfloat16 are served")
-        if x.dtype != out_a.dtype:
-            raise TypeError(f"merge_attention: out_b must have out_a's dtype {out_a.dtype}, got {x.dtype}")
+            raise TypeError(f"{name}: {which} has dtype {x.dtype}; float16 to float64 and bfloat16 are served")
+        if alike and x.dtype != out_a.dtype:
+            raise TypeError(f"{name}: out_b must have out_a's dtype {out_a.dtype}, got {x.dtype}")
         if x.ndim < 2 or x.shape != out_a.shape:
             raise ValueError(
-                f"merge_attention: out_a and out_b must be [..., head dim] of one shape, got {name} {list(x.shape)}"
+                f"{name}: out_a and out_b must be [..., head dim] of one shape, got {which} {list(x.shape)}"
             )
     wanted = torch.float64 if out_a.dtype == torch.float64 else torch.float32
-    for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
+    for which, x in (("lse_a", lse_a), ("lse_b", lse_b)):
         if x.dtype != wanted:
-            raise TypeError(f"merge_attention: {name} must be {wanted}, got {x.dtype}")
+            raise TypeError(f"{name}: {which} must be {wanted}, got {x.dtype}")
         if x.shape != out_a.shape[:-1]:
-            raise ValueError(f"merge_attention: {name} must be {list(out_a.shape[:-1])}, got {list(x.shape)}")
-    for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+            raise ValueError(f"{name}: {which} must be {list(out_a.shape[:-1])}, got {list(x.shape)}")
+    for which, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if x.device != out_a.device:
             raise ValueError(
-                f"merge_attention: {name} is on {x.device}, out_a on {out_a.device}; move them to one device"
+                f"{name}: {which} is on {x.device}, out_a on {out_a.device}; move them to one device"
             )

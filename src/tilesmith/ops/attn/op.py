@@ -42,7 +42,7 @@ def _fake_merge_vjp(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tup
     return tuple(torch.empty_like(x) if want else x.new_empty(0) for x, want in zip(rest, rest[-1]))
 
 
-def _describer(op_name: str, function):
+def describe_attention(op_name: str, function):
     """Metadata of a call: a field per parameter, and what kernels for few queries, pages or no softcap want to know.
 
     rows: query rows of a kv head (T * H / G), rounded up to a power of two, at most 1024. filled: tenths of the device
@@ -116,7 +116,7 @@ attention_vjp = Op(
     reference.attention_vjp,
     fake=_fake_vjp,
     outputs=("dq", "dk", "dv", "dbias", "dsinks"),
-    describe=_describer("attention_vjp", reference.attention_vjp),
+    describe=describe_attention("attention_vjp", reference.attention_vjp),
     kernels={
         "triton": "tilesmith.ops.attn.triton.launch_backward",
         "hopper": "tilesmith.ops.attn.hopper.launch_backward",
@@ -129,7 +129,7 @@ attention_op = Op(
     vjp=attention_vjp,
     outputs=("out", "lse"),
     check=checks.check_attention,
-    describe=_describer("attention", reference.attention),
+    describe=describe_attention("attention", reference.attention),
     autocast=("q", "k", "v"),
     sharding=sharding.attention,
     # The policies of selective checkpointing in TRL and Axolotl keep the results of ops with this in their name.

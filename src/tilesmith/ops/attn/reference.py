@@ -250,10 +250,11 @@ def merge_attention_vjp(
     )
 
 
-def out_like(like: Tensor, head_dim: int) -> Tensor:
+def out_like(like: Tensor, head_dim: int, fp32: bool = False) -> Tensor:
     """An empty result for `like` [..., D]: [..., head_dim], contiguous, or [B, H, T, head_dim] over [B, T, H, head_dim]
-    memory where the head stride of `like` is smaller than its token stride."""
+    memory where the head stride of `like` is smaller than its token stride. fp32: of at least 32 bits."""
     dtype = torch.bfloat16 if like.dtype.itemsize == 1 else like.dtype
+    dtype = torch.promote_types(dtype, torch.float32) if fp32 else dtype
     if _tokens_first(like):
         batch, heads, tokens, _ = like.shape
         return like.new_empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)

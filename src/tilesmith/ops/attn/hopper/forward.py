@@ -34,7 +34,7 @@ from tilesmith.ops.attn.hopper.softmax import (
     tanh,
     unpack,
 )
-from tilesmith.ops.attn.hopper.tile_offset import corner
+from tilesmith.ops.attn.hopper.tile_offset import corner, inside, store_rows
 from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
 
 TURN = gl.constexpr(8)  # the named barrier of the first consumer's turn; the others' follow
@@ -203,7 +203,8 @@ def _rest_of(k_rest, s, k_tile, walk):
 
 @gluon.jit
 def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-             SOFTCAP: gl.constexpr, OUT_IN_Q: gl.constexpr, dropout, DROPOUT_FORM: gl.constexpr):  # fmt: skip
+             SOFTCAP: gl.constexpr, OUT_IN_Q: gl.constexpr, dropout, DROPOUT_FORM: gl.constexpr, to,
+             DIM_V: gl.constexpr):  # fmt: skip
     whole, queue, q, q_rest, k, k_rest, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
     D: gl.constexpr = whole.D
@@ -348,15 +349,19 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         if walk.SKIP and walk.LEFT:
             count = _skip_blocks(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
         acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
-        if not OUT_IN_Q:
-            tma_store_wait(0)
-        tile = out.index(C)
-        tile.reshape([64, DV]).store(acc.to(dtype))
-        fence_async()
-        tma_store(out_desc, corner(q_place, head, start, tokens, walk.PACKED), tile)
-        if OUT_IN_Q:
-            tma_store_wait(0)
-            mbarrier_arrive(q_empty.index(box))
+        if to[0] is not None:
+            row = inside(start, tokens, walk.PACKED)
+            store_rows(acc, to[0], to[1], q_place, head, row, tokens, 0, DIM_V, walk.PACKED)
+        else:
+            if not OUT_IN_Q:
+                tma_store_wait(0)
+            tile = out.index(C)
+            tile.reshape([64, DV]).store(acc.to(dtype))
+            fence_async()
+            tma_store(out_desc, corner(q_place, head, start, tokens, walk.PACKED), tile)
+            if OUT_IN_Q:
+                tma_store_wait(0)
+                mbarrier_arrive(q_empty.index(box))
         number = queue.next_tile(turn, tiles, walk.DYNAMIC)
         turn += 1
     tma_store_wait(0)
@@ -374,7 +379,7 @@ def attention_fwd_kernel(
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None, REST: gl.constexpr = 0, q_rest_desc=None,
-    k_rest_desc=None,
+    k_rest_desc=None, out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order of the
     lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0;
@@ -383,7 +388,7 @@ def attention_fwd_kernel(
     tensor's own are zeros. REST: columns of q and k behind D, which have tiles of their own (`columns`). STREAM_K:
     tiles behind the last whole round are left to `attention_fwd_stream_k_kernel`.
     dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None; DROPOUT_FORM: RARE, SHORT and EVEN of
-    `Dropout`."""
+    `Dropout`. out_ptr, out_strides, DIM_V: out in fp32 and its columns, stored from registers; out_desc is then None."""
     if STREAM_K:
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
@@ -392,7 +397,8 @@ def attention_fwd_kernel(
     gl.static_assert(not STREAM_K or (WINDOWLESS and Q_STAGES == 1 and dropout is None))
     gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
     gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
-    OUT_IN_Q: gl.constexpr = D == DV and (D == 256 or REST > 0)  # out takes the place of q
+    # out takes the place of q
+    OUT_IN_Q: gl.constexpr = D == DV and (D == 256 or REST > 0) and out_ptr is None
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
@@ -408,7 +414,7 @@ def attention_fwd_kernel(
         k_rest = smem_tiles(STAGES, k_rest_desc)
     v = smem_tiles(V_STAGES, v_desc)
     out = q
-    if not OUT_IN_Q:
+    if not OUT_IN_Q and out_ptr is None:
         out = smem_tiles(CONSUMERS, out_desc)
     queue = tile_queue(CONSUMERS, 1)
     q_full = mbarriers(Q_STAGES * CONSUMERS, 1)
@@ -419,14 +425,15 @@ def attention_fwd_kernel(
     v_empty = mbarriers(V_STAGES, CONSUMERS)
     fence_async()
     parts = (walk, queue, q, q_rest, k, k_rest, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    to = (out_ptr, out_strides)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_produce, (parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
             ],
             [4, 4],
             [240, 240],
@@ -436,11 +443,11 @@ def attention_fwd_kernel(
             [
                 (_produce, (parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
                 (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
             ],
             [4, 4, 4],
             [160, 160, 160],
@@ -450,13 +457,13 @@ def attention_fwd_kernel(
             [
                 (_produce, (parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices)),
                 (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
                 (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
                 (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
                 (_consume, (3, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
             ],
             [4, 4, 4, 4],
             [112, 112, 112, 112],

@@ -126,10 +126,11 @@ def score_factors(call) -> tuple[float, float]:
     return (scale / call.softcap, call.softcap * LOG2E) if call.softcap > 0.0 else (0.0, scale * LOG2E)
 
 
-def outputs(call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """out and lse of a forward: empty, or, where nothing is launched, those of queries that see no key."""
+def outputs(call, plan: Plan, fp32: bool = False) -> tuple[Tensor, Tensor]:
+    """out, of q's dtype or fp32, and lse of a forward: empty, or, where nothing is launched, those of queries that see
+    no key."""
     q = call.q
-    out = reference.out_like(q, call.v.shape[3])
+    out = reference.out_like(q, call.v.shape[3], fp32)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if not plan.steps and lse.numel() > 0:
         lse.copy_(lse.new_full((), float("-inf")) if call.sinks is None else call.sinks.to(lse.dtype)[:, None])

@@ -72,3 +72,26 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     out, lse = outputs(call, plan)
     execute(plan, KERNELS, call_tensors(call, plan, out, lse), describe, call.q.device, call.q.dtype)
     return out, lse
+
+
+def rejects_partial(call) -> list[str]:
+    """Why the Hopper kernels cannot serve a call of attention_partial."""
+    wide = max(call.q.cols, call.v.cols) > 256
+    return rejects(call) + (["with head dims above 256 out is rounded"] if wide else [])
+
+
+@attention_arguments
+def _tells_partial(call, *, config: HopperConfig, arch) -> list[str]:
+    return hopper_forward(shape_of(call)._replace(out_fp32=True), arch, config).lines()
+
+
+@register_kernel("attention_partial", backend="hopper", rank=25, rejects=rejects_partial, tells=_tells_partial)
+@optimize_kernel(space=SPACE)
+@attention_arguments
+def attention_partial(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
+    """The same, whose out is stored from registers."""
+    plan = hopper_forward(shape_of(call)._replace(out_fp32=True), arch_of(call.q.device), config)
+    out, lse = outputs(call, plan, fp32=True)
+    given = call_tensors(call, plan, out, lse) | {"out_strides": out.stride()[:3]}
+    execute(plan, KERNELS, given, describe, call.q.device, call.q.dtype)
+    return out, lse

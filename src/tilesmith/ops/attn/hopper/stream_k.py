@@ -25,6 +25,7 @@ from tilesmith.device.gluon.shim import (
 )
 from tilesmith.ops.attn.hopper.forward import TURN, first_block, next_block
 from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, unpack
+from tilesmith.ops.attn.hopper.tile_offset import store_rows
 from tilesmith.ops.attn.hopper.walk import Walk
 
 _JOIN = gl.constexpr(12)  # the named barrier of the first consumer's threads; the second's follows
@@ -169,7 +170,7 @@ def _join(C: gl.constexpr, runs, acc, top, total, tile, blocks, first, steps, pa
 
 @gluon.jit
 def _consume(C: gl.constexpr, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
-             SOFTCAP: gl.constexpr):  # fmt: skip
+             SOFTCAP: gl.constexpr, to, DIM_V: gl.constexpr):  # fmt: skip
     walk = runs.walk
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = walk.BN
@@ -237,11 +238,14 @@ def _consume(C: gl.constexpr, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_p
             row = (batch * walk.heads + head).to(gl.int64) * walk.tokens
             gl.store(lse_ptr + row + queries, lse, mask=queries < walk.tokens)
             acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
-            tma_store_wait(0)
-            tile_out = out.index(C)
-            tile_out.reshape([64, DV]).store(acc.to(dtype))
-            fence_async()
-            tma_store(out_desc, (batch, head, start, 0), tile_out)
+            if to[0] is not None:
+                store_rows(acc, to[0], to[1], batch, head, start, walk.tokens, 0, DIM_V, False)
+            else:
+                tma_store_wait(0)
+                tile_out = out.index(C)
+                tile_out.reshape([64, DV]).store(acc.to(dtype))
+                fence_async()
+                tma_store(out_desc, (batch, head, start, 0), tile_out)
         begin += blocks
         turn += 1
     tma_store_wait(0)
@@ -253,6 +257,7 @@ def attention_fwd_stream_k_kernel(
     tokens, keys, heads, blocks, rows, section, group, whole_tiles, right, inner, scale,
     RIGHT: gl.constexpr, WHOLE: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, SOFTCAP: gl.constexpr, BEHIND: gl.constexpr,
+    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0,
 ):  # fmt: skip
     """As many equal runs as CTAs of the tiles (CONSUMERS * 64 queries of one head) from number `whole_tiles` on, all
     of them with RIGHT. parts_ptr: sums of values, row maxima and row sums of each CTA's part of each tile; met_ptr:
@@ -267,7 +272,9 @@ def attention_fwd_stream_k_kernel(
     q = smem_tiles(CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
     v = smem_tiles(V_STAGES, v_desc)
-    out = smem_tiles(CONSUMERS, out_desc)
+    out = q
+    if out_ptr is None:
+        out = smem_tiles(CONSUMERS, out_desc)
     q_full = mbarriers(CONSUMERS, 1)
     q_empty = mbarriers(CONSUMERS, 1)
     k_full = mbarriers(STAGES, 1)
@@ -276,14 +283,15 @@ def attention_fwd_stream_k_kernel(
     v_empty = mbarriers(V_STAGES, CONSUMERS)
     fence_async()
     parts = (q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    to = (out_ptr, out_strides)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_produce, (runs, parts, q_desc, k_desc, v_desc, BEHIND)),
                 (_consume, (0, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
-                            SOFTCAP)),
+                            SOFTCAP, to, DIM_V)),
                 (_consume, (1, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
-                            SOFTCAP)),
+                            SOFTCAP, to, DIM_V)),
             ],
             [4, 4],
             [240, 240],
@@ -293,11 +301,11 @@ def attention_fwd_stream_k_kernel(
             [
                 (_produce, (runs, parts, q_desc, k_desc, v_desc, BEHIND)),
                 (_consume, (0, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
-                            SOFTCAP)),
+                            SOFTCAP, to, DIM_V)),
                 (_consume, (1, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
-                            SOFTCAP)),
+                            SOFTCAP, to, DIM_V)),
                 (_consume, (2, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
-                            SOFTCAP)),
+                            SOFTCAP, to, DIM_V)),
             ],
             [4, 4, 4],
             [160, 160, 160],

@@ -151,7 +151,7 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
     if s.rows * s.tokens * s.keys == 0:
         return Plan("attention", "hopper", reasons=(NO_KEYS,))
     window, wide = window_of(s), max(columns(s.dim), columns(s.value_dim))
-    if is_narrow(s, window, wide) and not s.dropout:
+    if is_narrow(s, window, wide) and not (s.dropout or s.out_fp32):
         return _narrow(s, arch, config, window)
     if wide > 256:
         return _wide(s, arch, window)
@@ -185,6 +185,7 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
         scratch.append(Buffer("stream_k_parts", shape, "float32"))
         steps.append(_stream_k(call))
     reasons += [_walk_reason(together, s, alike), division.reason, *_tile_reasons(steps, config)]
+    reasons += ["out in fp32 is stored from registers"] if s.out_fp32 else []
     return Plan(
         "attention", "hopper", tuple(steps), (block_m, config.block_n), config.stages, config.consumers,
         _walk_reason(together, s, alike), "stream-K" if division.ctas else "", division.ctas or 1, True,
@@ -224,6 +225,7 @@ class _Call(NamedTuple):
             "q_desc": Tile("q", 64, packed, 1, wide), "k_desc": Tile("k", block_n, packed, 1, wide),
             "v_desc": Tile("v", block_n, packed), "out_desc": Tile("out", 64, packed),
             "lse_ptr": "lse", "sinks_ptr": "sinks", "inner": "inner", "scale": "outer",
+            **({"out_desc": None, "out_ptr": "out", **same("out_strides")} if self.s.out_fp32 else {}),
         }  # fmt: skip
 
     def kinds(self) -> dict[str, Any]:
@@ -232,7 +234,7 @@ class _Call(NamedTuple):
             "WHOLE": self.alike and s.keys % config.block_n == 0, "RIGHT": self.window.hides_right,
             "BN": config.block_n, "D": self.columns()[0], "DV": columns(s.value_dim), "CONSUMERS": config.consumers,
             "STAGES": config.stages, "V_STAGES": config.v_stages or config.stages, "SOFTCAP": s.softcap,
-            "num_warps": 4,
+            "num_warps": 4, **({"DIM_V": s.value_dim} if s.out_fp32 else {}),
         }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     lists by keys, which a gradient walks, and of which list_entries is the room. page: slots of a page, 0 without
     pages; row_pages: pages of a batch row. bias: its shape. tma: which of q, k, v and dout TMA reads as they lie.
     wants: which of dq, dk, dv, dbias, dsinks are asked for. gradients_fp32: dq, dk and dv are fp32, not rounded.
-    shared: v is the first columns of k, in memory.
+    shared: v is the first columns of k, in memory. out_fp32: out is fp32, not rounded.
     """
 
     batch: int
@@ -64,6 +64,7 @@ class Shape(NamedTuple):
     list_entries: int = 0
     gradients_fp32: bool = False
     shared: bool = False
+    out_fp32: bool = False
 
     @property
     def group(self) -> int:

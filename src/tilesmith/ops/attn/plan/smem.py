@@ -15,7 +15,8 @@ def forward(c: Mapping[str, Any], item: int, counted: bool = True) -> int:
     rest = c.get("REST", 0)
     wide = c["D"] + rest
     queries = 64 * wide * consumers * c["Q_STAGES"]
-    out = 0 if c["D"] == c["DV"] and (rest or (c["D"] == 256 and counted)) else 64 * c["DV"] * consumers
+    in_queries = c["D"] == c["DV"] and (rest or (c["D"] == 256 and counted))
+    out = 0 if in_queries or "DIM_V" in c else 64 * c["DV"] * consumers
     return (queries + out + c["BN"] * (wide * stages + c["DV"] * values)) * item + _rest(counted)
 
 

@@ -39,9 +39,21 @@ def _tells(call, *, config: AttentionConfig, arch) -> list[str]:
 @attention_arguments
 def attention(call, *, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """One CTA for each tile of queries."""
+    return _launched(call, config, fp32=False)
+
+
+@register_kernel("attention_partial", backend="triton", rank=20, rejects=rejects, tells=_tells)
+@optimize_kernel(space=ATTENTION_SPACE)
+@attention_arguments
+def attention_partial(call, *, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """The same, which rounds to the dtype of out."""
+    return _launched(call, config, fp32=True)
+
+
+def _launched(call, config: AttentionConfig, fp32: bool) -> tuple[Tensor, Tensor]:
     q = call.q
     plan = triton_forward(_shape(call), arch_of(q.device), config)
-    out = reference.out_like(q, call.v.shape[3])
+    out = reference.out_like(q, call.v.shape[3], fp32)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if plan.steps:
         bounds = bounds_of(plan.steps[0], call.q_documents, call.k_documents)

@@ -140,6 +140,15 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     return out, lse
 
 
+@register_kernel("accumulate_attention", backend="triton", rank=20, rejects=_rejects)
+def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+    """The same, whose result lies where out_a did: a thread writes what it has read."""
+    lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
+    strided = (out_a, lse_a, out_b, lse_b, out_a)
+    _launch(_merge_attention_kernel, lse.ndim, out_a, (*strided, lse), strided)
+    return lse
+
+
 @register_kernel("merge_attention_vjp", backend="triton", rank=20, rejects=_rejects)
 def merge_attention_vjp(
     dout: Tensor | None,
