@@ -1,6 +1,7 @@
 """What ranks check of context parallelism: every mode equals one process, and faults have names. Run by
 test_context_parallel.py in one spawn."""
 
+import contextlib
 import copy
 import time
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tilesmith.distributed.schedule as schedule
 from tilesmith import ops
 from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention
 
@@ -60,6 +62,14 @@ def agree_with_whole(mesh, mask, score, layout, mode, *, cu_seqlens=None, with_s
     assert not any(x[:, :, padding].any() for x in (got, *grads[:3]))
 
 
+@contextlib.contextmanager
+def in_parts():
+    """A ring works on one kv head after another, also of few tokens."""
+    least, schedule.LEAST_PAIRS = schedule.LEAST_PAIRS, 1
+    yield
+    schedule.LEAST_PAIRS = least
+
+
 def check_modes(mesh):
     """Each mode, with an uneven number of tokens."""
     size = mesh.size()
@@ -67,6 +77,8 @@ def check_modes(mesh):
     for mode in ("allgather", "ring", "ulysses", "auto"):
         agree_with_whole(mesh, ops.Mask(causal=True), ops.Score(), zigzag, mode)
     agree_with_whole(mesh, ops.Mask(), ops.Score(scale=0.3), contiguous, "ring", with_sinks=True)
+    with in_parts():
+        agree_with_whole(mesh, ops.Mask(causal=True), ops.Score(), zigzag, "ring", with_sinks=True)
     agree_with_whole(mesh, ops.Mask(causal=True, window=4), ops.Score(softcap=2.0), contiguous, "allgather")
     agree_with_whole(mesh, ops.Mask(causal=True, window=4), ops.Score(), zigzag, "ring", with_sinks=True)
     agree_with_whole(mesh, ops.Mask(causal=True), ops.Score(alibi=torch.rand(4)), zigzag, "ulysses")
@@ -128,7 +140,7 @@ def check_errors_do_not_grow(mesh):
             for x, one, true in zip(many, found["one"], found["exact"]):
                 x = gathered(layout, x, mesh.get_group()).double()
                 error, budget = (x - true).square().mean().sqrt(), (one.double() - true).square().mean().sqrt()
-                assert error <= 1.2 * budget + 1e-9, (dtype, mode, error, budget)
+                assert error <= 1.1 * budget + 1e-9, (dtype, mode, error, budget)
 
 
 def check_same_bits(mesh):
@@ -136,10 +148,13 @@ def check_same_bits(mesh):
     mine = [layout.shard(x.detach().float(), rank, 2).requires_grad_() for x in inputs(64)]
     for mode in ("allgather", "ring"):
         runs = []
-        for _ in range(2):
-            out, lse = context_parallel_attention(*mine, mesh, ops.Mask(causal=True), mode=mode, deterministic=True)
+        for parts in (contextlib.nullcontext, contextlib.nullcontext, in_parts):
+            with parts():
+                out, lse = context_parallel_attention(*mine, mesh, ops.Mask(causal=True), mode=mode, deterministic=True)
             runs.append([out, lse, *torch.autograd.grad(out.sum(), mine)])
-        assert all(torch.equal(a, b) for a, b in zip(*runs))
+        assert all(torch.equal(a, b) for a, b in zip(*runs[:2]))
+        for a, b in zip(*runs[1:]):
+            torch.testing.assert_close(a, b)
 
 
 def check_dropout(mesh):
@@ -148,14 +163,16 @@ def check_dropout(mesh):
     v = torch.eye(32, dtype=torch.float64).expand(1, 2, 32, 32).contiguous()
     q = torch.zeros(1, 2, 32, 8, dtype=torch.float64)
     mine = [layout.shard(x, rank, 2).requires_grad_() for x in (q, q, v)]
-    torch.manual_seed(3)
-    out, _ = context_parallel_attention(*mine, mesh, mode="allgather", dropout_p=0.5)
-    p = gathered(layout, out, mesh.get_group())
-    assert 0.4 < (p > 0).double().mean() < 0.6
-    rows = p.flatten(0, 2) > 0
-    assert len({tuple(row.tolist()) for row in rows}) == len(rows)  # no two rows, and no two ranks, drop alike
-    (dv,) = torch.autograd.grad(out.sum(), mine[2])
-    torch.testing.assert_close(gathered(layout, dv, mesh.get_group())[..., 0], p.sum(2))
+    for mode in ("allgather", "ring"):
+        torch.manual_seed(3)
+        with in_parts():
+            out, _ = context_parallel_attention(*mine, mesh, mode=mode, dropout_p=0.5)
+            (dv,) = torch.autograd.grad(out.sum(), mine[2])
+        p = gathered(layout, out, mesh.get_group())
+        assert 0.4 < (p > 0).double().mean() < 0.6
+        rows = p.flatten(0, 2) > 0
+        assert len({tuple(row.tolist()) for row in rows}) == len(rows)  # no two rows, heads or ranks drop alike
+        torch.testing.assert_close(gathered(layout, dv, mesh.get_group())[..., 0], p.sum(2))
 
 
 def check_checkpointing_and_compile(mesh):

@@ -54,11 +54,11 @@ def test_strides_have_no_bearing(name, case, lay_out):
     op = ops()[name]
     args = op.bind((), case.build(DEVICE, torch.float32, case.generator()))
     written = [i for i, n in enumerate(op.parameters) if n in op.mutates]
-    laid = [lay_out(a.detach()) if isinstance(a, Tensor) else a for a in args]
-    if lay_out is _expanded:
-        laid = [args[i] if i in written else a for i, a in enumerate(laid)]
 
     def run(backend, finish):
+        laid = [lay_out(a.detach().clone()) if isinstance(a, Tensor) else a for a in args]
+        if lay_out is _expanded:
+            laid = [args[i].clone() if i in written else a for i, a in enumerate(laid)]
         given = [finish(a) if isinstance(a, Tensor) else a for a in laid]
         leaves = [g.requires_grad_() for g, a in zip(given, args) if isinstance(a, Tensor) and a.requires_grad]
         with use(**pins_of(op, backend)):

@@ -20,7 +20,7 @@ from tilesmith.distributed.kernels import KERNELS, Terms
 from tilesmith.distributed.layout import Layout, boundaries
 from tilesmith.distributed.pieces import FAR, Sight
 from tilesmith.distributed.ring import Parcel, ProcessGroupRing, Ring
-from tilesmith.distributed.schedule import Schedule, schedule
+from tilesmith.distributed.schedule import HeadPart, Schedule, head_parts, schedule
 from tilesmith.engine.argument_checks import probability
 from tilesmith.ops.attn.checks import check_shapes
 
@@ -105,7 +105,7 @@ def context_parallel_attention(
     decision = _decide(shards, placed, starts, sight, mask, score, mode, degree, ring)
     plan = _plan(shards, placed, starts, sight, decision)
     terms = _terms(ring, shards, placed, mask, score, sinks, dropout_p, deterministic)
-    work = Work(ring, plan, KERNELS[kernel], terms)
+    work = Work(ring, plan, KERNELS[kernel], terms, _parts(shards, decision))
     for r in ring.ranks:
         _refuse_kernel(work, r, shards[r][0])
     flat = _Attention.apply(work, sinks, *(x for r in ring.ranks for x in shards[r]))
@@ -346,6 +346,14 @@ def _plan(shards: Mapping, layout: Layout, starts: Any, sight: Sight, decision: 
         return schedule(layout, whole, sight, decision.degree, decision.mode == "ring", *many)
     except ValueError as problem:
         raise ValueError(f"{NAME}: mode {decision.mode!r}: {problem}") from None
+
+
+def _parts(shards: Mapping, decision: cost.Decision) -> tuple[HeadPart, ...]:
+    """The parts of the heads that are worked on one after another: in a ring, whose memory they bound."""
+    if decision.mode != "ring":
+        return ()
+    q, k, v = next(iter(shards.values()))
+    return head_parts(q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3], q.dtype.itemsize)
 
 
 def _terms(

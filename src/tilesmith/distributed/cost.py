@@ -9,7 +9,7 @@ import torch
 
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.pieces import Call, Sight
-from tilesmith.distributed.schedule import Schedule, schedule
+from tilesmith.distributed.schedule import Schedule, head_parts, schedule
 from tilesmith.hardware.detect import arch_of
 
 BACKWARD = 2.5  # products of the backward over those of the forward
@@ -129,7 +129,11 @@ def estimate(problem: Problem, machine: Machine, mode: str, degree: int, steps: 
         plan = schedule(problem.layout, problem.starts, problem.sight, degree, steps, *many)
     except ValueError as problem_with:
         return Estimate(mode, degree, refused=str(problem_with))
-    times = [_rank_times(problem, machine, plan, rank) for rank in range(problem.layout.size)]
+    parts = 1
+    if mode == "ring":
+        each = problem.layout.local, problem.dim, problem.dim, problem.itemsize
+        parts = len(head_parts(problem.heads, problem.kv_heads, *each))
+    times = [_rank_times(problem, machine, plan, rank, parts) for rank in range(problem.layout.size)]
     forward, backward = (max(each[i] for each in times) for i in (0, 1))
     sent, memory = (max(each[i] for each in times) for i in (2, 3))
     return Estimate(mode, degree, forward, backward, int(sent), int(memory))
@@ -158,8 +162,11 @@ def choose(problem: Problem, machine: Machine, barred: dict[str, str] | None = N
     return Decision(best.mode, best.degree, reason, tuple(found))
 
 
-def _rank_times(problem: Problem, machine: Machine, plan: Schedule, rank: int) -> tuple[float, float, int, int]:
-    """Forward and backward seconds of a rank, bytes it receives and bytes of others' keys that it holds."""
+def _rank_times(
+    problem: Problem, machine: Machine, plan: Schedule, rank: int, parts: int
+) -> tuple[float, float, int, int]:
+    """Forward and backward seconds of a rank, bytes it receives and bytes of others' keys that it holds. parts: of the
+    heads, worked on one after another: as much travels and is computed, in so many more messages and calls."""
     token = problem.batch * problem.dim * problem.itemsize
     q_heads, kv_heads = ((last - first) for first, last in (plan.q_heads[rank], plan.kv_heads[rank]))
     keys = 2 * kv_heads * token
@@ -171,25 +178,25 @@ def _rank_times(problem: Problem, machine: Machine, plan: Schedule, rank: int) -
         forward += 2 * q_time + kv_time
         backward += 4 * q_time + 2 * kv_time
         received += 6 * q_bytes + 3 * kv_bytes
-    arriving = [_travel(machine, stage.transfers, rank, keys) for stage in plan.stages]
+    arriving = [_travel(machine, stage.transfers, rank, keys, parts) for stage in plan.stages]
     # gradients of keys are parts of sums, which travel in fp32
     gradients = max(4, problem.itemsize) * keys // problem.itemsize
-    leaving = [_travel(machine, stage.transfers, rank, gradients) for stage in plan.stages]
+    leaving = [_travel(machine, stage.transfers, rank, gradients, parts) for stage in plan.stages]
     for i, stage in enumerate(plan.stages):
         coming = arriving[i + 1][0] if i + 1 < len(plan.stages) else 0.0
-        work = _compute(problem, machine, stage.calls[rank], q_heads)
-        merging = _merging(problem, machine, stage.calls[rank], q_heads) if i else 0.0
+        work = _compute(problem, machine, stage.calls[rank], q_heads, parts)
+        merging = _merging(problem, machine, stage.calls[rank], q_heads, parts) if i else 0.0
         forward += max(work + merging, coming)
         backward += max(BACKWARD * work + 1.5 * merging, coming)
         received += 2 * arriving[i][1] + leaving[i][1]
         # in steps the next keys arrive while these are used
         held = max(held, 2 * arriving[i][1] + (arriving[i + 1][1] if i and i + 1 < len(plan.stages) else 0))
     returning = leaving[-1][0] if len(leaving) > 1 else 0.0
-    return forward, backward + returning, received, held
+    return forward, backward + returning, received, held // parts
 
 
-def _travel(machine: Machine, moves: Sequence, rank: int, per_token: int) -> tuple[float, int]:
-    """Seconds for what a rank sends and receives at once, and the bytes it receives."""
+def _travel(machine: Machine, moves: Sequence, rank: int, per_token: int, parts: int = 1) -> tuple[float, int]:
+    """Seconds for what a rank sends and receives at once, in so many parts, and the bytes it receives."""
     near, far, here = [0, 0], [0, 0], 0
     for move in moves:
         if move.source == move.target or rank not in (move.source, move.target):
@@ -201,16 +208,16 @@ def _travel(machine: Machine, moves: Sequence, rank: int, per_token: int) -> tup
     time = 0.0
     for count, link in ((max(near), machine.link), (max(far), machine.network)):
         if count:
-            time = max(time, link.latency + count / link.bandwidth)
+            time = max(time, parts * link.latency + count / link.bandwidth)
     return time, here
 
 
-def _compute(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int) -> float:
+def _compute(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int, parts: int) -> float:
     flops = 4 * problem.batch * heads * problem.dim * sum(call.pairs for call in calls)
-    return flops / machine.rate + machine.ramp * len(calls)
+    return flops / machine.rate + machine.ramp * len(calls) * parts
 
 
-def _merging(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int) -> float:
-    """Reading two results and writing one, for each row."""
+def _merging(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int, parts: int) -> float:
+    """Reading two results, which are fp32, and writing one, for each row."""
     rows = problem.batch * heads * sum(call.tokens for call in calls)
-    return 3 * rows * problem.dim * problem.itemsize / machine.bandwidth + machine.ramp * len(calls)
+    return 3 * rows * problem.dim * max(4, problem.itemsize) / machine.bandwidth + machine.ramp * len(calls) * parts

@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith import ops
 from tilesmith.distributed.kernels import Kernel, Terms
-from tilesmith.distributed.layout import joined
 from tilesmith.distributed.pieces import Call
 from tilesmith.distributed.ring import Parcel, Ring, RingError
-from tilesmith.distributed.schedule import Schedule, Stage, Transfer
+from tilesmith.distributed.schedule import HeadPart, Schedule, Stage, Transfer
+from tilesmith.distributed.sums import NO_KEYS, Rows, Sum
+from tilesmith.ops.attn.reference import out_like
 
 Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
-NO_KEYS = float("-inf")  # lse of a row that sees no key
-SMALL = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """One call of context-parallel attention on the ranks of this process; terms: of each of them."""
+    """One call of context-parallel attention on the ranks of this process; terms: of each of them. parts: heads that
+    are worked on one part after another, so that keys of others and sums are those of a part; one part: all at once."""
 
     ring: Ring
     schedule: Schedule
     kernel: Kernel
     terms: Mapping[int, Terms]
+    parts: Sequence[HeadPart] = ()
 
 
 def forward(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
@@ -167,69 +167,41 @@ def _post_back(work: Work, moves: Sequence[Transfer], given: Shards, step: str) 
     return ring.post(parcels, step), landing
 
 
-class _Rows:
-    """The results of some of a rank's keys after another's, row by row.
-
-    Rows that one call answers keep its result; others are merged. The sum is kept in fp32 where rows have more than two
-    answers, so that rounding does not grow with the number of ranks.
-    """
-
-    def __init__(self, q: Tensor, value_dim: int, calls: Sequence[Call], partial: torch.dtype):
-        self.q, self.value_dim = q, value_dim
-        self.whole = len(calls) == 1 and (calls[0].q, calls[0].tokens) == (0, q.shape[2])
-        many = _most([(call.q, call.q + call.tokens) for call in calls]) > 2
-        self.dtype = torch.float32 if many and partial in SMALL else partial
-        self.filled: list[tuple[int, int]] = []
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
-
-    def take(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        """Add the result of a call."""
-        if self.whole:
-            self.out, self.lse = out, lse
-            return
-        if self.out is None:
-            self._make(out)
-        for start, stop, new in _split(call.q, call.q + call.tokens, self.filled):
-            rows, part = slice(start, stop), slice(start - call.q, stop - call.q)
-            mine, theirs = out[:, :, part].to(self.dtype), lse[:, :, part]
-            if not new:
-                mine, theirs = ops.merge_attention(self.out[:, :, rows], self.lse[:, :, rows], mine, theirs)
-            self.out[:, :, rows], self.lse[:, :, rows] = mine, theirs
-        self.filled = _with(self.filled, (call.q, call.q + call.tokens))
-
-    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and lse; sinks: one more logit of each head, if no call had it."""
-        if self.out is None:
-            self._make(None)
-        out, lse = self.out, self.lse
-        if sinks is not None and not self.whole:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-            share = torch.where(total > NO_KEYS, torch.exp(lse - total), 0.0)
-            out, lse = out * share.unsqueeze(-1).to(out.dtype), total
-        return out.to(self.q.dtype), lse
-
-    def _make(self, like: Tensor | None) -> None:
-        """Rows that no call answers are 0, their lse -inf."""
-        q = self.q
-        shape = (*q.shape[:3], self.value_dim)
-        tokens_first = q.stride(1) < q.stride(2) if like is None else like.stride(1) < like.stride(2)
-        if tokens_first:
-            out = q.new_zeros(shape[0], shape[2], shape[1], shape[3], dtype=self.dtype).transpose(1, 2)
-        else:
-            out = q.new_zeros(shape, dtype=self.dtype)
-        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.out, self.lse = out, q.new_full(shape[:3], NO_KEYS, dtype=accumulator)
-
-
 def _attend(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
+    """out and lse of each rank."""
+    terms, index = _to_begin(work, shards)
+    if len(work.parts) < 2:
+        return _attend_part(work, shards, terms, index)
+    whole = {}
+    for r, (q, _, v) in shards.items():
+        lse_dtype = torch.promote_types(q.dtype, torch.float32)
+        whole[r] = out_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+    for part in work.parts:
+        found = _attend_part(work, _of_part(shards, part), {r: terms[r].of_heads(part.q) for r in shards}, index)
+        for r in shards:
+            for x, piece in zip(whole[r], found.pop(r)):
+                x[:, slice(*part.q)] = piece
+    return whole
+
+
+def _to_begin(work: Work, shards: Shards) -> tuple[dict[int, Terms], dict[int, int]]:
+    """The terms of each rank, and the number of its next call, of all parts."""
+    return {r: _of_rank(work, r) for r in shards}, dict.fromkeys(shards, 0)
+
+
+def _of_part(shards: Shards, part: HeadPart) -> Shards:
+    q_heads, kv_heads = slice(*part.q), slice(*part.kv)
+    return {r: (q[:, q_heads], k[:, kv_heads], v[:, kv_heads]) for r, (q, k, v) in shards.items()}
+
+
+def _attend_part(
+    work: Work, shards: Shards, terms: Mapping[int, Terms], index: dict[int, int]
+) -> dict[int, tuple[Tensor, Tensor]]:
     stages = work.schedule.stages
     rows = {
-        r: _Rows(q, v.shape[3], [c for s in stages for c in s.calls[r]], work.kernel.partial(q))
+        r: Rows(q, v.shape[3], [c for s in stages for c in s.calls[r]], work.kernel.summand(q), terms[r].sinks)
         for r, (q, _, v) in shards.items()
     }
-    terms = {r: _of_rank(work, r) for r in shards}
-    index = dict.fromkeys(shards, 0)
 
     def compute(stage: Stage, keys: Shards) -> None:
         for r, (q, _, _) in shards.items():
@@ -238,10 +210,10 @@ def _attend(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
                 if rows[r].whole:
                     some = replace(some, sinks=terms[r].sinks)
                 index[r] += 1
-                rows[r].take(call, *work.kernel.forward(*_cut(call, q, *keys[r]), call, some))
+                rows[r].take(call, *work.kernel.forward(*_cut(call, q, *keys[r]), call, some, rows[r].partial))
 
     _through(work, shards, compute)
-    return {r: rows[r].result(terms[r].sinks) for r in shards}
+    return {r: rows.pop(r).result() for r in shards}
 
 
 def _through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys") -> None:
@@ -276,18 +248,44 @@ def _fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict
 
 def _gradients(
     work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor | None]], shared: Mapping[int, bool]
-) -> dict[int, list[Tensor]]:
-    """dq, dk and dv of each rank. shared: whether dk and dv will be added to those of other ranks."""
+) -> dict[int, Sequence[Tensor]]:
+    """dq, dk and dv of each rank. results: its out, lse, dout and dlse. shared: whether dk and dv will be added to
+    those of other ranks."""
+    terms, index = _to_begin(work, shards)
+    if len(work.parts) < 2:
+        return _gradients_part(work, shards, results, shared, terms, index)
+    whole = {r: [torch.empty_like(x) for x in tensors] for r, tensors in shards.items()}
+    for part in work.parts:
+        q_heads, kv_heads = slice(*part.q), slice(*part.kv)
+        theirs = {r: [None if x is None else x[:, q_heads] for x in tensors] for r, tensors in results.items()}
+        mine = {r: terms[r].of_heads(part.q) for r in shards}
+        found = _gradients_part(work, _of_part(shards, part), theirs, shared, mine, index)
+        for r in shards:
+            for x, piece, heads in zip(whole[r], found.pop(r), (q_heads, kv_heads, kv_heads)):
+                x[:, heads] = piece
+    return whole
+
+
+def _gradients_part(
+    work: Work, shards: Shards, results: Mapping[int, Sequence[Tensor | None]], shared: Mapping[int, bool],
+    terms: Mapping[int, Terms], index: dict[int, int],
+) -> dict[int, Sequence[Tensor]]:  # fmt: skip
     stages = work.schedule.stages
     several = any(stage.transfers for stage in stages)
     parts = {r: _adds(stages, r) for r in shards}
     # what is rounded once needs no more than its dtype; ranks agree about what travels
     summand = {r: several or parts[r] > 1 or shared[r] for r in shards}
     partial = {r: work.kernel.summand(q) if summand[r] else q.dtype for r, (q, _, _) in shards.items()}
-    sums = {r: [_Sum(x, parts[r], partial[r]) for x in tensors] for r, tensors in shards.items()}
-    terms = {r: _of_rank(work, r) for r in shards}
-    index = dict.fromkeys(shards, 0)
-    landing: list[tuple[Any, Landing]] = []
+    sums = {r: [Sum(x, parts[r], partial[r]) for x in tensors] for r, tensors in shards.items()}
+    returning: list[tuple[Any, Landing]] = []  # gradients of one stage's keys, on their way to their owners
+
+    def land() -> None:
+        for posted, arrived in returning:
+            work.ring.wait(posted)
+            for move, tensors in arrived:
+                for total, x in zip(sums[move.source][1:], tensors):
+                    total.add(_by_head(x), move.at)
+        returning.clear()
 
     def compute(stage: Stage, keys: Shards) -> None:
         theirs = {}
@@ -295,7 +293,7 @@ def _gradients(
             out, lse, dout, dlse = results[r]
             dkv = sums[r][1:]
             if stage.transfers:
-                dkv = [_Sum(x, len(stage.calls[r]), partial[r]) for x in keys[r]]
+                dkv = [Sum(x, len(stage.calls[r]), partial[r]) for x in keys[r]]
             for call in stage.calls[r]:
                 some = terms[r].of(call, stage.held[r], index[r])
                 index[r] += 1
@@ -310,41 +308,16 @@ def _gradients(
                 dkv[1].add(dv, call.k)
             theirs[r] = [x.total(partial[r]) for x in dkv] if stage.transfers else []
         if stage.transfers:
-            landing.append(_post_back(work, stage.transfers, theirs, "gradients of keys"))
+            land()  # those of the stage before, which have travelled beside these calls
+            returning.append(_post_back(work, stage.transfers, theirs, "gradients of keys"))
 
     _through(work, shards, compute, "keys for gradients")
-    for posted, parts in landing:
-        work.ring.wait(posted)
-        for move, tensors in parts:
-            for total, x in zip(sums[move.source][1:], tensors):
-                total.add(_by_head(x), move.at)
+    land()
     found = {}
-    for r, (dq, *dkv) in sums.items():
+    for r in shards:
+        dq, *dkv = sums.pop(r)
         found[r] = [dq.total(dq.like.dtype), *(x.total(partial[r] if shared[r] else x.like.dtype) for x in dkv)]
     return found
-
-
-class _Sum:
-    """A gradient from several calls: in fp32 if it has more than two parts, else rounded once, by their addition."""
-
-    def __init__(self, like: Tensor, parts: int, partial: torch.dtype):
-        self.like, self.partial, self.value = like, partial, None
-        self.dtype = torch.float32 if partial in SMALL and parts > 2 else partial
-        self.filled: list[tuple[int, int]] = []
-
-    def add(self, x: Tensor, at: int) -> None:
-        """Add x [B, heads, T, D] to the tokens from `at`."""
-        whole = (at, x.shape[2]) == (0, self.like.shape[2])
-        if self.value is None and whole:
-            self.value = x.to(self.dtype)
-        else:
-            if self.value is None:
-                self.value = torch.zeros_like(self.like, dtype=self.dtype)
-            self.value[:, :, at : at + x.shape[2]].add_(x)
-
-    def total(self, dtype: torch.dtype) -> Tensor:
-        """The sum, zeros where nothing was added."""
-        return torch.zeros_like(self.like, dtype=dtype) if self.value is None else self.value.to(dtype)
 
 
 def _adds(stages: Sequence[Stage], rank: int) -> int:
@@ -384,30 +357,3 @@ def _by_token(x: Tensor) -> Tensor:
 
 def _by_head(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
-
-
-def _most(spans: Sequence[tuple[int, int]]) -> int:
-    """The most spans that one token lies in."""
-    ends = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
-    most = here = 0
-    for _, change in ends:
-        here += change
-        most = max(most, here)
-    return most
-
-
-def _split(start: int, stop: int, filled: Sequence[tuple[int, int]]) -> list[tuple[int, int, bool]]:
-    """[start, stop) in parts that lie within `filled` (ascending) or outside of it; True for outside."""
-    found = []
-    for begin, end in filled:
-        low, high = max(start, begin), min(stop, end)
-        if low < high:
-            if start < low:
-                found.append((start, low, True))
-            found.append((low, high, False))
-            start = high
-    return found + ([(start, stop, True)] if start < stop else [])
-
-
-def _with(filled: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[tuple[int, int]]:
-    return list(joined(sorted([*filled, span])))

@@ -42,9 +42,10 @@ class Terms:
 
     def of_heads(self, heads: HeadRange) -> Terms:
         """For some of the query heads."""
-        first, last = heads
-        alibi, sinks = (None if x is None else x[..., first:last] for x in (self.alibi, self.sinks))
-        return replace(self, alibi=alibi, sinks=sinks)
+        some = slice(*heads)
+        alibi, sinks = (None if x is None else x[..., some] for x in (self.alibi, self.sinks))
+        bias, mask = (x if x is None or x.shape[1] == 1 else x[:, some] for x in (self.bias, self.mask))
+        return replace(self, alibi=alibi, sinks=sinks, bias=bias, mask=mask)
 
     def of(self, call: Call, held: Sequence[Range], index: int) -> Terms:
         """For one call, the index-th of its rank, on keys that hold these ranges of the sequence."""
@@ -63,17 +64,17 @@ class Kernel(Protocol):
 
     name: str
 
-    def partial(self, x: Tensor) -> torch.dtype:
-        """The dtype of its results for inputs like x."""
-
     def summand(self, x: Tensor) -> torch.dtype:
-        """The dtype of its gradients where they are parts of sums, for inputs like x."""
+        """The dtype of its results and gradients where they are parts of sums, for inputs like x."""
 
     def rejects(self, q: Tensor, call: Call, terms: Terms) -> str | None:
         """Why it cannot serve a call; None if it can."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
-        """out and lse of q [B, H, T, D] over k and v [B, G, S, D]."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms, summand: bool
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse of q [B, H, T, D] over k and v [B, G, S, D]; summand: out is part of a sum, in that dtype, else of
+        q's."""
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
@@ -87,11 +88,6 @@ class Ours:
 
     name = "tilesmith"
 
-    def partial(self, x: Tensor) -> torch.dtype:
-        """fp32 on a CPU, whose reference computes in it; the kernels of GPUs round what they compute in fp32."""
-        small = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
-        return torch.float32 if small else x.dtype
-
     def summand(self, x: Tensor) -> torch.dtype:
         """At least fp32: a part that is rounded adds its rounding to that of the sum."""
         return torch.promote_types(x.dtype, torch.float32)
@@ -100,15 +96,16 @@ class Ours:
         """It serves everything."""
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms, summand: bool
+    ) -> tuple[Tensor, Tensor]:
         """As the protocol says; terms.sinks are part of the softmax here."""
-        packed = _packed(call, q.device)
         mask, score = _mask_and_score(call, terms)
-        q, k, v = (x.to(self.partial(x)) for x in (q, k, v))
-        return ops.attention(
-            q, k, v, mask, score, sinks=terms.sinks, dropout_p=terms.dropout_p, seed=terms.seed,
-            deterministic=terms.deterministic, **packed,
-        )  # fmt: skip
+        named = {"sinks": terms.sinks, "dropout_p": terms.dropout_p, "seed": terms.seed}
+        named |= {"deterministic": terms.deterministic, **_packed(call, q.device)}
+        if summand:
+            return ops.attention_partial(q, k, v, **named, **mask.lower(), **score.lower())
+        return ops.attention(q, k, v, mask, score, **named)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
@@ -131,10 +128,6 @@ class Cudnn:
 
     name = "cudnn"
 
-    def partial(self, x: Tensor) -> torch.dtype:
-        """As its inputs."""
-        return x.dtype
-
     def summand(self, x: Tensor) -> torch.dtype:
         """As its inputs."""
         return x.dtype
@@ -150,8 +143,10 @@ class Cudnn:
             return "softcap, dropout, sinks, ALiBi, biases, masks and documents are not served"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
-        """As the protocol says."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms, summand: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As the protocol says, but always of q's dtype."""
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, call.right == 0, False, scale=terms.scale
         )

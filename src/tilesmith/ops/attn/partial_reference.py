@@ -22,6 +22,11 @@ def attention_partial(call) -> tuple[Tensor, Tensor]:
     return reference.attention(*call._replace(q=q, k=k, v=v))
 
 
+def eps_of_values(call) -> dict[str, float]:
+    """The eps that errors of `out` have by a kernel: probabilities are rounded to the dtype of the values they meet."""
+    return {"out": torch.finfo(call.v.dtype).eps}
+
+
 def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
     """`merge_attention` in place: out_a becomes attention over both sets of keys, whose lse is returned.
 

@@ -499,11 +499,15 @@ def _lse(*dead: int) -> Init:
     return init
 
 
-def _merge(*shape: int, init: str | Init = "normal", dead_a: tuple = (), dead_b: tuple = ()) -> dict:
+def _merge(
+    *shape: int, init: str | Init = "normal", dead_a: tuple = (), dead_b: tuple = (), grad: bool = True
+) -> dict:
     return {
-        "out_a": T(*shape, init=init), "lse_a": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_a)),
-        "out_b": T(*shape, init=init), "lse_b": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_b)),
-    }  # fmt: skip
+        "out_a": T(*shape, init=init, grad=grad),
+        "lse_a": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_a), grad=grad),
+        "out_b": T(*shape, init=init, grad=grad),
+        "lse_b": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_b), grad=grad),
+    }
 
 
 MERGE = [
@@ -513,6 +517,14 @@ MERGE = [
     Case("rows_only", _merge(9, 64), SMALL),
     Case("no_rows", _merge(2, 0, 5, 16), SMALL),
     Case("train", _merge(2, 32, 8192, 128, init=_tokens_first), BENCH, HALF),
+]
+
+ACCUMULATE = [
+    Case("tokens_first", _merge(2, 3, 5, 16, init=_tokens_first, grad=False), SMALL),
+    Case("nothing_seen", _merge(1, 2, 7, 40, dead_a=(0, 3, 4), dead_b=(3, 5), grad=False), SMALL),
+    Case("rows_only", _merge(9, 64, grad=False), SMALL),
+    Case("no_rows", _merge(2, 0, 5, 16, grad=False), SMALL),
+    Case("ring", _merge(1, 16, 16384, 128, init=_tokens_first, grad=False), BENCH, (torch.float32,)),
 ]
 
 PARTIAL = [
@@ -540,7 +552,7 @@ PARTIAL = [
 ]
 
 CASES: dict[str, list[Case]] = {
-    "accumulate_attention": MERGE,
+    "accumulate_attention": ACCUMULATE,
     "attention": [*ATTENTION, *decode_cases.CASES, *fp8_cases.ATTENTION],
     "attention_partial": PARTIAL,
     "attention_quantize": fp8_cases.QUANTIZE,

@@ -23,6 +23,7 @@ from tilesmith.ops.attn.hopper.launch import (
 from tilesmith.ops.attn.hopper.packed import query_tiles_kernel
 from tilesmith.ops.attn.hopper.stream_k import attention_fwd_stream_k_kernel
 from tilesmith.ops.attn.hopper.window import attention_window_kernel
+from tilesmith.ops.attn.partial_reference import eps_of_values
 from tilesmith.ops.attn.plan import shape_of, tables
 from tilesmith.ops.attn.plan.configs import HopperConfig
 from tilesmith.ops.attn.plan.hopper_forward import hopper_forward
@@ -85,7 +86,9 @@ def _tells_partial(call, *, config: HopperConfig, arch) -> list[str]:
     return hopper_forward(shape_of(call)._replace(out_fp32=True), arch, config).lines()
 
 
-@register_kernel("attention_partial", backend="hopper", rank=25, rejects=rejects_partial, tells=_tells_partial)
+@register_kernel(
+    "attention_partial", backend="hopper", rank=25, rejects=rejects_partial, tells=_tells_partial, eps=eps_of_values
+)
 @optimize_kernel(space=SPACE)
 @attention_arguments
 def attention_partial(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:

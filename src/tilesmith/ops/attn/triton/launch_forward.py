@@ -8,6 +8,7 @@ from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.execute import execute
+from tilesmith.ops.attn.partial_reference import eps_of_values
 from tilesmith.ops.attn.plan import Shape, shape_of
 from tilesmith.ops.attn.plan.configs import AttentionConfig
 from tilesmith.ops.attn.plan.triton import triton_forward
@@ -42,7 +43,7 @@ def attention(call, *, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     return _launched(call, config, fp32=False)
 
 
-@register_kernel("attention_partial", backend="triton", rank=20, rejects=rejects, tells=_tells)
+@register_kernel("attention_partial", backend="triton", rank=20, rejects=rejects, tells=_tells, eps=eps_of_values)
 @optimize_kernel(space=ATTENTION_SPACE)
 @attention_arguments
 def attention_partial(call, *, config: AttentionConfig) -> tuple[Tensor, Tensor]:
