@@ -298,6 +298,35 @@ def check_refusals(mesh):
         context_parallel_attention(x, x, x, "cuda")
 
 
+class _Lost(ProcessGroupRing):
+    """A rank that agrees about a call, and is never heard of again."""
+
+    def post(self, parcels, step):
+        raise InterruptedError
+
+
+def check_a_rank_lost_in_the_middle(mesh):
+    """One that stalls between the comparison and its first transfer, and one whose connections close there, as they do
+    when its process ends."""
+    size, x = mesh.size(), torch.randn(1, 2, 8, 8)
+    for dies in (False, True):
+        group = dist.new_group(list(range(size)), backend="gloo")
+        if mesh.get_rank() == size - 1:
+            with pytest.raises(InterruptedError):
+                context_parallel_attention(x, x, x, _Lost(group, timeout=60.0), mode="ring")
+            if dies:
+                dist.destroy_process_group(group)
+            else:
+                time.sleep(2.5)
+            continue
+        began, limit = time.monotonic(), 60 if dies else 1
+        with pytest.raises(
+            RingError, match=rf"rank 0: keys, step 1 of .*: rank {size - 1} did not answer .*limit {limit} s"
+        ):
+            context_parallel_attention(x, x, x, ProcessGroupRing(group, timeout=limit), mode="ring")
+        assert time.monotonic() - began < 2.4
+
+
 def check_a_stalled_rank(mesh):
     """Last of all: what comes after it on the group is lost."""
     ring, x = ProcessGroupRing(mesh.get_group(), timeout=1.0), torch.randn(1, 2, 8, 8)

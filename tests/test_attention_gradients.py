@@ -1,4 +1,4 @@
-"""Gradients of attention in fp32, which are parts of sums: by each kernel, against those that are rounded."""
+"""Results and gradients of attention in fp32, parts of sums: by each kernel, against those that are rounded."""
 
 import pytest
 import torch
@@ -29,8 +29,8 @@ SERVED = CALLS if HOPPER else ("window", "packed")  # a reference has no forms
 FORMS = [(name, backend) for name in SERVED for backend in BACKENDS]
 
 
-def _gradients(name, backend):
-    """Gradients of a call in bf16, in fp32, and in fp64 of the same inputs."""
+def _inputs(name):
+    """q, k, v and dout of a call in bf16, and what else it says."""
     batch, heads, kv_heads, tokens, keys, dim, value_dim, said = CALLS[name]
     generator = torch.Generator().manual_seed(len(name))
     shapes = (heads, tokens, dim), (kv_heads, keys, dim), (kv_heads, keys, value_dim), (heads, tokens, value_dim)
@@ -40,6 +40,12 @@ def _gradients(name, backend):
     if "cu_seqlens" in given:
         starts = torch.tensor(given.pop("cu_seqlens"), dtype=torch.int32, device=DEVICE)
         given |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    return (q, k, v, dout), given
+
+
+def _gradients(name, backend):
+    """Gradients of a call in bf16, in fp32, and in fp64 of the same inputs."""
+    (q, k, v, dout), given = _inputs(name)
     found = []
     for dtype, fp32 in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float64, False)):
         inputs = [x.to(dtype) for x in (q, k, v)]
@@ -63,6 +69,28 @@ def test_gradients_in_fp32_are_those_that_are_rounded(name, backend):
         assert (wide - small.float()).norm() <= 2.0**-8 * wide.norm()
     if backend == "reference":
         assert all(torch.equal(wide.bfloat16(), small) for wide, small in zip(whole, rounded))
+
+
+@pytest.mark.parametrize(("name", "backend"), FORMS)
+def test_results_in_fp32_are_those_that_are_rounded(name, backend):
+    (q, k, v, _), given = _inputs(name)
+    with use(attention=backend, attention_partial=backend):
+        rounded, lse = attention_op(q, k, v, **given)
+        whole, its_lse = ops.attention_partial(q, k, v, **given)
+    exact, _ = ops.attention_partial(*(x.double() for x in (q, k, v)), **given)
+    assert whole.dtype == torch.float32 and exact.dtype == torch.float64 and whole.stride() == rounded.stride()
+    errors = [float((x.double() - exact).norm() / exact.norm()) for x in (rounded, whole)]
+    assert errors[1] < errors[0] < 2.0**-6, errors
+    torch.testing.assert_close(its_lse, lse)
+    if backend == "reference":
+        assert torch.equal(whole.bfloat16(), rounded)
+    assert (whole - rounded.float()).norm() <= 2.0**-8 * whole.norm()
+    # in place of a sum over other keys, and of nothing
+    sums = torch.full_like(whole, float("nan"))
+    total = ops.accumulate_attention(sums, torch.full_like(lse, float("-inf")), whole, its_lse)
+    assert torch.equal(total, its_lse) and torch.equal(sums, whole)
+    ops.accumulate_attention(sums, total, rounded, its_lse)  # as many of the same keys again
+    assert (sums - whole).norm() <= 2.0**-8 * whole.norm()
 
 
 def test_gradients_in_fp32_of_wider_inputs_keep_their_dtype():

@@ -290,6 +290,31 @@ ATTENTION = [
         ValueError,
         "merge_attention: lse_b is on meta, out_a on cpu",
     ),
+    (
+        "accumulate",
+        lambda: ops.accumulate_attention(Q, r(2, 4, 6), Q[:1], r(2, 4, 6)),
+        ValueError,
+        "accumulate_attention: out_a and out_b must be",
+    ),
+    (
+        "accumulate expanded",
+        lambda: ops.accumulate_attention(Q[:1].expand_as(Q), r(2, 4, 6), Q, r(2, 4, 6)),
+        ValueError,
+        "accumulate_attention: out_a is expanded",
+    ),
+    (
+        "accumulate gradient",
+        lambda: ops.accumulate_attention(Q.clone(), r(2, 4, 6).requires_grad_(), Q, r(2, 4, 6)),
+        ValueError,
+        "accumulate_attention: lse_a requires a gradient",
+    ),
+    (
+        "partial of 8 bits",
+        lambda: ops.attention_partial(*[Q.to(torch.float8_e4m3fn)] * 3),
+        TypeError,
+        "attention_partial: q has dtype torch.float8_e4m3fn; values of 8 bits",
+    ),
+    ("partial", lambda: ops.attention_partial(Q, K, V, scale=-1.0), ValueError, "attention: scale must be"),
     ("forward", lambda: ops.flash_attention_forward(Q, K, V[:1]), ValueError, "flash_attention_forward: v must be"),
     (
         "forward causal",

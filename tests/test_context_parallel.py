@@ -15,6 +15,7 @@ import tilesmith.distributed.schedule as schedule_module
 from test_sharding import run_checks
 from tilesmith import ops
 from tilesmith.bench import context_parallel_model
+from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, LocalRing, Machine, context_parallel_attention, explain_context_parallel
 from tilesmith.distributed.kernels import KERNELS, Ours
 from tilesmith.distributed.layout import causal_pairs, length
@@ -179,23 +180,6 @@ def test_a_ring_in_parts_of_heads(in_parts):
         torch.testing.assert_close(g, e)
 
 
-class _Alone:
-    """One rank of several, without the others: what it sends is copied, as a process group does it, and kept until the
-    caller drops it; nothing arrives."""
-
-    def __init__(self, size, rank):
-        self.size, self.ranks = size, (rank,)
-
-    def post(self, parcels, step):
-        return [p.give.contiguous() for p in parcels if p.source == self.ranks[0] != p.target]
-
-    def wait(self, posted):
-        pass
-
-    def agree(self, signatures, step):
-        pass
-
-
 class _Peak(TorchDispatchMode):
     """The most bytes that tensors made meanwhile have at a time; `known` are not counted."""
 
@@ -224,7 +208,7 @@ def _held(tokens, heads, kv_heads, size, rank):
     q, k, v = (torch.empty(1, h, tokens, 128, dtype=torch.bfloat16, device="meta") for h in (heads, kv_heads, kv_heads))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     with _Peak(q, k, v) as forward:
-        out, lse = context_parallel_attention(q, k, v, _Alone(size, rank), ops.Mask(causal=True), mode="ring")
+        out, lse = context_parallel_attention(q, k, v, OneRank(size, rank), ops.Mask(causal=True), mode="ring")
     with _Peak(q, k, v, out, lse) as backward:
         torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     own = out.nbytes + lse.nbytes

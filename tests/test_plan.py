@@ -70,6 +70,19 @@ def test_gradients_in_fp32_are_stored_from_registers():
         assert "gradients in fp32" not in str(plan)
 
 
+def test_results_in_fp32_are_stored_from_registers():
+    """A narrow window has the kernel that can; no room is kept for tiles of out, and no other kernel is another one."""
+    for s in _shapes(300, 3):
+        plan, wide = (forward(s._replace(out_fp32=on)) for on in (False, True))
+        assert not wide.step("attention_window_kernel") and "stored from registers" not in str(plan)
+        for step in wide.steps:
+            if step.kernel.startswith("attention_fwd"):
+                assert step.tensors["out_desc"] is None and step.tensors["out_ptr"] == "out"
+                assert step.constants["DIM_V"] == s.value_dim and "stored from registers" in str(wide)
+                same = plan.step(step.kernel)
+                assert same is None or (step.grid == same.grid and step.shared_memory <= same.shared_memory)
+
+
 @pytest.mark.parametrize("value_dim", [64, 120, 128, 192, 256])
 @pytest.mark.parametrize("dim", [64, 128, 136, 192, 256])
 def test_split_columns_cover_both_head_dims_once(dim, value_dim):

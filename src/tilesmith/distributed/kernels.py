@@ -73,8 +73,8 @@ class Kernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, terms: Terms, summand: bool
     ) -> tuple[Tensor, Tensor]:
-        """out and lse of q [B, H, T, D] over k and v [B, G, S, D]; summand: out is part of a sum, in that dtype, else of
-        q's."""
+        """out and lse of q [B, H, T, D] over k and v [B, G, S, D]. summand: out is part of a sum, in that dtype, else
+        of q's."""
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,

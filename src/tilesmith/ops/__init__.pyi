@@ -26,6 +26,16 @@ from tilesmith.ops.loss.vocabulary_linear import (
 from tilesmith.ops.norm.dropout_op import dropout_add_norm as dropout_add_norm
 from tilesmith.ops.norm.softmax_op import softmax_dropout as softmax_dropout
 
+def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+    """`merge_attention` in place: out_a becomes attention over both sets of keys, whose lse is returned.
+
+    out_a [..., Dv], written; out_b of its shape, of any floating dtype; lse_a, lse_b [...] fp32 (fp64 for fp64). What
+    counts for nothing (lse -inf) may hold anything, on either side: out_a need not be filled before its lse is.
+
+    Returns lse [...], contiguous; computed in fp32. Raises ValueError or TypeError for shapes, dtypes and devices that
+    do not fit, for memory that out_a shares with itself, and for tensors that require a gradient.
+    """
+
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05
 ) -> tuple[Tensor, Tensor]:
@@ -119,6 +129,50 @@ def add_rms_norm_vjp(
     dy, ds: [..., N], the gradients of y and of s. s: [..., N] and rstd: [...], which the forward saved. dresidual = ds
     + the dx of `rms_norm_vjp` at s, computed in fp32 (fp64 for fp64 s), in s's dtype. An empty tensor stands for a
     gradient that `output_mask` does not ask for.
+    """
+
+def attention_partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    block_offsets: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_offsets_t: Tensor | None = None,
+    block_indices_t: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_q: int = 0,
+    block_k: int = 0,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`attention` over some of the keys, whose out is not rounded: fp32 where q, k and v have 16 bits.
+
+    It takes what `ops.attn.reference.attention` takes, but for values of 8 bits. Results of other keys are added by
+    `accumulate_attention`; the sum is rounded when it is complete.
+
+    Returns out [B, H, T, Dv], at least fp32, in the memory order of attention's, and lse [B, H, T]. Raises ValueError
+    or TypeError as attention does, and TypeError for 8-bit values.
     """
 
 def attention_quantize(

@@ -213,6 +213,4 @@ def check_merge(
             raise ValueError(f"{name}: {which} must be {list(out_a.shape[:-1])}, got {list(x.shape)}")
     for which, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if x.device != out_a.device:
-            raise ValueError(
-                f"{name}: {which} is on {x.device}, out_a on {out_a.device}; move them to one device"
-            )
+            raise ValueError(f"{name}: {which} is on {x.device}, out_a on {out_a.device}; move them to one device")

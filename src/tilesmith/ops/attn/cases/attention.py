@@ -499,9 +499,7 @@ def _lse(*dead: int) -> Init:
     return init
 
 
-def _merge(
-    *shape: int, init: str | Init = "normal", dead_a: tuple = (), dead_b: tuple = (), grad: bool = True
-) -> dict:
+def _merge(*shape: int, init: str | Init = "normal", dead_a: tuple = (), dead_b: tuple = (), grad: bool = True) -> dict:
     return {
         "out_a": T(*shape, init=init, grad=grad),
         "lse_a": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_a), grad=grad),
@@ -549,7 +547,7 @@ PARTIAL = [
     Case("packed_tiles", _attend(
         1, 8, 2, 2000, 2000, 128, init=_tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
         cu_seqlens_k=(700, 3, 0, 900, 140, 200)), GPU, HALF),
-]
+]  # fmt: skip
 
 CASES: dict[str, list[Case]] = {
     "accumulate_attention": ACCUMULATE,

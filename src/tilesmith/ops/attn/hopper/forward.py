@@ -388,7 +388,7 @@ def attention_fwd_kernel(
     tensor's own are zeros. REST: columns of q and k behind D, which have tiles of their own (`columns`). STREAM_K:
     tiles behind the last whole round are left to `attention_fwd_stream_k_kernel`.
     dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None; DROPOUT_FORM: RARE, SHORT and EVEN of
-    `Dropout`. out_ptr, out_strides, DIM_V: out in fp32 and its columns, stored from registers; out_desc is then None."""
+    `Dropout`. out_ptr, out_strides, DIM_V: out in fp32 and its columns, stored from registers; out_desc is None."""
     if STREAM_K:
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0

@@ -1,0 +1,194 @@
+"""Context parallelism on one GPU: errors of shards in one process, and what one rank of a ring holds and takes.
+
+    python benchmarks/ring_shards.py [--only errors|memory|time] [--tokens 32768] [--device cuda] [--seconds 60]
+
+A row of JSON each. errors: of out, dq, dk and dv, relative to fp64, of 1, 2, 4 and 8 shards (`LocalRing`), beside
+kernels whose results are rounded before they are merged, as they all were. memory: of one rank of 8 without the others
+(`bench.one_rank`), beside q, k, v, out and lse (and the gradients) in shards of keys and values, at so many tokens and
+at twice as many. time: such a rank's forward, and forward and backward, in milliseconds, with all heads at once and
+rounded results ("before") and in parts ("now"), in turns. Ends before a measurement that would begin after --seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilesmith.distributed.schedule as schedule
+from tilesmith import ops, use
+from tilesmith.bench.one_rank import OneRank
+from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
+from tilesmith.distributed.kernels import KERNELS, Ours
+
+CAUSAL = ops.Mask(causal=True)
+HEADS = ((16, 16), (32, 8), (64, 8))
+ROUNDS = 5
+
+
+class Rounding(Ours):
+    """Our kernels, with results rounded before they are merged; gradients are fp32 as they are."""
+
+    def forward(self, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """As of `Ours`, never in fp32."""
+        return super().forward(q, *rest[:-1], False)
+
+
+KERNELS["rounding"] = Rounding()
+
+
+@contextmanager
+def all_heads_at_once() -> Iterator[None]:
+    """No parts of heads, whatever they hold."""
+    least, schedule.LEAST_PAIRS = schedule.LEAST_PAIRS, 1 << 62
+    try:
+        yield
+    finally:
+        schedule.LEAST_PAIRS = least
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, device: str, dim: int = 128) -> list[Tensor]:
+    """q, k, v and dout, tokens first in memory, as models have them."""
+    generator = torch.Generator(device).manual_seed(1)
+    made = [(heads, True), (kv_heads, True), (kv_heads, True), (heads, False)]
+    found = []
+    for many, grad in made:
+        x = torch.randn(1, tokens, many, dim, generator=generator, device=device).bfloat16().transpose(1, 2)
+        found.append(x.requires_grad_(grad))
+    return found
+
+
+def errors(device: str, tokens: int = 4096) -> Iterator[dict]:
+    """Rows of errors of shards in one process."""
+    heads, kv_heads = 8, 2
+    *inputs, dout = tensors(tokens, heads, kv_heads, device)
+    exact = [[], [], [], []]
+    for group in range(kv_heads):  # fp64 scores of all heads would not fit
+        own = slice(4 * group, 4 * group + 4)
+        whole = [
+            x.detach()[:, s].double().requires_grad_() for x, s in zip(inputs, (own, *[slice(group, group + 1)] * 2))
+        ]
+        with use(attention="reference", attention_vjp="reference"):
+            out, _ = ops.attention(*whole, CAUSAL)
+            found = [out.detach(), *torch.autograd.grad(out, whole, dout[:, own].double())]
+        for each, x in zip(exact, found):
+            each.append(x)
+    exact = [torch.cat(x, 1) for x in exact]
+    one: dict[str, list[float]] = {}
+    for kernel in ("tilesmith", "rounding"):
+        for mode, sizes in (("ring", (1, 2, 4, 8)), ("allgather", (2, 8)), ("ulysses", (2,))):
+            for size in sizes:
+                layout = Layout.zigzag(tokens, size)
+                shards = [[layout.shard(x.detach(), r, 2).requires_grad_() for r in range(size)] for x in inputs]
+                slopes = [layout.shard(dout, r, 2) for r in range(size)]
+                ring = LocalRing([device] * size)
+                outs, _ = context_parallel_attention(*shards, ring, CAUSAL, mode=mode, layout=layout, kernel=kernel)
+                grads = torch.autograd.grad(outs, [x for each in shards for x in each], slopes)
+                made = [x.detach() for x in (*outs, *grads)]
+                made = [layout.unshard(made[i * size : (i + 1) * size], 2).double() for i in range(4)]
+                found = [float((x - e).norm() / e.norm()) for x, e in zip(made, exact)]
+                one.setdefault(kernel, found)
+                times = [round(x / y, 3) for x, y in zip(found, one[kernel])]
+                named = dict(zip(("out", "dq", "dk", "dv"), times))
+                yield {"errors": kernel, "mode": mode, "shards": size, "out": found[0], "times_one": named}
+
+
+def _passes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, ring: OneRank, kernel: str) -> tuple[Callable, Callable]:
+    def forward() -> Tensor:
+        return context_parallel_attention(q, k, v, ring, CAUSAL, mode="ring", kernel=kernel)[0]
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), (q, k, v), dout)
+
+    return forward, both
+
+
+def memory(device: str, tokens: int) -> Iterator[dict]:
+    """Rows of what one rank of 8 holds."""
+    for heads, kv_heads in HEADS:
+        peaks = []
+        for many in (tokens, 2 * tokens):
+            q, k, v, dout = tensors(many, heads, kv_heads, device)
+            shard, own = k.nbytes + v.nbytes, q.nbytes + 4 * many * heads
+            forward, both = _passes(q, k, v, dout, OneRank(8, 3), "tilesmith")
+            row = {"memory": f"{heads}/{kv_heads}", "tokens_of_a_rank": many, "shard_MB": shard >> 20}
+            for name, run, kept in (("forward", forward, own), ("both", both, own + q.nbytes + shard)):
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                run()
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() - before
+                row[name] = round((peak - kept) / shard, 3)
+                peaks.append(peak)
+            yield row
+            del q, k, v, dout, forward, both
+        yield {"memory": f"{heads}/{kv_heads}", "peak(2S)/peak(S)": [round(peaks[i + 2] / peaks[i], 3) for i in (0, 1)]}
+
+
+def times(device: str) -> Iterator[dict]:
+    """Rows of a rank's times."""
+    for size, tokens, (heads, kv_heads) in (
+        (2, 8192, (16, 16)), (2, 8192, (32, 8)), (2, 32768, (32, 8)), (8, 32768, (16, 16)), (8, 32768, (32, 8)),
+    ):  # fmt: skip
+        q, k, v, dout = tensors(tokens, heads, kv_heads, device)
+        ring, found = OneRank(size, size - 1), {}
+        for index, what in enumerate(("forward", "both")):
+            taken: dict[str, list[float]] = {"before": [], "now": []}
+            for _ in range(ROUNDS + 1):
+                for name, many in taken.items():
+                    run = _passes(q, k, v, dout, ring, "rounding" if name == "before" else "tilesmith")[index]
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    if name == "before":
+                        with all_heads_at_once():
+                            _timed(run, begin, end)
+                    else:
+                        _timed(run, begin, end)
+                    many.append(begin.elapsed_time(end))
+            found[what] = {name: round(statistics.median(many[1:]), 3) for name, many in taken.items()}
+        parts = len(schedule.head_parts(heads, kv_heads, tokens, 128, 128, 2))
+        yield {"time": f"{heads}/{kv_heads}", "ranks": size, "tokens_of_a_rank": tokens, "parts": parts, **found}
+
+
+def _timed(run: Callable, begin: Any, end: Any) -> None:
+    torch.cuda.synchronize()
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("errors", "memory", "time"))
+    parser.add_argument("--tokens", type=int, default=32768, help="of a rank, for memory")
+    parser.add_argument("--length", type=int, default=4096, help="of the sequence, for errors")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    given = parser.parse_args()
+    began = time.monotonic()
+    kinds = {
+        "errors": lambda: errors(given.device, given.length),
+        "memory": lambda: memory(given.device, given.tokens),
+        "time": lambda: times(given.device),
+    }
+    for name, rows in kinds.items():
+        if given.only in (None, name):
+            for row in rows():
+                row["s"] = round(time.monotonic() - began, 1)
+                sys.stdout.write(json.dumps(row) + "\n")
+                sys.stdout.flush()
+                if time.monotonic() - began > given.seconds:
+                    return
+
+
+if __name__ == "__main__":
+    main()
