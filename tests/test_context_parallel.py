@@ -2,6 +2,7 @@
 run here."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import tilesmith.distributed.pieces as pieces_module
 import tilesmith.distributed.schedule as schedule_module
 from test_sharding import run_checks
 from tilesmith import ops
@@ -19,7 +21,7 @@ from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, LocalRing, Machine, context_parallel_attention, explain_context_parallel
 from tilesmith.distributed.kernels import KERNELS, Ours
 from tilesmith.distributed.layout import causal_pairs, length
-from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, calls, pieces, spans
+from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, calls, pieces, several, spans
 from tilesmith.distributed.schedule import schedule, shared_heads
 
 ROOT = Path(__file__).parents[1]
@@ -48,10 +50,26 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout, starts", LAYOUTS)
 @pytest.mark.parametrize("sight", [Sight(right=0), Sight(), Sight(4, 0), Sight(3, 5), Sight(0, 0)])
 @pytest.mark.parametrize("steps", [False, True])
-def test_a_schedule_sees_each_pair_once(layout, starts, sight, steps):
-    """And nothing else; only keys that somebody sees travel."""
+def test_a_schedule_sees_each_pair_once(layout, starts, sight, steps, monkeypatch):
+    """And nothing else; only keys that somebody sees travel. So do calls for results, with few queries apart."""
     degree = 2 if layout.size == 4 and not steps else 1
     plan = schedule(layout, starts, sight, degree, steps, 2, 2)
+    monkeypatch.setattr(pieces_module, "TILE", 1)
+    monkeypatch.setattr(pieces_module, "FEW", 1)
+    cut = schedule.__wrapped__(layout, starts, sight, degree, steps, 2, 2)
+    assert [stage.calls for stage in cut.stages] == [stage.calls for stage in plan.stages]
+    answers = [replace(stage, calls=stage.answers) for stage in cut.stages]
+    for rank in range(layout.size):
+        spans_of = [(call.q, call.q + call.tokens) for stage in answers for call in stage.calls[rank]]
+        shared = several(spans_of)
+        for low, high in spans_of:  # wholly in sums, or not at all
+            within = sum(max(0, min(high, end) - max(low, begin)) for begin, end in shared)
+            assert within in (0, high - low)
+    for checked in (plan, replace(cut, stages=tuple(answers))):
+        _sees_each_pair_once(checked, layout, starts, sight, degree)
+
+
+def _sees_each_pair_once(plan, layout, starts, sight, degree):
     seen = torch.zeros(layout.tokens, layout.tokens, dtype=torch.int64)
     for rank in range(0, layout.size, degree):
         rows = torch.cat([torch.arange(*span) for span in (*plan.groups.ranges[rank // degree], (0, 0))])
@@ -177,6 +195,35 @@ def test_a_ring_in_parts_of_heads(in_parts):
     found = layout.unshard(outs, 2), layout.unshard(lses, 2)
     torch.testing.assert_close(found, (out, lse))
     for g, e in zip(torch.autograd.grad(found, (q, k, v, sinks), slopes), exact):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("mode", ["allgather", "ring"])
+def test_few_queries_that_others_answer_too_have_calls_of_their_own(mode, monkeypatch):
+    """Under a window only the first of a rank's queries see a neighbour's keys. The others' results are not sums, so
+    that their calls have the sinks and give out in q's dtype."""
+    monkeypatch.setattr(pieces_module, "TILE", 2)
+    layout, mask = Layout.contiguous(164, 4), ops.Mask(causal=True, window=3)
+    q, k, v = (torch.randn(1, h, 164, 8, dtype=torch.float64).requires_grad_() for h in (4, 2, 2))
+    sinks, told = torch.randn(4, dtype=torch.float64), []
+
+    class Told(Ours):
+        def forward(self, q, k, v, call, terms, summand):
+            told.append((call.q, call.tokens, summand, terms.sinks is not None))
+            return super().forward(q, k, v, call, terms, summand)
+
+    monkeypatch.setitem(KERNELS, "told", Told())
+    shards = [[layout.shard(x, rank, 2) for rank in range(4)] for x in (q, k, v)]
+    named = {"mode": mode, "layout": layout, "sinks": sinks, "kernel": "told"}
+    outs, lses = context_parallel_attention(*shards, LocalRing(4), mask, **named)
+    found, expected = (layout.unshard(outs, 2), layout.unshard(lses, 2)), ops.attention(q, k, v, mask, sinks=sinks)
+    torch.testing.assert_close(found, expected)
+    assert sorted(told) == 3 * [(0, 3, True, False)] + 3 * [(0, 4, True, False)] + [(0, 41, False, True)] + 3 * [
+        (4, 37, False, True)
+    ]
+    slopes = torch.randn_like(expected[0]), torch.randn_like(expected[1])
+    exact = torch.autograd.grad(expected, (q, k, v), slopes)
+    for g, e in zip(torch.autograd.grad(found, (q, k, v), slopes), exact):
         torch.testing.assert_close(g, e)
 
 

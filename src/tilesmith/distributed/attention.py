@@ -75,7 +75,7 @@ def context_parallel_attention(
     has, and only those that some query of the receiver sees. Raises ValueError or TypeError for what does not fit
     together, on every rank also where ranks disagree about shapes, dtypes, modes or numbers; `RingError` naming rank
     and step where a rank dies or stalls. Sources: Liu et al., "Ring Attention with Blockwise Transformers", 2023;
-    Jacobs     et al., "DeepSpeed Ulysses", 2023; Fang and Zhao, "USP: A Unified Sequence Parallelism Approach", 2024.
+    Jacobs et al., "DeepSpeed Ulysses", 2023; Fang and Zhao, "USP: A Unified Sequence Parallelism Approach", 2024.
     """
     ring = ring_of(group, timeout)
     local = isinstance(q, Tensor)
@@ -295,7 +295,7 @@ def _refuse(mask: ops.Mask, score: ops.Score, shards: Mapping, layout: Layout, s
 
 def _refuse_kernel(work: Work, rank: int, q: Tensor) -> None:
     for stage in work.schedule.stages:
-        for call in stage.calls[rank]:
+        for call in (*stage.calls[rank], *stage.answers[rank]):
             why = work.kernel.rejects(q, call, work.terms[rank])
             if why:
                 raise ValueError(f"{NAME}: kernel {work.kernel.name!r} cannot serve this call: {why}")

@@ -197,23 +197,32 @@ def _of_part(shards: Shards, part: HeadPart) -> Shards:
 def _attend_part(
     work: Work, shards: Shards, terms: Mapping[int, Terms], index: dict[int, int]
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    stages = work.schedule.stages
+    # dropout's seeds are those of the gradients' calls
+    drops = any(x.seed is not None for x in terms.values())
     rows = {
-        r: Rows(q, v.shape[3], [c for s in stages for c in s.calls[r]], work.kernel.summand(q), terms[r].sinks)
+        r: Rows(
+            q, v.shape[3], [c for s in work.schedule.stages for c in _calls(s, r, drops)], work.kernel.summand(q),
+            terms[r].sinks,
+        )
         for r, (q, _, v) in shards.items()
-    }
+    }  # fmt: skip
 
     def compute(stage: Stage, keys: Shards) -> None:
         for r, (q, _, _) in shards.items():
-            for call in stage.calls[r]:
-                some = terms[r].of(call, stage.held[r], index[r])
-                if rows[r].whole:
+            for call in _calls(stage, r, drops):
+                some, adds = terms[r].of(call, stage.held[r], index[r]), rows[r].adds(call)
+                if not adds:
                     some = replace(some, sinks=terms[r].sinks)
                 index[r] += 1
-                rows[r].take(call, *work.kernel.forward(*_cut(call, q, *keys[r]), call, some, rows[r].partial))
+                rows[r].take(call, *work.kernel.forward(*_cut(call, q, *keys[r]), call, some, adds))
 
     _through(work, shards, compute)
     return {r: rows.pop(r).result() for r in shards}
+
+
+def _calls(stage: Stage, rank: int, drops: bool) -> Sequence[Call]:
+    """A rank's calls for results."""
+    return (stage.calls if drops else stage.answers)[rank]
 
 
 def _through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys") -> None:

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from tilesmith.distributed.layout import Range
+from tilesmith.distributed.layout import Range, joined, length
 
 FAR = 1 << 62  # an unlimited side of a window
+TILE = 128  # queries that kernels work on together
+FEW = 8  # queries are few where they are at most this part of all
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,59 @@ def calls(found: Sequence[Piece], pack: bool = True) -> tuple[Call, ...]:
         if not (pack and any(group.takes(piece) for group in reversed(groups))):
             groups.append(_Group(piece))
     return tuple(group.call() for group in groups)
+
+
+def several(spans: Iterable[Range]) -> list[Range]:
+    """What more than one of the spans covers, ascending."""
+    found, here, begin = [], 0, 0
+    spans = list(spans)
+    for at, change in sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans]):
+        if here == 1 and change == 1:
+            begin = at
+        elif here == 2 and change == -1 and begin < at:
+            found.append((begin, at))
+        here += change
+    return list(joined(found))
+
+
+def apart(each: Sequence[Sequence[Piece]], pack: bool = True) -> list[tuple[Call, ...]]:
+    """`calls` of several lists of pieces. Where few of the queries are in several calls, to whole tiles of them, these
+    have calls of their own, so that the others' results are no parts of sums."""
+    plain = [calls(found, pack) for found in each]
+    shared = several((call.q, call.q + call.tokens) for made in plain for call in made)
+    last = max((piece.q + piece.tokens for found in each for piece in found), default=0)
+    tiles = list(joined((start // TILE * TILE, min(-(-stop // TILE) * TILE, last)) for start, stop in shared))
+    if not tiles or FEW * length(tiles) > last:
+        return plain
+    bounds = sorted({0, last, *(at for tile in tiles for at in tile)})
+    within = [[], []]  # stretches of queries: others, and these
+    for start, stop in zip(bounds, bounds[1:]):
+        within[any(low <= start < high for low, high in tiles)].append((start, stop))
+    return [tuple(call for stretches in within for call in calls(_rows_of(found, stretches), pack)) for found in each]
+
+
+def _rows_of(found: Sequence[Piece], stretches: Sequence[Range]) -> list[Piece]:
+    """The pieces of some stretches of queries."""
+    cut = []
+    for piece in found:
+        for start, stop in stretches:
+            low, high = max(piece.q, start), min(piece.q + piece.tokens, stop)
+            if low < high:
+                cut += _rows(piece, low - piece.q, high - piece.q)
+    return cut
+
+
+def _rows(piece: Piece, low: int, high: int) -> list[Piece]:
+    """A piece of some of its queries, and of the keys that they see."""
+    ahead = piece.keys - piece.tokens  # query i stands beside key i + ahead
+    first = 0 if piece.left >= FAR else max(0, low + ahead - piece.left)
+    end = piece.keys if piece.right >= FAR else min(piece.keys, high + ahead + piece.right)
+    if first >= end:
+        return []
+    behind = high + ahead - end  # the last query's place behind the last key's
+    left = FAR if piece.left >= FAR else piece.left - behind
+    right = FAR if piece.right >= FAR else piece.right + behind
+    return [Piece(piece.q + low, high - low, piece.k + first, end - first, left, right)]
 
 
 def _cut(query: Span, key: Span, sight: Sight) -> tuple[int, int, int, int]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tilesmith.distributed.layout import Layout, Range, joined, length, offsets
-from tilesmith.distributed.pieces import Call, Sight, calls, pieces, seen, spans
+from tilesmith.distributed.pieces import Call, Sight, apart, calls, pieces, seen, spans
 
 HeadRange = tuple[int, int]
 
@@ -44,11 +44,13 @@ class Stage:
     """Keys that arrive together and the calls that use them; one entry for each rank.
 
     transfers: what brings the keys, none for a rank's own. held: the ranges of the sequence in each rank's buffer.
+    answers: the same calls for results, where few queries that other stages answer too are apart from the others.
     """
 
     transfers: tuple[Transfer, ...]
     held: tuple[tuple[Range, ...], ...]
     calls: tuple[tuple[Call, ...], ...]
+    answers: tuple[tuple[Call, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,7 @@ def _stages(
 ) -> tuple[Stage, ...]:
     size = held.size
     own = [spans(ranges, starts) for ranges in held.ranges]
-    first = Stage((), _each(held.ranges, degree), _each([calls(pieces(x, x, sight), pack) for x in own], degree))
-    found = [first]
+    found = [((), held.ranges, [pieces(x, x, sight) for x in own])]
     sources = [[[(r - t) % size] for r in range(size)] for t in range(1, size)]
     if not steps and size > 1:
         sources = [[[s for s in range(size) if s != r] for r in range(size)]]
@@ -177,10 +178,17 @@ def _stages(
             )
             moves += _fetches(held, r, arriving, degree)
             buffers.append(joined((start, stop) for start, stop, _ in arriving))
-            work.append(calls(pieces(own[r], spans(buffers[-1], starts), sight), pack))
+            work.append(pieces(own[r], spans(buffers[-1], starts), sight))
         if moves:
-            found.append(Stage(tuple(moves), _each(buffers, degree), _each(work, degree)))
-    return tuple(found)
+            found.append((tuple(moves), buffers, work))
+    answers = [apart([work[r] for _, _, work in found], pack) for r in range(size)]
+    return tuple(
+        Stage(
+            moves, _each(buffers, degree), _each([calls(x, pack) for x in work], degree),
+            _each([answers[r][i] for r in range(size)], degree),
+        )
+        for i, (moves, buffers, work) in enumerate(found)
+    )  # fmt: skip
 
 
 def _fetches(held: Layout, target: int, arriving: Sequence[tuple[int, int, int]], degree: int) -> list[Transfer]:

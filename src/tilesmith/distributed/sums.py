@@ -11,73 +11,107 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.distributed.layout import joined
-from tilesmith.distributed.pieces import Call
+from tilesmith.distributed.layout import Range, joined
+from tilesmith.distributed.pieces import Call, several
+from tilesmith.ops.attn.reference import out_like
 
 NO_KEYS = float("-inf")  # lse of a row that sees no key
 SMALL = (torch.float16, torch.bfloat16)
-Span = tuple[int, int]
 
 
 class Rows:
-    """The results of some of a rank's keys after another's, row by row.
+    """out and lse of a rank's rows from the results of several calls.
 
-    Rows that one call answers keep its result; others are merged in place. calls: of the rank; summand: the dtype of
-    results that are parts. whole: one call answers all rows, and has the sinks; partial: results are parts of sums,
-    or of a sum with a sink.
+    Rows that one call answers keep its result, which has the sinks in it. Those that several answer are sums, and so
+    are all rows of these calls. summand: the dtype of results that are parts of sums.
     """
 
     def __init__(self, q: Tensor, value_dim: int, calls: Sequence[Call], summand: torch.dtype, sinks: Tensor | None):
         self.q, self.value_dim, self.sinks = q, value_dim, sinks
-        self.whole = len(calls) == 1 and _covers(calls[0], q)
-        most = _most([(call.q, call.q + call.tokens) for call in calls])
-        self.partial = not self.whole and (most > 1 or sinks is not None)
+        spans = [_span(call) for call in calls]
+        shared = several(spans)
+        self._summed = {(low, high) for low, high in spans if any(low < end and begin < high for begin, end in shared)}
         # what kernels round is still added in fp32 where there is more than one addition
-        self.dtype = torch.float32 if self.partial and most > 2 and summand in SMALL else summand
-        self.dtype = self.dtype if self.partial else q.dtype
-        self.filled: list[Span] = []
+        wide = summand in SMALL and _most(spans) > 2
+        ranges = joined(sorted(self._summed))
+        self._sums = [_Merged(q, value_dim, span, torch.float32 if wide else summand) for span in ranges]
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
+    def adds(self, call: Call) -> bool:
+        """Whether the result of a call is part of a sum."""
+        return _span(call) in self._summed
+
     def take(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        """Add the result of a call, which is not read again."""
+        """Put in the result of a call, which is not read again."""
+        low, high = _span(call)
+        if self.adds(call):
+            next(x for x in self._sums if x.low <= low and high <= x.high).take(low, out, lse)
+        elif (low, high) == (0, self.q.shape[2]):
+            self.out, self.lse = out, lse
+        else:
+            self._put(low, high, out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out in q's dtype and lse, of rows that no call answers 0 and that of the sinks, or -inf."""
+        while self._sums:
+            one = self._sums.pop()
+            out, lse = one.total(self.sinks)
+            if (one.low, one.high) == (0, self.q.shape[2]):
+                return out.to(self.q.dtype), lse
+            self._put(one.low, one.high, out, lse)
+        self._make()
+        return self.out, self.lse
+
+    def _put(self, low: int, high: int, out: Tensor, lse: Tensor) -> None:
+        self._make()
+        self.out[:, :, low:high], self.lse[:, :, low:high] = out, lse
+
+    def _make(self) -> None:
         if self.out is None:
-            if _covers(call, self.q) and out.dtype == self.dtype:
-                self.out, self.lse, self.filled = out, lse, [(0, call.tokens)]
-                return
-            self._make(out)
-        for start, stop, new in _split(call.q, call.q + call.tokens, self.filled):
-            rows, part = slice(start, stop), slice(start - call.q, stop - call.q)
+            self.out = out_like(self.q, self.value_dim).zero_()
+            self.lse = _no_keys(self.q)
+            if self.sinks is not None:
+                self.lse.copy_(self.sinks[:, None])
+
+
+class _Merged:
+    """Results of other keys for rows from `low` to `high`, merged in place as they come."""
+
+    def __init__(self, q: Tensor, value_dim: int, span: Range, dtype: torch.dtype):
+        self.low, self.high = span
+        self.q, self.value_dim, self.dtype = q[:, :, self.low : self.high], value_dim, dtype
+        self.filled: list[Range] = []
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def take(self, first: int, out: Tensor, lse: Tensor) -> None:
+        """Add a result of rows from `first` on."""
+        start = first - self.low
+        stop = start + out.shape[2]
+        if self.out is None and (start, stop) == (0, self.q.shape[2]) and out.dtype == self.dtype:
+            self.out, self.lse, self.filled = out, lse, [(start, stop)]
+            return
+        if self.out is None:  # all of it will be written
+            self.out = out_like(self.q, self.value_dim, fp32=self.dtype != self.q.dtype)
+            self.lse = _no_keys(self.q)
+        for begin, end, new in _split(start, stop, self.filled):
+            rows, part = slice(begin, end), slice(begin - start, end - start)
             mine, theirs = out[:, :, part], lse[:, :, part]
             if new:
                 self.out[:, :, rows] = mine
             else:
                 theirs = ops.accumulate_attention(self.out[:, :, rows], self.lse[:, :, rows], mine, theirs)
             self.lse[:, :, rows] = theirs
-        self.filled = _with(self.filled, (call.q, call.q + call.tokens))
+        self.filled = joined(sorted([*self.filled, (start, stop)]))
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and lse, with the sinks in them, if no call had these."""
-        if self.out is None:
-            self._make(None)
-        if self.sinks is not None and not self.whole:
-            total = torch.logaddexp(self.lse, self.sinks.to(self.lse.dtype)[None, :, None])
-            share = torch.where(total > NO_KEYS, torch.exp(self.lse - total), 0.0)
-            self.out.mul_(share.unsqueeze(-1))
-            self.lse = total
-        return self.out.to(self.q.dtype), self.lse
-
-    def _make(self, like: Tensor | None) -> None:
-        """Rows that no call answers are 0, their lse -inf."""
-        q = self.q
-        shape = (*q.shape[:3], self.value_dim)
-        tokens_first = q.stride(1) < q.stride(2) if like is None else like.stride(1) < like.stride(2)
-        if tokens_first:
-            out = q.new_zeros(shape[0], shape[2], shape[1], shape[3], dtype=self.dtype).transpose(1, 2)
-        else:
-            out = q.new_zeros(shape, dtype=self.dtype)
-        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.out, self.lse = out, q.new_full(shape[:3], NO_KEYS, dtype=accumulator)
+    def total(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out and lse; sinks: one more logit of each head, which no call had."""
+        if sinks is None:
+            return self.out, self.lse
+        total = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[None, :, None])
+        share = torch.where(total > NO_KEYS, torch.exp(self.lse - total), 0.0)
+        return self.out.mul_(share.unsqueeze(-1)), total
 
 
 class Sum:
@@ -102,11 +136,15 @@ class Sum:
         return torch.zeros_like(self.like, dtype=dtype) if self.value is None else self.value.to(dtype)
 
 
-def _covers(call: Call, q: Tensor) -> bool:
-    return (call.q, call.tokens) == (0, q.shape[2])
+def _span(call: Call) -> Range:
+    return call.q, call.q + call.tokens
 
 
-def _most(spans: Sequence[Span]) -> int:
+def _no_keys(q: Tensor) -> Tensor:
+    return q.new_full(q.shape[:3], NO_KEYS, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _most(spans: Sequence[Range]) -> int:
     """The most spans that one token lies in."""
     ends = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
     most = here = 0
@@ -116,7 +154,7 @@ def _most(spans: Sequence[Span]) -> int:
     return most
 
 
-def _split(start: int, stop: int, filled: Sequence[Span]) -> list[tuple[int, int, bool]]:
+def _split(start: int, stop: int, filled: Sequence[Range]) -> list[tuple[int, int, bool]]:
     """[start, stop) in parts that lie within `filled` (ascending) or outside of it; True for outside."""
     found = []
     for begin, end in filled:
@@ -127,7 +165,3 @@ def _split(start: int, stop: int, filled: Sequence[Span]) -> list[tuple[int, int
             found.append((low, high, False))
             start = high
     return found + ([(start, stop, True)] if start < stop else [])
-
-
-def _with(filled: Sequence[Span], span: Span) -> list[Span]:
-    return list(joined(sorted([*filled, span])))

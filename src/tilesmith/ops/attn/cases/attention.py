@@ -526,25 +526,25 @@ ACCUMULATE = [
 ]
 
 PARTIAL = [
-    Case("causal", _attend(1, 4, 2, 20, 20, 64, init=_tokens_first, causal=True), SMALL),
-    Case("packed", _attend(
+    Case("fp32_causal", _attend(1, 4, 2, 20, 20, 64, init=_tokens_first, causal=True), SMALL),
+    Case("fp32_packed", _attend(
         1, 2, 1, 60, 60, 64, causal=True, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
-    Case("key_shares_small", _attend(1, 1, 1, 20, 4000, 128), frozenset({"compile"})),
-    Case("d128_tiles", _attend(2, 4, 4, 777, 1030, 128, init=_tokens_first), GPU, HALF),
-    Case("d128_causal_tiles", _attend(2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d128_key_shares_behind", _attend(1, 92, 4, 130, 3072, 128, init=_tokens_first), GPU, HALF),
-    Case("d128_causal_key_shares", _attend(1, 6, 2, 300, 4100, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d128_narrow", _attend(2, 4, 4, 1500, 1400, 128, init=_tokens_first, causal=True, window_left=127), GPU, HALF),
-    Case("d64_causal_turns", _attend(1, 4, 2, 4200, 4200, 64, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d64_turns", _attend(2, 12, 12, 600, 900, 64), GPU, HALF),
-    Case("d72_causal_tiles", _attend(1, 4, 4, 700, 700, 72, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d256_tiles", _attend(2, 4, 2, 520, 520, 256, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d256_packed", _attend(
+    Case("fp32_key_shares_small", _attend(1, 1, 1, 20, 4000, 128), frozenset({"compile"})),
+    Case("fp32_d128_tiles", _attend(2, 4, 4, 777, 1030, 128, init=_tokens_first), GPU, HALF),
+    Case("fp32_d128_causal_tiles", _attend(2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d128_key_shares_behind", _attend(1, 92, 4, 130, 3072, 128, init=_tokens_first), GPU, HALF),
+    Case("fp32_d128_causal_key_shares", _attend(1, 6, 2, 300, 4100, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d128_narrow", _attend(2, 4, 4, 1500, 1400, 128, init=_tokens_first, causal=True, window_left=127), GPU, HALF),
+    Case("fp32_d64_causal_turns", _attend(1, 4, 2, 4200, 4200, 64, init=_tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d64_turns", _attend(2, 12, 12, 600, 900, 64), GPU, HALF),
+    Case("fp32_d72_causal_tiles", _attend(1, 4, 4, 700, 700, 72, init=_tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d256_tiles", _attend(2, 4, 2, 520, 520, 256, init=_tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d256_packed", _attend(
         1, 4, 2, 700, 700, 256, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
-    Case("d512_tiles", _attend(1, 4, 2, 300, 520, 512, init=_tokens_first, causal=True), GPU, HALF),
-    Case("dropout_whole", _attend(2, 4, 4, 1024, 1024, 128, causal=True, dropout_p=0.9), GPU, HALF),
-    Case("packed_tiles", _attend(
+    Case("fp32_d512_tiles", _attend(1, 4, 2, 300, 520, 512, init=_tokens_first, causal=True), GPU, HALF),
+    Case("fp32_dropout_whole", _attend(2, 4, 4, 1024, 1024, 128, causal=True, dropout_p=0.9), GPU, HALF),
+    Case("fp32_packed_tiles", _attend(
         1, 8, 2, 2000, 2000, 128, init=_tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
         cu_seqlens_k=(700, 3, 0, 900, 140, 200)), GPU, HALF),
 ]  # fmt: skip
