@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from tilesmith.distributed.layout import Range, joined, length
 
@@ -160,7 +160,7 @@ def apart(each: Sequence[Sequence[Piece]], pack: bool = True) -> list[tuple[Call
         return plain
     bounds = sorted({0, last, *(at for tile in tiles for at in tile)})
     within = [[], []]  # stretches of queries: others, and these
-    for start, stop in zip(bounds, bounds[1:]):
+    for start, stop in pairwise(bounds):
         within[any(low <= start < high for low, high in tiles)].append((start, stop))
     return [tuple(call for stretches in within for call in calls(_rows_of(found, stretches), pack)) for found in each]
 

@@ -132,13 +132,15 @@ def head_parts(
 ) -> tuple[HeadPart, ...]:  # fmt: skip
     """The parts of the heads that a ring works on, one after another, so that what it holds is that of a part.
 
-    Beside its own keys a rank holds those that it uses, those that arrive and a copy of those that it sends, and two
-    results in fp32: the sum and a call's. As few parts as keep that to `ROOM`, or as many as there are kv heads; but
-    a part's heads have `LEAST_PAIRS` pairs of a rank's tokens: shorter shards need little memory, and more calls would
-    take longer. tokens: of a rank; itemsize: bytes of an element of q.
+    Beside its own keys a rank holds those that it uses, those that arrive and a copy of those that it sends; for
+    gradients, in fp32, those of its own keys, of a stage's, a copy of these to be sent, and those that arrive; and two
+    results or gradients of queries in fp32, the sum and a call's. As few parts as keep all that to `ROOM`, or as many
+    as there are kv heads; but a part's heads have `LEAST_PAIRS` pairs of a rank's tokens: shorter shards need little
+    memory, and more calls would take longer. tokens: of a rank; itemsize: bytes of an element of q.
     """
-    results = 2 * heads * value_dim * max(4, itemsize)
-    wanted = (3.0 + results / (kv_heads * (dim + value_dim) * itemsize)) / ROOM
+    shard, wide = kv_heads * (dim + value_dim) * itemsize, max(4, itemsize)
+    gradients = 4 * kv_heads * (dim + value_dim) * wide
+    wanted = (3.0 + (gradients + 2 * heads * max(dim, value_dim) * wide) / shard) / ROOM
     most = max(1, heads * tokens * tokens // LEAST_PAIRS)
     able = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= most]
     count = next((n for n in able if n >= wanted), able[-1])
