@@ -317,6 +317,22 @@ ATTENTION = [
     Case("d80_packed", _attend(
         1, 4, 2, 1000, 1000, 80, causal=True, cu_seqlens_q=(130, 1, 269, 600), cu_seqlens_k=(130, 1, 269, 600)),
         GPU, HALF),
+    Case("d72_key_shares_behind", _attend(1, 92, 4, 130, 3072, 72, init=_tokens_first), GPU, HALF),
+    Case("d96_causal_key_shares", _attend(1, 6, 2, 300, 4100, 96, causal=True, softcap=9.0), GPU, HALF),
+    Case("d88_group_of_3", _attend(2, 9, 3, 333, 517, 88, causal=True, sinks=True), GPU, HALF),
+    Case("d96_whole_more_keys", _attend(2, 4, 2, 384, 1152, 96, causal=True, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d80_whole_more_queries", _attend(2, 4, 2, 640, 256, 80, causal=True), GPU, HALF),
+    Case("d72_two_programs", _attend(5, 16, 16, 729, 729, 72, init=_tokens_first), GPU, HALF),
+    Case("d80_window", _attend(1, 4, 2, 300, 700, 80, causal=True, window_left=200), GPU, HALF),
+    Case("d72_packed_window", _attend(
+        1, 4, 2, 300, 720, 72, window_left=100, window_right=33, cu_seqlens_q=(100, 5, 150),
+        cu_seqlens_k=(300, 20, 400)), GPU, HALF),
+    Case("d80_lists", _attend(
+        1, 4, 2, 520, 520, 80, init=_tokens_first, causal=True, lists=(1, 4, 128, 128, 0.4)), GPU, HALF),
+    Case("d96_lists_narrow", _attend(1, 2, 2, 400, 400, 96, lists=(1, 1, 256, 64, 0.5)), GPU, HALF),
+    Case("d72_64_tiles", _attend(1, 4, 2, 300, 520, 72, 64, causal=True), GPU, HALF),
+    Case("d64_96_tiles", _attend(2, 4, 2, 520, 517, 64, 96), GPU, HALF),
+    Case("d192_80_tiles", _attend(1, 4, 2, 300, 520, 192, 80, causal=True), GPU, HALF),
     Case("d128_group_of_7", _attend(1, 14, 2, 700, 700, 128, init=_tokens_first, causal=True), GPU, HALF),
     Case("d64_group_of_3", _attend(2, 9, 3, 333, 517, 64, causal=True), GPU, HALF),
     Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
@@ -419,6 +435,9 @@ ATTENTION = [
     Case("softcap_tiles", _attend(1, 8, 4, 700, 700, 256, causal=True, softcap=50.0, window_left=300), GPU, HALF),
     Case("dropout_tiles", _attend(1, 4, 2, 600, 600, 128, causal=True, dropout_p=0.2), GPU, HALF),
     Case("dropout_d64", _attend(2, 8, 2, 520, 712, 64, causal=True, sinks=True, dropout_p=0.1), GPU, HALF),
+    Case("dropout_d80", _attend(2, 4, 2, 333, 517, 80, causal=True, dropout_p=0.3), GPU, HALF),
+    Case("dropout_d72_packed", _attend(
+        1, 4, 2, 300, 720, 72, dropout_p=0.7, cu_seqlens_q=(100, 5, 150), cu_seqlens_k=(300, 20, 400)), GPU, HALF),
     Case("dropout_d96_softcap", _attend(
         1, 4, 2, 700, 704, 96, window_right=40, softcap=9.0, dropout_p=0.5, deterministic=True), GPU, HALF),
     Case("dropout_whole", _attend(2, 4, 4, 1024, 1024, 128, causal=True, dropout_p=0.9), GPU, HALF),

@@ -17,7 +17,7 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.backward_block import HALF, PARKED, READ, apply_mask, park, row_of
-from tilesmith.ops.attn.hopper.columns import rows_product
+from tilesmith.ops.attn.hopper.columns import add_products, rows_product
 
 
 @gluon.jit
@@ -30,9 +30,7 @@ def _parts_of(tile, REST: gl.constexpr):
 def _start_sum(x, tile, total, rest_total, REST: gl.constexpr):
     """Ask for x . tile, added to what there is: two groups of WGMMA."""
     first, rest = _parts_of(tile, REST)
-    made = wgmma(x, first, total, use_acc=True, is_async=True)
-    x = gl.convert_layout(x, gl.DotOperandLayout(0, rest_total.type.layout, 2))
-    return made, wgmma(x, rest, rest_total, use_acc=True, is_async=True)
+    return add_products(x, first, rest, total, rest_total, REST)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Tiles whose columns are the sum of two powers of two: 192 as 128 and 64.
+"""Tiles whose columns are the sum of two powers of two: 192 as 128 and 64, 80 as 64 and 16.
 
 Tiles in Gluon have sizes that are powers of two, so the columns behind the first of them, the rest, have a tile of
 their own. REST is its columns, 0 where there is none; then the rest's arguments are not used.
@@ -18,6 +18,7 @@ from tilesmith.device.gluon.shim import (
     tma_store,
     tma_store_wait,
     wgmma,
+    wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.tile_offset import at, store_rows
 
@@ -80,6 +81,55 @@ def rows_product(a, a_rest, b, b_rest, zero, REST: gl.constexpr):
     if REST > 0:
         made = wgmma(a_rest, b_rest.permute((1, 0)), made, use_acc=True, is_async=True)
     return made
+
+
+@gluon.jit
+def add_products(x, tile, tile_rest, total, total_rest, REST: gl.constexpr):
+    """Ask for x [M, rows] . tile [rows, columns], added to what there is: one group of WGMMA, or two with a rest."""
+    made = wgmma(x, tile, total, use_acc=True, is_async=True)
+    rest_made = total_rest
+    if REST > 0:
+        x = gl.convert_layout(x, gl.DotOperandLayout(0, total_rest.type.layout, 2))
+        rest_made = wgmma(x, tile_rest, total_rest, use_acc=True, is_async=True)
+    return made, rest_made
+
+
+@gluon.jit
+def wait_products(made, rest_made, REST: gl.constexpr):
+    """Wait for what was asked for by `add_products`, and for all before it."""
+    if REST > 0:
+        total, total_rest = wgmma_wait(0, deps=[made, rest_made])
+    else:
+        total = wgmma_wait(0, deps=[made])
+        total_rest = rest_made
+    return total, total_rest
+
+
+@gluon.jit
+def zero_sums(D: gl.constexpr, REST: gl.constexpr):
+    """Sums of 64 rows and D columns, and of their rest: 0 where there is none."""
+    total = gl.zeros([64, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+    total_rest = gl.to_tensor(0)
+    if REST > 0:
+        total_rest = gl.zeros([64, REST], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16]))
+    return total, total_rest
+
+
+@gluon.jit
+def scale_rows(total, total_rest, factor, REST: gl.constexpr):
+    """Sums times a factor of each row."""
+    total = total * gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout))[:, None]
+    if REST > 0:
+        total_rest = total_rest * gl.convert_layout(factor, gl.SliceLayout(1, total_rest.type.layout))[:, None]
+    return total, total_rest
+
+
+@gluon.jit
+def rest_tile(rests, which, tile, REST: gl.constexpr):
+    """The rest of a tile, one of `rests`; the tile itself where there is none."""
+    if REST > 0:
+        tile = rests.index(which).reshape([tile.shape[0], REST])
+    return tile
 
 
 @gluon.constexpr_function

@@ -16,13 +16,19 @@ from tilesmith.device.gluon.shim import (
     mbarriers,
     named_barrier,
     smem_tiles,
-    tma_load,
-    tma_store,
     tma_store_wait,
-    wgmma,
     wgmma_wait,
 )
-from tilesmith.ops.attn.hopper.columns import load_tile, rows_product
+from tilesmith.ops.attn.hopper.columns import (
+    add_products,
+    load_tile,
+    rest_tile,
+    rows_product,
+    scale_rows,
+    store_tile,
+    wait_products,
+    zero_sums,
+)
 from tilesmith.ops.attn.hopper.dropout import dropped, kept_keys, load_dropout
 from tilesmith.ops.attn.hopper.softmax import (
     NOTHING,
@@ -41,8 +47,9 @@ TURN = gl.constexpr(8)  # the named barrier of the first consumer's turn; the ot
 
 
 @gluon.jit
-def _produce(parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices):
-    whole, queue, q, q_rest, k, k_rest, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+def _produce(parts, descs, counter, table, lists, indices):
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc = descs
+    whole, queue, q, q_rest, k, k_rest, v, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     number = gl.program_id(0)
@@ -73,7 +80,9 @@ def _produce(parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, t
                     )  # fmt: skip
             t = count % walk.V_STAGES
             mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
-            tma_load(v_desc, kv_corner, v_full.index(t), v.index(t))
+            load_tile(
+                v_desc, v_rest_desc, kv_corner, v_full.index(t), v.index(t), v_rest.index(t), walk.V_REST, walk.PACKED
+            )
             count += 1
         number = queue.fetch(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
@@ -155,10 +164,12 @@ def _first_powers(qk, walk, queries, first, inner, scale, dtype: gl.constexpr, S
 
 @gluon.jit
 def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, acc, total, top, queries, first, inner,
-               scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr, drop=None, q_rest=None, k_rest=None):  # fmt: skip
+               scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr, drop=None, rests=None):  # fmt: skip
     """A block of keys, whose scores are made while the powers p of the block before, or of its first keys, meet their
     values. full, empty: the barriers of these keys and of those values, full with their phases. EDGE: some queries do
-    not see all of the keys. Returns acc, total and top with the block in them, and its powers (`pack`)."""
+    not see all of the keys. rests: of acc, and of the tiles of queries, keys and values. Returns acc, its rest, total
+    and top with the block in them, and its powers (`pack`)."""
+    acc_rest, q_rest, k_rest, v_rest = rests
     k_full, k_phase, v_full, v_phase = full
     k_empty, v_empty = empty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, walk.BN, 16])
@@ -168,12 +179,12 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     mbarrier_wait(k_full, k_phase)
     qk_made = rows_product(q_tile, q_rest, k_tile, k_rest, zero, walk.REST)
     mbarrier_wait(v_full, v_phase)
-    acc_made = wgmma(p, v_tile, acc, use_acc=True, is_async=True)
+    acc_made, rest_made = add_products(p, v_tile, v_rest, acc, acc_rest, walk.V_REST)
     if walk.TURNS:
         named_barrier("arrive", TURN + (C + 1) % walk.CONSUMERS)
     if drop is not None:
         kept = kept_keys(drop, first, walk.BN)
-    qk = wgmma_wait(1, deps=[qk_made])
+    qk = wgmma_wait(2 if walk.V_REST > 0 else 1, deps=[qk_made])
     mbarrier_arrive(k_empty)
     if SOFTCAP:
         qk = tanh(qk * inner)
@@ -182,30 +193,24 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     new, decay, new_top = exponentiate(qk, top, scale, EDGE)
     total = total * decay + gl.sum(new, 1)
     if drop is None:
-        acc = wgmma_wait(0, deps=[acc_made])
-    else:  # the product reads p from registers, which no draw must take before
+        acc, acc_rest = wait_products(acc_made, rest_made, walk.V_REST)
+    elif walk.V_REST > 0:  # the products read p from registers, which no draw must take before
+        acc, acc_rest, p = wgmma_wait(0, deps=[acc_made, rest_made, p])
+    else:
         acc, p = wgmma_wait(0, deps=[acc_made, p])
     mbarrier_arrive(v_empty)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc, acc_rest = scale_rows(acc, acc_rest, decay, walk.V_REST)
     new = pack(new, q_tile.dtype)
     if drop is not None:
         new = dropped(new, kept)
-    return acc, total, new_top, new
+    return acc, acc_rest, total, new_top, new
 
 
 @gluon.jit
-def _rest_of(k_rest, s, k_tile, walk):
-    """The rest of a tile of keys; the tile itself where there is none."""
-    if walk.REST > 0:
-        k_tile = k_rest.index(s).reshape([walk.BN, walk.REST])
-    return k_tile
-
-
-@gluon.jit
-def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
              SOFTCAP: gl.constexpr, OUT_IN_Q: gl.constexpr, dropout, DROPOUT_FORM: gl.constexpr, to,
              DIM_V: gl.constexpr):  # fmt: skip
-    whole, queue, q, q_rest, k, k_rest, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    whole, queue, q, q_rest, k, k_rest, v, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
     D: gl.constexpr = whole.D
     DV: gl.constexpr = whole.DV
@@ -214,7 +219,6 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     PHASES: gl.constexpr = 3 if whole.LEFT else 2
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -246,18 +250,16 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                 dropping = drop.at(head * whole.tokens + (q_place - tokens) + start, k_place - keys)
             else:
                 dropping = drop.at((q_place * walk.heads + head) * tokens + start, keys * 0)
-        acc = gl.zeros([64, DV], gl.float32, OUT)
+        acc, acc_rest = zero_sums(DV, walk.V_REST)
 
         box = turn % walk.Q_STAGES * walk.CONSUMERS + C
         q_tile = q.index(box).reshape([64, D])
-        q_tile_rest = q_tile
-        if walk.REST > 0:
-            q_tile_rest = q_rest.index(box).reshape([64, walk.REST])
+        q_tile_rest = rest_tile(q_rest, box, q_tile, walk.REST)
         mbarrier_wait(q_full.index(box), (turn // walk.Q_STAGES) & 1)
         s = count % walk.STAGES
         mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
         k_tile = k.index(s).reshape([BN, D])
-        k_tile_rest = _rest_of(k_rest, s, k_tile, walk)
+        k_tile_rest = rest_tile(k_rest, s, k_tile, walk.REST)
         first = walk.key(begin, blocks, 0, entry, lists, indices)
         met = 1
         if walk.HALF and walk.CONSUMERS == 2 and C == 0:
@@ -275,11 +277,14 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                 if dropout is not None:
                     first = walk.key(begin, blocks, 1, entry, lists, indices)
                 k_tile = k.index(s).reshape([BN, D])
-                acc, total, top, p = next_block(
-                    C, walk, q_tile, k_tile, v.index(behind).reshape([BN, DV]).slice(0, BN // 2),
+                v_tile = v.index(behind).reshape([BN, DV])
+                v_tile_rest = rest_tile(v_rest, behind, v_tile, walk.V_REST).slice(0, BN // 2)
+                rests = acc_rest, q_tile_rest, rest_tile(k_rest, s, k_tile, walk.REST), v_tile_rest
+                acc, acc_rest, total, top, p = next_block(
+                    C, walk, q_tile, k_tile, v_tile.slice(0, BN // 2),
                     (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                     (k_empty.index(s), v_empty.index(behind)), unpack(few, dtype, P), acc, total, top, queries, first,
-                    inner, scale, False, SOFTCAP, dropping, q_tile_rest, _rest_of(k_rest, s, k_tile, walk),
+                    inner, scale, False, SOFTCAP, dropping, rests,
                 )  # fmt: skip
             else:
                 # These powers meet their values below. If both ways of a branch need the same address, ptxas 12.8 may
@@ -323,18 +328,23 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
                     if phase != 1 or dropout is not None:
                         first = walk.key(begin, blocks, j, entry, lists, indices)
                     k_tile = k.index(s).reshape([BN, D])
-                    acc, total, top, p = next_block(
-                        C, walk, q_tile, k_tile, v.index(behind).reshape([BN, DV]),
+                    v_tile = v.index(behind).reshape([BN, DV])
+                    v_tile_rest = rest_tile(v_rest, behind, v_tile, walk.V_REST)
+                    acc, acc_rest, total, top, p = next_block(
+                        C, walk, q_tile, k_tile, v_tile,
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                         (k_empty.index(s), v_empty.index(behind)), p_half, acc, total, top, queries, first, inner,
-                        scale, phase != 1, SOFTCAP, dropping, q_tile_rest, _rest_of(k_rest, s, k_tile, walk),
+                        scale, phase != 1, SOFTCAP, dropping,
+                        (acc_rest, q_tile_rest, rest_tile(k_rest, s, k_tile, walk.REST), v_tile_rest),
                     )  # fmt: skip
 
         if not OUT_IN_Q:
             mbarrier_arrive(q_empty.index(box))
         t = count % walk.V_STAGES
         mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
-        acc_made = wgmma(unpack(p, dtype, P), v.index(t).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+        v_tile = v.index(t).reshape([BN, DV])
+        v_tile_rest = rest_tile(v_rest, t, v_tile, walk.V_REST)
+        acc_made, rest_made = add_products(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk.V_REST)
         count += 1
         factor, lse = finish_softmax(top, total, head, sinks_ptr)
         if dropout is not None:
@@ -344,21 +354,26 @@ def _consume(C: gl.constexpr, parts, out_desc, lse_ptr, sinks_ptr, table, lists,
         else:
             row = (q_place * walk.heads + head).to(gl.int64) * tokens
         gl.store(lse_ptr + row + queries, lse, mask=queries < tokens)
-        acc = wgmma_wait(0, deps=[acc_made])
+        acc, acc_rest = wait_products(acc_made, rest_made, walk.V_REST)
         mbarrier_arrive(v_empty.index(t))
         if walk.SKIP and walk.LEFT:
             count = _skip_blocks(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
-        acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
+        acc, acc_rest = scale_rows(acc, acc_rest, factor, walk.V_REST)
         if to[0] is not None:
             row = inside(start, tokens, walk.PACKED)
             store_rows(acc, to[0], to[1], q_place, head, row, tokens, 0, DIM_V, walk.PACKED)
+            if walk.V_REST > 0:
+                store_rows(acc_rest, to[0], to[1], q_place, head, row, tokens, DV, DIM_V, walk.PACKED)
         else:
             if not OUT_IN_Q:
                 tma_store_wait(0)
-            tile = out.index(C)
+            tile, tile_rest = outs[0].index(C), outs[1].index(C)
             tile.reshape([64, DV]).store(acc.to(dtype))
+            if walk.V_REST > 0:
+                tile_rest.reshape([64, walk.V_REST]).store(acc_rest.to(dtype))
             fence_async()
-            tma_store(out_desc, corner(q_place, head, start, tokens, walk.PACKED), tile)
+            there = corner(q_place, head, start, tokens, walk.PACKED)
+            store_tile(out_descs[0], out_descs[1], there, tile, tile_rest, walk.V_REST, walk.PACKED)
             if OUT_IN_Q:
                 tma_store_wait(0)
                 mbarrier_arrive(q_empty.index(box))
@@ -379,14 +394,15 @@ def attention_fwd_kernel(
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None, REST: gl.constexpr = 0, q_rest_desc=None,
-    k_rest_desc=None, out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0,
+    k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None, out_rest_desc=None,
+    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order of the
     lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0;
     indices: theirs. scale: of q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind
     it. WHOLE: every query sees every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a
-    tensor's own are zeros. REST: columns of q and k behind D, which have tiles of their own (`columns`). STREAM_K:
-    tiles behind the last whole round are left to `attention_fwd_stream_k_kernel`.
+    tensor's own are zeros. REST, V_REST: columns of q and k behind D, and of v and out behind DV, which have tiles of
+    their own (`columns`). STREAM_K: tiles behind the last whole round are left to `attention_fwd_stream_k_kernel`.
     dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None; DROPOUT_FORM: RARE, SHORT and EVEN of
     `Dropout`. out_ptr, out_strides, DIM_V: out in fp32 and its columns, stored from registers; out_desc is None."""
     if STREAM_K:
@@ -397,14 +413,13 @@ def attention_fwd_kernel(
     gl.static_assert(not STREAM_K or (WINDOWLESS and Q_STAGES == 1 and dropout is None))
     gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
     gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
-    # out takes the place of q
-    OUT_IN_Q: gl.constexpr = D == DV and (D == 256 or REST > 0) and out_ptr is None
+    OUT_IN_Q: gl.constexpr = D == DV and D + REST > 128 and out_ptr is None  # out takes the place of q
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF,
-        V_STAGES, STREAM_K, REST,
+        V_STAGES, STREAM_K, REST, V_REST,
     )  # fmt: skip
     q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
@@ -416,6 +431,11 @@ def attention_fwd_kernel(
     out = q
     if not OUT_IN_Q and out_ptr is None:
         out = smem_tiles(CONSUMERS, out_desc)
+    v_rest, out_rest = v, out
+    if V_REST > 0:
+        v_rest = smem_tiles(V_STAGES, v_rest_desc)
+        if out_ptr is None:
+            out_rest = smem_tiles(CONSUMERS, out_rest_desc)
     queue = tile_queue(CONSUMERS, 1)
     q_full = mbarriers(Q_STAGES * CONSUMERS, 1)
     q_empty = mbarriers(Q_STAGES * CONSUMERS, 1)
@@ -424,15 +444,17 @@ def attention_fwd_kernel(
     v_full = mbarriers(V_STAGES, 1)
     v_empty = mbarriers(V_STAGES, CONSUMERS)
     fence_async()
-    parts = (walk, queue, q, q_rest, k, k_rest, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    parts = (walk, queue, q, q_rest, k, k_rest, v, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    descs = (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc)
+    out_descs, outs = (out_desc, out_rest_desc), (out, out_rest)
     to = (out_ptr, out_strides)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices)),
-                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+                (_produce, (parts, descs, counter, table, lists, indices)),
+                (_consume, (0, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
-                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+                (_consume, (1, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
             ],
             [4, 4],
@@ -441,12 +463,12 @@ def attention_fwd_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices)),
-                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+                (_produce, (parts, descs, counter, table, lists, indices)),
+                (_consume, (0, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
-                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+                (_consume, (1, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
-                (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+                (_consume, (2, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
             ],
             [4, 4, 4],
@@ -455,14 +477,14 @@ def attention_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_produce, (parts, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, counter, table, lists, indices)),
-                (_consume, (0, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+                (_produce, (parts, descs, counter, table, lists, indices)),
+                (_consume, (0, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
-                (_consume, (1, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+                (_consume, (1, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
-                (_consume, (2, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+                (_consume, (2, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
-                (_consume, (3, parts, out_desc, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, out,
+                (_consume, (3, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
                             SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
             ],
             [4, 4, 4, 4],

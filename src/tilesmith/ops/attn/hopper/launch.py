@@ -15,9 +15,10 @@ from tilesmith.ops.attn.plan.shape import columns
 
 LOG2E = 1.4426950408889634
 _TILES = {
-    (rank, bits): gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
+    (rank, bits, swizzle): gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
     for rank in (4, 5)
     for bits in (8, 16)
+    for swizzle in (32, 64, 128)
 }
 _FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -174,4 +175,5 @@ def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, wide:
         _, head, token, _ = strides
         strides = [2**34 - token, token, head, token, 1]
         shape, block = [2**31 - 2**16, 2**31 - 2**16, shape[1], 2**30, shape[3]], [1, *block]
-    return TensorDescriptor(x, shape, strides, block, _TILES[len(shape), 8 * x.element_size()])
+    swizzle = 128 if block[-1] >= 64 else block[-1] * x.element_size()
+    return TensorDescriptor(x, shape, strides, block, _TILES[len(shape), 8 * x.element_size(), swizzle])

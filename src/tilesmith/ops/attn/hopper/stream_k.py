@@ -17,11 +17,16 @@ from tilesmith.device.gluon.shim import (
     mbarriers,
     named_barrier,
     smem_tiles,
-    tma_load,
-    tma_store,
     tma_store_wait,
-    wgmma,
-    wgmma_wait,
+)
+from tilesmith.ops.attn.hopper.columns import (
+    add_products,
+    load_tile,
+    rest_tile,
+    scale_rows,
+    store_tile,
+    wait_products,
+    zero_sums,
 )
 from tilesmith.ops.attn.hopper.forward import TURN, first_block, next_block
 from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, unpack
@@ -94,9 +99,10 @@ def _runs_of(walk, whole_tiles):
 
 
 @gluon.jit
-def _produce(runs, parts, q_desc, k_desc, v_desc, BEHIND: gl.constexpr):
+def _produce(runs, parts, descs, BEHIND: gl.constexpr):
     walk = runs.walk
-    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc = descs
+    q, q_rest, k, k_rest, v, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     begin, end = runs.begin(gl.program_id(0)), runs.begin(gl.program_id(0) + 1)
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -107,14 +113,17 @@ def _produce(runs, parts, q_desc, k_desc, v_desc, BEHIND: gl.constexpr):
             place = (batch, head // walk.group, (begin - first + blocks - 1 - j) * walk.BN, 0)
             s = count % walk.STAGES
             mbarrier_wait(k_empty.index(s), ((count // walk.STAGES) & 1) ^ 1)
-            tma_load(k_desc, place, k_full.index(s), k.index(s))
+            load_tile(k_desc, k_rest_desc, place, k_full.index(s), k.index(s), k_rest.index(s), walk.REST, False)
             if j == 0:
                 for c in gl.static_range(walk.CONSUMERS):
                     mbarrier_wait(q_empty.index(c), (turn & 1) ^ 1)
-                    tma_load(q_desc, (batch, head, start + c * 64, 0), q_full.index(c), q.index(c))
+                    there = batch, head, start + c * 64, 0
+                    load_tile(
+                        q_desc, q_rest_desc, there, q_full.index(c), q.index(c), q_rest.index(c), walk.REST, False
+                    )
             t = count % walk.V_STAGES
             mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
-            tma_load(v_desc, place, v_full.index(t), v.index(t))
+            load_tile(v_desc, v_rest_desc, place, v_full.index(t), v.index(t), v_rest.index(t), walk.V_REST, False)
             count += 1
         begin += blocks
         turn += 1
@@ -123,28 +132,52 @@ def _produce(runs, parts, q_desc, k_desc, v_desc, BEHIND: gl.constexpr):
 
 
 @gluon.jit
-def _join(C: gl.constexpr, runs, acc, top, total, tile, blocks, first, steps, parts_ptr, met_ptr):
+def _cells(sums):
+    """Where the elements of sums lie, one row behind the other."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    COLS: gl.constexpr = sums.shape[1]
+    col = gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None] * COLS + col
+
+
+@gluon.jit
+def _joined(sums, others, decay, factor):
+    """Sums of two parts, each times a factor of each row."""
+    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    decay = gl.convert_layout(decay, ROW)[:, None]
+    factor = gl.convert_layout(factor, ROW)[:, None]
+    return sums * decay + others * factor
+
+
+@gluon.jit
+def _join(C: gl.constexpr, runs, acc, acc_rest, top, total, tile, blocks, first, steps, parts_ptr, met_ptr):
     """Leave in memory what some of a tile's blocks of keys came to. Who comes last puts all of the tile's together, in
-    their order. Returns sums of values, row maxima, row sums, and whether they are the whole tile's."""
+    their order. Returns sums of values and their rest, row maxima, row sums, and whether they are the whole tile's."""
     CONSUMERS: gl.constexpr = runs.walk.CONSUMERS
+    V_REST: gl.constexpr = runs.walk.V_REST
     DV: gl.constexpr = acc.shape[1]
-    OUT: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = top.type.layout
-    ROOM: gl.constexpr = 64 * (DV + 2)
+    SUMS: gl.constexpr = 64 * (DV + V_REST)
+    ROOM: gl.constexpr = SUMS + 2 * 64
     row = gl.arange(0, 64, ROW)
-    cell = gl.arange(0, 64, gl.SliceLayout(1, OUT))[:, None] * DV + gl.arange(0, DV, gl.SliceLayout(0, OUT))[None, :]
+    cell = _cells(acc)
+    rest_cell = cell
+    if V_REST > 0:
+        rest_cell = 64 * DV + _cells(acc_rest)
     # no two parts have one slot, since from one to the next the CTA or the tile, or both, are the next one
     slot = parts_ptr + ((gl.program_id(0) + tile) * CONSUMERS + C) * ROOM
     gl.store(slot + cell, acc)
-    gl.store(slot + 64 * DV + row, top)
-    gl.store(slot + 64 * DV + 64 + row, total)
+    if V_REST > 0:
+        gl.store(slot + rest_cell, acc_rest)
+    gl.store(slot + SUMS + row, top)
+    gl.store(slot + SUMS + 64 + row, total)
     named_barrier("sync", _JOIN + C, 128)
     met_ptr += tile * CONSUMERS + C
     complete = gl.atomic_add(met_ptr, blocks, sem="acq_rel", scope="gpu") + blocks == steps
     if complete:
         gl.store(met_ptr, 0)
-        own_acc, own_top, own_total = acc, top, total
-        acc = gl.zeros([64, DV], gl.float32, OUT)
+        own_acc, own_rest, own_top, own_total = acc, acc_rest, top, total
+        acc, acc_rest = zero_sums(DV, V_REST)
         top = gl.full([64], NOTHING, gl.float32, ROW)
         total = gl.zeros([64], gl.float32, ROW)
         for cta in range(runs.cta_of(first), runs.cta_of(first + steps - 1) + 1):
@@ -152,9 +185,13 @@ def _join(C: gl.constexpr, runs, acc, top, total, tile, blocks, first, steps, pa
             other = cta != gl.program_id(0)
             slot = parts_ptr + ((cta + tile) * CONSUMERS + C) * ROOM
             its_acc = gl.load(slot + cell, mask=other, other=0.0, cache_modifier=".cg")
-            its_top = gl.load(slot + 64 * DV + row, mask=other, other=0.0, cache_modifier=".cg")
-            its_total = gl.load(slot + 64 * DV + 64 + row, mask=other, other=0.0, cache_modifier=".cg")
+            its_top = gl.load(slot + SUMS + row, mask=other, other=0.0, cache_modifier=".cg")
+            its_total = gl.load(slot + SUMS + 64 + row, mask=other, other=0.0, cache_modifier=".cg")
             its_acc = gl.where(other, its_acc, own_acc)
+            its_rest = own_rest
+            if V_REST > 0:
+                its_rest = gl.load(slot + rest_cell, mask=other, other=0.0, cache_modifier=".cg")
+                its_rest = gl.where(other, its_rest, own_rest)
             its_top = gl.where(other, its_top, own_top)
             its_total = gl.where(other, its_total, own_total)
             new_top = gl.maximum(top, its_top)
@@ -162,17 +199,17 @@ def _join(C: gl.constexpr, runs, acc, top, total, tile, blocks, first, steps, pa
             decay, factor = gl.exp2(top - base), gl.exp2(its_top - base)
             total = total * decay + its_total * factor
             top = new_top
-            decay = gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
-            factor = gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
-            acc = acc * decay + its_acc * factor
-    return acc, top, total, complete
+            acc = _joined(acc, its_acc, decay, factor)
+            if V_REST > 0:
+                acc_rest = _joined(acc_rest, its_rest, decay, factor)
+    return acc, acc_rest, top, total, complete
 
 
 @gluon.jit
-def _consume(C: gl.constexpr, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+def _consume(C: gl.constexpr, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, outs,
              SOFTCAP: gl.constexpr, to, DIM_V: gl.constexpr):  # fmt: skip
     walk = runs.walk
-    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
+    q, q_rest, k, k_rest, v, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = walk.BN
     D: gl.constexpr = walk.D
     DV: gl.constexpr = walk.DV
@@ -192,14 +229,17 @@ def _consume(C: gl.constexpr, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_p
         start += C * 64
         queries = start + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
         key = (behind - 1) * BN
-        acc = gl.zeros([64, DV], gl.float32, OUT)
+        acc, acc_rest = zero_sums(DV, walk.V_REST)
         q_tile = q.index(C).reshape([64, D])
+        q_tile_rest = rest_tile(q_rest, C, q_tile, walk.REST)
         mbarrier_wait(q_full.index(C), turn & 1)
         s = count % walk.STAGES
         mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
+        k_tile = k.index(s).reshape([BN, D])
         top, total, p = first_block(
-            C, walk, q_tile, k.index(s).reshape([BN, D]), k_empty.index(s), False, queries, key, inner, scale, SOFTCAP
-        )
+            C, walk, q_tile, k_tile, k_empty.index(s), False, queries, key, inner, scale, SOFTCAP, None, None,
+            q_tile_rest, rest_tile(k_rest, s, k_tile, walk.REST),
+        )  # fmt: skip
         # those that the right edge crosses, and whole ones
         right = 1
         if walk.RIGHT:
@@ -217,35 +257,49 @@ def _consume(C: gl.constexpr, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_p
                     s = count % walk.STAGES
                     if phase == 0:
                         key = (behind - 1 - j) * BN
-                    acc, total, top, p = next_block(
-                        C, walk, q_tile, k.index(s).reshape([BN, D]), v.index(t).reshape([BN, DV]),
+                    k_tile, v_tile = k.index(s).reshape([BN, D]), v.index(t).reshape([BN, DV])
+                    k_tile_rest, v_tile_rest = (
+                        rest_tile(k_rest, s, k_tile, walk.REST),
+                        rest_tile(v_rest, t, v_tile, walk.V_REST),
+                    )
+                    acc, acc_rest, total, top, p = next_block(
+                        C, walk, q_tile, k_tile, v_tile,
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(t), v_phase),
                         (k_empty.index(s), v_empty.index(t)), p_half, acc, total, top, queries, key, inner, scale,
-                        phase == 0, SOFTCAP,
+                        phase == 0, SOFTCAP, None, (acc_rest, q_tile_rest, k_tile_rest, v_tile_rest),
                     )  # fmt: skip
         mbarrier_arrive(q_empty.index(C))
         t = count % walk.V_STAGES
         mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
-        acc_made = wgmma(unpack(p, dtype, P), v.index(t).reshape([BN, DV]), acc, use_acc=True, is_async=True)
+        v_tile = v.index(t).reshape([BN, DV])
+        v_tile_rest = rest_tile(v_rest, t, v_tile, walk.V_REST)
+        acc_made, rest_made = add_products(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk.V_REST)
         count += 1
-        acc = wgmma_wait(0, deps=[acc_made])
+        acc, acc_rest = wait_products(acc_made, rest_made, walk.V_REST)
         mbarrier_arrive(v_empty.index(t))
         complete = blocks == steps
         if not complete:
-            acc, top, total, complete = _join(C, runs, acc, top, total, tile, blocks, first, steps, parts_ptr, met_ptr)
+            acc, acc_rest, top, total, complete = _join(
+                C, runs, acc, acc_rest, top, total, tile, blocks, first, steps, parts_ptr, met_ptr
+            )
         if complete:
             factor, lse = finish_softmax(top, total, head, sinks_ptr)
             row = (batch * walk.heads + head).to(gl.int64) * walk.tokens
             gl.store(lse_ptr + row + queries, lse, mask=queries < walk.tokens)
-            acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
+            acc, acc_rest = scale_rows(acc, acc_rest, factor, walk.V_REST)
             if to[0] is not None:
                 store_rows(acc, to[0], to[1], batch, head, start, walk.tokens, 0, DIM_V, False)
+                if walk.V_REST > 0:
+                    store_rows(acc_rest, to[0], to[1], batch, head, start, walk.tokens, DV, DIM_V, False)
             else:
                 tma_store_wait(0)
-                tile_out = out.index(C)
+                tile_out, rest_out = outs[0].index(C), outs[1].index(C)
                 tile_out.reshape([64, DV]).store(acc.to(dtype))
+                if walk.V_REST > 0:
+                    rest_out.reshape([64, walk.V_REST]).store(acc_rest.to(dtype))
                 fence_async()
-                tma_store(out_desc, (batch, head, start, 0), tile_out)
+                there = (batch, head, start, 0)
+                store_tile(out_descs[0], out_descs[1], there, tile_out, rest_out, walk.V_REST, False)
         begin += blocks
         turn += 1
     tma_store_wait(0)
@@ -257,6 +311,8 @@ def attention_fwd_stream_k_kernel(
     tokens, keys, heads, blocks, rows, section, group, whole_tiles, right, inner, scale,
     RIGHT: gl.constexpr, WHOLE: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, SOFTCAP: gl.constexpr, BEHIND: gl.constexpr,
+    REST: gl.constexpr = 0, q_rest_desc=None, k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None,
+    out_rest_desc=None,
     out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0,
 ):  # fmt: skip
     """As many equal runs as CTAs of the tiles (CONSUMERS * 64 queries of one head) from number `whole_tiles` on, all
@@ -267,6 +323,7 @@ def attention_fwd_stream_k_kernel(
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, none, right, group, none, none,
         False, RIGHT, WHOLE, False, False, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, 1, 0, False, V_STAGES,
+        False, REST, V_REST,
     )  # fmt: skip
     runs = _runs_of(walk, whole_tiles)
     q = smem_tiles(CONSUMERS, q_desc)
@@ -275,6 +332,14 @@ def attention_fwd_stream_k_kernel(
     out = q
     if out_ptr is None:
         out = smem_tiles(CONSUMERS, out_desc)
+    q_rest, k_rest, v_rest, out_rest = q, k, v, out
+    if REST > 0:
+        q_rest = smem_tiles(CONSUMERS, q_rest_desc)
+        k_rest = smem_tiles(STAGES, k_rest_desc)
+    if V_REST > 0:
+        v_rest = smem_tiles(V_STAGES, v_rest_desc)
+        if out_ptr is None:
+            out_rest = smem_tiles(CONSUMERS, out_rest_desc)
     q_full = mbarriers(CONSUMERS, 1)
     q_empty = mbarriers(CONSUMERS, 1)
     k_full = mbarriers(STAGES, 1)
@@ -282,15 +347,17 @@ def attention_fwd_stream_k_kernel(
     v_full = mbarriers(V_STAGES, 1)
     v_empty = mbarriers(V_STAGES, CONSUMERS)
     fence_async()
-    parts = (q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    parts = (q, q_rest, k, k_rest, v, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    descs = (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc)
+    out_descs, outs = (out_desc, out_rest_desc), (out, out_rest)
     to = (out_ptr, out_strides)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_produce, (runs, parts, q_desc, k_desc, v_desc, BEHIND)),
-                (_consume, (0, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_produce, (runs, parts, descs, BEHIND)),
+                (_consume, (0, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, outs,
                             SOFTCAP, to, DIM_V)),
-                (_consume, (1, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_consume, (1, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, outs,
                             SOFTCAP, to, DIM_V)),
             ],
             [4, 4],
@@ -299,12 +366,12 @@ def attention_fwd_stream_k_kernel(
     else:
         gl.warp_specialize(
             [
-                (_produce, (runs, parts, q_desc, k_desc, v_desc, BEHIND)),
-                (_consume, (0, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_produce, (runs, parts, descs, BEHIND)),
+                (_consume, (0, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, outs,
                             SOFTCAP, to, DIM_V)),
-                (_consume, (1, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_consume, (1, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, outs,
                             SOFTCAP, to, DIM_V)),
-                (_consume, (2, runs, parts, out_desc, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, out,
+                (_consume, (2, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_ptr, met_ptr, inner, scale, outs,
                             SOFTCAP, to, DIM_V)),
             ],
             [4, 4, 4],

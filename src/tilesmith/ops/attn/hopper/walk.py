@@ -14,7 +14,7 @@ class Walk:
     ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of
     the last block that they see the first of two consumers sees but the first half, and any of three may, and all
     consumers see every other block whole. STREAM_K: CTAs make whole rounds of tiles; those left over are
-    divided (`stream_k`). REST: columns of queries and keys behind D (`columns`).
+    divided (`stream_k`). REST, V_REST: columns of queries and keys behind D, of values behind DV (`columns`).
     """
 
     tokens: gl.tensor
@@ -47,12 +47,13 @@ class Walk:
     HALF: gl.constexpr
     STREAM_K: gl.constexpr
     REST: gl.constexpr
+    V_REST: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False, V_STAGES=0,
-        STREAM_K=False, REST=0,
+        STREAM_K=False, REST=0, V_REST=0,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -65,7 +66,8 @@ class Walk:
         self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
         self.TURNS, self.HALF = gl.constexpr(CONSUMERS == 3 and not (LEFT or PACKED)), gl.constexpr(HALF)
         self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN <= 64 * (CONSUMERS - 1))
-        self.STREAM_K, self.REST = gl.constexpr(STREAM_K), gl.constexpr(REST)
+        self.STREAM_K = gl.constexpr(STREAM_K)
+        self.REST, self.V_REST = gl.constexpr(REST), gl.constexpr(V_REST)
 
     @gluon.jit
     def tiles(self):
@@ -120,7 +122,7 @@ class Walk:
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
             self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
-            self.V_STAGES, self.STREAM_K, self.REST,
+            self.V_STAGES, self.STREAM_K, self.REST, self.V_REST,
         )  # fmt: skip
 
     @gluon.jit

@@ -29,7 +29,7 @@ from tilesmith.ops.attn.plan.hopper_forward import (
     table_parts,
 )
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Part, Plan, Source, Step, Tile
-from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, window_of
+from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, rest_columns, window_of
 from tilesmith.ops.attn.plan.tables import (
     NARROW_GRADIENTS,
     ORDERED_L2,
@@ -144,9 +144,9 @@ def has_dq_kernel(s: Shape) -> bool:
 
 def rest_of(s: Shape) -> int:
     """Columns of products behind the first 64, where they are not those of the tile (`hopper.backward_rest`)."""
-    if not 64 < s.dim <= 96 or s.dim != s.value_dim or s.softcap or s.dropout or s.gradients_fp32:
+    if s.dim != s.value_dim or s.softcap or s.dropout or s.gradients_fp32:
         return 0
-    return 16 if s.dim <= 80 else 32
+    return rest_columns(s.dim)
 
 
 class Blocks(NamedTuple):

@@ -9,7 +9,7 @@ from tilesmith.engine.launcher import cdiv
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import Fp8Config, HopperConfig
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
-from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, window_of
+from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, rest_columns, window_of
 from tilesmith.ops.attn.plan.tables import FORWARD_L2, NARROW_TILES, STREAM_K_L2, STREAM_K_STEPS, STREAM_K_STEPS_ALONE
 from tilesmith.ops.attn.schedule import NEAR, run_of, seen_steps, stream_k_ctas, tiles_time
 
@@ -18,6 +18,18 @@ TABLE_SPAN = 256
 WIDE_STAGES = 5  # tiles of 64 keys and 128 columns, as many as shared memory holds beside queries and values
 WINDOW_RUNS = (1, 2, 4, 8, 16, 32, 64)
 NO_KEYS = "no query sees a key: nothing is launched"
+
+
+def key_parts(dim: int) -> tuple[int, int]:
+    """The columns of a tile of queries or keys, and of its rest (`hopper.columns`)."""
+    rest = rest_columns(dim)
+    return (64, rest) if rest else column_parts(dim)
+
+
+def value_parts(dim: int) -> tuple[int, int]:
+    """The same of values and results, of which those above 128 columns have no rest."""
+    rest = rest_columns(dim)
+    return (64, rest) if rest else (columns(dim), 0)
 
 
 class Tables(NamedTuple):
@@ -180,7 +192,7 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
     if division.undivided:
         steps.append(_tiles(call))
     if division.ctas:
-        consumers, value_wide = config.consumers, columns(s.value_dim)
+        consumers, value_wide = config.consumers, sum(value_parts(s.value_dim))
         shape = consumers * (division.ctas + tiles - division.undivided), 64 * (value_wide + 2)
         scratch.append(Buffer("stream_k_parts", shape, "float32"))
         steps.append(_stream_k(call))
@@ -210,31 +222,27 @@ class _Call(NamedTuple):
             "section": self.together, "right": self.window.right, "group": s.group,
         }  # fmt: skip
 
-    def columns(self) -> tuple[int, int]:
-        """The columns of a tile of queries or keys, and of its rest."""
-        return column_parts(self.s.dim)
-
     def tensors(self) -> dict[str, Any]:
-        packed, block_n = self.s.packed, self.config.block_n
-        wide, rest = self.columns()
-        rests = {}
-        if rest:
-            rests = {"q_rest_desc": Tile("q", 64, packed, 1, rest), "k_rest_desc": Tile("k", block_n, packed, 1, rest)}
-        wide = wide if rest else 0
-        return rests | {
-            "q_desc": Tile("q", 64, packed, 1, wide), "k_desc": Tile("k", block_n, packed, 1, wide),
-            "v_desc": Tile("v", block_n, packed), "out_desc": Tile("out", 64, packed),
-            "lse_ptr": "lse", "sinks_ptr": "sinks", "inner": "inner", "scale": "outer",
-            **({"out_desc": None, "out_ptr": "out", **same("out_strides")} if self.s.out_fp32 else {}),
-        }  # fmt: skip
+        rows, found = {"q": 64, "k": self.config.block_n, "v": self.config.block_n, "out": 64}, {}
+        for name, of_keys in (("q", True), ("k", True), ("v", False), ("out", False)):
+            wide, rest = key_parts(self.s.dim) if of_keys else value_parts(self.s.value_dim)
+            found[f"{name}_desc"] = Tile(name, rows[name], self.s.packed, 1, wide if rest else 0)
+            if rest:
+                found[f"{name}_rest_desc"] = Tile(name, rows[name], self.s.packed, 1, rest)
+        if self.s.out_fp32:
+            found.pop("out_rest_desc", None)
+            found |= {"out_desc": None, "out_ptr": "out", **same("out_strides")}
+        return found | {"lse_ptr": "lse", "sinks_ptr": "sinks", "inner": "inner", "scale": "outer"}
 
     def kinds(self) -> dict[str, Any]:
         s, config = self.s, self.config
+        (wide, rest), (value_wide, value_rest) = key_parts(s.dim), value_parts(s.value_dim)
+        rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
         return {
             "WHOLE": self.alike and s.keys % config.block_n == 0, "RIGHT": self.window.hides_right,
-            "BN": config.block_n, "D": self.columns()[0], "DV": columns(s.value_dim), "CONSUMERS": config.consumers,
+            "BN": config.block_n, "D": wide, "DV": value_wide, "CONSUMERS": config.consumers,
             "STAGES": config.stages, "V_STAGES": config.v_stages or config.stages, "SOFTCAP": s.softcap,
-            "num_warps": 4, **({"DIM_V": s.value_dim} if s.out_fp32 else {}),
+            "num_warps": 4, **rests, **({"DIM_V": s.value_dim} if s.out_fp32 else {}),
         }  # fmt: skip
 
 
@@ -249,7 +257,7 @@ def _tiles(call: _Call) -> Step:
         "LEFT": window.hides_left, "DYNAMIC": dynamic, "Q_STAGES": config.q_stages, "LIST_K": s.block_k,
         "HALF": aligned and s.causal and not (window.hides_left or s.packed or s.lists),
         "STREAM_K": call.division.ctas > 0, **call.kinds(),
-        **dropout_constants(s), **({"REST": call.columns()[1]} if call.columns()[1] else {}),
+        **dropout_constants(s),
     }  # fmt: skip
     tensors = call.tensors() | {
         "counter": Counter() if dynamic else None, "table": call.tables.table, "lists": call.tables.lists,
@@ -298,8 +306,13 @@ def _walk_reason(together: int, s: Shape, alike: bool) -> str:
 def _tile_reasons(steps: list[Step], config: HopperConfig) -> list[str]:
     main = next((step for step in steps if step.kernel == "attention_fwd_kernel"), steps[-1])
     reasons = [f"tiles of {64 * config.consumers} queries and {config.block_n} keys, {config.stages} in flight"]
-    if "REST" in main.constants:
-        reasons.append("tiles of 192 columns are made of 128 and 64: none is padded to 256")
+    for wide, rest, what in (("D", "REST", "queries and keys"), ("DV", "V_REST", "values and results")):
+        if rest in main.constants:
+            parts = main.constants[wide], main.constants[rest]
+            reasons.append(
+                f"tiles of {sum(parts)} columns of {what} are made of {parts[0]} and {parts[1]}: none is padded to "
+                f"{2 * parts[0]}"
+            )
     if main.constants.get("HALF"):
         reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
     return reasons

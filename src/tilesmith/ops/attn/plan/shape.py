@@ -107,6 +107,12 @@ def column_parts(dim: int) -> tuple[int, int]:
     return (128, 64) if 128 < dim <= 192 else (columns(dim), 0)
 
 
+def rest_columns(dim: int) -> int:
+    """The columns of products behind the first 64 at head dims from 65 to 96, the fewest that sums of powers of two
+    allow; 0 at other head dims."""
+    return (16 if dim <= 80 else 32) if 64 < dim <= 96 else 0
+
+
 def key_tiles(dim: int, value_dim: int, shared: bool) -> tuple[int, int, bool]:
     """Columns of Triton's tile of keys, columns of a second one behind it (or 0), and whether values are of the first.
     shared: values are the first columns of the keys, in memory."""

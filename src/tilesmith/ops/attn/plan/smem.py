@@ -12,12 +12,11 @@ def forward(c: Mapping[str, Any], item: int, counted: bool = True) -> int:
     """Of `attention_fwd_kernel`, its stream-K part and the window's kernel. c: their constants; counted: tiles come
     from a counter, or may."""
     consumers, stages, values = c["CONSUMERS"], c["STAGES"], c["V_STAGES"]
-    rest = c.get("REST", 0)
-    wide = c["D"] + rest
+    wide, value_wide = c["D"] + c.get("REST", 0), c["DV"] + c.get("V_REST", 0)
     queries = 64 * wide * consumers * c["Q_STAGES"]
-    in_queries = c["D"] == c["DV"] and (rest or (c["D"] == 256 and counted))
-    out = 0 if in_queries or "DIM_V" in c else 64 * c["DV"] * consumers
-    return (queries + out + c["BN"] * (wide * stages + c["DV"] * values)) * item + _rest(counted)
+    in_q = c["D"] == c["DV"] and wide > 128 and (counted or wide < 256)
+    out = 0 if in_q or "DIM_V" in c else 64 * value_wide * consumers
+    return (queries + out + c["BN"] * (wide * stages + value_wide * values)) * item + _rest(counted)
 
 
 def forward_wide(c: Mapping[str, Any], item: int) -> int:

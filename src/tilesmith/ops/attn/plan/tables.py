@@ -114,6 +114,7 @@ HOPPER_FORWARD = (
         {"wide": 128, "causal": True, "keys": (None, 512)}, HopperConfig(2, 64, 4, 2),
         "512 keys: 333, in blocks of 128 keys 309",
     ),
+    Row({"wide": (65, 96)}, HopperConfig(2, 128, 3, v_stages=4), "tiles of 80 or 96 columns leave room for more"),
     Row(
         {"wide": (65, None)}, HopperConfig(2, 128, 2, v_stages=3),
         "values are given back a round later than keys; with a third tile of them 512 / 1k / 4k keys 532 / 635 / 718, "
