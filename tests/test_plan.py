@@ -24,10 +24,10 @@ from tilesmith.ops import Mask
 from tilesmith.ops.attn import schedule
 from tilesmith.ops.attn.op import attention_op, attention_vjp
 from tilesmith.ops.attn.plan import Shape
-from tilesmith.ops.attn.plan.configs import HopperVjpConfig
+from tilesmith.ops.attn.plan.configs import HopperConfig, HopperVjpConfig
 from tilesmith.ops.attn.plan.hopper_backward import kv_heads_together, list_parts, rings
 from tilesmith.ops.attn.plan.hopper_bands import WORKSPACE, bands, extent, workspace
-from tilesmith.ops.attn.plan.hopper_forward import divided
+from tilesmith.ops.attn.plan.hopper_forward import divided, hopper_forward
 
 needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))
 
@@ -537,14 +537,37 @@ def test_launchers_launch_and_allocate_what_the_plan_says(on_sm90):
                 assert plan.scratch_bytes == on_sm90["bytes"], plan
 
 
-def test_tiles_of_narrow_heads_follow_from_predicted_times():
-    def tile(batch, tokens, heads, causal):
-        plan = forward(Shape(batch, heads, heads, tokens, tokens, 64, 64, 2, 2, causal, -1, 0 if causal else -1))
-        return plan.tile
+def _square(batch, tokens, heads, dim, causal):
+    return Shape(batch, heads, heads, tokens, tokens, dim, dim, 2, 2, causal, -1, 0 if causal else -1)
 
-    assert tile(7, 312, 12, False) == tile(68, 344, 25, True) == (128, 64)  # BERT-base, GPT-2 XL
-    assert tile(44, 416, 16, False) == (256, 64)
-    assert tile(35, 776, 20, False) == tile(4, 4096, 32, True) == (192, 128)  # Whisper's encoder
+
+def test_tiles_up_to_96_columns_follow_from_predicted_times():
+    def tile(*sizes):
+        return forward(_square(*sizes)).tile
+
+    assert tile(7, 312, 12, 64, False) == tile(68, 344, 25, 64, True) == (128, 64)  # BERT-base, GPT-2 XL
+    assert tile(44, 416, 16, 64, False) == (256, 64)
+    assert tile(35, 776, 20, 64, False) == tile(4, 4096, 32, 64, True) == (192, 128)  # Whisper's encoder
+    assert tile(16, 729, 16, 72, False) == tile(32, 257, 16, 80, False) == tile(16, 257, 16, 88, False) == (192, 64)
+    assert tile(21, 312, 32, 80, True) == (128, 64)
+    assert tile(1, 1696, 16, 72, False) == tile(2, 2048, 32, 96, True) == tile(1, 12280, 32, 96, True) == (128, 128)
+
+
+def test_predicted_times_of_tiles_count_what_stream_k_spares():
+    for dim, tile in ((64, (192, 128)), (80, (128, 128)), (96, (128, 128))):
+        plan = forward(_square(1, 4096, 2, dim, False))
+        assert plan.tile == tile and [step.kernel for step in plan.steps] == ["attention_fwd_stream_k_kernel"]
+    behind = forward(_square(3, 4328, 16, 88, False))
+    assert [step.constants.get("Q_STAGES") for step in behind.steps] == [2, None] and behind.split == "stream-K"
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96])
+def test_pinned_consumers_choose_among_the_tiles_that_have_as_many(dim):
+    s = _square(2, 1024, 16, dim, True)
+    for consumers in (2, 3, 4):
+        plan = hopper_forward(s, SM90, HopperConfig(consumers, 0, 2))
+        assert plan.stages == 2 and plan.step("attention_fwd_kernel").shared_memory <= SM90.shared_memory
+        assert plan.consumers == consumers or (consumers == 4 and dim > 64 and plan.tile == forward(s).tile)
 
 
 def test_blocks_of_gradients_of_narrow_heads_follow_from_predicted_times():

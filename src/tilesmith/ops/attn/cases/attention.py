@@ -317,7 +317,7 @@ ATTENTION = [
     Case("d80_packed", _attend(
         1, 4, 2, 1000, 1000, 80, causal=True, cu_seqlens_q=(130, 1, 269, 600), cu_seqlens_k=(130, 1, 269, 600)),
         GPU, HALF),
-    Case("d72_key_shares_behind", _attend(1, 92, 4, 130, 3072, 72, init=_tokens_first), GPU, HALF),
+    Case("d72_key_shares_behind", _attend(1, 140, 4, 120, 3072, 72, init=_tokens_first), GPU, HALF),
     Case("d96_causal_key_shares", _attend(1, 6, 2, 300, 4100, 96, causal=True, softcap=9.0), GPU, HALF),
     Case("d88_group_of_3", _attend(2, 9, 3, 333, 517, 88, causal=True, sinks=True), GPU, HALF),
     Case("d96_whole_more_keys", _attend(2, 4, 2, 384, 1152, 96, causal=True, softcap=9.0, sinks=True), GPU, HALF),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 class HopperConfig(NamedTuple):
     """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
     q_stages: query tiles in flight. v_stages: value tiles in flight where they are not as many as key tiles.
-    Where block_n is 0, the tiles are those of `tables.NARROW_TILES` that have as many consumers, or, for 0 consumers,
+    Where block_n is 0, the tiles are those of `tables.FORWARD_TILES` that have as many consumers, or, where none have,
     those for which a model of the schedule predicts the least time.
     Windows of up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper.window`). Above
     head dim 256 there is one tile, with as many stages as there is room for (`hopper.forward_wide`)."""

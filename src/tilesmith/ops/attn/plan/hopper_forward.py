@@ -10,8 +10,16 @@ from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import Fp8Config, HopperConfig
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, rest_columns, window_of
-from tilesmith.ops.attn.plan.tables import FORWARD_L2, NARROW_TILES, STREAM_K_L2, STREAM_K_STEPS, STREAM_K_STEPS_ALONE
-from tilesmith.ops.attn.schedule import NEAR, run_of, seen_steps, stream_k_ctas, tiles_time
+from tilesmith.ops.attn.plan.tables import (
+    FORWARD_L2,
+    FORWARD_TILES,
+    STREAM_K_L2,
+    STREAM_K_PART,
+    STREAM_K_STEPS,
+    STREAM_K_STEPS_ALONE,
+    TileTime,
+)
+from tilesmith.ops.attn.schedule import NEAR, even_makespan, run_of, seen_steps, stream_k_ctas, tiles_time
 
 CHUNK = 16  # tiles that a CTA of the kernels that make tables finds places for at once
 TABLE_SPAN = 256
@@ -126,33 +134,49 @@ def divided(s: Shape, tiles: int, block_m: int, block_n: int, right: int | None,
 
 
 def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: int, arch: Any) -> Division:
-    kind = config.consumers, wide
-    alike = not (s.packed or s.lists or window.hides_left or s.dropout)
-    if alike and config.q_stages == 1 and (kind == (2, 128) or (kind == (3, 64) and not window.hides_right)):
+    kind, whole = (config.consumers, wide), not (s.packed or s.lists or window.hides_left or s.dropout)
+    served = kind == (2, 128) or (kind == (3, 64) and not window.hides_right)
+    if whole and served and (config.q_stages == 1 or config.block_n == 128):
         right = window.right if window.hides_right else None
         return divided(s, tiles, 64 * config.consumers, config.block_n, right, arch)
     return Division(tiles, 0, "")
 
 
-def _narrow_tiles(s: Shape, window: Window, arch: Any, config: HopperConfig) -> tuple[HopperConfig, str]:
+def _open_tiles(s: Shape) -> dict[HopperConfig, TileTime]:
+    """The tiles among which a model chooses where a configuration leaves them open."""
+    return FORWARD_TILES[min(max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim))), 96)]
+
+
+def _predicted(s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, arch: Any) -> float:
+    """What a call takes in these tiles, in µs."""
+    right, tile = (window.right, time.tile + time.masked) if window.hides_right else (None, time.tile)
+    steps = seen_steps(s.tokens, s.keys, 64 * config.consumers, config.block_n, None, right)
+    tiles = len(steps) * s.rows
+    division = _division(s, config, tiles, window, wide, arch)
+    if not division.ctas:
+        return tiles_time(steps, s.rows, arch.sms, time.start, tile, time.step)
+    left, work = tiles - division.undivided, s.rows * sum(steps) - division.undivided * steps[0]
+    parts = 1 if division.ctas % left == 0 else 2  # of tiles that a CTA has
+    rounds = even_makespan(division.undivided, steps[0] * time.step, arch.sms, tile)
+    return time.start + rounds + tile + cdiv(work, division.ctas) * time.step + parts * STREAM_K_PART.value
+
+
+def _chosen_tiles(s: Shape, config: HopperConfig, window: Window, wide: int, arch: Any) -> tuple[HopperConfig, str]:
     """The tiles that a configuration leaves open, and why these."""
-    right, times = window.right if window.hides_right else None, {}
-    for tiles, time in NARROW_TILES.items():
-        if config.consumers in (0, tiles.consumers):
-            steps = seen_steps(s.tokens, s.keys, 64 * tiles.consumers, tiles.block_n, None, right)
-            each = time.tile if right is None else time.causal_tile
-            times[tiles] = tiles_time(steps, s.rows, arch.sms, time.start, each, time.step)
+    found = {t: _predicted(s, t, time, window, wide, arch) for t, time in _open_tiles(s).items()}
+    times = {t: us for t, us in found.items() if t.consumers == config.consumers} or found
     chosen = next(tiles for tiles, time in times.items() if time <= NEAR * min(times.values()))
     told = ", ".join(f"{64 * t.consumers} x {t.block_n} {us:.0f} µs" for t, us in times.items())
     return chosen._replace(stages=config.stages or chosen.stages), f"predicted times of tiles on an H200: {told}"
 
 
-def _within_lists(config: HopperConfig, block_k: int) -> HopperConfig:
+def _within_lists(s: Shape, config: HopperConfig) -> HopperConfig:
     """Tiles that block lists are made of: two consumers, blocks that divide theirs."""
     if config.consumers != 2:
         # with one tile of queries 1,190 us for 1,152 (H200, head dim 64, 16k, a quarter of the blocks)
-        config = HopperConfig(2, 128, 4, 2)
-    if config.block_n > 64 and block_k % 128:
+        first = next(iter(_open_tiles(s)))
+        config = first if first.consumers == 2 else HopperConfig(2, 128, 4, 2)
+    if config.block_n > 64 and s.block_k % 128:
         config = config._replace(block_n=64, stages=2 * config.stages, v_stages=2 * config.v_stages)
     return config
 
@@ -169,10 +193,10 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
         return _wide(s, arch, window)
     reasons = []
     if not config.block_n and not s.lists:
-        config, why = _narrow_tiles(s, window, arch, config)
+        config, why = _chosen_tiles(s, config, window, wide, arch)
         reasons.append(why)
     if s.lists:
-        within = _within_lists(config, s.block_k)
+        within = _within_lists(s, config)
         if within != config:
             reasons.append("block lists: tiles of two consumers whose blocks divide the lists'")
         config = within

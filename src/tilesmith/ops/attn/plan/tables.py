@@ -34,6 +34,11 @@ STREAM_K_STEPS_ALONE = Threshold(
     "2 / 3 / 4 heads of 2k, 12 / 8 / 8 steps: 170 / 236 / 305, without 141 / 208 / 276; 4 heads of 1k, 6 steps: 96, "
     "without 108",
 )  # fmt: skip
+STREAM_K_PART = Threshold(
+    9, "µs that a CTA of stream-K takes for each tile of which it has a part, beside its steps",
+    "head dim 128, what such calls take more than the start, end and steps of their tiles: runs of their own, 1 / 2 "
+    "heads of 4k 11 / 9, 2 / 3 / 4 of 2k 11 / 7 / 8; runs in two tiles, 1 / 2 of 4k 15 / 13, 1 / 4 causal ones 24 / 18",
+)  # fmt: skip
 STREAM_K_STEPS_VJP = Threshold(
     16, "steps that stream-K must save the last CTAs of a backward",
     "head dim 128, 1k, of which it saves 8: 511, without 523",
@@ -114,13 +119,16 @@ HOPPER_FORWARD = (
         {"wide": 128, "causal": True, "keys": (None, 512)}, HopperConfig(2, 64, 4, 2),
         "512 keys: 333, in blocks of 128 keys 309",
     ),
-    Row({"wide": (65, 96)}, HopperConfig(2, 128, 3, v_stages=4), "tiles of 80 or 96 columns leave room for more"),
+    Row({"wide": (None, 96), "whole": True}, HopperConfig(0, 0, 0), "by `FORWARD_TILES`"),
+    Row(
+        {"wide": (65, 96)}, HopperConfig(2, 128, 3, 2, 3),
+        "tiles of 80 or 96 columns leave room for two of queries: head dim 72, 2 x 4096 tokens, us: 365, with one 380",
+    ),
     Row(
         {"wide": (65, None)}, HopperConfig(2, 128, 2, v_stages=3),
         "values are given back a round later than keys; with a third tile of them 512 / 1k / 4k keys 532 / 635 / 718, "
         "with two 511 / 615 / 711; causal 1k / 4k / 16k 475 / 675 / 732, with two 468 / 668 / 730",
     ),
-    Row({"whole": True}, HopperConfig(0, 0, 0), "by `NARROW_TILES`"),
     Row({"causal": False, "keys": (None, 2047)}, HopperConfig(4, 64, 6)),
     Row({"causal": True, "keys": (None, 8191)}, HopperConfig(4, 64, 6), "there three take no turns"),
     Row({}, HopperConfig(3, 128, 3), "2k / 4k / 16k: 526 / 552 / 574, four consumers 502 / 520 / 510"),
@@ -128,24 +136,40 @@ HOPPER_FORWARD = (
 
 
 class TileTime(NamedTuple):
-    """What a persistent forward takes, in µs: its start and end, each tile, of a causal mask too, and each step."""
+    """What a persistent forward takes, in µs: its start and end, each tile, each step, and each tile of a causal mask
+    more."""
 
     start: float
     tile: float
-    causal_tile: float
     step: float
+    masked: float = 0.0
 
 
-NARROW_TILES = {
-    HopperConfig(3, 128, 3, v_stages=4): TileTime(10.3, 2.0, 3.0, 1.34),
-    HopperConfig(4, 64, 6): TileTime(10.7, 1.7, 1.9, 1.0),
-    HopperConfig(2, 64, 6, 2): TileTime(8.3, 1.0, 1.1, 0.61),
+FORWARD_TILES = {
+    64: {
+        HopperConfig(3, 128, 3, v_stages=4): TileTime(10.3, 2.0, 1.34, 1.0),
+        HopperConfig(4, 64, 6): TileTime(10.7, 1.7, 1.0, 0.2),
+        HopperConfig(2, 64, 6, 2): TileTime(8.3, 1.0, 0.61, 0.1),
+    },
+    80: {
+        HopperConfig(2, 128, 3, 2, 3): TileTime(11.3, 1.4, 1.32),
+        HopperConfig(3, 64, 6): TileTime(7.4, 2.3, 0.95),
+        HopperConfig(2, 64, 5, 2): TileTime(9.5, 0.9, 0.79),
+    },
+    96: {
+        HopperConfig(2, 128, 3, 2, 3): TileTime(11.3, 1.4, 1.40),
+        HopperConfig(3, 64, 6): TileTime(7.4, 2.3, 1.04),
+        HopperConfig(2, 64, 5, 2): TileTime(9.5, 0.9, 0.85),
+    },
 }
-"""Tiles up to head dim 64 without a window, documents or dropout, those that are best in large calls first.
+"""Tiles without a window, documents or dropout by the columns of their products, those that are best in large calls
+first.
 
-Times fitted to 63 measurements: 15 calls of 197 to 4,096 tokens that no table has, and 512 to 16k keys at 16,384
+64: times fitted to 63 measurements, 15 calls of 197 to 4,096 tokens that no table has, and 512 to 16k keys at 16,384
 tokens, with a root mean square error of 4, 4 and 3 %. What they choose is 1.3 % slower than the best of eight such
-tiles, 7.6 % at most (`docs/log/hopper-attention.md`)."""
+tiles, 7.6 % at most. 80 and 96: four numbers a kind of tile, its step at either, fitted to 14 calls of 257 to 12,280
+tokens, with an error of 4, 3 and 2 %; what they choose is 0.7 % slower than the best of six, 3.8 % at most
+(`docs/log/hopper-attention.md`)."""
 
 
 def hopper_forward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
