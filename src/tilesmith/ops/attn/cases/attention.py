@@ -554,6 +554,8 @@ PARTIAL = [
     Case("fp32_d128_key_shares_behind", _attend(1, 92, 4, 130, 3072, 128, init=_tokens_first), GPU, HALF),
     Case("fp32_d128_causal_key_shares", _attend(1, 6, 2, 300, 4100, 128, init=_tokens_first, causal=True), GPU, HALF),
     Case("fp32_d128_narrow", _attend(2, 4, 4, 1500, 1400, 128, causal=True, window_left=127), GPU, HALF),
+    Case("fp32_d80_causal_tiles", _attend(1, 4, 2, 700, 700, 80, init=_tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d96_key_shares", _attend(1, 1, 1, 200, 8000, 96, init=_tokens_first), GPU, HALF),
     Case("fp32_d64_causal_turns", _attend(1, 4, 2, 4200, 4200, 64, init=_tokens_first, causal=True), GPU, HALF),
     Case("fp32_d64_turns", _attend(2, 12, 12, 600, 900, 64), GPU, HALF),
     Case("fp32_d72_causal_tiles", _attend(1, 4, 4, 700, 700, 72, init=_tokens_first, causal=True), GPU, HALF),
