@@ -1,10 +1,14 @@
 """Steps that wait for the host, on one GPU: LoRA on few tokens, blocks with many small kernels.
 
-    python benchmarks/host_bound.py results.json [--part train] [--part blocks] [--variant NAME ...] [--short]
+    python benchmarks/host_bound.py results.json [--part train] [--part blocks] [--variant NAME ...] [--case TEXT]
+        [--rounds N] [--short] [--kernels]
 
 Without --part all of them, without --variant all of a part's. Wall time is a median of rounds in which variants take
-turns; device time is the sum of the kernels that a profiler saw in one step. Exits with 1 where a variant's loss is not
-that of the first. --short: one case of each part, few rounds. Needs transformers, and peft for training.
+turns; host time is what a step takes to return where nothing is queued before it. Device time is the sum of the kernels
+that a profiler saw in one step. What lies between them is told apart: up to `GAP`, as between the kernels of one graph,
+or longer, as where the device waits. Exits with 1 where a variant's loss is not that of the first. --short: one case of
+each part, few rounds. --kernels: the kernels that take the most, with how often they ran. Needs transformers, and peft
+for training.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ import json
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +39,8 @@ SIZES = {
     "llama 8 B, 8 layers": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8},
 }
 BATCHES = ((1, 512), (4, 512), (8, 256))
-CHOSEN: list[str] = []  # variants to measure; all where it is empty
+OPTIONS = argparse.Namespace()  # what the command line asked for
+GAP = 4.0  # µs
 
 
 def between(model: nn.Module) -> None:
@@ -153,15 +160,42 @@ def stepper(model: nn.Module, inputs: dict[str, torch.Tensor], adamw: bool) -> C
     return step
 
 
-def device_ms(step: Callable[[], object]) -> tuple[float, int]:
-    """What the kernels of a step take together, and how many there are."""
+def on_device(step: Callable[[], object], names: int = 0) -> dict[str, Any]:
+    """What the kernels of a step take together, how many there are, and what lies between them; the `names` of them
+    that take the most, with their µs and how often they ran."""
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
         step()
         torch.cuda.synchronize()
     kernels = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(e.device_time for e in kernels) / 1e3, len(kernels)
+    kernels.sort(key=lambda e: e.time_range.start)
+    gaps = [max(0, b.time_range.start - a.time_range.end) for a, b in pairwise(kernels)]
+    found = {
+        "device_ms": sum(e.device_time for e in kernels) / 1e3,
+        "kernels": len(kernels),
+        "short_gaps_ms": sum(gap for gap in gaps if gap <= GAP) / 1e3,
+        "long_gaps_ms": sum(gap for gap in gaps if gap > GAP) / 1e3,
+    }
+    if names:
+        often = Counter(e.name[:100] for e in kernels)
+        spent: Counter[str] = Counter()
+        for kernel in kernels:
+            spent[kernel.name[:100]] += kernel.device_time
+        found["most"] = {name: [round(us, 1), often[name]] for name, us in spent.most_common(names)}
+    return found
+
+
+def host(step: Callable[[], object], steps: int) -> float:
+    """The least ms that a step took until it returned, with nothing queued before it."""
+    least = float("inf")
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        least = min(least, time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return least * 1e3
 
 
 def wall(step: Callable[[], object], steps: int) -> Callable[[], float]:
@@ -184,7 +218,7 @@ def compare(
     """A row for each variant of one case, and whether all losses are the eager one's."""
     steps, rows, right, wanted = {}, {}, True, None
     for name, change in variants.items():
-        if CHOSEN and name not in CHOSEN:
+        if OPTIONS.variant and name not in OPTIONS.variant:
             continue
         model, inputs = make()
         gc.collect()
@@ -209,14 +243,13 @@ def compare(
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        total, kernels = device_ms(step)
         notes = [s for note in getattr(_inner(model), "tilesmith_report", _None).notes for s in note.told()]
         rows[name] = {
             "loss": first,
             "first_call_s": seconds,
             "five_steps_s": ready,
-            "device_ms": total,
-            "kernels": kernels,
+            **on_device(step, 40 if OPTIONS.kernels else 0),
+            "host_ms": host(step, 2 * STEPS),
             "peak_above_weights_mib": (torch.cuda.max_memory_allocated() - held) / 2**20,
             "told": notes,
         }
@@ -226,8 +259,10 @@ def compare(
         rows[name]["wall"] = dataclasses.asdict(timing)
         median = timing.median_us / 1e3
         rows[name]["wall_over_device"] = median / rows[name]["device_ms"]
-        say(f"  {name:<17} {median:8.2f} ms wall, {rows[name]['device_ms']:8.2f} ms device, first call "
-            f"{rows[name]['first_call_s']:.1f} s")  # fmt: skip
+        row = rows[name]
+        say(f"  {name:<17} {median:8.2f} ms wall, {row['host_ms']:8.2f} host, {row['device_ms']:8.2f} device, "
+            f"{row['kernels']} kernels, between them {row['short_gaps_ms']:.2f} and {row['long_gaps_ms']:.2f}, "
+            f"first call {row['first_call_s']:.1f} s")  # fmt: skip
     return rows, right
 
 
@@ -239,27 +274,29 @@ def _inner(model: nn.Module) -> nn.Module:
     return next((m for m in model.modules() if hasattr(m, "tilesmith_report")), model)
 
 
-def train(short: bool) -> tuple[dict[str, Any], bool]:
+def train() -> tuple[dict[str, Any], bool]:
     """LoRA steps on few tokens."""
     found, right = {}, True
-    for name, sizes in list(SIZES.items())[: 1 if short else None]:
-        for batch, tokens in BATCHES[: 1 if short else None]:
-            ids = torch.randint(1000, (batch, tokens), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-            inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-            say(f"{name}, LoRA r16, {batch}x{tokens}")
-            made = lambda sizes=sizes, inputs=inputs: (with_adapters(llama(sizes)).train(), inputs)  # noqa: E731
-            rows, fine = compare(VARIANTS, made, 3 if short else 7, adamw=True)
-            found[f"{name}, {batch}x{tokens}"], right = rows, right and fine
-            torch._dynamo.reset()
+    cases = [(name, shape) for name in SIZES for shape in BATCHES if OPTIONS.case in f"{name}, {shape[0]}x{shape[1]}"]
+    for name, (batch, tokens) in cases[: 1 if OPTIONS.short else None]:
+        ids = torch.randint(1000, (batch, tokens), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+        say(f"{name}, LoRA r16, {batch}x{tokens}")
+        made = lambda name=name, inputs=inputs: (with_adapters(llama(SIZES[name])).train(), inputs)  # noqa: E731
+        rows, fine = compare(VARIANTS, made, OPTIONS.rounds or (3 if OPTIONS.short else 7), adamw=True)
+        found[f"{name}, {batch}x{tokens}"], right = rows, right and fine
+        torch._dynamo.reset()
     return found, right
 
 
-def blocks(short: bool) -> tuple[dict[str, Any], bool]:
+def blocks() -> tuple[dict[str, Any], bool]:
     """Full training of models with many small kernels."""
     found, right = {}, True
-    for name in ("bert-large 32x512", "qwen3-moe 4 layers 1x4096", "gpt-oss 4 layers 1x4096")[: 1 if short else None]:
+    names = ("bert-large 32x512", "qwen3-moe 4 layers 1x4096", "gpt-oss 4 layers 1x4096")
+    for name in [name for name in names if OPTIONS.case in name][: 1 if OPTIONS.short else None]:
         say(name)
-        rows, fine = compare(BLOCKS, lambda name=name: wide(name), 3 if short else 5, adamw=False)
+        rounds = OPTIONS.rounds or (3 if OPTIONS.short else 5)
+        rows, fine = compare(BLOCKS, lambda name=name: wide(name), rounds, adamw=False)
         found[name], right = rows, right and fine
         torch._dynamo.reset()
     return found, right
@@ -272,13 +309,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--part", choices=PARTS, action="append")
-    parser.add_argument("--variant", action="append", default=[])
+    parser.add_argument("--variant", action="append", default=[], choices=sorted({*VARIANTS, *BLOCKS}))
+    parser.add_argument("--case", default="", help="measure the cases whose name holds this")
+    parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--short", action="store_true")
-    given = parser.parse_args()
-    CHOSEN[:] = given.variant
+    parser.add_argument("--kernels", action="store_true")
+    given = parser.parse_args(namespace=OPTIONS)
     document, right = provenance(), True
     for name in given.part or PARTS:
-        document[name], fine = PARTS[name](given.short)
+        document[name], fine = PARTS[name]()
         right &= fine
         given.results.write_text(json.dumps(document, indent=1) + "\n")
         gc.collect()

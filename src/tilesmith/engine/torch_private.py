@@ -42,7 +42,7 @@ NAMES = {
     "torch._C._stash_obj_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
     "torch.utils._python_dispatch.TorchDispatchMode": "launchers are not replayed; doctor cannot watch a call",
     "torch.utils._python_dispatch._disable_current_modes": "launchers that number their launches are not replayed",
-    "torch._foreach_copy_": "gradients that CUDA graphs compute are copied one by one",
+    "torch._foreach_mul": "gradients that CUDA graphs compute are copied one by one",
     "torch._addmm_activation": "products with relu or gelu behind them take two calls",
     "torch.cuda._sleep": "timings queue reads of memory in front of what they time",
 }
@@ -210,13 +210,14 @@ addmm_activation: Callable[..., Tensor] | None = _get("torch._addmm_activation")
 """torch.addmm with relu or gelu behind it, in one call of cuBLASLt."""
 
 
-def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources):
-        target.copy_(source)
+_times = _get("torch._foreach_mul")
 
 
-copy_each: Callable[[list[Tensor], list[Tensor]], Any] = _get("torch._foreach_copy_", _copy_each)
-"""(targets, sources): copies of many tensors, in as few launches as there are dtypes."""
+def clone_each(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one dtype, allocated and filled by one call."""
+    if _times is None or tensors[0].is_complex():  # whose infinities a product with 1 changes
+        return [tensor.clone() for tensor in tensors]
+    return _times(tensors, 1)
 
 
 def aten(*names: str) -> frozenset:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -155,7 +156,8 @@ class Recorded:
         self._warm_up(block)
         recorder = memory.recorder
         self._forward, self.results = recorder.record(self._run_forward)
-        self._backward, self._gradients = recorder.record(self._run_backward)
+        self._backward, gradients = recorder.record(self._run_backward)
+        self._count, self._gradients = len(gradients), _by_dtype(gradients)
         memory.count += 1
         self.number = memory.count
         memory.recordings.add(self)
@@ -256,7 +258,7 @@ class Recorded:
     def run(self, leaves: list[Tensor]) -> Any:
         """The block's result."""
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        results = _Replay.apply(self, leaves, *wanted, *self._parameters)
+        results = _apply(self, leaves, *wanted, *self._parameters)
         return rebuild(self._out_spec, list(results))
 
     def replay_forward(self, leaves: list[Tensor]) -> tuple[_Ticket, list[Tensor]]:
@@ -291,11 +293,22 @@ class Recorded:
         if not torch_private.graph_is_kept():
             self.memory.waiting.pop(self.number, None)
         # The recording's own would be overwritten by the next replay while a parameter's .grad still refers to it.
-        own = [g for g in self._gradients if g is not None]
-        copies = [torch.empty_like(g) for g in own]
-        torch_private.copy_each(copies, own)
-        fresh = iter(copies)
-        return [None if g is None else next(fresh) for g in self._gradients]
+        gradients: list[Tensor | None] = [None] * self._count
+        for places, own in self._gradients:
+            for place, copy in zip(places, torch_private.clone_each(own)):
+                gradients[place] = copy
+        return gradients
+
+
+def _by_dtype(tensors: list[Tensor | None]) -> list[tuple[list[int], list[Tensor]]]:
+    """The tensors of each dtype, with their places in the list."""
+    found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor is not None:
+            places, own = found.setdefault(tensor.dtype, ([], []))
+            places.append(place)
+            own.append(tensor)
+    return list(found.values())
 
 
 class _Replay(torch.autograd.Function):
@@ -315,6 +328,10 @@ class _Replay(torch.autograd.Function):
         return None, None, *ctx.recorded.replay_backward(ctx.ticket, d_results)
 
 
+# Function.apply would first look for wrappers of torch.func, under which no recording serves (`observer`).
+_apply = super(torch.autograd.Function, _Replay).apply
+
+
 class Fingerprint:
     """What a recording took from a block: where its tensors lie, its modules, their plain attributes and hooks."""
 
@@ -325,15 +342,25 @@ class Fingerprint:
         self._children = [(m._modules, dict(m._modules)) for m in modules]
         self._hooks = [d for m in modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)]
         self._hooked = sum(map(len, self._hooks))
-        self._attributes = [(m.__dict__, _plain_attributes(m)) for m in modules]
+        plain = [(m.__dict__, _plain_attributes(m)) for m in modules]
+        self._attributes = [(d, itemgetter(*v), itemgetter(*v)(v)) for d, v in plain if v]
 
     def changed(self) -> bool:
         for holder, name, tensor, address, needs in self._tensors:
             if holder.get(name) is not tensor or tensor.data_ptr() != address or tensor.requires_grad is not needs:
                 return True
-        if any(now != before for now, before in self._children) or sum(map(len, self._hooks)) != self._hooked:
+        for now, before in self._children:
+            if now != before:
+                return True
+        if (self._hooked or any(self._hooks)) and sum(map(len, self._hooks)) != self._hooked:
             return True
-        return not all(values.items() <= holder.items() for holder, values in self._attributes)
+        try:
+            for holder, read, values in self._attributes:
+                if read(holder) != values:
+                    return True
+        except KeyError:  # an attribute is gone
+            return True
+        return False
 
 
 def _place(tensor: Tensor) -> tuple[int, bool]:
