@@ -389,7 +389,8 @@ def test_plain_models_and_their_reports():
     rows = rows_of(model)
     assert rows["1", "activation"].ops == ("gelu",) and rows["2", "norm"].ops == ("layer_norm",)
     assert rows["3", "attention"].action == "skipped"
-    assert rows["0", ""].reason == "no rule for Linear" and rows["4", ""].reason == "no rule for Dropout"
+    assert rows["0", "bias"].reason.startswith("for graphs=True alone") and not rows["0", "bias"].wanted
+    assert rows["4", ""].reason == "no rule for Dropout"
     assert [id(p) for p in model.parameters()] == ids
     assert undo(model) is model and [type(m) for m in model] == [
         nn.Linear, nn.GELU, nn.LayerNorm, nn.MultiheadAttention, nn.Dropout,

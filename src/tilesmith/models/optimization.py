@@ -58,6 +58,20 @@ RECORDED = ("bias",)
 """Rules that are used by default only with recorded blocks: they cost the host more than the device gains."""
 
 
+class Withheld(rewrite.Rule):
+    """A rule of `RECORDED` without recorded blocks: reports what it would replace, and leaves it."""
+
+    def __init__(self, rule: rewrite.Rule):
+        self.name, self._rule = rule.name, rule  # type: ignore[misc]
+
+    def match(self, site: rewrite.Site) -> rewrite.Replace | rewrite.Skip | None:
+        found = self._rule.match(site)
+        if not isinstance(found, rewrite.Replace) or any(form == found.form for form in rewrite.forms(site.module)):
+            return found  # an earlier call may have asked for it
+        why = "for graphs=True alone: without, the host takes longer for it than the device gains"
+        return rewrite.Skip(why, wanted=False)
+
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -130,8 +144,9 @@ def optimize(
     try:
         had = {type(form) for _, form, _ in taken}
         graphs = graphs or GraphedForm in had
-        wanted = [name for name in wanted if only is not None or graphs or name not in RECORDED]
-        rules = [rule() for rule in RULES if rule.name in wanted]
+        withheld = [name for name in RECORDED if only is None and not graphs and name not in patterns]
+        wanted = [name for name in wanted if name in withheld or only is not None or graphs or name not in RECORDED]
+        rules = [Withheld(rule()) if rule.name in withheld else rule() for rule in RULES if rule.name in wanted]
         whole: list[BlockRule | DecodingRule] = [CompileRule(model)] if compile or CompiledForm in had else []
         whole += [DecodingRule(), GraphsRule(model)] if graphs else []
         found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns))
