@@ -1,7 +1,8 @@
 """`optimize(model, graphs=True)`: forward and backward of each repeated block recorded as CUDA graphs, by shape.
 
 A block whose kernels are shorter than the time that Python needs to launch them waits for the host. Its recording is
-launched by one call. `recorded.py` holds one recording; this file decides when a call may be served by one.
+launched by one call. `recorded.py` holds one recording, of one block or of several that follow each other, which
+`chains.py` sees; this file decides when a call may be served by one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from tilesmith.engine import torch_private
 from tilesmith.engine.choice import pins
 from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, observer
 from tilesmith.models.capture import CudaRecorder
+from tilesmith.models.chains import Progress, Trail, one_by_one, single
 from tilesmith.models.reach import observed
-from tilesmith.models.recorded import CannotRecord, Foreign, Memory, Recorded, flatten
+from tilesmith.models.recorded import CannotRecord, Foreign, Link, Memory, Recorded, flatten
 
 RECORDER = CudaRecorder
 PLAIN_CALLS = 2
@@ -31,25 +33,35 @@ once is not worth a recording."""
 MOST_SHAPES = 4
 _REMEMBERED = 256  # shapes of a block that are counted
 _GRAPHS = "_tilesmith_graphs"
+_AWAITS = "an earlier forward still awaits its backward"
+_OTHERWISE = "they are not always called as they were recorded"
 
 
 class Graphs:
-    """What the blocks of one model have recorded. replays: calls served by a recording. seconds: spent recording.
-    plain: why a block ran as before -> how often. refused: class -> why its blocks cannot be recorded."""
+    """What the blocks of one model have recorded.
+
+    replays: calls served by a recording. seconds: spent recording. renewed: recordings dropped since blocks changed.
+    plain: why a block ran as before -> how often. refused: class -> why its blocks are not recorded. apart: why blocks
+    that follow each other are not recorded as one -> how often that was found.
+    """
 
     def __init__(self) -> None:
         self.replays, self.seconds, self.renewed = 0, 0.0, 0
         self.plain: Counter[str] = Counter()
+        self.apart: Counter[str] = Counter()
         self.refused: dict[str, str] = {}
         self._forget()
 
     def _forget(self) -> None:
         self._blocks: weakref.WeakKeyDictionary[nn.Module, _Block] = weakref.WeakKeyDictionary()
         self._memory = Memory(RECORDER())
+        self._trail = Trail()
+        self._progress: Progress | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A recording is of the parameters that it was made with: a copy records its own.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_blocks", "_memory")}
+        own = ("_blocks", "_memory", "_trail", "_progress")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -65,13 +77,16 @@ class Graphs:
         if not self.replays and not self.plain and not self.refused:
             return [f"Recorded blocks: none yet; a shape is recorded when it has trained {PLAIN_CALLS} times"]
         held = self._memory.bytes() / 2**20
+        entries = [entry for block in self._blocks.values() for entry in block.recorded.values()]
+        most = max((len(entry.links) for entry in entries), default=0)
         told = [
-            f"Recorded blocks: {self.replays} replays of {self.recorded} pairs of graphs, recorded in "
-            f"{self.seconds:.1f} s, {held:.1f} MiB held"
+            f"Recorded blocks: {self.replays} calls replayed; pairs of graphs: {len(entries)}, of up to {most} blocks, "
+            f"recorded in {self.seconds:.1f} s, {held:.1f} MiB held"
         ]
         if self.renewed:
             told.append(f"Recordings dropped because parameters moved or modules changed: {self.renewed}")
         told += [f"{cls} cannot be recorded and runs as before: {why}" for cls, why in self.refused.items()]
+        told += [f"Blocks are recorded one by one: {why}" for why in self.apart]
         told += [f"Blocks ran unrecorded {count} times: {why}" for why, count in self.plain.items()]
         return told
 
@@ -81,17 +96,70 @@ class Graphs:
 
     def run(self, plain: Call, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of a block: by a recording where one may serve it, else by `plain`."""
-        entry, leaves = None, []
+        leaves: list[Tensor] = []
         try:
             spec = flatten((args, kwargs), leaves)
-            entry, why = self._entry(block, plain, spec, leaves)
         except Foreign as argument:
-            why = f"given a {argument}"
+            self.refuse(f"given a {argument}")
+            return plain(block, args, kwargs)
+        if not leaves:
+            self.refuse("given no tensor")
+            return plain(block, args, kwargs)
+        state = _state(block, leaves[0].device)
+        progress = self._progress
+        if progress is not None:
+            if progress.asks(block, plain, spec, state, leaves):
+                return self._take(progress)
+            self._progress = None
+            self._take_apart(progress.entry, _OTHERWISE)
+        call = single(block, plain, spec, tuple(map(_described, leaves)), state)
+        entry, why = self._entry(block, call, leaves)
         if entry is None:
             self.refuse(why)
-            return plain(block, args, kwargs)
+            out = plain(block, args, kwargs)
+            self._follow(block, call, leaves, out)
+            return out
+        results = entry.run(leaves)
+        if len(entry.links) == 1:
+            self.replays += 1
+            return entry.rebuilt(0, list(results))
+        self._progress = Progress(entry, leaves, results)
+        return self._take(self._progress)
+
+    def _take(self, progress: Progress) -> Any:
+        """What the next block along a recording of several returns."""
         self.replays += 1
-        return entry.run(leaves)
+        if progress.at_last:
+            self._progress = None
+            if progress.kept():
+                self._take_apart(progress.entry, "what passes between them is kept")
+        return progress.take()
+
+    def _follow(self, block: nn.Module, call: Link, leaves: list[Tensor], out: Any) -> None:
+        """Note a call that ran as before, which may be recorded together with those before it."""
+        known = self._blocks.get(block)
+        if known is None or _checkpoints(block) or _without_gradient(block, leaves):
+            self._trail = Trail()
+        elif self._trail.follow(call, leaves, out):
+            known.trails[call.key] = self._trail.links
+
+    def _take_apart(self, entry: Recorded, why: str) -> None:
+        """Drop a recording of several blocks, which are recorded one by one from now on."""
+        self.apart[why] += 1
+        head = self._drop(entry)
+        if head is not None:
+            head.alone.add(entry.links[0].key)
+
+    def _drop(self, entry: Recorded, renew: bool = False) -> _Block | None:
+        """Forget a recording; with `renew` its calls are counted anew. Returns what is known of its first block."""
+        known = [self._blocks.get(block) if (block := link.block()) is not None else None for link in entry.links]
+        for link, of_block in zip(entry.links, known):
+            if of_block is not None:
+                of_block.recorded.pop(link.key, None)
+                of_block.parts.pop(link.key, None)
+                if renew:
+                    of_block.seen[link.key] = 0
+        return known[0]
 
     def obstacle(self, block: nn.Module) -> str:
         """Why no call of a block can be served now, whatever its arguments; "" if one can."""
@@ -107,64 +175,104 @@ class Graphs:
             return "hooks on saved tensors are on (checkpointing of more than the block, offloading)"
         return observer()
 
-    def _entry(self, block: nn.Module, plain: Call, spec: Any, leaves: list[Tensor]) -> tuple[Recorded | None, str]:
-        """The recording that serves a call, or why there is none."""
+    def _entry(self, block: nn.Module, call: Link, leaves: list[Tensor]) -> tuple[Recorded | None, str]:
+        """The recording that serves a call and those behind it, or why there is none."""
         recorder = self._memory.recorder
-        if not leaves:
-            return None, "given no tensor"
-        device = leaves[0].device
-        missing = recorder.missing(device)
+        missing = recorder.missing(leaves[0].device)
         if missing:
             return None, missing
         if recorder.busy():
             return None, "somebody records it"
-        key = (plain, spec, tuple(map(_described, leaves)), _state(block, device))
         known = self._blocks.get(block)
         if known is None:
             known = self._blocks[block] = _Block()
-        entry = known.recorded.get(key)
+        entry = known.recorded.get(call.key)
         if entry is not None and entry.stale():
-            del known.recorded[key]
-            known.seen[key], self.renewed, entry = 0, self.renewed + 1, None
+            self._drop(entry, renew=True)
+            self.renewed, entry = self.renewed + 1, None
         if entry is None:
-            why = known.unready(key, leaves) or _without_gradient(block, leaves)
+            whole = known.parts.get(call.key)
+            if whole is not None and whole.ticket is not None:
+                return None, _AWAITS
+            if whole is not None:
+                self._take_apart(whole, _OTHERWISE)
+            why = known.unready(call.key, leaves) or _without_gradient(block, leaves)
             if why:
                 return None, why
-            entry = self._record(block, plain, spec, leaves)
+            entry = self._record(block, known, call, leaves)
             if entry is None:
                 return None, "it cannot be recorded"
-            known.recorded[key] = entry
-        if not entry.free(leaves):
-            return None, "an earlier forward still awaits its backward"
-        return entry, ""
+        return (entry, "") if entry.free(leaves) else (None, _AWAITS)
 
-    def _record(self, block: nn.Module, plain: Call, spec: Any, leaves: list[Tensor]) -> Recorded | None:
-        start = time.perf_counter()
+    def _record(self, block: nn.Module, known: _Block, call: Link, leaves: list[Tensor]) -> Recorded | None:
+        """Record a call, together with those that came behind it when it last ran, if that is possible."""
+        start, entry = time.perf_counter(), None
         try:
-            return Recorded(self._memory, block, plain, spec, leaves, _checkpoints(block))
+            links = [] if call.key in known.alone else self._behind(known, call)
+            if len(links) > 1:
+                entry = self._record_together(known, links, leaves)
+            if entry is None:
+                entry = Recorded(self._memory, [call], leaves, _checkpoints(block))
         except (CannotRecord, RuntimeError) as problem:  # CUDA's errors are RuntimeErrors
-            cls, why = type(block).__name__, (str(problem).splitlines() or ["it raised"])[0][:200]
+            cls, why = type(block).__name__, _short(problem)
             self.refused[cls] = why
             warnings.warn(f"optimize(graphs=True): {cls} runs unrecorded: {why}", stacklevel=2)
             return None
         finally:
             self.seconds += time.perf_counter() - start
+        known.recorded[call.key] = entry
+        for link in entry.links[1:]:
+            self._blocks[link.block()].parts[link.key] = entry
+        return entry
+
+    def _behind(self, known: _Block, call: Link) -> list[Link]:
+        """The links that start with a call, as far as each has run often enough."""
+        found: list[Link] = []
+        for link in known.trails.get(call.key, ()):
+            of_block = self._blocks.get(link.block()) if link.block() is not None else None
+            if of_block is None or of_block.seen[link.key] < PLAIN_CALLS or of_block.full():
+                break
+            found.append(link)
+        return found
+
+    def _record_together(self, known: _Block, links: list[Link], leaves: list[Tensor]) -> Recorded | None:
+        why = one_by_one(links)
+        if not why:
+            try:
+                return Recorded(self._memory, links, leaves, repeats=False)
+            except (CannotRecord, RuntimeError) as problem:
+                why = _short(problem)
+        known.alone.add(links[0].key)
+        self.apart[why] += 1
+        return None
 
 
 class _Block:
-    """What is known of one block: its recordings, and how often it ran calls that are not recorded."""
+    """What is known of one block, by the keys of its calls.
+
+    recorded: recordings that start with it. parts: those that have it further behind. seen: how often it ran calls that
+    are not recorded. trails: the calls that followed one. alone: calls that are not recorded with those behind them.
+    """
 
     def __init__(self) -> None:
         self.recorded: dict[Any, Recorded] = {}
+        self.parts: dict[Any, Recorded] = {}
         self.seen: Counter[Any] = Counter()
+        self.trails: dict[Any, list[Link]] = {}
+        self.alone: set[Any] = set()
+
+    def full(self) -> bool:
+        """Whether no further shape is recorded."""
+        return len(self.recorded) + len(self.parts) >= MOST_SHAPES
 
     def unready(self, key: Any, leaves: list[Tensor]) -> str:
         """Why a call is not recorded now, "" if it is."""
         shape = list(leaves[0].shape)
-        if len(self.recorded) >= MOST_SHAPES:
+        if self.full():
             return f"shape {shape} beyond the {MOST_SHAPES} that are recorded"
         if len(self.seen) >= _REMEMBERED:
             self.seen.clear()
+            self.trails.clear()
         self.seen[key] += 1
         return f"new shape {shape}" if self.seen[key] <= PLAIN_CALLS else ""
 
@@ -204,6 +312,10 @@ class GraphsRule(BlockRule):
 
     def __init__(self, model: nn.Module):
         super().__init__(model, Graphs())
+
+
+def _short(problem: Exception) -> str:
+    return (str(problem).splitlines() or ["it raised"])[0][:200]
 
 
 def _checkpoints(block: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""One block's forward and backward for one shape, recorded: the memory they read and write, and when they may run.
+"""Forward and backward of blocks for one shape, recorded: the memory they read and write, and when they may run.
 
 A replay writes where the recording wrote. So what a replay would overwrite must not be needed any more: a recording
 whose forward awaits its backward is not replayed, nor is one that was recorded before such a one, since a later
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -77,6 +78,17 @@ def rebuild(spec: Any, leaves: list[Tensor]) -> Any:
     return tuple(made) if kind == "tuple" else made
 
 
+class Identity:
+    """A tensor as it is now, without keeping it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self._version = weakref.ref(tensor), tensor._version
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is this one, and nobody has written to it since."""
+        return self.tensor() is tensor and self._version == tensor._version
+
+
 class _Slot:
     """A buffer for a tensor that several blocks are given, such as the angles of a rotation: filled once for all."""
 
@@ -86,10 +98,10 @@ class _Slot:
 
     def fill(self, source: Tensor) -> None:
         self.buffer.copy_(source)
-        self.source, self.version = weakref.ref(source), source._version
+        self._source = Identity(source)
 
     def holds(self, tensor: Tensor) -> bool:
-        return self.source() is tensor and self.version == tensor._version
+        return self._source.holds(tensor)
 
 
 class Memory:
@@ -117,52 +129,83 @@ class Memory:
         return found
 
 
-class _Ticket:
-    """One replay of a forward, as its gradient knows it. spoiled: its activations may have been overwritten."""
+class Ticket:
+    """One replay of a forward, as its gradient knows it.
+
+    served: how many of its blocks have been called. between: what passes from block to block. done: its backward has
+    run. spoiled: its activations may have been overwritten.
+    """
 
     def __init__(self) -> None:
-        self.spoiled = False
+        self.served, self.done, self.spoiled = 1, False, False
+        self.between: list[Identity] = []
+
+
+@dataclass(frozen=True)
+class Link:
+    """A call of one block among those that are recorded together.
+
+    plain, spec: what runs it, and its arguments without their tensors. shapes: what these are like. state: what else
+    its kernels depend on. sources: where each tensor comes from: (True, i) is the i-th that the link before returned,
+    (False, i) the i-th that the first link is given.
+    """
+
+    block: weakref.ref[nn.Module]
+    plain: Call
+    spec: Any
+    shapes: tuple
+    state: tuple
+    sources: tuple[tuple[bool, int], ...]
+
+    @property
+    def key(self) -> tuple:
+        """What calls of the block have in common with this one."""
+        return self.plain, self.spec, self.shapes, self.state
+
+    def given(self, first: Sequence[Any], before: Sequence[Any]) -> list[Any]:
+        """What this link is given, of what the first is given and the one before returned."""
+        return [(before if behind else first)[place] for behind, place in self.sources]
 
 
 class Recorded:
-    """Forward and backward of `block` for arguments like `leaves`, recorded when this is made.
+    """Forward and backward of blocks, each `Link` behind the one before, for arguments of the first like `leaves`;
+    recorded when this is made.
 
     repeats: the backward runs the forward again, so nothing but the arguments is kept between the two (checkpointing).
-    Raises CannotRecord, or what the recorder or the block raises.
+    Raises CannotRecord, or what the recorder or a block raises.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        block: nn.Module,
-        plain: Call,
-        spec: Any,
-        leaves: list[Tensor],
-        repeats: bool,
-    ):
-        self.memory, self._plain, self._spec, self._repeats = memory, plain, spec, repeats
-        self._block = weakref.ref(block)
+    def __init__(self, memory: Memory, links: Sequence[Link], leaves: list[Tensor], repeats: bool):
+        self.memory, self.links, self._repeats = memory, tuple(links), repeats
         self._device = leaves[0].device
-        self._ticket: weakref.ref[_Ticket] | None = None
-        self._sources = Fingerprint(block)
-        self._parameters = [p for p in block.parameters() if p.requires_grad]
+        self._ticket: weakref.ref[Ticket] | None = None
+        self._sources = [Fingerprint(block) for block in dict.fromkeys(map(_block, self.links))]
+        homes: dict[Tensor, int] = {}  # of each parameter, the first link that has it
+        for place, link in enumerate(self.links):
+            for parameter in _trained(link):
+                homes.setdefault(parameter, place)
+        self._parameters = list(homes)
         self._slots: list[_Slot | None] = []
         self._inputs: list[Tensor] = []
         with torch.no_grad():
             for leaf in leaves:
                 self._take(leaf)
         self._wanted = [x for x in self._inputs if x.requires_grad]
+        self._homes = [0] * len(self._wanted) + list(homes.values())
         self._outs: list[Tensor] = []
-        self._warm_up(block)
+        self._parts: list[tuple[Any, int, int]] = []  # what each link returns, and where its tensors are in `results`
+        self._d_results: list[Tensor | None] = []
+        self._warm_up()
         recorder = memory.recorder
         self._forward, self.results = recorder.record(self._run_forward)
         self._backward, gradients = recorder.record(self._run_backward)
-        self._count, self._gradients = len(gradients), _by_dtype(gradients)
+        self._gradients = _by_dtype(gradients)
         memory.count += 1
         self.number = memory.count
         memory.recordings.add(self)
         memory.results.update({t.data_ptr(): t for t in self.results})
         self.buffers = [x for x in (*self._inputs, *self._d_results) if x is not None]
+        self._zero = [not repeats] * len(self._d_results)  # whether a buffer holds zeros
 
     def _take(self, leaf: Tensor) -> None:
         """Decide where an argument lies while graphs read it."""
@@ -177,61 +220,76 @@ class Recorded:
         self._slots.append(None)
         self._inputs.append(buffer.detach().requires_grad_())
 
-    def _warm_up(self, block: nn.Module) -> None:
+    def _warm_up(self) -> None:
+        """Run each link by itself, forward and backward, so that libraries have set themselves up."""
         recorder, device = self.memory.recorder, self._device
-        versions = [b._version for b in block.buffers()]
-        before = recorder.random_state(device)
-        recorder.warm(self._call)
-        draws = not torch.equal(before, recorder.random_state(device))
-        if versions != [b._version for b in block.buffers()]:
+        buffers = [buffer for link in self.links for buffer in _block(link).buffers()]
+        versions = [b._version for b in buffers]
+        before, returned = recorder.random_state(device), []
+        try:
+            for link in self.links:
+                returned = self._warm(link, link.given(self._inputs, returned))
+                if not torch.equal(before, recorder.random_state(device)):
+                    self._refuse_draws()
+        finally:
+            recorder.restore(device, before)
+        if versions != [b._version for b in buffers]:
             raise CannotRecord("its forward writes to a buffer")
-        if draws and self._repeats:
-            raise CannotRecord("it is checkpointed and draws random numbers, which its repetition would draw anew")
-        if not any(out.requires_grad for out in self._outs):
-            raise CannotRecord("nothing that it returns has a gradient")
-        self._needs = [out.requires_grad for out in self._outs]
-        self._d_results = [torch.zeros_like(out) if out.requires_grad else None for out in self._outs]
-        for _ in range(_WARM_RUNS - 1):
-            recorder.warm(self._call)
-        recorder.warm(self._differentiate)
-        recorder.restore(device, before)
-        self._outs = []
+        self._needs = [d is not None for d in self._d_results]
 
-    def _call(self) -> None:
-        """Run the block with gradients; what it returns goes to `_outs`."""
-        args, kwargs = rebuild(self._spec, self._inputs)
-        with torch.enable_grad(), uncached_autocast(self._device.type), _own_saved_tensors():
-            out = self._plain(self._block(), args, kwargs)
-        self._outs = []
-        self._out_spec = flatten(out, self._outs)
+    def _refuse_draws(self) -> None:
+        if self._repeats:
+            raise CannotRecord("it is checkpointed and draws random numbers, which its repetition would draw anew")
+        if len(self.links) > 1:
+            raise CannotRecord("they draw random numbers")
+
+    def _warm(self, link: Link, given: list[Tensor]) -> list[Tensor]:
+        """Run one link, given these; returns what it returns."""
+        warm, outs = self.memory.recorder.warm, []
+        for _ in range(_WARM_RUNS):
+            outs = []
+            outs = warm(lambda: self._run(link, given)[1])
+        if not any(out.requires_grad for out in outs):
+            raise CannotRecord("nothing that it returns has a gradient")
+        targets = [torch.zeros_like(out) if out.requires_grad else None for out in outs]
+        wanted = [*(x for x in given if x.requires_grad), *_trained(link)]
+        warm(lambda: self._differentiate(outs, targets, wanted))
+        self._d_results += targets
+        return [out.detach().requires_grad_(out.requires_grad) for out in outs]
+
+    def _run(self, link: Link, given: list[Tensor], grad: bool = True) -> tuple[Any, list[Tensor]]:
+        """What one link returns, as `flatten` takes it apart."""
+        args, kwargs = rebuild(link.spec, given)
+        with torch.set_grad_enabled(grad), uncached_autocast(self._device.type), _own_saved_tensors():
+            out = link.plain(_block(link), args, kwargs)
+        returned: list[Tensor] = []
+        return flatten(out, returned), returned
+
+    def _run_all(self, inputs: list[Tensor], grad: bool = True) -> list[Tensor]:
+        """What all links return."""
+        outs, returned, parts = [], [], []
+        for link in self.links:
+            spec, returned = self._run(link, link.given(inputs, returned), grad)
+            parts.append((spec, len(outs), len(outs) + len(returned)))
+            outs += returned
+        self._parts = parts
+        return outs
 
     def _run_forward(self) -> list[Tensor]:
         if self._repeats:
-            with torch.no_grad():
-                self._call_without_gradients()
-        else:
-            self._call()
+            return self._run_all([x.detach() for x in self._inputs], grad=False)
+        self._outs = self._run_all(self._inputs)
         return [out.detach() for out in self._outs]
 
-    def _call_without_gradients(self) -> None:
-        args, kwargs = rebuild(self._spec, [x.detach() for x in self._inputs])
-        with uncached_autocast(self._device.type):
-            out = self._plain(self._block(), args, kwargs)
-        self._outs = []
-        flatten(out, self._outs)
-
     def _run_backward(self) -> list[Tensor | None]:
-        if self._repeats:
-            self._call()
-        gradients = self._differentiate()
-        if self._repeats:
-            self._outs = []
-        return gradients
+        outs = self._run_all(self._inputs) if self._repeats else self._outs
+        return self._differentiate(outs, self._d_results, [*self._wanted, *self._parameters])
 
-    def _differentiate(self) -> list[Tensor | None]:
-        outs = [out for out, needs in zip(self._outs, self._needs) if needs]
-        given = [d for d in self._d_results if d is not None]
-        wanted = [*self._wanted, *self._parameters]
+    def _differentiate(
+        self, outs: list[Tensor], targets: list[Tensor | None], wanted: list[Tensor]
+    ) -> list[Tensor | None]:
+        outs = [out for out, target in zip(outs, targets) if target is not None]
+        given = [target for target in targets if target is not None]
         # The graph of a forward that is not repeated is kept: it holds the activations where the replays look for them.
         with torch_private.activations_kept():
             return list(torch.autograd.grad(outs, wanted, given, retain_graph=not self._repeats, allow_unused=True))
@@ -253,22 +311,35 @@ class Recorded:
 
     def stale(self) -> bool:
         """Whether parameters lie elsewhere now, or modules, their attributes or hooks have changed."""
-        return self._sources.changed()
+        return any(source.changed() for source in self._sources)
 
-    def run(self, leaves: list[Tensor]) -> Any:
-        """The block's result."""
+    def run(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors that all links return."""
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        results = _apply(self, leaves, *wanted, *self._parameters)
-        return rebuild(self._out_spec, list(results))
+        return _apply(self, leaves, *wanted, *self._parameters)
 
-    def replay_forward(self, leaves: list[Tensor]) -> tuple[_Ticket, list[Tensor]]:
+    def returned(self, place: int, results: Sequence[Tensor]) -> list[Tensor]:
+        """Those that one link returns."""
+        _, start, end = self._parts[place]
+        return list(results[start:end])
+
+    def rebuilt(self, place: int, tensors: list[Tensor]) -> Any:
+        """What one link returns, made of its tensors."""
+        return rebuild(self._parts[place][0], tensors)
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """The last replay, unless nobody holds its results any more."""
+        return None if self._ticket is None else self._ticket()
+
+    def replay_forward(self, leaves: list[Tensor]) -> tuple[Ticket, list[Tensor]]:
         for slot, buffer, leaf in zip(self._slots, self._inputs, leaves):
             if slot is None:
                 if buffer.data_ptr() != leaf.data_ptr():
                     buffer.detach().copy_(leaf)
             elif not slot.holds(leaf):
                 slot.fill(leaf)
-        ticket, waiting, number = _Ticket(), self.memory.waiting, self.number
+        ticket, waiting, number = Ticket(), self.memory.waiting, self.number
         waiting[number] = self
         self._ticket = weakref.ref(ticket, lambda _: waiting.pop(number, None))
         for result in self.results:  # whoever saved the last replay's result for a gradient is told by autograd
@@ -276,28 +347,53 @@ class Recorded:
         self._forward()
         return ticket, [result.detach() for result in self.results]
 
-    def replay_backward(self, ticket: _Ticket, d_results: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        if ticket.spoiled or self._ticket is None or self._ticket() is not ticket:
+    def replay_backward(self, ticket: Ticket, d_results: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        if ticket.spoiled or self.ticket is not ticket:
             raise RuntimeError(
                 "optimize(graphs=True): the activations of this forward were overwritten by a later replay before its "
                 "backward; run each backward once, before the next forward, or leave graphs=True away"
             )
+        if any(watched(between.tensor()) for between in ticket.between):
+            raise RuntimeError(
+                "optimize(graphs=True): what a block hands to the next got a hook, or retain_grad, after both had run "
+                "as one; ask for it before the next block runs, or leave graphs=True away"
+            )
+        ticket.done = True
         for number, other in self.memory.waiting.items():
-            waits = other._ticket() if other._ticket is not None else None
+            waits = other.ticket
             if number > self.number and waits is not None:  # its activations may lie where this backward computes
                 waits.spoiled = True
-        for buffer, given in zip(self._d_results, d_results):
-            if buffer is not None:
-                buffer.zero_() if given is None else buffer.copy_(given)
+        for place, (buffer, given) in enumerate(zip(self._d_results, d_results)):
+            if buffer is None or (given is None and self._zero[place]):
+                continue
+            buffer.zero_() if given is None else buffer.copy_(given)
+            self._zero[place] = given is None and not self._repeats
         self._backward()
         if not torch_private.graph_is_kept():
             self.memory.waiting.pop(self.number, None)
         # The recording's own would be overwritten by the next replay while a parameter's .grad still refers to it.
-        gradients: list[Tensor | None] = [None] * self._count
+        gradients: list[Tensor | None] = [None] * len(self._homes)
         for places, own in self._gradients:
             for place, copy in zip(places, torch_private.clone_each(own)):
-                gradients[place] = copy
+                if self._homes[place] < ticket.served:  # the links behind that one were not asked for
+                    gradients[place] = copy
         return gradients
+
+
+def _block(link: Link) -> nn.Module:
+    block = link.block()
+    if block is None:
+        raise CannotRecord("one of its blocks is gone")
+    return block
+
+
+def _trained(link: Link) -> list[nn.Parameter]:
+    return [p for p in _block(link).parameters() if p.requires_grad]
+
+
+def watched(tensor: Tensor | None) -> bool:
+    """Whether somebody is told the gradient of a tensor."""
+    return tensor is not None and bool(tensor._backward_hooks or tensor.retains_grad)
 
 
 def _by_dtype(tensors: list[Tensor | None]) -> list[tuple[list[int], list[Tensor]]]:
