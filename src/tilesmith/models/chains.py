@@ -79,9 +79,9 @@ class Progress:
         self._ticket = entry.ticket
         if self._ticket is not None:
             self._ticket.between = [
-                Identity(before[place])
-                for link, before in zip(entry.links[1:], self._left)
-                for behind, place in link.sources
+                (place, Identity(self._left[place - 1][source]))
+                for place, link in enumerate(entry.links)
+                for behind, source in link.sources
                 if behind
             ]
 
@@ -111,6 +111,5 @@ class Progress:
 
     def kept(self) -> bool:
         """Whether somebody still has what passed between blocks, other than what the last one is given now."""
-        last = sum(behind for behind, _ in self.entry.links[-1].sources)
         between = self._ticket.between if self._ticket is not None else []
-        return any(known.tensor() is not None for known in between[: len(between) - last])
+        return any(place < self._place and known.tensor() is not None for place, known in between)

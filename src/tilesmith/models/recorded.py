@@ -132,13 +132,13 @@ class Memory:
 class Ticket:
     """One replay of a forward, as its gradient knows it.
 
-    served: how many of its blocks have been called. between: what passes from block to block. done: its backward has
-    run. spoiled: its activations may have been overwritten.
+    served: how many of its links have been called. between: what passes from link to link, each with the place of the
+    one that is given it. done: its backward has run. spoiled: its activations may have been overwritten.
     """
 
     def __init__(self) -> None:
         self.served, self.done, self.spoiled = 1, False, False
-        self.between: list[Identity] = []
+        self.between: list[tuple[int, Identity]] = []
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ class Recorded:
                 "optimize(graphs=True): the activations of this forward were overwritten by a later replay before its "
                 "backward; run each backward once, before the next forward, or leave graphs=True away"
             )
-        if any(watched(between.tensor()) for between in ticket.between):
+        if any(place < ticket.served and watched(known.tensor()) for place, known in ticket.between):
             raise RuntimeError(
                 "optimize(graphs=True): what a block hands to the next got a hook, or retain_grad, after both had run "
                 "as one; ask for it before the next block runs, or leave graphs=True away"
