@@ -116,6 +116,9 @@ def test_estimated_shares_are_those_of_the_means():
     p = (sampled @ means.mT / 4).masked_fill(behind, float("-inf")).softmax(-1)
     wanted = p.unflatten(3, (3, 8)).sum(-1).unflatten(2, (3, 4)).mean(3).unflatten(1, (2, 2)).mean(2)
     torch.testing.assert_close(shares, wanted)
+    few = estimated_shares(q, k, block_size=32, key_samples=16)
+    torch.testing.assert_close(few, ops.block_shares(q, k, None, True, 32, 8, 4, 2, 2))
+    assert not torch.equal(few, shares)
     short = estimated_shares(q[:, :, :90], k[:, :, :90], block_size=32)
     torch.testing.assert_close(short.sum(-1), torch.ones(2, 2, 3))
 
@@ -418,14 +421,14 @@ def test_a_needle_is_found_with_a_tenth_of_the_blocks():
 
 
 @pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter")
-def test_shares_of_long_sequences_come_head_by_head(needs_triton, monkeypatch):
-    """Where the log-sum-exps of all heads would take too much memory."""
+def test_shares_of_long_sequences_come_tile_by_tile(needs_triton, monkeypatch):
+    """Where the sums of all tiles would take too much memory."""
     from tilesmith.ops.attn.triton import block_shares
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k = torch.randn(2, 4, 96, 32, device=device), torch.randn(2, 2, 96, 32, device=device)
     wanted = block_shares_of(q, k, "reference")
-    for most in (1, 3 * 4 * 32 * 8 * 8):  # one head at a time, and some that do not divide all
+    for most in (1, 2 * 4 * 8 * 3 * 16 * 2):  # one tile at a time, and two of three
         monkeypatch.setattr(block_shares, "MOST_SUMS", most)
         torch.testing.assert_close(block_shares_of(q, k, "triton"), wanted)
 

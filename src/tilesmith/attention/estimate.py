@@ -14,19 +14,27 @@ from tilesmith.ops.attn.mask import Blocks
 
 SUB_BLOCKS = 8  # stretches of a block of keys, each with one mean
 QUERY_SUB_BLOCKS, QUERIES = 4, 16  # stretches of a block of queries, and of how many of its queries they are the means
+KEYS = 64  # of a block that are read
 
 
 def estimated_shares(
-    q: Tensor, k: Tensor, *, block_size: int = 128, causal: bool = True, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    *,
+    block_size: int = 128,
+    causal: bool = True,
+    scale: float | None = None,
+    key_samples: int = KEYS,
 ) -> Tensor:
     """Estimated share of each block of keys in the attention of each block of queries: fp32 [B, G, R, C].
 
-    Keys are averaged over stretches of block_size / 8 tokens, queries over stretches of block_size / 4, of which only
-    four are read, evenly spaced, or all where there are no more; the softmax of these means is summed over the
-    4 x 8 pairs of a pair of blocks, and averaged over the query heads of a kv head. A row's shares add up to 1. Nothing
-    of T x S is made: 1 / 512 of the products of attention at block_size 128, twice. No gradient.
+    Keys are averaged over stretches of block_size / 8 tokens, queries over stretches of block_size / 4. Of a block
+    key_samples keys and 16 queries are read, evenly spaced, or all where there are no more. The softmax of the means is
+    summed over the 4 x 8 pairs of a pair of blocks, and averaged over the query heads of a kv head. A row's shares add
+    up to 1. Nothing of T x S is made: 1 / 512 of the products of attention at block_size 128. No gradient.
 
     q [B, H, T, D], k [B, G, S, D]; causal: needs T == S. scale: 1 / sqrt(D) if None. block_size: a multiple of 8.
+    key_samples: a key that is not read cannot be found; `block_size` of them cost half as much again.
     Source: the block score of SpargeAttn (arXiv:2502.18137) with a log-sum-exp over sub-blocks in place of one mean.
     """
     of = "estimated_shares"
@@ -34,9 +42,12 @@ def estimated_shares(
         raise ValueError(f"{of}: block_size must be a multiple of {SUB_BLOCKS}, got {block_size}")
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"{of}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
+    strides = (
+        math.gcd(block_size // stretches, max(1, block_size // samples))
+        for stretches, samples in ((QUERY_SUB_BLOCKS, QUERIES), (SUB_BLOCKS, size(of, "key_samples", key_samples)))
+    )
     with torch.no_grad():
-        stride = math.gcd(block_size // QUERY_SUB_BLOCKS, max(1, block_size // QUERIES))
-        return ops.block_shares(q, k, scale, causal, block_size, SUB_BLOCKS, QUERY_SUB_BLOCKS, stride)
+        return ops.block_shares(q, k, scale, causal, block_size, SUB_BLOCKS, QUERY_SUB_BLOCKS, *strides)
 
 
 def chosen_blocks(

@@ -477,6 +477,7 @@ def block_shares(
     stretches: int = 8,
     query_stretches: int | None = None,
     query_stride: int = 1,
+    key_stride: int = 1,
 ) -> Tensor:
     """Estimated share of each block of keys in the attention of each block of queries.
 
@@ -491,8 +492,8 @@ def block_shares(
         block: tokens of a block; the last one, and the last stretch, may be shorter.
         stretches: of a block, which they divide.
         query_stretches: those of a block of queries, a divisor of stretches; None: as many.
-        query_stride: a mean of queries is that of each query_stride-th token of its stretch, from the first one on. It
-            must divide the stretch.
+        query_stride, key_stride: a mean of queries is that of each query_stride-th token of its stretch, from the first
+            one on, and one of keys that of each key_stride-th. They must divide the stretches.
 
     Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
     """

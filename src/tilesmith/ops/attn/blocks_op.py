@@ -76,20 +76,22 @@ def _check_mass(
         raise ValueError(f"{op}: indices must have one dim, got {list(indices.shape)}")
 
 
-def _check_shares(q, k, scale=None, causal=False, block=128, stretches=8, query_stretches=None, query_stride=1) -> None:
+def _check_shares(
+    q, k, scale=None, causal=False, block=128, stretches=8, query_stretches=None, query_stride=1, key_stride=1
+) -> None:
     op = "block_shares"
     of_queries = stretches if query_stretches is None else query_stretches
-    _check_pair(
-        op, q, k, scale, block=block, stretches=stretches, query_stretches=of_queries, query_stride=query_stride
-    )
+    sizes = {"query_stretches": of_queries, "query_stride": query_stride, "key_stride": key_stride}
+    _check_pair(op, q, k, scale, block=block, stretches=stretches, **sizes)
     if block % stretches:
         raise ValueError(f"{op}: stretches must divide block, {block}, got {stretches}")
     if stretches % of_queries:
         raise ValueError(f"{op}: query_stretches must divide stretches, {stretches}, got {of_queries}")
-    if block // of_queries % query_stride:
-        raise ValueError(
-            f"{op}: query_stride must divide a stretch of queries, {block // of_queries} tokens, got {query_stride}"
-        )
+    for of, name, stretch in (
+        ("queries", "query_stride", block // of_queries), ("keys", "key_stride", block // stretches),
+    ):  # fmt: skip
+        if stretch % sizes[name]:
+            raise ValueError(f"{op}: {name} must divide a stretch of {of}, {stretch} tokens, got {sizes[name]}")
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"{op}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
 

@@ -179,6 +179,8 @@ def _shared_out() -> list[Case]:
         Case("one_mean_a_block", _pair_alone(1, 2, 2, 50, 50, 16, causal=True, block=8, stretches=1), SMALL),
         Case("other_blocks", _pair_alone(1, 1, 1, 50, 40, 8, block=12, stretches=3), TEST),
         Case("sampled", _pair_alone(1, 4, 2, 75, 75, 24, causal=True, **blocks, **sampled), SMALL),
+        Case("sampled_keys", _pair_alone(1, 6, 2, 75, 75, 24, causal=True, **blocks, **sampled, key_stride=2), SMALL),
+        Case("far_apart", _pair_alone(1, 2, 1, 300, 300, 16, causal=True, scale=9.0, **blocks), SMALL),
         Case(
             "few_queries",
             _pair_alone(2, 2, 2, 37, 60, 16, **{**blocks, "query_stretches": 2, "query_stride": 8}),
@@ -186,13 +188,13 @@ def _shared_out() -> list[Case]:
         ),
         Case(
             "sampled_tiles",
-            _pair_alone(1, 4, 2, 3000, 3000, 128, causal=True, query_stretches=4, query_stride=8),
+            _pair_alone(1, 4, 2, 3000, 3000, 128, causal=True, query_stretches=4, query_stride=8, key_stride=2),
             GPU,
             HALF,
         ),
         Case(
             "sampled_32k",
-            _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True, query_stretches=4, query_stride=8),
+            _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True, query_stretches=4, query_stride=8, key_stride=2),
             BENCH,
             HALF,
         ),
@@ -286,8 +288,8 @@ bytes_moved = {
     "block_scores_vjp": lambda q, k, block_q, block_k: 2 * _held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
     "block_max_scores": lambda q, k, block_k: _held(q, k) + 4 * _plane(q, k) // block_k,
     "block_mass": lambda q, k, lse, block_q, block_k: _held(q, k, lse) + 4 * _plane(q, k) // (block_q * block_k),
-    "block_shares": lambda q, k, block, query_stride: (
-        _held(q) // query_stride + _held(k) + 4 * _plane(q, k) // block**2
+    "block_shares": lambda q, k, block, query_stride, key_stride: (
+        _held(q) // query_stride + _held(k) // key_stride + 4 * _plane(q, k) // block**2
     ),
     "block_select": lambda scores: scores.numel() * (scores.element_size() + 1),
     "block_lists": lambda keep, room: 2 * keep.numel() + 8 * room,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 
 LOWEST = tl.constexpr(-(1 << 31))
@@ -22,7 +23,7 @@ def _middle(low, high):
 @triton.jit
 def _block_select_kernel(
     scores_ptr, counts_ptr, visible_ptr, keep_ptr, strides, lists, rows, columns, mass, first, last,
-    BLOCK: tl.constexpr, BY_MASS: tl.constexpr,
+    BLOCK: tl.constexpr, BY_MASS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row. Scores become integers of the same order; two bisections find the last one that is kept by number and by
     share."""
@@ -30,6 +31,8 @@ def _block_select_kernel(
     row = tl.program_id(0) - number * rows
     batch, which = number // lists, number % lists
     column = tl.arange(0, BLOCK)
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     seen = tl.minimum(tl.maximum(tl.load(visible_ptr + row), 0), columns)
     wanted = tl.minimum(tl.load(counts_ptr + row), seen)
     place = scores_ptr + batch.to(tl.int64) * strides[0] + which.to(tl.int64) * strides[1]
@@ -195,6 +198,7 @@ def _entries_before(keep_ptr, first, rows, row_stride, column_stride, ROWS: tl.c
 def _counted_lists_kernel(
     keep_ptr, counts_ptr, offsets_ptr, indices_ptr, offsets_t_ptr, indices_t_ptr, strides, lists, tables, rows, columns,
     room, ROW_LINES: tl.constexpr, COLUMN_LINES: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """As `_block_lists_kernel`, where it is known how many entries the rows of each table have: nobody waits for sums.
     The programs of columns, which count those before them, come first."""
@@ -205,6 +209,8 @@ def _counted_lists_kernel(
     keep_ptr += (number // lists).to(tl.int64) * strides[0] + (number % lists).to(tl.int64) * strides[1]
     by_row = tile >= by_columns
     tile = tl.where(by_row, tile - by_columns, tile)
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     each, earlier = 0, 0
     for first in range(0, rows, 512):
         row = first + tl.arange(0, 512)
@@ -267,23 +273,23 @@ def block_select(
             _block_select_kernel, (batch * lists * rows,),
             scores, counts.contiguous(), visible.contiguous(), keep.view(torch.uint8), scores.stride(), lists, rows,
             columns, mass, min(first, columns), min(last, columns), BLOCK=block, BY_MASS=mass < 1.0,
-            num_warps=1 if block <= 256 else config["num_warps"],
+            num_warps=1 if block <= 256 else config["num_warps"], **chained(scores.device),
         )  # fmt: skip
     return keep
 
 
 @register_kernel("block_lists", backend="triton", rank=20)
-@optimize_kernel(num_warps=4)
+@optimize_kernel(num_warps=8)
 def block_lists(
     keep: Tensor, room: int, counts: Tensor | None = None, *, config: Mapping[str, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists; with the counts
     of rows all of it in one launch."""
-    return listed(keep, room, config["num_warps"], counts)
+    return listed(keep, room, counts, config["num_warps"])
 
 
 def listed(
-    keep: Tensor, room: int, num_warps: int = 4, row_counts: Tensor | None = None
+    keep: Tensor, room: int, row_counts: Tensor | None = None, num_warps: int = 8
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The lists of a table by rows and by columns, as `block_lists` returns them."""
     batch, many, rows, columns = keep.shape
@@ -295,7 +301,7 @@ def listed(
     offsets, offsets_t = (torch.empty(batch, many, n + 1, dtype=torch.int32, device=device) for n in (rows, columns))
     dense = keep.view(torch.uint8)
     # of a table read across its lines, whole sectors
-    lines = [4 if stride == 1 else 32 for stride in (keep.stride(3), keep.stride(2))]
+    lines = [16 if stride == 1 else 32 for stride in (keep.stride(3), keep.stride(2))]
     sizes = {
         "strides": keep.stride(), "lists": many, "tables": tables, "rows": rows, "columns": columns, "BLOCK": 64,
         "ROW_LINES": lines[0], "COLUMN_LINES": lines[1], "num_warps": num_warps,
@@ -306,6 +312,7 @@ def listed(
         "room": room, "FILL": 256,
     }  # fmt: skip
     if row_counts is not None and keep.numel() < 1 << 30:
+        sizes |= chained(device)
         launch(_counted_lists_kernel, grid, keep_ptr=dense, counts_ptr=row_counts.contiguous(), **out, **sizes)
         return offsets, indices, offsets_t, indices_t
     counts = torch.empty(tables * (rows + columns), dtype=torch.int32, device=device)

@@ -1,4 +1,8 @@
-"""Triton kernels of estimated shares: means of stretches of queries and keys, and the softmax of their products."""
+"""Triton kernels of estimated shares: means of stretches of queries and keys, and the softmax of their products.
+
+Tiles of scores are all computed side by side, each with maxima of its own, and only a third kernel knows a row's sum:
+one program that walked over all keys of a row would be the longest part of the estimate, whatever the device's rate.
+"""
 
 from typing import NamedTuple
 
@@ -7,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 
 LOG2_E = 1.4426950408889634
-MOST_SUMS = 128 << 20  # bytes of blocks' log-sum-exps, from which heads are served one after another
+MOST_SUMS = 128 << 20  # bytes of blocks' sums, from which tiles of queries are served one after another
 
 
 @triton.jit
@@ -40,17 +45,17 @@ def _write_means(
 @triton.jit
 def _stretch_means_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, heads, kv_heads, tokens, keys, q_tiles,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, Q_STRETCH: tl.constexpr, STRIDE: tl.constexpr, STRETCH: tl.constexpr,
-    MEANS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, Q_STRETCH: tl.constexpr, Q_STRIDE: tl.constexpr, STRETCH: tl.constexpr,
+    STRIDE: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Programs of q's means, then those of k's."""
     if tl.program_id(0) < q_tiles:
         _write_means(
-            q_ptr, q_out_ptr, tl.program_id(0), q_strides, heads, tokens, DIM, BLOCK_D, Q_STRETCH, MEANS, STRIDE
+            q_ptr, q_out_ptr, tl.program_id(0), q_strides, heads, tokens, DIM, BLOCK_D, Q_STRETCH, MEANS, Q_STRIDE
         )  # fmt: skip
     else:
         tile = tl.program_id(0) - q_tiles
-        _write_means(k_ptr, k_out_ptr, tile, k_strides, kv_heads, keys, DIM, BLOCK_D, STRETCH, MEANS, 1)
+        _write_means(k_ptr, k_out_ptr, tile, k_strides, kv_heads, keys, DIM, BLOCK_D, STRETCH, MEANS, STRIDE)
 
 
 @triton.jit
@@ -61,87 +66,93 @@ def _load_means(ptr, first, count, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _tile_scores(
-    q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, RATIO: tl.constexpr,
+def _block_sums_kernel(
+    q_ptr, k_ptr, sums_ptr, tops_ptr, tokens, keys, first_tile, tiles, key_tiles, scale, GROUP: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
+    RATIO: tl.constexpr, CAUSAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Scores in units of log 2, -inf where there is no key or it is not seen."""
-    k = _load_means(k_ptr, first, keys, DIM, BLOCK_N, BLOCK_D)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    end = keys + row * 0
+    """One tile of scores: each row's largest one, in units of log 2, and the sum of exp2(score - largest) over each
+    block's SUB means of keys. Where such a sum is 0 the block's share is none that fp32 holds. tops [head rows, tiles,
+    key tiles, BLOCK_M], sums the same with a number for each block of keys."""
+    KB: tl.constexpr = BLOCK_N // SUB
+    rest = tl.program_id(0) // key_tiles
+    key_tile = tl.program_id(0) - rest * key_tiles
+    head_row = rest // tiles
+    tile = rest - head_row * tiles
+    first_row, first = (first_tile + tile) * BLOCK_M, key_tile * BLOCK_N
+    end = keys
     if CAUSAL:
-        end = tl.minimum(end, (row + 1) * RATIO)
-    col = first + tl.arange(0, BLOCK_N)
-    return tl.where(col[None, :] < end[:, None], score, float("-inf"))
+        end = tl.minimum(keys, (first_row + BLOCK_M) * RATIO)
+    if first < end:
+        if CHAINED:
+            tl.extra.cuda.gdc_wait()
+        lane = tl.arange(0, BLOCK_M)
+        q = _load_means(q_ptr + head_row.to(tl.int64) * tokens * DIM, first_row, tokens, DIM, BLOCK_M, BLOCK_D)
+        k = _load_means(k_ptr + (head_row // GROUP).to(tl.int64) * keys * DIM, first, keys, DIM, BLOCK_N, BLOCK_D)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = keys + lane * 0
+        if CAUSAL:
+            seen = tl.minimum(seen, (first_row + lane + 1) * RATIO)
+        score = tl.where((first + tl.arange(0, BLOCK_N))[None, :] < seen[:, None], score, float("-inf"))
+        top = tl.max(score, 1)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        sums = tl.sum(tl.reshape(tl.exp2(score - base[:, None]), (BLOCK_M, KB, SUB)), 2)
+        place = (rest.to(tl.int64) * key_tiles + key_tile) * BLOCK_M + lane
+        tl.store(tops_ptr + place, top)
+        tl.store(sums_ptr + place[:, None] * KB + tl.arange(0, KB)[None, :], sums)
 
 
 @triton.jit
-def _added(
-    top, total, sums_ptr, q, k_ptr, first, row, keys, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, RATIO: tl.constexpr, SUB: tl.constexpr,
-):  # fmt: skip
-    """The running maximum and sum of rows with one more tile, whose blocks' log-sum-exps are stored."""
-    KB: tl.constexpr = BLOCK_N // SUB
-    score = _tile_scores(q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, RATIO)
-    score = tl.reshape(score, (row.shape[0], KB, SUB))
-    # a maximum for each block and not for the row: no lane waits for others than the few that have its block
-    most = tl.max(score, 2)
-    base = tl.where(most == float("-inf"), 0.0, most)
-    block = base + tl.log2(tl.sum(tl.exp2(score - base[:, :, None]), 2))
-    tl.store(sums_ptr + (first // SUB + tl.arange(0, KB))[None, :], block)
-    new_top = tl.maximum(top, tl.max(block, 1))
-    total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(block - new_top[:, None]), 1)
-    return new_top, total
+def _load_sums(sums_ptr, tops_ptr, row, held, tile, end, BLOCK_M: tl.constexpr, KB: tl.constexpr):
+    """Tops of rows in tiles of keys and sums of the tiles' KB blocks, as if there were none where nobody looks."""
+    place = row[:, None] + tile.to(tl.int64)[None, :] * BLOCK_M
+    there = held[:, None] & (tile < end)[None, :]
+    at = place[:, :, None] * KB + tl.arange(0, KB)[None, None, :]
+    sums = tl.load(sums_ptr + at, mask=there[:, :, None], other=0.0)
+    return tl.load(tops_ptr + place, mask=there, other=float("-inf")), sums
 
 
 @triton.jit
 def _block_shares_kernel(
-    q_ptr, k_ptr, sums_ptr, out_ptr, tokens, keys, rows, columns, room, head_rows, first_head_row, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUB: tl.constexpr, RATIO: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
+    sums_ptr, tops_ptr, out_ptr, tokens, first_tile, tiles, key_tiles, rows, columns, blocks, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr, RATIO: tl.constexpr,
+    CAUSAL: tl.constexpr, KEY_TILES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The shares of BLOCK_M means of queries of one head, from one walk over the keys, which leaves each block's
-    log-sum-exp in sums [head rows, tiles, BLOCK_M, room], and a second one over these. tokens, keys: numbers of means,
-    of which a block of keys has SUB, one of queries SUB / RATIO."""
+    """The shares of one block of queries, a mean over its means in the GROUP heads of a kv head, from what
+    `_block_sums_kernel` left. blocks: those of all tiles. HEADS: GROUP or a few more, a power of two."""
     Q_SUB: tl.constexpr = SUB // RATIO
-    QB: tl.constexpr = BLOCK_M // Q_SUB
-    tiles = tl.cdiv(tokens, BLOCK_M)
-    # the longest tiles of all heads first
-    tile, head_row = tl.program_id(0) // head_rows, tl.program_id(0) % head_rows
+    KB: tl.constexpr = BLOCK_N // SUB
+    kv_row = tl.program_id(0) // blocks
+    block = tl.program_id(0) - kv_row * blocks
+    lane = tl.arange(0, HEADS * Q_SUB)
+    head, token = lane // Q_SUB, block * Q_SUB + lane % Q_SUB
+    held = (head < GROUP) & (token + first_tile * BLOCK_M < tokens)
+    tile = block * Q_SUB // BLOCK_M
+    row = ((kv_row * GROUP + head) * tiles + tile).to(tl.int64) * key_tiles * BLOCK_M + (token - tile * BLOCK_M)
+    block += first_tile * (BLOCK_M // Q_SUB)
+    end = key_tiles
     if CAUSAL:
-        tile = tiles - 1 - tile
-    sums_ptr += (head_row * tiles + tile).to(tl.int64) * BLOCK_M * room
-    head_row += first_head_row
-    first_row = tile * BLOCK_M
-    lane = tl.arange(0, BLOCK_M)
-    row = first_row + lane
-    q = _load_means(q_ptr + head_row.to(tl.int64) * tokens * DIM, first_row, tokens, DIM, BLOCK_M, BLOCK_D)
-    k_ptr += (head_row // GROUP).to(tl.int64) * keys * DIM
-    sums_ptr += lane[:, None] * room
-    end = keys
-    if CAUSAL:
-        end = tl.minimum(keys, (first_row + BLOCK_M) * RATIO)
-
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    # the first key is seen by every row, so that no maximum stays -inf; the mask costs less than a second copy of the
-    # loop, for whose code programs as short as these would wait
-    for first in range(0, end, BLOCK_N):
-        top, total = _added(
-            top, total, sums_ptr, q, k_ptr, first, row, keys, scale, DIM, BLOCK_D, BLOCK_N, CAUSAL, RATIO, SUB
+        end = tl.minimum(key_tiles, block // KB + 1)
+    out_ptr += (kv_row.to(tl.int64) * rows + block) * columns
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
+    top = tl.full((HEADS * Q_SUB,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS * Q_SUB,), tl.float32)
+    for first in range(0, end, KEY_TILES):
+        most, sums = _load_sums(
+            sums_ptr, tops_ptr, row, held, first + tl.arange(0, KEY_TILES), end, BLOCK_M, KB
         )  # fmt: skip
-    lse = tl.where(row < tokens, top + tl.log2(total), float("inf"))
-    tl.debug_barrier()  # other lanes read the sums than have written them
-
-    block = tile * QB + tl.arange(0, QB)
-    count = tl.maximum(tl.minimum(tokens - block * Q_SUB, Q_SUB), 1).to(tl.float32)[:, None]
-    out_ptr += (head_row.to(tl.int64) * rows + block)[:, None] * columns
-    for first in range(0, columns, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        sums = tl.load(sums_ptr + column[None, :], mask=(column * SUB < end)[None, :], other=float("-inf"))
-        share = tl.sum(tl.reshape(tl.exp2(sums - lse[:, None]), (QB, Q_SUB, COLUMNS)), 1)
-        held = (block < rows)[:, None] & (column < columns)[None, :]
-        tl.store(out_ptr + column[None, :], share / count, mask=held)
+        new = tl.maximum(top, tl.max(most, 1))
+        new = tl.where(new == float("-inf"), 0.0, new)  # of lanes that hold no row: their sums are 0
+        total = total * tl.exp2(top - new) + tl.sum(tl.sum(sums, 2) * tl.exp2(most - new[:, None]), 1)
+        top = new
+    weight = tl.where(held, 1.0, 0.0) / (tl.where(held, total, 1.0) * tl.sum(held.to(tl.float32)))
+    for first in range(0, key_tiles, KEY_TILES):
+        its = first + tl.arange(0, KEY_TILES)
+        most, sums = _load_sums(sums_ptr, tops_ptr, row, held, its, end, BLOCK_M, KB)
+        factor = tl.exp2(most - top[:, None]) * weight[:, None]
+        column = its[:, None] * KB + tl.arange(0, KB)[None, :]
+        tl.store(out_ptr + column, tl.sum(sums * factor[:, :, None], 0), mask=column < columns)
 
 
 def _reasons(call) -> list[str]:
@@ -153,19 +164,18 @@ def _reasons(call) -> list[str]:
     if call.stretches & (call.stretches - 1) or call.stretches > 16:
         reasons.append(f"stretches is {call.stretches}; powers of two up to 16 are served")
     of_queries = call.stretches if call.query_stretches is None else call.query_stretches
-    longest = max(call.block // call.stretches, call.block // of_queries // call.query_stride)
+    longest = max(call.block // call.stretches // call.key_stride, call.block // of_queries // call.query_stride)
     if longest > 64:
         reasons.append(f"{longest} tokens of a stretch are averaged; up to 64 are served")
     return reasons
 
 
 class SharesConfig(NamedTuple):
-    """Means of queries and of keys of a tile; warps and pipeline stages of a CTA."""
+    """Means of queries and of keys of a tile of scores, and its warps."""
 
     block_m: int
     block_n: int
     num_warps: int
-    num_stages: int
 
 
 def _dims(q: Tensor, k: Tensor, *_: object) -> dict[str, int]:
@@ -174,20 +184,41 @@ def _dims(q: Tensor, k: Tensor, *_: object) -> dict[str, int]:
 
 def _default(dims, arch, dtype) -> SharesConfig:
     if arch.kind not in ("cuda", "hip", "xpu"):
-        return SharesConfig(16, 16, 4, 1)
+        return SharesConfig(16, 16, 4)
     if dtype == torch.float32:
-        return SharesConfig(32, 32, 4 if dims["dim"] <= 64 else 8, 1)
-    if dims["dim"] > 128:
-        return SharesConfig(64, 32, 4, 1)
+        return SharesConfig(32, 32, 4 if dims["dim"] <= 64 else 8)
     large = arch.kind == "cuda" and arch.shared_memory > 160 * 1024
-    return SharesConfig(64, 128, 4, 2) if large else SharesConfig(64, 64, 4, 2)
+    return SharesConfig(64, 128, 4) if large and dims["dim"] <= 128 else SharesConfig(64, 64, 4)
 
 
 SPACE = Space(
     default=_default,
     dims=_dims,
-    choices={"block_m": (32, 64, 128), "block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+    choices={"block_m": (32, 64, 128), "block_n": (32, 64, 128), "num_warps": (4, 8)},
 )
+
+
+class _Means(NamedTuple):
+    """Means of q and k, and of how many means of keys one of queries is as long."""
+
+    q: Tensor
+    k: Tensor
+    ratio: int
+
+
+def _means(q: Tensor, k: Tensor, stretches: tuple[int, int], strides: tuple[int, int]) -> _Means:
+    """Means over stretches of queries and keys, of each so-manyth token."""
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    dim = q.shape[3]
+    q_means, k_means = (x.new_empty(*x.shape[:2], cdiv(x.shape[2], n), dim) for x, n in zip((q, k), stretches))
+    tiles = [cdiv(x.shape[2], 16) * x.shape[0] * x.shape[1] for x in (q_means, k_means)]
+    launch(
+        _stretch_means_kernel, (sum(tiles),),
+        q, k, q_means, k_means, q.stride(), k.stride(), q.shape[1], k.shape[1], q.shape[2], k.shape[2], tiles[0],
+        DIM=dim, BLOCK_D=max(16, next_power_of_2(dim)), Q_STRETCH=stretches[0], Q_STRIDE=strides[0],
+        STRETCH=stretches[1], STRIDE=strides[1], MEANS=16, num_warps=4,
+    )  # fmt: skip
+    return _Means(q_means, k_means, stretches[0] // stretches[1])
 
 
 @register_kernel("block_shares", backend="triton", rank=20, rejects=_reasons)
@@ -201,38 +232,43 @@ def block_shares(
     stretches: int = 8,
     query_stretches: int | None = None,
     query_stride: int = 1,
+    key_stride: int = 1,
     *,
     config: SharesConfig,
 ) -> Tensor:
-    """One kernel for the means of q and k; one program for each tile of q's means of a head."""
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    batch, heads, tokens, dim = q.shape
-    kv_heads, keys, stretch = k.shape[1], k.shape[2], block // stretches
-    q_stretch = stretch if query_stretches is None else block // query_stretches
-    shape = (batch, heads, cdiv(tokens, block), cdiv(keys, block))
-    shares = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if shares.numel() > 0:
-        q_means, k_means = (
-            x.new_empty(*x.shape[:2], cdiv(x.shape[2], n), dim) for x, n in ((q, q_stretch), (k, stretch))
-        )
-        dims = {"DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim))}
-        q_tiles, k_tiles = (cdiv(x.shape[2], 16) * x.shape[0] * x.shape[1] for x in (q_means, k_means))
+    """One kernel for the means of q and k, one for tiles of their scores, and one that makes shares of these."""
+    rows, columns, groups = cdiv(q.shape[2], block), cdiv(k.shape[2], block), k.shape[0] * k.shape[1]
+    shares = torch.empty(*k.shape[:2], rows, columns, dtype=torch.float32, device=q.device)
+    if shares.numel() == 0:
+        return shares
+    of_queries = stretches if query_stretches is None else query_stretches
+    scale = LOG2_E * (q.shape[3] ** -0.5 if scale is None else scale)
+    means = _means(q, k, (block // of_queries, block // stretches), (query_stride, key_stride))
+    group, (tokens, dim), keys = q.shape[1] // k.shape[1], means.q.shape[2:], means.k.shape[2]
+    key_tiles, tiles = cdiv(keys, config.block_n), cdiv(tokens, config.block_m)
+    of_tile = groups * group * key_tiles * config.block_m  # rows with a sum for each block of a tile of keys
+    blocks_n = config.block_n // stretches
+    together = max(1, min(tiles, MOST_SUMS // (4 * of_tile * blocks_n)))
+    tops = torch.empty(together * of_tile, dtype=torch.float32, device=q.device)
+    sums = torch.empty(together * of_tile * blocks_n, dtype=torch.float32, device=q.device)
+    sizes = {
+        "GROUP": group, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SUB": stretches, "RATIO": means.ratio,
+        "CAUSAL": causal, **chained(q.device),
+    }  # fmt: skip
+    heads = next_power_of_2(group)
+    lanes = heads * of_queries * blocks_n
+    at_once = max(1, min(next_power_of_2(key_tiles), 2048 // lanes))
+    for first in range(0, tiles, together):
+        several = min(together, tiles - first)
+        blocks = min(several * config.block_m // of_queries, rows - first * config.block_m // of_queries)
         launch(
-            _stretch_means_kernel, (q_tiles + k_tiles,),
-            q, k, q_means, k_means, q.stride(), k.stride(), heads, kv_heads, tokens, keys, q_tiles,
-            Q_STRETCH=q_stretch, STRIDE=query_stride, STRETCH=stretch, MEANS=16, num_warps=4, **dims,
+            _block_sums_kernel, (groups * group * several * key_tiles,),
+            means.q, means.k, sums, tops, tokens, keys, first, several, key_tiles, scale, DIM=dim,
+            BLOCK_D=max(16, next_power_of_2(dim)), num_warps=config.num_warps, **sizes,
         )  # fmt: skip
-        head_rows, tiles = batch * heads, cdiv(q_means.shape[2], config.block_m)
-        room = cdiv(k_means.shape[2], config.block_n) * config.block_n // stretches
-        together = max(1, min(head_rows, MOST_SUMS // (4 * tiles * config.block_m * room)))
-        sums = torch.empty(together, tiles, config.block_m, room, dtype=torch.float32, device=q.device)
-        for first in range(0, head_rows, together):
-            several = min(together, head_rows - first)
-            launch(
-                _block_shares_kernel, (tiles * several,),
-                q_means, k_means, sums, shares, q_means.shape[2], k_means.shape[2], *shape[2:], room, several, first,
-                LOG2_E * (dim**-0.5 if scale is None else scale), GROUP=heads // kv_heads,
-                BLOCK_M=config.block_m, BLOCK_N=config.block_n, SUB=stretches, RATIO=q_stretch // stretch,
-                CAUSAL=causal, COLUMNS=32, num_warps=config.num_warps, num_stages=config.num_stages, **dims,
-            )  # fmt: skip
-    return shares if heads == kv_heads else shares.unflatten(1, (kv_heads, -1)).mean(2)
+        launch(
+            _block_shares_kernel, (groups * blocks,),
+            sums, tops, shares, tokens, first, several, key_tiles, rows, columns, blocks, HEADS=heads,
+            KEY_TILES=at_once, num_warps=max(1, min(8, lanes * at_once // 512)), **sizes,
+        )  # fmt: skip
+    return shares
