@@ -1,10 +1,11 @@
 """Block-sparse attention on one GPU: values first, then times beside cuDNN and compiled FlexAttention.
 
-    python benchmarks/sparse_attention.py results.json [--short] [--part values|times] [--rows static,dynamic]
+    python benchmarks/sparse_attention.py results.json [--tokens 32768,65536] [--part values] [--rows static,dynamic]
 
-Exits with 1, and measures nothing, where a kernel's values are wrong. --short: 32k tokens only. --part: one of both.
-Values are looked at by several processes, since compiling their kernels takes longer than running them.
---rows: of static, metadata, dynamic and learned.
+Exits with 1, and measures nothing, where a kernel's values are wrong. --part: values or times. Values are looked at by
+several processes, since compiling their kernels takes longer than running them. --ops: those that are looked at.
+--rows: of static, metadata, dynamic and learned. --without-flex: FlexAttention takes longer to compile than to run.
+--few: of DYNAMIC_THRESHOLD and LEARNED only what they are judged by, without the parts and the alternatives.
 Rows hold, besides medians, what each device kernel of a part takes, by torch's profiler.
 """
 
@@ -13,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from tilesmith import explain, ops, use
 from tilesmith.attention import BlockIndexer, SparsePattern, estimated_shares, pattern_blocks, to_block_mask
 from tilesmith.attention.budget import budget
-from tilesmith.attention.estimate import chosen_blocks
+from tilesmith.attention.estimate import KEYS, chosen_blocks
 from tilesmith.attention.indexer import indexer_loss
 from tilesmith.attention.patterns import CLOSED, _blocks
 from tilesmith.engine import cases
@@ -45,12 +46,13 @@ OPS = (
 PROCESSES = 8
 FEW = 3  # small cases of each op; the tests have all of them
 CAUSAL = Mask(causal=True)
-SHARES = ("64,64,4,3", "64,128,8,2", "128,64,8,2", "32,64,4,3")  # block_m, block_n, warps, stages
+SHARES = ("64,64,4", "64,128,8", "128,64,4", "128,128,8", "32,128,4")  # block_m, block_n, warps
+KEY_SAMPLES = (32, 64, 128)
 
 
-def values() -> list[str]:
+def values(names: Iterable[str]) -> list[str]:
     """What is wrong: of the ops on their cases, and of attention on chosen blocks beside a dense mask."""
-    jobs = [(name, case.name) for name in OPS for case in some_cases(name)]
+    jobs = [(name, case.name) for name in names for case in some_cases(name)]
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         found = [pool.submit(chosen_attention, 4, 2), pool.submit(chosen_attention, 16, 2)]
         found += [pool.submit(value, *job) for job in jobs]
@@ -157,7 +159,7 @@ def fresh(pattern: SparsePattern, tokens: int, heads: int) -> Blocks:
     return pattern_blocks(pattern, tokens, tokens, 0.9, heads=heads, device=DEVICE)
 
 
-def static(tokens: int) -> dict:
+def static(tokens: int, options: argparse.Namespace) -> dict:
     """RANDOM and BLOCK_SPARSE at 90 %, 16 heads, beside dense cuDNN and FlexAttention on the same blocks."""
     q, k, v = inputs = tensors(tokens, 16, 16, structured=False)
     rows = {"work": f"static, {tokens} tokens, 16 heads, D 128"}
@@ -177,12 +179,10 @@ def static(tokens: int) -> dict:
         def cached(kept=kept):
             return ops.attention(q, k, v, Mask(causal=True, blocks=kept))[0]
 
-        block_mask = to_block_mask(kept, tokens, tokens, causal=True)
-
-        def theirs(block_mask=block_mask):
-            return flex(q, k, v, block_mask=block_mask)
-
-        calls = {pattern.value: ours, f"{pattern.value}, lists kept": cached, f"flex, {pattern.value}": theirs}
+        calls = {pattern.value: ours, f"{pattern.value}, lists kept": cached}
+        if not options.without_flex:
+            block_mask = to_block_mask(kept, tokens, tokens, causal=True)
+            calls[f"flex, {pattern.value}"] = lambda mask=block_mask: flex(q, k, v, block_mask=mask)
         forward |= calls
         backward |= {name: both(call, inputs) for name, call in calls.items()}
         rows[f"{pattern.value} kernel"] = str(explain("attention", q, k, v, Mask(causal=True, blocks=kept)))[:200]
@@ -192,7 +192,7 @@ def static(tokens: int) -> dict:
     return rows
 
 
-def metadata(tokens: int) -> dict:
+def metadata(tokens: int, options: argparse.Namespace) -> dict:
     """Lists of the patterns in closed form, 16 heads, beside create_block_mask: with the Python around them, by the op
     alone, and by the op in a CUDA graph."""
     rows: dict[str, Any] = {"work": f"metadata, {tokens} tokens, 16 heads"}
@@ -223,30 +223,39 @@ def recorded(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def dynamic(tokens: int) -> dict:
+def dynamic(tokens: int, options: argparse.Namespace) -> dict:
     """DYNAMIC_THRESHOLD at 90 %: times of its parts, and the attention that its blocks hold beside those of others."""
     q, k, v = tensors(tokens, 16, 16)
     plan = budget(tokens, tokens, 128, True, 0.9, DEVICE)
 
-    def choose():
-        return chosen_blocks(estimated_shares(q, k), plan, 128, first=1)
+    def choose(key_samples: int = KEYS):
+        return chosen_blocks(estimated_shares(q, k, key_samples=key_samples), plan, 128, first=1)
 
     def attend(blocks):
         return ops.attention(q, k, v, Mask(causal=True, blocks=blocks))[0]
 
     with torch.no_grad():
-        shares, (_, blocks) = estimated_shares(q, k), choose()
-        calls = {
+        shares, (keep, blocks) = estimated_shares(q, k), choose()
+        calls: dict[str, Callable[[], object]] = {
             "cudnn": lambda: cudnn(q, k, v), "sparse": lambda: attend(choose()[1]),
-            "attention alone": lambda: attend(blocks),
-            "estimate": lambda: estimated_shares(q, k), "choice": lambda: chosen_blocks(shares, plan, 128, first=1),
-            "estimate, all queries": lambda: ops.block_shares(q, k, None, True),
+            "attention alone": lambda: attend(blocks), "estimate and choice": choose,
         }  # fmt: skip
-        for config in SHARES:
-            fields = ("block_m", "block_n", "num_warps", "num_stages")
-            pin = "triton:" + ":".join(f"{name}={n}" for name, n in zip(fields, config.split(",")))
-            calls[f"estimate, {config}"] = pinned(lambda: estimated_shares(q, k), block_shares=pin)
-        row = {"work": f"dynamic, {tokens} tokens, 16 heads, D 128", "forward us": times(calls)}
+        if not options.few:
+            room = keep.shape[1] * plan.total
+            calls |= {
+                "estimate": lambda: estimated_shares(q, k), "choice": lambda: chosen_blocks(shares, plan, 128, first=1),
+                "selection": lambda: ops.block_select(shares, plan.counts, plan.visible, 1.0, 1, 1),
+                "lists": lambda: ops.block_lists(keep, room, plan.counts),
+            }  # fmt: skip
+            for count in KEY_SAMPLES:
+                calls[f"estimate and choice, {count} keys"] = lambda count=count: choose(count)
+            for config in SHARES:
+                fields = ("block_m", "block_n", "num_warps")
+                pin = "triton:" + ":".join(f"{name}={n}" for name, n in zip(fields, config.split(",")))
+                calls[f"estimate, {config}"] = pinned(lambda: estimated_shares(q, k), block_shares=pin)
+        found = times(calls)
+        row = {"work": f"dynamic, {tokens} tokens, 16 heads, D 128", "forward us": found}
+        row["share of the estimate and the choice"] = round(1 - found["attention alone"] / found["sparse"], 4)
         row["kernels us"] = kernels(calls["sparse"])
         top, total = ops.attention_stats(q, k, None, True)
         lse = top + total.log()
@@ -256,21 +265,22 @@ def dynamic(tokens: int) -> dict:
 
         means = [x.unflatten(2, (-1, 128)).mean(3) for x in (q, k)]
         one_mean = chosen_blocks(ops.block_scores(*means, None, True, 1, 1), plan, 128, first=1)[1]
-        row["retained mass"] = {"sub-block log-sum-exp": held(blocks), "one mean a block": held(one_mean)}
+        row["retained mass"] = {"one mean a block": held(one_mean)}
+        for count in KEY_SAMPLES:
+            row["retained mass"][f"16 queries, {count} keys"] = held(choose(count)[1])
         every = chosen_blocks(ops.block_shares(q, k, None, True), plan, 128, first=1)[1]
-        row["retained mass"]["sub-block log-sum-exp, all queries"] = held(every)
+        row["retained mass"]["all queries and keys"] = held(every)
         for pattern in (SparsePattern.RANDOM, SparsePattern.LOCAL_GLOBAL):
             row["retained mass"][pattern.value] = held(pattern_blocks(pattern, tokens, tokens, heads=16, device=DEVICE))
     return row
 
 
-def learned(tokens: int) -> dict:
+def learned(tokens: int, options: argparse.Namespace) -> dict:
     """LEARNED, the best 16 blocks of 128 keys, 32 / 4 heads of 128: a step of the attention and of its indexer."""
     q, k, v = inputs = tensors(tokens, 32, 4)
     torch.manual_seed(0)
     x = torch.randn(1, tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
     indexer = BlockIndexer(1024, 4, 64, device=DEVICE, dtype=torch.bfloat16)
-    every_token = BlockIndexer(1024, 4, 64, means=128, device=DEVICE, dtype=torch.bfloat16)
     plan = budget(tokens, tokens, 128, True, 0.9, DEVICE, 16)
     parameters = tuple(indexer.parameters())
     dout = torch.randn_like(q)
@@ -301,35 +311,40 @@ def learned(tokens: int) -> dict:
     def attend(blocks):
         return lambda: ops.attention(q, k, v, Mask(causal=True, blocks=blocks))[0]
 
-    with torch.no_grad():
-        unforced = chosen_blocks(scores, plan, 128)[1]
     calls = {
         "cudnn": both(lambda: cudnn(q, k, v), inputs), "sparse": step, "indexer and its loss": indexer_alone,
         "attention alone": both(attend(blocks), inputs),
-        # a block of keys that all rows chose is one tile's work in the backward, for all query heads that share it
-        "attention alone, first block not forced": both(attend(unforced), inputs),
     }  # fmt: skip
-    for count in (1, 4):
-        pin = f"hopper:group_parts={count}"
-        calls[f"attention alone, groups in {count} parts"] = pinned(both(attend(blocks), inputs), attention_vjp=pin)
-    row = {"work": f"learned, top 16, {tokens} tokens, 32/4 heads, D 128", "forward and backward us": times(calls, 5)}
+    if not options.few:
+        with torch.no_grad():
+            unforced = chosen_blocks(scores, plan, 128)[1]
+        # a block of keys that all rows chose is one tile's work in the backward, for all query heads that share it
+        calls["attention alone, first block not forced"] = both(attend(unforced), inputs)
+        for count in (1, 4):
+            pin = f"hopper:group_parts={count}"
+            calls[f"attention alone, groups in {count} parts"] = pinned(both(attend(blocks), inputs), attention_vjp=pin)
+    found = times(calls)
+    row = {"work": f"learned, top 16, {tokens} tokens, 32/4 heads, D 128", "forward and backward us": found}
+    row["share of the indexer"] = round(1 - found["attention alone"] / found["sparse"], 4)
     row["kernels us"] = {name: kernels(calls[name], 3) for name in ("attention alone", "indexer and its loss")}
-    row["kernels us"]["groups whole"] = kernels(calls["attention alone, groups in 1 parts"], 3)
-    with torch.no_grad():
-        parts = {
-            "projections and scores": lambda: indexer(x),
-            "choice": lambda: chosen_blocks(scores, plan, 128, first=1),
-            "target": lambda: ops.block_mass(
-                q, k, lse, blocks.offsets, blocks.indices, None, True, query_stride=8
-            ),
-            "target, all queries": lambda: ops.block_mass(q, k, lse, blocks.offsets, blocks.indices, None, True),
-            "projections and scores, all tokens": lambda: every_token(x),
-            "attention forward": attend(blocks),
-        }  # fmt: skip
-        row["parts us"] = times(parts)
+    if not options.few:
+        with torch.no_grad():
+            row["parts us"] = times(learned_parts(x, indexer, q, k, lse, blocks, lambda: choose()[2], attend(blocks)))
     per_list = blocks.offsets_t.diff(dim=-1)
     row["rows that chose a block of keys, most and mean"] = [int(per_list.max()), float(per_list.float().mean())]
     return row
+
+
+def learned_parts(x, indexer, q, k, lse, blocks, choose, attend) -> dict[str, Callable[[], object]]:
+    """The parts of a forward pass, and what they would take without samples."""
+    every_token = BlockIndexer(x.shape[2], k.shape[1], indexer.index_dim, means=128, device=DEVICE, dtype=x.dtype)
+    lists = blocks.offsets, blocks.indices
+    return {
+        "projections and scores": lambda: indexer(x), "projections, scores and choice": choose,
+        "target": lambda: ops.block_mass(q, k, lse, *lists, None, True, query_stride=8),
+        "target, all queries": lambda: ops.block_mass(q, k, lse, *lists, None, True),
+        "projections and scores, all tokens": lambda: every_token(x), "attention forward": attend,
+    }  # fmt: skip
 
 
 def pinned(call: Callable[[], object], **pins: str) -> Callable[[], object]:
@@ -345,23 +360,25 @@ def pinned(call: Callable[[], object], **pins: str) -> Callable[[], object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out")
-    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--tokens", default="32768,65536")
     parser.add_argument("--part", choices=("values", "times"))
+    parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--rows", default="static,metadata,dynamic,learned")
+    parser.add_argument("--without-flex", action="store_true")
+    parser.add_argument("--few", action="store_true")
     args = parser.parse_args()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
     found: dict[str, Any] = {"machine": machine, "wrong": [], "rows": []}
     if args.part != "times":
         began = time.perf_counter()
-        found["wrong"] = values()
+        found["wrong"] = values(args.ops.split(","))
         found["seconds of values"] = round(time.perf_counter() - began, 1)
-    lengths = (32768,) if args.short else (32768, 65536)
     known = {"static": static, "metadata": metadata, "dynamic": dynamic, "learned": learned}
     chosen = [known[name] for name in args.rows.split(",")]
-    jobs = [(kind, tokens) for tokens in lengths for kind in chosen]
+    jobs = [(kind, tokens) for tokens in map(int, args.tokens.split(",")) for kind in chosen]
     for kind, tokens in [] if found["wrong"] or args.part == "values" else jobs:
         began = time.perf_counter()
-        found["rows"].append(kind(tokens))
+        found["rows"].append(kind(tokens, args))
         found["rows"][-1]["seconds"] = round(time.perf_counter() - began, 1)
         sys.stdout.write(json.dumps(found["rows"][-1]) + "\n")
         sys.stdout.flush()
