@@ -4,10 +4,13 @@
 
 Trains a dense model on the sources of Python's standard library and of torch, at 2,048 and then at 16,384 bytes of
 context, with random strings that come again far away. Then dense, DYNAMIC_THRESHOLD, LEARNED and a sliding window of as
-many pairs of queries and keys go on alike for few steps from there. Rows: the validation loss on whole text, and how
-often the bytes of a string that came before are predicted (copy). The curve is that of the dense model's weights,
-without training for sparsity; it ends, with fewer rows, once --limit seconds (90) are over. --tiny: sizes for a CPU,
-which show that it runs and nothing else.
+many pairs of queries and keys go on from there for the same steps on the same bytes; before that LEARNED's indexers
+learn alone, of the dense attention, with the model's weights fixed. Rows: the validation loss on whole text, with what
+it differs from dense's by and the standard error of that over sequences, and how often the bytes of a string that came
+before are predicted (copy). The bars say nothing where dense itself does not copy, or where the window loses no more
+than the differences scatter: `answers` says which of them are answered. The curve is that of the dense model's weights,
+without training for sparsity; it ends, with fewer rows, once --limit seconds (140) are over. Kernels are compiled in
+other processes while the dense model learns. --tiny: sizes for a CPU, which show that it runs and nothing else.
 """
 
 import argparse
@@ -18,6 +21,8 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +30,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesmith.attention import DynamicSparseAttention, SparsePattern
+from tilesmith import ops
+from tilesmith.attention import DynamicSparseAttention, SparsePattern, estimated_shares, pattern_blocks
 from tilesmith.attention.budget import budget, fitting_block
+from tilesmith.attention.estimate import chosen_blocks
 from tilesmith.attention.layers import FlashAttention3
+from tilesmith.attention.report import sparsity_report
 from tilesmith.nn import RotaryEmbedding
+from tilesmith.ops.attn.blocks_reference import stretch_means
 
 SPARSITY = 0.9
 CURVE = (0.9, 0.8, 0.7, 0.95, 0.5)
@@ -37,8 +46,9 @@ LETTERS = torch.tensor(list(b"abcdefghijklmnopqrstuvwxyz0123456789"), dtype=torc
 
 
 class Size(NamedTuple):
-    """A model, its training and its test. steps, seconds: of the three phases, each of which ends with the first of
-    both. tokens: of a step. strings: of a sequence that come again. tested: sequences."""
+    """A model, its training and its test. steps: of the four phases: short, long, indexers alone, an arm; seconds: of
+    the first two, each of which ends with the first of both. tokens: of a step. strings: of a long sequence that come
+    again; short ones have as many for their length. tested: sequences."""
 
     width: int
     layers: int
@@ -47,14 +57,15 @@ class Size(NamedTuple):
     short: int
     length: int
     tokens: int
-    steps: tuple[int, int, int]
-    seconds: tuple[float, float, float]
+    steps: tuple[int, int, int, int]
+    seconds: tuple[float, float]
     strings: int
     tested: int
 
 
-LARGE = Size(512, 6, 8, 4, 2048, 16384, 65536, (450, 120, 40), (24.0, 14.0, 9.0), 16, 16)
-TINY = Size(32, 2, 4, 2, 128, 512, 1024, (3, 2, 2), (60.0, 60.0, 60.0), 2, 2)
+LARGE = Size(512, 6, 8, 4, 2048, 16384, 65536, (900, 200, 25, 50), (42.0, 20.0), 64, 16)
+TINY = Size(32, 2, 4, 2, 128, 512, 1024, (3, 2, 2, 2), (60.0, 60.0), 4, 2)
+SHORT, LONG, ALONE, ARM = range(4)
 
 
 class Block(nn.Module):
@@ -139,37 +150,41 @@ def run(model: nn.Module, batch: Tensor, device: torch.device) -> tuple[Tensor, 
         return model(batch[:, :-1]), batch[:, 1:]
 
 
-def train(
-    model: ByteModel, data: Tensor, size: Size, phase: int, device: torch.device, rate: float,
-    before: Callable[[float], None] = lambda share: None,
-) -> dict:  # fmt: skip
-    """A phase of training with AdamW. before: called with the share of the phase that is over."""
-    length = size.short if phase == 0 else size.length
+def step(model: ByteModel, data: Tensor, size: Size, phase: int, number: int, device: torch.device) -> Tensor:
+    """The loss of one step, whose gradients are added."""
+    length, seed = size.short if phase == SHORT else size.length, phase * 1_000_000 + number
+    batch, _ = with_strings(
+        windows(data, length, size.tokens // length, seed), max(1, size.strings * length // size.length), seed
+    )
+    logits, wanted = run(model, batch, device)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
+    loss.backward()
+    return loss.detach()
+
+
+def train(model: ByteModel, data: Tensor, size: Size, phase: int, device: torch.device, rate: float) -> dict:
+    """A phase of training with AdamW; what is compiled before its first step does not count."""
     indexers = [p for name, p in model.named_parameters() if ".indexer." in name]
     known = set(map(id, indexers))
     rest = [p for p in model.parameters() if id(p) not in known]
-    groups = [{"params": rest, "rate": rate}, {"params": indexers, "rate": 2e-3}]
+    groups = [{"params": indexers, "rate": 2e-3}, {"params": [] if phase == ALONE else rest, "rate": rate}]
     optimizer = torch.optim.AdamW(
         [g | {"lr": 0.0} for g in groups if g["params"]], betas=(0.9, 0.95), weight_decay=0.05,
         fused=device.type == "cuda",
     )  # fmt: skip
-    began, steps, lost = time.perf_counter(), 0, []
     model.train()
-    while (share := max(steps / size.steps[phase], (time.perf_counter() - began) / size.seconds[phase])) < 1.0:
-        before(share)
-        ramp = min(1.0, (steps + 1) / (50 if phase == 0 else 5))
+    float(step(model, data, size, phase, -1, device))
+    model.zero_grad()
+    limit = size.seconds[phase] if phase < len(size.seconds) else math.inf
+    began, steps, lost = time.perf_counter(), 0, []
+    while (share := max(steps / size.steps[phase], (time.perf_counter() - began) / limit)) < 1.0:
+        ramp = min(1.0, (steps + 1) / (50 if phase == SHORT else 5))
         for group in optimizer.param_groups:
             group["lr"] = group["rate"] * ramp * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)))
-        seed = phase * 1_000_000 + steps
-        batch, _ = with_strings(
-            windows(data, length, size.tokens // length, seed), max(1, size.strings * length // size.length), seed
-        )
-        logits, wanted = run(model, batch, device)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
-        loss.backward()
+        loss = step(model, data, size, phase, steps, device)
         nn.utils.clip_grad_norm_(rest, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         steps += 1
         if steps % 8 == 0:
             lost.append(float(loss))  # the host waits, so that the clock means something
@@ -181,22 +196,23 @@ def train(
 
 
 @torch.no_grad()
-def judge(model: ByteModel, unseen: Tensor, size: Size, device: torch.device, few: bool = False) -> dict[str, float]:
-    """The mean loss of sequences without strings, that of their second halves, and the share of copied bytes that are
-    predicted."""
+def judge(model: ByteModel, unseen: Tensor, size: Size, device: torch.device, few: bool = False) -> dict:
+    """The mean loss of sequences without strings, that of their second halves, the losses of each sequence, and the
+    share of copied bytes that are predicted."""
     model.eval()
-    losses, late, right, asked = [], [], 0, 0
+    losses: list[float] = []
+    late, right, asked = 0.0, 0, 0
     per = max(1, size.tokens // size.length)
-    for i in range(0, max(per, size.tested // (3 if few else 1)), per):
+    for i in range(0, max(per, size.tested // (4 if few else 1)), per):
         logits, wanted = run(model, windows(unseen, size.length, per, 7_000_000 + i), device)
         each = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
-        losses.append(float(each.mean()))
-        late.append(float(each[:, size.length // 2 :].mean()))
+        losses += each.mean(1).tolist()
+        late += float(each[:, size.length // 2 :].mean(1).sum())
         batch, places = with_strings(windows(unseen, size.length, per, 8_000_000 + i), size.strings, 8_000_000 + i)
         logits, wanted = run(model, batch, device)
         hit = (logits.argmax(-1) == wanted).gather(1, places.to(device))
         right, asked = right + int(hit.sum()), asked + hit.numel()
-    return {"loss": sum(losses) / len(losses), "late loss": sum(late) / len(late), "copy": right / asked}
+    return {"loss": sum(losses) / len(losses), "late loss": late / len(losses), "copy": right / asked, "each": losses}
 
 
 def with_attention(model: ByteModel, make: Callable[[], nn.Module]) -> ByteModel:
@@ -235,15 +251,21 @@ def arms(size: Size) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def towards_selected(model: ByteModel) -> Callable[[float], None]:
-    """LEARNED's indexers look at all blocks in the first half of the phase, at those that are kept in the second."""
+def set_target(model: ByteModel, target: str) -> None:
+    """What LEARNED's indexers learn of: all blocks ("dense"), or those that are kept ("selected")."""
+    for block in model.blocks:
+        if isinstance(block.attention, DynamicSparseAttention):
+            block.attention.index_target = target
 
-    def set_target(share: float) -> None:
-        for block in model.blocks:
-            if isinstance(block.attention, DynamicSparseAttention):
-                block.attention.index_target = "dense" if share < 0.5 else "selected"
 
-    return set_target
+def compiled(name: str, size: Size) -> None:
+    """Leave the kernels of an arm's steps and tests in Triton's cache. One layer has the shapes of all."""
+    device, one, data = torch.device("cuda"), size._replace(layers=1), corpus(tiny=True)
+    model = with_attention(ByteModel(one).to(device), arms(one)[name])
+    for target in ("dense", "selected") if name == "learned" else ("selected",):
+        set_target(model, target)
+        step(model, data, one, ARM, 0, device)
+    judge(model, data, one._replace(tested=1), device)
 
 
 def curve(
@@ -265,31 +287,70 @@ def curve(
     return rows
 
 
-def compared(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
-    """What each arm loses against dense, which went on for as many steps."""
-    base = rows["dense"]
-    return {
-        name: {
+@torch.no_grad()
+def retained(model: ByteModel, unseen: Tensor, size: Size, device: torch.device) -> dict[str, list[float]]:
+    """The share of the dense model's attention, layer by layer, that blocks hold which are chosen in several ways."""
+    found: dict[str, list[float]] = {}
+    heads = size.kv_heads
+
+    def look(layer: DynamicSparseAttention, args: tuple, options: dict) -> None:
+        q, k, v, _ = layer._inputs(args[0], None, options["rotary"])
+        block, tokens = fitting_block(size.length, size.length, True, SPARSITY), q.shape[2]
+        plan = budget(tokens, tokens, block, True, SPARSITY, q.device)
+        means = [stretch_means(x, block) for x in (q, k)]
+        scores = {f"{n} keys": estimated_shares(q, k, block_size=block, key_samples=n) for n in (32, 64, 128)}
+        scores["all queries and keys"] = ops.block_shares(q, k, None, True, block)
+        scores["one mean a block"] = ops.block_shares(*means, None, True, 1, 1)
+        lists = {name: chosen_blocks(x, plan, block, first=1)[1] for name, x in scores.items()}
+        for p in (SparsePattern.RANDOM, SparsePattern.LOCAL_GLOBAL):
+            lists[p.value] = pattern_blocks(p, tokens, tokens, SPARSITY, heads=heads, block_size=block, device=q.device)
+        for name, blocks in lists.items():
+            mass = sparsity_report(q, k, v, blocks, plan.seen, causal=True).retained_mass
+            found.setdefault(name, []).append(round(mass, 4))
+
+    every = {"sparsity_ratio": 0.0, "pattern": SparsePattern.LOCAL_GLOBAL, "num_kv_heads": heads}
+    made = with_attention(model, lambda: DynamicSparseAttention(size.width, size.heads, **every))
+    for block in made.blocks:
+        block.attention.register_forward_pre_hook(look, with_kwargs=True)
+    run(made.eval(), windows(unseen, size.length, 1, 9_000_000), device)
+    return found
+
+
+def compared(rows: dict[str, dict]) -> dict[str, dict]:
+    """What each arm loses against dense, which went on for as many steps: sequences are the same, so their differences
+    scatter less than their losses."""
+    base, found = rows["dense"], {}
+    for name, row in rows.items():
+        if name == "dense":
+            continue
+        rise = torch.tensor(row["each"], dtype=torch.float64) - torch.tensor(base["each"], dtype=torch.float64)
+        found[name] = {
             "rise of loss": row["loss"] / base["loss"] - 1,
+            "its standard error": float(rise.std() / math.sqrt(len(rise))) / base["loss"],
             "rise of late loss": row["late loss"] / base["late loss"] - 1,
             "copy beside dense": row["copy"] / max(base["copy"], 1e-9),
         }
-        for name, row in rows.items()
-        if name != "dense"
+    window = found["window"]
+    found["answers"] = {
+        "dense copies": base["copy"] > 0.9,
+        "window loses measurably": window["rise of loss"] > 4 * window["its standard error"],
     }
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--limit", type=float, default=90.0)
+    parser.add_argument("--limit", type=float, default=140.0)
     args = parser.parse_args()
     device = torch.device("cpu" if args.tiny else "cuda")
     size = TINY if args.tiny else LARGE
     began, data = time.perf_counter(), corpus(args.tiny)
     split = len(data) * 19 // 20
     training, unseen = data[:split], data[split:]
+    pool = ProcessPoolExecutor(len(arms(size)), mp_context=get_context("spawn"))
+    jobs = [] if args.tiny else [pool.submit(compiled, name, size) for name in arms(size)]
     torch.manual_seed(0)
     model = ByteModel(size).to(device)
     found: dict = {
@@ -301,17 +362,26 @@ def main() -> int:
     def save(name: str) -> None:
         found["seconds"] = round(time.perf_counter() - began, 1)
         Path(args.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
-        sys.stdout.write(f"{found['seconds']} s: {name} {json.dumps(found['rows'].get(name, ''))}\n")
+        told = {key: value for key, value in found["rows"].get(name, {}).items() if key != "each"}
+        sys.stdout.write(f"{found['seconds']} s: {name} {json.dumps(told or found['training'].get(name, ''))}\n")
         sys.stdout.flush()
 
-    for phase, rate in ((0, 2e-3), (1, 1e-3)):
-        found["training"][f"dense, phase {phase}"] = train(model, training, size, phase, device, rate)
+    for phase, rate in ((SHORT, 1.5e-3), (LONG, 1e-3)):
+        found["training"][f"phase {phase}"] = train(model, training, size, phase, device, rate)
         save(f"phase {phase}")
+    # what failed there fails here, too, or takes longer
+    found["compiled apart"] = [str(job.exception() or "") for job in jobs]
+    pool.shutdown()
     found["rows"]["before"] = judge(model, unseen, size, device)
+    found["retained mass"] = retained(model, unseen, size, device)
     save("before")
     for name, make in arms(size).items():
         made = with_attention(model, make)
-        found["training"][name] = train(made, training, size, 2, device, 3e-4, towards_selected(made))
+        if name == "learned":
+            set_target(made, "dense")
+            found["training"]["learned, indexers alone"] = train(made, training, size, ALONE, device, 0.0)
+            set_target(made, "selected")
+        found["training"][name] = train(made, training, size, ARM, device, 3e-4)
         found["rows"][name] = judge(made, unseen, size, device)
         save(name)
     found["compared"] = compared({name: found["rows"][name] for name in arms(size)})
