@@ -188,7 +188,7 @@ def _default(dims, arch, dtype) -> SharesConfig:
     if dtype == torch.float32:
         return SharesConfig(32, 32, 4 if dims["dim"] <= 64 else 8)
     large = arch.kind == "cuda" and arch.shared_memory > 160 * 1024
-    return SharesConfig(64, 128, 4) if large and dims["dim"] <= 128 else SharesConfig(64, 64, 4)
+    return SharesConfig(128, 128, 8) if large and dims["dim"] <= 128 else SharesConfig(64, 64, 4)
 
 
 SPACE = Space(
