@@ -230,12 +230,12 @@ def _counted_lists_kernel(
         column = tile * COLUMN_LINES + tl.arange(0, COLUMN_LINES)
         place = keep_ptr + column.to(tl.int64)[:, None] * strides[3]
         count = tl.zeros((COLUMN_LINES,), tl.int32)
-        for first in range(0, rows, BLOCK):
-            across = first + tl.arange(0, BLOCK)
+        for first in range(0, rows, 256):  # what is only added up comes in few loads
+            across = first + tl.arange(0, 256)
             inside = (column < columns)[:, None] & (across < rows)[None, :]
             here = tl.load(place + across.to(tl.int64)[None, :] * strides[2], mask=inside, other=0)
             count += tl.sum(here.to(tl.int32), 1)
-        before = _entries_before(keep_ptr, tile * COLUMN_LINES, rows, strides[2], strides[3], 256, 64)
+        before = _entries_before(keep_ptr, tile * COLUMN_LINES, rows, strides[2], strides[3], 256, 128)
         end = base + before + tl.cumsum(count)
         _write_lines(
             keep_ptr, end - count, end, offsets_t_ptr, indices_t_ptr, entries, number, tile, tables * by_columns,
