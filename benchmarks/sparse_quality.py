@@ -2,14 +2,14 @@
 
     python benchmarks/sparse_quality.py results.json [--tiny] [--limit SECONDS]
 
-Trains a dense model on the sources of Python's standard library and of torch, at 2,048 and then at 16,384 bytes of
+Trains a dense model on the sources of Python's standard library and of torch, at 128, 2,048 and 16,384 bytes of
 context, with random strings that come again far away. Then dense, DYNAMIC_THRESHOLD, LEARNED and a sliding window of as
 many pairs of queries and keys go on from there for the same steps on the same bytes; before that LEARNED's indexers
 learn alone, of the dense attention, with the model's weights fixed. Rows: the validation loss on whole text, with what
 it differs from dense's by and the standard error of that over sequences, and how often the bytes of a string that came
 before are predicted (copy). The bars say nothing where dense itself does not copy, or where the window loses no more
 than the differences scatter: `answers` says which of them are answered. The curve is that of the dense model's weights,
-without training for sparsity; it ends, with fewer rows, once --limit seconds (140) are over. Kernels are compiled in
+without training for sparsity; it ends, with fewer rows, once --limit seconds (125) are over. Kernels are compiled in
 other processes while the dense model learns. --tiny: sizes for a CPU, which show that it runs and nothing else.
 """
 
@@ -42,30 +42,64 @@ from tilesmith.ops.attn.blocks_reference import stretch_means
 SPARSITY = 0.9
 CURVE = (0.9, 0.8, 0.7, 0.95, 0.5)
 STRING, GIVEN = 32, 8  # bytes of a string that is copied, and of those the ones that say which
-LETTERS = torch.tensor(list(b"abcdefghijklmnopqrstuvwxyz0123456789"), dtype=torch.uint8)
+LETTERS = torch.arange(128, 256).to(torch.uint8)  # of strings: bytes that the text hardly has, so that few tell which
+
+
+class Phase(NamedTuple):
+    """A phase of training: bytes of a sequence, strings in it that come again, learning rate, and steps and seconds, of
+    which the first to be over ends it."""
+
+    length: int
+    strings: int
+    rate: float
+    steps: int
+    seconds: float = math.inf
 
 
 class Size(NamedTuple):
-    """A model, its training and its test. steps: of the four phases: short, long, indexers alone, an arm; seconds: of
-    the first two, each of which ends with the first of both. tokens: of a step. strings: of a long sequence that come
-    again; short ones have as many for their length. tested: sequences."""
+    """A model, its training and its test. tokens: of a step. dense: phases of the dense model, from where strings are
+    near each other and nearly all there is, which is where copying is learnt, to whole contexts. alone, arm: LEARNED's
+    indexers alone; an arm. tested: sequences."""
 
     width: int
     layers: int
     heads: int
     kv_heads: int
-    short: int
-    length: int
     tokens: int
-    steps: tuple[int, int, int, int]
-    seconds: tuple[float, float]
-    strings: int
+    dense: tuple[Phase, ...]
+    alone: Phase
+    arm: Phase
     tested: int
 
+    @property
+    def length(self) -> int:
+        """Bytes of a context."""
+        return self.arm.length
 
-LARGE = Size(512, 6, 8, 4, 2048, 16384, 65536, (900, 200, 25, 50), (42.0, 20.0), 64, 16)
-TINY = Size(32, 2, 4, 2, 128, 512, 1024, (3, 2, 2, 2), (60.0, 60.0), 4, 2)
-SHORT, LONG, ALONE, ARM = range(4)
+
+LARGE = Size(
+    512, 6, 8, 4, 65536,
+    (Phase(128, 2, 2e-3, 250, 8.0), Phase(2048, 8, 1.5e-3, 700, 30.0), Phase(16384, 64, 1e-3, 200, 20.0)),
+    Phase(16384, 64, 0.0, 25), Phase(16384, 64, 3e-4, 50), 16,
+)  # fmt: skip
+TINY = Size(
+    32, 2, 4, 2, 1024, (Phase(128, 2, 2e-3, 3), Phase(512, 4, 1e-3, 2)), Phase(512, 4, 0.0, 2),
+    Phase(512, 4, 3e-4, 2), 2,
+)  # fmt: skip
+
+
+class Smear(nn.Module):
+    """x plus learned shares of what came up to three bytes before: keys know their n-gram, without a layer for it."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.shares = nn.Parameter(torch.full((3, width), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for distance, share in enumerate(self.shares.to(x.dtype), 1):
+            out = out + share * F.pad(x[:, :-distance], (0, 0, distance, 0))
+        return out
 
 
 class Block(nn.Module):
@@ -76,26 +110,28 @@ class Block(nn.Module):
         width, inner = size.width, size.width * 8 // 3 // 64 * 64
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.attention: nn.Module = FlashAttention3(width, size.heads, num_kv_heads=size.kv_heads)
+        self.smear = Smear(width)
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        x = x + self.attention(self.norm1(x), rotary=rotary)
+        x = x + self.attention(self.smear(self.norm1(x)), rotary=rotary)
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
 class ByteModel(nn.Module):
-    """A decoder over bytes with rotary positions."""
+    """A decoder over bytes; positions are rotary."""
 
     def __init__(self, size: Size):
         super().__init__()
         self.tokens = nn.Embedding(256, size.width)
-        self.rotary = RotaryEmbedding(size.width // size.heads, size.length)
+        # half of a head's features are not rotated: over 8,192 bytes even the slowest of 32 pairs turns by a radian
+        self.rotary = RotaryEmbedding(size.width // size.heads // 2, size.length)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm, self.head = nn.RMSNorm(size.width), nn.Linear(size.width, 256, bias=False)
         for name, p in self.named_parameters():
-            if p.ndim == 2:
+            if p.ndim == 2 and not name.endswith("shares"):
                 ends = name.endswith(("o_proj.weight", "down.weight"))
                 scale = size.width**-0.5 / (math.sqrt(2 * size.layers) if ends else 1)
                 nn.init.normal_(p, std=scale if "blocks" in name else 0.02)
@@ -150,38 +186,35 @@ def run(model: nn.Module, batch: Tensor, device: torch.device) -> tuple[Tensor, 
         return model(batch[:, :-1]), batch[:, 1:]
 
 
-def step(model: ByteModel, data: Tensor, size: Size, phase: int, number: int, device: torch.device) -> Tensor:
+def step(model: ByteModel, data: Tensor, size: Size, phase: Phase, seed: int, device: torch.device) -> Tensor:
     """The loss of one step, whose gradients are added."""
-    length, seed = size.short if phase == SHORT else size.length, phase * 1_000_000 + number
-    batch, _ = with_strings(
-        windows(data, length, size.tokens // length, seed), max(1, size.strings * length // size.length), seed
-    )
+    batch, _ = with_strings(windows(data, phase.length, size.tokens // phase.length, seed), phase.strings, seed)
     logits, wanted = run(model, batch, device)
     loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
     loss.backward()
     return loss.detach()
 
 
-def train(model: ByteModel, data: Tensor, size: Size, phase: int, device: torch.device, rate: float) -> dict:
+def train(model: ByteModel, data: Tensor, size: Size, phase: Phase, device: torch.device) -> dict:
     """A phase of training with AdamW; what is compiled before its first step does not count."""
     indexers = [p for name, p in model.named_parameters() if ".indexer." in name]
     known = set(map(id, indexers))
     rest = [p for p in model.parameters() if id(p) not in known]
-    groups = [{"params": indexers, "rate": 2e-3}, {"params": [] if phase == ALONE else rest, "rate": rate}]
+    groups = [{"params": indexers, "rate": 2e-3}, {"params": rest if phase.rate else [], "rate": phase.rate}]
     optimizer = torch.optim.AdamW(
         [g | {"lr": 0.0} for g in groups if g["params"]], betas=(0.9, 0.95), weight_decay=0.05,
         fused=device.type == "cuda",
     )  # fmt: skip
     model.train()
-    float(step(model, data, size, phase, -1, device))
+    seed = 1_000_000 * phase.length + 1000 * phase.steps  # other bytes than those of a phase as long
+    float(step(model, data, size, phase, seed - 1, device))
     model.zero_grad()
-    limit = size.seconds[phase] if phase < len(size.seconds) else math.inf
     began, steps, lost = time.perf_counter(), 0, []
-    while (share := max(steps / size.steps[phase], (time.perf_counter() - began) / limit)) < 1.0:
-        ramp = min(1.0, (steps + 1) / (50 if phase == SHORT else 5))
+    while (share := max(steps / phase.steps, (time.perf_counter() - began) / phase.seconds)) < 1.0:
+        ramp = min(1.0, (steps + 1) / min(50, 1 + phase.steps // 10))
         for group in optimizer.param_groups:
             group["lr"] = group["rate"] * ramp * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)))
-        loss = step(model, data, size, phase, steps, device)
+        loss = step(model, data, size, phase, seed + steps, device)
         nn.utils.clip_grad_norm_(rest, 1.0)
         optimizer.step()
         model.zero_grad()
@@ -208,7 +241,7 @@ def judge(model: ByteModel, unseen: Tensor, size: Size, device: torch.device, fe
         each = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
         losses += each.mean(1).tolist()
         late += float(each[:, size.length // 2 :].mean(1).sum())
-        batch, places = with_strings(windows(unseen, size.length, per, 8_000_000 + i), size.strings, 8_000_000 + i)
+        batch, places = with_strings(windows(unseen, size.length, per, 8_000_000 + i), size.arm.strings, 8_000_000 + i)
         logits, wanted = run(model, batch, device)
         hit = (logits.argmax(-1) == wanted).gather(1, places.to(device))
         right, asked = right + int(hit.sum()), asked + hit.numel()
@@ -264,7 +297,7 @@ def compiled(name: str, size: Size) -> None:
     model = with_attention(ByteModel(one).to(device), arms(one)[name])
     for target in ("dense", "selected") if name == "learned" else ("selected",):
         set_target(model, target)
-        step(model, data, one, ARM, 0, device)
+        step(model, data, one, size.arm, 0, device)
     judge(model, data, one._replace(tested=1), device)
 
 
@@ -342,7 +375,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--limit", type=float, default=140.0)
+    parser.add_argument("--limit", type=float, default=125.0)
     args = parser.parse_args()
     device = torch.device("cpu" if args.tiny else "cuda")
     size = TINY if args.tiny else LARGE
@@ -366,9 +399,10 @@ def main() -> int:
         sys.stdout.write(f"{found['seconds']} s: {name} {json.dumps(told or found['training'].get(name, ''))}\n")
         sys.stdout.flush()
 
-    for phase, rate in ((SHORT, 1.5e-3), (LONG, 1e-3)):
-        found["training"][f"phase {phase}"] = train(model, training, size, phase, device, rate)
-        save(f"phase {phase}")
+    for phase in size.dense:
+        name = f"{phase.length} bytes"
+        found["training"][name] = train(model, training, size, phase, device)
+        save(name)
     # what failed there fails here, too, or takes longer
     found["compiled apart"] = [str(job.exception() or "") for job in jobs]
     pool.shutdown()
@@ -379,9 +413,9 @@ def main() -> int:
         made = with_attention(model, make)
         if name == "learned":
             set_target(made, "dense")
-            found["training"]["learned, indexers alone"] = train(made, training, size, ALONE, device, 0.0)
+            found["training"]["learned, indexers alone"] = train(made, training, size, size.alone, device)
             set_target(made, "selected")
-        found["training"][name] = train(made, training, size, ARM, device, 3e-4)
+        found["training"][name] = train(made, training, size, size.arm, device)
         found["rows"][name] = judge(made, unseen, size, device)
         save(name)
     found["compared"] = compared({name: found["rows"][name] for name in arms(size)})
