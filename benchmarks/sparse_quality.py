@@ -79,26 +79,28 @@ class Size(NamedTuple):
 
 LARGE = Size(
     512, 6, 8, 4, 65536,
-    (Phase(128, 2, 2e-3, 250, 8.0), Phase(2048, 8, 1.5e-3, 700, 30.0), Phase(16384, 64, 1e-3, 200, 20.0)),
+    (Phase(128, 1, 2e-3, 250, 8.0), Phase(2048, 8, 1.5e-3, 700, 30.0), Phase(16384, 64, 1e-3, 200, 20.0)),
     Phase(16384, 64, 0.0, 25), Phase(16384, 64, 3e-4, 50), 16,
 )  # fmt: skip
 TINY = Size(
-    32, 2, 4, 2, 1024, (Phase(128, 2, 2e-3, 3), Phase(512, 4, 1e-3, 2)), Phase(512, 4, 0.0, 2),
+    32, 2, 4, 2, 1024, (Phase(128, 1, 2e-3, 3), Phase(512, 4, 1e-3, 2)), Phase(512, 4, 0.0, 2),
     Phase(512, 4, 3e-4, 2), 2,
 )  # fmt: skip
 
 
-class Smear(nn.Module):
-    """x plus learned shares of what came up to three bytes before: keys know their n-gram, without a layer for it."""
+class Delays(nn.Module):
+    """Learned sums of x and what came up to three bytes before it; at first a quarter of the features each. A key then
+    knows which bytes came before its own, without a layer for it."""
 
     def __init__(self, width: int):
         super().__init__()
-        self.shares = nn.Parameter(torch.full((3, width), 0.3))
+        self.shares = nn.Parameter(torch.eye(4).repeat(1, width // 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = x
-        for distance, share in enumerate(self.shares.to(x.dtype), 1):
-            out = out + share * F.pad(x[:, :-distance], (0, 0, distance, 0))
+        shares = self.shares.to(x.dtype)
+        out = shares[0] * x
+        for distance in range(1, len(shares)):
+            out = out + shares[distance] * F.pad(x[:, :-distance], (0, 0, distance, 0))
         return out
 
 
@@ -110,12 +112,12 @@ class Block(nn.Module):
         width, inner = size.width, size.width * 8 // 3 // 64 * 64
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.attention: nn.Module = FlashAttention3(width, size.heads, num_kv_heads=size.kv_heads)
-        self.smear = Smear(width)
+        self.delays = Delays(width)
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        x = x + self.attention(self.smear(self.norm1(x)), rotary=rotary)
+        x = x + self.attention(self.delays(self.norm1(x)), rotary=rotary)
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
