@@ -47,13 +47,14 @@ LETTERS = torch.arange(128, 256).to(torch.uint8)  # of strings: bytes that the t
 
 class Phase(NamedTuple):
     """A phase of training: bytes of a sequence, strings in it that come again, learning rate, and steps and seconds, of
-    which the first to be over ends it."""
+    which the first to be over ends it. share: of a step's bytes, where steps count for more than what they see."""
 
     length: int
     strings: int
     rate: float
     steps: int
     seconds: float = math.inf
+    share: float = 1.0
 
 
 class Size(NamedTuple):
@@ -79,7 +80,7 @@ class Size(NamedTuple):
 
 LARGE = Size(
     512, 6, 8, 4, 65536,
-    (Phase(128, 1, 2e-3, 250, 8.0), Phase(2048, 8, 1.5e-3, 700, 30.0), Phase(16384, 64, 1e-3, 200, 20.0)),
+    (Phase(128, 1, 2e-3, 600, 14.0, 0.25), Phase(2048, 8, 1.5e-3, 700, 30.0), Phase(16384, 64, 1e-3, 200, 20.0)),
     Phase(16384, 64, 0.0, 25), Phase(16384, 64, 3e-4, 50), 16,
 )  # fmt: skip
 TINY = Size(
@@ -190,7 +191,8 @@ def run(model: nn.Module, batch: Tensor, device: torch.device) -> tuple[Tensor, 
 
 def step(model: ByteModel, data: Tensor, size: Size, phase: Phase, seed: int, device: torch.device) -> Tensor:
     """The loss of one step, whose gradients are added."""
-    batch, _ = with_strings(windows(data, phase.length, size.tokens // phase.length, seed), phase.strings, seed)
+    count = int(phase.share * size.tokens) // phase.length
+    batch, _ = with_strings(windows(data, phase.length, count, seed), phase.strings, seed)
     logits, wanted = run(model, batch, device)
     loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
     loss.backward()
