@@ -13,8 +13,8 @@ from tilesmith.engine.argument_checks import size
 from tilesmith.ops.attn.mask import Blocks
 
 SUB_BLOCKS = 8  # stretches of a block of keys, each with one mean
-QUERY_SUB_BLOCKS, QUERIES = 4, 16  # stretches of a block of queries, and of how many of its queries they are the means
-KEYS = 64  # of a block that are read
+QUERY_SUB_BLOCKS, QUERIES = 2, 16  # stretches of a block of queries, and of how many of its queries they are the means
+KEYS = 32  # of a block that are read
 
 
 def estimated_shares(
@@ -28,13 +28,13 @@ def estimated_shares(
 ) -> Tensor:
     """Estimated share of each block of keys in the attention of each block of queries: fp32 [B, G, R, C].
 
-    Keys are averaged over stretches of block_size / 8 tokens, queries over stretches of block_size / 4. Of a block
+    Keys are averaged over stretches of block_size / 8 tokens, queries over stretches of block_size / 2. Of a block
     key_samples keys and 16 queries are read, evenly spaced, or all where there are no more. The softmax of the means is
-    summed over the 4 x 8 pairs of a pair of blocks, and averaged over the query heads of a kv head. A row's shares add
-    up to 1. Nothing of T x S is made: 1 / 512 of the products of attention at block_size 128. No gradient.
+    summed over the 2 x 8 pairs of a pair of blocks, and averaged over the query heads of a kv head. A row's shares add
+    up to 1. Nothing of T x S is made: 1 / 1,024 of the products of attention at block_size 128. No gradient.
 
     q [B, H, T, D], k [B, G, S, D]; causal: needs T == S. scale: 1 / sqrt(D) if None. block_size: a multiple of 8.
-    key_samples: a key that is not read cannot be found; `block_size` of them cost half as much again.
+    key_samples: a key that is not read cannot be found; all 128 of them take half as long again.
     Source: the block score of SpargeAttn (arXiv:2502.18137) with a log-sum-exp over sub-blocks in place of one mean.
     """
     of = "estimated_shares"

@@ -47,11 +47,12 @@ def _block_select_kernel(
     key = tl.where(behind < last, HIGHEST - behind, key)
     key = tl.where(column < seen, key, LOWEST)
     low, high = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
-    for _ in range(32):
+    while low < high:
         middle = _middle(low, high)
-        enough = tl.sum((key >= middle).to(tl.int32)) >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
+        found = tl.sum((key >= middle).to(tl.int32))
+        low = tl.where(found >= wanted, middle, low)
+        # whatever lies between the last one that is kept and the next one will do: without ties half of the 32 steps
+        high = tl.where(found == wanted, middle, tl.where(found > wanted, high, middle - 1))
     above = key > low
     equal = (key == low) & (column < seen)
     room = wanted - tl.sum(above.to(tl.int32))
@@ -300,13 +301,12 @@ def listed(
         return next(nothing), indices.zero_(), next(nothing), indices_t.zero_()
     offsets, offsets_t = (torch.empty(batch, many, n + 1, dtype=torch.int32, device=device) for n in (rows, columns))
     dense = keep.view(torch.uint8)
-    # of a table read across its lines, whole sectors
-    lines = [16 if stride == 1 else 32 for stride in (keep.stride(3), keep.stride(2))]
+    lines = 32  # whole sectors of a table read across its lines; 16 tables of 32k tokens are one wave on 132 SMs
     sizes = {
         "strides": keep.stride(), "lists": many, "tables": tables, "rows": rows, "columns": columns, "BLOCK": 64,
-        "ROW_LINES": lines[0], "COLUMN_LINES": lines[1], "num_warps": num_warps,
+        "ROW_LINES": lines, "COLUMN_LINES": lines, "num_warps": num_warps,
     }  # fmt: skip
-    grid = (tables * (cdiv(rows, lines[0]) + cdiv(columns, lines[1])),)
+    grid = (tables * (cdiv(rows, lines) + cdiv(columns, lines)),)
     out = {
         "offsets_ptr": offsets, "indices_ptr": indices, "offsets_t_ptr": offsets_t, "indices_t_ptr": indices_t,
         "room": room, "FILL": 256,

@@ -89,14 +89,14 @@ def _block_sums_kernel(
         lane = tl.arange(0, BLOCK_M)
         q = _load_means(q_ptr + head_row.to(tl.int64) * tokens * DIM, first_row, tokens, DIM, BLOCK_M, BLOCK_D)
         k = _load_means(k_ptr + (head_row // GROUP).to(tl.int64) * keys * DIM, first, keys, DIM, BLOCK_N, BLOCK_D)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
         seen = keys + lane * 0
         if CAUSAL:
             seen = tl.minimum(seen, (first_row + lane + 1) * RATIO)
         score = tl.where((first + tl.arange(0, BLOCK_N))[None, :] < seen[:, None], score, float("-inf"))
-        top = tl.max(score, 1)
+        top = tl.max(score, 1) * scale
         base = tl.where(top == float("-inf"), 0.0, top)
-        sums = tl.sum(tl.reshape(tl.exp2(score - base[:, None]), (BLOCK_M, KB, SUB)), 2)
+        sums = tl.sum(tl.reshape(tl.exp2(score * scale - base[:, None]), (BLOCK_M, KB, SUB)), 2)
         place = (rest.to(tl.int64) * key_tiles + key_tile) * BLOCK_M + lane
         tl.store(tops_ptr + place, top)
         tl.store(sums_ptr + place[:, None] * KB + tl.arange(0, KB)[None, :], sums)
@@ -188,7 +188,7 @@ def _default(dims, arch, dtype) -> SharesConfig:
     if dtype == torch.float32:
         return SharesConfig(32, 32, 4 if dims["dim"] <= 64 else 8)
     large = arch.kind == "cuda" and arch.shared_memory > 160 * 1024
-    return SharesConfig(128, 128, 8) if large and dims["dim"] <= 128 else SharesConfig(64, 64, 4)
+    return SharesConfig(64, 128, 8) if large and dims["dim"] <= 128 else SharesConfig(64, 64, 4)
 
 
 SPACE = Space(
