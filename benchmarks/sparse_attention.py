@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from tilesmith import explain, ops, use
 from tilesmith.attention import BlockIndexer, SparsePattern, estimated_shares, pattern_blocks, to_block_mask
 from tilesmith.attention.budget import budget
-from tilesmith.attention.estimate import KEYS, chosen_blocks
+from tilesmith.attention.estimate import chosen_blocks
 from tilesmith.attention.indexer import indexer_loss
 from tilesmith.attention.patterns import CLOSED, _blocks
 from tilesmith.engine import cases
@@ -228,7 +228,7 @@ def dynamic(tokens: int, options: argparse.Namespace) -> dict:
     q, k, v = tensors(tokens, 16, 16)
     plan = budget(tokens, tokens, 128, True, 0.9, DEVICE)
 
-    def choose(key_samples: int = KEYS):
+    def choose(key_samples: int | None = None):
         return chosen_blocks(estimated_shares(q, k, key_samples=key_samples), plan, 128, first=1)
 
     def attend(blocks):

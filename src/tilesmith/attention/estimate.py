@@ -14,7 +14,6 @@ from tilesmith.ops.attn.mask import Blocks
 
 SUB_BLOCKS = 8  # stretches of a block of keys, each with one mean
 QUERY_SUB_BLOCKS, QUERIES = 2, 16  # stretches of a block of queries, and of how many of its queries they are the means
-KEYS = 32  # of a block that are read
 
 
 def estimated_shares(
@@ -24,17 +23,17 @@ def estimated_shares(
     block_size: int = 128,
     causal: bool = True,
     scale: float | None = None,
-    key_samples: int = KEYS,
+    key_samples: int | None = None,
 ) -> Tensor:
     """Estimated share of each block of keys in the attention of each block of queries: fp32 [B, G, R, C].
 
-    Keys are averaged over stretches of block_size / 8 tokens, queries over stretches of block_size / 2. Of a block
-    key_samples keys and 16 queries are read, evenly spaced, or all where there are no more. The softmax of the means is
-    summed over the 2 x 8 pairs of a pair of blocks, and averaged over the query heads of a kv head. A row's shares add
-    up to 1. Nothing of T x S is made: 1 / 1,024 of the products of attention at block_size 128. No gradient.
+    Keys are averaged over stretches of block_size / 8 tokens, queries over stretches of block_size / 2, of which 16 a
+    block are read, evenly spaced, or all where there are no more. The softmax of the means is summed over the 2 x 8
+    pairs of a pair of blocks, and averaged over the query heads of a kv head. A row's shares add up to 1. Nothing of
+    T x S is made: 1 / 1,024 of the products of attention at block_size 128. No gradient.
 
     q [B, H, T, D], k [B, G, S, D]; causal: needs T == S. scale: 1 / sqrt(D) if None. block_size: a multiple of 8.
-    key_samples: a key that is not read cannot be found; all 128 of them take half as long again.
+    key_samples: keys of a block that are read, evenly spaced; all if None, since one that is not read cannot be found.
     Source: the block score of SpargeAttn (arXiv:2502.18137) with a log-sum-exp over sub-blocks in place of one mean.
     """
     of = "estimated_shares"
@@ -42,9 +41,10 @@ def estimated_shares(
         raise ValueError(f"{of}: block_size must be a multiple of {SUB_BLOCKS}, got {block_size}")
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"{of}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
+    keys = block_size if key_samples is None else size(of, "key_samples", key_samples)
     strides = (
         math.gcd(block_size // stretches, max(1, block_size // samples))
-        for stretches, samples in ((QUERY_SUB_BLOCKS, QUERIES), (SUB_BLOCKS, size(of, "key_samples", key_samples)))
+        for stretches, samples in ((QUERY_SUB_BLOCKS, QUERIES), (SUB_BLOCKS, keys))
     )
     with torch.no_grad():
         return ops.block_shares(q, k, scale, causal, block_size, SUB_BLOCKS, QUERY_SUB_BLOCKS, *strides)

@@ -805,7 +805,8 @@ def fp8_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def fp8_cast_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
     """x in 8 bits by one factor a row: x8 of x's shape, contiguous, and factor fp32 [M, 1].
 
-    x: [..., N], floating. A row's factor is that of its largest absolute element, 1 for a row of zeros.
+    x: [..., N], floating. A row's factor is that of its largest absolute element, or of 2^-100 where that is smaller: a
+    row of zeros has the least factor, so that rows which share one, the largest of theirs, lose nothing by it.
     """
 
 def fp8_transpose(x8: Tensor) -> Tensor:
