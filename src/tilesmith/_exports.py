@@ -4,6 +4,7 @@ EXPORTS = {
     "KernelConfig": "tilesmith.nn",
     "MemoryConfig": "tilesmith.engine.memory",
     "explain": "tilesmith.engine",
+    "fit_sequence": "tilesmith.models",
     "optimize": "tilesmith.models",
     "optimize_kernel": "tilesmith.engine",
     "register_for_sdpa": "tilesmith.models",
