@@ -14,6 +14,7 @@ from tilesmith import ops
 from tilesmith.engine import ops as declared
 from tilesmith.engine import use
 from tilesmith.models import optimize
+from tilesmith.models.sizing.memory_estimate import LiveBytes
 
 ATEN = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
 
@@ -111,3 +112,18 @@ def test_the_op_is_found_under_its_own_name_and_under_the_one_that_policies_look
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     found, wanted = (torch.autograd.grad(o.sum(), q)[0] for o in (out, expected[0]))
     assert torch.equal(found, wanted)
+
+
+def test_a_checkpointed_layer_keeps_nothing_of_its_mlp():
+    """Gate and up, kept in place of their product, would be kept behind the back of checkpointing."""
+    model, inputs, kept = build("llama", layers=4), batch("llama"), []
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for optimized in (False, True):
+        model = optimize(model) if optimized else model
+        with LiveBytes() as live, use(swiglu="reference"):
+            live.ignore(iter([*model.parameters(), *model.buffers()]))
+            loss = model(**inputs, use_cache=False).loss
+            kept.append(live.now)
+            loss.backward()
+    mlps = 4 * 2 * inputs["input_ids"].numel() * model.config.intermediate_size * 4
+    assert kept[1] <= kept[0] + mlps / 8

@@ -28,6 +28,7 @@ from tilesmith.engine import use
 from tilesmith.models.layers.norm_rotary import deferred
 from tilesmith.models.layers.packing import PackedForm, PackRule, adjacent
 from tilesmith.models.layers.transformer_layers import LayerRule
+from tilesmith.models.sizing.memory_estimate import LiveBytes
 from tilesmith.rewrite import forms, parse, rewrite
 from tilesmith.validate.budget import compare
 
@@ -420,18 +421,14 @@ def _gated():
 
 
 def _saved_bytes(model):
-    found = {}
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def pack(x):
-        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
+    """What is there between forward and backward; hooks on saved tensors would be in the way."""
     x = torch.randn(32, 16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with LiveBytes() as live:
+        live.ignore(iter([x, *model.parameters()]))
         out = model(x)
+        saved = live.now
     out.sum().backward()
-    return sum(size for where, size in found.items() if where not in weights)
+    return saved
 
 
 BAD = [

@@ -219,6 +219,8 @@ class _Saved:
                     self.widths[x.shape[-1]] = self.widths.get(x.shape[-1], 0) + storage.nbytes()
         return x
 
+    save.only_looks = True  # gated MLPs save as they do where no hooks are
+
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
