@@ -147,8 +147,9 @@ def measure(model: nn.Module, given: argparse.Namespace, keep: str, first: dict[
     found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     row["gradients"] = len(found)
     if first:
-        row["off_by"] = max(((g - first[n]).abs().max() / first[n].abs().max().clamp(1e-30)).item() for n, g in found.items())
-        row["off_by_rms"] = max(((g - first[n]).norm() / first[n].norm().clamp(1e-30)).item() for n, g in found.items())
+        off = [(g - first[name], first[name]) for name, g in found.items()]
+        row["off_by"] = max((d.abs().max() / g.abs().max().clamp(1e-30)).item() for d, g in off)
+        row["off_by_rms"] = max((d.norm() / g.norm().clamp(1e-30)).item() for d, g in off)
     else:
         first.update(found)
     if given.layers != WHOLE:

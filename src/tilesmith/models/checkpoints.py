@@ -22,6 +22,7 @@ BLOCK = 2**28
 DECODED_ROWS = 2**14  # at a time, so that the widened codes stay small beside the result
 _SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")  # the attributes that transformers sets
 _BEFORE = "_tilesmith_checkpoint_before"
+PLAN = "tilesmith_sequence_plan"  # the attribute of a model that has one
 _ABSENT = "absent"
 
 
@@ -218,12 +219,18 @@ def attach(layer: nn.Module, keeper: Keeper) -> None:
     layer.__dict__.update(zip(_SWITCHES, (True, keeper)))
 
 
+def is_attached(model: nn.Module) -> bool:
+    """Whether a layer of the model is checkpointed by a `Keeper`."""
+    return any(_BEFORE in module.__dict__ for module in model.modules())
+
+
 def detach(model: nn.Module) -> None:
-    """Give every layer the checkpointing back that it had before `attach`."""
+    """Give every layer the checkpointing back that it had before `attach`, and forget the plan."""
     for module in model.modules():
+        module.__dict__.pop(PLAN, None)
         before = module.__dict__.pop(_BEFORE, None)
         for name, value in (before or {}).items():
-            if value is _ABSENT or value == _ABSENT:
+            if isinstance(value, str):
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = value

@@ -15,6 +15,7 @@ from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.methods import AttentionMethodRule
 from tilesmith.models.attention.selected_blocks import SelectionRule
 from tilesmith.models.blocks import BlockRule, detach_block_forms, restore_block_forms
+from tilesmith.models.checkpoints import detach, is_attached
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.generation.rule import DecodingRule
@@ -114,7 +115,7 @@ def optimize(
     Raises:
         TypeError: `model` is not a module, or `graphs` no bool. ValueError: `only` names no rule; `exclude`, without a
             wildcard, names neither a rule nor a module; `compile` is something else; no block repeats for `compile` or
-            `graphs`. RewriteError: see `strict`.
+            `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; optimize takes a torch.nn.Module")
@@ -140,6 +141,11 @@ def optimize(
         raise ValueError(f"optimize: compile is {compile!r}; it is None or 'between'")
     if not isinstance(graphs, bool):
         raise TypeError(f"optimize: graphs is {graphs!r}; it is True or False")
+    if is_attached(model):
+        raise ValueError(
+            "optimize: fit_sequence has planned this model, and its plan counts what optimize does; call undo() of the "
+            "plan, optimize, then fit_sequence"
+        )
     taken = detach_block_forms(model)
     try:
         had = {type(form) for _, form, _ in taken}
@@ -177,10 +183,14 @@ def report(model: nn.Module) -> rewrite.Report:
 
 
 def undo(model: Model) -> Model:
-    """Give `model` back the forward of every module that `optimize` replaced, exactly. Returns `model`."""
+    """Give `model` back the forward of every module that `optimize` replaced, exactly, and what `fit_sequence` changed.
+
+    Returns `model`.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; undo takes a torch.nn.Module")
     rewrite.undo(model)
+    detach(model)
     for module in model.modules():
         module.__dict__.pop("tilesmith_report", None)
     return model

@@ -35,8 +35,8 @@ class TiledForm(Form):
 
 
 def is_tiled(module: nn.Module) -> bool:
-    """Whether `module` has the form."""
-    return any(isinstance(form, TiledForm) for form in forms(module))
+    """Whether the form is the newest one of `module`."""
+    return isinstance(next(iter(forms(module)), None), TiledForm)
 
 
 def gated_mlps(model: nn.Module) -> dict[str, nn.Module]:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tilesmith.engine import torch_private
 from tilesmith.engine.argument_checks import size
 from tilesmith.engine.memory import FEWEST_ROWS, GB, MemoryConfig, Need, human_size, workspaces
 from tilesmith.engine.timing import peak_memory
 from tilesmith.hardware.capacity import capacity_of
 from tilesmith.models.blocks import BlockForm
-from tilesmith.models.checkpoints import Keep, Keeper, Shelf, attach, checkpointed_layers, detach
+from tilesmith.models.checkpoints import PLAN, Keep, Keeper, Shelf, attach, checkpointed_layers, detach
 from tilesmith.models.layers.tiles import TILE, TiledForm, gated_mlps, is_tiled
-from tilesmith.models.sizing.memory_estimate import held
+from tilesmith.models.sizing.memory_estimate import LiveBytes, held
 from tilesmith.models.sizing.state import state_preserved
+from tilesmith.models.sizing.step_costs import KEEPS, Line, StepCosts
 from tilesmith.rewrite import forms, original_class, swap, unswap
 
 COPYING = ("cpu", "cuda", "xpu")  # devices that host memory is copied to and from
-KEEPS = {"device": Keep(), "e4m3": Keep(e4m3=True), "host": Keep(host=True)}
 CHOICES = ("auto", *KEEPS)
 PROBED = {"cpu": 256}  # tokens of the longer of two runs of a layer
 PROBED_ELSEWHERE = 32768  # a hidden state of a quarter of a gigabyte, beside which what does not grow is small
@@ -30,99 +31,6 @@ TILE_PROBED = {"cpu": 64}
 TILE_PROBED_ELSEWHERE = 4096
 SPARE = 0.03  # of a device: what its allocator loses between tensors of other sizes
 HOST_SPARE = 4 * GB  # for the process and whoever else runs
-FAR = 2**34  # tokens: more than any device holds
-PLAN = "tilesmith_sequence_plan"
-
-
-class Line(NamedTuple):
-    """Bytes of n tokens: base + n · slope."""
-
-    base: float
-    slope: float
-
-    def __call__(self, tokens: int) -> int:
-        return int(self.base + tokens * self.slope)
-
-    @classmethod
-    def through(cls, few: int, least: int, many: int, most: int) -> Line:
-        """Of `least` bytes at `few` tokens and `most` at `many`; it does not fall, nor begin below zero."""
-        slope = max(0.0, (most - least) / (many - few)) if many > few else most / max(1, many)
-        base = max(0.0, most - many * slope)
-        return cls(base, slope)
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """What a step of one model takes. Bytes.
-
-    layers; columns and itemsize: of a token's hidden state. fixed: parameters, buffers, gradients, workspaces of
-    libraries. layer: tokens -> what a layer holds at its backward's peak beside its input. device, limit: what the step
-    is to stay below, and what it must; host: the host memory that may be taken.
-    """
-
-    layers: int
-    columns: int
-    itemsize: int
-    fixed: int
-    layer: Line
-    device: int
-    limit: int
-    host: int
-
-    def hidden(self, tokens: int) -> int:
-        """Of one hidden state."""
-        return tokens * self.columns * self.itemsize
-
-    def peak(self, tokens: int, keeps: tuple[Keep, ...]) -> int:
-        """The most that the device holds, over the layers' backwards: what the layers up to this one keep, this one's
-        input where that had to be made again, the input of the one below on its way from the host, the layer's work."""
-        hidden, kept, most = self.hidden(tokens), 0, 0
-        before: Keep | None = None
-        for keep in keeps:
-            kept += keep.bytes(tokens, self.columns, self.itemsize)[0]
-            made = 0 if keep == Keep() else hidden
-            coming = 0
-            if before is not None and before.host:
-                coming = before.bytes(tokens, self.columns, self.itemsize)[1]
-            if keep.host and keep.e4m3:
-                made += keep.bytes(tokens, self.columns, self.itemsize)[1]
-            most = max(most, kept + made + coming)
-            before = keep
-        return self.fixed + most + self.layer(tokens)
-
-    def on_host(self, tokens: int, keeps: tuple[Keep, ...]) -> int:
-        """What goes to host memory."""
-        return sum(keep.bytes(tokens, self.columns, self.itemsize)[1] for keep in keeps)
-
-    def choose(self, tokens: int, keep: str) -> tuple[Keep, ...] | None:
-        """How each layer's input is kept, the first layer's first; None where nothing fits. "auto" rounds as few as
-        possible, and of these sends as few as possible to the host: the first ones, which are needed last."""
-        for bound in dict.fromkeys((self.device, self.limit)):
-            for keeps in self._candidates(keep):
-                if self.on_host(tokens, keeps) <= self.host and self.peak(tokens, keeps) <= bound:
-                    return keeps
-        return None
-
-    def _candidates(self, keep: str) -> Iterator[tuple[Keep, ...]]:
-        n = self.layers
-        if keep != "auto":
-            yield (KEEPS[keep],) * n
-            return
-        for rounded in range(n + 1):
-            for sent in range(n + 1):
-                # what stays is rounded first: that frees the device, which is what is short
-                codes = set(range(sent, min(n, sent + rounded))) | set(range(max(0, sent + rounded - n)))
-                yield tuple(Keep(e4m3=i in codes, host=i < sent) for i in range(n))
-
-    def longest(self, keep: str) -> int:
-        """The most tokens for which `choose` finds something."""
-        low, high = 0, 1
-        while high < FAR and self.choose(high, keep) is not None:
-            low, high = high, 2 * high
-        while high - low > max(1, low // 512):
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.choose(middle, keep) is not None else (low, middle)
-        return low
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +141,8 @@ def fit_sequence(
     device = _device(model, layers)
     if keep == "host" and device.type not in COPYING:
         raise ValueError(
-            f"fit_sequence: keep='host' copies to host memory from {', '.join(COPYING)} devices; the model is on {device}"
+            f"fit_sequence: keep='host' needs a device of {', '.join(COPYING)}, which copy to host memory; the model "
+            f"is on {device}"
         )
     total = tokens * batch
     mlps = [m for layer in layers.values() for m in gated_mlps(layer).values()]
@@ -241,11 +150,13 @@ def fit_sequence(
     try:
         with state_preserved(model):
             kinds = _kinds(list(layers.values()))
-            captured = _captured(model, kinds, min(total, PROBED.get(device.type, PROBED_ELSEWHERE)), device)
-            hidden = captured[0].x
+            many = min(total, PROBED.get(device.type, PROBED_ELSEWHERE))
+            calls = [_captured(model, kinds, n) for n in dict.fromkeys((max(1, many // 2), many))]
+            hidden = calls[-1][0].x
             columns, itemsize = hidden.shape[-1], hidden.element_size()
             tile = _tile(mlps, hidden, total, tile_tokens)
-            layer = max((_layer_line(c, mlps, tile, total, shelf) for c in captured), key=lambda line: line(total))
+            lines = [_layer_line(k, list(c), mlps, tile, total, shelf) for k, c in zip(kinds, zip(*calls))]
+            layer = max(lines, key=lambda line: line(total))
         costs = _costs(model, len(layers), columns, itemsize, layer, device, memory, host_memory_gb)
         keeps = costs.choose(total, keep)
         if keeps is None:
@@ -269,16 +180,13 @@ def fit_sequence(
 def release(model: nn.Module) -> nn.Module:
     """Take back what `fit_sequence` did to a model, if it did anything. Returns the model."""
     for module in model.modules():
-        if is_tiled(module) and isinstance(forms(module)[0], TiledForm):
+        if is_tiled(module):
             unswap(module)
     detach(model)
-    model.__dict__.pop(PLAN, None)
     return model
 
 
-def _check(
-    model: Any, tokens: Any, batch: Any, memory: Any, keep: Any, host_memory_gb: Any, tile_tokens: Any
-) -> None:
+def _check(model: Any, tokens: Any, batch: Any, memory: Any, keep: Any, host_memory_gb: Any, tile_tokens: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"fit_sequence: model must be a torch.nn.Module, got {type(model).__name__}")
     size("fit_sequence", "tokens", tokens)
@@ -307,12 +215,13 @@ def _device(model: nn.Module, layers: dict[str, nn.Module]) -> torch.device:
     fixed = [n for n, layer in layers.items() if any(isinstance(form, BlockForm) for form in forms(layer))]
     if fixed:
         raise ValueError(
-            f"fit_sequence: {fixed[0]} is recorded or compiled by optimize(graphs=..., compile=...); optimize the model "
-            "without these, which gain nothing where a layer takes seconds"
+            f"fit_sequence: {fixed[0]} is recorded or compiled by optimize(graphs=..., compile=...); optimize the "
+            "model without these, which gain nothing where a layer takes seconds"
         )
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
-        raise ValueError(f"fit_sequence: the parameters are on {', '.join(sorted(map(str, devices)))}; one device is served")
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"fit_sequence: the parameters are on {found}; one device is served")
     (device,) = devices
     if device.type == "meta":
         raise ValueError("fit_sequence: the parameters are on meta; load the model onto its device first")
@@ -330,9 +239,8 @@ def _kinds(layers: list[nn.Module]) -> list[nn.Module]:
 
 
 class Captured(NamedTuple):
-    """A layer, its input [1, tokens, C], and what it is called with besides, for any number of tokens up to these."""
+    """A layer's input [1, tokens, C], and what it is called with besides."""
 
-    layer: nn.Module
     x: Tensor
     args: tuple
     kwargs: dict[str, Any]
@@ -342,19 +250,19 @@ class _Stop(Exception):
     pass
 
 
-def _captured(model: nn.Module, kinds: list[nn.Module], tokens: int, device: torch.device) -> list[Captured]:
+def _captured(model: nn.Module, kinds: list[nn.Module], tokens: int) -> list[Captured]:
     """What the layers are called with, from a forward that ends when the last of them is reached."""
     found: dict[int, Captured] = {}
 
     def hook(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.pop("hidden_states")
-        found[id(layer)] = Captured(layer, x.detach(), args[1:], dict(kwargs))
+        found[id(layer)] = Captured(x.detach(), args[1:], dict(kwargs))
         if len(found) == len(kinds):
             raise _Stop
 
     hooks = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in kinds]
     model.train()
-    ids = torch.zeros(1, max(2, tokens), dtype=torch.long, device=device)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=next(model.parameters()).device)
     try:
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)
@@ -374,7 +282,9 @@ def _tile(mlps: list[nn.Module], hidden: Tensor, total: int, tile_tokens: int | 
     if tile_tokens is not None or not mlps:
         return tile_tokens or total
     many = min(hidden.shape[1], TILE_PROBED.get(hidden.device.type, TILE_PROBED_ELSEWHERE))
-    line = _measured_line(lambda n: _step(mlps[0], torch.zeros_like(hidden[:, :n])), many, hidden.device)
+    few = max(1, many // 2)
+    least, most = (_peak(mlps[0], hidden[:, :n]) for n in (few, many))
+    line = Line.through(few, least, many, most)
     budget = max(total * hidden.shape[-1] * hidden.element_size() // 2, int(line.base + FEWEST_ROWS * line.slope))
     need = Need(total, line(total), int(line.base), math.ceil(line.slope))
     return _rows(need, budget)
@@ -389,57 +299,45 @@ def _rows(need: Need, budget: int) -> int:
     return -(-even // FEWEST_ROWS) * FEWEST_ROWS
 
 
-def _layer_line(captured: Captured, mlps: list[nn.Module], tile: int, total: int, shelf: Shelf) -> Line:
-    """What a layer's backward holds beside its input, from two runs with tiles in proportion."""
-    layer, x, args, kwargs = captured
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def _layer_line(
+    layer: nn.Module, calls: list[Captured], mlps: list[nn.Module], tile: int, total: int, shelf: Shelf
+) -> Line:
+    """What a layer's backward holds beside its input, from runs of these calls with tiles in proportion. What layers
+    share, such as angles, is part of it."""
     inside = {id(m) for m in layer.modules()}
     own = [m for m in mlps if id(m) in inside]
     attach(layer, Keeper(Keep(), shelf))
     for mlp in own:
         swap(mlp, TiledForm())
-
-    def step(tokens: int) -> Callable[[], None]:
-        for mlp in own:
-            mlp.__dict__[TILE] = max(1, tile * tokens // total)
-        cut = lambda value: _cut(value, x.shape[1], tokens)  # noqa: E731
-        given = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
-        return _step(layer, torch.zeros_like(x[:, :tokens]), *given)
-
+    peaks = []
     try:
-        return _measured_line(step, x.shape[1], x.device)
+        for x, args, kwargs in calls:
+            for mlp in own:
+                mlp.__dict__[TILE] = max(1, tile * x.shape[1] // total)
+            shared = held(_tensors((args, kwargs)))
+            peaks.append((x.shape[1], shared + _peak(layer, x, args, kwargs)))
     finally:
         for mlp in own:
             unswap(mlp)
         detach(layer)
+    return Line.through(*peaks[0], *peaks[-1])
 
 
-def _cut(value: Any, whole: int, tokens: int) -> Any:
-    """An argument of a layer for the first `tokens` tokens."""
-    if isinstance(value, tuple | list):
-        return type(value)(_cut(v, whole, tokens) for v in value)
-    if isinstance(value, dict):
-        return {name: _cut(v, whole, tokens) for name, v in value.items()}
-    if not isinstance(value, Tensor):
-        return value
-    for dim, length in enumerate(value.shape):
-        if length == whole:
-            value = value.narrow(dim, 0, tokens)
-    return value
+def _peak(module: nn.Module, x: Tensor, args: tuple = (), kwargs: dict[str, Any] | None = None) -> int:
+    """What a forward and backward of `module` hold at their peak besides what is there before, in a second run: in the
+    first, kernels are compiled and libraries take workspaces.
 
-
-def _measured_line(step: Callable[[int], Callable[[], None]], many: int, device: torch.device) -> Line:
-    """Peak bytes of step(tokens)() by two runs, of `many` tokens and of half as many."""
-    few = max(1, many // 2)
-    peaks = []
-    for tokens in (few, many):
-        run = step(tokens)
-        run()  # kernels are compiled, and libraries take workspaces that stay
-        peaks.append(peak_memory(run, device))
-    return Line.through(few, peaks[0], many, peaks[1])
-
-
-def _step(module: nn.Module, x: Tensor, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Callable[[], None]:
-    """A forward and backward of `module`, which leaves nothing behind."""
+    On a CPU what the results of operators take: their scratch memory grows with the square of the tokens there, where
+    attention is a plain product.
+    """
     trained = [p for p in module.parameters() if p.requires_grad]
 
     def run() -> None:
@@ -452,7 +350,13 @@ def _step(module: nn.Module, x: Tensor, args: tuple = (), kwargs: dict[str, Any]
         for p in trained:
             p.grad = None
 
-    return run
+    run()
+    if x.device.type != "cpu" or torch_private.DispatchMode is None:
+        return peak_memory(run, x.device)
+    with LiveBytes() as live:
+        live.ignore(_tensors((x, args, kwargs, [*module.parameters(), *module.buffers()])))
+        run()
+    return live.peak
 
 
 class _Sum(torch.autograd.Function):
@@ -521,7 +425,7 @@ def _parts(costs: StepCosts, model: nn.Module, total: int, keeps: tuple[Keep, ..
 
 def _refusal(costs: StepCosts, total: int, keep: str) -> str:
     """Why nothing fits, with numbers."""
-    candidates = list(costs._candidates(keep))
+    candidates = list(costs.candidates(keep))
     served = [k for k in candidates if costs.on_host(total, k) <= costs.host]
     longest = f"about {costs.longest(keep):,} tokens would fit with keep={keep!r}"
     if not served:

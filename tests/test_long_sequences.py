@@ -1,0 +1,350 @@
+"""`fit_sequence`: gradients of what it does to a model, its plan against what runs, and what it refuses."""
+
+import copy
+import pickle
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tilesmith
+from optimize_models import OTHERS, assert_within_budget, build, ops_everywhere, train  # noqa: F401
+from tilesmith import MemoryConfig, fit_sequence, ops
+from tilesmith.models import optimize, undo
+from tilesmith.models.checkpoints import Keep, Keeper, Shelf, checkpointed_layers
+from tilesmith.models.layers.tiles import gated_mlps, tiled
+from tilesmith.models.sizing.memory_estimate import LiveBytes
+from tilesmith.models.sizing.step_costs import Line, StepCosts
+
+FAMILIES = ("llama", "qwen3", "gemma3")
+TOKENS, ROWS = 24, 2
+WHOLE = 10**6  # a tile that holds everything
+
+
+def batch():
+    ids = torch.randint(3, 120, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def made(family, lora=False, optimized=True, layers=2, **changes):
+    model = build(family, layers=layers)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    if lora:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config).train()
+    return optimize(model) if optimized else model
+
+
+def checkpointed(model):
+    """Gradients of checkpointing as transformers has it."""
+    for layer in checkpointed_layers(model).values():
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _plain
+    found = train(model, batch())
+    for layer in checkpointed_layers(model).values():
+        del layer.gradient_checkpointing, layer._gradient_checkpointing_func
+    return found
+
+
+def _plain(function, *args):
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def fitted(model, keep="device", tile=WHOLE, **more):
+    return fit_sequence(model, TOKENS, batch=ROWS, keep=keep, tile_tokens=tile, **more)
+
+
+def assert_same(found, wanted):
+    assert torch.equal(found[0], wanted[0])
+    assert list(found[2]) == list(wanted[2])
+    for name, gradient in wanted[2].items():
+        assert torch.equal(found[2][name], gradient), name
+
+
+@pytest.mark.parametrize(("family", "lora"), list(product(FAMILIES, (False, True))))
+def test_inputs_kept_as_they_are_give_the_gradients_of_plain_checkpointing(family, lora):
+    model = made(family, lora)
+    before, wanted = train(model, batch()), checkpointed(model)
+    for keep in ("device", "host"):
+        plan = fitted(model, keep)
+        assert plan.keeps == (keep,) * 2
+        assert_same(train(model, batch()), wanted)
+        assert plan.undo() is model
+    assert_same(train(model, batch()), before)
+
+
+@pytest.mark.parametrize(("family", "lora"), list(product(FAMILIES, (False, True))))
+def test_tiles_change_no_more_than_the_order_of_sums(family, lora):
+    model = made(family, lora)
+    same, oracle = train(model, batch()), train(copy.deepcopy(model).double(), batch())
+    plan = fitted(model, "host", tile=7)
+    assert (plan.tile_tokens, plan.tiled) == (7, 2)
+    assert_within_budget(train(model, batch()), same, oracle)
+
+
+def test_models_that_were_not_optimized_are_tiled_too():
+    model = made("llama", optimized=False)
+    before = [type(m) for m in model.modules()]
+    same, oracle = train(model, batch()), train(copy.deepcopy(model).double(), batch())
+    plan = fitted(model, "host", tile=16)
+    assert plan.tiled == 2
+    assert_within_budget(train(model, batch()), same, oracle)
+    undo(model)
+    assert [type(m) for m in model.modules()] == before
+    assert not any(name.startswith("_tilesmith") for m in model.modules() for name in m.__dict__)
+
+
+def test_micro_batches_accumulate_and_evaluation_goes_between():
+    model = made("llama", lora=True)
+
+    def two():
+        model.zero_grad()
+        for each in (0, 1):
+            part = {name: x[each : each + 1] for name, x in batch().items()}
+            model(**part).loss.backward()
+            with torch.no_grad():
+                model.eval()(**part)
+            model.train()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    for layer in checkpointed_layers(model).values():
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _plain
+    wanted = two()
+    fitted(model, "host")
+    found = two()
+    assert list(found) == list(wanted) and all(torch.equal(found[n], g) for n, g in wanted.items())
+    undo(model)
+    assert all(layer._gradient_checkpointing_func is _plain for layer in checkpointed_layers(model).values())
+
+
+def test_host_memory_is_allocated_once_and_two_forwards_may_be_open():
+    model = made("llama")
+    wanted = checkpointed(model)
+    fitted(model, "host")
+    shelf = next(iter(checkpointed_layers(model).values()))._gradient_checkpointing_func.shelf
+    train(model, batch())
+    once = shelf.blocks.bytes
+    assert once > 0
+    assert_same(train(model, batch()), wanted)
+    assert shelf.blocks.bytes == once
+    model.zero_grad()
+    first, second = (model(**batch()).loss for _ in range(2))
+    assert shelf.blocks.bytes == 2 * once
+    first.backward()
+    model.zero_grad()
+    second.backward()
+    assert all(torch.equal(p.grad, wanted[2][n]) for n, p in model.named_parameters())
+
+
+def test_a_backward_may_be_repeated():
+    model = made("llama")
+    wanted = checkpointed(model)
+    fitted(model, "host", tile=7)
+    loss = model(**batch()).loss
+    grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=again) for again in (True, False)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    assert torch.allclose(grads[0][0], wanted[2]["model.embed_tokens.weight"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_e4m3_gives_the_gradients_at_the_rounded_inputs(host):
+    """Exactly those: what is stated is the error of the input, a sixteenth of each element at most."""
+    model = made("llama")
+    fitted(model)
+    for layer in checkpointed_layers(model).values():
+        layer._gradient_checkpointing_func.keep = Keep(e4m3=True, host=host)
+    found = train(model, batch())
+
+    def at_rounded(function, x, *args):
+        codes, factor = ops.fp8_cast_rows(x.detach().reshape(-1, x.shape[-1]))
+        rounded = (codes.to(x.dtype) * factor).view(x.shape)
+        assert ((rounded - x).abs() <= x.abs() / 16 + factor.view(*x.shape[:-1], 1) * 2.0**-10).all()
+        root = ((rounded - x).norm() / x.norm()).item()
+        assert 0.015 < root < 0.035
+        return _Rounded.apply(x, rounded, function)
+
+    class _Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, rounded, function):
+            ctx.rounded, ctx.function = rounded, function
+            return function(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            with torch.enable_grad():
+                leaf = ctx.rounded.requires_grad_()
+                ctx.function(leaf).backward(dy)  # parameters take theirs here
+            return leaf.grad, None, None
+
+    for layer in checkpointed_layers(model).values():
+        layer._gradient_checkpointing_func = at_rounded
+    wanted = train(model, batch())
+    assert torch.equal(found[0], wanted[0])
+    for name, gradient in wanted[2].items():
+        assert torch.allclose(found[2][name], gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item()), name
+
+
+def test_dropout_in_a_tile_is_drawn_again_and_autocast_holds():
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
+    x = torch.randn(2, 9, 8, requires_grad=True)
+
+    def by_tiles(x):
+        parts = [mlp(part) for part in x.reshape(1, -1, 8).split(4, 1)]
+        return torch.cat(parts, 1).view(x.shape)
+
+    grads = []
+    for run in (by_tiles, lambda x: tiled(mlp, mlp, x, 4)):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(x)
+        assert y.dtype is torch.bfloat16
+        torch.rand(5)  # the backward does not depend on numbers drawn since
+        state = torch.get_rng_state()
+        grads.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *mlp.parameters()])])
+        assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
+    for found, wanted in zip(grads[1][2:], grads[0][2:]):
+        assert found.dtype is torch.float32
+        assert (found - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+
+
+def test_what_an_mlp_computes_inside_exists_for_a_tile():
+    mlp = nn.Sequential(nn.Linear(8, 400), nn.SiLU(), nn.Linear(400, 8))
+    peaks = []
+    for rows in (64, 1024):
+        x = torch.randn(1, 1024, 8, requires_grad=True)
+        with LiveBytes() as live:
+            (tiled(mlp, mlp, x, rows) if rows < 1024 else mlp(x)).sum().backward()
+        peaks.append(live.peak)
+    assert peaks[0] < peaks[1] / 6
+
+
+def test_the_second_forward_of_a_layer_ends_before_its_tiles():
+    """Where nothing behind the MLP is saved: each tile runs once forward and once in the backward."""
+    model = made("llama", layers=1)
+    fitted(model, tile=12)
+    (mlp,) = gated_mlps(model).values()
+    calls = []
+    mlp.gate_proj.register_forward_hook(lambda *_: calls.append(1))
+    train(model, batch())
+    assert len(calls) == 2 * ROWS * TOKENS // 12
+
+
+@pytest.mark.parametrize("keep", ["device", "host", "e4m3"])
+def test_the_predicted_peak_is_what_a_step_takes(keep):
+    model = made("llama", lora=True, layers=6)
+    tokens = 256
+    plan = fit_sequence(model, tokens, keep=keep, tile_tokens=64)
+    ids = torch.randint(3, 120, (1, tokens))
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
+    with LiveBytes() as live:
+        live.ignore(iter([*model.parameters(), *model.buffers(), ids]))
+        model(input_ids=ids, labels=ids).loss.backward()
+    predicted = plan.peak - plan.parts["parameters"]
+    assert 0.9 * live.peak <= predicted + plan.host <= 1.1 * live.peak  # host memory is the CPU's own here
+
+
+COSTS = StepCosts(8, 16, 2, 1000, Line(100.0, 96.0), device=10_000, limit=10_000, host=2_000)
+
+
+def test_auto_keeps_on_the_device_what_fits_then_sends_then_rounds():
+    layers = lambda tokens: [str(k) for k in COSTS.choose(tokens, "auto")]  # noqa: E731
+    assert layers(10) == ["device"] * 8
+    assert COSTS.peak(10, COSTS.choose(10, "device")) == 1000 + 100 + 960 + 8 * 320
+    sent = layers(26)
+    assert sent == ["host"] * sent.count("host") + ["device"] * sent.count("device") and 0 < sent.count("host") < 8
+    seen = set()
+    for tokens in range(10, COSTS.longest("auto"), 3):
+        keeps = COSTS.choose(tokens, "auto")
+        assert COSTS.peak(tokens, keeps) <= 10_000 and COSTS.on_host(tokens, keeps) <= 2_000
+        exact = [k for k in COSTS.candidates("auto") if not any(each.e4m3 for each in k)]
+        fits = any(COSTS.peak(tokens, k) <= 10_000 and COSTS.on_host(tokens, k) <= 2_000 for k in exact)
+        assert fits == (not any(each.e4m3 for each in keeps)), "rounded only where nothing exact fits"
+        seen |= {str(k) for k in keeps}
+    assert seen == {"device", "host", "e4m3", "e4m3 on the host"} or seen == {"device", "host", "e4m3"}
+    assert COSTS.longest("auto") >= max(COSTS.longest(k) for k in ("device", "host", "e4m3"))
+    assert COSTS.choose(COSTS.longest("auto") * 2, "auto") is None
+
+
+def test_a_memory_config_bounds_the_step_and_what_does_not_fit_is_said():
+    model = made("llama", layers=4)
+    whole = fitted(model)
+    plan = fitted(model, "auto", memory=MemoryConfig(max_memory_gb=(whole.peak - 1) / 1e9))
+    assert plan.peak < whole.peak and "host" in plan.keeps
+    assert "in host memory" in str(plan) and f"{TOKENS * ROWS} tokens" in str(plan)
+    aimed = MemoryConfig(target_memory_gb=(whole.peak - 1) / 1e9, max_memory_gb=1.0)
+    assert fitted(model, "auto", memory=aimed).keeps == plan.keeps
+    with pytest.raises(
+        ValueError, match=r"48 tokens take .* MB on the device .*keep='device'.*keep='auto' may fit.*about"
+    ):
+        fitted(model, "device", memory=MemoryConfig(max_memory_gb=(whole.peak - 1) / 1e9))
+    assert not any("_tilesmith_checkpoint_before" in m.__dict__ for m in model.modules())
+    with pytest.raises(ValueError, match=r"host memory for 48 tokens, and 0 bytes may be taken; raise host_memory_gb"):
+        fitted(model, "host", host_memory_gb=0)
+
+
+def test_copies_and_pickles_keep_their_plan():
+    model = made("llama")
+    wanted = checkpointed(model)
+    fitted(model, "host", tile=WHOLE)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same(train(other, batch()), wanted)
+        keepers = [layer._gradient_checkpointing_func for layer in checkpointed_layers(other).values()]
+        assert len({id(k.shelf) for k in keepers}) == 1 and keepers[0].keep == Keep(host=True)
+        undo(other)
+        assert not any(isinstance(m.__dict__.get("_gradient_checkpointing_func"), Keeper) for m in other.modules())
+
+
+def test_measuring_leaves_the_model_as_it_was():
+    model = made("llama").eval()
+    train(model.train(), batch())
+    model.eval()
+    before = [p.grad.clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    fitted(model, tile=None)
+    assert not model.training and torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before))
+
+
+def test_bad_input_is_refused_in_words():
+    model = made("llama")
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
+        fit_sequence("model", 8)
+    with pytest.raises(ValueError, match="tokens"):
+        fit_sequence(model, 0)
+    with pytest.raises(ValueError, match="keep must be one of auto, device, e4m3, host, got 'disk'"):
+        fit_sequence(model, 8, keep="disk")
+    with pytest.raises(TypeError, match="memory must be a MemoryConfig or None, got float"):
+        fit_sequence(model, 8, memory=1.0)
+    with pytest.raises(ValueError, match="host_memory_gb must be a number of GB"):
+        fit_sequence(model, 8, host_memory_gb=-1)
+    with pytest.raises(ValueError, match="Sequential has no layers that transformers can checkpoint"):
+        fit_sequence(nn.Sequential(nn.Linear(4, 4)), 8)
+    with pytest.raises(ValueError, match="has an encoder and a decoder"):
+        fit_sequence(build("bart"), 8)
+    with pytest.raises(ValueError, match="on meta; load the model"):
+        fit_sequence(made("llama").to("meta"), 8)
+    compiled = optimize(made("llama"), compile="between")
+    with pytest.raises(ValueError, match=r"model.layers.0 is recorded or compiled by optimize"):
+        fit_sequence(compiled, 8)
+    fitted(model)
+    with pytest.raises(ValueError, match=r"optimize: fit_sequence has planned this model"):
+        optimize(model)
+    assert tilesmith.undo(model) is model and optimize(model) is model
+
+
+def test_a_shelf_gives_back_what_it_was_given():
+    shelf = Shelf(torch.device("cpu"))
+    keeper = Keeper(Keep(host=True), shelf)
+    x = torch.randn(3, 5, dtype=torch.bfloat16, requires_grad=True)
+    y = keeper(lambda x, scale: F.silu(x * scale), x, 2.0)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    (wanted,) = torch.autograd.grad(F.silu(x * 2.0).sum(), x)
+    assert torch.equal(dx, wanted)
+    assert shelf.blocks.bytes == 32  # 30 bytes in a block of a power of two
