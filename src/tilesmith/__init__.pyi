@@ -26,6 +26,7 @@ from tilesmith.engine import optimize_kernel as optimize_kernel
 from tilesmith.engine import register_kernel as register_kernel
 from tilesmith.engine import use as use
 from tilesmith.engine.memory import MemoryConfig as MemoryConfig
+from tilesmith.models import fit_sequence as fit_sequence
 from tilesmith.models import optimize as optimize
 from tilesmith.models import register_for_sdpa as register_for_sdpa
 from tilesmith.models import register_for_transformers as register_for_transformers

@@ -7,3 +7,4 @@ from tilesmith.models.optimization import undo as undo
 from tilesmith.models.registration import register_for_transformers as register_for_transformers
 from tilesmith.models.sequence import model_sharding as model_sharding
 from tilesmith.models.sequence import shard_sequence as shard_sequence
+from tilesmith.models.sizing.sequence_plan import fit_sequence as fit_sequence
