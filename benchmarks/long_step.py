@@ -1,6 +1,6 @@
 """A LoRA step of an 8B-shaped Llama on one long sequence and one GPU, by `tilesmith.fit_sequence`.
 
-    python benchmarks/long_step.py results.json --tokens 393216 [--layers 32] [--keep auto ...] [--no-profile] [--tiny]
+    python benchmarks/long_step.py results.json --tokens 393216 [--layers 32] [--keep auto ...] [--tiny]
 
 The model has Llama-3-8B's sizes and random weights in bf16, made on the GPU, with PEFT's LoRA of rank 16 on all linear
 layers, its adapters in bf16, too. After `optimize` and `fit_sequence` a step of 4,096 tokens compiles kernels, then one
@@ -11,7 +11,8 @@ adapters' gradients from those of the first, over their largest magnitude.
 
 With --layers N < 32 the step is cheap, and the row has the plan of 32 layers besides: the peak is that of one layer's
 backward plus what all layers keep, so a prediction that holds for few layers holds for 32. --tiny: sizes for a CPU.
-Needs transformers and peft.
+PYTORCH_ALLOC_CONF=expandable_segments:True keeps what is reserved close to what is allocated. Needs transformers and
+peft.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def measure(model: nn.Module, given: argparse.Namespace, keep: str, first: dict[
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
     began = time.perf_counter()
-    plan = tilesmith.fit_sequence(model, given.tokens, keep=keep, tile_tokens=given.tile_tokens)
+    plan = tilesmith.fit_sequence(
+        model, given.tokens, keep=keep, host_memory_gb=given.host_gb, tile_tokens=given.tile_tokens
+    )
     planned = time.perf_counter() - began
     say(f"{keep}: planned in {planned:.1f} s\n{plan}")
     step(model, min(given.tokens, WARM), sizes["vocab_size"])
@@ -167,6 +170,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=WHOLE)
     parser.add_argument("--keep", nargs="+", default=["auto"], choices=("auto", "device", "e4m3", "host"))
     parser.add_argument("--tile-tokens", type=int)
+    parser.add_argument("--host-gb", type=float)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()

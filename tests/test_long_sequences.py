@@ -250,24 +250,23 @@ def test_the_predicted_peak_is_what_a_step_takes(keep):
     assert 0.9 * live.peak <= predicted + plan.host <= 1.1 * live.peak  # host memory is the CPU's own here
 
 
-COSTS = StepCosts(8, 16, 2, 1000, Line(100.0, 96.0), device=10_000, limit=10_000, host=2_000)
+COSTS = StepCosts(8, 16, 2, 1000, Line(100.0, 96.0), device=10_000, limit=10_000, host=4_000)
 
 
 def test_auto_keeps_on_the_device_what_fits_then_sends_then_rounds():
-    layers = lambda tokens: [str(k) for k in COSTS.choose(tokens, "auto")]  # noqa: E731
-    assert layers(10) == ["device"] * 8
+    assert COSTS.choose(10, "auto") == (Keep(),) * 8
     assert COSTS.peak(10, COSTS.choose(10, "device")) == 1000 + 100 + 960 + 8 * 320
-    sent = layers(26)
+    sent = [str(k) for k in COSTS.choose(26, "auto")]
     assert sent == ["host"] * sent.count("host") + ["device"] * sent.count("device") and 0 < sent.count("host") < 8
     seen = set()
-    for tokens in range(10, COSTS.longest("auto"), 3):
+    for tokens in range(10, COSTS.longest("auto") + 1):
         keeps = COSTS.choose(tokens, "auto")
-        assert COSTS.peak(tokens, keeps) <= 10_000 and COSTS.on_host(tokens, keeps) <= 2_000
+        assert COSTS.peak(tokens, keeps) <= 10_000 and COSTS.on_host(tokens, keeps) <= COSTS.host
         exact = [k for k in COSTS.candidates("auto") if not any(each.e4m3 for each in k)]
-        fits = any(COSTS.peak(tokens, k) <= 10_000 and COSTS.on_host(tokens, k) <= 2_000 for k in exact)
+        fits = any(COSTS.peak(tokens, k) <= 10_000 and COSTS.on_host(tokens, k) <= COSTS.host for k in exact)
         assert fits == (not any(each.e4m3 for each in keeps)), "rounded only where nothing exact fits"
         seen |= {str(k) for k in keeps}
-    assert seen == {"device", "host", "e4m3", "e4m3 on the host"} or seen == {"device", "host", "e4m3"}
+    assert seen == {"device", "host", "e4m3", "e4m3 on the host"}
     assert COSTS.longest("auto") >= max(COSTS.longest(k) for k in ("device", "host", "e4m3"))
     assert COSTS.choose(COSTS.longest("auto") * 2, "auto") is None
 

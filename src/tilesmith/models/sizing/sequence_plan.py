@@ -29,7 +29,9 @@ PROBED = {"cpu": 256}  # tokens of the longer of two runs of a layer
 PROBED_ELSEWHERE = 32768  # a hidden state of a quarter of a gigabyte, beside which what does not grow is small
 TILE_PROBED = {"cpu": 64}
 TILE_PROBED_ELSEWHERE = 4096
-SPARE = 0.03  # of a device: what its allocator loses between tensors of other sizes
+SPARE = (
+    0.05  # of a device: what its allocator loses between tensors of other sizes; the host costs less than running out
+)
 HOST_SPARE = 4 * GB  # for the process and whoever else runs
 
 
