@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tilesmith
-from optimize_models import OTHERS, assert_within_budget, build, ops_everywhere, train  # noqa: F401
+from optimize_models import assert_within_budget, build, ops_everywhere, train  # noqa: F401
 from tilesmith import MemoryConfig, fit_sequence, ops
+from tilesmith.engine.timing import peak_memory
 from tilesmith.models import optimize, undo
 from tilesmith.models.checkpoints import Keep, Keeper, Shelf, checkpointed_layers
 from tilesmith.models.layers.tiles import gated_mlps, tiled
@@ -21,6 +22,7 @@ from tilesmith.models.sizing.step_costs import Line, StepCosts
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 TOKENS, ROWS = 24, 2
+ON_GPU = torch.cuda.is_available()
 WHOLE = 10**6  # a tile that holds everything
 
 
@@ -347,3 +349,63 @@ def test_a_shelf_gives_back_what_it_was_given():
     (wanted,) = torch.autograd.grad(F.silu(x * 2.0).sum(), x)
     assert torch.equal(dx, wanted)
     assert shelf.blocks.bytes == 32  # 30 bytes in a block of a power of two
+
+
+@pytest.mark.skipif(not ON_GPU, reason="streams are a GPU's")
+@pytest.mark.parametrize("keep", [Keep(host=True), Keep(e4m3=True), Keep(e4m3=True, host=True)], ids=str)
+def test_copies_on_a_stream_of_their_own_are_in_time(keep):
+    """Against the same without streams, while memory is handed out anew by the caching allocator all the time."""
+    device = torch.device("cuda")
+    weights = [torch.randn(512, 512, device=device, requires_grad=True) for _ in range(12)]
+    x = torch.randn(4096, 512, device=device, requires_grad=True)
+    shelf = Shelf(device)
+
+    def layer(x, weight):
+        return x + torch.tanh(x @ weight / 512**0.5)
+
+    def rounded(x):
+        codes, factor = ops.fp8_cast_rows(x.detach())
+        return (codes.float() * factor) if keep.e4m3 else x.detach()
+
+    def step(checkpointed):
+        hidden, inputs = x, []
+        for weight in weights:
+            inputs.append(rounded(hidden))
+            hidden = Keeper(keep, shelf)(layer, hidden, weight) if checkpointed else layer(hidden.detach(), weight)
+        if checkpointed:
+            return [hidden.detach(), *torch.autograd.grad(hidden.square().sum(), [x, *weights])]
+        dx, found = 2 * hidden.detach(), []
+        for kept, weight in zip(reversed(inputs), reversed(weights)):
+            leaf = kept.requires_grad_()
+            dx, dweight = torch.autograd.grad(layer(leaf, weight), [leaf, weight], dx)
+            found.append(dweight)
+        return [hidden.detach(), dx, *reversed(found)]
+
+    wanted = step(False)
+    for _ in range(10):
+        for found, each in zip(step(True), wanted, strict=True):
+            assert torch.equal(found, each)
+
+
+@pytest.mark.large
+@pytest.mark.skipif(not ON_GPU, reason="peaks are measured on a GPU")
+@pytest.mark.parametrize("keep", ["device", "host", "e4m3"])
+def test_the_predicted_peak_is_what_the_allocator_sees(keep):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=1024, intermediate_size=3584, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=1024, use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).train()
+    optimize(model)
+    plan = fit_sequence(model, 131_072, keep=keep)
+    ids = torch.zeros(1, 131_072, dtype=torch.long, device="cuda")
+
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    step()
+    peak = peak_memory(step, "cuda")
+    assert abs(plan.peak - plan.parts["parameters"] - peak) <= 0.1 * peak
