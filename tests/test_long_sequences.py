@@ -264,9 +264,8 @@ def test_auto_keeps_on_the_device_what_fits_then_sends_then_rounds():
     for tokens in range(10, COSTS.longest("auto") + 1):
         keeps = COSTS.choose(tokens, "auto")
         assert COSTS.peak(tokens, keeps) <= 10_000 and COSTS.on_host(tokens, keeps) <= COSTS.host
-        exact = [k for k in COSTS.candidates("auto") if not any(each.e4m3 for each in k)]
-        fits = any(COSTS.peak(tokens, k) <= 10_000 and COSTS.on_host(tokens, k) <= COSTS.host for k in exact)
-        assert fits == (not any(each.e4m3 for each in keeps)), "rounded only where nothing exact fits"
+        fits = (k for k in COSTS.candidates("auto") if COSTS.on_host(tokens, k) <= COSTS.host)
+        assert keeps == next(k for k in fits if COSTS.peak(tokens, k) <= 10_000), "fewest in e4m3, then on the host"
         seen |= {str(k) for k in keeps}
     assert seen == {"device", "host", "e4m3", "e4m3 on the host"}
     assert COSTS.longest("auto") >= max(COSTS.longest(k) for k in ("device", "host", "e4m3"))

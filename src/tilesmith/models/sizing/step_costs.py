@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from tilesmith.models.checkpoints import Keep
@@ -76,22 +78,44 @@ class StepCosts:
         """How each layer's input is kept, the first layer's first; None where nothing fits. "auto" rounds as few as
         possible, and of these sends as few as possible to the host: the first ones, which are needed last."""
         for bound in dict.fromkeys((self.device, self.limit)):
-            for keeps in self.candidates(keep):
-                if self.on_host(tokens, keeps) <= self.host and self.peak(tokens, keeps) <= bound:
+            if keep != "auto":
+                keeps = (KEEPS[keep],) * self.layers
+                if self._fits(tokens, keeps, bound):
                     return keeps
+                continue
+            for rounded in range(self.layers + 1):
+                sent = self._sent(tokens, rounded, bound)
+                if sent is not None:
+                    return self._kept(rounded, sent)
         return None
+
+    def _fits(self, tokens: int, keeps: tuple[Keep, ...], bound: int) -> bool:
+        return self.on_host(tokens, keeps) <= self.host and self.peak(tokens, keeps) <= bound
+
+    def _sent(self, tokens: int, rounded: int, bound: int) -> int | None:
+        """The fewest layers whose inputs go to the host, where so many are rounded; None where nothing fits."""
+        if self._fits(tokens, self._kept(rounded, 0), bound):
+            return 0
+        # beyond none, each one more takes more of the host and leaves more of the device
+        numbers = range(1, self.layers + 1)
+        most = bisect_right(numbers, self.host, key=lambda n: self.on_host(tokens, self._kept(rounded, n)))
+        least = bisect_left(numbers, -bound, key=lambda n: -self.peak(tokens, self._kept(rounded, n)))
+        return numbers[least] if least < most else None
+
+    def _kept(self, rounded: int, sent: int) -> tuple[Keep, ...]:
+        """The first `sent` layers' inputs on the host, `rounded` in e4m3: of those that stay first, as that frees the
+        device, which is what is short."""
+        n = self.layers
+        codes = set(range(sent, min(n, sent + rounded))) | set(range(max(0, sent + rounded - n)))
+        return tuple(Keep(e4m3=i in codes, host=i < sent) for i in range(n))
 
     def candidates(self, keep: str) -> Iterator[tuple[Keep, ...]]:
         """The ways to keep the layers' inputs, in the order of `choose`."""
-        n = self.layers
         if keep != "auto":
-            yield (KEEPS[keep],) * n
+            yield (KEEPS[keep],) * self.layers
             return
-        for rounded in range(n + 1):
-            for sent in range(n + 1):
-                # what stays is rounded first: that frees the device, which is what is short
-                codes = set(range(sent, min(n, sent + rounded))) | set(range(max(0, sent + rounded - n)))
-                yield tuple(Keep(e4m3=i in codes, host=i < sent) for i in range(n))
+        for rounded, sent in product(range(self.layers + 1), repeat=2):
+            yield self._kept(rounded, sent)
 
     def longest(self, keep: str) -> int:
         """The most tokens for which `choose` finds something."""
