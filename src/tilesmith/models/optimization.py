@@ -21,6 +21,7 @@ from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.generation.rule import DecodingRule
 from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
+from tilesmith.models.layers.adapters import LoraRule
 from tilesmith.models.layers.biased_activations import BiasedActivationRule
 from tilesmith.models.layers.biases import BiasRule
 from tilesmith.models.layers.experts import ExpertsRule
@@ -49,6 +50,7 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     AttentionMethodRule,
     InlineAttentionRule,
     SelectionRule,
+    LoraRule,
     LossRule,
     BiasRule,
     BiasedActivationRule,
@@ -94,7 +96,7 @@ def optimize(
     Args:
         model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
         strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
-        only: the rules to use, of norm, add_norm, rope, mlp, experts, activation, attention, selection, loss,
+        only: the rules to use, of norm, add_norm, rope, mlp, experts, activation, attention, selection, lora, loss,
             bias and functional (which replaces nothing: it reports calls of PyTorch's functions). All if None, but bias
             with `graphs` alone: the host takes longer for such a layer than the device gains.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in

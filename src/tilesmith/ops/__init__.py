@@ -55,6 +55,7 @@ _FAMILIES = {
         "swiglu_vjp",
     ),
     "tilesmith.ops.elementwise.xielu_op": ("xielu", "xielu_vjp"),
+    "tilesmith.ops.gemm.lora_op": ("lora_linear", "lora_linear_vjp"),
     "tilesmith.ops.gemm.op": (
         "linear",
         "linear_act",

@@ -242,6 +242,52 @@ CASES["column_sums"] = [
 ]
 
 
+def _lora(
+    lead: tuple[int, ...] | int, features: int, outputs: int, rank: int, *,
+    factors: torch.dtype | None = FP32, bias: bool = False, frozen: bool = True, layout: str = "contiguous",
+    scale: float = 2.0,
+) -> dict:  # fmt: skip
+    """Arguments of lora_linear. factors: their dtype; None for x's."""
+    return {
+        **_linear(lead, features, outputs, bias=bias, frozen=frozen, layout=layout, weight_layout=layout),
+        "lora_a": T(rank, features, dtype=factors, init=_unit, layout=layout),
+        "lora_b": T(outputs, rank, dtype=factors, init=_unit, layout=layout),
+        "scale": scale,
+    }
+
+
+CASES["lora_linear"] = [
+    Case("small", _lora((2, 5), 24, 17, 4), SMALL),
+    Case("several_tiles", _lora(150, 600, 200, 16), SMALL),
+    Case("factors_of_x", _lora(12, 40, 24, 8, factors=None), SMALL),
+    Case("fp16_factors", _lora(12, 40, 24, 8, factors=torch.float16), TEST),
+    Case("rank_40", _lora(9, 70, 33, 40), SMALL),
+    Case("rank_1", _lora(9, 33, 20, 1), SMALL),
+    Case("rank_100", _lora(40, 64, 64, 100), TEST),
+    Case("rank_300", _lora(5, 16, 16, 300), TEST),
+    Case("no_rank", _lora(5, 16, 8, 0), TEST),
+    Case("one_row", _lora((), 40, 24, 8), SMALL),
+    Case("no_rows", _lora((2, 0), 16, 8, 4), SMALL),
+    Case("no_features", _lora(3, 0, 5, 4), SMALL),
+    Case("no_outputs", _lora(3, 16, 0, 4), SMALL),
+    Case("strided", _lora((2, 3), 24, 17, 4, layout="strided"), SMALL),
+    Case("transposed", _lora(6, 24, 17, 5, layout="transposed"), SMALL),
+    Case("trained_weight", _lora(12, 24, 17, 4, bias=True, frozen=False), SMALL),
+    Case("strips", _lora(700, 24, 17, 4, bias=True), SMALL),
+    Case("odd", _lora((3, 67), 1001, 515, 13), BIG),
+    Case("many_parts", _lora(3, 14_336, 64, 16), BIG),
+    Case("rank_256", _lora((3, 67), 1000, 520, 256), BIG),
+    Case("one_token", _lora((1, 1), 4096, 6144, 16), BIG, BF16),
+    Case("far_apart", _lora(3, 40, 48, 16) | {"x": T(3, 40, init=_far_apart)}, BIG, BF16),
+    Case("int64_offsets", _lora(2**17 + 1, 16, 16_392, 8), BIG, BF16),
+    *(
+        Case(f"{rows}x{features}_to_{outputs}_rank_{rank}", _lora(rows, features, outputs, rank), BENCH, BF16)
+        for features, outputs in ((2048, 8192), (4096, 14_336))
+        for rows, rank in ((512, 16), (2048, 16), (8192, 16), (8192, 64))
+    ),
+]
+
+
 def _size(*tensors: Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
@@ -271,7 +317,15 @@ def _bytes_vjp(dy: Tensor, x: Tensor, weight: Tensor, output_mask: Sequence[bool
     return reads + _size(x) * output_mask[0] + _size(weight) * output_mask[1]
 
 
+def _adapter_flops(x: Tensor, lora_a: Tensor, lora_b: Tensor) -> int:
+    return 2 * _rows(x) * (lora_a.numel() + lora_b.numel())
+
+
 flops = {
+    "lora_linear": lambda x, weight, lora_a, lora_b: _flops(x, weight) + _adapter_flops(x, lora_a, lora_b),
+    "lora_linear_vjp": lambda x, weight, lora_a, lora_b, output_mask: (
+        _flops_vjp(x, weight, output_mask) + 2 * _adapter_flops(x, lora_a, lora_b)
+    ),
     "matmul": lambda a, b: 2 * _rows(a) * b.numel(),
     "matmul_vjp": lambda a, b, output_mask: 2 * _rows(a) * b.numel() * sum(output_mask),
     "linear": _flops,
@@ -285,6 +339,12 @@ flops = {
 }
 
 bytes_moved = {
+    "lora_linear": lambda x, weight, lora_a, lora_b, bias: (
+        _bytes_linear(x, weight, bias) + _size(lora_a, lora_b) + 4 * _rows(x) * lora_a.shape[0]
+    ),
+    "lora_linear_vjp": lambda dy, x, weight, lora_a, lora_b, z, output_mask: (
+        _bytes_vjp(dy, x, weight, output_mask) + _size(x) + 2 * _size(lora_a, lora_b) + _size(z)
+    ),
     "column_sums": lambda x: _size(x),
     "matmul": lambda a, b: _size(a, b) + _rows(a) * b.shape[1] * a.element_size(),
     "matmul_vjp": lambda dy, a, b, output_mask: _size(dy) + sum(2 * _size(t) for t, w in zip((a, b), output_mask) if w),

@@ -24,11 +24,11 @@ def matmul(a: Tensor, b: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    _linear("linear", x, weight, bias)
+    linear_arguments("linear", x, weight, bias)
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_pre: bool | None) -> None:
-    _linear("linear_act", x, weight, bias)
+    linear_arguments("linear_act", x, weight, bias)
     _activation("linear_act", activation)
 
 
@@ -42,7 +42,7 @@ def norm_linear(
     eps: float,
     offset: float,
 ) -> None:
-    _linear("norm_linear", x, weight, bias)
+    linear_arguments("norm_linear", x, weight, bias)
     if x.shape[-1] == 0:
         raise ValueError(f"norm_linear: x has shape {tuple(x.shape)}; it must be [..., K] with K of at least 1")
     if kind not in KINDS:
@@ -58,7 +58,7 @@ def norm_linear(
 
 
 def memory_efficient_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, chunk_rows: int) -> None:
-    _linear("memory_efficient_linear", x, weight, bias)
+    linear_arguments("memory_efficient_linear", x, weight, bias)
     _activation("memory_efficient_linear", activation)
     if chunk_rows < 0:
         raise ValueError(
@@ -66,7 +66,7 @@ def memory_efficient_linear(x: Tensor, weight: Tensor, bias: Tensor | None, acti
         )
 
 
-def _linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def linear_arguments(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     floating(op, "x", x)
     floating(op, "weight", weight)
     if x.ndim == 0:
