@@ -128,9 +128,7 @@ def _recognise(module: nn.Module, name: str) -> None:
         "lora_dropout": nn.ModuleDict({name: nn.Identity()}),
     }
     twin = probe.shell(module, None, children)
-    twin.__dict__.update(
-        _disable_adapters=False, merged_adapters=[], _active_adapter=[name], scaling={name: _SCALE}
-    )
+    twin.__dict__.update(_disable_adapters=False, merged_adapters=[], _active_adapter=[name], scaling={name: _SCALE})
     x = probe.wave(2, 3, _FEATURES, phase=1.0)
     wanted = base(x) + _SCALE * (x @ first.weight.t() @ second.weight.t())
     if probe.disagreement(probe.call(twin.forward, x), wanted.detach()) > 1e-5:

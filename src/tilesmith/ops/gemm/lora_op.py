@@ -1,4 +1,4 @@
-"""lora_linear: what it is, what it accepts, its kernels. Legend: M rows, K features, N outputs, R the adapter's rank."""
+"""lora_linear: what it is, what it accepts, its kernels. Legend: K features, N outputs, R the rank."""
 
 from collections.abc import Sequence
 

@@ -37,9 +37,11 @@ def _multiply(data, factor, acc):
         rest = factor - first.to(tl.float32)
         second = rest.to(tl.bfloat16)
         third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-        acc = tl.dot(data, third, acc)
-        acc = tl.dot(data, second, acc)
-        return tl.dot(data, first, acc)
+        part = tl.dot(data, third)
+        part = tl.dot(data, second, part)
+        return acc + tl.dot(
+            data, first, part
+        )  # tensor cores round what they add to towards zero: not through all steps
     return tl.dot(data.to(tl.float32), factor, acc, input_precision="tf32x3")
 
 
@@ -162,7 +164,7 @@ class LoraConfig(NamedTuple):
 
 
 def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> LoraConfig:
-    return LoraConfig(64, 128, 8, 64, 64, 128, num_warps=4, num_stages=3)
+    return LoraConfig(32, 128, 8, 64, 64, 128, num_warps=4, num_stages=3)
 
 
 def _dims(x: Tensor, weight: Tensor, lora_a: Tensor, *_: object) -> dict[str, int]:

@@ -1,0 +1,149 @@
+"""One linear layer with an adapter of PEFT (LoRA), forward and backward: PEFT's own layer and ours, on one GPU.
+
+    PYTHONPATH=src:benchmarks python benchmarks/lora_linear.py results.json [--rank 16] [--no-values]
+
+First the op's cases, in a process with a time limit. Then a row per shape: µs and number of the device's kernels in one
+step, by torch's profiler, and host µs of a step that no kernel holds up. Needs peft. Exits with 1 where a value is over
+its budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tilesmith
+
+SHAPES = ((2048, 8192), (4096, 14_336))
+TOKENS = (512, 2048, 8192)
+STEPS = 5
+LIMIT = 60  # seconds of a process that checks values
+
+VALUES = """
+import sys, torch
+from tilesmith.engine import cases, ops
+from tilesmith.validate.cases import check
+worst, failed = {}, 0
+for case in cases("lora_linear"):
+    for dtype in case.dtypes:
+        if case.name == "int64_offsets" or ("gpu" in case.tags and dtype is torch.float32 and "odd" != case.name):
+            continue
+        found = check(ops()["lora_linear"], "triton", case, "cuda", dtype)
+        failed += not found.passed
+        ratio = found.error / found.budget if found.budget else 0.0
+        worst[dtype] = max(worst.get(dtype, (0.0, "")), (ratio, case.name))
+        if not found.passed:
+            print("FAILED", case.name, dtype, found.message, flush=True)
+print("values:", failed, "failed; worst error / budget", {str(d)[6:]: v for d, v in worst.items()}, flush=True)
+sys.exit(failed > 0)
+"""
+
+
+class One(nn.Module):
+    """A layer to adapt."""
+
+    def __init__(self, features: int, outputs: int):
+        super().__init__()
+        self.layer = nn.Linear(features, outputs, bias=False, dtype=torch.bfloat16, device="cuda")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def adapted(features: int, outputs: int, rank: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["layer"], init_lora_weights=False)
+    return get_peft_model(One(features, outputs), config)
+
+
+def stepper(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
+    def step() -> None:
+        x.grad = None
+        for p in model.parameters():
+            p.grad = None
+        model(x).backward(dy)
+
+    return step
+
+
+def kernels(step: Callable[[], None]) -> dict[str, Any]:
+    """Device µs and number of kernels of one step, and µs of each kind, the longest first."""
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+    found = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    by_name: dict[str, float] = defaultdict(float)
+    for e in found:
+        by_name[e.name[:48]] += e.device_time / STEPS
+    return {
+        "device_us": round(sum(by_name.values()), 1),
+        "kernels": len(found) / STEPS,
+        "of": {n: round(t, 1) for n, t in sorted(by_name.items(), key=lambda kind: -kind[1])},
+    }
+
+
+def host_us(step: Callable[[], None], steps: int = 30) -> float:
+    """µs that the host needs for a step; the device is fast enough on few tokens."""
+    torch.cuda.synchronize()
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        rounds.append((time.perf_counter() - start) / steps * 1e6)
+        torch.cuda.synchronize()
+    return round(sorted(rounds)[2], 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--no-values", action="store_true")
+    chosen = parser.parse_args()
+    code = 0
+    if not chosen.no_values:
+        try:
+            code = subprocess.run([sys.executable, "-c", VALUES], timeout=LIMIT).returncode
+        except subprocess.TimeoutExpired:
+            print(f"values: not ready after {LIMIT} s", flush=True)
+            code = 1
+    rows = []
+    for features, outputs in SHAPES:
+        theirs = adapted(features, outputs, chosen.rank)
+        ours = tilesmith.optimize(copy.deepcopy(theirs), only="lora")
+        for tokens in TOKENS:
+            x = torch.randn(1, tokens, features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            dy = torch.randn(1, tokens, outputs, device="cuda", dtype=torch.bfloat16)
+            for name, model in (("peft", theirs), ("tilesmith", ours)):
+                step = stepper(model, x, dy)
+                row = {"features": features, "outputs": outputs, "tokens": tokens, "variant": name, **kernels(step)}
+                if tokens == TOKENS[0]:
+                    row["host_us"] = host_us(step)
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    made = {"torch": torch.__version__, "python": platform.python_version(), "gpu": torch.cuda.get_device_name()}
+    chosen.out.write_text(json.dumps({"where": made, "rank": chosen.rank, "rows": rows}, indent=1) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
