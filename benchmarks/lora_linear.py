@@ -51,6 +51,11 @@ sys.exit(failed > 0)
 """
 
 
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 class One(nn.Module):
     """A layer to adapt."""
 
@@ -124,7 +129,7 @@ def main() -> int:
         try:
             code = subprocess.run([sys.executable, "-c", VALUES], timeout=LIMIT).returncode
         except subprocess.TimeoutExpired:
-            print(f"values: not ready after {LIMIT} s", flush=True)
+            say(f"values: not ready after {LIMIT} s")
             code = 1
     rows = []
     for features, outputs in SHAPES:
@@ -139,7 +144,7 @@ def main() -> int:
                 if tokens == TOKENS[0]:
                     row["host_us"] = host_us(step)
                 rows.append(row)
-                print(json.dumps(row), flush=True)
+                say(json.dumps(row))
     made = {"torch": torch.__version__, "python": platform.python_version(), "gpu": torch.cuda.get_device_name()}
     chosen.out.write_text(json.dumps({"where": made, "rank": chosen.rank, "rows": rows}, indent=1) + "\n")
     return code

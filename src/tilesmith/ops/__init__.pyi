@@ -1367,6 +1367,42 @@ def linear_vjp(
     dbias = Σ dy over rows, each in its parameter's dtype. Sums are fp32 (fp64 for fp64).
     """
 
+def lora_linear(
+    x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """y = x · weightᵀ + bias + scale · (x · lora_aᵀ) · lora_bᵀ: a linear layer with a low-rank adapter (LoRA).
+
+    x: [..., K]. weight: [N, K] and bias: [N], as in `linear`. lora_a: [R, K], lora_b: [N, R], in any strides and any
+    floating dtypes, whatever x has: fp32 factors beside 16-bit x are not rounded to 16 bits. The base product is
+    rounded to x's dtype before the adapter is added, as PEFT does. Sums are fp32 (fp64 for fp64).
+
+    Returns y [..., N], contiguous, in x's dtype. Saved for the backward: x, weight, lora_a, lora_b and
+    z = x · lora_aᵀ, [..., R] in fp32. Under autocast x is cast, weight and bias follow it, and factors stay as they
+    are.
+
+    Raises as `linear` does, and ValueError for factors whose shapes or devices do not fit.
+
+    Source: Hu et al., arXiv:2106.09685.
+    """
+
+def lora_linear_vjp(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    scale: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dlora_a, dlora_b, dbias) of `lora_linear`; an empty tensor where not asked for.
+
+    dy: [..., N]; x: [..., K]; z: [..., R], which the forward saved. With dz = scale · dy · lora_b:
+    dx = dy · weight, rounded to x's dtype, + dz · lora_a; dlora_a = dzᵀ · x and dlora_b = scale · dyᵀ · z, each in its
+    parameter's dtype; dweight and dbias as in `linear_vjp`. Sums are fp32 (fp64 for fp64).
+    """
+
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product a · b, where a may have any leading dims and b is one matrix.
 

@@ -103,10 +103,10 @@ def _expand_kernel(
                 tl.store(sum_ptr + at, z, mask=there)
         at = rank.to(tl.int64)[:, None] * factor_rank + col * factor_col
         factor = tl.load(factor_ptr + at, mask=(rank < r)[:, None] & (col < n), other=0.0).to(tl.float32)
-        if y_ptr.dtype.element_ty == tl.float32:
-            acc = tl.dot(z, factor, acc, input_precision="tf32x3")
-        else:
+        if y_ptr.dtype.element_ty == tl.bfloat16:
             acc = _multiply_to_16_bits(z, factor, acc)
+        else:
+            acc = tl.dot(z, factor, acc, input_precision="tf32x3")
     out = y.to(tl.float32) + acc * scale
     tl.store(y_ptr + (row * n + col), out.to(y_ptr.dtype.element_ty), mask=inside)
 
