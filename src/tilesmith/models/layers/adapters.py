@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.engine import torch_private
 from tilesmith.models.layers.biases import BiasForm
 from tilesmith.models.reach import observed, ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, forms, original_class, probe
 
 _OP = "lora_linear"
-_HAS = ("base_layer", "lora_A", "lora_B", "lora_dropout", "scaling", "merged", "disable_adapters", "active_adapters")
+_HAS = (
+    "base_layer", "lora_A", "lora_B", "lora_dropout", "lora_variant", "scaling", "merged", "disable_adapters",
+    "active_adapters",
+)  # fmt: skip
 _PLAIN = (nn.Parameter, Tensor)
 _FEATURES, _OUTPUTS, _RANK, _SCALE = 8, 6, 2, 0.5  # of a layer that is run to see what it does
 
@@ -31,40 +35,48 @@ def is_lora_linear(module: nn.Module) -> bool:
     return len(module.lora_A) > 0 and all(isinstance(layer, nn.Linear) for layer in module.lora_A.values())
 
 
-def served_adapter(module: nn.Module, x: Tensor) -> str | None:
-    """The name of the adapter that the op adds in a call of `module`; None where PEFT's own forward has to run."""
-    base, first = module.base_layer, module.lora_A
-    if type(x) not in _PLAIN or not x.ndim or module.disable_adapters or module.merged or not is_plain(type(base)):
+def arguments(module: nn.Module, x: Tensor) -> tuple | None:
+    """The arguments of the op for a call of `module`; None where PEFT's own forward has to run."""
+    children = module._modules
+    base, first, second = children["base_layer"], children["lora_A"]._modules, children["lora_B"]._modules
+    if module.disable_adapters or module.merged or not is_plain(type(base)) or type(x) not in _PLAIN or not x.ndim:
         return None
     active = [name for name in module.active_adapters if name in first]
-    if len(active) != 1 or obstacle(module, active[0]) is not None:
+    if len(active) != 1:
         return None
     name = active[0]
-    layers = base, first[name], module.lora_B[name], module.lora_dropout[name]
-    weight = base._parameters.get("weight")
-    if type(weight) not in _PLAIN or any(map(observed, layers)) or not reaches(_OP, x):
+    a, b, dropout = first[name], second[name], children["lora_dropout"]._modules[name]
+    if obstacle(module, name, a, b, dropout) or observed(base) or observed(a) or observed(b) or observed(dropout):
         return None
-    kind = x.device.type
+    held = base._parameters  # a replica of DataParallel has none
+    weight, kind = held.get("weight"), x.device.type
+    if type(weight) not in _PLAIN or not reaches(_OP, x):
+        return None
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return name if dtype == weight.dtype else None
+    if dtype != weight.dtype:
+        return None
+    factors = a._parameters.get("weight"), b._parameters.get("weight")
+    if type(factors[0]) not in _PLAIN or type(factors[1]) not in _PLAIN:
+        return None
+    return x, weight, *factors, held.get("bias"), module.scaling[name]
 
 
-def obstacle(module: nn.Module, name: str) -> str | None:
-    """Why the op does not add an adapter of `module`, in words; None where it does."""
-    if name in getattr(module, "lora_variant", ()) or getattr(module, "use_dora", {}).get(name):
-        return "it is a variant of LoRA"
-    first, second, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-    if type(first) is not nn.Linear or type(second) is not nn.Linear:
+def obstacle(module: nn.Module, name: str, a: nn.Module, b: nn.Module, dropout: nn.Module) -> str | None:
+    """Why the op does not add an adapter of `module`, with these layers, in words; None where it does."""
+    if type(a) is not nn.Linear or type(b) is not nn.Linear:
         return "its factors are no plain linear layers"
-    if first.bias is not None or second.bias is not None:
+    if a._parameters.get("bias") is not None or b._parameters.get("bias") is not None:
         return "it has a bias"
-    if not getattr(module, "cast_input_dtype_enabled", True):
-        return "its input is not cast"
     if dropout.training and type(dropout) is not nn.Identity and getattr(dropout, "p", 1.0):
         return "its dropout drops while it trains"
+    if name in module.lora_variant:
+        return "it is a variant of LoRA"
+    if not getattr(module, "cast_input_dtype_enabled", True):
+        return "its input is not cast"
     return None
 
 
+@torch_private.constant_in_graphs
 @functools.cache
 def is_plain(cls: type) -> bool:
     """Whether a layer of this class computes what nn.Linear does."""
@@ -78,13 +90,11 @@ class LoraForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            name = None if args or kwargs else served_adapter(self, x)
-            if name is None:
+            found = None if args or kwargs else arguments(self, x)
+            if found is None:
                 return base.forward(self, x, *args, **kwargs)
             ran(self, _OP)
-            layer = self.base_layer
-            factors = self.lora_A[name].weight, self.lora_B[name].weight
-            return ops.lora_linear(x, layer.weight, *factors, layer.bias, self.scaling[name])
+            return ops.lora_linear(*found)
 
         return {"forward": forward}
 
@@ -104,7 +114,10 @@ class LoraRule(Rule):
         if not is_plain(type(module.base_layer)):
             cls = original_class(type(module.base_layer)).__name__
             return Skip(f"its base layer is a {cls}; linear layers with plain weights are served", wanted=False)
-        found = {name: obstacle(module, name) for name in module.lora_A}
+        found = {
+            name: obstacle(module, name, a, module.lora_B[name], module.lora_dropout[name])
+            for name, a in module.lora_A.items()
+        }
         if all(found.values()):
             name, why = next(iter(found.items()))
             return Skip(f"adapter {name}: {why}", wanted=False)
