@@ -1,4 +1,4 @@
-"""Linear layers with adapters of PEFT by `ops.lora_linear`: which are served, what they compute, and who stays PEFT's."""
+"""Linear layers with adapters of PEFT by `ops.lora_linear`: which are served, what they compute, who stays PEFT's."""
 
 import copy
 import pickle
