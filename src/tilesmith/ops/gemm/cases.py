@@ -342,8 +342,8 @@ bytes_moved = {
     "lora_linear": lambda x, weight, lora_a, lora_b, bias: (
         _bytes_linear(x, weight, bias) + _size(lora_a, lora_b) + 4 * _rows(x) * lora_a.shape[0]
     ),
-    "lora_linear_vjp": lambda dy, x, weight, lora_a, lora_b, z, output_mask: (
-        _bytes_vjp(dy, x, weight, output_mask) + _size(x) + 2 * _size(lora_a, lora_b) + _size(z)
+    "lora_linear_vjp": lambda dy, x, weight, lora_a, lora_b, output_mask: (
+        _bytes_vjp(dy, x, weight, output_mask) + _size(x) + 2 * _size(lora_a, lora_b) + 4 * _rows(x) * lora_a.shape[0]
     ),
     "column_sums": lambda x: _size(x),
     "matmul": lambda a, b: _size(a, b) + _rows(a) * b.shape[1] * a.element_size(),
