@@ -182,6 +182,12 @@ PRODUCTS = [
     ("lora_a", lambda: ops.lora_linear(X, W, r(2, 7), r(W.shape[0], 2)), ValueError, "lora_linear: lora_a has shape"),
     ("lora_b", lambda: ops.lora_linear(X, W, r(2, 8), r(5, 3)), ValueError, "lora_linear: lora_b has shape"),
     ("lora dtype", lambda: ops.lora_linear(X, W, ids(2), r(11, 2)), TypeError, "lora_linear: lora_a has dtype"),
+    (
+        "lora bias",
+        lambda: ops.lora_linear(X, None, r(2, 8), r(5, 2), r(5)),
+        ValueError,
+        "lora_linear: bias is given without a weight",
+    ),
     ("lora weight", lambda: ops.lora_linear(X, W[0], r(2, 8), r(5, 2)), ValueError, "lora_linear: weight has shape"),
     ("sums of ints", lambda: ops.column_sums(X.to(LONG)), TypeError, "column_sums: x has dtype torch.int64"),
     ("sums of a scalar", lambda: ops.column_sums(r()), ValueError, "column_sums: x has no dims"),

@@ -1368,19 +1368,21 @@ def linear_vjp(
     """
 
 def lora_linear(
-    x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None = None, scale: float = 1.0
+    x: Tensor, weight: Tensor | None, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
     """y = x · weightᵀ + bias + scale · (x · lora_aᵀ) · lora_bᵀ: a linear layer with a low-rank adapter (LoRA).
 
-    x: [..., K]. weight: [N, K] and bias: [N], as in `linear`. lora_a: [R, K], lora_b: [N, R], in any strides and any
-    floating dtypes, whatever x has: fp32 factors beside 16-bit x are not rounded to 16 bits. The base product is
-    rounded to x's dtype before the adapter is added, as PEFT does. Sums are fp32 (fp64 for fp64).
+    x: [..., K]. weight: [N, K] and bias: [N], as in `linear`; without a weight, y is what the adapter adds.
+    lora_a: [R, K], lora_b: [N, R], in any strides and any floating dtypes, whatever x has: fp32 factors beside 16-bit x
+    are not rounded to 16 bits. The base product is rounded to x's dtype before the adapter is added, as PEFT does. Sums
+    are fp32 (fp64 for fp64).
 
     Returns y [..., N], contiguous, in x's dtype. Saved for the backward: x, weight, lora_a, lora_b and
     z = x · lora_aᵀ, [..., R] in fp32. Under autocast x is cast, weight and bias follow it, and factors stay as they
     are.
 
-    Raises as `linear` does, and ValueError for factors whose shapes or devices do not fit.
+    Raises as `linear` does, and ValueError for factors whose shapes or devices do not fit, and for a bias without a
+    weight.
 
     Source: Hu et al., arXiv:2106.09685.
     """
@@ -1388,7 +1390,7 @@ def lora_linear(
 def lora_linear_vjp(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     lora_a: Tensor,
     lora_b: Tensor,
     bias: Tensor | None,

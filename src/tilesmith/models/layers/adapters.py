@@ -35,40 +35,55 @@ def is_lora_linear(module: nn.Module) -> bool:
     return len(module.lora_A) > 0 and all(isinstance(layer, nn.Linear) for layer in module.lora_A.values())
 
 
-def arguments(module: nn.Module, x: Tensor) -> tuple | None:
-    """The arguments of the op for a call of `module`; None where PEFT's own forward has to run."""
+def active_adapter(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, nn.Module, float] | None:
+    """Both factors, the dropout and the scale of the adapter that the op adds in a call of `module`; None where PEFT's
+    own forward has to run."""
     children = module._modules
-    base, first, second = children["base_layer"], children["lora_A"]._modules, children["lora_B"]._modules
-    if module.disable_adapters or module.merged or not is_plain(type(base)) or type(x) not in _PLAIN or not x.ndim:
+    first, second = children["lora_A"]._modules, children["lora_B"]._modules
+    if module.disable_adapters or module.merged or type(x) not in _PLAIN or not x.ndim:
         return None
     active = [name for name in module.active_adapters if name in first]
     if len(active) != 1:
         return None
     name = active[0]
     a, b, dropout = first[name], second[name], children["lora_dropout"]._modules[name]
-    if obstacle(module, name, a, b, dropout) or observed(base) or observed(a) or observed(b) or observed(dropout):
+    if obstacle(module, name, a, b) or observed(a) or observed(b) or not reaches(_OP, x):
         return None
-    held = base._parameters  # a replica of DataParallel has none
-    weight, kind = held.get("weight"), x.device.type
-    if type(weight) not in _PLAIN or not reaches(_OP, x):
-        return None
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if dtype != weight.dtype:
-        return None
-    factors = a._parameters.get("weight"), b._parameters.get("weight")
+    factors = a._parameters.get("weight"), b._parameters.get("weight")  # a replica of DataParallel has none
     if type(factors[0]) not in _PLAIN or type(factors[1]) not in _PLAIN:
         return None
-    return x, weight, *factors, held.get("bias"), module.scaling[name]
+    return *factors, dropout, module.scaling[name]
 
 
-def obstacle(module: nn.Module, name: str, a: nn.Module, b: nn.Module, dropout: nn.Module) -> str | None:
+def whole(base: nn.Module, x: Tensor, dropout: nn.Module) -> bool:
+    """Whether the op also computes the base layer: nobody observes it, and both parts read x, in the weight's dtype."""
+    if not is_plain(type(base)) or observed(base) or observed(dropout) or drops(dropout):
+        return False
+    weight, kind = base._parameters.get("weight"), x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return type(weight) in _PLAIN and dtype == weight.dtype
+
+
+def drops(dropout: nn.Module) -> bool:
+    """Whether what the adapter reads is not x."""
+    return type(dropout) is not nn.Identity and (dropout.training or type(dropout) is not nn.Dropout)
+
+
+def beside(base: nn.Module, x: Tensor, a: Tensor, b: Tensor, dropout: nn.Module, scale: float) -> Tensor:
+    """What the base layer computes by itself, and the adapter's part by the op."""
+    y = base(x)
+    if drops(dropout):  # in the adapter's dtype, as PEFT: the same numbers are dropped, and none is rounded
+        added = ops.lora_linear(dropout(x.to(a.dtype)), None, a, b, None, scale)
+        return (y + added).to(y.dtype)
+    return y + ops.lora_linear(dropout(x), None, a, b, None, scale).to(y.dtype)
+
+
+def obstacle(module: nn.Module, name: str, a: nn.Module, b: nn.Module) -> str | None:
     """Why the op does not add an adapter of `module`, with these layers, in words; None where it does."""
     if type(a) is not nn.Linear or type(b) is not nn.Linear:
         return "its factors are no plain linear layers"
     if a._parameters.get("bias") is not None or b._parameters.get("bias") is not None:
         return "it has a bias"
-    if dropout.training and type(dropout) is not nn.Identity and getattr(dropout, "p", 1.0):
-        return "its dropout drops while it trains"
     if name in module.lora_variant:
         return "it is a variant of LoRA"
     if not getattr(module, "cast_input_dtype_enabled", True):
@@ -94,11 +109,16 @@ class LoraForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            found = None if args or kwargs else arguments(self, x)
+            found = None if args or kwargs else active_adapter(self, x)
             if found is None:
                 return base.forward(self, x, *args, **kwargs)
             ran(self, _OP)
-            return ops.lora_linear(*found)
+            a, b, dropout, scale = found
+            layer = self._modules["base_layer"]
+            if not whole(layer, x, dropout):
+                return beside(layer, x, a, b, dropout, scale)
+            held = layer._parameters
+            return ops.lora_linear(x, held["weight"], a, b, held.get("bias"), scale)
 
         return {"forward": forward}
 
@@ -115,13 +135,7 @@ class LoraRule(Rule):
         module = site.module
         if not is_lora_linear(module):
             return None
-        if not is_plain(type(module.base_layer)):
-            cls = original_class(type(module.base_layer)).__name__
-            return Skip(f"its base layer is a {cls}; linear layers with plain weights are served", wanted=False)
-        found = {
-            name: obstacle(module, name, a, module.lora_B[name], module.lora_dropout[name])
-            for name, a in module.lora_A.items()
-        }
+        found = {name: obstacle(module, name, a, module.lora_B[name]) for name, a in module.lora_A.items()}
         if all(found.values()):
             name, why = next(iter(found.items()))
             return Skip(f"adapter {name}: {why}", wanted=False)
@@ -130,7 +144,10 @@ class LoraRule(Rule):
             self._verdicts.of(module, lambda: _recognise(module, name), name)
         except Unlike as verdict:
             return Skip(str(verdict))
-        return Replace(LoraForm(), (_OP,), "the base product and one active adapter")
+        if is_plain(type(module.base_layer)):
+            return Replace(LoraForm(), (_OP,), "the base product and one active adapter")
+        cls = original_class(type(module.base_layer)).__name__
+        return Replace(LoraForm(), (_OP,), f"one active adapter, beside what its base layer ({cls}) computes")
 
 
 def _recognise(module: nn.Module, name: str) -> None:

@@ -274,6 +274,9 @@ CASES["lora_linear"] = [
     Case("transposed", _lora(6, 24, 17, 5, layout="transposed"), SMALL),
     Case("trained_weight", _lora(12, 24, 17, 4, bias=True, frozen=False), SMALL),
     Case("strips", _lora(700, 24, 17, 4, bias=True), SMALL),
+    Case("no_weight", _lora((2, 50), 40, 70, 8) | {"weight": None}, SMALL),
+    Case("no_weight_no_features", _lora(3, 0, 5, 4) | {"weight": None}, TEST),
+    Case("no_weight_odd", _lora((3, 67), 1001, 515, 13) | {"weight": None}, BIG),
     Case("odd", _lora((3, 67), 1001, 515, 13), BIG),
     Case("many_parts", _lora(3, 14_336, 64, 16), BIG),
     Case("rank_256", _lora((3, 67), 1000, 520, 256), BIG),
@@ -317,14 +320,19 @@ def _bytes_vjp(dy: Tensor, x: Tensor, weight: Tensor, output_mask: Sequence[bool
     return reads + _size(x) * output_mask[0] + _size(weight) * output_mask[1]
 
 
-def _adapter_flops(x: Tensor, lora_a: Tensor, lora_b: Tensor) -> int:
-    return 2 * _rows(x) * (lora_a.numel() + lora_b.numel())
+def _size_of(*tensors: Tensor | None) -> int:
+    return sum(t.numel() for t in tensors if t is not None)
+
+
+def _bytes_lora(x: Tensor, weight: Tensor | None, lora_a: Tensor, lora_b: Tensor) -> int:
+    outputs = _rows(x) * lora_b.shape[0] * x.element_size()
+    return _size(x, weight, lora_a, lora_b) + outputs + 4 * _rows(x) * lora_a.shape[0]
 
 
 flops = {
-    "lora_linear": lambda x, weight, lora_a, lora_b: _flops(x, weight) + _adapter_flops(x, lora_a, lora_b),
+    "lora_linear": lambda x, weight, lora_a, lora_b: 2 * _rows(x) * _size_of(weight, lora_a, lora_b),
     "lora_linear_vjp": lambda x, weight, lora_a, lora_b, output_mask: (
-        _flops_vjp(x, weight, output_mask) + 2 * _adapter_flops(x, lora_a, lora_b)
+        2 * _rows(x) * (_size_of(weight) * (output_mask[0] + output_mask[1]) + 2 * _size_of(lora_a, lora_b))
     ),
     "matmul": lambda a, b: 2 * _rows(a) * b.numel(),
     "matmul_vjp": lambda a, b, output_mask: 2 * _rows(a) * b.numel() * sum(output_mask),
@@ -339,11 +347,9 @@ flops = {
 }
 
 bytes_moved = {
-    "lora_linear": lambda x, weight, lora_a, lora_b, bias: (
-        _bytes_linear(x, weight, bias) + _size(lora_a, lora_b) + 4 * _rows(x) * lora_a.shape[0]
-    ),
-    "lora_linear_vjp": lambda dy, x, weight, lora_a, lora_b, output_mask: (
-        _bytes_vjp(dy, x, weight, output_mask) + _size(x) + 2 * _size(lora_a, lora_b) + 4 * _rows(x) * lora_a.shape[0]
+    "lora_linear": _bytes_lora,
+    "lora_linear_vjp": lambda x, weight, lora_a, lora_b, output_mask: (
+        _bytes_lora(x, weight, lora_a, lora_b) + _size(x, lora_a, lora_b) + _size(weight) * output_mask[1]
     ),
     "column_sums": lambda x: _size(x),
     "matmul": lambda a, b: _size(a, b) + _rows(a) * b.shape[1] * a.element_size(),

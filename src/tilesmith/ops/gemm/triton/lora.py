@@ -83,14 +83,17 @@ def _project_kernel(
 def _expand_kernel(
     part_ptr, factor_ptr, y_ptr, sum_ptr, m, n, r, parts, factor_rank, factor_col, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, KEEPS: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
-    """y [m, n] += scale · z · factor [r, n] in place, z [m, r] the sum of the parts, which is written where KEEPS."""
+    """y [m, n] += scale · z · factor [r, n] in place, or = unless ADDS; z [m, r] is the sum of the parts, which is
+    written where KEEPS."""
     tiles_n = tl.cdiv(n, BLOCK_N)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     row = (tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     col = (tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     inside = (row < m) & (col < n)
-    y = tl.load(y_ptr + (row * n + col), mask=inside, other=0.0)
+    if ADDS:
+        y = tl.load(y_ptr + (row * n + col), mask=inside, other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, r, BLOCK_R):
         rank = start + tl.arange(0, BLOCK_R)
@@ -107,7 +110,9 @@ def _expand_kernel(
             acc = _multiply_to_16_bits(z, factor, acc)
         else:
             acc = tl.dot(z, factor, acc, input_precision="tf32x3")
-    out = y.to(tl.float32) + acc * scale
+    out = acc * scale
+    if ADDS:
+        out += y.to(tl.float32)
     tl.store(y_ptr + (row * n + col), out.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -167,9 +172,9 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> LoraConf
     return LoraConfig(32, 128, 8, 64, 64, 128, num_warps=4, num_stages=3)
 
 
-def _dims(x: Tensor, weight: Tensor, lora_a: Tensor, *_: object) -> dict[str, int]:
+def _dims(x: Tensor, weight: Tensor | None, lora_a: Tensor, lora_b: Tensor, *_: object) -> dict[str, int]:
     return {
-        "rows": x.numel() // max(1, x.shape[-1]), "features": x.shape[-1], "outputs": weight.shape[0],
+        "rows": x.numel() // max(1, x.shape[-1]), "features": x.shape[-1], "outputs": lora_b.shape[0],
         "rank": lora_a.shape[0],
     }  # fmt: skip
 
@@ -217,8 +222,9 @@ def _project(x: Tensor, factor: Tensor, scale: float, config: LoraConfig, whole:
     return out
 
 
-def _expand(y: Tensor, parts: Tensor, factor: Tensor, scale: float, config: LoraConfig) -> Tensor:
-    """y [M, N], contiguous, += scale · z · factor [R, N] in place. Returns z [M, R], the sum of `parts`."""
+def _expand(y: Tensor, parts: Tensor, factor: Tensor, scale: float, config: LoraConfig, adds: bool) -> Tensor:
+    """y [M, N], contiguous, += scale · z · factor [R, N] in place, or = unless `adds`. Returns z [M, R], the sum of
+    `parts`."""
     (m, n), r = y.shape, factor.shape[0]
     keeps = parts.shape[0] > 1
     z = torch.empty_like(parts[0]) if keeps else parts[0]
@@ -228,7 +234,7 @@ def _expand(y: Tensor, parts: Tensor, factor: Tensor, scale: float, config: Lora
         _expand_kernel, (cdiv(m, block_m) * cdiv(n, block_n),),
         parts, factor, y, z, m, n, r, parts.shape[0], *factor.stride(), float(scale),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=max(16, min(PIECE, next_power_of_2(r))), KEEPS=keeps,
-        num_warps=config.expand_warps,
+        ADDS=adds, num_warps=config.expand_warps,
     )  # fmt: skip
     return z
 
@@ -264,7 +270,7 @@ def _factor_gradients(
 @optimize_kernel(space=SPACE)
 def lora_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     lora_a: Tensor,
     lora_b: Tensor,
     bias: Tensor | None = None,
@@ -272,13 +278,14 @@ def lora_linear(
     *,
     config: LoraConfig,
 ) -> tuple[Tensor, Tensor]:
-    """The library's product and two launches."""
+    """The library's product, if there is a weight, and two launches."""
     packed, (n, r), lead = rows(x), lora_b.shape, x.shape[:-1]
-    y = product(packed, weight, bias)
+    y = packed.new_empty((packed.shape[0], n)) if weight is None else product(packed, weight, bias)
     if 0 in (*packed.shape, n, r):
+        y = y.zero_() if weight is None else y
         return y.view(*lead, n), x.new_zeros((*lead, r), dtype=torch.float32)
     parts = _project(packed, lora_a, 1.0, config, whole=False)
-    z = _expand(y, parts, lora_b.t(), scale, config)
+    z = _expand(y, parts, lora_b.t(), scale, config, adds=weight is not None)
     return y.view(*lead, n), z.view(*lead, r)
 
 
@@ -287,7 +294,7 @@ def lora_linear(
 def lora_linear_vjp(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     lora_a: Tensor,
     lora_b: Tensor,
     bias: Tensor | None,
@@ -297,19 +304,25 @@ def lora_linear_vjp(
     *,
     config: LoraConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The library's product and three launches; one more to add strips of many rows."""
+    """The library's product, if there is a weight, and three launches; one more to add strips of many rows."""
     wants_dx, wants_weight, wants_a, wants_b, wants_bias = output_mask
     dy, packed = rows(dy), rows(x)
-    dx, dweight, dbias = gradients(dy, packed, weight, bias, (wants_dx, wants_weight, wants_bias))
+    if weight is None:
+        dx, dweight, dbias = packed.new_empty(packed.shape if wants_dx else 0), x.new_empty(0), x.new_empty(0)
+    else:
+        dx, dweight, dbias = gradients(dy, packed, weight, bias, (wants_dx, wants_weight, wants_bias))
     dx = dx.view(x.shape) if wants_dx else dx
     da = lora_a.new_empty(lora_a.shape if wants_a else 0)
     db = lora_b.new_empty(lora_b.shape if wants_b else 0)
     if 0 in (*packed.shape, *lora_b.shape):
+        dx = dx.zero_() if weight is None else dx
         return dx, dweight, da.zero_(), db.zero_(), dbias
     dz = z = z.reshape(-1, z.shape[-1]).contiguous()
     if wants_dx or wants_a:
         parts = _project(dy, lora_b.t(), scale, config, whole=not wants_dx)
-        dz = _expand(dx.view(packed.shape), parts, lora_a, 1.0, config) if wants_dx else parts[0]
+        dz = parts[0]
+        if wants_dx:
+            dz = _expand(dx.view(packed.shape), parts, lora_a, 1.0, config, adds=weight is not None)
     if wants_a or wants_b:
         outs = da if wants_a else None, db if wants_b else None
         _factor_gradients(packed, dy, dz, z, outs, scale, config)
