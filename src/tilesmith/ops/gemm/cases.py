@@ -259,6 +259,7 @@ def _lora(
 CASES["lora_linear"] = [
     Case("small", _lora((2, 5), 24, 17, 4), SMALL),
     Case("several_tiles", _lora(150, 600, 200, 16), SMALL),
+    Case("several_parts", _lora(20, 1100, 40, 16), SMALL),
     Case("factors_of_x", _lora(12, 40, 24, 8, factors=None), SMALL),
     Case("fp16_factors", _lora(12, 40, 24, 8, factors=torch.float16), TEST),
     Case("rank_40", _lora(9, 70, 33, 40), SMALL),
@@ -273,7 +274,7 @@ CASES["lora_linear"] = [
     Case("strided", _lora((2, 3), 24, 17, 4, layout="strided"), SMALL),
     Case("transposed", _lora(6, 24, 17, 5, layout="transposed"), SMALL),
     Case("trained_weight", _lora(12, 24, 17, 4, bias=True, frozen=False), SMALL),
-    Case("strips", _lora(700, 24, 17, 4, bias=True), SMALL),
+    Case("strips", _lora(1100, 24, 17, 4, bias=True), SMALL),
     Case("no_weight", _lora((2, 50), 40, 70, 8) | {"weight": None}, SMALL),
     Case("no_weight_no_features", _lora(3, 0, 5, 4) | {"weight": None}, TEST),
     Case("no_weight_odd", _lora((3, 67), 1001, 515, 13) | {"weight": None}, BIG),
