@@ -26,9 +26,9 @@ PIECE = 32  # columns of rank at a time where both operands are fp32
 
 
 @triton.jit
-def _multiply(data, factor, acc, PRECISION: tl.constexpr):
+def _multiply(data, factor, acc):
     """acc + data · factor, which keeps the bits of an fp32 factor: three bf16 numbers beside bf16 data, whose products
-    are exact, else fp32 products of this precision."""
+    are exact, else in fp32."""
     if data.dtype == factor.dtype and data.dtype != tl.float32:
         return tl.dot(data, factor, acc)
     factor = factor.to(tl.float32)
@@ -39,10 +39,9 @@ def _multiply(data, factor, acc, PRECISION: tl.constexpr):
         third = (rest - second.to(tl.float32)).to(tl.bfloat16)
         part = tl.dot(data, third)
         part = tl.dot(data, second, part)
-        return acc + tl.dot(
-            data, first, part
-        )  # tensor cores round what they add to towards zero: not through all steps
-    return tl.dot(data.to(tl.float32), factor, acc, input_precision=PRECISION)
+        # tensor cores round their sums towards zero: each step starts anew
+        return acc + tl.dot(data, first, part)
+    return tl.dot(data.to(tl.float32), factor, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -60,7 +59,7 @@ def _multiply_to_16_bits(z, factor, acc):
 @triton.jit
 def _project_kernel(
     x_ptr, factor_ptr, out_ptr, m, k, r, x_row, factor_rank, factor_col, each, scale,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out [parts, m, r] = scale · x [m, k] · factorᵀ [k, r]: a part is the sum over `each` of the k columns."""
     part = tl.program_id(1)
@@ -74,7 +73,7 @@ def _project_kernel(
         x = tl.load(x_ptr + (row * x_row + col[None, :]), mask=(row < m) & (col < last)[None, :], other=0.0)
         at = col.to(tl.int64)[:, None] * factor_col + rank * factor_rank
         factor = tl.load(factor_ptr + at, mask=(col < last)[:, None] & (rank < r), other=0.0)
-        acc = _multiply(x, factor, acc, PRECISION)
+        acc = _multiply(x, factor, acc)
     out = out_ptr + (part.to(tl.int64) * m * r + row * r + rank)
     tl.store(out, acc * scale, mask=(row < m) & (rank < r))
 
@@ -83,7 +82,7 @@ def _project_kernel(
 def _expand_kernel(
     part_ptr, factor_ptr, y_ptr, sum_ptr, m, n, r, parts, factor_rank, factor_col, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, KEEPS: tl.constexpr,
-    ADDS: tl.constexpr, PRECISION: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     """y [m, n] += scale · z · factor [r, n] in place, or = unless ADDS; z [m, r] is the sum of the parts, which is
     written where KEEPS."""
@@ -109,7 +108,7 @@ def _expand_kernel(
         if y_ptr.dtype.element_ty == tl.bfloat16:
             acc = _multiply_to_16_bits(z, factor, acc)
         else:
-            acc = tl.dot(z, factor, acc, input_precision=PRECISION)
+            acc = _multiply(z, factor, acc)
     out = acc * scale
     if ADDS:
         out += y.to(tl.float32)
@@ -119,7 +118,7 @@ def _expand_kernel(
 @triton.jit
 def _sum_over_rows(
     x_ptr, z_ptr, out_ptr, block, m, n, r, x_row, out_rank, out_col, each, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[strip] [n, r] = scale · xᵀ · z over the strip's `each` rows of x [m, n] and z [m, r], for a block of columns
     of x and one of z."""
@@ -133,7 +132,7 @@ def _sum_over_rows(
         row = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         x = tl.load(x_ptr + (row * x_row + col[None, :]), mask=(row < last) & (col < n)[None, :], other=0.0)
         z = tl.load(z_ptr + (row * r + rank[None, :]), mask=(row < last) & (rank < r)[None, :], other=0.0)
-        acc = _multiply(tl.trans(x), z, acc, PRECISION)
+        acc = _multiply(tl.trans(x), z, acc)
     at = strip.to(tl.int64) * n * r + col[:, None] * out_col + rank[None, :] * out_rank
     value = (acc * scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, value, mask=(col < n)[:, None] & (rank < r)[None, :])
@@ -142,18 +141,16 @@ def _sum_over_rows(
 @triton.jit
 def _factor_gradients_kernel(
     x_ptr, dz_ptr, da_ptr, dy_ptr, z_ptr, db_ptr, m, k, n, r, x_row, dy_row, blocks, each, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """da [strips, r, k] = dzᵀ · x by the first `blocks` programs, db [strips, n, r] = scale · dyᵀ · z by the others."""
     block = tl.program_id(0)
     if block < blocks:
-        _sum_over_rows(
-            x_ptr, dz_ptr, da_ptr, block, m, k, r, x_row, k, 1, each, 1.0, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION
-        )
+        _sum_over_rows(x_ptr, dz_ptr, da_ptr, block, m, k, r, x_row, k, 1, each, 1.0, BLOCK_M, BLOCK_N, BLOCK_R)
     else:
         _sum_over_rows(
             dy_ptr, z_ptr, db_ptr, block - blocks, m, n, r, dy_row, 1, r, each, scale,
-            BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_R,
         )  # fmt: skip
 
 
@@ -195,12 +192,6 @@ def _reasons(call: Any) -> list[str]:
     return found
 
 
-def _precision(device: torch.device) -> str:
-    """Of products of fp32 operands: three in TF32 where tensor cores have it."""
-    arch = arch_of(device)
-    return "tf32x3" if arch.kind == "cuda" and arch.capability >= (8, 0) else "ieee"
-
-
 def _split(m: int, k: int, block_r: int, device: torch.device) -> tuple[int, int]:
     """(rows of a tile, parts of the features) of a projection.
 
@@ -226,7 +217,7 @@ def _project(x: Tensor, factor: Tensor, scale: float, config: LoraConfig, whole:
     launch(
         _project_kernel, (cdiv(m, block_m), parts),
         x, factor, out, m, k, r, x.stride(0), *factor.stride(), each, float(scale),
-        BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_R=block_r, PRECISION=_precision(x.device),
+        BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_R=block_r,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
@@ -244,7 +235,7 @@ def _expand(y: Tensor, parts: Tensor, factor: Tensor, scale: float, config: Lora
         _expand_kernel, (cdiv(m, block_m) * cdiv(n, block_n),),
         parts, factor, y, z, m, n, r, parts.shape[0], *factor.stride(), float(scale),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=max(16, min(PIECE, next_power_of_2(r))), KEEPS=keeps,
-        ADDS=adds, PRECISION=_precision(y.device), num_warps=config.expand_warps,
+        ADDS=adds, num_warps=config.expand_warps,
     )  # fmt: skip
     return z
 
@@ -271,7 +262,7 @@ def _factor_gradients(
         _factor_gradients_kernel, (programs, strips, pieces),
         x, dz, written[0], dy, z, written[1], m, k, n, r, x.stride(0), dy.stride(0), blocks,
         cdiv(tiles, strips) * block_m, float(scale),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=block_r, PRECISION=_precision(x.device),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=block_r,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if strips > 1:
