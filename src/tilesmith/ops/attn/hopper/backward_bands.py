@@ -147,6 +147,19 @@ def _load(a_desc, a_at, a, b_desc, b_at, b, barrier):
 
 
 @gluon.jit
+def _load_parts(parts, a_desc, a_at, b_desc, b_at, count, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """Start the loads of all parts of 64 columns of two tiles; returns the count behind them."""
+    a, b, full, empty = parts
+    for i in range(PARTS):
+        s, phase = ring_place(count, STAGES)
+        mbarrier_wait(empty.index(s), phase ^ 1)
+        a_there, b_there = (a_at[0], a_at[1], a_at[2], 64 * i), (b_at[0], b_at[1], b_at[2], 64 * i)
+        _load(a_desc, a_there, a.index(s), b_desc, b_there, b.index(s), full.index(s))
+        count += 1
+    return count
+
+
+@gluon.jit
 def _turns(place, count):
     """How many of a column's tiles this CTA makes, which makes every num_programs-th tile of all columns and has
     `place` for its next one, counted from the column's first; and the place in the next column."""
@@ -159,7 +172,6 @@ def _turns(place, count):
 def _load_scores(parts, band, descs, KEYS: gl.constexpr, PARTS: gl.constexpr, V_PARTS: gl.constexpr,
                  STAGES: gl.constexpr):  # fmt: skip
     """The warp that loads, of each tile, queries and keys, then dout and values, in parts of 64 columns."""
-    a, b, full, empty = parts
     q_desc, k_desc, dout_desc, v_desc = descs
     grid_dependency_wait()
     launch_dependents()
@@ -171,18 +183,9 @@ def _load_scores(parts, band, descs, KEYS: gl.constexpr, PARTS: gl.constexpr, V_
         turns, behind = _turns(place, met)
         for turn in range(turns):
             query = band.q_begin + (first + place + turn * gl.num_programs(0)) * TILE
-            for i in range(PARTS):
-                s, phase = ring_place(count, STAGES)
-                mbarrier_wait(empty.index(s), phase ^ 1)
-                _load(q_desc, (batch, head, query, 64 * i), a.index(s), k_desc, (batch, kv_head, key, 64 * i),
-                      b.index(s), full.index(s))  # fmt: skip
-                count += 1
-            for i in range(V_PARTS):
-                s, phase = ring_place(count, STAGES)
-                mbarrier_wait(empty.index(s), phase ^ 1)
-                _load(dout_desc, (batch, head, query, 64 * i), a.index(s), v_desc, (batch, kv_head, key, 64 * i),
-                      b.index(s), full.index(s))  # fmt: skip
-                count += 1
+            q_at, k_at = (batch, head, query), (batch, kv_head, key)
+            count = _load_parts(parts, q_desc, q_at, k_desc, k_at, count, PARTS, STAGES)
+            count = _load_parts(parts, dout_desc, q_at, v_desc, k_at, count, V_PARTS, STAGES)
         place = behind
 
 

@@ -12,12 +12,11 @@ from tilesmith.device.gluon.shim import (
     gluon,
     mbarrier_arrive,
     mbarrier_wait,
-    wgmma,
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.backward_block import apply_mask
 from tilesmith.ops.attn.hopper.backward_walk import BLOCKS, EDGE, KEYS_AT, KV_HEAD, LIMIT, START
-from tilesmith.ops.attn.hopper.columns import rows_product, write_tile
+from tilesmith.ops.attn.hopper.columns import add_products, rows_product, wait_products, write_tile
 from tilesmith.ops.attn.hopper.softmax import pack, tanh, unpack
 
 
@@ -39,28 +38,6 @@ def _douts(parts, s, DV: gl.constexpr, V_REST: gl.constexpr):
     if V_REST > 0:
         rest = parts[4].index(s).reshape([64, V_REST])
     return tile, rest
-
-
-@gluon.jit
-def _start_sum(x, tile, rest, total, rest_total, REST: gl.constexpr):
-    """Ask for x . tile and x . rest, added to what there is."""
-    made = wgmma(x, tile, total, use_acc=True, is_async=True)
-    rest_made = made
-    if REST > 0:
-        x = gl.convert_layout(x, gl.DotOperandLayout(0, rest_total.type.layout, 2))
-        rest_made = wgmma(x, rest, rest_total, use_acc=True, is_async=True)
-    return made, rest_made
-
-
-@gluon.jit
-def _end_sum(made, rest_made, none, REST: gl.constexpr):
-    """Wait for both, which have been asked for last."""
-    if REST > 0:
-        total, rest_total = wgmma_wait(0, deps=[made, rest_made])
-    else:
-        total = wgmma_wait(0, deps=[made])
-        rest_total = none
-    return total, rest_total
 
 
 @gluon.jit
@@ -126,14 +103,14 @@ def _tile_dv(
         s_made = rows_product(k_tile, k_rest, q_tile, q_tile_rest, zero, REST)
         mbarrier_wait(dout_full.index(before), before_phase)
         dout_tile, dout_tile_rest = _douts(parts, before, DV, V_REST)
-        dv_made, rest_made = _start_sum(p_operand, dout_tile, dout_tile_rest, dv, dv_rest, V_REST)
+        dv_made, rest_made = add_products(p_operand, dout_tile, dout_tile_rest, dv, dv_rest, V_REST)
         row_lse = lse.index(s).load(gl.SliceLayout(0, SCORES))
         score = wgmma_wait(WAITS, deps=[s_made])
         i = j if GROUP == 1 else j % blocks
         new, given = _make_p(
             score, row_lse, last_edge - i * 64, window, limit, inner, outer, LEFT, RIGHT, TAIL, SOFTCAP
         )
-        dv, dv_rest = _end_sum(dv_made, rest_made, dv_rest, V_REST)
+        dv, dv_rest = wait_products(dv_made, rest_made, V_REST)
         mbarrier_arrive(q_empty.index(before))
         _give_p(given, swap, count, dtype)
         p = pack(new, dtype)
@@ -141,8 +118,8 @@ def _tile_dv(
     mbarrier_wait(dout_full.index(s), (count // STAGES) & 1)
     dout_tile, dout_tile_rest = _douts(parts, s, DV, V_REST)
     p_operand = unpack(p, dtype, P)
-    dv_made, rest_made = _start_sum(p_operand, dout_tile, dout_tile_rest, dv, dv_rest, V_REST)
-    dv, dv_rest = _end_sum(dv_made, rest_made, dv_rest, V_REST)
+    dv_made, rest_made = add_products(p_operand, dout_tile, dout_tile_rest, dv, dv_rest, V_REST)
+    dv, dv_rest = wait_products(dv_made, rest_made, V_REST)
     mbarrier_arrive(q_empty.index(s))
     return dv, dv_rest, count + 1
 
@@ -239,19 +216,19 @@ def _tile_dk(
         dp_made = rows_product(v_tile, v_rest, dout_tile, dout_tile_rest, zero, V_REST)
         mbarrier_wait(q_full.index(before), before_phase)
         q_tile, q_tile_rest = _queries(parts, before, D, REST)
-        dk_made, rest_made = _start_sum(ds_operand, q_tile, q_tile_rest, dk, dk_rest, REST)
+        dk_made, rest_made = add_products(ds_operand, q_tile, q_tile_rest, dk, dk_rest, REST)
         row_delta = delta.index(s).load(gl.SliceLayout(0, SCORES))
         dp = wgmma_wait(WAITS, deps=[dp_made])
         new = _make_ds(dp, row_delta, swap, count, SCORES)
-        dk, dk_rest = _end_sum(dk_made, rest_made, dk_rest, REST)
+        dk, dk_rest = wait_products(dk_made, rest_made, REST)
         mbarrier_arrive(q_empty.index(before))
         ds = pack(new, dtype)
     s = count % STAGES
     mbarrier_wait(q_full.index(s), (count // STAGES) & 1)
     q_tile, q_tile_rest = _queries(parts, s, D, REST)
     ds_operand = unpack(ds, dtype, P)
-    dk_made, rest_made = _start_sum(ds_operand, q_tile, q_tile_rest, dk, dk_rest, REST)
-    dk, dk_rest = _end_sum(dk_made, rest_made, dk_rest, REST)
+    dk_made, rest_made = add_products(ds_operand, q_tile, q_tile_rest, dk, dk_rest, REST)
+    dk, dk_rest = wait_products(dk_made, rest_made, REST)
     mbarrier_arrive(q_empty.index(s))
     return dk, dk_rest, count + 1
 

@@ -55,10 +55,11 @@ def store_tile(desc, rest_desc, there, tile, rest, REST: gl.constexpr, PACKED: g
 
 
 @gluon.jit
-def write_tile(x, x_rest, desc, rest_desc, room, rest_room, to, place, head, row, REST: gl.constexpr, DIM: gl.constexpr,
-               dtype: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
-    """Write a tile and its rest through shared memory, and wait; or, in fp32, from registers. to: the tensor's pointer
-    and strides, and its rows of a head, where it is fp32, else None; DIM: its columns. place, head, row: as of `at`."""
+def start_write(x, x_rest, desc, rest_desc, room, rest_room, to, place, head, row, REST: gl.constexpr,
+                DIM: gl.constexpr, dtype: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+    """Start writing a tile and its rest through shared memory; or, in fp32, write them from registers. to: the tensor's
+    pointer and strides, and its rows of a head, where it is fp32, else None; DIM: its columns. place, head, row: as of
+    `at`."""
     COLS: gl.constexpr = x.shape[1]
     if to[0] is not None:
         store_rows(x, to[0], to[1], place, head, row, to[2], 0, DIM, PACKED)
@@ -70,6 +71,14 @@ def write_tile(x, x_rest, desc, rest_desc, room, rest_room, to, place, head, row
             rest_room.reshape([64, REST]).store(x_rest.to(dtype))
         fence_async()
         store_tile(desc, rest_desc, at(place, head, row, PACKED), room, rest_room, REST, PACKED)
+
+
+@gluon.jit
+def write_tile(x, x_rest, desc, rest_desc, room, rest_room, to, place, head, row, REST: gl.constexpr, DIM: gl.constexpr,
+               dtype: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+    """`start_write`, and wait until shared memory has been read."""
+    start_write(x, x_rest, desc, rest_desc, room, rest_room, to, place, head, row, REST, DIM, dtype, PACKED)
+    if to[0] is None:
         tma_store_wait(0)
 
 

@@ -25,7 +25,7 @@ from tilesmith.ops.attn.hopper.columns import (
     rest_tile,
     rows_product,
     scale_rows,
-    store_tile,
+    start_write,
     wait_products,
     zero_sums,
 )
@@ -40,7 +40,7 @@ from tilesmith.ops.attn.hopper.softmax import (
     tanh,
     unpack,
 )
-from tilesmith.ops.attn.hopper.tile_offset import corner, inside, store_rows
+from tilesmith.ops.attn.hopper.tile_offset import corner, inside
 from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
 
 TURN = gl.constexpr(8)  # the named barrier of the first consumer's turn; the others' follow
@@ -359,24 +359,14 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
         if walk.SKIP and walk.LEFT:
             count = _skip_blocks(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
         acc, acc_rest = scale_rows(acc, acc_rest, factor, walk.V_REST)
-        if to[0] is not None:
-            row = inside(start, tokens, walk.PACKED)
-            store_rows(acc, to[0], to[1], q_place, head, row, tokens, 0, DIM_V, walk.PACKED)
-            if walk.V_REST > 0:
-                store_rows(acc_rest, to[0], to[1], q_place, head, row, tokens, DV, DIM_V, walk.PACKED)
-        else:
-            if not OUT_IN_Q:
-                tma_store_wait(0)
-            tile, tile_rest = outs[0].index(C), outs[1].index(C)
-            tile.reshape([64, DV]).store(acc.to(dtype))
-            if walk.V_REST > 0:
-                tile_rest.reshape([64, walk.V_REST]).store(acc_rest.to(dtype))
-            fence_async()
-            there = corner(q_place, head, start, tokens, walk.PACKED)
-            store_tile(out_descs[0], out_descs[1], there, tile, tile_rest, walk.V_REST, walk.PACKED)
-            if OUT_IN_Q:
-                tma_store_wait(0)
-                mbarrier_arrive(q_empty.index(box))
+        if not OUT_IN_Q:
+            tma_store_wait(0)
+        row = inside(start, tokens, walk.PACKED)
+        start_write(acc, acc_rest, out_descs[0], out_descs[1], outs[0].index(C), outs[1].index(C),
+                    (to[0], to[1], tokens), q_place, head, row, walk.V_REST, DIM_V, dtype, walk.PACKED)  # fmt: skip
+        if OUT_IN_Q:
+            tma_store_wait(0)
+            mbarrier_arrive(q_empty.index(box))
         number = queue.next_tile(turn, tiles, walk.DYNAMIC)
         turn += 1
     tma_store_wait(0)

@@ -24,13 +24,12 @@ from tilesmith.ops.attn.hopper.columns import (
     load_tile,
     rest_tile,
     scale_rows,
-    store_tile,
+    start_write,
     wait_products,
     zero_sums,
 )
 from tilesmith.ops.attn.hopper.forward import TURN, first_block, next_block
 from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, unpack
-from tilesmith.ops.attn.hopper.tile_offset import store_rows
 from tilesmith.ops.attn.hopper.walk import Walk
 
 _JOIN = gl.constexpr(12)  # the named barrier of the first consumer's threads; the second's follows
@@ -287,19 +286,9 @@ def _consume(C: gl.constexpr, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_
             row = (batch * walk.heads + head).to(gl.int64) * walk.tokens
             gl.store(lse_ptr + row + queries, lse, mask=queries < walk.tokens)
             acc, acc_rest = scale_rows(acc, acc_rest, factor, walk.V_REST)
-            if to[0] is not None:
-                store_rows(acc, to[0], to[1], batch, head, start, walk.tokens, 0, DIM_V, False)
-                if walk.V_REST > 0:
-                    store_rows(acc_rest, to[0], to[1], batch, head, start, walk.tokens, DV, DIM_V, False)
-            else:
-                tma_store_wait(0)
-                tile_out, rest_out = outs[0].index(C), outs[1].index(C)
-                tile_out.reshape([64, DV]).store(acc.to(dtype))
-                if walk.V_REST > 0:
-                    rest_out.reshape([64, walk.V_REST]).store(acc_rest.to(dtype))
-                fence_async()
-                there = (batch, head, start, 0)
-                store_tile(out_descs[0], out_descs[1], there, tile_out, rest_out, walk.V_REST, False)
+            tma_store_wait(0)
+            start_write(acc, acc_rest, out_descs[0], out_descs[1], outs[0].index(C), outs[1].index(C),
+                        (to[0], to[1], walk.tokens), batch, head, start, walk.V_REST, DIM_V, dtype, False)  # fmt: skip
         begin += blocks
         turn += 1
     tma_store_wait(0)
