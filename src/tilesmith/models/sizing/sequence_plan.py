@@ -29,9 +29,9 @@ PROBED = {"cpu": 256}  # tokens of the longer of two runs of a layer
 PROBED_ELSEWHERE = 32768  # a hidden state of a quarter of a gigabyte, beside which what does not grow is small
 TILE_PROBED = {"cpu": 64}
 TILE_PROBED_ELSEWHERE = 4096
-SPARE = (
-    0.05  # of a device: what its allocator loses between tensors of other sizes; the host costs less than running out
-)
+# Of a device: what its allocator loses between tensors of other sizes. To keep more in host memory costs less than
+# running out.
+SPARE = 0.05
 HOST_SPARE = 4 * GB  # for the process and whoever else runs
 
 
@@ -293,7 +293,7 @@ def _tile(mlps: list[nn.Module], hidden: Tensor, total: int, tile_tokens: int | 
 
 
 def _rows(need: Need, budget: int) -> int:
-    """Tokens of equal tiles, whole hundreds and twenty-eights, whose need stays within the budget."""
+    """Tokens of equal tiles, a multiple of `FEWEST_ROWS`, whose need stays within the budget."""
     if need.whole <= budget:
         return need.rows
     most = max(FEWEST_ROWS, (budget - need.base) // max(1, need.row))
