@@ -59,6 +59,58 @@ def test_a_cache_is_filled_as_without():
         torch.testing.assert_close(again, tilesmith.undo(model)(input_ids=token, past_key_values=wanted).logits)
 
 
+class _Newer(nn.Module):
+    """A block as transformers 5.24 writes them."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+        self.layer_idx = number
+
+    def forward(self, x, cache=None, **kwargs):
+        keys = self.inner(x)
+        return x + (keys if cache is None else cache.update(keys, keys, self.layer_idx)[0])
+
+
+class _Older(_Newer):
+    def forward(self, x, past_key_values=None, **kwargs):
+        return super().forward(x, past_key_values)
+
+
+class _Unnamed(_Newer):
+    def forward(self, x, **kwargs):
+        return super().forward(x, kwargs.get("cache", kwargs.get("past_key_values")))
+
+
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [(_Newer, "cache"), (_Older, "past_key_values"), (_Unnamed, "cache"), (_Unnamed, "past_key_values"), (_Newer, "")],
+)
+def test_a_cache_is_known_by_either_name(block, name):
+    """name: as the block is given its cache; by position if it is empty."""
+    transformers = pytest.importorskip("transformers")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(block(number) for number in range(2))
+
+        def forward(self, x, kept):
+            for each in self.blocks:
+                x = each(x, **{name: kept}) if name else each(x, kept)
+            return x
+
+    model, x = Model(), torch.randn(2, 1, 3, 4)
+    caches = [transformers.DynamicCache(), transformers.DynamicCache()]
+    wanted = model(x, caches[0])
+    tilesmith.optimize(model, compile="between")
+    found = model(x, caches[1])
+    assert _regions(model).calls == 2 and not _regions(model).plain
+    torch.testing.assert_close(found, wanted)
+    for ours, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys)
+
+
 def test_generation_fills_by_compiled_code_and_goes_on_without():
     model = tilesmith.optimize(build("llama").eval())
     prompt = batch("llama")["input_ids"]

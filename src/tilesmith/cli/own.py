@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,14 +26,13 @@ class OwnLlama(nn.Module):
         self.plain = plain
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, past_key_values=None, use_cache: bool = False
+        self, input_ids: Tensor, labels: Tensor | None = None, cache: Any = None, use_cache: bool = False
     ) -> SimpleNamespace:
         """With `labels`, each token's label being itself, the loss of predicting the next one; else the logits."""
-        cache = past_key_values
         if use_cache and cache is None:
             cache = self.decoder.new_cache(len(input_ids))
         with use(**dict.fromkeys(ops(), REFERENCE)) if self.plain else contextlib.nullcontext():
             if labels is None:
-                return SimpleNamespace(logits=self.decoder(input_ids, cache=cache), past_key_values=cache)
+                return SimpleNamespace(logits=self.decoder(input_ids, cache=cache), cache=cache)
             following = F.pad(labels[:, 1:], (0, 1), value=-100)
             return SimpleNamespace(loss=self.decoder(input_ids, following))

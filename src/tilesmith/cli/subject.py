@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tilesmith.cli.text import BytePairs
 from tilesmith.cli.writing import sample
 from tilesmith.models import optimize, report
+from tilesmith.models.cache_argument import cache_parameter
 from tilesmith.nn import DecoderConfig
 
 PROMPT = "The following example shows how"
@@ -81,6 +82,7 @@ class Subject:
         draw = torch.Generator().manual_seed(seed)
         ids = self.encode(PROMPT)
         prompt = len(ids)
+        cache = cache_parameter(model.forward)
         start = time.perf_counter()
         out = model(input_ids=torch.tensor([ids], device=device), use_cache=True)
         seen = [out.logits[0, -1].float().cpu()]
@@ -90,7 +92,7 @@ class Subject:
             progress(count + 1)
             if count + 1 < self.new_tokens:
                 step = torch.tensor([ids[-1:]], device=device)
-                out = model(input_ids=step, past_key_values=out.past_key_values, use_cache=True)
+                out = model(input_ids=step, use_cache=True, **{cache: getattr(out, cache)})
                 seen.append(out.logits[0, -1].float().cpu())
         decode = time.perf_counter() - start - prefill
         whole = model(input_ids=torch.tensor([ids[:-1]], device=device)).logits[0, prompt - 1 :].float().cpu()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.cli.own import OwnLlama
+from tilesmith.models.cache_argument import cache_parameter
 
 
 def sample(logits: Tensor, draw: torch.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> int:
@@ -41,7 +42,8 @@ def continued(
     device = next(model.parameters()).device
     # a cache of the decoder has all its slots from the start, and attention without a kernel reads them all
     cache = model.decoder.new_cache(1, len(ids) + count) if isinstance(model, OwnLlama) else None
-    out = model(input_ids=torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True)
+    name = cache_parameter(model.forward)
+    out = model(input_ids=torch.tensor([list(ids)], device=device), use_cache=True, **{name: cache})
     for left in range(count, 0, -1):
         token = choose(out.logits[0, -1].float().cpu())
         if token in stop:
@@ -49,7 +51,7 @@ def continued(
         yield token
         if left > 1:
             step = torch.tensor([[token]], device=device)
-            out = model(input_ids=step, past_key_values=out.past_key_values, use_cache=True)
+            out = model(input_ids=step, use_cache=True, **{name: getattr(out, name)})
 
 
 class Spelling:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from tilesmith.engine import torch_private
-from tilesmith.rewrite import Form, Replace, Rule, Site, forms, given, original_class, swap, unswap
+from tilesmith.models.cache_argument import CACHE_NAMES, cache_name
+from tilesmith.rewrite import Form, Replace, Rule, Site, forms, original_class, swap, unswap
 
 _PLAIN = (type(None), bool, int, float, str, Tensor, BlockMask, torch.dtype, torch.device)
-CACHE = "past_key_values"
-"""What transformers calls the argument of a block that is a cache of keys and values."""
 
 
 class BlockForm(Form):
@@ -155,17 +154,19 @@ class Forwards:
 
     def __init__(self, forward: Callable[..., Any]):
         names = list(inspect.signature(forward).parameters)[1:]
-        place = names.index(CACHE) if CACHE in names else None
+        argument = cache_name(names)
+        place = None if argument is None else names.index(argument)
 
         def whole(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             return forward(block, *args, **kwargs)
 
         def prefill(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             kept = RecordingCache()
-            args, kwargs = _with_cache(kept, place, args, kwargs)
+            args, kwargs = _with_cache(kept, argument, place, args, kwargs)
             return forward(block, *args, **kwargs), kept.keys, kept.values
 
-        self.forward, self.whole, self.prefill, self._place = forward, whole, prefill, place
+        self.forward, self.whole, self.prefill = forward, whole, prefill
+        self._argument, self._place = argument, place
 
     def run(
         self,
@@ -178,14 +179,14 @@ class Forwards:
     ) -> Any:
         """The block's result by what stands for `whole` or `prefill`. An empty cache gets its keys and values behind
         the block; with any other cache, told to `refuse`, the block runs as it is."""
-        cache = given(CACHE, self._place, args, kwargs)
+        cache = _cache(self._place, args, kwargs)
         if cache is None:
             return whole(block, args, kwargs)
         if not _is_empty_for(cache, block):
             refuse("given a cache other than an empty DynamicCache")
             return self.forward(block, *args, **kwargs)
         try:
-            out, keys, values = prefill(block, *_with_cache(None, self._place, args, kwargs))
+            out, keys, values = prefill(block, *_with_cache(None, self._argument, self._place, args, kwargs))
         except NotServed as asked:
             refuse(f"it asks its cache for {asked}")
             return self.forward(block, *args, **kwargs)
@@ -194,11 +195,22 @@ class Forwards:
         return out
 
 
-def _with_cache(cache: Any, place: int | None, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _cache(place: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The cache that a block is given, by either of its names, or None."""
+    if place is not None and len(args) > place:
+        return args[place]
+    name = cache_name(kwargs)
+    return None if name is None else kwargs[name]
+
+
+def _with_cache(
+    cache: Any, argument: str | None, place: int | None, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """The arguments with another cache."""
     if place is not None and len(args) > place:
         return (*args[:place], cache, *args[place + 1 :]), kwargs
-    return args, {**kwargs, CACHE: cache}
+    others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+    return args, {**others, argument or cache_name(kwargs) or CACHE_NAMES[-1]: cache}
 
 
 def _is_empty_for(cache: Any, block: nn.Module) -> bool:

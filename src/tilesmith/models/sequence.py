@@ -17,6 +17,7 @@ from tilesmith.distributed.attention import MODES
 from tilesmith.distributed.layout import boundaries
 from tilesmith.models.attention.masks import KeyMask, _rule
 from tilesmith.models.attention.modules import computes_mask, uses_interface
+from tilesmith.models.cache_argument import CACHE_NAMES
 from tilesmith.rewrite import original_class
 
 NAME = "tilesmith_sequence"  # among transformers' attention functions
@@ -173,8 +174,9 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     named = dict(zip(_parameters(type(model)), args)) | kwargs
     sharding = model_sharding(model)
     ring = sharding.ring
-    if named.get("past_key_values") is not None:
-        raise ValueError("shard_sequence: past_key_values is given; sharded models compute whole sequences")
+    cache = next((n for n in CACHE_NAMES if named.get(n) is not None), None)
+    if cache is not None:
+        raise ValueError(f"shard_sequence: {cache} is given; sharded models compute whole sequences")
     name = next((n for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
     if name is None:
         raise ValueError("shard_sequence: give input_ids or inputs_embeds by name or in the model's order")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tilesmith.attention.selected import selected_block_attention
 from tilesmith.models.attention.masks import KeyMask
+from tilesmith.models.cache_argument import CACHE_NAMES
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, original_class
 
@@ -82,7 +83,7 @@ def _block_size(module: nn.Module) -> int:
     return size
 
 
-_SELECTS = ["self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"]
+_SELECTS = ["self", "hidden_states", "position_embeddings", "cache", "position_ids"]
 _SIZES = ("num_heads", "block_size", "topk_blocks", "layer_idx")
 
 
@@ -96,14 +97,14 @@ class SelectionForm(Form):
             self: nn.Module,
             hidden_states: Tensor,
             position_embeddings: tuple[Tensor, Tensor],
-            past_key_values: Any,
+            cache: Any,
             position_ids: Tensor,
         ) -> Tensor:
             batch, tokens, _ = hidden_states.shape
             step = max(self.block_size, LARGEST // max(1, batch * self.num_heads * tokens))
             if step >= tokens:
-                return base.forward(self, hidden_states, position_embeddings, past_key_values, position_ids)
-            cache = _IndexKeys(self.layer_idx) if past_key_values is None else past_key_values
+                return base.forward(self, hidden_states, position_embeddings, cache, position_ids)
+            cache = _IndexKeys(self.layer_idx) if cache is None else cache
             found = []
             for first in range(0, tokens, step):
                 part = slice(first, first + step)
@@ -138,6 +139,7 @@ class SelectionRule(Rule):
             isinstance(getattr(module, n, None), int) for n in _SIZES
         ):
             return None
-        if list(inspect.signature(original_class(type(module)).forward).parameters) != _SELECTS:
+        names = inspect.signature(original_class(type(module)).forward).parameters
+        if ["cache" if name in CACHE_NAMES else name for name in names] != _SELECTS:
             return Skip("its forward takes other arguments than a selection of blocks that is known")
         return Replace(SelectionForm(), (), "selects for some queries at a time, without a matrix of scores")

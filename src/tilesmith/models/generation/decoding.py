@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tilesmith.engine import torch_private
 from tilesmith.engine.choice import pins
 from tilesmith.models.blocks import observer
+from tilesmith.models.cache_argument import CACHE_NAMES, cache_name
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.generation.recording import RecordedSteps, Recorder
 from tilesmith.models.generation.scores import StaticProcessor, stand_in
@@ -29,7 +30,7 @@ LOOK_EVERY = 8
 MOST_KINDS = 2
 """Kinds of calls whose cache and graph are kept."""
 ASK = "pass cache_implementation='static' to generate"
-_TOLD = ("past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep")
+_TOLD = (*CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep")
 
 
 class Decoding:
@@ -108,7 +109,7 @@ class Decoding:
         ):
             if check:
                 return check
-        return _of_cache(told.get("past_key_values"), told.get("attention_mask"), generation_config)
+        return _of_cache(told.get(cache_name(told)), told.get("attention_mask"), generation_config)
 
     def _generate(
         self,
@@ -124,7 +125,7 @@ class Decoding:
     ) -> Tensor:
         asked = [static for _, static in processors]
         steps = self._steps(model, prompt, told, generation_config, asked)
-        told["past_key_values"] = steps.cache
+        told[cache_name(told)] = steps.cache
         with steps.layers.prompt(whole=generation_config.prefill_chunk_size is None):
             outputs = model._prefill(prompt, generation_config, told, is_first_iteration=True)
         told = model._update_model_kwargs_for_generation(outputs, told, is_encoder_decoder=False)
@@ -154,7 +155,7 @@ class Decoding:
         self, model: nn.Module, prompt: Tensor, told: dict[str, Any], config: Any, processors: list[StaticProcessor]
     ) -> RecordedSteps:
         """The recording that serves a call, or a new one."""
-        cache, kind = told["past_key_values"], prompt.device.type
+        cache, kind = told[cache_name(told)], prompt.device.type
         positions, padded = told.get("position_ids") is not None, _padding(told.get("attention_mask")) is not None
         eos, pad = config._eos_token_tensor, config._pad_token_tensor
         slots = max(config.max_length - 1, *(layer.max_cache_len for layer in cache.layers))

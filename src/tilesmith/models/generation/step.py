@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.models.attention.masks import unread_masks
+from tilesmith.models.cache_argument import cache_parameter
 from tilesmith.models.generation.cache import StaticLayers
 from tilesmith.models.generation.scores import StaticProcessor
 
@@ -101,7 +102,7 @@ def token_step(
     sample: bool,
 ) -> None:  # fmt: skip
     """Feed the newest token to the model, and choose the next one."""
-    told = {"past_key_values": cache, "use_cache": True, "attention_mask": state.mask}
+    told = {cache_parameter(model.forward): cache, "use_cache": True, "attention_mask": state.mask}
     if state.position is not None:
         told["position_ids"] = state.position
     if model._supports_logits_to_keep():
