@@ -66,6 +66,7 @@ def main():
         torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-5)
         if dist.get_rank() == 0:
             print(f"{name}: loss {found[0]:.4f}, {len(mine.tilesmith_report.replaced)} modules replaced", flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -4,22 +4,20 @@ interface: these tests then say what our side does, not that theirs still calls 
 import contextlib
 import importlib
 import runpy
-import subprocess
 import sys
 import types
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from optimize_models import Calls, batch, build, train
+from ranks import ROOT, torchrun
 from tilesmith.engine import use
 from tilesmith.models import optimize
 
 pytest.importorskip("transformers")
-ROOT = Path(__file__).parents[1]
 EXAMPLES = {"trainer": ("accelerate",), "lora": ("peft",), "accelerate_loop": ("accelerate",), "trl_trainers": ("trl",)}
 
 
@@ -37,10 +35,7 @@ def test_example_on_two_ranks():
     """FSDP2 before and after `optimize`, tensor parallelism before and after it; each equals one process."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this PyTorch has no gloo")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/sharded.py"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("modules replaced") == 4
+    assert torchrun("examples/sharded.py").count("modules replaced") == 4
 
 
 def stand_in(monkeypatch, name, **members):
