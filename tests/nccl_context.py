@@ -1,6 +1,11 @@
-"""What GPUs check of context parallelism, by `torchrun --nproc-per-node 2 tests/nccl_context.py`: values in bf16,
-disagreement and stalls over NCCL, and torch's context parallel with our kernels inside."""
+"""What GPUs check of context parallelism over NCCL, with any number of them.
 
+torchrun --nproc-per-node 2 tests/nccl_context.py   # values in bf16, disagreement, stalls, torch's own with our kernels
+python tests/nccl_context.py killed 2               # a rank that is killed; without GPUs over gloo
+"""
+
+import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -11,15 +16,15 @@ from torch.nn import functional as F
 
 import tilesmith
 from tilesmith import ops
-from tilesmith.bench.context_parallel import process_group
+from tilesmith.bench.ranks import current_device, memory_in_use, process_group, synchronize
 from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention
 
 CAUSAL = ops.Mask(causal=True)
 
 
-def inputs(tokens, heads=(8, 2, 2), dim=128):
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [torch.randn(1, h, tokens, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for h in heads]
+def inputs(tokens, heads=(8, 2, 2), dim=128, device="cuda"):
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(1, h, tokens, dim, device=device, dtype=torch.bfloat16, generator=generator) for h in heads]
 
 
 def close(x, expected):
@@ -110,9 +115,53 @@ def check_a_stalled_rank():
     try:
         context_parallel_attention(q, k, v, ring, CAUSAL)
     except RingError as problem:
-        assert "forward: rank 1 did not answer" in str(problem), problem
+        assert f"forward: rank {dist.get_world_size() - 1} did not answer" in str(problem), problem
     else:
         raise AssertionError("nothing was raised")
+
+
+def _outlives(rank, size, port, told):
+    """A rank of `killed`: the last one is killed before the third call; the others say what they saw of it."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with process_group():
+        device = current_device()
+        ring = ProcessGroupRing(timeout=20.0)
+        q, k, v = (x.requires_grad_() for x in inputs(1024, device=device))
+        call = lambda: context_parallel_attention(q, k, v, ring, CAUSAL)[0].sum().backward()  # noqa: E731
+        for _ in range(2):  # NCCL takes its buffers
+            call()
+        synchronize(device)
+        before, began = memory_in_use(device), time.monotonic()
+        if rank == size - 1:
+            os._exit(9)
+        said = ""
+        try:
+            call()
+        except RingError as problem:
+            said = str(problem)
+        synchronize(device)
+        told.put((rank, said, time.monotonic() - began, memory_in_use(device) - before))
+        told.close()
+        told.join_thread()
+        os._exit(0)  # the group cannot be ended without the rank that is gone
+
+
+def killed(size) -> int:
+    """Every rank that is left names the one that is gone, in time, and has its memory back."""
+    spawning = multiprocessing.get_context("spawn")
+    told, failures = spawning.Queue(), 0
+    ranks = [spawning.Process(target=_outlives, args=(rank, size, 29517, told)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for _ in range(size - 1):
+        rank, said, seconds, kept = told.get(timeout=120)
+        right = f"rank {size - 1} " in said and seconds < 25 and kept <= 0
+        failures += not right
+        sys.stdout.write(f"rank {rank}: {'ok' if right else 'WRONG'}, {seconds:.1f} s, {kept} bytes kept: {said}\n")
+    for process in ranks:
+        process.join(60)
+    return failures
 
 
 def main() -> None:
@@ -131,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(killed(int(sys.argv[2])) if sys.argv[1:2] == ["killed"] else main())

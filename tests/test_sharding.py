@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 from ranks import leave
 
-MODULES = ("sharded_ops", "sharded_losses", "sharded_models", "sharded_experts")
+MODULES = ("sharded_ops", "sharded_losses", "sharded_models", "sharded_experts", "sharded_bench")
 
 
 def checks(modules=MODULES) -> dict:

@@ -7,13 +7,11 @@ Each rank runs this: `torchrun --nproc-per-node 2 -m tilesmith.bench.context_par
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,89 +19,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilesmith import ops
+from tilesmith.bench import peers_ranks, ranks
+from tilesmith.bench.context_parallel_problems import BOTH, FORWARD, Problem, documents_of, problems
 from tilesmith.bench.document import document, save
-from tilesmith.bench.run import reason
-from tilesmith.distributed import Layout, ProcessGroupRing, context_parallel_attention
-from tilesmith.distributed.layout import boundaries, causal_pairs
+from tilesmith.bench.peers_ranks import Provider
+from tilesmith.bench.ranks import ALONE, Step, current_device, process_group, rounds, seconds
+from tilesmith.distributed import ProcessGroupRing, context_parallel_attention
+from tilesmith.distributed.layout import boundaries
 from tilesmith.engine import use
 
 SUBJECT = "context-parallel"
-BACKWARD = 3.5  # FLOPs of forward and backward over those of the forward
 HEAD_START = 10.0  # microseconds
 LONG = 1 << 18  # tokens from which a run takes a second
-KEEP = 1.15  # a provider this much slower than the best is timed twice, not five times
-Step = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One attention over all ranks, batch 1, head dim 128. lengths: of packed documents, one if empty."""
-
-    name: str
-    tokens: int
-    heads: int = 16
-    kv_heads: int = 16
-    dim: int = 128
-    window: int | None = None
-    sinks: bool = False
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def mask(self) -> ops.Mask:
-        """Causal, with a window if there is one."""
-        return ops.Mask(causal=True, window=self.window)
-
-    @property
-    def starts(self) -> tuple[int, ...] | None:
-        """Boundaries of the documents; None without."""
-        total = [0]
-        for length in self.lengths:
-            total.append(total[-1] + length)
-        return tuple(total) if self.lengths else None
-
-    def layout(self, size: int) -> Layout:
-        """How callers would hold the sequence: windows in one piece, documents by their work, else zigzag."""
-        if self.starts:
-            return Layout.balanced(self.starts, size)
-        return (Layout.contiguous if self.window else Layout.zigzag)(self.tokens, size)
-
-    def flops(self) -> float:
-        """FLOPs of forward and backward, of the pairs that see each other."""
-        if self.window:
-            width = self.window + 1
-            pairs = self.tokens * width - width * (width - 1) // 2
-        else:
-            pairs = causal_pairs(self.starts or (0, self.tokens), (0, self.tokens))
-        return BACKWARD * 4 * self.heads * self.dim * pairs
-
-
-def documents_of(total: int, seed: int = 0) -> tuple[int, ...]:
-    """Lengths of documents, log-normal with median 600 as web text has, that fill `total` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths: list[int] = []
-    while sum(lengths) < total:
-        draw = int((torch.randn((), generator=generator) * 1.5 + 6.4).exp().clamp(16, total // 2))
-        lengths.append(min(draw, total - sum(lengths)))
-    return tuple(lengths)
-
-
-def problems(device: torch.device) -> list[Problem]:
-    """Those of the results; tiny ones on a CPU, where only the path is tried."""
-    if device.type == "cpu":
-        return [Problem("causal", 64, 2, 2, 16), Problem("window", 64, 2, 1, 16, window=8, sinks=True)]
-    causal = {n: [Problem("causal", n * 1024, h, g) for h, g in ((16, 16), (32, 8))] for n in (16, 64, 256)}
-    return [
-        *causal[16],
-        *causal[64],
-        Problem("packed", 65536, lengths=documents_of(65536)),
-        Problem("window 4096", 65536, window=4095),
-        Problem("window 128, sinks", 65536, 32, 8, window=127, sinks=True),
-        *causal[256],
-    ]
+OURS = "tilesmith"
+EQUAL, WHOLE = f"{ALONE}, equal work", f"{ALONE}, all the work"
+MODES = ("auto", "allgather", "ring", "ulysses", "hybrid")
 
 
 def run(
@@ -121,32 +53,30 @@ def run(
     only: providers; cases: those whose name holds one of these; all by default. limit: seconds after which no further
     case is begun. A provider that fails is a row with the reason, on all ranks.
     """
-    device, size = _device(), dist.get_world_size()
+    device, size = current_device(), dist.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     named = {"dtype": str(dtype).removeprefix("torch."), "rounds": rounds, "gpus": size}
-    found = document(SUBJECT, device, command, [], **named)
+    subject = SUBJECT if size == 2 else f"{SUBJECT}-{size}"
+    found = document(subject, device, command, [], **named)
     began = time.monotonic()
     progress("links")
     found["rows"] += _links(device)
     progress("values")
     found["rows"] += _values(device, dtype)
     so_far(found)
-    for problem in problems(device):
+    for problem in problems(device, size):
         name = _named(problem, size)
         if cases and not any(part in name for part in cases):
             continue
-        if _late(began, limit, device):
-            found["rows"].append({"case": name, "error": f"not begun within {limit:g} s"})
-            continue
-        progress(name)
-        behind = _behind(problem, found["rows"])
-        found["rows"] += _timed(problem, name, device, dtype, rounds, only, progress, behind)
-        so_far(found)
+        for which in problem.passes:
+            if ranks.slowest(time.monotonic() - began, device) > limit:
+                found["rows"].append({"case": name, "pass": which, "error": f"not begun within {limit:g} s"})
+                continue
+            progress(f"{name}, {which}")
+            behind = _behind(problem, found["rows"])
+            found["rows"] += _timed(problem, name, which, dtype, rounds, only, progress, behind)
+            so_far(found)
     return found
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _named(problem: Problem, size: int) -> str:
@@ -169,16 +99,18 @@ def _sinks(problem: Problem, device: torch.device, dtype: torch.dtype) -> Tensor
     return torch.linspace(-1, 1, problem.heads, device=device, dtype=dtype).requires_grad_()
 
 
-def _ours(problem: Problem, mode: str, kernel: str = "tilesmith", head_start: float = 0.0) -> Callable[..., Tensor]:
-    layout = problem.layout(dist.get_world_size())
-    ring = _ring(dist.group.WORLD, head_start)
+def _ours(problem: Problem, mode: str, kernel: str = "tilesmith", head_start: float = 0.0) -> Provider:
+    size = dist.get_world_size()
+    layout, ring = problem.layout(size), _ring(dist.group.WORLD, head_start)
+    best = problem.predicted(size, mode) if mode == "hybrid" else None
 
     def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return context_parallel_attention(
-            q, k, v, ring, problem.mask, mode=mode, layout=layout, cu_seqlens=problem.starts, sinks=sinks, kernel=kernel
-        )[0]
+            q, k, v, ring, problem.mask, mode=mode, degree=best and best.degree, layout=layout,
+            cu_seqlens=problem.starts, sinks=sinks, kernel=kernel,
+        )[0]  # fmt: skip
 
-    return call
+    return Provider(call, layout)
 
 
 @lru_cache(maxsize=8)
@@ -186,186 +118,113 @@ def _ring(group: dist.ProcessGroup, head_start: float) -> ProcessGroupRing:
     return ProcessGroupRing(group, head_start=head_start)
 
 
-def _torchs(problem: Problem, method: str, backend: SDPBackend, expand: bool = False) -> Callable[..., Tensor]:
-    """torch.distributed's context_parallel around scaled_dot_product_attention."""
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-    if problem.window or problem.lengths:
-        raise ValueError("torch's context parallel knows no windows and no documents")
-    mesh = dist.device_mesh.init_device_mesh(_device().type, (dist.get_world_size(),))
-    group = problem.heads // problem.kv_heads
-
-    @contextlib.contextmanager
-    def within() -> Iterator[None]:
-        set_rotate_method(method)
-        # torch 2.11 looks at the first buffer, so there must be one
-        unused = torch.zeros(2 * dist.get_world_size(), device=_device())
-        with context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]), sdpa_kernel(backend):
-            yield
-
-    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        if group > 1 and expand:
-            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1 and not expand)
-
-    call.within = within
-    return call
-
-
-def _providers(problem: Problem) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    modes = (
-        ("allgather", "ulysses") if dist.get_world_size() == 2 else ("allgather", "ring", "ulysses")
-    )  # the same on 2
-    found = {f"tilesmith {mode}": (lambda m=mode: _ours(problem, m)) for mode in modes}
-    if _device().type == "cuda":
-        found["tilesmith allgather, head start"] = lambda: _ours(problem, "allgather", head_start=HEAD_START)
-    if not (problem.window or problem.lengths):
+def _providers(problem: Problem) -> dict[str, Callable[[], Provider]]:
+    """Ways to compute a problem by name; each is made when its turn comes, and may then raise."""
+    modes = ("allgather", "ulysses") if dist.get_world_size() == 2 else MODES  # on 2 ranks the others do the same
+    found: dict[str, Callable[[], Provider]] = {f"{OURS} {m}": (lambda m=m: _ours(problem, m)) for m in modes}
+    if current_device().type != "cuda":
+        return found  # the others need one
+    found[f"{OURS} allgather, head start"] = lambda: _ours(problem, "allgather", head_start=HEAD_START)
+    if problem.causal_alone:
         for mode in ("allgather", "ulysses"):
-            found[f"tilesmith {mode}, cudnn inside"] = lambda m=mode: _ours(problem, m, "cudnn")
+            found[f"{OURS} {mode}, cudnn inside"] = lambda m=mode: _ours(problem, m, "cudnn")
+    return found | _peers(problem)
+
+
+def _peers(problem: Problem) -> dict[str, Callable[[], Provider]]:
+    """Nobody's serve windows; of ring-flash-attn's those that its authors recommend for a problem."""
+    layout, device = problem.layout(dist.get_world_size()), current_device()
+    found: dict[str, Callable[[], Provider]] = {}
+    if problem.lengths:
+        starts = torch.tensor(problem.starts, dtype=torch.int32, device=device)
+        for stride in sorted({1, problem.kv_heads}):
+            name = f"ring-flash-attn llama3, {stride} kv heads at a time, flash inside"
+            found[name] = lambda s=stride: peers_ranks.ring_flash_llama3(starts, s)
+    if not problem.causal_alone:
+        return found
+    for kernel in peers_ranks.KERNELS:
+        found[f"ring-flash-attn zigzag, {kernel} inside"] = lambda k=kernel: peers_ranks.ring_flash_zigzag(layout, k)
         for method in ("allgather", "alltoall"):
-            for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-                found[f"torch {method}, {name}"] = lambda m=method, b=backend: _torchs(problem, m, b)
-                if problem.heads != problem.kv_heads:
-                    found[f"torch {method}, {name}, expanded"] = lambda m=method, b=backend: _torchs(
-                        problem, m, b, True
-                    )
+            name = f"torch {method}, {kernel} inside"
+            found[name] = lambda m=method, k=kernel: peers_ranks.torchs(layout, m, k, expand=False)
+            if problem.heads != problem.kv_heads:
+                expanded = lambda m=method, k=kernel: peers_ranks.torchs(layout, m, k, expand=True)  # noqa: E731
+                found[f"{name}, expanded"] = expanded
     return found
 
 
-def _step(call: Callable[..., Tensor], inputs: Sequence[Tensor], sinks: Tensor | None, dout: Tensor) -> Step:
-    within = getattr(call, "within", contextlib.nullcontext)
+def _step(provider: Provider, inputs: Sequence[Tensor], sinks: Tensor | None, dout: Tensor, which: str) -> Step:
     wanted = [*inputs, *([] if sinks is None else [sinks])]
 
-    def step() -> Any:
-        with within():
-            out = call(*inputs, sinks)
-            return out, *torch.autograd.grad(out, wanted, dout)
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return provider.call(*inputs, sinks)
 
-    return step
+    def both() -> tuple[Tensor, ...]:
+        out = provider.call(*inputs, sinks)
+        return out, *torch.autograd.grad(out, wanted, dout)
+
+    return Step(both if which == BOTH else forward, provider.within)
 
 
 def _timed(
-    problem: Problem, name: str, device: torch.device, dtype: torch.dtype, rounds: int, only: Sequence[str], progress,
+    problem: Problem, name: str, which: str, dtype: torch.dtype, count: int, only: Sequence[str], progress,
     behind: dict[str, str],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    size, rank = dist.get_world_size(), dist.get_rank()
-    layout = problem.layout(size)
-    mine = [layout.shard(x, rank, 2) for x in _whole(problem, device, dtype)]
-    inputs, dout = [x.requires_grad_() for x in mine[:3]], mine[3]
+    """Rows of one pass of a problem."""
+    size, rank, device = dist.get_world_size(), dist.get_rank(), current_device()
+    head = {"case": name, "pass": which, "tokens": problem.tokens, "heads": problem.heads}
+    head |= {"kv_heads": problem.kv_heads, "gpus": size}
     sinks = _sinks(problem, device, dtype)
     rows, steps, peaks = [], {}, {}
-    head = {"case": name, "pass": "forward+backward", "tokens": problem.tokens, "heads": problem.heads}
-    head |= {"kv_heads": problem.kv_heads, "gpus": size}
+
+    def made(make: Callable[[], Provider]) -> Step:
+        provider = make()
+        mine = [provider.layout.shard(x, rank, 2) for x in _whole(problem, device, dtype)]
+        return _step(provider, [x.requires_grad_() for x in mine[:3]], sinks, mine[3], which)
+
     for provider, make in _providers(problem).items():
         if only and not any(part in provider for part in only):
             continue
         if provider in behind:
             rows.append({**head, "provider": provider, "error": behind[provider]})
             continue
-        progress(f"{name}: {provider}, first run")
-        before = _memory(device)
-        step, why = _first(make, inputs, sinks, dout, device)
+        progress(f"{name}, {which}: {provider}, first run")
+        before = ranks.memory_in_use(device)
+        step, why = ranks.first(lambda make=make: made(make), device)
         if step is None:
             rows.append({**head, "provider": provider, "error": why})
         else:
-            peaks[provider] = _peak(device) - before
+            peaks[provider] = ranks.peak(device) - before
             steps[provider] = step
-    single = _one_gpu(problem, device, dtype, size)
-    if single is not None and not only:
-        steps["one GPU, equal work"] = single
-    times = _rounds(steps, device, rounds)
-    for provider, each in times.items():
+    if not only:
+        steps |= _one_gpu(problem, device, dtype, size, which)
+    for provider, each in rounds(steps, device, count).items():
         median = statistics.median(each)
         row = {**head, "provider": provider, "us": round(median * 1e6, 1), "rounds": len(each)}
         row |= {"spread": round((max(each) - min(each)) / median, 4), "peak_bytes": peaks.get(provider, 0)}
-        row["TFLOP/s"] = float(f"{problem.flops() / size / median / 1e12:.4g}")  # of a GPU
+        share = 1 if provider == WHOLE else size
+        row["TFLOP/s"] = float(f"{problem.flops(which) / share / median / 1e12:.4g}")  # of a GPU
         rows.append(row)
-    _compare(rows)
+    _compare(rows, problem, size)
     return rows
 
 
-def _first(make, inputs, sinks, dout, device) -> tuple[Step | None, str]:
-    """A step that has run once on all ranks, or why it has not on one of them."""
-    step, why = None, ""
-    try:
-        step = _step(make(), inputs, sinks, dout)
-        step()
-        _synchronize(device)
-    except Exception as problem:  # whatever a peer throws is its row
-        why = reason(problem)
-    whys: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(whys, why)
-    failed = [f"rank {r}: {text}" for r, text in enumerate(whys) if text]
-    return (None, "; ".join(failed)) if failed else (step, "")
-
-
-def _one_gpu(problem: Problem, device: torch.device, dtype: torch.dtype, size: int) -> Step | None:
-    """Each rank alone with as many FLOPs as its share: a shorter sequence, or a part of a windowed one."""
+def _one_gpu(problem: Problem, device: torch.device, dtype: torch.dtype, size: int, which: str) -> dict[str, Step]:
+    """Each rank alone with as many FLOPs as its share: a shorter sequence, or a part of a windowed one. Documents are
+    not divided: there each rank computes all of them."""
     if problem.lengths:
-        return None
-    tokens = problem.tokens // size if problem.window else int(problem.tokens / size**0.5) // 128 * 128
-    alone = replace(problem, tokens=max(tokens, 16))
+        alone, name = problem, WHOLE
+    else:
+        tokens = problem.tokens // size if problem.window else int(problem.tokens / size**0.5) // 128 * 128
+        alone, name = replace(problem, tokens=max(tokens, 16)), EQUAL
     *inputs, dout = _whole(alone, device, dtype)
+    starts = alone.starts and torch.tensor(alone.starts, dtype=torch.int32, device=device)
+    packed = {} if starts is None else {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    call = lambda q, k, v, s: ops.attention(q, k, v, alone.mask, sinks=s, **packed)[0]  # noqa: E731
+    sinks = _sinks(alone, device, dtype)
     inputs = [x.requires_grad_() for x in inputs]
-    return _step(
-        lambda q, k, v, s: ops.attention(q, k, v, alone.mask, sinks=s)[0], inputs, _sinks(alone, device, dtype), dout
-    )
-
-
-def _rounds(steps: dict[str, Step], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, round by round in turns. What is far behind after two rounds stops there."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for which in range(rounds):
-        names = list(steps)
-        best = min((statistics.median(t) for n, t in times.items() if t and "one GPU" not in n), default=0.0)
-        for name in names[which % len(names) :] + names[: which % len(names)] if names else []:
-            if which >= 2 and "one GPU" not in name and statistics.median(times[name]) > KEEP * best:
-                continue
-            times[name].append(_seconds(steps[name], device))
-    return times
-
-
-def _seconds(step: Step, device: torch.device) -> float:
-    _synchronize(device)
-    dist.barrier()
-    began = time.perf_counter()
-    step()  # untimed if it is short: it finds the clocks that it causes, and fills the allocator
-    _synchronize(device)
-    once = _slowest(time.perf_counter() - began, device)
-    if once > 0.4:
-        return once
-    times = max(1, min(10, int(0.05 / once)))
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(times):
-        step()
-    _synchronize(device)
-    return _slowest((time.perf_counter() - began) / times, device)
-
-
-def _slowest(seconds: float, device: torch.device) -> float:
-    """The same number on all ranks, so that all decide alike."""
-    x = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    return float(x)
-
-
-def _late(began: float, limit: float, device: torch.device) -> bool:
-    return _slowest(time.monotonic() - began, device) > limit
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes in use; from here on the most are counted."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {name: _step(Provider(call, alone.layout(1)), inputs, sinks, dout, which)}
 
 
 def _behind(problem: Problem, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -374,7 +233,8 @@ def _behind(problem: Problem, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         return {}
     alike = [
         row for row in rows
-        if "us" in row and row["case"].startswith(problem.name + ",") and row.get("tokens") == problem.tokens // 4
+        if "us" in row and row["pass"] == BOTH and row["case"].startswith(problem.name + ",")
+        and row.get("tokens") == problem.tokens // 4
         and (row["heads"], row["kv_heads"]) == (problem.heads, problem.kv_heads)
     ]  # fmt: skip
     best = min((row["us"] for row in alike), default=0.0)
@@ -385,24 +245,26 @@ def _behind(problem: Problem, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _compare(rows: list[dict[str, Any]]) -> None:
-    """How many times faster ours is than the fastest of torch's, and the share of one GPU's rate."""
+def _compare(rows: list[dict[str, Any]], problem: Problem, size: int) -> None:
+    """Of ours how many times faster it is than the fastest of the others, also of those with the same kernel inside;
+    the share of one GPU's rate; what the model predicts."""
     timed = {row["provider"]: row for row in rows if "us" in row}
-    peers = {n: row for n, row in timed.items() if n.startswith("torch")}
-    alone = timed.get("one GPU, equal work")
-    best = min(peers.values(), key=lambda row: row["us"], default=None)
+    peers = {n: row for n, row in timed.items() if not n.startswith((OURS, ALONE))}
+    alone = {name: row["us"] / share for name, share in ((EQUAL, 1), (WHOLE, size)) if (row := timed.get(name))}
     for name, row in timed.items():
-        if not name.startswith("tilesmith"):
+        if not name.startswith(OURS):
             continue
-        if best is not None:
-            row |= {"best_peer": best["provider"], "times_best_peer": round(best["us"] / row["us"], 4)}
-        if alone is not None:
-            row["of_one_gpu"] = round(alone["us"] / row["us"], 4)
+        mode, _, inside = name.removeprefix(f"{OURS} ").partition(", ")
+        kernel = inside if inside.endswith(" inside") else ""
+        alike = {n: peer for n, peer in peers.items() if kernel in n}
+        if alike:
+            best = min(alike, key=lambda n: alike[n]["us"])
+            row |= {"best_peer": best, "times_best_peer": round(alike[best]["us"] / row["us"], 4)}
+        for us in alone.values():
+            row["of_one_gpu"] = round(us / row["us"], 4)
+        predicted = None if kernel else problem.predicted(size, mode)
+        if predicted is not None and current_device().type == "cuda":
+            row["model_us"] = round((predicted.forward if row["pass"] == FORWARD else predicted.seconds) * 1e6, 1)
 
 
 def _links(device: torch.device) -> list[dict[str, Any]]:
@@ -414,14 +276,14 @@ def _links(device: torch.device) -> list[dict[str, Any]]:
     for count in (1024, 1 << 20, 1 << 24, 1 << 27):
         give, take = (torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2))
 
-        def step(give: Tensor = give, take: Tensor = take) -> None:
+        def exchange(give: Tensor = give, take: Tensor = take) -> None:
             posts = [dist.P2POp(dist.isend, give, (rank + 1) % size), dist.P2POp(dist.irecv, take, (rank - 1) % size)]
             for work in dist.batch_isend_irecv(posts):
                 work.wait()
 
-        seconds = _seconds(step, device)
+        took = seconds(Step(exchange), device)
         row = {"case": f"exchange with a neighbour, {count} bytes", "pass": "link", "provider": "nccl"}
-        rows.append({**row, "us": round(seconds * 1e6, 2), "spread": 0.0, "TB/s": count / seconds / 1e12})
+        rows.append({**row, "us": round(took * 1e6, 2), "spread": 0.0, "TB/s": count / took / 1e12})
     return rows
 
 
@@ -449,7 +311,8 @@ def _errors(problem: Problem, device: torch.device, dtype: torch.dtype) -> list[
     def one(kind: torch.dtype) -> list[Tensor]:
         inputs = [x.to(kind).requires_grad_() for x in whole[:3]]
         call = lambda q, k, v, s: ops.attention(q, k, v, problem.mask, sinks=s, **packed)[0]  # noqa: E731
-        return _step(call, inputs, _sinks(problem, device, kind), whole[3].to(kind))()[:4]
+        provider = Provider(call, problem.layout(1))
+        return _step(provider, inputs, _sinks(problem, device, kind), whole[3].to(kind), BOTH).run()[:4]
 
     with use(attention="reference", attention_vjp="reference"):
         exact = one(torch.float32 if device.type == "cuda" else torch.float64)
@@ -458,13 +321,14 @@ def _errors(problem: Problem, device: torch.device, dtype: torch.dtype) -> list[
     for mode in ("allgather", "ring", "ulysses"):
         mine = [layout.shard(x, rank, 2) for x in whole]
         inputs = [x.requires_grad_() for x in mine[:3]]
-        step, why = _first(lambda m=mode: _ours(problem, m), inputs, _sinks(problem, device, dtype), mine[3], device)
+        given = inputs, _sinks(problem, device, dtype), mine[3], BOTH
+        step, why = ranks.first(lambda m=mode, g=given: _step(_ours(problem, m), *g), device)
         row = {"case": f"{problem.name}, {problem.tokens} on {size}", "pass": "values", "provider": f"tilesmith {mode}"}
         if step is None:
             rows.append({**row, "error": why})
             continue
         ratios = {}
-        for name, x, e, base in zip(("out", "dq", "dk", "dv"), step(), exact, alone):
+        for name, x, e, base in zip(("out", "dq", "dk", "dv"), step.run(), exact, alone):
             shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
             dist.all_gather(shards, x.detach().contiguous())
             ratios[name] = round(_distance(layout.unshard(shards, 2), e) / base, 3) if base else 0.0
@@ -474,23 +338,6 @@ def _errors(problem: Problem, device: torch.device, dtype: torch.dtype) -> list[
 
 def _distance(x: Tensor, exact: Tensor) -> float:
     return float((x.detach().double() - exact.detach().double()).square().mean().sqrt())
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[int]:
-    """The default group that torchrun describes, for as long as the block runs; the rank."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # or attention's programs come before NCCL's; for everyone
-    local = int(os.environ["LOCAL_RANK"])
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
-    else:
-        dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -505,13 +352,14 @@ def main() -> None:
     command = "torchrun -m tilesmith.bench.context_parallel " + " ".join(sys.argv[1:])
     with process_group() as rank:
         tell = (lambda what: sys.stderr.write(f"{what}\n")) if rank == 0 else (lambda what: None)
-        write = (lambda found: save(found, given.out)) if rank == 0 else (lambda found: None)
+        keep = bool(given.case)
+        write = (lambda found: save(found, given.out, keep=keep)) if rank == 0 else (lambda found: None)
         found = run(
             command=command, rounds=given.rounds, only=given.only, cases=given.case, limit=given.limit, progress=tell,
             so_far=write,
         )  # fmt: skip
+        write(found)
         if rank == 0:
-            save(found, given.out)
             for row in found["rows"]:
                 sys.stdout.write(f"{row}\n")
 
