@@ -389,7 +389,7 @@ def test_plain_models_and_their_reports():
     rows = rows_of(model)
     assert rows["1", "activation"].ops == ("gelu",) and rows["2", "norm"].ops == ("layer_norm",)
     assert rows["3", "attention"].action == "skipped"
-    assert rows["0", "bias"].reason.startswith("for graphs=True alone") and not rows["0", "bias"].wanted
+    assert rows["0", "bias"].reason.startswith("used only with graphs=True") and not rows["0", "bias"].wanted
     assert rows["4", ""].reason == "no rule for Dropout"
     assert [id(p) for p in model.parameters()] == ids
     assert undo(model) is model and [type(m) for m in model] == [
