@@ -222,6 +222,11 @@ def epsilons(module: nn.Module) -> list[str | float]:
     return [*attributes, *_constants(original_class(type(module)))]
 
 
+def width_of(module: nn.Module) -> int:
+    """The size of the last dimension that a norm takes."""
+    return _shape(module)[-1]
+
+
 def _shape(module: nn.Module) -> tuple[int, ...]:
     """That of the weight; without one, a last dimension as a plain attribute suggests it."""
     if module._parameters.get("weight") is not None:
