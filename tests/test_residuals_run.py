@@ -156,3 +156,36 @@ class PreNormed(nn.Module):
 def test_a_norm_that_leads_a_sequential_is_a_loss():
     row = row_of(tilesmith.optimize(PreNormed()))
     assert row.wanted and row.reason == "mlp.0 takes a sum that is not followed: x = x + x.tanh()"
+
+
+class Stack(nn.Module):
+    """Layers in lists, whose norms stand in modules of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([PreNormed(), Difference()]) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        for first, second in self.layers:
+            x = first(x) - x
+            x = second(x) + x
+        return self.norm(x)
+
+
+def test_many_norms_of_one_sum_are_told_together():
+    row = rows_of(tilesmith.optimize(Stack()))["", "add_norm"]
+    assert row.wanted and row.reason == "norm takes a sum that is not followed: x = second(x) + x"
+    row = rows_of(tilesmith.optimize(Deep()))["", "add_norm"]
+    assert row.reason == "n2, layers.1.0 and 7 more take a sum that is not followed: x = x + layer(x)"
+
+
+class Deep(Difference):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(9))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.mlp(self.n2(x))

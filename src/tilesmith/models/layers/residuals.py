@@ -132,16 +132,15 @@ class AddNormRule(Rule):
         inside = tuple((name, type(child)) for name, child in module.named_modules())
         private = tuple((name, id(value)) for name, value in vars(module).items() if name not in _OF_ALL)
         try:
-            seen, given = self._runs.of(module, lambda: sums_into_norms(module), inside, private)
+            run = self._runs.of(module, lambda: sums_into_norms(module), inside, private)
         except Unlike as error:
             told = found.unread or f"{found.calls(own)}; {error}"
             return Skip(f"not followed: {told}", wanted=bool(found.unread))
-        if not seen:
-            return Skip(f"run on {', '.join(given)} alone, no sum of its forward goes into a norm", wanted=False)
-        where = "a sum" if found.unread else "a sum that is not followed"
-        told = dict.fromkeys(f"{taken.norm} takes {where}: {shortened(taken.text, 80)}" for taken in seen)
-        wanted = any(taken.added and {taken.norm, taken.norm.removesuffix(".0")} & set(own) for taken in seen)
-        return Skip("; ".join([*told, *([found.unread] if found.unread else [])]), wanted)
+        if not run.taken:
+            return Skip(f"run on {', '.join(run.given)} alone, no sum of its forward goes into a norm", wanted=False)
+        told = run.told("a sum" if found.unread else "a sum that is not followed")
+        lost = {name for taken in run.taken if taken.added for name in (taken.norm, taken.norm.removesuffix(".0"))}
+        return Skip("; ".join([*told, *filter(None, [found.unread])]), wanted=not lost.isdisjoint(own))
 
 
 @dataclass(frozen=True)

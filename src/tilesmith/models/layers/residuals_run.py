@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tilesmith import rewrite
 from tilesmith.engine import torch_private
 from tilesmith.models.layers.norms import norm_of, width_of
+from tilesmith.models.layers.residuals_spelling import shortened
 from tilesmith.rewrite import Unlike, probe
 
 _ADDITIONS = frozenset({"add", "add_"})
@@ -48,6 +49,18 @@ class Run(NamedTuple):
 
     taken: tuple[Taken, ...]
     given: tuple[str, ...]
+
+    def told(self, what: str) -> list[str]:
+        """A sentence for each place that makes sums, on the norms that take them."""
+        norms: dict[str, list[str]] = {}
+        for taken in sorted(self.taken, key=lambda taken: taken.norm.count(".")):  # the module's own first
+            norms.setdefault(taken.text, []).append(taken.norm)
+        sentences = []
+        for text, names in norms.items():
+            listed = ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
+            verb = "takes" if len(names) == 1 else "take"
+            sentences.append(f"{listed} {verb} {what}: {shortened(text, 80)}")
+        return sentences
 
 
 def sums_into_norms(module: nn.Module) -> Run:
