@@ -58,7 +58,7 @@ def _names(cls: type) -> set[str]:
     todo, seen = ["forward"], {"forward"}
     while todo:
         method = inspect.unwrap(getattr(cls, todo.pop(), None) or nn.Identity.forward)
-        if not isinstance(method, types.FunctionType) or method.__module__.startswith("torch."):
+        if not isinstance(method, types.FunctionType) or (method.__module__ or "").startswith("torch."):
             continue
         for name in _names_in(method.__code__):
             names.add(name)

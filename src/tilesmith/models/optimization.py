@@ -71,7 +71,7 @@ class Withheld(rewrite.Rule):
         found = self._rule.match(site)
         if not isinstance(found, rewrite.Replace) or any(form == found.form for form in rewrite.forms(site.module)):
             return found  # an earlier call may have asked for it
-        why = "for graphs=True alone: without, the host takes longer for it than the device gains"
+        why = "used only with graphs=True; otherwise launch overhead outweighs the gain"
         return rewrite.Skip(why, wanted=False)
 
 
@@ -98,7 +98,7 @@ def optimize(
         strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
         only: the rules to use, of norm, add_norm, rope, mlp, experts, activation, attention, selection, lora, loss,
             bias and functional (which replaces nothing: it reports calls of PyTorch's functions). All if None, but bias
-            with `graphs` alone: the host takes longer for such a layer than the device gains.
+            only with `graphs`: otherwise launch overhead outweighs the gain.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
         compile: "between" compiles the repeated blocks of the model, such as decoder layers, with torch.compile when

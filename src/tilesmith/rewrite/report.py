@@ -145,7 +145,7 @@ class Report:
         told = ", ".join(f"{op} {count}" for op, count in calls.items())
         if never and self.notes:
             return f"{told} (not counted in compiled or recorded blocks)"
-        return f"{told} (so far what {', '.join(never)} replaces was passed by)" if never else told
+        return f"{told} (so far nothing was computed by {', '.join(never)})" if never else told
 
     def _folded(self, rows: Iterable[Row]) -> dict[tuple[str, str, str], list[str]]:
         """(rule, class, reason) -> the modules' names, numbers of layers replaced by a star."""

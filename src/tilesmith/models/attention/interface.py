@@ -253,7 +253,7 @@ class AttentionRule(Rule):
         ours = any(isinstance(form, AttentionForm) for form in forms(outer))
         if not ours or "position_ids" not in inspect.signature(module.forward).parameters:
             return None
-        told = "compiled alone, a row is packed documents if the caller gives position_ids"
+        told = "under torch.compile, passing position_ids means packed sequences"
         return Replace(PositionsForm(), (), told, computes=False)
 
     def _whole(self, model: nn.Module) -> Replace | Skip | None:
@@ -280,7 +280,7 @@ class AttentionRule(Rule):
         form = next((f for f in forms(model) if isinstance(f, AttentionForm)), AttentionForm(tuple(configured)))
         told = f"attn_implementation was {form.before[0][1]}"
         if "position_ids" in inspect.signature(model.forward).parameters:
-            told += "; compiled, a row is packed documents if the caller gives position_ids, else one"
+            told += "; under torch.compile, passing position_ids means packed sequences"
         return Replace(form, ("attention",), told)
 
 

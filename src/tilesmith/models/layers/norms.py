@@ -21,8 +21,13 @@ _SHARE_BF16 = 0.02
 _DEVIATION_FP32 = 1e-5
 _LARGEST_BY_HEAD = 256 * 512  # heads times head dim
 
-
 _ROUNDED = {"fp32": "after that product", "llama": "before that product", "none": "after every operation"}
+
+# What norms of torch that this rule is not for take together; those with buffers are no candidates.
+_OTHER_DIMS: dict[str, tuple[type[nn.Module], ...]] = {
+    "groups of channels": (nn.GroupNorm,),
+    "neighbouring channels": (nn.LocalResponseNorm, nn.CrossMapLRN2d),
+}
 
 
 class Norm(NamedTuple):
@@ -159,6 +164,9 @@ class NormRule(Rule):
         if candidate is None:
             return None
         named, parameters = candidate
+        other = next((dims for dims, kinds in _OTHER_DIMS.items() if isinstance(module, kinds)), None)
+        if other is not None:
+            return Skip(f"it normalises over {other}, for which there is no op", wanted=False)
         if two_inputs(original_class(type(module))) is not None:
             return None  # GatedNormRule's
         if not set(parameters) <= {"weight", "bias"}:
@@ -212,6 +220,11 @@ def epsilons(module: nn.Module) -> list[str | float]:
     """What may be the epsilon: names of attributes, and constants of the forward."""
     attributes = [name for name, value in module.__dict__.items() if isinstance(value, float) and 0 < value < 0.1]
     return [*attributes, *_constants(original_class(type(module)))]
+
+
+def width_of(module: nn.Module) -> int:
+    """The size of the last dimension that a norm takes."""
+    return _shape(module)[-1]
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:

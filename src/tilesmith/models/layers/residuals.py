@@ -20,21 +20,36 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.models.layers import dropouts
 from tilesmith.models.layers.norms import Norm, epsilon, is_norm, norm_of, op_of, servable, weight_of
+from tilesmith.models.layers.residuals_run import sums_into_norms
+from tilesmith.models.layers.residuals_spelling import (
+    Put,
+    Spelling,
+    after_aliases,
+    assignment,
+    identifier,
+    increased,
+    shortened,
+)
 from tilesmith.models.reach import observed, ran
 from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import (
+    CALLS,
     CannotRespell,
     Form,
     Replace,
     Rule,
     Site,
     Skip,
+    Unlike,
     flow,
     original_class,
     parse,
+    probe,
     respelled_forward,
 )
 
+_Norms = tuple[tuple[str, Norm], ...]
+_OF_ALL = frozenset({*vars(nn.Module()), CALLS})  # attributes that say nothing of a module
 _CALL = "_tilesmith_add_"
 _NORMED = "_tilesmith_normed_"
 
@@ -78,12 +93,12 @@ class AddNormForm(Form):
     """The same forward, with each addition that feeds one of the children `norms` fused into it, and the dropouts of
     what is added: those of the names `drops`."""
 
-    norms: tuple[tuple[str, Norm], ...]
+    norms: _Norms
     drops: tuple[str, ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
-        calls = {_CALL + name: add_norm(norm) for name, norm in self.norms}
-        return {"forward": respelled_forward(base, calls, _fuser(base, dict(self.norms), self.drops).visit)}
+        calls = {_CALL + identifier(name): add_norm(norm) for name, norm in self.norms}
+        return {"forward": respelled_forward(base, calls, _fuser(base, dict(self.norms), self.drops).edit)}
 
 
 class AddNormRule(Rule):
@@ -94,21 +109,70 @@ class AddNormRule(Rule):
 
     def __init__(self, drops: bool = True) -> None:
         self.drops = drops
-        self._known: dict[tuple[type, tuple[tuple[str, Norm], ...], tuple[str, ...]], Replace | Skip | None] = {}
+        self._known: dict[tuple[type, _Norms, tuple[str, ...]], Replace | Skip | Unfollowed] = {}
+        self._runs = probe.Verdicts()
 
     def match(self, site: Site) -> Replace | Skip | None:
-        norms = {name: _leading_norm(child) for name, child in site.module.named_children()}
-        norms = {name: norm for name, norm in norms.items() if norm is not None}
-        if not norms or isinstance(site.module, nn.Sequential):
+        module = site.module
+        cls, norms = original_class(type(module)), _norms_in(module)
+        if not norms or cls.forward in (nn.Module.forward, nn.Sequential.forward):
             return None
-        key = (
-            original_class(type(site.module)),
-            tuple(norms.items()),
-            dropouts.active(site.module) if self.drops else (),
-        )
+        key = (cls, tuple(norms.items()), dropouts.active(module) if self.drops else ())
         if key not in self._known:
             self._known[key] = _decide(*key)
-        return self._known[key]
+        found = self._known[key]
+        if not isinstance(found, Unfollowed):
+            return found
+        # Those that a Sequential calls after others are its business, unless source calls one by its index.
+        own = [name for name in norms if "." not in name or not _in_sequential(module, name)]
+        return self._explained(module, own, found) if own else None
+
+    def _explained(self, module: nn.Module, own: list[str], found: Unfollowed) -> Skip:
+        """What is true of a forward in whose source no sum was followed into one of the norms `own`."""
+        inside = tuple((name, type(child)) for name, child in module.named_modules())
+        private = tuple((name, id(value)) for name, value in vars(module).items() if name not in _OF_ALL)
+        try:
+            run = self._runs.of(module, lambda: sums_into_norms(module), inside, private)
+        except Unlike as error:
+            told = found.unread or f"{found.calls(own)}; {error}"
+            return Skip(f"not followed: {told}", wanted=bool(found.unread))
+        if not run.taken:
+            return Skip(f"run on {', '.join(run.given)} alone, no sum of its forward goes into a norm", wanted=False)
+        told = run.told("a sum" if found.unread else "a sum that is not followed")
+        lost = {name for taken in run.taken if taken.added for name in (taken.norm, taken.norm.removesuffix(".0"))}
+        return Skip("; ".join([*told, *filter(None, [found.unread])]), wanted=not lost.isdisjoint(own))
+
+
+@dataclass(frozen=True)
+class Unfollowed:
+    """A forward in whose source no sum goes into a norm. takes: the source of the argument of each norm that it calls
+    by name; unread: why its source cannot be used, "" if it can."""
+
+    takes: tuple[tuple[str, str], ...] = ()
+    unread: str = ""
+
+    def calls(self, norms: Iterable[str]) -> str:
+        """What its source does with `norms`."""
+        takes = dict(self.takes)
+        seen = [f"what {name} takes ({shortened(takes[name])})" for name in norms if name in takes]
+        unseen = [name for name in norms if name not in takes]
+        return ", ".join([*seen, *([f"where it calls {shortened(', '.join(unseen))}"] if unseen else [])])
+
+
+def _norms_in(module: nn.Module, prefix: str = "") -> dict[str, Norm]:
+    """The norms among the children of `module`, and of those that are containers."""
+    found: dict[str, Norm] = {}
+    for name, child in module.named_children():
+        norm = _leading_norm(child)
+        if norm is not None:
+            found[prefix + name] = norm
+        if type(child) in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
+            found.update(_norms_in(child, f"{prefix}{name}."))
+    return found
+
+
+def _in_sequential(module: nn.Module, name: str) -> bool:
+    return type(module.get_submodule(name.rpartition(".")[0])) is nn.Sequential
 
 
 def _leading_norm(child: nn.Module) -> Norm | None:
@@ -117,22 +181,26 @@ def _leading_norm(child: nn.Module) -> Norm | None:
 
 
 def _fuser(cls: type, norms: Iterable[str], drops: tuple[str, ...]) -> Fuser:
-    return Fuser(tuple(norms), dropouts.Dropouts(inspect.unwrap(cls.forward), drops))
+    forward = inspect.unwrap(cls.forward)
+    return Fuser(Spelling(forward, tuple(norms)), dropouts.Dropouts(forward, drops))
 
 
-def _decide(cls: type, norms: tuple[tuple[str, Norm], ...], drops: tuple[str, ...]) -> Replace | Skip:
+def _decide(cls: type, norms: _Norms, drops: tuple[str, ...]) -> Replace | Skip | Unfollowed:
     """What to do with a module of this class that holds these norms, given as (child, norm), and these dropouts."""
     known = dict(norms)
     fuser = _fuser(cls, known, drops)
     try:
-        fuser.visit(parse(inspect.unwrap(cls.forward)))
+        tree = parse(inspect.unwrap(cls.forward))
+        fuser.spelling.simplify(tree)
+        calls = ((fuser.spelling.norm_of(node), node) for node in ast.walk(tree))
+        takes = tuple({name: ast.unparse(node.args[0]) for name, node in calls if name is not None}.items())
+        fuser.visit(tree)
         if fuser.fused:
             respelled_forward(cls, {})
     except CannotRespell as error:
-        return Skip(str(error))
+        return Unfollowed(unread=str(error))
     if not fuser.fused:
-        lost = dict.fromkeys(fuser.lost)
-        return Skip("; ".join(lost)) if lost else Skip("no sum of its forward goes into a norm", wanted=False)
+        return Skip("; ".join(dict.fromkeys(fuser.lost))) if fuser.lost else Unfollowed(takes)
     fused = tuple(dict.fromkeys(fuser.fused))
     used = ["add_" + op_of(known[name]) for name, dropping in zip(fuser.fused, fuser.dropping) if not dropping]
     used += [dropouts.OP] * any(fuser.dropping)
@@ -152,11 +220,16 @@ class Fuser(ast.NodeTransformer):
     statements around it into both of its branches first.
     """
 
-    def __init__(self, norms: tuple[str, ...], known: dropouts.Dropouts):
-        self.norms, self.known = norms, known
+    def __init__(self, spelling: Spelling, known: dropouts.Dropouts):
+        self.spelling, self.known = spelling, known
         self.fused: list[str] = []
         self.dropping: list[bool] = []
         self.lost: list[str] = []
+
+    def edit(self, tree: ast.FunctionDef) -> None:
+        """Rewrite the forward `tree`."""
+        self.spelling.simplify(tree)
+        self.visit(tree)
 
     def _note(self, name: str, operands: dropouts.Sum) -> None:
         self.fused.append(name)
@@ -170,25 +243,25 @@ class Fuser(ast.NodeTransformer):
         return super().generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        name, operands = self._norm_of(node), None
+        name, operands = self.spelling.norm_of(node), None
         if name is not None:
-            operands = _addition(node.args[0])
+            operands = self.spelling.addition(node.args[0])
         if operands is None:
             return self.generic_visit(node)
         return self._normed(name, self.known.within(operands), node)
 
-    def _normed(self, name: str, operands: dropouts.Sum, at: ast.AST) -> ast.expr:
+    def _normed(self, name: str, operands: dropouts.Sum, at: ast.Call) -> ast.expr:
         """The norm of a sum, in place of `self.norm(x + y)`."""
         self._note(name, operands)
-        first = ast.Subscript(_call(name, operands), ast.Constant(0), ast.Load())
+        first = ast.Subscript(_call(name, at.func, operands), ast.Constant(0), ast.Load())
         return ast.fix_missing_locations(ast.copy_location(first, at))
 
     def _block(self, block: list[ast.stmt]) -> list[ast.stmt]:
         made: list[ast.stmt] = []
         while block:
-            total, value = _assignment(block[0])
-            operands = _addition(value)
-            norm = self._norm_of(value)
+            total, value = assignment(block[0])
+            operands = self.spelling.addition(value)
+            norm = self.spelling.norm_of(value)
             before = made[-1] if made else None
             if total is not None and operands is not None:
                 block = self._branched(block, total)
@@ -203,13 +276,13 @@ class Fuser(ast.NodeTransformer):
                     block = self._fused(block, total, taken or self.known.within(operands))
                     if taken and len(self.fused) > count:
                         made.pop()
-            elif norm is not None and total is not None and _addition(value.args[0]) is not None:
-                taken = self.known.before(before, _addition(value.args[0]), total)
+            elif norm is not None and total is not None and self.spelling.addition(value.args[0]) is not None:
+                taken = self.known.before(before, self.spelling.addition(value.args[0]), total)
                 if taken:
-                    block = [_Put(value, self._normed(norm, taken, value)).visit(block[0]), *block[1:]]
+                    block = [Put(value, self._normed(norm, taken, value)).visit(block[0]), *block[1:]]
                     made.pop()
-            elif _in_place(block[0]) is not None:
-                self._follow(block, _in_place(block[0]), in_place=True)
+            elif increased(block[0]) is not None:
+                self._follow(block, increased(block[0]), in_place=True)
             made.append(block[0])
             block = block[1:]
         return made
@@ -220,15 +293,15 @@ class Fuser(ast.NodeTransformer):
         if found is None:
             return block
         at, use, aliases = found
-        name = self._norm_of(use.call)
-        call = _call(name, operands)
+        name = self.spelling.norm_of(use.call)
+        call = _call(name, use.call.func, operands)
         self._note(name, operands)
-        result, value = _assignment(block[at])
+        result, value = assignment(block[at])
         if value is use.call and len(aliases) == at:  # nothing but `r = s` in between
             return [*self._joined(call, result, aliases, block[at]), *block[at + 1 :]]
         normed = f"{_NORMED}{len(self.fused)}"
         block[0] = _placed(_unpacked(call, normed, total), block[0])
-        block[at] = _Put(use.call, ast.copy_location(ast.Name(normed, ast.Load()), use.call)).visit(block[at])
+        block[at] = Put(use.call, ast.copy_location(ast.Name(normed, ast.Load()), use.call)).visit(block[at])
         return block
 
     def _joined(self, call: ast.Call, result: str, names: list[str], at: ast.stmt) -> list[ast.stmt]:
@@ -247,7 +320,8 @@ class Fuser(ast.NodeTransformer):
         and the names of the sum until then. None if there is none, or if it cannot be moved; `lost` says why."""
         names, others = [total], ""
         for at, statement in enumerate(block[1:], 1):
-            calls = {id(n): self._norm_of(n) for n in ast.walk(statement) if self._norm_of(n) is not None}
+            named = ((id(n), self.spelling.norm_of(n)) for n in ast.walk(statement))
+            calls = {key: name for key, name in named if name is not None}
             if not isinstance(statement, flow.SIMPLE):
                 if not flow.mentions(statement, set(names)):
                     continue
@@ -258,9 +332,9 @@ class Fuser(ast.NodeTransformer):
                 return None
             use = flow.first_use(statement, set(names), calls)
             if use is not None:
-                written = in_place or any(_in_place(s) in names for later in block[at:] for s in ast.walk(later))
+                written = in_place or any(increased(s) in names for later in block[at:] for s in ast.walk(later))
                 return self._judged(at, use, names, total, others or use.others, written)
-            alias, value = _assignment(statement)
+            alias, value = assignment(statement)
             if isinstance(value, ast.Name) and value.id in names and alias is not None:
                 names = [*names, alias] if alias not in names else names
                 continue
@@ -273,11 +347,11 @@ class Fuser(ast.NodeTransformer):
     def _judged(
         self, at: int, use: flow.Use, names: list[str], total: str, others: str, written: bool
     ) -> tuple[int, flow.Use, list[str]] | None:
-        name = self._norm_of(use.call)
+        name = self.spelling.norm_of(use.call)
         if written:  # also later: a gradient needs the sum as it was
             self.lost.append(f"{name} takes a sum that is written in place ({total} += ...), which others may see")
         elif others:
-            self.lost.append(f"{name} takes the sum {total} only after {_short(others)}, which might change it")
+            self.lost.append(f"{name} takes the sum {total} only after {shortened(others)}, which might change it")
         elif not use.certain:
             self.lost.append(f"{name} takes the sum {total} only under a condition")
         else:
@@ -290,77 +364,17 @@ class Fuser(ast.NodeTransformer):
             return block
         test = list(ast.walk(block[1].test))
         plain = all(isinstance(n, (ast.Compare, ast.Name, ast.Constant, ast.cmpop, ast.Load)) for n in test)
-        end = _after_aliases(block, 2, total)
+        end = after_aliases(block, 2, total)
         if not plain or any(isinstance(n, ast.Name) and n.id == total for n in test):
             return block
-        _, value = _assignment(block[end]) if end < len(block) else (None, None)
-        taken = self._norm_of(value) is not None and isinstance(value.args[0], ast.Name) and value.args[0].id == total
-        if not taken:
+        _, value = assignment(block[end]) if end < len(block) else (None, None)
+        taken = value.args[0] if self.spelling.norm_of(value) is not None else None
+        if not isinstance(taken, ast.Name) or taken.id != total:
             return block
         head, branch, tail = block[0], block[1], block[2 : end + 1]
         branch.body = [head, *branch.body, *copy.deepcopy(tail)]
         branch.orelse = [copy.deepcopy(head), *tail]
         return [branch, *block[end + 1 :]]
-
-    def _norm_of(self, node: ast.AST | None) -> str | None:
-        """The norm that `self.norm(one argument)` calls."""
-        if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
-            return None
-        function = node.func
-        of_self = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
-        return function.attr if of_self and function.value.id == "self" and function.attr in self.norms else None
-
-
-class _Put(ast.NodeTransformer):
-    """Puts one node in another's place."""
-
-    def __init__(self, old: ast.AST, new: ast.AST):
-        self.old, self.new = old, new
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        return self.new if node is self.old else self.generic_visit(node)
-
-
-def _addition(node: ast.AST | None) -> tuple[ast.expr, ast.expr] | None:
-    """The operands of `x + y`, `torch.add(x, y)` and `x.add(y)`."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return node.left, node.right
-    if not isinstance(node, ast.Call) or node.keywords or not isinstance(node.func, ast.Attribute):
-        return None
-    if node.func.attr != "add" or any(isinstance(a, ast.Starred) for a in node.args):
-        return None
-    of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-    operands = node.args if of_torch else [node.func.value, *node.args]
-    return tuple(operands) if len(operands) == 2 else None
-
-
-def _in_place(statement: ast.AST) -> str | None:
-    """The name x in `x += y`, and in `x.add_(y)`."""
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add):
-        return statement.target.id if isinstance(statement.target, ast.Name) else None
-    call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
-    adds = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_"
-    return call.func.value.id if adds and isinstance(call.func.value, ast.Name) else None
-
-
-def _assignment(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
-    """The one plain name that a statement binds, and its value."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    if isinstance(statement, ast.AnnAssign):
-        targets = [statement.target]
-    if len(targets) == 1 and isinstance(targets[0], ast.Name):
-        return targets[0].id, statement.value
-    return None, None
-
-
-def _after_aliases(block: list[ast.stmt], at: int, total: str) -> int:
-    """Where statements `r = total` from `block[at]` on end."""
-    while at < len(block):
-        name, value = _assignment(block[at])
-        if name in (None, total) or not (isinstance(value, ast.Name) and value.id == total):
-            break
-        at += 1
-    return at
 
 
 def _unpacked(call: ast.Call, normed: str, total: str) -> ast.Assign:
@@ -371,15 +385,8 @@ def _placed(statement: ast.stmt, at: ast.stmt) -> ast.stmt:
     return ast.fix_missing_locations(ast.copy_location(statement, at))
 
 
-def _call(name: str, operands: dropouts.Sum) -> ast.Call:
-    holder = ast.Name("self", ast.Load())
-    norm = ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
-    given = [holder, norm, operands.left, operands.right]
+def _call(name: str, norm: ast.expr, operands: dropouts.Sum) -> ast.Call:
+    given = [ast.Name("self", ast.Load()), norm, operands.left, operands.right]
     if operands.dropout is not None:
         given += [operands.dropout, ast.Constant(operands.which)]
-    return ast.Call(ast.Name(_CALL + name, ast.Load()), given, [])
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return ast.Call(ast.Name(_CALL + identifier(name), ast.Load()), given, [])
