@@ -94,13 +94,13 @@ class Patched(Difference):
 class Long(Difference):
     def __init__(self):
         super().__init__()
-        self.rest = nn.Sequential(*(nn.Identity() for _ in range(2000)))
+        self.rest = nn.Sequential(*(nn.Identity() for _ in range(64)))
 
 
 @pytest.mark.parametrize(
     ("cls", "why"),
     [
-        (Long, "it has more than 2000 modules"),
+        (Long, "it has more than 64 modules"),
         (HoldsUncopied, "a module in it cannot be copied"),
         (Patched, "a forward in it was replaced on the instance"),
     ],

@@ -32,7 +32,7 @@ _SAME_VALUES = frozenset(
     {"view", "_unsafe_view", "reshape", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "clone", "slice"}
     | {"select", "alias", "detach", "_to_copy"}
 )
-_MOST_MODULES = 2000  # a copy of so many takes half a second
+_MOST_MODULES = 64  # a block has fewer; a whole Llama of 423 took 1.5 s to copy and to run
 
 
 class Taken(NamedTuple):
