@@ -24,8 +24,8 @@ hide: [toc]
 
 Five documents named the features; their names resolve here with only the import's root changed. One row for each
 feature: our name, the tests that freeze its signature and run the documented examples, what the document claims, and
-what was measured, each figure with its case in `benchmarks/results`. "1.05 times flash4" means that flash4, the
-fastest peer of that row, takes 1.05 times as long. Written by `python docs/seeds.py`.
+what was measured, each figure with its case in `benchmarks/results` or with the log that has it. "1.05 times flash4"
+means that flash4, the fastest peer of that row, takes 1.05 times as long. Written by `python docs/seeds.py`.
 """
 
 
@@ -47,7 +47,7 @@ def page() -> str:
 def _row(feature: dict) -> str:
     names = ", ".join(f"`{name}`" if _resolves(name) else f"not built: `{name}`" for name in feature["names"])
     found = [_measured(*row) for row in feature.get("rows", ())] + [_figure(*f) for f in feature.get("figures", ())]
-    measured = "; ".join(found) or "not measured"
+    measured = "; ".join(found) or feature.get("log", "not measured")
     if "note" in feature:
         measured += f". {feature['note'][0].upper()}{feature['note'][1:]}"
     return f"| {feature['text']} | {names} | {_test(feature)} | {feature.get('claim', '')} | {measured} |"
@@ -101,12 +101,12 @@ def _measured(file: str, case: str, which: str, provider: str = "tilesmith") -> 
     return f"{file.rpartition('/')[2]} {row['case']} {which}: {rate}{times}"
 
 
-def _figure(file: str, path: list[str | int], words: str) -> str:
-    """A figure of a script's document, in the words that have {} for it."""
-    found = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
-    for step in path:
-        found = found[step]
-    return words.format(found)
+def _figure(file: str, path: list[str | int], *rest: list[str | int] | str) -> str:
+    """A figure of a script's document, or its quotient by another, in the words that have {} for it."""
+    *divisor, words = rest
+    document = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
+    figure, *others = (functools.reduce(lambda found, step: found[step], steps, document) for steps in (path, *divisor))
+    return words.format(figure / others[0] if others else figure)
 
 
 if __name__ == "__main__":

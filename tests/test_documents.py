@@ -23,7 +23,8 @@ PAGES = [ROOT / "README.md", *sorted(p for d in ("benchmarks", "docs", "examples
 README = PAGES[0].read_text(encoding="utf-8")
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.MULTILINE | re.DOTALL
-TESTED = {"kernels", "guides"}  # folders whose Python other tests run, as that of the README and the quickstart
+TESTED = {"kernels", "guides"}  # folders whose Python other tests run
+PASTED = [PAGES[0], ROOT / "docs" / "quickstart.md"]  # pages of which a reader pastes any one block
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -38,7 +39,7 @@ def _small() -> dict:
 
 
 def _blocks() -> list[tuple[str, str]]:
-    pages = [page for page in PAGES if page.parent.name not in TESTED and page.stem not in ("README", "quickstart")]
+    pages = [page for page in PAGES if page.parent.name not in TESTED and page not in PASTED]
     texts = [(page.relative_to(ROOT), page.read_text(encoding="utf-8")) for page in pages]
     found = [(name, code) for name, text in texts for kind, code in FENCED.findall(text) if kind == "python"]
     return [(f"{name}-{k}", code) for k, (name, code) in enumerate(found)]
@@ -84,7 +85,7 @@ def _guides() -> list[Path]:
         "sparse-attention": "test_attention_api",
     }
     guides = [page for page in sorted((ROOT / "docs" / "guides").glob("*.md")) if page.stem not in elsewhere]
-    return [page for page in (ROOT / "README.md", ROOT / "docs" / "quickstart.md", *guides) if _program(page)]
+    return [page for page in guides if _program(page)]
 
 
 def _program(page: Path) -> list[str]:
@@ -121,16 +122,29 @@ def _accelerate_states() -> list:
 def test_a_page_runs_as_pasted(page, alone):
     """Block after block in one namespace that is empty at first, as a reader would type it in."""
     blocks = _program(page)
-    for package in ("transformers", "accelerate", "peft"):
-        if any(re.search(rf"^from {package}\b|register_for_{package}", code, re.MULTILINE) for code in blocks):
-            pytest.importorskip(package)
-    if any("register_for_sdpa" in code for code in blocks) and not hasattr(
-        torch.nn.attention, "register_flash_attention_impl"
-    ):
-        pytest.skip(f"torch {torch.__version__} lets nobody stand in for FlashAttention")
+    _skip_without_packages("\n".join(blocks))
     names = {"__name__": "page"}
     for k, code in enumerate(blocks):
         exec(compile(code, f"{page.name}, block {k + 1}", "exec"), names)
+
+
+def _skip_without_packages(code: str) -> None:
+    for package in ("transformers", "accelerate", "peft"):
+        if re.search(rf"^from {package}\b|register_for_{package}", code, re.MULTILINE):
+            pytest.importorskip(package)
+    if "register_for_sdpa" in code and not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        pytest.skip(f"torch {torch.__version__} lets nobody stand in for FlashAttention")
+
+
+def _pasted() -> list:
+    return [pytest.param(code, id=f"{page.stem}-{k + 1}") for page in PASTED for k, code in enumerate(_program(page))]
+
+
+@pytest.mark.parametrize("code", _pasted())
+def test_a_block_runs_alone(code, alone, request):
+    """Each block in a namespace of its own: a reader pastes the one that is wanted."""
+    _skip_without_packages(code)
+    exec(compile(code, request.node.name, "exec"), {"__name__": "page"})
 
 
 EXAMPLES = {
