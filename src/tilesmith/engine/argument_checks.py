@@ -99,6 +99,15 @@ def number(op: str, name: str, value: Any, least: float | None = None) -> float:
     return value
 
 
+def positive(op: str, name: str, value: Any) -> float:
+    """value, a finite number above 0, or an error."""
+    if type(value) is float and 0.0 < value < float("inf"):  # the usual case, on the way of every call
+        return value
+    if number(op, name, value) <= 0:
+        raise ValueError(f"{op}: {name} must be above 0, got {value}")
+    return value
+
+
 def probability(op: str, name: str, p: Any) -> float:
     """p as a float, or an error unless it is a number in [0, 1)."""
     if type(p) is not float and (isinstance(p, bool) or not isinstance(p, numbers.Real | torch.SymFloat)):
