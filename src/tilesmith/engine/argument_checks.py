@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilesmith.engine import torch_private
 from tilesmith.engine.arguments import dense, shown
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -79,10 +81,40 @@ def shaped(op: str, name: str, x: Any, *shapes: tuple[int, ...], device: torch.d
         raise ValueError(f"{op}: {name} is on {x.device}; it must be on {device}, as the other tensors")
 
 
-def size(op: str, name: str, value: Any, least: int = 1) -> int:
-    """value, an int of at least `least`, or an error."""
+def readable(x: Tensor) -> bool:
+    """Whether a check may look at the numbers in x: on a CPU, in eager mode. Elsewhere asking waits for the device, or
+    has no answer."""
+    known = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return known and torch_private.functorch() is None
+
+
+def packed(name: str, x: Tensor, tokens: int | None = None) -> None:
+    """ValueError unless the starts of packed documents [N + 1] ascend from 0, to `tokens` at most; where `readable`."""
+    if not readable(x):
+        return
+    values = x.tolist()
+    if values[0] != 0 or any(b < a for a, b in pairwise(values)):
+        raise ValueError(
+            f"{name} holds {values[:8]}; it must ascend from 0: the start of each document and the end of the last, "
+            "as lengths.cumsum(0) gives them behind a 0"
+        )
+    if tokens is not None and values[-1] > tokens:
+        raise ValueError(
+            f"{name} ends at {values[-1]}; there are {tokens} tokens, and it must end at {tokens} or before: give the "
+            "starts of the documents of this row"
+        )
+
+
+def integer(op: str, name: str, value: Any) -> int:
+    """value, or TypeError unless it is an int."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {_came(value)}")
+    return value
+
+
+def size(op: str, name: str, value: Any, least: int = 1) -> int:
+    """value, an int of at least `least`, or an error."""
+    integer(op, name, value)
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
     return value
@@ -122,6 +154,22 @@ def flag(op: str, name: str, value: Any) -> bool:
     if not isinstance(value, bool | torch.SymBool):
         raise TypeError(f"{op}: {name} must be True or False, got {_came(value)}")
     return value
+
+
+def divides(op: str, name: str, value: int, whole_name: str, whole: int) -> None:
+    """ValueError unless value, a number of heads or groups, divides whole."""
+    if whole % value:
+        raise ValueError(f"{op}: {name} is {value}, which does not divide {whole_name}, {whole}; take a divisor")
+
+
+def located(op: str, name: str, value: Any) -> torch.device:
+    """value as a device, or ValueError where torch knows none of that name."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"{op}: {name} must be a torch.device or its name, got {_came(value)}; write 'cuda', 'cuda:0' or 'cpu'"
+        ) from None
 
 
 def choice(op: str, name: str, value: Any, allowed: tuple[str, ...]) -> str:

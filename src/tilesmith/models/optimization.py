@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from tilesmith import rewrite
+from tilesmith.engine.argument_checks import flag
 from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.methods import AttentionMethodRule
@@ -115,9 +116,9 @@ def optimize(
         takes everything back, also in a copy or an unpickled model.
 
     Raises:
-        TypeError: `model` is not a module, or `graphs` no bool. ValueError: `only` names no rule; `exclude`, without a
-            wildcard, names neither a rule nor a module; `compile` is something else; no block repeats for `compile` or
-            `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
+        TypeError: `model` is not a module, `strict` or `graphs` no bool. ValueError: `only` names no rule; `exclude`,
+        without a wildcard, names neither a rule nor a module; `compile` is something else; no block repeats for
+        `compile` or `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; optimize takes a torch.nn.Module")
@@ -141,8 +142,8 @@ def optimize(
         )
     if compile not in (None, "between"):
         raise ValueError(f"optimize: compile is {compile!r}; it is None or 'between'")
-    if not isinstance(graphs, bool):
-        raise TypeError(f"optimize: graphs is {graphs!r}; it is True or False")
+    flag("optimize", "graphs", graphs)
+    flag("optimize", "strict", strict)
     if is_attached(model):
         raise ValueError(
             "optimize: fit_sequence has planned this model, and its plan counts what optimize does; call undo() of the "

@@ -1754,7 +1754,8 @@ def rope(
     Computed in at least float32 and rounded once. Code that rounds each product to the model's dtype (Hugging Face's
     ``apply_rotary_pos_emb`` in bfloat16) differs by up to its own rounding. cos and sin get no gradient.
 
-    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset.
+    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset. On a
+    CPU also for a position that the table does not hold, and for cu_seqlens that do not ascend from 0.
     """
 
 def rope_vjp(

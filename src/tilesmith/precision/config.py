@@ -9,6 +9,8 @@ from enum import Enum
 import torch
 from torch import nn
 
+from tilesmith.engine.argument_checks import flag
+
 RECIPES = ("delayed", "current", "rowwise", "blockwise")
 TENSORWISE = ("delayed", "current")
 
@@ -93,7 +95,7 @@ class FP8Config:
                 raise ValueError(f"FP8Config: {name} must be a positive int, got {value!r}")
         if not isinstance(self.loss_scale, int | float) or not 0 < self.loss_scale < float("inf"):
             raise ValueError(f"FP8Config: loss_scale must be a positive number, got {self.loss_scale!r}")
-        if not isinstance(self.convert_experts, bool):
-            raise TypeError(f"FP8Config: convert_experts must be True or False, got {self.convert_experts!r}")
+        for name in ("fuse", "cache_weights", "convert_experts"):
+            flag("FP8Config", name, getattr(self, name))
         if self.module_filter_fn is not None and not callable(self.module_filter_fn):
             raise TypeError(f"FP8Config: module_filter_fn must be callable, got {self.module_filter_fn!r}")
