@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import torch_private
-from tilesmith.engine.arguments import dense, shown
+from tilesmith.engine.arguments import as_tensor, dense, shown
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -43,7 +43,7 @@ def attributed_to(*inner: str) -> Callable[[Callable[..., Any]], Callable[..., A
 def tensor(op: str, name: str, x: Any, dims: tuple[str, ...] | None = None) -> None:
     """Raise TypeError unless x is a dense tensor; ValueError unless it has `dims`, which only name them."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {_came(x)}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {_came(x)}{as_tensor(x)}")
     dense(op, name, x)
     if dims is not None and x.ndim != len(dims):
         raise ValueError(f"{op}: {name} must be [{', '.join(dims)}], got {list(x.shape)}")
@@ -52,7 +52,10 @@ def tensor(op: str, name: str, x: Any, dims: tuple[str, ...] | None = None) -> N
 def floating(op: str, name: str, x: Tensor) -> None:
     """TypeError unless x has one of `FLOATS`."""
     if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+        raise TypeError(
+            f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served: cast it, as "
+            "with .float()"
+        )
 
 
 def one_device(op: str, name: str, x: Tensor, other: str, y: Tensor) -> None:
@@ -96,7 +99,7 @@ def packed(name: str, x: Tensor, tokens: int | None = None) -> None:
     if values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ValueError(
             f"{name} holds {values[:8]}; it must ascend from 0: the start of each document and the end of the last, "
-            "as lengths.cumsum(0) gives them behind a 0"
+            "make it of a 0 and lengths.cumsum(0)"
         )
     if tokens is not None and values[-1] > tokens:
         raise ValueError(
@@ -145,7 +148,7 @@ def probability(op: str, name: str, p: Any) -> float:
     if type(p) is not float and (isinstance(p, bool) or not isinstance(p, numbers.Real | torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number in [0, 1), got {_came(p)}")
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"{op}: {name} must be in [0, 1), got {p}")
+        raise ValueError(f"{op}: {name} must be in [0, 1), got {p}; give the share that is dropped")
     return float(p)
 
 

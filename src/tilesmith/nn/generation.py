@@ -32,8 +32,8 @@ def generate(
     """
     if not isinstance(decoder, Decoder):
         raise TypeError(
-            f"generate: decoder must be a Decoder, got {type(decoder).__name__}; a transformers model has generate of "
-            "its own"
+            f"generate: decoder must be a Decoder, got {type(decoder).__name__}; call the method "
+            "generate of a transformers model"
         )
     tensor("generate", "prompt", prompt, ("batch", "tokens"))
     size("generate", "max_new_tokens", max_new_tokens, 0)

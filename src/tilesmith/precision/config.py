@@ -77,7 +77,10 @@ class FP8Config:
             object.__setattr__(self, "backward_format", FP8Format.E5M2 if tensorwise else FP8Format.E4M3)
         for name in ("forward_format", "backward_format"):
             if not isinstance(getattr(self, name), FP8Format):
-                raise TypeError(f"FP8Config: {name} must be an FP8Format (E4M3 or E5M2), got {getattr(self, name)!r}")
+                raise TypeError(
+                    f"FP8Config: {name} must be an FP8Format (E4M3 or E5M2), got {getattr(self, name)!r}; "
+                    "write FP8Format.E4M3"
+                )
         if self.forward_format is FP8Format.E5M2:
             swapped = self.backward_format is FP8Format.E4M3
             raise ValueError(

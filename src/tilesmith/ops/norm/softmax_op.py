@@ -12,7 +12,7 @@ from tilesmith.device import portable
 from tilesmith.device.dropout import check_dropout, seed_for
 from tilesmith.device.rows import empty_rows, row_order
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import positive, probability
+from tilesmith.engine.argument_checks import floating, positive, probability
 from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.sharding import spread
@@ -24,7 +24,6 @@ declare_backend("hopper_causal", like="hopper")
 CAUSAL = {"hopper_causal": "tilesmith.ops.norm.hopper.softmax_causal"}
 DROPOUT = {**TRITON, "hopper": "tilesmith.ops.norm.hopper.softmax_dropout", **CAUSAL}
 PORTABLE = {portable.NAME: "tilesmith.ops.norm.portable.softmax"}
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _fake_softmax(x: Tensor, *_: object) -> Tensor:
@@ -46,8 +45,7 @@ def _fake_softmax_dropout_vjp(dout: Tensor, x: Tensor, *_: object) -> Tensor:
 
 
 def _check(op: str, x: Tensor, causal: bool) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: x has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, "x", x)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; it must be [..., N] with N of at least 1")
     if causal and x.ndim < 2:
@@ -135,7 +133,7 @@ def _spelled(misplaced: dict[str, Any]) -> str:
     if name in ("dim", "axis"):
         turned = f"softmax(x.transpose({value}, -1)).transpose({value}, -1)"
         write = f"write {turned}" if isinstance(value, int) and value != -1 else "leave it out"
-        keywords = "; a factor is scale=..." if isinstance(value, float) else ""
+        keywords = f", or write scale={value} for a factor" if isinstance(value, float) else ""
         return f"softmax: {name} is {shown(value)}; softmax is over the last dim and takes no dim: {write}{keywords}"
     if name == "dtype":
         return f"softmax: there is no argument dtype={value}: write softmax(x.to({value}))"
