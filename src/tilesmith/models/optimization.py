@@ -59,6 +59,10 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     FunctionalRule,
 )
 
+RuleName = Literal[
+    "norm", "add_norm", "rope", "mlp", "experts", "activation", "attention", "selection", "lora", "loss", "bias",
+    "functional",
+]  # fmt: skip
 RECORDED = ("bias",)
 """Rules that are used by default only with recorded blocks: they cost the host more than the device gains."""
 
@@ -84,7 +88,7 @@ def optimize(
     model: Model,
     *,
     strict: bool = False,
-    only: str | Collection[str] | None = None,
+    only: RuleName | Collection[RuleName] | None = None,
     exclude: str | Collection[str] = (),
     compile: Literal["between"] | None = None,
     graphs: bool = False,

@@ -140,7 +140,7 @@ def _check_pattern(seed, pattern, tokens, keys, sparsity_ratio=0.9, lists=1, blo
     if tuple(seed.shape) != (1,):
         raise ValueError(f"{op}: seed must be [1], got {list(seed.shape)}")
     if pattern not in patterns.PATTERNS:
-        raise ValueError(f"{op}: pattern must be one of {', '.join(patterns.PATTERNS)}, got {pattern!r}")
+        raise ValueError(f"{op}: pattern must be one of {', '.join(map(repr, patterns.PATTERNS))}, got {pattern!r}")
     for name, value in (("tokens", tokens), ("keys", keys), ("lists", lists), ("block", block)):
         if not 1 <= value < 1 << 30:
             raise ValueError(f"{op}: {name} must be from 1 to {(1 << 30) - 1}, got {value}")

@@ -92,7 +92,7 @@ def _check_dequantize(
     _check_packed(op, scale, zero, order, strips, rows, ("codes", codes))
     _check_codes(op, codes, order)
     if dtype not in OUTPUTS:
-        raise ValueError(f"{op}: dtype is {dtype!r}; it must be one of {', '.join(OUTPUTS)}")
+        raise ValueError(f"{op}: dtype is {dtype!r}; it must be one of {', '.join(map(repr, OUTPUTS))}")
 
 
 def _check_product(
