@@ -447,7 +447,7 @@ def test_only_and_exclude():
         optimize(model, only=["norms"])
     with pytest.raises(ValueError, match="exclude names attn, neither"):
         optimize(model, exclude=["norm", "attn", "layers.*"])
-    with pytest.raises(TypeError, match="takes a torch.nn.Module"):
+    with pytest.raises(TypeError, match="must be a torch.nn.Module"):
         optimize("model")
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 import tilesmith
 from tilesmith import ops
 from tilesmith.engine import Op
+from tilesmith.models.optimization import RULES, RuleName
 from tilesmith.validate import stubs
 
 FOLDER = Path(__file__).parent / "typing"
@@ -123,3 +125,9 @@ def test_help_shows_the_call_and_its_meaning():
     assert "rms_norm(x: torch.Tensor" in text
     assert "Root-mean-square normalisation" in text
     assert "For kernels" not in pydoc.render_doc(ops.linear_cross_entropy)
+
+
+def test_literals_are_what_a_check_lists():
+    assert stubs.choices(ops.rms_norm) == {"casting": ("fp32", "llama", "none")}
+    assert stubs.choices(ops.silu) == {}
+    assert {rule.name for rule in RULES} == set(get_args(RuleName))

@@ -8,14 +8,14 @@ from tilesmith import MemoryConfig, ops
 from tilesmith.ops import Mask, Score
 
 x, weight = torch.randn(4, 8), torch.ones(8)
-y: torch.Tensor = tilesmith.ops.rms_norm(x, weight, eps=1e-5)
+y: torch.Tensor = tilesmith.ops.rms_norm(x, weight, eps=1e-5, casting="llama")
 normed, total = ops.add_rms_norm(x, x, weight)
 loss: torch.Tensor = ops.linear_cross_entropy(x, torch.randn(11, 8), torch.zeros(4, dtype=torch.long))
 q = torch.randn(1, 2, 4, 8)
 out, lse = ops.attention(q, q, q, Mask(causal=True, window=2), Score(scale=0.5), dropout_p=0.1)
 dropped: torch.Tensor = ops.bias_dropout(x, None, 0.5)
 layer = tilesmith.nn.RMSNorm(8)
-model = tilesmith.optimize(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), exclude=["rope"])
+model = tilesmith.optimize(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), only=["norm", "rope"], exclude=["rope"])
 first: nn.Module = model[0]
 told: str = tilesmith.report(model).full()
 calls: dict[str, int] = tilesmith.report(model).calls()

@@ -1,6 +1,7 @@
 # Written by: python -m tilesmith.validate.stubs
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from tilesmith.ops.loss.vocabulary_linear import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
 from tilesmith.ops.norm.dropout_op import dropout_add_norm as dropout_add_norm
+from tilesmith.ops.norm.softmax_op import softmax as softmax
 from tilesmith.ops.norm.softmax_op import softmax_dropout as softmax_dropout
 
 def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float = 1e-06,
     offset: float = 0.0,
-    casting: str = "fp32",
+    casting: Literal["fp32", "llama", "none"] = "fp32",
 ) -> tuple[Tensor, Tensor]:
     """s = x + residual and y = rms_norm(s), in one pass: what a pre-norm transformer does before each block.
 
@@ -110,8 +112,8 @@ def add_rms_norm_fp8(
     amax: Tensor,
     eps: float = 1e-06,
     offset: float = 0.0,
-    casting: str = "fp32",
-    format: str = "e4m3",
+    casting: Literal["fp32", "llama"] = "fp32",
+    format: Literal["e4m3", "e5m2"] = "e4m3",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`add_rms_norm` and the cast of its y in one pass: (y, s, y8, factor, rstd). See `rms_norm_fp8`."""
 
@@ -181,7 +183,7 @@ def attention_quantize(
     v: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    granularity: str = "block",
+    granularity: Literal["block", "head", "tensor"] = "block",
     smooth: bool = True,
     rotate: bool = True,
     interleaved: bool = False,
@@ -306,7 +308,7 @@ def bias_dropout_vjp(
     elsewhere. dbias: [F], the sum of dx over rows in fp32 (fp64 for fp64), in bias's dtype.
     """
 
-def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """gelu(x + bias, approximate), element by element: what follows the first projection of an MLP.
 
     Args:
@@ -381,7 +383,7 @@ def block_max_scores(
 
 def block_pattern(
     seed: Tensor,
-    pattern: str,
+    pattern: Literal["random", "block_sparse", "strided", "local_global"],
     tokens: int,
     keys: int,
     sparsity_ratio: float = 0.9,
@@ -498,7 +500,7 @@ def block_shares(
     Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
     """
 
-def column_sums(x: Tensor, dtype: str = "") -> Tensor:
+def column_sums(x: Tensor, dtype: Literal["", "float16", "bfloat16", "float32", "float64"] = "") -> Tensor:
     """The sum of x over all of its dims but the last: the gradient of a bias, from that of what it was added to.
 
     Args:
@@ -519,7 +521,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     scale: float = 1.0,
     softcap: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
     """Cross-entropy between logits and class labels, as torch.nn.functional.cross_entropy defines it, and more.
 
@@ -583,7 +585,13 @@ def dequant_linear_vjp(
     """dx = dy weight, [..., K] in dy's dtype."""
 
 def dequantize_packed(
-    codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int, dtype: str = "float16"
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    order: Tensor,
+    strips: Tensor,
+    rows: int,
+    dtype: Literal["bfloat16", "float16", "float32"] = "float16",
 ) -> Tensor:
     """The weight that packed codes stand for, [rows, K] in `dtype` ("bfloat16", "float16" or "float32").
 
@@ -621,7 +629,7 @@ def experts(
     weights: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: str = "swiglu",
+    activation: Literal["swiglu", "geglu", "geglu_erf", "relu_squared", "relu", "silu", "gelu", "gelu_tanh"] = "swiglu",
     interleaved: bool = False,
     limit: float = 0.0,
     alpha: float = 1.0,
@@ -675,8 +683,8 @@ def experts_fp8(
     down_factor: Tensor,
     indices: Tensor,
     weights: Tensor,
-    activation: str = "swiglu",
-    dtype: str = "bfloat16",
+    activation: Literal["swiglu", "geglu", "geglu_erf"] = "swiglu",
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
 ) -> tuple[Tensor, Tensor]:
     """`experts` of tokens and weights in 8 bits: (y, pre).
 
@@ -743,7 +751,7 @@ def experts_vjp_fp8(
     down_factor: Tensor,
     indices: Tensor,
     weights: Tensor,
-    activation: str,
+    activation: Literal["swiglu", "geglu", "geglu_erf"],
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dx, dgate_up, ddown, dweights) of `experts_fp8` as if nothing had been rounded to 8 bits; an empty
@@ -770,7 +778,12 @@ def fp8_amax(x: Tensor) -> Tensor:
     """max |x| over all of x as fp32 [1]; NaN where x holds one, 0 for an empty x. x: any shape, floating."""
 
 def fp8_cast(
-    x: Tensor, bound: Tensor, amax: Tensor, format: str = "e4m3", rows: bool = True, columns: bool = False
+    x: Tensor,
+    bound: Tensor,
+    amax: Tensor,
+    format: Literal["e4m3", "e5m2"] = "e4m3",
+    rows: bool = True,
+    columns: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x in 8 bits by one factor for the whole tensor: (x8, x8_t, factor), and amax becomes max(amax, max |x|).
 
@@ -784,7 +797,7 @@ def fp8_cast(
     """
 
 def fp8_cast_blocks(
-    x: Tensor, format: str = "e4m3", rows: bool = True, columns: bool = False, square: bool = False
+    x: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3", rows: bool = True, columns: bool = False, square: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x in 8 bits by one factor for 128 neighbours: (x8, factor, x8_t, factor_t).
 
@@ -802,7 +815,7 @@ def fp8_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor [E] fp32. Raises ValueError for other shapes.
     """
 
-def fp8_cast_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
+def fp8_cast_rows(x: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3") -> tuple[Tensor, Tensor]:
     """x in 8 bits by one factor a row: x8 of x's shape, contiguous, and factor fp32 [M, 1].
 
     x: [..., N], floating. A row's factor is that of its largest absolute element, or of 2^-100 where that is smaller: a
@@ -812,7 +825,7 @@ def fp8_cast_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
 def fp8_transpose(x8: Tensor) -> Tensor:
     """x8 [..., N] in 8 bits as [N, M16], with zeros in columns that are no rows of x8."""
 
-def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+def geglu(gate: Tensor, up: Tensor, approximate: Literal["none", "tanh"] = "tanh") -> Tensor:
     """gelu(gate, approximate) * up, element by element (GeGLU without its projections, arXiv:2002.05202).
 
     Args:
@@ -832,7 +845,7 @@ def geglu_vjp(
     computed in fp32 (fp64 for fp64), in the inputs' dtype.
     """
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """x Phi(x), Phi the distribution function of the standard normal, element by element (GELU, arXiv:1606.08415).
 
     Args:
@@ -856,7 +869,7 @@ def jsd(
     labels: Tensor | None = None,
     beta: float = 0.5,
     ignore_index: int = -100,
-    reduction: str = "batchmean",
+    reduction: Literal["mean", "batchmean", "sum", "none"] = "batchmean",
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence of log-probabilities: β · KL(P ‖ M) + (1 − β) · KL(Q ‖ M).
 
@@ -892,7 +905,13 @@ def jsd_vjp(
     for a gradient that `output_mask` does not ask for.
     """
 
-def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
+def kl_div(
+    x: Tensor,
+    target: Tensor,
+    reduction: Literal["mean", "batchmean", "sum", "none"] = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> Tensor:
     """Kullback-Leibler divergence of log-probabilities x from a target distribution: Σ t · (log t − x).
 
     As torch.nn.functional.kl_div, with the same reductions: "none" gives the elements, "sum" their sum, "mean" divides
@@ -1019,7 +1038,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
 
 def linear_act(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu", keep_pre: bool | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Literal["none", "gelu", "gelu_tanh", "relu", "silu", "relu_squared"] = "gelu",
+    keep_pre: bool | None = None,
 ) -> Tensor:
     """y = activation(x · weightᵀ + bias).
 
@@ -1068,10 +1091,10 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     scale: float = 1.0,
     softcap: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     chunk_tokens: int = 0,
     accumulate_fp32: bool = True,
-    mode: str = "",
+    mode: Literal["keep", "chunks", "recompute", ""] = "",
 ) -> Tensor:
     """`cross_entropy` of x · weightᵀ + bias, whose logits are never whole in memory (but in the reference itself).
 
@@ -1152,7 +1175,7 @@ def linear_distillation(
     target: Tensor | None = None,
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
-    divergence: str = "jsd",
+    divergence: Literal["jsd", "kl", "reverse_kl", "tvd"] = "jsd",
     beta: float = 0.5,
     temperature: float = 1.0,
     soft_weight: float = 1.0,
@@ -1425,7 +1448,11 @@ def matmul_vjp(dy: Tensor, a: Tensor, b: Tensor, output_mask: Sequence[bool]) ->
     """
 
 def memory_efficient_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", chunk_rows: int = 0
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Literal["none", "gelu", "gelu_tanh", "relu", "silu", "relu_squared"] = "none",
+    chunk_rows: int = 0,
 ) -> Tensor:
     """y = activation(x · weightᵀ + bias), of which only the inputs are saved: the backward walks over chunks of rows
     and computes the pre-activation of each again, at the cost of one more product.
@@ -1477,7 +1504,7 @@ def norm_linear(
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
-    kind: str = "rms",
+    kind: Literal["rms", "layer"] = "rms",
     eps: float = 1e-06,
     offset: float = 0.0,
 ) -> Tensor:
@@ -1544,7 +1571,11 @@ def relu_squared_vjp(dout: Tensor, x: Tensor) -> Tensor:
     """
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-06, offset: float = 0.0, casting: str = "fp32"
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-06,
+    offset: float = 0.0,
+    casting: Literal["fp32", "llama", "none"] = "fp32",
 ) -> Tensor:
     """Root-mean-square normalisation of the last dim: y = x · rstd · (weight + offset).
 
@@ -1575,8 +1606,8 @@ def rms_norm_fp8(
     amax: Tensor,
     eps: float = 1e-06,
     offset: float = 0.0,
-    casting: str = "fp32",
-    format: str = "e4m3",
+    casting: Literal["fp32", "llama"] = "fp32",
+    format: Literal["e4m3", "e5m2"] = "e4m3",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`rms_norm` and the cast of what it returns in one pass: (y, y8, factor, rstd).
 
@@ -1590,8 +1621,8 @@ def rms_norm_gated(
     gate: Tensor,
     weight: Tensor | None = None,
     eps: float = 1e-06,
-    casting: str = "fp32",
-    activation: str = "silu",
+    casting: Literal["fp32", "llama"] = "fp32",
+    activation: Literal["silu", "sigmoid"] = "silu",
     gate_first: bool = False,
     groups: int = 1,
 ) -> Tensor:
@@ -1650,7 +1681,7 @@ def rms_norm_rope(
     norm_dim: str = "head",
     eps: float = 1e-06,
     weight_offset: float = 0.0,
-    casting: str = "fp32",
+    casting: Literal["fp32", "llama"] = "fp32",
 ) -> tuple[Tensor, Tensor]:
     """rope(rms_norm(q)), rope(rms_norm(k)) in one pass: QK-norm as Qwen 3, Gemma 3 and Olmo 2 have it.
 
@@ -1753,7 +1784,8 @@ def rope(
     Computed in at least float32 and rounded once. Code that rounds each product to the model's dtype (Hugging Face's
     ``apply_rotary_pos_emb`` in bfloat16) differs by up to its own rounding. cos and sin get no gradient.
 
-    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset.
+    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset. On a
+    CPU also for a position that the table does not hold, and for cu_seqlens that do not ascend from 0.
     """
 
 def rope_vjp(
@@ -1781,10 +1813,10 @@ def route(
     logits: Tensor,
     top_k: int,
     bias: Tensor | None = None,
-    scores: str = "softmax",
+    scores: Literal["softmax", "sigmoid"] = "softmax",
     groups: int = 1,
     kept_groups: int = 1,
-    group_score: str = "top2",
+    group_score: Literal["top2", "max"] = "top2",
     normalise: bool = True,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -1809,7 +1841,9 @@ def route(
 def route_vjp(dweights: Tensor, logits: Tensor, indices: Tensor, scores: str, normalise: bool, scale: float) -> Tensor:
     """The gradient of `route`'s logits, [..., E] in their dtype; the choice itself has none."""
 
-def router_losses(logits: Tensor, indices: Tensor, scores: str = "softmax") -> tuple[Tensor, Tensor]:
+def router_losses(
+    logits: Tensor, indices: Tensor, scores: Literal["softmax", "sigmoid"] = "softmax"
+) -> tuple[Tensor, Tensor]:
     """(load-balancing loss, z-loss) of a router, scalars in fp32 (fp64 for fp64).
 
     logits: [..., E]; indices: [..., K], the choice for each of the T tokens. The first is E Σ_e f_e p_e, where f_e is
@@ -1833,7 +1867,7 @@ def scaled_matmul(
     a_factor: Tensor,
     b_factor: Tensor,
     bias: Tensor | None = None,
-    dtype: str = "bfloat16",
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     fast: bool = False,
 ) -> Tensor:
     """a b^T of numbers in 8 bits, each times its factor: [M, N] in `dtype` ("bfloat16", "float16" or "float32").
@@ -1878,25 +1912,6 @@ def silu_vjp(dout: Tensor, x: Tensor) -> Tensor:
     fp64).
     """
 
-def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """Softmax of the last dim: y = exp(scale · x) / sum(exp(scale · x)).
-
-    Computed in fp32 (fp64 for fp64 x) around each row's maximum, and rounded once, to x's dtype.
-
-    x: [..., N], floating; with `causal` [..., T, S]. scale: a factor of x, applied in fp32. causal: row t sees the
-    columns j <= t + S - T (the last row sees all, as in attention); y is 0 in the others, whatever x holds there, and
-    a row that sees none is 0. A row of -inf alone, or one that holds NaN or +inf, is NaN, as in torch.softmax.
-
-    Returns y, of x's shape and dtype. Rows keep the order they have in x's memory and are packed; so y has x's strides
-    where x is dense with a last stride of 1, and is contiguous where x is contiguous. dx likewise.
-
-    The backward keeps y alone: dx = scale · y · (dy - sum(y · dy) / sum(y)). Dividing by the sum of the rounded y
-    keeps dx right where y is near 1, where rounding y to 16 bits would otherwise be all of dx.
-
-    Raises TypeError for a dtype that is not floating, ValueError for an empty or missing last dim, or for `causal` with
-    fewer than two dims.
-    """
-
 def softmax_dropout_vjp(
     dout: Tensor, x: Tensor, seed: Tensor | None, top: Tensor, total: Tensor, p: float, scale: float, causal: bool
 ) -> Tensor:
@@ -1924,7 +1939,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     TypeError where gate and up differ in shape, dtype or device, or are not floating.
     """
 
-def swiglu_fp8(gate: Tensor, up: Tensor, bound: Tensor, amax: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
+def swiglu_fp8(
+    gate: Tensor, up: Tensor, bound: Tensor, amax: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3"
+) -> tuple[Tensor, Tensor]:
     """silu(gate) * up in 8 bits, (h8, factor), as `fp8_cast` makes it of what `swiglu` returns.
 
     gate, up: [..., N], one shape and dtype; the rows of each lie at one stride.
@@ -1944,8 +1961,8 @@ def swiglu_vjp_fp8(
     bound: Tensor,
     amax: Tensor,
     h_factor: Tensor,
-    format: str = "e5m2",
-    h_format: str = "e4m3",
+    format: Literal["e4m3", "e5m2"] = "e5m2",
+    h_format: Literal["e4m3", "e5m2"] = "e4m3",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradient of gate and up in 8 bits, both layouts, with silu(gate) * up again: (d8, d8_t, h8_t, factor).
 
@@ -1995,7 +2012,11 @@ def token_stats_vjp(
     """
 
 def tvd(
-    x: Tensor, target: Tensor, labels: Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100
+    x: Tensor,
+    target: Tensor,
+    labels: Tensor | None = None,
+    reduction: Literal["mean", "batchmean", "sum", "none"] = "batchmean",
+    ignore_index: int = -100,
 ) -> Tensor:
     """Total variation distance of probabilities: ½ · Σ |x − target|.
 

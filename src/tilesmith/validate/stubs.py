@@ -3,7 +3,8 @@
     python -m tilesmith.validate.stubs
 
 A package is one of these if its `__init__.py` has a `__getattr__` and says nothing for TYPE_CHECKING. An op appears as
-the function that users call, with its docstring; every other name as an import from its home.
+the function that users call, with its docstring; every other name as an import from its home. Where the op's check
+lists the strings that it takes, their type is a Literal of these.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tilesmith.engine import Op
+import torch
+
+from tilesmith.engine import Op, cases
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "python -m tilesmith.validate.stubs"
 WIDTH = 120
+UNKNOWN = "no such string"
 
 
 def stubs() -> dict[Path, str]:
@@ -56,6 +60,8 @@ def stub(package: ModuleType) -> str:
         imports["torch"] = ["Tensor"]
         if any("Sequence[" in text for text in functions):
             imports["collections.abc"] = ["Sequence"]
+        if any("Literal[" in text for text in functions):
+            imports["typing"] = ["Literal"]
     if modules:
         imports["tilesmith"] = modules
     lines = [f"# Written by: {COMMAND}", "", *_imports(imports)]
@@ -101,7 +107,8 @@ def _isort(name: str) -> tuple[int, str]:
 
 def _function(name: str, op: Op) -> str:
     signature = inspect.signature(op)
-    parameters = [_parameter(p) for p in signature.parameters.values()]
+    strings = choices(op)
+    parameters = [_parameter(p, strings.get(p.name, ())) for p in signature.parameters.values()]
     head, tail = f"def {name}(", f") -> {_annotation(signature.return_annotation)}:"
     text = head + ", ".join(parameters) + tail
     if len(text) > WIDTH:
@@ -111,9 +118,38 @@ def _function(name: str, op: Op) -> str:
     return f"{text}\n{_docstring(op)}"
 
 
-def _parameter(p: inspect.Parameter) -> str:
+def choices(op: Op) -> dict[str, tuple[str, ...]]:
+    """The strings that each string argument of an op may be, where its check lists them, quoted."""
+    strings = [name for name, p in op.signature.parameters.items() if p.annotation is str]
+    case = next((c for c in cases(op.name) if {"test", "interpret"} & set(c.tags)), None)
+    if not strings or case is None:
+        return {}
+    dtype = torch.float32 if torch.float32 in case.dtypes else case.dtypes[0]
+    args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
+    return {name: found for name in strings if (found := _listed(op, args, op.parameters.index(name)))}
+
+
+def _listed(op: Op, args: tuple, at: int) -> tuple[str, ...]:
+    """What the error of a string that is none of them lists; nothing where the check refuses one of the list, too."""
+    said = _refusal(op, (*args[:at], UNKNOWN, *args[at + 1 :]))
+    found = tuple(quoted for quoted in re.findall("'([^']*)'", said) if quoted != UNKNOWN)
+    kept = op.signature.parameters[op.parameters[at]].default
+    fits = all(op.parameters[at] not in _refusal(op, (*args[:at], one, *args[at + 1 :])) for one in found)
+    return found if fits and (kept is inspect.Parameter.empty or kept in found) else ()
+
+
+def _refusal(op: Op, args: tuple) -> str:
+    try:
+        op.check(*args)
+    except (TypeError, ValueError) as problem:
+        return str(problem)
+    return ""
+
+
+def _parameter(p: inspect.Parameter, strings: tuple[str, ...]) -> str:
     default = "" if p.default is p.empty else f" = {_quoted(p.default)}"
-    return f"{p.name}: {_annotation(p.annotation)}{default}"
+    annotation = f"Literal[{', '.join(map(_quoted, strings))}]" if strings else _annotation(p.annotation)
+    return f"{p.name}: {annotation}{default}"
 
 
 def _quoted(value: Any) -> str:

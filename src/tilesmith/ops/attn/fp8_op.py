@@ -50,7 +50,9 @@ def _check(
     checks.check_shapes(name, q, k, v)
     _check_angles(name, q, k, cos, sin)
     if granularity not in GRANULARITIES:
-        raise ValueError(f"{name}: granularity is {granularity!r}; it must be one of {', '.join(GRANULARITIES)}")
+        raise ValueError(
+            f"{name}: granularity is {granularity!r}; it must be one of {', '.join(map(repr, GRANULARITIES))}"
+        )
     dim = q.shape[3]
     if rotate and dim & (dim - 1):
         raise ValueError(f"{name}: rotate needs a head dim that is a power of two, got {dim}; pass rotate=False")

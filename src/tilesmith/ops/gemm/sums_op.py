@@ -18,8 +18,9 @@ def _check(x: Tensor, dtype: str) -> None:
         raise TypeError(f"column_sums: x has dtype {x.dtype}; {served} are served")
     if x.ndim == 0:
         raise ValueError("column_sums: x has no dims; it must be [..., F]")
+    listed = ", ".join(map(repr, reference.DTYPES))
     if dtype and dtype not in reference.DTYPES:
-        raise ValueError(f"column_sums: dtype is {dtype!r}; it must be '' (x's) or one of {served}")
+        raise ValueError(f"column_sums: dtype is {dtype!r}; it must be '' (that of x) or one of {listed}")
 
 
 # Without a vjp: its gradient is that of the reference, every row the same.

@@ -44,7 +44,7 @@ def _check(
 ) -> None:  # fmt: skip
     op = "experts_fp8"
     if dtype not in OUTPUTS:
-        raise ValueError(f"{op}: dtype is {dtype!r}; it must be one of {', '.join(OUTPUTS)}")
+        raise ValueError(f"{op}: dtype is {dtype!r}; it must be one of {', '.join(map(repr, OUTPUTS))}")
     _tokens(op, "x8", x8, x_factor)
     hidden = x8.shape[-1]
     if gate_up8.ndim != 3 or gate_up8.shape[2] != hidden or gate_up8.shape[0] == 0 or gate_up8.shape[1] % 2:

@@ -273,7 +273,7 @@ def _check_scaled_matmul(
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"{op}: b has {b.shape[1]} columns, a has {a.shape[1]}; they must agree: a [M, K], b [N, K]")
     if dtype not in OUTPUTS:
-        raise ValueError(f"{op}: dtype is {dtype!r}; it must be one of {', '.join(OUTPUTS)}")
+        raise ValueError(f"{op}: dtype is {dtype!r}; it must be one of {', '.join(map(repr, OUTPUTS))}")
     tensors = (("b", b), ("a_factor", a_factor), ("b_factor", b_factor), ("bias", bias))
     for name, x in tensors:
         if x is not None and x.device != a.device:
