@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tilesmith import attention
 from tilesmith import nn as tnn
@@ -15,7 +16,8 @@ from tilesmith.core import AttentionLayer, FusedGELU, OptimizedLinear
 from tilesmith.utils.compiler_optimization_assistant import benchmark_attention_performance
 from tilesmith.utils.validation_framework import ComponentValidator
 
-VALIDATOR = ComponentValidator(device=torch.device("cpu"))
+CPU = torch.device("cpu")
+VALIDATOR = ComponentValidator(device=CPU)
 RIGHT = {
     "attention": lambda v: v.validate_attention_component(AttentionLayer(32, 4), 32, 4),
     "torch's attention": lambda v: v.validate_attention_component(
@@ -73,6 +75,64 @@ def test_faults_are_found(fault):
     results = VALIDATOR.validate_linear_component(_Wrong(fault), 16, 16)
     assert not results.passed and not results[fault].passed, results
     assert f"WRONG {fault}" in str(results)
+
+
+class _Returns(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.num_heads = function, 4
+
+    def forward(self, x):
+        return self.function(x)
+
+
+OTHERS = {
+    "zeros as attention": ("attention", _Returns(lambda x: 0 * x), "attends"),
+    "a linear layer as attention": ("attention", nn.Linear(32, 32), "attends"),
+    "nothing as norm": ("norm", nn.Identity(), "normalises"),
+    "zeros as norm": ("norm", _Returns(lambda x: 0 * x), "normalises"),
+    "a scale as norm": ("norm", _Returns(lambda x: 2 * x), "normalises"),
+    "nothing as mlp": ("mlp", nn.Identity(), "not linear"),
+    "zeros as mlp": ("mlp", _Returns(lambda x: 0 * x), "not linear"),
+    "two linear layers as mlp": ("mlp", nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), "not linear"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", OTHERS)
+def test_layers_of_another_kind_are_found(case, dtype):
+    torch.manual_seed(0)
+    kind, layer, check = OTHERS[case]
+    more = {"num_heads": 4} if kind == "attention" else {}
+    results = getattr(ComponentValidator(CPU, dtype=dtype), f"validate_{kind}_component")(layer, 32, **more)
+    assert not results[check].passed and f"WRONG {check}: " in str(results), results
+
+
+LIKE = {
+    "layer norm": ("norm", nn.LayerNorm(32)),
+    "layer norm without weights": ("norm", nn.LayerNorm(32, eps=1e-3, elementwise_affine=False)),
+    "norm in fp32": ("norm", _Returns(lambda x: (F.rms_norm(x.float(), x.shape[-1:], eps=1e-6)).to(x.dtype))),
+    "relu": ("mlp", nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))),
+    "odd": ("mlp", nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 32, bias=False))),
+    "causal": ("attention", attention.create_sparse_attention(32, 4)),
+}
+
+
+@pytest.mark.parametrize("case", LIKE)
+def test_layers_of_the_kind_pass(case):
+    torch.manual_seed(0)
+    kind, layer = LIKE[case]
+    more = {"num_heads": 4} if kind == "attention" else {}
+    results = getattr(VALIDATOR, f"validate_{kind}_component")(layer, 32, **more)
+    assert results.passed, results
+
+
+def test_results_say_what_a_layer_was_compared_with():
+    formula = VALIDATOR.validate_attention_component(AttentionLayer(32, 4), 32, 4)
+    itself = VALIDATOR.validate_norm_component(nn.LayerNorm(16), 16)
+    assert str(formula).startswith("AttentionLayer: passed, compared with its formula\n")
+    assert str(itself).startswith("LayerNorm: passed, compared with itself, computed by the references of all ops\n")
+    assert formula.to_dict()["compared_with"] == "its formula" and "itself" in itself.to_dict()["compared_with"]
 
 
 def test_another_formula_is_found():

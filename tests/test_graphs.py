@@ -10,9 +10,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import tilesmith
 from optimize_models import batch, build, ops_everywhere, train  # noqa: F401
+from tilesmith.engine import torch_private
 from tilesmith.models import compiling, graphs
 from tilesmith.rewrite import forms
 
@@ -56,6 +58,44 @@ class Repeater:
 
     def memory(self):
         return 3 * 2**20
+
+
+class _Tape(torch_private.DispatchMode):
+    """The operators that run while it is on, and what they returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.steps.append((func, args, kwargs or {}, out))
+        return out
+
+
+def _memory(value):
+    return {t.untyped_storage().data_ptr() for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
+
+
+class Operators(Repeater):
+    """Records by keeping the operators: a replay runs them again on the memory that they had, and none of the model's
+    Python, as CUDA's replays do."""
+
+    def record(self, fn):
+        with _Tape() as tape:
+            first = fn()
+
+        def replay():
+            with torch.no_grad():
+                for func, args, kwargs, out in tape.steps:
+                    if func._schema.is_mutable:
+                        func(*args, **kwargs)
+                    elif not _memory(out) <= _memory((args, kwargs)):  # else a view, which sees what it is of
+                        for kept, made in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                            if isinstance(kept, torch.Tensor):
+                                kept.copy_(made)
+
+        return replay, first
 
 
 @pytest.fixture(autouse=True)
@@ -132,10 +172,10 @@ def test_steps_of_a_model_are_those_without(cached):
         torch.testing.assert_close(found[0], want[0])
         torch.testing.assert_close(found[2], want[2])
     assert _record(model).replays == 9 and _record(model).recorded == 1
-    assert dict(_record(model).plain) == {"new shape [2, 12, 64]": 6}
+    assert dict(_record(model).plain) == {"new shape": 6}
     text = str(model.tilesmith_report)
     assert "Recorded blocks: 9 calls replayed; pairs of graphs: 1, of up to 3 blocks" in text and "MiB held" in text
-    assert "Blocks ran unrecorded 6 times: new shape [2, 12, 64]" in text
+    assert "Blocks ran unrecorded 6 times: new shape ([2, 12, 64])" in text
 
 
 def test_a_cache_is_filled_by_replays():
@@ -152,7 +192,9 @@ def test_a_cache_is_filled_by_replays():
     assert torch.equal(first.keys, keys), "a replay does not write into an earlier cache"
 
 
-def test_gradients_accumulate():
+@pytest.mark.parametrize("recorder", [Repeater, Operators])
+def test_gradients_accumulate(recorder, monkeypatch):
+    monkeypatch.setattr(graphs, "RECORDER", recorder)
     model, plain = _stack(), _stack()
     tilesmith.optimize(model, graphs=True)
     inputs = [torch.randn(2, 8) for _ in range(6)]
@@ -175,7 +217,9 @@ def test_other_shapes_run_as_before_and_are_told():
         torch.testing.assert_close(_step(model, x), _step(plain, x))
     torch.testing.assert_close(_gradients(model), _gradients(plain))
     assert _record(model).replays == replays + 6
-    assert _record(model).plain["new shape [3, 8]"] == _record(model).plain["new shape [5, 8]"] == 3
+    assert dict(_record(model).plain) == {"new shape": 12} and _record(model).shapes["new shape"] == {
+        (2, 8), (3, 8), (5, 8)
+    }  # fmt: skip
 
 
 def test_few_shapes_are_recorded():
@@ -183,7 +227,21 @@ def test_few_shapes_are_recorded():
     for rows in range(1, graphs.MOST_SHAPES + 2):
         _step(_warmed(model, torch.randn(rows, 8)), torch.randn(rows, 8))
     assert _record(model).recorded == graphs.MOST_SHAPES
-    assert _record(model).plain[f"shape [5, 8] beyond the {graphs.MOST_SHAPES} that are recorded"] == 9
+    assert _record(model).plain[f"beyond the {graphs.MOST_SHAPES} shapes that are recorded"] == 9
+
+
+def test_a_report_has_one_line_for_many_shapes(monkeypatch):
+    monkeypatch.setattr(graphs, "_REMEMBERED", 30)
+    model = tilesmith.optimize(_stack(), graphs=True)
+    for rows in range(2, 22):
+        _step(model, torch.randn(rows, 8))
+    told = [line for line in _record(model).told() if "unrecorded" in line]
+    assert told == ["Blocks ran unrecorded 60 times: new shape (20 shapes: [2, 8], [3, 8], [4, 8], ...)"]
+    for rows in range(22, 62):
+        _step(model, torch.randn(rows, 8))
+    (line,) = [line for line in _record(model).told() if "unrecorded" in line]
+    assert "180 times: new shape (30 or more shapes: [2, 8]" in line
+    assert all(len(met) <= 30 for met in _record(model).shapes.values())
 
 
 def test_what_awaits_its_backward_is_not_overwritten():
@@ -396,6 +454,53 @@ def test_what_runs_as_before_and_is_told(how, why):
                     block.register_forward_hook(lambda *_: None)
             model.requires_grad_(how != "frozen")(x)
     assert _record(model).replays == 0 and any(told.startswith(why) for told in _record(model).plain)
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("how", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_hooks_inside_a_block_are_called_each_time(how, when, monkeypatch):
+    """Though a replay runs no Python: the block runs unrecorded, those beside it do not."""
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    model, plain, seen = tilesmith.optimize(_stack(), graphs=True), _stack(), []
+    if when == "behind":
+        _step(_warmed(model, torch.randn(2, 8)), torch.randn(2, 8))
+        assert _record(model).recorded == 1 and _record(model).replays == 3
+    model.zero_grad()
+    hook = getattr(model.blocks[1].linear, f"register_{how}_hook")(lambda *_: seen.append(1))
+    for step in range(6):
+        x = torch.randn(2, 8, requires_grad=True)
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+        assert len(seen) == step + 1
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).recorded == 2 and _record(model).plain["linear in it has hooks"] >= 4
+    hook.remove()
+    _step(model, x)
+    assert len(seen) == 6 and _record(model).recorded == 3
+
+
+def test_a_forward_put_on_a_module_inside_is_called_each_time(monkeypatch):
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    model, seen = tilesmith.optimize(_stack(), graphs=True), []
+    _step(_warmed(model, torch.randn(2, 8)), torch.randn(2, 8))
+    linear = model.blocks[1].linear
+    linear.forward = lambda x: (seen.append(1), type(linear).forward(linear, x))[1]
+    for step in range(5):
+        _step(model, torch.randn(2, 8))
+        assert len(seen) == step + 1
+
+
+def test_a_hooked_module_that_is_removed_keeps_nothing_from_recording(monkeypatch):
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    model = tilesmith.optimize(_stack(), graphs=True)
+    for block in model.blocks:
+        block.norm.register_forward_hook(lambda *_: None)
+    x = torch.randn(2, 8)
+    _step(_warmed(model, x), x)
+    assert not _record(model).recorded and _record(model).plain["norm in it has hooks"] == 3
+    for block in model.blocks:
+        block.norm = nn.LayerNorm(8)
+    _step(model, x)
+    assert _record(model).recorded == 1
 
 
 def test_a_recorder_that_fails_is_told_and_the_block_runs(monkeypatch):

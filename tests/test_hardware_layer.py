@@ -20,7 +20,7 @@ from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.models.sizing import batch_size, probes
 from tilesmith.models.sizing.batch_size import Costs, best_batch, rounded
 from tilesmith.models.sizing.memory_estimate import CannotTrace, optimizer_bytes, traced_peak
-from tilesmith.models.sizing.probes import Probe, probe
+from tilesmith.models.sizing.probes import Probe, fingerprint, probe
 from tilesmith.models.sizing.sample_inputs import sample_of
 
 CPU = torch.device("cpu")
@@ -286,6 +286,75 @@ def test_a_dtype_that_fits_is_used_and_another_refused():
         hal.optimize_for_hardware(nn.Linear(2, 2), dtype=torch.int8)
 
 
+def test_rules_are_those_that_optimize_uses_by_default():
+    """The rule of biases costs the host more than the device gains, but where blocks are recorded."""
+    replaced = lambda model: {(row.rule, row.fqn) for row in model.tilesmith_report.replaced}  # noqa: E731
+    with assuming(arch_named("sm90")):
+        fitted = HardwareAbstractionLayer().optimize_for_hardware(build("gpt2"))
+    assert replaced(fitted) == replaced(tilesmith.optimize(build("gpt2")))
+    recorded = tilesmith.optimize(build("gpt2"), graphs=True)
+    assert "bias" in {rule for rule, _ in replaced(recorded)}
+    with assuming(arch_named("sm90")):
+        HardwareAbstractionLayer().optimize_for_hardware(recorded)
+    assert {"bias", "graphs"} <= {rule for rule, _ in replaced(recorded)}
+
+
+ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the newer name first
+CHANGES = {
+    "checkpointing": lambda m: getattr(m, next(n for n in ENABLE if hasattr(m, n)))(),
+    "fit_sequence": lambda m: tilesmith.fit_sequence(m, 32, tile_tokens=8),
+    "rules": tilesmith.optimize,
+    "dtype": lambda m: m.bfloat16(),
+    "frozen": lambda m: m.model.requires_grad_(False),
+    "attention": lambda m: m.set_attn_implementation("sdpa"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fingerprint_is_of_what_a_step_costs(change):
+    model = build("llama")
+    before = fingerprint(model)
+    model.eval()(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    assert fingerprint(model) == before and hash(before)
+    CHANGES[change](model)
+    assert fingerprint(model) != before
+
+
+def test_probes_of_a_model_that_changed_are_run_anew():
+    torch.manual_seed(0)
+    model, hal = build("llama"), _layer()
+    plain = [hal.memory_estimate(model, 2, sequence_length=48) for _ in range(2)]
+    CHANGES["checkpointing"](model)
+    found, new = (layer.memory_estimate(model, 2, sequence_length=48) for layer in (hal, _layer()))
+    assert plain[0] == plain[1] and found.step == pytest.approx(new.step, rel=0.05) and found.step < 0.9 * plain[0].step
+
+
+def test_lengths_beyond_the_positions_are_refused_not_cut():
+    model, hal = build("gpt2"), _layer()
+    for ask in (hal.memory_estimate, hal.estimate_memory_usage):
+        words = r"sequence_length must be at most 64, the positions in the model's configuration, got 65; .* sample="
+        with pytest.raises(ValueError, match=words):
+            ask(model, 2, sequence_length=65)
+    with pytest.raises(ValueError, match=r"get_optimal_batch_size: sequence_length must be at most 64"):
+        hal.get_optimal_batch_size(model, sequence_length=65)
+    with pytest.raises(ValueError, match="sequence_length must be at least 1, got 0"):
+        hal.memory_estimate(model, 2, sequence_length=0)
+    assert hal.memory_estimate(model, 2).total == hal.memory_estimate(model, 2, sequence_length=64).total
+
+
+def test_inputs_of_a_wrapped_model_are_those_of_its_base():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    base, model = sample_of(build("llama")), peft.get_peft_model(build("llama"), config)
+    assert {n: x.tolist() for n, x in sample_of(model).kwargs.items()} == {
+        n: x.tolist() for n, x in base.kwargs.items()
+    }
+    estimate = _layer().memory_estimate(model, 2, sequence_length=16)
+    assert estimate.calibrated
+    assert estimate.gradients == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
 def test_devices():
     assert HardwareAbstractionLayer([]).device == CPU
     assert HardwareAbstractionLayer(detect_available_devices()["cpu"]).devices == [CPU]
@@ -316,6 +385,21 @@ BAD = [
     (lambda h: h.get_optimal_batch_size(nn.Linear(2, 2), memory_fraction=2), ValueError, "memory_fraction must be in"),
     (lambda h: h.estimate_memory_usage(nn.Linear(2, 2), 0), ValueError, "batch_size must be at least 1"),
     (lambda h: h.estimate_memory_usage(nn.Linear(2, 2), True), TypeError, "batch_size must be an int"),
+    (
+        lambda h: h.estimate_memory_usage(nn.Linear(2, 2), 2, optimizer="adam"),
+        TypeError,
+        "optimizer must be a torch.optim.Optimizer, a class of one such as torch.optim.AdamW, .* got 'adam'",
+    ),
+    (
+        lambda h: h.get_optimal_batch_size(nn.Linear(2, 2), optimizer="adam"),
+        TypeError,
+        "get_optimal_batch_size: optimizer must be a torch.optim.Optimizer",
+    ),
+    (
+        lambda h: h.memory_estimate(nn.Linear(2, 2), 2, sample=torch.ones(2, 2), optimizer=lambda p: 3),
+        TypeError,
+        "optimizer must make a torch.optim.Optimizer of a list of parameters, it made int",
+    ),
 ]
 
 

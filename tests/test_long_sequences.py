@@ -14,10 +14,13 @@ import tilesmith
 from optimize_models import assert_within_budget, build, ops_everywhere, train  # noqa: F401
 from tilesmith import MemoryConfig, fit_sequence, ops
 from tilesmith.models import optimize, undo
-from tilesmith.models.checkpoints import Keep, Keeper, Shelf, checkpointed_layers
+from tilesmith.models.checkpoints import Keep, Keeper, KeptForm, Shelf, checkpointed_layers
 from tilesmith.models.layers.tiles import gated_mlps, tiled
 from tilesmith.models.sizing.memory_estimate import LiveBytes
+from tilesmith.models.sizing.sample_inputs import most_tokens
+from tilesmith.models.sizing.sequence_plan import PROBED
 from tilesmith.models.sizing.step_costs import Line, StepCosts
+from tilesmith.rewrite import forms
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 TOKENS, ROWS = 24, 2
@@ -300,6 +303,105 @@ def test_copies_and_pickles_keep_their_plan():
         assert not any(isinstance(m.__dict__.get("_gradient_checkpointing_func"), Keeper) for m in other.modules())
 
 
+SWITCHES = ("activation_checkpointing_{}able", "gradient_checkpointing_{}able")  # the newer name first
+
+
+def switch(model, on):
+    """Checkpointing on or off, as trainers switch it."""
+    getattr(model, next(n.format(on) for n in SWITCHES if hasattr(model, n.format(on))))()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_plan_stays_where_a_trainer_switches_checkpointing_on(lora):
+    model = made("llama", lora)
+    plan = fitted(model, "e4m3")
+    wanted, told = train(model, batch()), str(plan)
+    switch(model, "en")
+    assert_same(train(model, batch()), wanted)
+    assert str(plan) == told and "switched off" not in told
+    switch(model, "dis")
+    assert "checkpointing of 2 layers was switched off" in str(plan)
+    found = train(model, batch())[2]
+    assert any(not torch.equal(gradient, wanted[2][name]) for name, gradient in found.items())
+    switch(model, "en")
+    assert_same(train(model, batch()), wanted)
+    other = copy.deepcopy(model)
+    plan.undo()
+    layers = checkpointed_layers(model).values()
+    assert all(layer.gradient_checkpointing for layer in layers), "what was asked for since"
+    assert not any(isinstance(layer._gradient_checkpointing_func, Keeper) for layer in layers)
+    assert not any(isinstance(form, KeptForm) for layer in layers for form in forms(layer))
+    switch(other, "en")
+    assert_same(train(other, batch()), wanted)
+
+
+def test_a_plan_says_that_it_does_nothing_in_evaluation_mode():
+    model = made("llama").eval()
+    plan = fitted(model)
+    assert "the model is in evaluation mode, in which no layer is checkpointed: call model.train()" in str(plan)
+    model.train()
+    assert "evaluation mode" not in str(plan)
+
+
+def test_rows_are_measured_as_rows_where_positions_are_few():
+    model = build("gpt2")
+    positions = model.config.n_positions
+    batch = 2 + PROBED["cpu"] // positions  # more tokens in all than there are positions
+    plan = fit_sequence(model, positions, batch=batch, keep="device")
+    assert plan.tokens == positions * batch
+    ids = torch.randint(3, 90, (batch, positions))
+    model(input_ids=ids, labels=ids).loss.backward()  # and makes no cache
+    plan.undo()
+    assert not any(forms(m) or m.__dict__.get("gradient_checkpointing") for m in model.modules())
+
+
+SMALL = {"vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+GPT = {"vocab_size": 100, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 96}
+OF_POSITIONS = {
+    "GPT2LMHeadModel": ("GPT2Config", GPT, "transformer.wpe.weight"),
+    "OPTForCausalLM": (
+        "OPTConfig",
+        {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 96},
+        "model.decoder.embed_positions.weight",
+    ),
+    "GPTJForCausalLM": ("GPTJConfig", {**GPT, "rotary_dim": 4}, "embed_positions|made in its forward"),
+}
+
+
+@pytest.mark.parametrize("family", OF_POSITIONS)
+def test_tokens_beyond_a_table_of_positions_are_refused(family):
+    transformers = pytest.importorskip("transformers")
+    config, sizes, table = OF_POSITIONS[family]
+    model, most = getattr(transformers, family)(getattr(transformers, config)(**sizes)), 96
+    assert fit_sequence(model, most, keep="device").tokens == most
+    with pytest.raises(
+        ValueError, match=rf"tokens must be at most {most}, got {most + 1}.*({table}).*batch is how many"
+    ):
+        fit_sequence(model, most + 1)
+    assert not any(isinstance(m.__dict__.get("_gradient_checkpointing_func"), Keeper) for m in model.modules())
+
+
+def test_rotations_have_no_last_position():
+    model = made("llama")
+    tokens = 4 * most_tokens(model)
+    assert fit_sequence(model, tokens, keep="device").tokens == tokens
+
+
+def test_gradients_are_counted_once():
+    """In a layer whose weights are larger than its activations, against a second micro-batch."""
+    model = made("llama", layers=3)
+    tokens = 8
+    plan = fit_sequence(model, tokens, keep="device")
+    ids = torch.randint(3, 120, (1, tokens))
+    model(input_ids=ids, labels=ids).loss.backward()
+    there = [x for p in model.parameters() for x in (p, p.grad)]
+    with LiveBytes() as live:
+        live.ignore(iter([*there, *model.buffers(), ids]))
+        model(input_ids=ids, labels=ids).loss.backward()
+    counted = live.peak + sum(x.nbytes for x in there)
+    assert 0.99 * counted <= plan.peak <= 1.01 * counted
+
+
 def test_measuring_leaves_the_model_as_it_was():
     model = made("llama").eval()
     train(model.train(), batch())
@@ -330,6 +432,8 @@ def test_bad_input_is_refused_in_words():
     with pytest.raises(ValueError, match="on meta; load the model"):
         fit_sequence(made("llama").to("meta"), 8)
     compiled = optimize(made("llama"), compile="between")
+    with pytest.raises(ValueError, match="takes pixel_values; models of input_ids are served"):
+        fit_sequence(build("vit"), 8)
     with pytest.raises(ValueError, match=r"model.layers.0 is recorded or compiled by optimize"):
         fit_sequence(compiled, 8)
     fitted(model)

@@ -91,6 +91,13 @@ def test_logits_are_advised_away_until_they_are_gone():
     assert [r for r in again.reductions if r.what.startswith("gradients that are kept")]
 
 
+def test_a_model_on_the_cpu_is_not_advised_to_move_there():
+    model = _Stack()
+    report = _step(model, torch.optim.AdamW(model.parameters()))
+    assert report.reductions and not [r for r in report.reductions if "on the CPU" in r.what]
+    assert "a smaller optimizer state" in [r.what for r in report.reductions]
+
+
 def test_bounds_are_honoured():
     with pytest.raises(MemoryError, match=r"(?s)above its bounds.*Above max_memory_gb = 1e-05.*What would reduce it"):
         _step(_Stack(), config=MemoryConfig(max_memory_gb=1e-5))

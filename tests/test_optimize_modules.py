@@ -447,6 +447,10 @@ def test_only_and_exclude():
         optimize(model, only=["norms"])
     with pytest.raises(ValueError, match="exclude names attn, neither"):
         optimize(model, exclude=["norm", "attn", "layers.*"])
+    with pytest.raises(ValueError, match=r"pattern 'layers\.\*', which matches the name of no module .* such as '0'"):
+        optimize(nn.Sequential(nn.GELU(), nn.LayerNorm(8)), exclude=["norm", "0*", "layers.*"])
+    named = nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": nn.Sequential(nn.LayerNorm(8))})
+    assert [row.fqn for row in optimize(named, exclude="nor*").tilesmith_report.replaced] == ["mlp.0"]
     with pytest.raises(TypeError, match="must be a torch.nn.Module"):
         optimize("model")
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tilesmith import ops
+from tilesmith.rewrite import Form, forms, swap, unswap
 
 # The host allocator rounds to powers of two, so a tensor of 3.2 GB in one piece would take 4.3 GB.
 BLOCK = 2**28
@@ -213,9 +216,51 @@ def checkpointed_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def stacks_of(model: nn.Module, layers: dict[str, nn.Module]) -> list[nn.Module]:
+    """The modules around these layers that transformers tells of checkpointing, too: they make no cache then."""
+    around = {name.rpartition(".")[0] for name in layers}
+    around |= {outer[:at] for outer in around for at, c in enumerate(outer) if c == "."} | {""}
+    return [m for m in map(model.get_submodule, sorted(around)) if hasattr(m, _SWITCHES[0])]
+
+
+@dataclass(frozen=True)
+class KeptForm(Form):
+    """A layer that a `Keeper` checkpoints whoever switches checkpointing on, as trainers do: transformers sets the two
+    attributes of each layer then. What they are set to is kept for `detach`; switching off does switch off."""
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        return {name: property(_getter(name, base), setter) for name, setter in zip(_SWITCHES, (_switch, _refuse))}
+
+    def leave(self, module: nn.Module) -> None:
+        for name, value in module.__dict__.pop(_BEFORE, {}).items():
+            if isinstance(value, str):
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+
+
+def _getter(name: str, base: type) -> Callable[[nn.Module], Any]:
+    def get(layer: nn.Module) -> Any:
+        return layer.__dict__[name] if name in layer.__dict__ else getattr(base, name)
+
+    return get
+
+
+def _switch(layer: nn.Module, on: bool) -> None:
+    flag, _ = _SWITCHES
+    layer.__dict__[_BEFORE][flag] = layer.__dict__[flag] = on
+
+
+def _refuse(layer: nn.Module, function: Any) -> None:
+    _, name = _SWITCHES
+    layer.__dict__[_BEFORE][name] = function
+
+
 def attach(layer: nn.Module, keeper: Keeper) -> None:
     """Have `layer` checkpointed by `keeper` while it trains."""
-    layer.__dict__.setdefault(_BEFORE, {name: layer.__dict__.get(name, _ABSENT) for name in _SWITCHES})
+    if _BEFORE not in layer.__dict__:
+        layer.__dict__[_BEFORE] = {name: layer.__dict__.get(name, _ABSENT) for name in _SWITCHES}
+        swap(layer, KeptForm())
     layer.__dict__.update(zip(_SWITCHES, (True, keeper)))
 
 
@@ -225,12 +270,9 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def detach(model: nn.Module) -> None:
-    """Give every layer the checkpointing back that it had before `attach`, and forget the plan."""
+    """Give every layer the checkpointing back that it had before `attach`, or that it was asked to have since, and
+    forget the plan."""
     for module in model.modules():
         module.__dict__.pop(PLAN, None)
-        before = module.__dict__.pop(_BEFORE, None)
-        for name, value in (before or {}).items():
-            if isinstance(value, str):
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = value
+        if isinstance(next(iter(forms(module)), None), KeptForm):
+            unswap(module)

@@ -31,9 +31,12 @@ PLAIN_CALLS = 2
 """How often a block runs a shape as before until it is recorded: kernels are compiled and tuned, and a shape that comes
 once is not worth a recording."""
 MOST_SHAPES = 4
-_REMEMBERED = 256  # shapes of a block that are counted
+_REMEMBERED = 256  # shapes of a block that are counted, and of a reason
+_NAMED = 3  # shapes of a reason in the report
 _GRAPHS = "_tilesmith_graphs"
 _AWAITS = "an earlier forward still awaits its backward"
+_NEW = "new shape"
+_BEYOND = f"beyond the {MOST_SHAPES} shapes that are recorded"
 _OTHERWISE = "they are not always called as they were recorded"
 
 
@@ -41,13 +44,15 @@ class Graphs:
     """What the blocks of one model have recorded.
 
     replays: calls served by a recording. seconds: spent recording. renewed: recordings dropped since blocks changed.
-    plain: why a block ran as before -> how often. refused: class -> why its blocks are not recorded. apart: why blocks
-    that follow each other are not recorded as one -> how often that was found.
+    plain: why a block ran as before -> how often. shapes: of these, a reason that has to do with the shape -> the first
+    shapes that it met. refused: class -> why its blocks are not recorded. apart: why blocks that follow each other are
+    not recorded as one -> how often that was found.
     """
 
     def __init__(self) -> None:
         self.replays, self.seconds, self.renewed = 0, 0.0, 0
         self.plain: Counter[str] = Counter()
+        self.shapes: dict[str, set[tuple[int, ...]]] = {_NEW: set(), _BEYOND: set()}
         self.apart: Counter[str] = Counter()
         self.refused: dict[str, str] = {}
         self._forget()
@@ -87,12 +92,23 @@ class Graphs:
             told.append(f"Recordings dropped because parameters moved or modules changed: {self.renewed}")
         told += [f"{cls} cannot be recorded and runs as before: {why}" for cls, why in self.refused.items()]
         told += [f"Blocks are recorded one by one: {why}" for why in self.apart]
-        told += [f"Blocks ran unrecorded {count} times: {why}" for why, count in self.plain.items()]
+        told += [f"Blocks ran unrecorded {n} times: {why}{self._listed(why)}" for why, n in self.plain.items()]
         return told
 
-    def refuse(self, why: str) -> None:
-        """Count a block that runs as before."""
+    def _listed(self, why: str) -> str:
+        """The shapes that a reason met, behind it in a sentence."""
+        met = sorted(self.shapes.get(why, ()))
+        named = ", ".join(str(list(shape)) for shape in met[:_NAMED])
+        if len(met) <= _NAMED:
+            return f" ({named})" if met else ""
+        return f" ({len(met)}{' or more' if len(met) == _REMEMBERED else ''} shapes: {named}, ...)"
+
+    def refuse(self, why: str, shape: tuple[int, ...] = ()) -> None:
+        """Count a block that runs as before; shape: of its first tensor, which is kept where it is the reason."""
         self.plain[why] += 1
+        met = self.shapes.get(why)
+        if met is not None and len(met) < _REMEMBERED:
+            met.add(tuple(shape))
 
     def run(self, plain: Call, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of a block: by a recording where one may serve it, else by `plain`."""
@@ -115,7 +131,7 @@ class Graphs:
         call = single(block, plain, spec, tuple(map(_described, leaves)), state)
         entry, why = self._entry(block, call, leaves)
         if entry is None:
-            self.refuse(why)
+            self.refuse(why, leaves[0].shape)
             out = plain(block, args, kwargs)
             self._follow(block, call, leaves, out)
             return out
@@ -196,7 +212,7 @@ class Graphs:
                 return None, _AWAITS
             if whole is not None:
                 self._take_apart(whole, _OTHERWISE)
-            why = known.unready(call.key, leaves) or _without_gradient(block, leaves)
+            why = known.unready(call.key) or _without_gradient(block, leaves) or known.hooked(block)
             if why:
                 return None, why
             entry = self._record(block, known, call, leaves)
@@ -232,6 +248,8 @@ class Graphs:
             of_block = self._blocks.get(link.block()) if link.block() is not None else None
             if of_block is None or of_block.seen[link.key] < PLAIN_CALLS or of_block.full():
                 break
+            if of_block.hooked(link.block()):
+                break
             found.append(link)
         return found
 
@@ -252,6 +270,7 @@ class _Block:
 
     recorded: recordings that start with it. parts: those that have it further behind. seen: how often it ran calls that
     are not recorded. trails: the calls that followed one. alone: calls that are not recorded with those behind them.
+    watched: the name of a module inside that had hooks when it was last looked at.
     """
 
     def __init__(self) -> None:
@@ -260,21 +279,30 @@ class _Block:
         self.seen: Counter[Any] = Counter()
         self.trails: dict[Any, list[Link]] = {}
         self.alone: set[Any] = set()
+        self.watched = ""
+
+    def hooked(self, block: nn.Module) -> str:
+        """Why a block is not recorded, as a replay would not call the hooks of a module inside; "" if there are none.
+
+        Asked where a recording would be made: one that exists is dropped as soon as a hook is there (`Fingerprint`).
+        """
+        if not self.watched or not _is_watched(block, self.watched):
+            self.watched = next((name for name, m in block.named_modules() if name and observed(m)), "")
+        return f"{self.watched} in it has hooks" if self.watched else ""
 
     def full(self) -> bool:
         """Whether no further shape is recorded."""
         return len(self.recorded) + len(self.parts) >= MOST_SHAPES
 
-    def unready(self, key: Any, leaves: list[Tensor]) -> str:
+    def unready(self, key: Any) -> str:
         """Why a call is not recorded now, "" if it is."""
-        shape = list(leaves[0].shape)
         if self.full():
-            return f"shape {shape} beyond the {MOST_SHAPES} that are recorded"
+            return _BEYOND
         if len(self.seen) >= _REMEMBERED:
             self.seen.clear()
             self.trails.clear()
         self.seen[key] += 1
-        return f"new shape {shape}" if self.seen[key] <= PLAIN_CALLS else ""
+        return _NEW if self.seen[key] <= PLAIN_CALLS else ""
 
 
 @dataclass(frozen=True)
@@ -316,6 +344,13 @@ class GraphsRule(BlockRule):
 
 def _short(problem: Exception) -> str:
     return (str(problem).splitlines() or ["it raised"])[0][:200]
+
+
+def _is_watched(block: nn.Module, name: str) -> bool:
+    try:
+        return observed(block.get_submodule(name))
+    except AttributeError:  # it was removed
+        return False
 
 
 def _checkpoints(block: nn.Module) -> bool:

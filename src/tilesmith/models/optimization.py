@@ -121,9 +121,9 @@ def optimize(
         takes everything back, also in a copy or an unpickled model.
 
     Raises:
-        TypeError: `model` is not a module, `strict` or `graphs` no bool. ValueError: `only` names no rule; `exclude`,
-        without a wildcard, names neither a rule nor a module; `compile` is something else; no block repeats for
-        `compile` or `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
+        TypeError: `model` is not a module, `strict` or `graphs` no bool. ValueError: `only` names no rule; `exclude` names
+        neither a rule nor a module, or has a pattern that matches none; `compile` is something else; no block repeats
+        for `compile` or `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -144,12 +144,19 @@ def optimize(
             f"{suggestion(unknown[0], names)}"
         )
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
-    known = {*names, *(fqn for fqn, _ in model.named_modules())}
+    modules = [fqn for fqn, _ in model.named_modules()]
+    known = {*names, *modules}
     unknown = [pattern for pattern in patterns if pattern not in known and not set(pattern) & set("*?[")]
     if unknown:
         raise ValueError(
             f"optimize: exclude names {', '.join(unknown)}, neither a module of the model nor a rule; give a module's "
             f"name, a pattern, or one of the rules {', '.join(names)}"
+        )
+    idle = next((p for p in patterns if p not in known and not any(fnmatch.fnmatchcase(m, p) for m in modules)), None)
+    if idle is not None:
+        raise ValueError(
+            f"optimize: exclude has the pattern {idle!r}, which matches the name of no module of the model; names are as in "
+            f"model.named_modules(), such as {max(modules, key=lambda fqn: (fqn.count('.'), fqn != ''))!r}"
         )
     if compile not in (None, "between"):
         raise ValueError(f"optimize: compile is {compile!r}; it is None or 'between'")

@@ -11,11 +11,13 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import repeat
+from operator import contains, itemgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tilesmith.engine import torch_private
 from tilesmith.models.attention.masks import KeyMask
@@ -23,6 +25,7 @@ from tilesmith.models.blocks import Call
 
 _WARM_RUNS = 2
 _INHERITED = frozenset(nn.Module().__dict__) - {"training"}
+_FORWARD = repeat("forward")  # what `observed` looks for among the attributes of an instance
 _CONSTANT = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -429,17 +432,21 @@ _apply = super(torch.autograd.Function, _Replay).apply
 
 
 class Fingerprint:
-    """What a recording took from a block: where its tensors lie, its modules, their plain attributes and hooks."""
+    """What a recording took from a block: where its tensors lie, its modules and their plain attributes. Modules inside
+    had no hooks, since a replay calls none."""
 
     def __init__(self, block: nn.Module):
         modules = list(block.modules())
         places = [m._parameters for m in modules] + [m._buffers for m in modules]
         self._tensors = [(d, n, t, *_place(t)) for d in places for n, t in d.items() if t is not None]
-        self._children = [(m._modules, dict(m._modules)) for m in modules]
-        self._hooks = [d for m in modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)]
-        self._hooked = sum(map(len, self._hooks))
+        self._children = [(m._modules, dict(m._modules)) for m in modules if m._modules]
+        self._childless = [m._modules for m in modules if not m._modules]
+        self._hooks = [hooks for m in modules[1:] for hooks in _hooks(m)]
+        self._handles = RemovableHandle.next_id
+        self._inside = [m.__dict__ for m in modules[1:]]
         plain = [(m.__dict__, _plain_attributes(m)) for m in modules]
-        self._attributes = [(d, itemgetter(*v), itemgetter(*v)(v)) for d, v in plain if v]
+        self._readers = [(d, itemgetter(*v)) for d, v in plain if v]
+        self._values = [itemgetter(*v)(v) for _, v in plain if v]
 
     def changed(self) -> bool:
         for holder, name, tensor, address, needs in self._tensors:
@@ -448,15 +455,21 @@ class Fingerprint:
         for now, before in self._children:
             if now != before:
                 return True
-        if (self._hooked or any(self._hooks)) and sum(map(len, self._hooks)) != self._hooked:
+        # Hundreds of dicts: they are looked through only if a hook was registered somewhere since.
+        if RemovableHandle.next_id != self._handles:
+            if any(self._hooks):
+                return True
+            self._handles = RemovableHandle.next_id
+        if any(self._childless) or any(map(contains, self._inside, _FORWARD)):
             return True
         try:
-            for holder, read, values in self._attributes:
-                if read(holder) != values:
-                    return True
+            return [read(holder) for holder, read in self._readers] != self._values
         except KeyError:  # an attribute is gone
             return True
-        return False
+
+
+def _hooks(module: nn.Module) -> tuple[dict, ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def _place(tensor: Tensor) -> tuple[int, bool]:

@@ -18,7 +18,9 @@ from tilesmith.nn import AttentionLayer
 from tilesmith.validate.budget import Budget, compare
 
 BATCH, TOKENS = 3, 17
+FORMULA, ITSELF = "its formula", "itself, computed by the references of all ops"
 Oracle = Callable[[nn.Module, Tensor], Tensor]
+Law = Callable[[Callable[[Tensor], Tensor], Tensor], "Check"]  # of a layer and its input, both in fp64
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,15 @@ class Check:
 
 @dataclass(frozen=True)
 class ValidationResults:
-    """What was found of one component. `results["forward"]` is a check by its name; `passed` is whether all are."""
+    """What was found of one component. `results["forward"]` is a check by its name; `passed` is whether all are.
+
+    compared_with: what outputs and gradients were compared with. "itself" does not tell a layer from one of another
+    meaning: such results say that its parts are computed right, and what the further checks say.
+    """
 
     component: str
     checks: tuple[Check, ...]
+    compared_with: str = ITSELF
 
     @property
     def passed(self) -> bool:
@@ -52,10 +59,11 @@ class ValidationResults:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        return {"component": self.component, "passed": self.passed, "checks": [asdict(c) for c in self.checks]}
+        told = {"component": self.component, "passed": self.passed, "compared_with": self.compared_with}
+        return {**told, "checks": [asdict(c) for c in self.checks]}
 
     def __str__(self) -> str:
-        lines = [f"{self.component}: {'passed' if self.passed else 'FAILED'}"]
+        lines = [f"{self.component}: {'passed' if self.passed else 'FAILED'}, compared with {self.compared_with}"]
         for check in self.checks:
             numbers = f" (error {check.error:.3g} of {check.allowed:.3g} allowed)" if check.allowed else ""
             told = f": {check.message}" if check.message else ""
@@ -72,9 +80,11 @@ class ComponentValidator:
 
     A copy of the layer runs in evaluation mode. Its outputs and gradients may be off from fp64 by twice the error of a
     reference in the same dtype, plus rounding (`validate.budget`). The reference is the formula, where a layer's
-    parameters tell it (linear layers, softmax attention), else the layer itself by the references of all ops. Further:
-    the shape of the output, finite values, the same result of a second call, inputs that are not written to, the same
-    result from strided inputs, and rows of a batch that do not depend on one another. The layer is left as it was.
+    parameters tell it (linear layers, softmax attention), else the layer itself by the references of all ops; results
+    say which. Further: the shape of the output, finite values, the same result of a second call, inputs that are not
+    written to, the same result from strided inputs, and rows of a batch that do not depend on one another. A layer
+    without a formula must do what its kind does: of attention tokens see others, a norm depends on the direction of a
+    token and not on its length, an MLP is not linear. The layer is left as it was.
 
     device: where to validate; the layer's own if None. dtype: in which; the layer's own if None.
     """
@@ -102,7 +112,8 @@ class ComponentValidator:
         if has != num_heads:
             raise ValueError(f"validate_attention_component: num_heads is {num_heads}, the layer has {has}")
         oracle = (lambda m, x: _attention(m, x, num_heads)) if _has_formula(layer) else None
-        return self._validated(layer, (BATCH, tokens, d_model), (BATCH, tokens, d_model), oracle)
+        law = _mixes if oracle is None and tokens > 1 else None
+        return self._validated(layer, (BATCH, tokens, d_model), (BATCH, tokens, d_model), oracle, law)
 
     def validate_linear_component(self, layer: nn.Module, in_features: int, out_features: int) -> ValidationResults:
         """A layer from [..., in_features] to [..., out_features]."""
@@ -115,12 +126,12 @@ class ComponentValidator:
     def validate_norm_component(self, layer: nn.Module, hidden_size: int) -> ValidationResults:
         """A layer that normalises [..., hidden_size]."""
         size("validate_norm_component", "hidden_size", hidden_size)
-        return self._validated(layer, (BATCH, TOKENS, hidden_size), (BATCH, TOKENS, hidden_size), None)
+        return self._validated(layer, (BATCH, TOKENS, hidden_size), (BATCH, TOKENS, hidden_size), None, _normalises)
 
     def validate_mlp_component(self, layer: nn.Module, hidden_size: int) -> ValidationResults:
         """A feed-forward layer from [..., hidden_size] to the same."""
         size("validate_mlp_component", "hidden_size", hidden_size)
-        return self._validated(layer, (BATCH, TOKENS, hidden_size), (BATCH, TOKENS, hidden_size), None)
+        return self._validated(layer, (BATCH, TOKENS, hidden_size), (BATCH, TOKENS, hidden_size), None, _bends)
 
     def validate_activation_component(self, layer: nn.Module, *, features: int = 64) -> ValidationResults:
         """A layer that maps each element."""
@@ -134,7 +145,13 @@ class ComponentValidator:
         return self._validated(model, (BATCH, TOKENS), shape, None, classes=vocab_size)
 
     def _validated(
-        self, layer: Any, shape: tuple[int, ...], wanted: tuple[int, ...], oracle: Oracle | None, classes: int = 0
+        self,
+        layer: Any,
+        shape: tuple[int, ...],
+        wanted: tuple[int, ...],
+        oracle: Oracle | None,
+        law: Law | None = None,
+        classes: int = 0,
     ) -> ValidationResults:
         if not isinstance(layer, nn.Module):
             raise TypeError(f"ComponentValidator: a layer must be a torch.nn.Module, got {type(layer).__name__}")
@@ -151,7 +168,8 @@ class ComponentValidator:
             x = torch.randint(classes, shape, generator=generator).to(device)
         else:
             x = torch.randn(*shape, generator=generator).to(device, dtype)
-        return ValidationResults(type(layer).__name__, tuple(_checks(tried, x, wanted, oracle)))
+        checks = tuple(_checks(tried, x, wanted, oracle, law))
+        return ValidationResults(type(layer).__name__, checks, FORMULA if oracle is not None else ITSELF)
 
 
 def _call(layer: nn.Module, x: Tensor) -> Tensor:
@@ -159,7 +177,9 @@ def _call(layer: nn.Module, x: Tensor) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _checks(layer: nn.Module, x: Tensor, wanted: tuple[int, ...], oracle: Oracle | None) -> list[Check]:
+def _checks(
+    layer: nn.Module, x: Tensor, wanted: tuple[int, ...], oracle: Oracle | None, law: Law | None
+) -> list[Check]:
     given = x.clone()
     try:
         got = _values(layer, x, _call)
@@ -186,7 +206,41 @@ def _checks(layer: nn.Module, x: Tensor, wanted: tuple[int, ...], oracle: Oracle
     found.append(_judged("repeats", again, once, once.double()))  # up to rounding: sums may be in another order
     found.append(_judged("strided inputs", strided, reference["forward"], exact["forward"]))
     found.append(_judged("rows alone", alone, reference["forward"], exact["forward"]))
+    if law is not None:
+        with torch.no_grad(), _references():
+            found.append(law(lambda given: _call(wide, given), x.double()))
     return found
+
+
+def _mixes(layer: Callable[[Tensor], Tensor], x: Tensor) -> Check:
+    """Whether other tokens of [B, T, C] see the first one, or the last."""
+    out, seen = layer(x), False
+    for place in (0, -1):
+        other = x.clone()
+        other[:, place] = -x[:, place]
+        rest = slice(1, None) if place == 0 else slice(None, -1)
+        seen = seen or not _same(layer(other)[:, rest], out[:, rest])
+    return _said("attends", seen, "no token sees another one: what it returns for one does not depend on the others")
+
+
+def _normalises(layer: Callable[[Tensor], Tensor], x: Tensor) -> Check:
+    """Whether a token's direction counts and its length does not. Where it is long, the epsilon counts for nothing."""
+    long, longer, turned = layer(256 * x), layer(512 * x), layer(-256 * x)
+    if _same(long, turned):
+        return Check("normalises", False, message="what it returns does not depend on its input")
+    return _said("normalises", _same(long, longer), "tokens that are twice as long give another result")
+
+
+def _bends(layer: Callable[[Tensor], Tensor], x: Tensor) -> Check:
+    """Whether a layer is something else than linear."""
+    y = x.roll(1, 1)
+    straight = _same(layer(x + y) + layer(torch.zeros_like(x)), layer(x) + layer(y))
+    return _said("not linear", not straight, "f(x + y) + f(0) is f(x) + f(y): it is linear or constant")
+
+
+def _same(got: Tensor, wanted: Tensor) -> bool:
+    """Whether two results in fp64 are equal up to the rounding of fp32, in which a layer may compute inside."""
+    return compare(got, wanted, wanted, torch.float32).passed
 
 
 def _said(name: str, passed: bool, message: str) -> Check:

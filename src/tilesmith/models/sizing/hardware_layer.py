@@ -18,21 +18,24 @@ from tilesmith.engine.timing import EVENTS
 from tilesmith.hardware.capacity import Capacity, capacity_of
 from tilesmith.hardware.detect import Arch, arch_of, assumed, detect_available_devices
 from tilesmith.hardware.facts import table
-from tilesmith.models.optimization import RULES, optimize
+from tilesmith.models.graphs import GraphedForm
+from tilesmith.models.optimization import RECORDED, RULES, optimize
 from tilesmith.models.sizing.batch_size import Costs, Knee, best_batch
 from tilesmith.models.sizing.memory_estimate import (
     CannotTrace,
     MemoryEstimate,
     Optimizer,
+    check_optimizer,
     held,
     local,
     optimizer_bytes,
     traced_peak,
 )
-from tilesmith.models.sizing.probes import Probe, probe
-from tilesmith.models.sizing.sample_inputs import Sample, sample_of
+from tilesmith.models.sizing.probes import Probe, fingerprint, probe
+from tilesmith.models.sizing.sample_inputs import Sample, most_tokens, sample_of
 
 GB = 10**9
+DEFAULT_TOKENS = 512
 _ORDER = ("cuda", "xpu", "mps", "cpu")  # of devices where nobody names one
 _OPS_OF_RULES = {
     "norm": ("rms_norm", "layer_norm"),
@@ -90,8 +93,9 @@ class HardwareAbstractionLayer:
     def optimize_for_hardware(
         self, model: Model, *, dtype: torch.dtype | None = None, exclude: str | Collection[str] = ()
     ) -> Model:
-        """Move `model` to the device and replace its modules by the rules of `tilesmith.optimize` whose ops have a
-        kernel there; returns the model. `model.tilesmith_report` explains rules, precision and attention kernel.
+        """Move `model` to the device and replace its modules by the rules that `tilesmith.optimize(model)` uses, if
+        their ops have a kernel there; returns the model. `model.tilesmith_report` explains rules, precision and the
+        kernel of attention.
 
         dtype: the forward runs under autocast to it; it must be one that the device computes in. None: precision is
         left as it is, and the report says what would fit. exclude: as of `optimize`. `tilesmith.undo` takes back all
@@ -111,7 +115,9 @@ class HardwareAbstractionLayer:
         if assumed() is None and any(p.device != self.device for p in (*model.parameters(), *model.buffers())):
             model.to(self.device)
         served = {rule: self._served(rule) for rule in _OPS_OF_RULES}
-        wanted = [rule.name for rule in RULES if served.get(rule.name, True)]
+        graphed = any(isinstance(form, GraphedForm) for module in model.modules() for form in rewrite.forms(module))
+        withheld = () if graphed else RECORDED
+        wanted = [rule.name for rule in RULES if served.get(rule.name, True) and rule.name not in withheld]
         optimize(model, only=wanted, exclude=exclude)
         if dtype is not None and casts is None:
             rewrite.swap(model, HardwareForm(self.device.type, dtype))
@@ -129,7 +135,7 @@ class HardwareAbstractionLayer:
         model: nn.Module,
         *,
         sample: Any = None,
-        sequence_length: int = 512,
+        sequence_length: int | None = None,
         training: bool = True,
         optimizer: Optimizer | None = torch.optim.AdamW,
         max_batch_size: int = 1024,
@@ -150,6 +156,7 @@ class HardwareAbstractionLayer:
         size("get_optimal_batch_size", "max_batch_size", max_batch_size)
         if not 0.0 < number("get_optimal_batch_size", "memory_fraction", memory_fraction) <= 1.0:
             raise ValueError(f"get_optimal_batch_size: memory_fraction must be in (0, 1], got {memory_fraction}")
+        check_optimizer("get_optimal_batch_size", optimizer)
         given = self._sample("get_optimal_batch_size", model, sample, sequence_length, training)
         room = int(memory_fraction * self.capacity().available)
         made = self._costs(model, given, training, optimizer)
@@ -163,7 +170,7 @@ class HardwareAbstractionLayer:
         batch_size: int,
         *,
         sample: Any = None,
-        sequence_length: int = 512,
+        sequence_length: int | None = None,
         training: bool = True,
         optimizer: Optimizer | None = torch.optim.AdamW,
         calibrate: bool = True,
@@ -181,7 +188,7 @@ class HardwareAbstractionLayer:
         batch_size: int,
         *,
         sample: Any = None,
-        sequence_length: int = 512,
+        sequence_length: int | None = None,
         training: bool = True,
         optimizer: Optimizer | None = torch.optim.AdamW,
         calibrate: bool = True,
@@ -189,15 +196,19 @@ class HardwareAbstractionLayer:
         """What a step of `batch_size` rows holds at its peak, by kind, from a pass over fake tensors.
 
         sample: the model's inputs, a tensor, a tuple of arguments or a dict of keyword arguments of one batch; None:
-        made from what the model says of itself, `sequence_length` tokens long. training: with a backward; else under
+        made from what the model says of itself, `sequence_length` tokens long. sequence_length: no more than the model
+        has positions; None: 512, or as many as it has if these are fewer. training: with a backward; else under
         no_grad, and without an optimizer. optimizer: one that was made, a class, or a function from parameters to one;
         None: none. calibrate: run fewer rows once, where the model is on the device, and scale by what that took; a
         model that fake tensors do not get through is run at two batches instead.
+
+        What was run is remembered until the model's modules, dtypes, checkpointing or frozen parameters change.
 
         Raises TypeError or ValueError for arguments, for a model whose inputs cannot be told and for one on meta.
         """
         size("memory_estimate", "batch_size", batch_size)
         flag("memory_estimate", "calibrate", calibrate)
+        check_optimizer("memory_estimate", optimizer)
         given = self._sample("memory_estimate", model, sample, sequence_length, training)
         costs = self._costs(model, given, training, optimizer)
         if calibrate and costs.here and not costs.probes:
@@ -229,22 +240,28 @@ class HardwareAbstractionLayer:
             optimizer_step=step,
             allocated_state=_allocated_state(optimizer),
             here=here,
-            probes=list(self._probes.get(model, {}).get(_key(given, training), ())),
+            probes=list(self._probes.get(model, {}).get(_key(model, given, training), ())),
         )
 
     def _remember(self, model: nn.Module, given: Sample, training: bool, found: Costs | Knee) -> None:
-        self._probes.setdefault(model, {})[_key(given, training)] = list(found.probes)
+        self._probes.setdefault(model, {})[_key(model, given, training)] = list(found.probes)
 
-    def _sample(self, who: str, model: Any, sample: Any, tokens: int, training: bool) -> Sample:
+    def _sample(self, who: str, model: Any, sample: Any, tokens: int | None, training: bool) -> Sample:
         self._check(who, model)
         flag(who, "training", training)
+        limit = most_tokens(model) if sample is None else None
+        if tokens is not None and size(who, "sequence_length", tokens) > (limit or tokens):
+            raise ValueError(
+                f"{who}: sequence_length must be at most {limit}, the positions in the model's configuration, got "
+                f"{tokens}; where the model takes more, give sample=, ids of that length"
+            )
         if who == "get_optimal_batch_size" and any(p.device != self.device for p in model.parameters()):
             where = next(p.device for p in model.parameters() if p.device != self.device)
             raise ValueError(
                 f"get_optimal_batch_size: the model is on {where}, the target is {self.device}; call "
                 f"optimize_for_hardware(model), or model.to({str(self.device)!r})"
             )
-        return sample_of(model, sample, tokens=tokens)
+        return sample_of(model, sample, tokens=DEFAULT_TOKENS if tokens is None else tokens)
 
     def _check(self, who: str, model: Any) -> None:
         if not isinstance(model, nn.Module):
@@ -307,10 +324,10 @@ class HardwareAbstractionLayer:
         return f"Attention of {heads} heads of {dim}: {choice.kernel.backend}, because {choice.because}."
 
 
-def _key(given: Sample, training: bool) -> Any:
+def _key(model: nn.Module, given: Sample, training: bool) -> Any:
     shapes = tuple(tuple(v.shape[i] for i in range(v.ndim) if i != d) if isinstance(v, torch.Tensor) else repr(v)
                    for v, d in zip((*given.args, *given.kwargs.values()), given.dims))  # fmt: skip
-    return shapes, training
+    return shapes, training, fingerprint(model)
 
 
 def _allocated_state(optimizer: Any) -> int:

@@ -124,6 +124,15 @@ def local(x: Tensor) -> Tensor:
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
+def check_optimizer(who: str, optimizer: object) -> None:
+    """Raise TypeError for what is no `Optimizer` and not None."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
+        raise TypeError(
+            f"{who}: optimizer must be a torch.optim.Optimizer, a class of one such as torch.optim.AdamW, a function "
+            f"from parameters to one, or None, got {optimizer!r}"
+        )
+
+
 def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[int, int]:
     """(bytes that an optimizer keeps for the model once it has stepped, bytes that a step needs besides).
 
@@ -151,6 +160,10 @@ def _kept_per_element(optimizer: Optimizer, dtype: torch.dtype) -> float:
         made = type(optimizer)([small], **{k: v for k, v in optimizer.defaults.items() if k in _accepted(optimizer)})
     else:
         made = optimizer([small])
+        if not (hasattr(made, "step") and hasattr(made, "state")):
+            raise TypeError(
+                f"optimizer must make a torch.optim.Optimizer of a list of parameters, it made {type(made).__name__}"
+            )
     made.step()
     return sum(x.nbytes for x in made.state[small].values() if isinstance(x, Tensor) and x.numel() > 1) / small.numel()
 

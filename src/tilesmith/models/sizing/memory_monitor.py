@@ -144,7 +144,9 @@ class MemoryMonitor:
                 yield self
             peaks.mark("backward" if "optimizer" not in peaks.found else "optimizer")
         modules = tuple(self._rows(saved.bytes))
-        reductions = tuple(_reductions(self.model, modules, saved, max(peaks.found.values()), kept))
+        reductions = tuple(
+            _reductions(self.model, modules, saved, max(peaks.found.values()), kept, device.type == "cpu")
+        )
         self.report = MemoryReport(modules, peaks.found, reductions, tuple(_bounds(self.config, peaks.found)))
         limit = None if self.config is None else self.config.limit
         if limit is not None and self.report.peak > limit * GB:
@@ -274,9 +276,9 @@ def _bounds(config: MemoryConfig | None, peaks: dict[str, int]) -> Iterator[str]
 
 
 def _reductions(
-    model: nn.Module, modules: tuple[ModuleMemory, ...], saved: _Saved, peak: int, kept: bool
+    model: nn.Module, modules: tuple[ModuleMemory, ...], saved: _Saved, peak: int, kept: bool, on_cpu: bool
 ) -> list[Reduction]:
-    """The ways to need less that are worth a sentence here, the largest first."""
+    """The ways to need less that are worth a sentence here, the largest first. on_cpu: nothing can be moved there."""
     total = lambda kind: sum(getattr(row, kind) for row in modules)  # noqa: E731
     found = []
     logits = _logits(model, saved)
@@ -292,10 +294,16 @@ def _reductions(
         switches = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the newer name first
         how = next((f"model.{name}()" for name in switches if hasattr(model, name)), how)
         found.append(Reduction(f"checkpointing of {count} layers", saves, "one more forward of them", how))
+    if repeated and not on_cpu:
         how = "with torch.autograd.graph.save_on_cpu(pin_memory=True): ... round the forward"
         found.append(Reduction("activations on the CPU", total("activations"), "copies to the host and back", how))
     state = total("optimizer_state")
-    if state:
+    if state and on_cpu:
+        how = "an optimizer that keeps its state in 8 bits, or fully_shard over ranks"
+        found.append(
+            Reduction("a smaller optimizer state", state - state // 4, "rounding, or exchanges in each step", how)
+        )
+    elif state:
         how = "an optimizer that keeps its state there, or in 8 bits, or fully_shard over ranks"
         found.append(Reduction("optimizer state on the CPU", state, "copies in each step", how))
     if kept:

@@ -13,6 +13,7 @@ from torch import nn
 
 from tilesmith.engine.memory import workspaces
 from tilesmith.engine.timing import EVENTS, peak_memory
+from tilesmith.models.layers.tiles import TILE
 from tilesmith.models.sizing.sample_inputs import Sample
 from tilesmith.models.sizing.state import state_preserved
 
@@ -52,6 +53,25 @@ def agreed(value: Any) -> list[Any]:
     found: list[Any] = [None] * ranks()
     dist.all_gather_object(found, value)
     return found
+
+
+def fingerprint(model: nn.Module) -> Any:
+    """What the costs of a step depend on besides its inputs: equal where a probe of the model still tells. Hashable."""
+    modules = tuple(
+        (type(m), m.__dict__.get("gradient_checkpointing"), _checkpoint(m), m.__dict__.get(TILE), _attention(m))
+        for m in model.modules()
+    )
+    return modules, tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in model.parameters())
+
+
+def _checkpoint(module: nn.Module) -> str:
+    """How a module's checkpoint function keeps what it keeps."""
+    function = module.__dict__.get("_gradient_checkpointing_func")
+    return str(getattr(function, "keep", getattr(function, "keywords", "")))
+
+
+def _attention(module: nn.Module) -> str:
+    return str(getattr(module.__dict__.get("config"), "_attn_implementation", ""))
 
 
 def probe(model: nn.Module, sample: Sample, batch: int, *, backward: bool, device: torch.device) -> Probe:

@@ -101,8 +101,9 @@ def sample_of(model: nn.Module, sample: Any = None, *, tokens: int = 512) -> Sam
 
     sample: a tensor, a tuple of arguments, or a dict of keyword arguments, of one batch; every tensor whose first
     dimension is that of the first tensor is taken to have a row for each sequence. tokens: the length to make, no more
-    than the model has positions for. Known are models of transformers on ids, pixels or mel features, `nn.Decoder`,
-    torch's transformer layers and stacks, and an `nn.Sequential` that begins with a Linear or an Embedding.
+    than the model has positions for. Known are models of transformers on ids, pixels or mel features, wrapped by PEFT
+    or not, `nn.Decoder`, torch's transformer layers and stacks, and an `nn.Sequential` that begins with a Linear or an
+    Embedding.
 
     Raises ValueError where the inputs of a model cannot be told, TypeError for a sample of another kind.
     """
@@ -160,6 +161,8 @@ def _named(**kwargs: Tensor) -> Sample:
 
 def _of_transformers(model: nn.Module, tokens: int) -> Sample | None:
     transformers = sys.modules.get("transformers")
+    wrapped = getattr(model, "get_base_model", None)  # of PEFT, whose forward has the arguments of the base's
+    model = wrapped() if callable(wrapped) else model
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
     config, given, dtype = model.config, model.main_input_name, _dtype(model)

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tilesmith.engine import torch_private
 from tilesmith.engine.argument_checks import size
-from tilesmith.engine.memory import FEWEST_ROWS, GB, MemoryConfig, Need, human_size, workspaces
-from tilesmith.engine.timing import peak_memory
+from tilesmith.engine.memory import GB, MemoryConfig, human_size, workspaces
 from tilesmith.hardware.capacity import capacity_of
 from tilesmith.models.blocks import BlockForm
-from tilesmith.models.checkpoints import PLAN, Keep, Keeper, Shelf, attach, checkpointed_layers, detach
+from tilesmith.models.checkpoints import (
+    PLAN,
+    Keep,
+    Keeper,
+    Shelf,
+    attach,
+    checkpointed_layers,
+    detach,
+    is_attached,
+    stacks_of,
+)
 from tilesmith.models.layers.tiles import TILE, TiledForm, gated_mlps, is_tiled
-from tilesmith.models.sizing.memory_estimate import LiveBytes, held
+from tilesmith.models.sizing.layer_costs import captured, kinds_of, layer_line, refuse_positions, tile_of
+from tilesmith.models.sizing.memory_estimate import held
 from tilesmith.models.sizing.state import state_preserved
 from tilesmith.models.sizing.step_costs import KEEPS, Line, StepCosts
 from tilesmith.rewrite import forms, original_class, swap, unswap
@@ -27,8 +35,6 @@ COPYING = ("cpu", "cuda", "xpu")  # devices that host memory is copied to and fr
 CHOICES = ("auto", *KEEPS)
 PROBED = {"cpu": 256}  # tokens of the longer of two runs of a layer
 PROBED_ELSEWHERE = 32768  # a hidden state of a quarter of a gigabyte, beside which what does not grow is small
-TILE_PROBED = {"cpu": 64}
-TILE_PROBED_ELSEWHERE = 4096
 # Of a device: what its allocator loses between tensors of other sizes. To keep more in host memory costs less than
 # running out.
 SPARE = 0.05
@@ -83,7 +89,21 @@ class SequencePlan:
         if self.host:
             lines.append(f"  host memory: {human_size(self.host)}, allocated in {self.pin_seconds:.1f} s")
         lines.append(f"  about {self.longest:,} tokens would fit with keep={self.keep!r}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._idle()])
+
+    def _idle(self) -> list[str]:
+        """Why layers are not checkpointed at present, in lines."""
+        if self._model is None or not is_attached(self._model):
+            return []
+        layers = list(checkpointed_layers(self._model).values())
+        told = []
+        off = sum(not layer.gradient_checkpointing for layer in layers)
+        if off:
+            how = "model.gradient_checkpointing_enable() switches it on, and the plan holds"
+            told.append(f"  checkpointing of {off} layers was switched off, so their activations are kept: {how}")
+        if not all(layer.training for layer in layers):
+            told.append("  the model is in evaluation mode, in which no layer is checkpointed: call model.train()")
+        return told
 
 
 _WORDS = {
@@ -115,6 +135,9 @@ def fit_sequence(
     To learn what a layer takes, one layer of each kind is run forward and backward on a few tokens; the model is left
     as it was.
 
+    The plan holds while the model trains: in evaluation mode no layer is checkpointed. It stays where a trainer
+    switches gradient checkpointing on, whose arguments are not looked at. ``print(plan)`` says where it is off.
+
     Args:
         model: a transformers model of decoder layers, wrapped (PEFT) or not.
         tokens, batch: of a step. Shorter ones may be run; longer ones run, too, if they fit.
@@ -133,9 +156,10 @@ def fit_sequence(
         The plan. `plan.undo()` takes it back, as `tilesmith.undo(model)` does together with `optimize`.
 
     Raises:
-        TypeError: an argument of another type. ValueError: no layers that transformers can checkpoint; blocks recorded
-        or compiled by `optimize`; parameters on several devices or on meta; another `keep`; or nothing fits, with the
-        bytes that are missing and the most tokens that would.
+        TypeError: an argument of another type. ValueError: no layers that transformers can checkpoint; a model of other
+        inputs than `input_ids`; more tokens than a table of positions has; blocks recorded or compiled by `optimize`;
+        parameters on several devices or on meta; another `keep`; or nothing fits, with the bytes that are missing and
+        the most tokens that would.
     """
     _check(model, tokens, batch, memory, keep, host_memory_gb, tile_tokens)
     release(model)
@@ -151,19 +175,21 @@ def fit_sequence(
     shelf = Shelf(device)
     try:
         with state_preserved(model):
-            kinds = _kinds(list(layers.values()))
-            many = min(total, PROBED.get(device.type, PROBED_ELSEWHERE))
-            calls = [_captured(model, kinds, n) for n in dict.fromkeys((max(1, many // 2), many))]
+            refuse_positions(model, tokens)
+            kinds = kinds_of(list(layers.values()))
+            calls = [captured(model, kinds, *shape) for shape in _probed(tokens, batch, device)]
             hidden = calls[-1][0].x
             columns, itemsize = hidden.shape[-1], hidden.element_size()
-            tile = _tile(mlps, hidden, total, tile_tokens)
-            lines = [_layer_line(k, list(c), mlps, tile, total, shelf) for k, c in zip(kinds, zip(*calls))]
+            tile = tile_of(mlps, hidden, total, tile_tokens)
+            lines = [layer_line(k, list(c), mlps, tile, total, shelf) for k, c in zip(kinds, zip(*calls))]
             layer = max(lines, key=lambda line: line(total))
         costs = _costs(model, len(layers), columns, itemsize, layer, device, memory, host_memory_gb)
         keeps = costs.choose(total, keep)
         if keeps is None:
             raise ValueError(_refusal(costs, total, keep))
         tiled = _apply(layers.values(), keeps, mlps, tile, total, shelf)
+        for stack in stacks_of(model, layers):
+            attach(stack, Keeper(Keep(), shelf))
     except BaseException:
         release(model)
         raise
@@ -211,6 +237,9 @@ def _device(model: nn.Module, layers: dict[str, nn.Module]) -> torch.device:
             f"fit_sequence: {name} has no layers that transformers can checkpoint (GradientCheckpointingLayer); models "
             "of transformers that support gradient checkpointing are served"
         )
+    given = getattr(model, "main_input_name", "input_ids")
+    if given != "input_ids":
+        raise ValueError(f"fit_sequence: {name} takes {given}; models of input_ids are served, whose rows are tokens")
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"fit_sequence: {name} has an encoder and a decoder; models of one stack are served")
@@ -230,149 +259,11 @@ def _device(model: nn.Module, layers: dict[str, nn.Module]) -> torch.device:
     return device
 
 
-def _kinds(layers: list[nn.Module]) -> list[nn.Module]:
-    """One layer of each kind: of a class, sizes of parameters, and type of attention."""
-    found: dict[Any, nn.Module] = {}
-    for layer in layers:
-        shapes = tuple(tuple(p.shape) for p in layer.parameters())
-        window = next(filter(None, (getattr(m, "sliding_window", None) for m in layer.modules())), 0)
-        found.setdefault((type(layer), shapes, window), layer)
-    return list(found.values())
-
-
-class Captured(NamedTuple):
-    """A layer's input [1, tokens, C], and what it is called with besides."""
-
-    x: Tensor
-    args: tuple
-    kwargs: dict[str, Any]
-
-
-class _Stop(Exception):
-    pass
-
-
-def _captured(model: nn.Module, kinds: list[nn.Module], tokens: int) -> list[Captured]:
-    """What the layers are called with, from a forward that ends when the last of them is reached."""
-    found: dict[int, Captured] = {}
-
-    def hook(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs.pop("hidden_states")
-        found[id(layer)] = Captured(x.detach(), args[1:], dict(kwargs))
-        if len(found) == len(kinds):
-            raise _Stop
-
-    hooks = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in kinds]
-    model.train()
-    ids = torch.zeros(1, tokens, dtype=torch.long, device=next(model.parameters()).device)
-    try:
-        with torch.no_grad():
-            model(input_ids=ids, use_cache=False)
-    except _Stop:
-        pass
-    finally:
-        for handle in hooks:
-            handle.remove()
-    missing = [original_class(type(layer)).__name__ for layer in kinds if id(layer) not in found]
-    if missing:
-        raise ValueError(f"fit_sequence: a forward of input_ids does not reach {missing[0]}; it cannot be measured")
-    return [found[id(layer)] for layer in kinds]
-
-
-def _tile(mlps: list[nn.Module], hidden: Tensor, total: int, tile_tokens: int | None) -> int:
-    """Tokens of a tile."""
-    if tile_tokens is not None or not mlps:
-        return tile_tokens or total
-    many = min(hidden.shape[1], TILE_PROBED.get(hidden.device.type, TILE_PROBED_ELSEWHERE))
-    few = max(1, many // 2)
-    least, most = (_peak(mlps[0], hidden[:, :n]) for n in (few, many))
-    line = Line.through(few, least, many, most)
-    budget = max(total * hidden.shape[-1] * hidden.element_size() // 2, int(line.base + FEWEST_ROWS * line.slope))
-    need = Need(total, line(total), int(line.base), math.ceil(line.slope))
-    return _rows(need, budget)
-
-
-def _rows(need: Need, budget: int) -> int:
-    """Tokens of equal tiles, a multiple of `FEWEST_ROWS`, whose need stays within the budget."""
-    if need.whole <= budget:
-        return need.rows
-    most = max(FEWEST_ROWS, (budget - need.base) // max(1, need.row))
-    even = -(-need.rows // -(-need.rows // most))
-    return -(-even // FEWEST_ROWS) * FEWEST_ROWS
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
-
-
-def _layer_line(
-    layer: nn.Module, calls: list[Captured], mlps: list[nn.Module], tile: int, total: int, shelf: Shelf
-) -> Line:
-    """What a layer's backward holds beside its input, from runs of these calls with tiles in proportion. What layers
-    share, such as angles, is part of it."""
-    inside = {id(m) for m in layer.modules()}
-    own = [m for m in mlps if id(m) in inside]
-    attach(layer, Keeper(Keep(), shelf))
-    for mlp in own:
-        swap(mlp, TiledForm())
-    peaks = []
-    try:
-        for x, args, kwargs in calls:
-            for mlp in own:
-                mlp.__dict__[TILE] = max(1, tile * x.shape[1] // total)
-            shared = held(_tensors((args, kwargs)))
-            peaks.append((x.shape[1], shared + _peak(layer, x, args, kwargs)))
-    finally:
-        for mlp in own:
-            unswap(mlp)
-        detach(layer)
-    return Line.through(*peaks[0], *peaks[-1])
-
-
-def _peak(module: nn.Module, x: Tensor, args: tuple = (), kwargs: dict[str, Any] | None = None) -> int:
-    """What a forward and backward of `module` hold at their peak besides what is there before, in a second run: in the
-    first, kernels are compiled and libraries take workspaces.
-
-    On a CPU what the results of operators take: their scratch memory grows with the square of the tokens there, where
-    attention is a plain product.
-    """
-    trained = [p for p in module.parameters() if p.requires_grad]
-
-    def run() -> None:
-        leaf = x.detach().requires_grad_()
-        with torch.enable_grad():
-            out = module(leaf, *args, **(kwargs or {}))
-            loss = _Sum.apply(out[0] if isinstance(out, tuple) else out)
-            del out  # what a layer returned is gone when its backward begins, or counted as the next one's input
-            loss.backward()
-        for p in trained:
-            p.grad = None
-
-    run()
-    if x.device.type != "cpu" or torch_private.DispatchMode is None:
-        return peak_memory(run, x.device)
-    with LiveBytes() as live:
-        live.ignore(_tensors((x, args, kwargs, [*module.parameters(), *module.buffers()])))
-        run()
-    return live.peak
-
-
-class _Sum(torch.autograd.Function):
-    """A scalar whose gradient is a tensor of its own in memory, as one from a layer above is."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        ctx.like = out.shape, out.dtype, out.device
-        return out.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Tensor:
-        shape, dtype, device = ctx.like
-        return torch.zeros(shape, dtype=dtype, device=device)
+def _probed(tokens: int, batch: int, device: torch.device) -> list[tuple[int, int]]:
+    """Rows and tokens of the runs of a layer: whole sequences, or one that is cut."""
+    many = min(tokens * batch, PROBED.get(device.type, PROBED_ELSEWHERE))
+    counts = (max(1, many // 2), many)
+    return list(dict.fromkeys((max(1, n // tokens), min(n, tokens)) for n in counts))
 
 
 def _costs(
