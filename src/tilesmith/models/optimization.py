@@ -121,43 +121,16 @@ def optimize(
         takes everything back, also in a copy or an unpickled model.
 
     Raises:
-        TypeError: `model` is not a module, `strict` or `graphs` no bool. ValueError: `only` names no rule; `exclude` names
-        neither a rule nor a module, or has a pattern that matches none; `compile` is something else; no block repeats
-        for `compile` or `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
+        TypeError: `model` is not a module, `strict` or `graphs` no bool. ValueError: `only` names no rule; `exclude`
+        names neither a rule nor a module, or has a pattern that matches none; `compile` is something else; no block
+        repeats for `compile` or `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"optimize: model is {type(model).__name__}; it must be a torch.nn.Module: give the model itself, not its "
             "name or its state_dict"
         )
-    for name, value in (("only", only), ("exclude", exclude)):
-        if value is None and name == "only":
-            continue
-        if not isinstance(value, Collection) or not all(isinstance(part, str) for part in value):
-            raise TypeError(f"optimize: {name} must be a string or a collection of strings, got {value!r}")
-    names = list(dict.fromkeys(rule.name for rule in RULES))  # several may have one name
-    wanted = names if only is None else [only] if isinstance(only, str) else list(only)
-    unknown = [name for name in wanted if name not in names]
-    if unknown:
-        raise ValueError(
-            f"optimize: only names {', '.join(unknown)}; the rules are {', '.join(names)}. "
-            f"{suggestion(unknown[0], names)}"
-        )
-    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
-    modules = [fqn for fqn, _ in model.named_modules()]
-    known = {*names, *modules}
-    unknown = [pattern for pattern in patterns if pattern not in known and not set(pattern) & set("*?[")]
-    if unknown:
-        raise ValueError(
-            f"optimize: exclude names {', '.join(unknown)}, neither a module of the model nor a rule; give a module's "
-            f"name, a pattern, or one of the rules {', '.join(names)}"
-        )
-    idle = next((p for p in patterns if p not in known and not any(fnmatch.fnmatchcase(m, p) for m in modules)), None)
-    if idle is not None:
-        raise ValueError(
-            f"optimize: exclude has the pattern {idle!r}, which matches the name of no module of the model; names are as in "
-            f"model.named_modules(), such as {max(modules, key=lambda fqn: (fqn.count('.'), fqn != ''))!r}"
-        )
+    wanted, patterns = _asked(model, only, exclude)
     if compile not in (None, "between"):
         raise ValueError(f"optimize: compile is {compile!r}; it is None or 'between'")
     flag("optimize", "graphs", graphs)
@@ -188,6 +161,41 @@ def optimize(
     told = effects((op for row in found.replaced for op in row.ops), kind) + could_be_packed(model)
     model.tilesmith_report = replace(found, effects=told, notes=tuple(rule.record for rule in whole))
     return model
+
+
+def _asked(
+    model: nn.Module, only: str | Collection[str] | None, exclude: str | Collection[str]
+) -> tuple[list[str], list[str]]:
+    """The names of the rules to use, and what to leave out, or the error of what `optimize` was given for them."""
+    for name, value in (("only", only), ("exclude", exclude)):
+        if value is None and name == "only":
+            continue
+        if not isinstance(value, Collection) or not all(isinstance(part, str) for part in value):
+            raise TypeError(f"optimize: {name} must be a string or a collection of strings, got {value!r}")
+    names = list(dict.fromkeys(rule.name for rule in RULES))  # several may have one name
+    wanted = names if only is None else [only] if isinstance(only, str) else list(only)
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise ValueError(
+            f"optimize: only names {', '.join(unknown)}; the rules are {', '.join(names)}. "
+            f"{suggestion(unknown[0], names)}"
+        )
+    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    modules = [fqn for fqn, _ in model.named_modules()]
+    known = {*names, *modules}
+    unknown = [pattern for pattern in patterns if pattern not in known and not set(pattern) & set("*?[")]
+    if unknown:
+        raise ValueError(
+            f"optimize: exclude names {', '.join(unknown)}, neither a module of the model nor a rule; give a module's "
+            f"name, a pattern, or one of the rules {', '.join(names)}"
+        )
+    idle = next((p for p in patterns if p not in known and not any(fnmatch.fnmatchcase(m, p) for m in modules)), None)
+    if idle is not None:
+        raise ValueError(
+            f"optimize: exclude has the pattern {idle!r}, which matches the name of no module of the model; names are "
+            f"as in model.named_modules(), such as {max(modules, key=lambda fqn: (fqn.count('.'), fqn != ''))!r}"
+        )
+    return wanted, patterns
 
 
 def report(model: nn.Module) -> rewrite.Report:
