@@ -92,7 +92,8 @@ def test_one_that_fails_is_refused_with_the_reason(doubled, monkeypatch):
 
 def test_what_the_kernel_is_not_guilty_of_is_not_kept(doubled, monkeypatch):
     ran = _outcomes(monkeypatch, (trial.PREVENTED, "OutOfMemoryError: no room"), (trial.PASSED, "right"))
-    assert "no room" in trial.verdict("doubled", "made_up", CPU).refusal
+    refusal = trial.verdict("doubled", "made_up", CPU).refusal
+    assert "could not be tried with it: OutOfMemoryError: no room" in refusal and "failed" not in refusal
     assert not trial.path("doubled", "made_up", CPU).exists()
     monkeypatch.setattr(trial, "_found", {})
     assert trial.verdict("doubled", "made_up", CPU).refusal == "" and len(ran) == 2
@@ -130,6 +131,7 @@ def test_other_backends_are_never_tried(doubled, monkeypatch):
         ("raise ValueError('no such name')", (trial.FAILED, "ValueError: no such name")),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", (trial.FAILED, "its process was ended by SIGSEGV")),
         ("import sys; sys.stderr.write('full'); raise SystemExit(75)", (trial.PREVENTED, "full")),
+        ("import sys; print('busy'); sys.stderr.write('a warning'); raise SystemExit(75)", (trial.PREVENTED, "busy")),
     ],
 )
 def test_how_its_process_may_end(code, outcome):
@@ -146,6 +148,28 @@ def test_the_program_runs_a_case(capsys):
     assert program.main("rms_norm", "reference", "cpu") == trial.PASSED
     assert capsys.readouterr().out.endswith("right\n")
     assert program.main("rms_norm_vjp", "reference", "cpu") == trial.PASSED
+
+
+@pytest.mark.parametrize(
+    ("words", "of_the_device"),
+    [
+        ("CUDA error: out of memory", True),
+        ("CUDA error: all CUDA-capable devices are busy or unavailable", True),
+        ("CUDA driver initialization failed, you might not have a CUDA gpu.", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: unspecified launch failure", False),
+    ],
+)
+def test_the_program_tells_a_full_or_busy_device_from_a_fault(monkeypatch, words, of_the_device):
+    def fails(*args, **kwargs):
+        raise torch.AcceleratorError(words)
+
+    monkeypatch.setattr(program, "check_each", fails)
+    if of_the_device:
+        assert program.attempt("rms_norm", "reference", "cpu") == (trial.PREVENTED, f"AcceleratorError: {words}")
+    else:
+        with pytest.raises(torch.AcceleratorError):
+            program.attempt("rms_norm", "reference", "cpu")
 
 
 def test_the_program_finds_what_is_wrong(doubled, monkeypatch, capsys):

@@ -97,6 +97,8 @@ def _kept_or_tried(op: str, backend: str, device: torch.device, ask: bool) -> Ve
             kept = _read(where) or _try(op, backend, device, where)
     if kept["passed"]:
         return Verdict(note=f"{_untested()}; this kernel was tried with it on {kept['date']} and is right")
+    if kept.get("prevented"):
+        return Verdict(f"{_untested()}, and this kernel could not be tried with it: {kept['message']}")
     again = f"; delete {where} to try it again" if where.exists() else ""
     return Verdict(f"{_untested()}, and this kernel failed when it was tried with it: {kept['message']}{again}")
 
@@ -127,7 +129,8 @@ def _try(op: str, backend: str, device: torch.device, where: Path) -> dict:
     log.warning("%s: trying the %s kernel of %s once, in a process of its own", _untested(), backend, op)
     code, message = _run([sys.executable, "-m", PROGRAM, op, backend, str(device)])
     today = datetime.date.today().isoformat()
-    outcome = {"passed": code == PASSED, "message": message, "date": today, **_conditions(device)}
+    outcome = {"passed": code == PASSED, "prevented": code == PREVENTED, "message": message, "date": today}
+    outcome |= _conditions(device)
     if code != PREVENTED:
         with contextlib.suppress(OSError):  # a cache that cannot be written: the outcome holds for this process
             where.parent.mkdir(parents=True, exist_ok=True)
@@ -152,5 +155,5 @@ def _run(command: list[str]) -> tuple[int, str]:
         return PREVENTED, f"no process could be started for it: {problem}"
     if done.returncode < 0:
         return FAILED, f"its process was ended by {signal.Signals(-done.returncode).name}"
-    words = (done.stdout if done.returncode in (PASSED, FAILED) and done.stdout else done.stderr).strip()
+    words = (done.stdout.strip() if done.returncode in (PASSED, FAILED, PREVENTED) else "") or done.stderr.strip()
     return done.returncode if done.returncode in (PASSED, PREVENTED) else FAILED, words.rpartition("\n")[2]

@@ -18,6 +18,12 @@ from tilesmith.validate.cases import check_each
 
 _TAGS = ({"interpret", "compile"}, {"test"})  # the smallest first
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What CUDA and PyTorch say of a device that is full, busy or not to be had. A kernel's own faults (an illegal access, a
+# launch that failed) have other words.
+_OF_THE_DEVICE = (
+    "out of memory", "busy or unavailable", "initialization error", "initialization failed", "no CUDA-capable device",
+    "No CUDA GPUs", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "system not yet initialized",
+)  # fmt: skip
 
 
 def whole(name: str) -> Op:
@@ -47,8 +53,10 @@ def attempt(name: str, backend: str, device: torch.device | str) -> tuple[int, s
     for case, dtype in small_cases(name):
         try:
             result = next(check_each(whole(name), (backend,), case, device, dtype, pinned=pins(name, backend)))
-        except torch.OutOfMemoryError as problem:
-            return PREVENTED, f"OutOfMemoryError: {problem}"
+        except RuntimeError as problem:  # errors of CUDA are such
+            if not any(words in str(problem) for words in _OF_THE_DEVICE):
+                raise
+            return PREVENTED, f"{type(problem).__name__}: {problem}"
         if not result.message.startswith("rejects"):
             return (PASSED if result.passed else FAILED), f"case {case.name}: {result.message or 'right'}"
     return PREVENTED, f"no small case of {name} is one that {backend} takes"
