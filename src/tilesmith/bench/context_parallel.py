@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilesmith import ops
 from tilesmith.bench.document import document, save
 from tilesmith.bench.run import reason
+from tilesmith.bench.selection import check_parts
 from tilesmith.distributed import Layout, ProcessGroupRing, context_parallel_attention
 from tilesmith.distributed.layout import boundaries, causal_pairs
 from tilesmith.engine import use
@@ -119,9 +120,13 @@ def run(
     """The document of rank 0, and of every rank what it measured; all ranks call it alike.
 
     only: providers; cases: those whose name holds one of these; all by default. limit: seconds after which no further
-    case is begun. A provider that fails is a row with the reason, on all ranks.
+    case is begun. A provider that fails is a row with the reason, on all ranks. ValueError for a part that no name of a
+    provider, or of a case, has.
     """
     device, size = _device(), dist.get_world_size()
+    planned = problems(device)
+    check_parts(f"no case of {SUBJECT} is named", cases, [_named(problem, size) for problem in planned])
+    check_parts(f"{SUBJECT} has no provider", only, [name for problem in planned for name in _providers(problem)])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     named = {"dtype": str(dtype).removeprefix("torch."), "rounds": rounds, "gpus": size}
     found = document(SUBJECT, device, command, [], **named)
@@ -131,7 +136,7 @@ def run(
     progress("values")
     found["rows"] += _values(device, dtype)
     so_far(found)
-    for problem in problems(device):
+    for problem in planned:
         name = _named(problem, size)
         if cases and not any(part in name for part in cases):
             continue
