@@ -69,10 +69,10 @@ def test_panels_can_be_chosen():
     found = sweep.run("attention", "tokens", CPU, torch.float32, named=("causal",), **named)
     assert {row["panel"] for row in found["rows"]} == {"head dim 16, causal"}
     with pytest.raises(
-        ValueError, match="no panel of attention is window; there are: head dim 16, full, head dim 16, ca"
+        ValueError, match="attention has no panel 'window'. Known: head dim 16, causal, head dim 16, full"
     ):
         sweep.run("attention", "tokens", CPU, torch.float32, named=("window",), **named)
-    with pytest.raises(ValueError, match="no panel of rms_norm is wide; its one panel has no name"):
+    with pytest.raises(ValueError, match="rms_norm has no panel 'wide'. There is none"):
         sweep.run("rms_norm", "columns", CPU, torch.float32, named=("wide",), **named)
 
 

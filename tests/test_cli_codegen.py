@@ -52,6 +52,18 @@ def test_json_is_a_kernel(tmp_path):
     assert "geglu" in json.dumps(json.loads((tmp_path / "a").read_text()))
 
 
+def test_one_json_object_has_the_text_and_what_a_launcher_needs(tmp_path):
+    code, output = run("swiglu", "-t", "wgsl", "--set", "hidden_dim=64", "--json")
+    told = json.loads(output)
+    assert code == 0 and "@compute" in told["text"] and told["file"] is None
+    assert told["tensors"][0] == {"name": "gate", "access": "read", "type": "f32x4"}
+    assert (told["kernel"], told["target"], told["threads"]) == ("swiglu", "wgsl", 256)
+    code, output = run("swiglu", "-t", "spirv", "--set", "hidden_dim=64", "--json", "-o", tmp_path / "a")
+    told = json.loads(output)
+    assert code == 0 and told["text"] is None and told["file"] == str(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes()[:4] == b"\x03\x02\x23\x07"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -8,7 +8,7 @@ import torch
 import tilesmith
 from plan_calls import SM90, latent
 from tilesmith import cli
-from tilesmith.engine import cases
+from tilesmith.engine import cases, torch_private
 from tilesmith.engine.backends import triton_missing
 from tilesmith.flash_attention import flash_attn_with_kvcache
 from tilesmith.ops import Mask
@@ -38,6 +38,11 @@ def test_values_are_known_in_their_keys():
     assert not any(values_in_keys(k, v) for v in _others(k))
     meta = k.to("meta")
     assert values_in_keys(meta, meta[..., :512]) and not any(values_in_keys(meta, v) for v in _others(meta))
+    view = k[..., :512]
+    with torch_private.fake_tensor_mode() as mode:
+        fake, view = mode.from_tensor(k), mode.from_tensor(view)
+        assert values_in_keys(fake, view) and values_in_keys(fake, fake[..., :512])
+        assert not any(values_in_keys(fake, v) for v in _others(fake))
 
 
 def test_cases_have_them_as_a_view():

@@ -153,6 +153,32 @@ def test_an_import_that_fails_tells_why(monkeypatch, package, name):
         exec(f"from {package} import {name}")
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("tilesmith.rms_norm", "'rms_norm'. It is tilesmith.ops.rms_norm"),
+        ("tilesmith.softmx", "'softmx'. Did you mean 'tilesmith.ops.softmax'?"),
+        ("tilesmith.optimise", "'optimise'. Did you mean 'optimize'?"),
+        ("tilesmith.ops.rms_nrm", "'rms_nrm'. Did you mean 'rms_norm'?"),
+        ("tilesmith.codegen.metall", "'metall'. Did you mean 'metal'?"),
+        ("tilesmith.attention(1, 2, 3)", "call tilesmith.ops.attention(q, k, v)"),
+        ("tilesmith.flash_attention(1, 2, 3)", "call tilesmith.ops.attention, or flash_attn_func of this module"),
+    ],
+)
+def test_a_wrong_name_is_said_once_with_the_right_one(asked, told):
+    """In a fresh process, as the traceback prints it: Python adds suggestions of its own to some errors."""
+    done = subprocess.run([sys.executable, "-c", f"import tilesmith; {asked}"], capture_output=True, text=True)
+    assert done.stderr.strip().endswith(told)
+    assert done.stderr.count("Did you mean") == ("Did you mean" in told)
+
+
+def test_printers_are_attributes_of_the_package():
+    code = "import sys, tilesmith; p = tilesmith.codegen; print(p.cuda.generate, p.metal.generate, p.spirv.generate, "
+    code += "p.wgsl.generate, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.count("<function generate") == 4 and done.stdout.endswith("False\n"), done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(ops()))
 def test_kernel_modules_are_the_family_s_own(name):
     op = ops()[name]

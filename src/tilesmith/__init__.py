@@ -22,7 +22,8 @@ def __getattr__(name: str):
             raise
     except AttributeError as problem:  # `from tilesmith import name` would say no more than that there is no such name
         raise ImportError(f"tilesmith.{name} could not be imported: {problem}") from problem
-    raise absent("tilesmith", name, __all__)
+    elsewhere = {} if name.startswith("_") else {"tilesmith.ops": imported("tilesmith.ops").__all__}
+    raise absent("tilesmith", name, __all__, elsewhere)
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,8 @@ device's shared memory is refused with the numbers. On a CPU a pair is checked f
 use_half: Q, K and V are rounded to float16 first (beyond ±65504 to infinity), sums stay fp32, and results come back in
 Q's dtype.
 
-`flash_attn_with_kvcache` has the layout of flash-attn, [B, tokens, heads, D], and no tiles to choose.
+`flash_attn_func`, `flash_attn_varlen_func` and `flash_attn_with_kvcache` are flash-attn's, in its layout,
+[B, tokens, heads, D], and have no tiles to choose.
 
 See `tilesmith.ops` for the ops themselves: `attention`, with masks and more, and a `flash_attention_forward` with scale
 and causal.
@@ -20,11 +21,14 @@ and causal.
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith._lazy import refuse_calls
+from tilesmith.attention.flash_attn import flash_attn_func, flash_attn_varlen_func
 from tilesmith.attention.kv_cache import flash_attn_with_kvcache
 from tilesmith.engine import use
 from tilesmith.engine.argument_checks import alike, flag, size, tensor
@@ -36,6 +40,8 @@ CHOOSE = (32, 32)  # (Bc, Br) for which the library chooses
 __all__ = [
     "FlashAttention",
     "estimate_memory_usage",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "flash_attention_backward",
     "flash_attention_forward",
@@ -270,3 +276,6 @@ def _own_tile(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int] | None:
         return None
     config = attention_op.kernel("triton").fn.configure(attention_op.bind((q, k, v), {}))
     return config.block_n, config.block_m
+
+
+refuse_calls(sys.modules[__name__], "tilesmith.ops.attention, or flash_attn_func of this module")

@@ -4,7 +4,9 @@ Legend: B batch rows, T query tokens, S key tokens, H query heads, G kv heads, D
 of keys.
 """
 
-from tilesmith._lazy import lazy_names
+import sys
+
+from tilesmith._lazy import lazy_names, refuse_calls
 
 _HOMES = {
     "AttentionConfig": "tilesmith.attention.config",
@@ -37,3 +39,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 __getattr__, __dir__ = lazy_names(globals(), _HOMES)
+refuse_calls(sys.modules[__name__], "tilesmith.ops.attention(q, k, v)")

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.attention.flash_attn import UNLIMITED, sides
 from tilesmith.engine.argument_checks import flag, number, tensor
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import attention_op
 
 _OP = "flash_attn_with_kvcache"
-_UNLIMITED = (-1, -1)
 
 
 def flash_attn_with_kvcache(
@@ -30,7 +30,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -68,13 +68,14 @@ def flash_attn_with_kvcache(
         ("causal", causal), ("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse),
     ):  # fmt: skip
         flag(_OP, name, value)
-    local = causal or tuple(window_size) != _UNLIMITED
+    window = sides(_OP, window_size)
+    local = causal or window is not None
     lengths = _lengths(cache_seqlens, q)
     table = cache_batch_idx[:, None] if cache_batch_idx is not None else block_table
     queries, keys, values = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
     held = lengths if k is None or lengths is None else lengths + k.shape[1]
     documents = None if cache_leftpad is None else _documents(cache_leftpad, q, keys, table)
-    mask = Mask(causal, None if tuple(window_size) == _UNLIMITED else window_size, documents=documents)
+    mask = Mask(causal, window, documents=documents)
     score = Score(softmax_scale, number(_OP, "softcap", softcap, 0.0), alibi_slopes)
     given: dict[str, Any] = {"kv_lengths": held, "page_table": table}
     if k is not None and v is not None and lengths is not None:

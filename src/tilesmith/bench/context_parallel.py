@@ -26,6 +26,7 @@ from tilesmith.bench.context_parallel_problems import BOTH, FORWARD, Problem, do
 from tilesmith.bench.document import document, save
 from tilesmith.bench.peers_ranks import Provider
 from tilesmith.bench.ranks import ALONE, Step, current_device, process_group, rounds, seconds
+from tilesmith.bench.selection import check_parts
 from tilesmith.distributed import ProcessGroupRing, context_parallel_attention
 from tilesmith.distributed.layout import boundaries
 from tilesmith.engine import use
@@ -51,9 +52,13 @@ def run(
     """The document of rank 0, and of every rank what it measured; all ranks call it alike.
 
     only: providers; cases: those whose name holds one of these; all by default. limit: seconds after which no further
-    case is begun. A provider that fails is a row with the reason, on all ranks.
+    case is begun. A provider that fails is a row with the reason, on all ranks. ValueError for a part that no name of a
+    provider, or of a case, has.
     """
     device, size = current_device(), dist.get_world_size()
+    planned = problems(device, size)
+    check_parts(f"no case of {SUBJECT} is named", cases, [_named(problem, size) for problem in planned])
+    check_parts(f"{SUBJECT} has no provider", only, [name for problem in planned for name in _providers(problem)])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     named = {"dtype": str(dtype).removeprefix("torch."), "rounds": rounds, "gpus": size}
     subject = SUBJECT if size == 2 else f"{SUBJECT}-{size}"
@@ -64,7 +69,7 @@ def run(
     progress("values")
     found["rows"] += _values(device, dtype)
     so_far(found)
-    for problem in problems(device, size):
+    for problem in planned:
         name = _named(problem, size)
         if cases and not any(part in name for part in cases):
             continue

@@ -40,25 +40,28 @@ def providers(name: str, only: Sequence[str] = ()) -> dict[str, Adapter]:
     `tilesmith:BACKEND` is ours with that kernel pinned, `tilesmith:vulkan` the portable kernel through Vulkan,
     `tilesmith:e4m3` attention by `attention_fp8`; such providers are measured only where `only` names them.
     """
+    asked = set(only)
+    return {n: make for n, make in _known(name).items() if n == OURS or (n in asked if asked else ":" not in n)}
+
+
+def names(name: str) -> list[str]:
+    """Names of all providers of an op, those that are measured only where they are named among them."""
+    return list(_known(name))
+
+
+def _known(name: str) -> dict[str, Adapter]:
     op = ops()[name]
     ours = {OURS: lambda args: lambda: op(**args)}
     for backend in op.backends():
-        if f"{OURS}:{backend}" in only:
-            ours[f"{OURS}:{backend}"] = lambda args, backend=backend: _pinned(op, backend, args)
-    if f"{OURS}:{vulkan.NAME}" in only and "portable" in op.backends():
+        ours[f"{OURS}:{backend}"] = lambda args, backend=backend: _pinned(op, backend, args)
+    if "portable" in op.backends():
         ours[f"{OURS}:{vulkan.NAME}"] = lambda args: vulkan.ThroughVulkan(op, args)
     if name == "attention":
-        if f"{OURS}:e4m3" in only:
-            ours[f"{OURS}:e4m3"] = peers_attention.in_e4m3
-        peers = peers_attention.PEERS
-    else:
-        eager = EAGER.get(name, reference(op))
-        peers = {
-            "pytorch": lambda args: lambda: eager(**args),
-            "compile": lambda args: _compiled(eager, args),
-            **PEERS.get(name, {}),
-        }
-    return {**ours, **{peer: adapter for peer, adapter in peers.items() if not only or peer in only}}
+        ours[f"{OURS}:e4m3"] = peers_attention.in_e4m3
+        return {**ours, **peers_attention.PEERS}
+    eager = EAGER.get(name, reference(op))
+    plain = {"pytorch": lambda args: lambda: eager(**args), "compile": lambda args: _compiled(eager, args)}
+    return {**ours, **plain, **PEERS.get(name, {})}
 
 
 def _pinned(op: Op, backend: str, args: Mapping[str, Any]) -> Call:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilesmith.bench.document import document
 from tilesmith.bench.missing import Missing
 from tilesmith.bench.peers import FLOORS, OURS, Adapter, providers
+from tilesmith.bench.selection import check_named, check_providers
 from tilesmith.bench.vulkan import ThroughVulkan
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.engine.registry import family_of
@@ -106,14 +107,15 @@ def run(
 
     only: providers to measure; named: cases to run, whatever their tags; empty means all. forward: no backward. A peer
     that is missing or fails is a row with a reason; ours raises. so_far: is given the document after each case, for a
-    run that may not reach its end. ValueError when no case is left, and for the forward alone of a loss.
+    run that may not reach its end. ValueError for a name that the op has not, when no case is left, and for the forward
+    alone of a loss.
     """
+    check_named(name, cases(name), named, dtype)
+    check_providers([name], only)
     wanted = [c for c in cases(name) if (c.name in named if named else tag in c.tags) and dtype in c.dtypes]
     if not wanted:
-        known = ", ".join(c.name for c in cases(name) if dtype in c.dtypes)
-        raise ValueError(
-            f"no {_name(dtype)} case of {name} is {' or '.join(named) or 'tagged ' + tag}; there are: {known}"
-        )
+        tags = sorted({tag for c in cases(name) if dtype in c.dtypes for tag in c.tags})
+        raise ValueError(f"no {_name(dtype)} case of {name} is tagged {tag}; their tags are: {', '.join(tags)}")
     found = document(name, device, command, [], dtype=_name(dtype), rounds=rounds, ceilings=asdict(ceilings(device)))
     for case in wanted:
         progress(case.name)

@@ -10,6 +10,7 @@ import torch
 
 from tilesmith.bench.document import document
 from tilesmith.bench.run import case_rows, ceilings
+from tilesmith.bench.selection import check_parts, check_providers
 from tilesmith.bench.sweep_inputs import INPUTS, LARGE, SMALL, Held
 from tilesmith.engine import Case, ops
 
@@ -71,8 +72,8 @@ def run(
 
     at: values of the axis, those of `values` by default. only: providers to measure besides ours, named: panels whose
     names contain one of these; all by default. forward: no backward. so_far: is given the document after each case, for
-    a run that may not reach its end. Raises ValueError for an axis or a panel that the op has not, for values below 1,
-    and for the forward alone of a loss.
+    a run that may not reach its end. Raises ValueError for an axis, a panel or a provider that the op has not, for
+    values below 1, and for the forward alone of a loss.
     """
     if axis not in axes(op):
         known = ", ".join(axes(op)) or "none"
@@ -82,10 +83,8 @@ def run(
     held = LARGE if device.type != "cpu" else SMALL
     planned = [(value, *made) for value in at or values(op, axis, device) for made in cases(op, axis, value, held)]
     wanted = [made for made in planned if not named or any(n in made[1] for n in named)]
-    if not wanted:
-        known = ", ".join(dict.fromkeys(panel for _, panel, _ in planned if panel))
-        said = f"there are: {known}" if known else "its one panel has no name"
-        raise ValueError(f"no panel of {op} is {' or '.join(named)}; {said}")
+    check_parts(f"{op} has no panel", named, [panel for _, panel, _ in planned if panel])
+    check_providers([op], only)
     found = document(
         f"{op}-{axis}",
         device,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilesmith.bench.selection import check_named
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.engine.tuning import GAIN, Found, search, tunable
 
@@ -30,8 +31,12 @@ def tune(
     rounds: int = 3,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Tuned]:
-    """Search on each case tagged "tune" (or `named`), the forward's kernel and then the backward's."""
+    """Search on each case tagged "tune" (or `named`), the forward's kernel and then the backward's.
+
+    ValueError where `named` has what is no case of the op, or none for `dtype`.
+    """
     op = ops()[name]
+    check_named(name, cases(name), named, dtype)
     for case in cases(name):
         if dtype not in case.dtypes or (case.name not in named if named else "tune" not in case.tags):
             continue

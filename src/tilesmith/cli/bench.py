@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilesmith.cli.output import console, device_named, dtype_named, errors, needs, op_named, print_json, refuse, table
+from tilesmith.cli.output import (
+    console,
+    device_named,
+    dtype_named,
+    errors,
+    needs,
+    op_named,
+    print_json,
+    refuse,
+    refused,
+    table,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -83,30 +95,31 @@ def command(
     if plot is not None and sweep is None:
         refuse("--plot draws a sweep; say along what: --sweep columns, tokens or vocabulary")
     from tilesmith.bench.document import save as write
+    from tilesmith.bench.selection import cases_of, providers_of
 
     where = device_named(device)
     line = "tilesmith " + shlex.join(sys.argv[1:])
     measure = {"device": where, "dtype": dtype_named(dtype, where), "command": line, "rounds": rounds}
-    measure["only"] = tuple(filter(None, against.split(",")))
+    only = tuple(filter(None, (peer.strip() for peer in against.split(","))))
 
     def so_far(found: dict[str, Any]) -> None:
         if save:
             write(found, out, keep=True)
 
     documents: list[dict[str, Any]] = []
-    for subject in _subjects(what, tag or _tag(where), sweep):
+    for subject in _selected(_subjects(what, tag or _tag(where), sweep), case or (), only, sweep):
         with console.status(f"measuring {subject}") as status:
             told = lambda step, subject=subject: status.update(f"measuring {subject}: {step}")  # noqa: E731
+            asked = {**measure, "progress": told, "so_far": so_far, "only": providers_of(subject, only)}
+            named = tuple(case or ()) if sweep else cases_of(subject, case or ())
             if subject == "model":
-                found = _model(shape, {**measure, "progress": told, "so_far": so_far, "limit": limit})
+                found = _model(shape, {**asked, "limit": limit})
             elif subject == "host":
-                found = _host({**measure, "progress": told, "so_far": so_far, "named": case or ()})
+                found = _host({**asked, "named": named})
             elif zoo is not None:
-                drawn = {"seed": zoo, "count": count, "decode": decode, "forward": forward}
-                found = _zoo(subject, {**measure, **drawn, "progress": told, "so_far": so_far})
+                found = _zoo(subject, {**asked, "seed": zoo, "count": count, "decode": decode, "forward": forward})
             else:
-                asked = {**measure, "progress": told, "so_far": so_far, "named": case or (), "forward": forward}
-                found = _op(subject, sweep, asked, tag or _tag(where))
+                found = _op(subject, sweep, {**asked, "named": named, "forward": forward}, tag or _tag(where))
         if as_json:
             documents.append(found)
         else:
@@ -172,9 +185,11 @@ def _ranks(what: list[str], rounds: int, limit: float, only: tuple, cases: list[
     with context_parallel.process_group() as rank:
         told = (lambda step: console.print(step, style="dim")) if rank == 0 else (lambda step: None)
         kept = (lambda found: write(found, out, keep=bool(cases))) if rank == 0 and out else (lambda found: None)
-        found = context_parallel.run(
-            command=line, rounds=rounds, only=only, cases=cases, limit=limit, progress=told, so_far=kept
-        )
+        how = {"rounds": rounds, "limit": limit, "progress": told, "so_far": kept}
+        try:
+            found = context_parallel.run(command=line, only=only, cases=cases, **how)
+        except ValueError as problem:
+            refuse(str(problem))
         if rank == 0:
             kept(found)
             for row in (row for row in found["rows"] if "error_over_one_gpu" in row):
@@ -225,6 +240,19 @@ def _subjects(what: list[str], tag: str, sweep: str | None) -> list[str]:
     from tilesmith.bench.run import benchable
 
     return [*benchable(tag), "host"]
+
+
+def _selected(subjects: list[str], named: Sequence[str], only: Sequence[str], sweep: str | None) -> list[str]:
+    """The subjects that have one of the cases `named`, if there are any. Refuses names that no subject has."""
+    from tilesmith.bench.selection import cases_of, check_cases, check_providers
+
+    with refused("--against"):
+        check_providers(subjects, only)
+    if not named or sweep:
+        return subjects
+    with refused("--case"):
+        check_cases(subjects, named)
+    return [subject for subject in subjects if cases_of(subject, named)]
 
 
 def _model(shape: str, measure: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tilesmith.cli.output import errors, refuse, setting
+from tilesmith.cli.output import errors, print_json, refuse, setting
 
 TARGETS = ("cuda", "ptx", "metal", "wgsl", "spirv", "spvasm", "json")
 
@@ -21,10 +21,14 @@ def command(
     preset: Annotated[str | None, typer.Option(help="Of flash_attention: ampere, hopper, rdna3, apple, ...")] = None,
     arch: Annotated[str, typer.Option(help="What PTX is for.")] = "sm_80",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; otherwise standard output.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: the text, and what a launcher needs to know.")
+    ] = False,
 ) -> None:
     """A pre-built kernel, compiled from its Python text to CUDA C++, PTX, Metal, WGSL, SPIR-V, its assembly or JSON.
 
-    Says on standard error which tensors, scalars and grid the kernel takes.
+    Says on standard error which tensors and scalars the kernel takes, or with --json on standard output. Of --target
+    json the text is the kernel's own IR.
     """
     from tilesmith.codegen import KernelError
 
@@ -36,15 +40,21 @@ def command(
         ir = _build(kernel, preset, dict(map(_field, set_ or [])))
         code = _print(ir, target, arch)
     except (KernelError, ValueError, TypeError) as problem:
-        refuse(str(problem).replace("[", "\\["))
+        refuse(str(problem))
     if output is None:
-        sys.stdout.write(code)
+        if not as_json:
+            sys.stdout.write(code)
     else:
         try:
             output.write_bytes(code if isinstance(code, bytes) else code.encode())
         except OSError as problem:
             refuse(f"-o {output}: {problem.strerror}")
-    errors.print(_summary(ir), highlight=False, markup=False)
+    if as_json:
+        print_json(
+            {"target": target, "text": code if output is None else None, "file": output and str(output), **_facts(ir)}
+        )
+    else:
+        errors.print(_summary(ir), highlight=False, markup=False)
 
 
 def _build(kernel: str, preset: str | None, fields: dict):
@@ -86,6 +96,17 @@ def _print(ir, target: str, arch: str) -> str | bytes:
     return {"cuda": cuda.generate, "metal": metal.generate, "wgsl": wgsl.generate, "spirv": spirv.generate}.get(
         target, to_json
     )(ir)
+
+
+def _facts(ir) -> dict:
+    return {
+        "kernel": ir.name,
+        "tensors": [{"name": b.name, "access": b.access, "type": str(b.type)} for b in ir.buffers],
+        "scalars": [{"name": s.name, "type": str(s.type)} for s in ir.scalars],
+        "threads": ir.threads,
+        "shared_bytes": ir.shared_bytes,
+        "needs": sorted(ir.features),
+    }
 
 
 def _summary(ir) -> str:

@@ -73,12 +73,12 @@ def _forward_ops() -> list[str]:
 
 
 def _choices(name: str, device) -> list[dict]:
-    from tilesmith.cli.explain import _arguments, _empty, as_dict
+    from tilesmith.cli.explain import _empty, arguments, as_dict
     from tilesmith.cli.output import dtype_named
     from tilesmith.cli.recorder import choices_of
     from tilesmith.engine import ops
 
-    built = _empty(_arguments(name, None, {}, {}), device, dtype_named(None, device))
+    built = _empty(arguments(name, None, {}, {}), device, dtype_named(None, device))
     return [
         {**as_dict(choice), "because": "; ".join(filter(None, (choice.because, choice.note)))}
         for choice in choices_of(ops()[name], built)

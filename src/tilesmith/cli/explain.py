@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilesmith.cli.output import console, device_named, dtype_named, op_named, print_json, refuse, setting
+from tilesmith.cli.output import console, device_named, dtype_named, op_named, print_json, refuse, refused, setting
 
 if TYPE_CHECKING:
-    from tilesmith.engine import Choice
+    from tilesmith.engine import Case, Choice
     from tilesmith.hardware import Arch
 
 
@@ -19,7 +19,9 @@ def command(
         list[str] | None, typer.Option(help="x=4096x8192: an argument's size. Give each that changes.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Another argument: causal=true. Repeatable.")] = None,
-    case: Annotated[str | None, typer.Option(help="Which of the op's example inputs to start from.")] = None,
+    case: Annotated[
+        str | None, typer.Option(help="Which of the op's examples to start from, as in tests and benchmarks.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps.")] = None,
     arch: Annotated[str | None, typer.Option(help="sm80, sm90, gfx942, ...: a GPU that need not be here.")] = None,
@@ -27,8 +29,9 @@ def command(
 ) -> None:
     """Which kernels serve a call of an op and its backward, and why not the others.
 
-    Without options the call is the op's first example. Tensors are not filled: only their metadata matters. With
-    --arch, or --device cuda where there is none, it is what the facts about that GPU and the kernels' own rules say.
+    Without --shape and --case the call is a case of the benchmark, which a line names. Sizes that are given replace
+    those of the op's first, small example. Tensors are not filled: only their metadata matters. With --arch, or
+    --device cuda where there is none, it is what the facts about that GPU and the kernels' own rules say.
     """
     import torch
 
@@ -38,7 +41,9 @@ def command(
     there = _arch(arch, device)
     where = torch.device("cpu") if there is not None else device_named(device)
     options = dict(setting(text, "causal=true") for text in set_ or [])
-    args = _arguments(op, case, dict(map(_size, shape or [])), options)
+    sizes = dict(map(_size, shape or []))
+    start = case_named(op, case) if case else None if sizes else typical(op)
+    args = arguments(op, start, sizes, options)
     kind = torch.bfloat16 if there is not None and dtype is None else dtype_named(dtype, where)
     built = _empty(args, where, kind)
     try:
@@ -48,10 +53,15 @@ def command(
     on = str(there or where)
     if as_json:
         shown = {name: _show(value) for name, value in built.items()}
-        print_json({"op": op, "device": on, "arguments": shown, "choices": list(map(as_dict, choices))})
+        example = None if start is None else start.name
+        print_json(
+            {"op": op, "device": on, "case": example, "arguments": shown, "choices": list(map(as_dict, choices))}
+        )
         return
     if there is not None:
         console.print(f"As on {on}, from its facts; nothing was run.", style="dim", highlight=False)
+    if start is not None and case is None:
+        console.print(_told(start, args), style="dim", highlight=False)
     console.print(", ".join(f"{name} {_show(value)}" for name, value in built.items()), style="dim", highlight=False)
     for choice in choices:
         console.print(str(choice), highlight=False, markup=False)
@@ -83,15 +93,46 @@ def as_dict(choice: Choice) -> dict:
     }
 
 
-def _arguments(op: str, case: str | None, shapes: dict, values: dict) -> dict:
-    from tilesmith.engine import T, cases
+def case_named(op: str, name: str) -> Case:
+    """The op's example of that name."""
+    from tilesmith.bench.selection import refuse_unknown
+    from tilesmith.engine import cases
 
     examples = {c.name: c for c in cases(op)}
-    if case is not None and case not in examples:
-        refuse(f"op {op!r} has no case {case!r}; it has {', '.join(examples)}")
-    if not examples:
+    with refused("--case"):
+        refuse_unknown(f"{op} has no case", [name], list(examples))
+    return examples[name]
+
+
+def typical(op: str) -> Case | None:
+    """The call of a benchmark that stands for the op: of those with the fewest arguments the middle one; else the first
+    example, if there is one."""
+    from tilesmith.engine import cases
+
+    measured = [case for case in cases(op) if "bench" in case.tags]
+    given = [sum(value is not None for value in case.args.values()) for case in measured]
+    plain = [case for case, count in zip(measured, given) if count == min(given)]
+    return plain[len(plain) // 2] if plain else next(iter(cases(op)), None)
+
+
+def _told(case: Case, args: dict) -> str:
+    """What the example is, and how to ask about another size."""
+    from tilesmith.engine import T
+
+    name, tensor = next(((n, x) for n, x in args.items() if isinstance(x, T)), ("x", T(4096, 8192)))
+    kind = "benchmark" if "bench" in case.tags else "small test"
+    sizes = "x".join(map(str, tensor.shape))
+    return f"Sizes of the {kind} case {case.name}; give those of your call, as --shape {name}={sizes}."
+
+
+def arguments(op: str, start: Case | None, shapes: dict, values: dict) -> dict:
+    """The arguments of `start`, or of the op's first example, with tensors of these shapes and with these values."""
+    from tilesmith.engine import T, cases
+
+    start = start or next(iter(cases(op)), None)
+    if start is None:
         return {**{name: T(*size) for name, size in shapes.items()}, **values}
-    args = dict(examples[case].args if case else next(iter(examples.values())).args)
+    args = dict(start.args)
     for name, size in shapes.items():
         if name not in args:
             refuse(f"--shape {name}: op {op!r} takes {', '.join(args)}")

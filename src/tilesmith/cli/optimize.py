@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """A training step: its time over the rounds, and its peak memory in bytes."""
+    """A training step: its time over the rounds, and its peak memory in bytes above what was held before it."""
 
     timing: Timing
     peak: int
@@ -149,14 +149,16 @@ def _differ(steps: dict[str, Step]) -> bool:
 def _compare(steps: dict[str, Step], kind: str) -> None:
     before, after = steps["before"], steps["after"]
     gain = f"{before.timing.median_us / after.timing.median_us:.2f}×" if _differ(steps) else "none beyond the spread"
-    rows = [
-        ("training step", _time(before.timing), _time(after.timing), gain),
-        ("peak memory", _gb(before.peak), _gb(after.peak), f"{before.peak / max(after.peak, 1):.2f}×"),
-    ]
+    rows = [("training step", _time(before.timing), _time(after.timing), gain)]
+    if before.peak and after.peak:  # 0 on a device whose allocator says nothing
+        rows.append(("peak memory", _bytes(before.peak), _bytes(after.peak), f"{before.peak / after.peak:.2f}×"))
     console.print()
     console.print(table(("", "before", "after", "gain"), rows, right="before,after,gain"))
     told = f"Medians of {len(before.timing.rounds)} interleaved rounds, ± half the interquartile range, on {kind}."
     console.print(told, style="dim", highlight=False)
+    if len(rows) == 2:
+        seen = ", as far as torch's allocator handed it out" if kind == "cpu" else ""
+        console.print(f"Peak memory is what a step holds beside the weights{seen}.", style="dim", highlight=False)
 
 
 def _as_dict(steps: dict[str, Step]) -> dict:
@@ -173,5 +175,6 @@ def _time(timing: Timing) -> str:
     return f"{timing.median_us / 1e3:.1f} ms ±{50 * timing.spread:.0f} %"
 
 
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
+def _bytes(count: int) -> str:
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if count >= u), (1e3, "kB"))
+    return f"{count / unit:.2f} {name}"

@@ -40,8 +40,17 @@ CHECK_FAILED = 1
 
 def refuse(message: str) -> NoReturn:
     """Say what is wrong with the request, and exit with code 2."""
-    errors.print(f"[bold red]error:[/] {message}", highlight=False)
+    errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
     raise typer.Exit(WRONG_USE)
+
+
+@contextlib.contextmanager
+def refused(option: str) -> Iterator[None]:
+    """A ValueError of the block is what is wrong with `option`."""
+    try:
+        yield
+    except ValueError as problem:
+        refuse(f"{option}: {problem}")
 
 
 def print_json(found: Any) -> None:
@@ -81,7 +90,7 @@ def needs(package: str, extra: str, why: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(package) is None:
-        refuse(f"{why} needs {package}, which is not installed: {escape(_install.command(extra))}")
+        refuse(f"{why} needs {package}, which is not installed: {_install.command(extra)}")
 
 
 def device_named(name: str | None) -> torch.device:
@@ -111,6 +120,10 @@ def dtype_named(name: str | None, device: torch.device) -> torch.dtype:
     dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name), None)
     if not isinstance(dtype, torch.dtype):
         refuse(f"--dtype {name!r} is no dtype; use float32, float16 or bfloat16")
+    from tilesmith.engine.argument_checks import FLOATS
+
+    if dtype not in FLOATS:
+        refuse(f"--dtype {name} is not served; use float32, float16, bfloat16 or float64")
     return dtype
 
 

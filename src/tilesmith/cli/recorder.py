@@ -38,7 +38,9 @@ class Recorder(torch_private.DispatchMode or object):
         return func(*args, **(kwargs or {}))
 
     def _explained(self, op: Op, args: tuple) -> Choice:
-        with warnings.catch_warnings():  # how a kernel is told of may depend on an address, which fake tensors lack
+        with (
+            warnings.catch_warnings()
+        ):  # alignment is told by an address; fake tensors, whose address is 0, are aligned
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             return op.explain(*args, arch=self._arch)
 

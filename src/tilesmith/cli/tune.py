@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from tilesmith.cli.output import CHECK_FAILED, console, device_named, dtype_named, op_named, print_json, refuse, table
+from tilesmith.cli.output import (
+    CHECK_FAILED,
+    console,
+    device_named,
+    dtype_named,
+    op_named,
+    print_json,
+    refuse,
+    refused,
+    table,
+)
 
 _FIELDS = ("case", "kernel", "default", "best", "gain", "configuration", "tried")
 
@@ -27,6 +37,7 @@ def command(
     kept of a kernel that some configuration makes faster than the default by more than 3 %: of all its sizes, since one
     without a row takes the nearest. Exits with 1 when a check fails.
     """
+    from tilesmith.bench.selection import cases_of, check_cases, check_named
     from tilesmith.bench.tune import kept, tune
     from tilesmith.engine import cases
     from tilesmith.engine import ops as declared
@@ -39,7 +50,11 @@ def command(
     kind = dtype_named(dtype, where)
     if where.type == "cpu" and not case:
         refuse("the cases to tune on are made for a GPU; name smaller ones with --case to tune on a CPU")
-    tunable = [n for n in names if any("tune" in c.tags or c.name in (case or ()) for c in cases(n))]
+    tunable = [n for n in names if (cases_of(n, case) if case else any("tune" in c.tags for c in cases(n)))]
+    with refused("--case"):
+        check_cases(names, case or ())
+        for name in tunable:
+            check_named(name, cases(name), cases_of(name, case or ()), kind)
     if not tunable:
         refuse(f"no case of {', '.join(names)} is meant for tuning; name one with --case")
     found: list[dict] = []
@@ -48,11 +63,13 @@ def command(
             if save or ship:
                 _check(name, where)
             told = lambda step, name=name: status.update(f"tuning {name}: {step}")  # noqa: E731
-            tuned = list(tune(name, where, kind, named=case or (), rounds=rounds, progress=told))
+            tuned = list(tune(name, where, kind, named=cases_of(name, case or ()), rounds=rounds, progress=told))
         if as_json:
             found += [{"op": name, **dict(zip(_FIELDS, _line(t)))} for t in tuned]
         rows = [_line(t) for t in tuned]
-        if not as_json:
+        if not as_json and not rows:
+            console.print(f"{name}: no kernel that serves these cases on {where} has a configuration to search")
+        elif not as_json:
             title = f"{name} on {arch_of(where).device_name}"
             console.print(table(_FIELDS, rows, title=title, right="default,best,gain"))
         for t in kept(tuned) if save or ship else ():

@@ -62,7 +62,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilesmith._lazy import absent, resolved
+from tilesmith._lazy import absent, imported, resolved
 from tilesmith.codegen.frontend import build
 from tilesmith.codegen.ir import KernelIR
 from tilesmith.codegen.language import (
@@ -144,6 +144,10 @@ from tilesmith.codegen.types import (
 from tilesmith.codegen.verifier import verify
 
 if TYPE_CHECKING:
+    from tilesmith.codegen import cuda as cuda
+    from tilesmith.codegen import metal as metal
+    from tilesmith.codegen import spirv as spirv
+    from tilesmith.codegen import wgsl as wgsl
     from tilesmith.codegen.interpreter import Fault, interpret
     from tilesmith.codegen.serial import from_json, to_json
 
@@ -162,10 +166,13 @@ __all__ = [
     "row_max", "reduce_rows",
 ]
 # fmt: on
+_PRINTERS = ("cuda", "metal", "spirv", "wgsl")
 _LAZY = {"interpret": "interpreter", "Fault": "interpreter", "to_json": "serial", "from_json": "serial"}
 
 
 def __getattr__(name: str):
     if name in _LAZY:
         return resolved(f"tilesmith.codegen.{_LAZY[name]}", name)
-    raise absent(__name__, name, __all__)
+    if name in _PRINTERS:
+        return imported(f"tilesmith.codegen.{name}")
+    raise absent(__name__, name, [*__all__, *_PRINTERS])

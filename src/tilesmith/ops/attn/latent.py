@@ -6,8 +6,14 @@ from torch import Tensor
 def values_in_keys(k: Tensor, v: Tensor) -> bool:
     """Whether v is `k[..., :Dv]` in memory, so that a kernel that has read k has read v."""
     alike = v.stride() == k.stride() and v.dtype == k.dtype and v.shape[:3] == k.shape[:3]
-    if not alike or v.shape[3] > k.shape[3]:
-        return False
-    if k.device.type == "meta":  # no address tells
-        return v.untyped_storage() is k.untyped_storage() and v.storage_offset() == k.storage_offset()
-    return v.data_ptr() == k.data_ptr()
+    return alike and v.shape[3] <= k.shape[3] and begin_together(k, v)
+
+
+def begin_together(a: Tensor, b: Tensor) -> bool:
+    """Whether the first elements of two tensors are one in memory."""
+    storage = a.untyped_storage()
+    if (
+        storage.device.type == "meta"
+    ):  # of tensors on "meta" and of fake ones, whose device is another: no address tells
+        return b.untyped_storage() is storage and b.storage_offset() == a.storage_offset()
+    return b.data_ptr() == a.data_ptr()

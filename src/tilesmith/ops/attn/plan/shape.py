@@ -9,7 +9,7 @@ from torch import Tensor
 from tilesmith.device.dropout import parts_dropout_flags
 from tilesmith.engine.launcher import next_power_of_2
 from tilesmith.ops.attn import reference
-from tilesmith.ops.attn.latent import values_in_keys
+from tilesmith.ops.attn.latent import begin_together, values_in_keys
 
 
 class Shape(NamedTuple):
@@ -158,8 +158,8 @@ def _lists(offsets: Tensor | None) -> tuple[int, int]:
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
-    """Whether two tensors are one in memory; those on "meta" have none."""
-    return a is b or (b is not None and a.device.type != "meta" and a.data_ptr() == b.data_ptr())
+    """Whether two tensors are one in memory."""
+    return a is b or (b is not None and begin_together(a, b))
 
 
 def _is_dense(x: Tensor | None) -> bool:

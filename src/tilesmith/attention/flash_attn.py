@@ -1,0 +1,132 @@
+"""flash-attn's functions, in its signatures and layouts, over the attention op.
+
+Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads (H % G == 0), D head dim, Dv head dim of
+values, N packed sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilesmith import ops
+from tilesmith.engine.argument_checks import attributed_to, flag, number, probability, shaped, size, tensor
+from tilesmith.ops.attn.mask import Mask, Score
+
+UNLIMITED = (-1, -1)  # a window without sides
+
+
+@attributed_to("attention")
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Softmax attention, [B, T, H, Dv] in q's dtype: flash-attn's function of this name. Differentiable.
+
+    q: [B, T, H, D]. k, v: [B, S, G, D] and [B, S, G, Dv]; query head h reads kv head h // (H // G). float16, bfloat16,
+        float32 and float64.
+    dropout_p: the probability to drop a probability, in [0, 1), drawn from the generator of the device: 0 to evaluate.
+    softmax_scale: 1 / sqrt(D) if None. softcap: c > 0 bends a scaled score s to c * tanh(s / c).
+    causal, window_size: (left, right) keys around a query, -1 unlimited. The last query and the last key have one
+        position, whatever T and S.
+    alibi_slopes: fp32 [H] or [B, H]; slope * |distance| is taken off a score.
+    deterministic: the same bits in every run, also of gradients; False follows
+        `torch.are_deterministic_algorithms_enabled()`.
+    return_attn_probs: must be False, since probabilities are never in memory.
+
+    A query that sees no key gives 0. Raises ValueError and TypeError, naming the argument. Errors of the op give the
+    shapes that it sees, [B, heads, tokens, D].
+    """
+    name = "flash_attn_func"
+    for which, x in (("q", q), ("k", k), ("v", v)):
+        tensor(name, which, x, ("B", "tokens", "heads", "D"))
+    how = _checked(name, dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
+    shaped(name, "alibi_slopes", alibi_slopes, (q.shape[2],), (q.shape[0], q.shape[2]), device=q.device)
+    mask, score = Mask(causal, sides(name, window_size)), Score(softmax_scale, softcap, alibi_slopes)
+    out, _ = ops.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, score, **how)
+    return out.transpose(1, 2)
+
+
+@attributed_to("attention")
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Attention of N sequences that lie one after another, [tokens, H, Dv] in q's dtype: flash-attn's function of this
+    name. Differentiable.
+
+    q: [tokens of all sequences, H, D]. k, v: [keys of all sequences, G, D] and [..., G, Dv].
+    cu_seqlens_q, cu_seqlens_k: int32 [N + 1], where each sequence begins, then the number of tokens, of keys.
+    max_seqlen_q, max_seqlen_k: the longest sequence, which an int on the host tells; 0 if unknown.
+    alibi_slopes: fp32 [H] or [N, H]. block_table: must be None; `flash_attn_with_kvcache` serves a paged cache.
+
+    Everything else is as in `flash_attn_func`; the last query of a sequence and its last key have one position.
+    """
+    name = "flash_attn_varlen_func"
+    for which, x in (("q", q), ("k", k), ("v", v)):
+        tensor(name, which, x, ("tokens", "heads", "D"))
+    if block_table is not None:
+        raise ValueError(f"{name}: block_table must be None; attend to a paged cache by flash_attn_with_kvcache")
+    for which, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        tensor(name, which, cu, ("N + 1",))
+    for which, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        size(name, which, longest, 0)
+    how = _checked(name, dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
+    sequences = max(cu_seqlens_q.shape[0] - 1, 0)
+    shaped(name, "alibi_slopes", alibi_slopes, (q.shape[1],), (sequences, q.shape[1]), device=q.device)
+    mask, score = Mask(causal, sides(name, window_size)), Score(softmax_scale, softcap, alibi_slopes)
+    how |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    how |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    out, _ = ops.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask, score, **how)
+    return out[0].transpose(0, 1)
+
+
+def _checked(
+    name: str, dropout_p: Any, scale: Any, causal: Any, softcap: Any, deterministic: Any, probs: Any
+) -> dict[str, Any]:
+    """The keywords of the op, or an error in the words of the function."""
+    if scale is not None:
+        number(name, "softmax_scale", scale)
+    number(name, "softcap", softcap, 0.0)
+    for which, value in (("causal", causal), ("deterministic", deterministic), ("return_attn_probs", probs)):
+        flag(name, which, value)
+    if probs:
+        raise ValueError(
+            f"{name}: return_attn_probs must be False, since probabilities are never in memory; "
+            "tilesmith.ops.attention returns lse beside out, tilesmith.ops.attention_weights the probabilities"
+        )
+    return {"dropout_p": probability(name, "dropout_p", dropout_p), "deterministic": deterministic or None}
+
+
+def sides(name: str, window: Any) -> tuple[int, int] | None:
+    """Keys to the left and to the right of a query; None where neither side has a limit."""
+    pair = isinstance(window, tuple | list) and len(window) == 2
+    if not pair or not all(isinstance(side, int) and not isinstance(side, bool) for side in window):
+        raise TypeError(f"{name}: window_size must be a pair of ints (left, right), -1 unlimited, got {window!r}")
+    if min(window) < -1:
+        raise ValueError(f"{name}: window_size must have sides of at least -1, which is unlimited, got {tuple(window)}")
+    return None if tuple(window) == UNLIMITED else (window[0], window[1])
