@@ -217,7 +217,6 @@ def test_explain_names_the_bands_of_gradients_above_256():
     ("dims", "given", "reason"),
     [
         ((512, 128), {}, "both from 264 to 512"),
-        ((260, 260), {}, "the head dims are 260 and 260"),
         ((520, 520), {}, "the head dims are 520 and 520"),
         ((512, 512), {"dropout_p": 0.1}, "nothing is dropped"),
         ((512, 512), {"cu_seqlens_q": (0, 9, 640)}, "no packed documents"),

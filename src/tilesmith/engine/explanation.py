@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.choice import Asked, Choice, asking
 from tilesmith.engine.op import Op
 from tilesmith.engine.registry import PLAIN, ops
-from tilesmith.hardware.detect import Arch
+from tilesmith.hardware.detect import Arch, arch_named, assuming
 
 
 def _asked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -58,7 +59,9 @@ def explain(
         raise ValueError(f"explain: there is no op {name!r}. {suggestion(name, [*ops(), *PLAIN])}")
     if args or kwargs:
         if found.door_function is not None:
-            args, kwargs = _asked(found, args, kwargs), {}
+            there = arch_named(arch) if isinstance(arch, str) else arch
+            with contextlib.nullcontext() if there is None else assuming(there):
+                args, kwargs = _asked(found, args, kwargs), {}
         asked = {name: value for name, value in (("arch", arch), ("gradient", gradient)) if value}
         return found.explain(*args, compiled=compiled, **asked, **kwargs)
     return f"{name}{inspect.signature(found.door_function or found)}: kernels {', '.join(found.backends())}"

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tilesmith.device import philox, portable
 from tilesmith.engine import Op
@@ -17,6 +18,8 @@ from tilesmith.engine.argument_checks import probability
 from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.metadata import describer
+from tilesmith.engine.sharding import distributed
+from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import checks, reference, sharding
 from tilesmith.ops.attn.latent import values_in_keys
 from tilesmith.ops.attn.mask import Mask, Score
@@ -167,6 +170,7 @@ merge_attention = Op(
 
 
 EVERYTHING, SCALED = Mask(), Score()
+PADDED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @attention_op.door
@@ -207,6 +211,7 @@ def attention(
     run, also of gradients; None follows `torch.are_deterministic_algorithms_enabled()`.
 
     out has q's dtype and memory order, lse is fp32 (fp64 for fp64), the natural logarithm of the softmax's denominator.
+    GPUs compute head dims below 16 or not divisible by 8 on copies with columns of zeros; out is then a view of one.
     A query that sees no key gets out 0, lse -inf and zero gradients; NaN in keys that nobody sees reaches nothing.
     Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit, and
     TypeError with the right spelling for names that other libraries use (misplaced), such as causal=True.
@@ -232,7 +237,37 @@ def attention(
             attention_op.check(*attention_op.bind((q, k, v), given))
         seed = philox.draw_seed(q.device)
     q, k, v = (with_unit_stride(x) for x in (q, k, v))
-    return attention_op(q, k, v, seed=seed, dropout_p=dropout_p, **given)
+    if not _between_kernels(q, k, v, given):
+        return attention_op(q, k, v, seed=seed, dropout_p=dropout_p, **given)
+    given["scale"] = q.shape[3] ** -0.5 if score.scale is None else score.scale
+    padded = (F.pad(x, (0, _columns(x) - x.shape[3])) for x in (q, k, v))
+    out, lse = attention_op(*padded, seed=seed, dropout_p=dropout_p, **given)
+    return out[..., : v.shape[3]], lse
+
+
+def _columns(x: Tensor) -> int:
+    """The least head dim that kernels for GPUs serve and that is not below that of x."""
+    return max(16, -(-x.shape[3] // 8) * 8)
+
+
+def _between_kernels(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> bool:
+    """Whether a GPU has kernels for these tensors with a few more columns, and none for their own. Columns of zeros in
+    q and k add nothing to scores, and those of v make columns of out that are cut off."""
+    try:
+        dims = q.shape[3], v.shape[3]
+    except (AttributeError, IndexError):  # for the op's check
+        return False
+    if not any(dim % 8 or dim < 16 for dim in dims):  # the usual case, on the way of every call
+        return False
+    if any(given[name] is not None for name in ("page_table", "q_scale", "k_scale", "v_scale")):
+        return False
+    for x in (q, k, v):
+        if not isinstance(x, Tensor) or x.ndim != 4 or x.dtype not in PADDED or not 0 < x.shape[3] <= 512:
+            return False
+    if q.shape[3] != k.shape[3]:
+        return False
+    kind = q.device.type if torch.compiler.is_compiling() else arch_of(q.device).kind
+    return kind in ("cuda", "xpu") and not distributed((q, k, v))
 
 
 _SPELLINGS = {
